@@ -32,7 +32,7 @@ def _feed(dataset: Any, *, tasks: int) -> Any:
     from tfdist.data.stream import StreamSource
     from tfdist.training.epochs import EpochPlan
     from tfdist.training.feed import Layout, Order
-    from tfdist.training.streaming import StreamFeed
+    from tfdist.training.inputs import StreamFeed
 
     batch = input_by_index.BATCH
     return StreamFeed(

@@ -1,134 +1,229 @@
-"""A model in stages, a core each, against one core that accumulates over the same micro-batches.
+"""``python -m benchmarks.pipeline [--only ROW ...]``: a model in two stages against its targets.
 
-    python benchmarks/pipeline.py --splits 6,10,20 --rounds 3
+Beside one core that accumulates over micro-batches, and torch.distributed.pipelining (1F1B, gloo).
+Each process has a core of its own, all run a step in turn, and a figure is the median of `--steps`;
+memory is that of processes of their own. Writes `benchmarks/PIPELINE.md`. Rows that are not
+measured keep the figures of the last run.
 
-Each size of the micro-batches is measured with every number of stages in turn, in processes of
-their own, and all of that `--rounds` times. The model is a small residual network of 32x32 images,
-or ResNet-50 of 128x128 with ``--model resnet50``. Not part of `make bench`.
+Expected before measuring, of ResNet-50 (128x128, batch 120): one core 13.3 s a step, two stages 7.7
+(1.7, of at most 1.82 with ten micro-batches), torch the same to 2 %; without micro-batches 0.97 of
+one core, as 1 MiB an example crosses; the size found within 2 % of the best, as its candidates
+15 and 8 are on both sides of it. A transformer: 1.0 of torch. Memory of its own: 0.63, as 290 MiB
+of each process are what TensorFlow and Keras take, and 0.72 with the 410 MiB of their files.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
+import json
 import os
-import resource
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import harness
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks"))  # where its modules look for each other
 
-NAME = "pipeline"
-DEADLINE_S = 900.0
+import harness  # noqa: E402
+import machine  # noqa: E402
+
+from tfdist.find import split_size  # noqa: E402
+from tfdist.find.split_size import StepperJob, StepTimes, first_steps, in_turn  # noqa: E402
+
+PAGE = ROOT / "benchmarks" / "PIPELINE.md"
+RAW = ROOT / "benchmarks" / "pipeline.json"
+TRANSFORMER = f"{ROOT / 'benchmarks' / 'pipeline_models.py'}:transformer"
+TIMEOUT_S = 600.0
+MICROS = 10
 
 
-def main() -> None:
-    args = _arguments()
-    if "TF_CONFIG" in os.environ:
-        measure(args)
-        return
-    sizes = [int(size) for size in args.splits.split(",")]
-    seconds: dict[tuple[int, int], list[float]] = {}
-    for _, size, stages in itertools.product(range(args.rounds), sizes, (1, args.stages)):
+def sweep(args: argparse.Namespace) -> list[str]:
+    """ResNet-50 in two stages over the split sizes, one core, and torch."""
+    size = ("--image_size", str(args.image_size), "--batch_size", str(args.batch_size))
+    words = [*size, "--sizes", f"auto,{args.sizes}", "--one_device", args.one_device]
+    options = split_size.parse([*words, "--steps", str(args.steps)])
+    torch_size = args.torch_size
+    request = {"model": "resnet50", "image": args.image_size, "batch": args.batch_size}
+    measured, torch_s = _beside_torch(options, {**request, "size": torch_size})
+    staged = [one for one in measured if one.stages > 1 and not one.found]
+    found = next(one for one in measured if one.found)
+    core = [one for one in measured if one.stages == 1]
+    best = min(staged, key=lambda one: one.median_s)
+    alone = min((one for one in core if one.size < one.batch), key=lambda one: one.median_s)
+    same = _of_size(staged, torch_size)
+    whole, one_whole = _of_size(staged, args.batch_size), _of_size(core, args.batch_size)
+    side = args.image_size
+    return [
+        f"{side}x{side} images, {args.batch_size} examples a step",
+        _claim("best split size / one core with accumulation", alone, best, 1.7),
+        _claim("split size found by itself / the best of the sweep", best, found, 0.97),
+        _claim(f"split size {torch_size} / torch's 1F1B", torch_s, same, 1.0),
+        _claim("without micro-batches / one core without them", one_whole, whole, 0.93),
+        *_lines(measured, torch_s, torch_size),
+    ]
+
+
+def transformer(args: argparse.Namespace) -> list[str]:
+    """A transformer of eight blocks in two stages, and torch's."""
+    batch, size = args.transformer_batch, args.transformer_batch // MICROS
+    words = [TRANSFORMER, "--batch_size", str(batch), "--sizes", str(size)]
+    options = split_size.parse([*words, "--one_device", str(size), "--steps", str(args.steps)])
+    request = {"model": "transformer", "batch": batch, "size": size}
+    measured, torch_s = _beside_torch(options, request)
+    same = _of_size([one for one in measured if one.stages > 1], size)
+    return [
+        f"{batch} examples a step",
+        _claim(f"{MICROS} micro-batches / torch's 1F1B", torch_s, same, 1.0),
+        *_lines(measured, torch_s, size),
+    ]
+
+
+def memory(args: argparse.Namespace) -> list[str]:
+    """The peak of each stage of ResNet-50, against one process."""
+    size = max(1, args.batch_size // MICROS)
+    own, whole = {}, {}
+    for stages in (1, 2):
         command = [harness.PROJECT_PYTHON, "-m", "tfdist.launch", "--strategy=pipeline"]
-        command += [f"--stages={stages}", __file__, *sys.argv[1:], f"--splits={size}"]
-        found = harness.measure(command, timeout_s=DEADLINE_S)
-        taken_s = max(record["step_s"] for record in found)
-        seconds.setdefault((size, stages), []).append(taken_s)
-        peaks = ", ".join(f"{record['peak_mib']:.0f}" for record in found)
-        print(
-            f"split {size}, {stages} stages: {taken_s:.3f} s a step, peaks of {peaks} MiB; others"
-            f" took {found[0]['others_cores']:.2f} cores",
-            flush=True,
-        )
-    medians = {cell: statistics.median(found) for cell, found in seconds.items()}
-    alone_s = min(medians[size, 1] for size in sizes)
-    print(f"\none core at its best: {args.batch / alone_s:.1f} examples/s\n")
-    print("| split | examples/s | x |\n|---|---|---|")
-    for size in sizes:
-        taken_s = medians[size, args.stages]
-        print(f"| {size} | {args.batch / taken_s:.1f} | {alone_s / taken_s:.2f} |")
+        command += ["--start=exec", f"--stages={stages}", __file__, f"--sizes={size}"]
+        command += [f"--image_size={args.image_size}", f"--batch_size={args.batch_size}"]
+        found = harness.measure(command, timeout_s=TIMEOUT_S)
+        whole[stages] = [record["peak_mib"] for record in found]
+        own[stages] = [record["peak_mib"] - record["file_mib"] for record in found]
+    shown = " and ".join(f"{peak:.0f}" for peak in own[2])
+    files = " and ".join(f"{peak:.0f}" for peak in whole[2])
+    return [
+        f"{args.image_size}x{args.image_size} images, {args.batch_size} examples a step",
+        f"memory of its own: target at most 0.65; measured: {max(own[2]) / own[1][0]:.2f} (the "
+        f"larger stage / one process; {shown} MiB / {own[1][0]:.0f})",
+        "with pages of TensorFlow's files, which the processes of a host share: "
+        f"{max(whole[2]) / whole[1][0]:.2f} ({files} MiB / {whole[1][0]:.0f})",
+    ]
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Trains for some steps in a task of the job; prints the median of a step, and its memory."""
-    from tfdist.cluster import read_environment
-
-    config = read_environment(os.environ)
-    assert config is not None
-    harness.pin(config.task.index)
+def measure_memory(args: argparse.Namespace) -> None:
+    """One task of a job that trains two steps."""
+    harness.pin(int(json.loads(os.environ["TF_CONFIG"])["task"]["index"]))
     import keras
     import numpy as np
 
     import tfdist
 
-    options = tfdist.PipelineOptions(split_size=int(args.splits), keep=args.keep)
+    options = tfdist.PipelineOptions(split_size=int(args.sizes), keep="recompute")
     strategy = tfdist.make_strategy(pipeline=options, threads=1)
-    keras.utils.set_random_seed(0)
+    side = args.image_size
     with strategy.scope():
-        model = _model(keras, args.model)
+        model = keras.applications.ResNet50(
+            weights=None, input_shape=(side, side, 3), classifier_activation=None
+        )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(1e-3), loss)
-    draw = np.random.default_rng(0)
-    x = draw.random((args.batch, *model.input_shape[1:]), "float32")
-    y = draw.integers(0, model.output_shape[-1], (args.batch,))
-    clock = _clock(keras)
-    epochs = args.steps + 1  # the first one traces
-    tfdist.fit(model, x, y, batch_size=args.batch, epochs=epochs, verbose=0, callbacks=[clock])
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    side = f"stage {config.task.index}"
-    harness.emit(NAME, side, step_s=statistics.median(clock.seconds[1:]), peak_mib=peak_mib)
+    x, y = np.zeros((args.batch_size, side, side, 3), "float32"), np.zeros(args.batch_size, "int32")
+    tfdist.fit(model, x, y, batch_size=args.batch_size, steps_per_epoch=2, verbose=0)
+    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    mib = {line[0]: int(line[1]) / 1024 for line in lines if line[-1] == "kB"}
+    harness.emit("pipeline", "memory", peak_mib=mib["VmHWM:"], file_mib=mib["RssFile:"])
 
 
-def _clock(keras: Any) -> Any:
-    class Clock(keras.callbacks.Callback):
-        """Seconds of each epoch, which is one step, without what is done at its end."""
+def _beside_torch(options: Any, request: dict[str, Any]) -> tuple[list[StepTimes], list[float]]:
+    """Measure the cells of `tfdist.bench pipeline`, and torch's in the same rounds."""
+    script = str(ROOT / "benchmarks" / "pipeline_torch.py")
+    request = {**request, "steps": options.steps + 1}
+    command = [harness.PEER_PYTHON, script, json.dumps(request)]
+    with contextlib.ExitStack() as stack:
+        torch = StepperJob(command, timeout_s=TIMEOUT_S)
+        stack.callback(torch.close)
+        torch.wait()  # it times its parts before that, and nothing else may run then
+        jobs, cells = split_size.jobs_of(options, stack)
+        found = first_steps(jobs)
+        names = [*(cell.stages for cell in cells), "torch"]
+        seconds = in_turn({**jobs, "torch": torch}, names, rounds=options.steps)
+    return split_size.times_of(cells, seconds, found, batch=options.batch_size), seconds[-1]
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.seconds: list[float] = []
 
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            self.began_s = time.perf_counter()
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.seconds.append(time.perf_counter() - self.began_s)
-
-    return Clock()
+def _of_size(measured: Sequence[StepTimes], size: int) -> StepTimes:
+    return next(one for one in measured if one.size == size)
 
 
-def _model(keras: Any, name: str) -> Any:
-    if name == "resnet50":
-        return keras.applications.ResNet50(
-            weights=None, input_shape=(128, 128, 3), classes=1000, classifier_activation=None
-        )
-    layers = keras.layers
-    image = keras.Input((32, 32, 3))
-    x = layers.Conv2D(32, 3, padding="same", activation="relu")(image)
-    for block in range(8):
-        width = 32 if block < 4 else 64
-        if block == 4:
-            x = layers.Conv2D(width, 3, strides=2, padding="same")(x)
-        y = layers.BatchNormalization()(x)
-        y = layers.Conv2D(width, 3, padding="same", activation="relu")(y)
-        x = layers.Add()([x, layers.Conv2D(width, 3, padding="same")(y)])
-    x = layers.GlobalAveragePooling2D()(x)
-    return keras.Model(image, layers.Dense(10)(x))
+def _claim(what: str, against: StepTimes | list[float], one: StepTimes, target: float) -> str:
+    other = against.seconds if isinstance(against, StepTimes) else against
+    ratio = statistics.median(other) / one.median_s
+    pairs = ", ".join(f"{a / b:.2f}" for a, b in zip(other, one.seconds, strict=True))
+    return f"{what}: target at least {target}; measured: {ratio:.2f} (round by round {pairs})"
+
+
+def _lines(measured: Sequence[StepTimes], torch_s: Sequence[float], size: int) -> Iterator[str]:
+    """Yield a line for each cell."""
+    for one in measured:
+        where = "one core" if one.stages == 1 else f"{one.stages} stages"
+        found = " (found by itself)" if one.found else ""
+        each = ", ".join(f"{seconds:.2f}" for seconds in one.seconds)
+        yield f"{where}, split size {one.size}{found}: {one.median_s:.2f} s a step ({each})"
+    each = ", ".join(f"{seconds:.2f}" for seconds in torch_s)
+    yield f"torch, 2 stages, split size {size}: {statistics.median(torch_s):.2f} s a step ({each})"
+
+
+ROWS = {
+    "sweep": ("ResNet-50", sweep),
+    "transformer": ("A transformer of 8 blocks, 128 words of 256 values", transformer),
+    "memory": ("Peak memory of ResNet-50, 1F1B, ten micro-batches, recomputation", memory),
+}
+
+
+def main() -> int:
+    """Measure the rows asked for, and write the page."""
+    args = _arguments()
+    if "TF_CONFIG" in os.environ:
+        measure_memory(args)
+        return 0
+    os.environ.update(harness.QUIET_ENVIRON)
+    found = json.loads(RAW.read_text()) if RAW.exists() else {}
+    for name in args.only:
+        described, start = machine.describe(), time.perf_counter()
+        lines = ROWS[name][1](args)
+        minutes = (time.perf_counter() - start) / 60
+        found[name] = {"lines": lines, "machine": {**described, "minutes": f"{minutes:.1f}"}}
+        print(name, *lines, sep="\n  ", flush=True)
+        RAW.write_text(json.dumps(found, indent=1) + "\n")
+        PAGE.write_text("\n".join(page(found)) + "\n")
+    return 0
+
+
+def page(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the page."""
+    yield from (
+        "# Pipeline",
+        "",
+        "Written by `python -m benchmarks.pipeline`; not by hand. Figures",
+    )
+    yield from ("are medians of steps; ratios are of speeds, unless they say otherwise.", "")
+    yield from ((__doc__ or "").rpartition("\n\n")[2].strip().splitlines())
+    for name, (title, _) in ROWS.items():
+        if name in found:
+            described = [f"{key}: {value}" for key, value in found[name]["machine"].items()]
+            yield from ("", f"## {title}", "", *_listed(found[name]["lines"]), "")
+            yield from _listed(described)
+
+
+def _listed(lines: Sequence[str]) -> list[str]:
+    return [f"- {line}" for line in lines]
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=("small", "resnet50"), default="small")
-    parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=120)
-    parser.add_argument("--splits", default="6,10,20", help="examples of a micro-batch")
-    parser.add_argument("--keep", choices=("tape", "recompute", "compiled"), default="tape")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--only", nargs="+", choices=sorted(ROWS), default=list(ROWS))
+    parser.add_argument("--batch_size", type=int, default=120)
+    parser.add_argument("--image_size", type=int, default=128)
+    parser.add_argument("--sizes", default="8,10,12,20,40", help="of micro-batches, two stages")
+    parser.add_argument("--one_device", default="12,40", help="of micro-batches, one core")
+    parser.add_argument("--torch_size", type=int, default=12, help="of micro-batches, torch")
+    parser.add_argument("--transformer_batch", type=int, default=40)
     parser.add_argument("--steps", type=int, default=5, help="that are timed")
-    parser.add_argument("--rounds", type=int, default=1)
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

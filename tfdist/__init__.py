@@ -21,13 +21,13 @@ _HOME_OF = {
     "evaluate": "tfdist.training.evaluation",
     "predict": "tfdist.training.evaluation",
     "InExamples": "tfdist.training.schedule",
-    "StepLoop": "tfdist.training.step_loop",
+    "StepLoop": "tfdist.training.fitting",
     "Ledger": "tfdist.audit.recorder",
     "VirtualEpochs": "tfdist.training.epochs",
-    "BackupAndRestore": "tfdist.checkpoint",
-    "Evaluator": "tfdist.training.evaluator",
-    "ModelCheckpoint": "tfdist.checkpoint",
-    "load_weights": "tfdist.checkpoint",
+    "BackupAndRestore": "tfdist.checkpoint.backup",
+    "Evaluator": "tfdist.training.evaluation",
+    "ModelCheckpoint": "tfdist.checkpoint.backup",
+    "load_weights": "tfdist.checkpoint.warm_start",
     "TfdistError": "tfdist.errors",
     "UsageError": "tfdist.errors",
     "StartupTimeout": "tfdist.errors",
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 
     from tfdist import data, errors, tuning
     from tfdist.audit.recorder import Ledger
-    from tfdist.checkpoint import BackupAndRestore, ModelCheckpoint, load_weights
+    from tfdist.checkpoint.backup import BackupAndRestore, ModelCheckpoint
+    from tfdist.checkpoint.warm_start import load_weights
     from tfdist.errors import (
         JobFailed,
         PeerLost,
@@ -67,11 +68,9 @@ if TYPE_CHECKING:
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
     from tfdist.strategy.stages import PipelineOptions
     from tfdist.training.epochs import VirtualEpochs
-    from tfdist.training.evaluation import evaluate, predict
-    from tfdist.training.evaluator import Evaluator
-    from tfdist.training.fitting import fit
+    from tfdist.training.evaluation import Evaluator, evaluate, predict
+    from tfdist.training.fitting import StepLoop, fit
     from tfdist.training.schedule import InExamples
-    from tfdist.training.step_loop import StepLoop
 
 __all__ = [
     "BackupAndRestore",

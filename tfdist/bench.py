@@ -3,7 +3,8 @@
 SUBJECT is that of `tfdist.find`; several are models of several sizes. Each batch size of each
 trains alone in a process of its own, from small to large until one does not fit.
 
-``python -m tfdist.bench serve URL`` is load on a model server: `tfdist.serving.bench`.
+``python -m tfdist.bench serve URL`` is load on a model server: `tfdist.serving.bench`; ``python -m
+tfdist.bench pipeline`` are stages by the size of micro-batches: `tfdist.find.split_size`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, require, require_int
 from tfdist.find.__main__ import of_config
 from tfdist.find.batch_size import BatchTrial, MemoryLimits, try_out
-from tfdist.outputs.plot import empty_panels
+from tfdist.find.split_size import main as split_sizes
+from tfdist.outputs.display import empty_panels
 from tfdist.serving.bench import main as load
 
 _USE = 0.9
@@ -33,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["serve"]:
         return load(words[1:])
+    if words[:1] == ["pipeline"]:
+        return split_sizes(words[1:])
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     return run_program("tfdist.bench", lambda: _batch(words))
 
@@ -49,7 +53,7 @@ def parse(argv: Sequence[str]) -> Any:
     """Return the options, `subjects` as lists of words among them; raise UsageError."""
     config, words = of_config(argv)
     parser = Parser(prog="tfdist.bench", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("what", choices=("batch", "serve"), help="what to measure")
+    parser.add_argument("what", choices=("batch", "pipeline", "serve"), help="what to measure")
     parser.add_argument("names", nargs="*", metavar="FILE.py:FUNCTION", help="returns model, x, y")
     parser.add_argument("--sizes", default="8,16,32,64,128,256", help="batch sizes, from small on")
     parser.add_argument("--steps", type=int, default=10, help="of a round; the first is left out")

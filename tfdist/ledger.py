@@ -20,7 +20,7 @@ from tfdist.errors import EXIT_FAILED, EXIT_OK
 from tfdist.outputs.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from tfdist.audit.merge import Merged
+    from tfdist.audit.files import Merged
     from tfdist.audit.proof import PassProof, Proof
 
 
@@ -68,8 +68,7 @@ def _prove(run_dir: str, *, as_json: bool) -> int:
 def _compare(run_dir: str, other: str, *, as_json: bool) -> int:
     import numpy as np
 
-    from tfdist.audit.files import read_directory
-    from tfdist.audit.merge import merged
+    from tfdist.audit.files import merged, read_directory
     from tfdist.audit.proof import Tally, ranges
 
     files = [read_directory(_ledger_of(path)) for path in (run_dir, other)]

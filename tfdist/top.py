@@ -6,15 +6,22 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from tfdist.argument_parser import Parser, run_program
-from tfdist.errors import EXIT_OK
-from tfdist.report.live import is_running, view
+from tfdist.errors import EXIT_OK, require
+from tfdist.files import is_held
+from tfdist.outputs.run_directory import COUNTERS, RunDirectory, read_json
+from tfdist.report.pieces import UNKNOWN, clock, duration, number
+from tfdist.report.run import LIVE_FILE, reading
 
 _EVERY_S = 1.0
 
@@ -53,3 +60,109 @@ def _show(run_dir: Path, *, once: bool) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+_LATE_S = 5.0
+"""Without a heartbeat for so long a task is shown as late."""
+
+_STYLES = {"running": "green", "waiting": "yellow", "ended": "dim"}
+
+
+def is_running(run_dir: Path) -> bool:
+    """Return whether a launcher runs a job in a directory."""
+    return is_held(run_dir / "logs")
+
+
+def read_live(run_dir: Path) -> dict[str, Any]:
+    """Return the status that the launcher has written last; UsageError where there is none."""
+    status = read_json(run_dir / LIVE_FILE) or {}
+    require(
+        status or is_running(run_dir),
+        str(run_dir),
+        received=f"a directory without {LIVE_FILE}" if run_dir.is_dir() else "no directory",
+        expected="the run directory of a job that the launcher has started",
+        fix="name the directory that the launcher's first line names",
+        code="not-a-run",
+    )
+    return status
+
+
+def view(run_dir: Path) -> RenderableType:
+    """Return what is shown of a job now."""
+    status = read_live(run_dir)
+    if not status:
+        return Text("starting")
+    is_going, lines = is_running(run_dir), RunDirectory(run_dir).read_metrics()
+    with reading(run_dir / LIVE_FILE):
+        if not is_going:  # the guardian has ended them with their launcher
+            gone = [{**task, "state": "ended"} for task in status["tasks"]]
+            status = {**status, "tasks": gone}
+        head = _head(status, is_running=is_going)
+        return Group(head, _table(status), _metrics(lines[-1:]))
+
+
+def _head(status: Mapping[str, Any], *, is_running: bool) -> Text:
+    state = status["state"] if is_running else "over"
+    if not is_running and status["state"] != "ended":
+        state = f"its launcher was killed, last heard at {clock(status['at'])}"
+    facts = [
+        status["strategy"],
+        f"attempt {status['attempt']}",
+        f"step {number(status['step'])}",
+        f"{number(status['steps_per_s'])} steps/s",
+        duration(status["at"] - status["began_at"]),
+    ]
+    text = Text.assemble((state, "bold"), "  ", "  ".join(facts))
+    if status["failure"]:
+        text.append(f"\n{status['failure']}", style="red")
+    return text
+
+
+def _table(status: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    has_hosts = any(task["host"] for task in status["tasks"])
+    for name in ("task", *(["host"] if has_hosts else []), "state", "phase"):
+        table.add_column(name, no_wrap=True)
+    for name in ("for", "step", "steps/s", "memory", "peak", "restarts"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for task in status["tasks"]:
+        table.add_row(*_cells(task, has_hosts=has_hosts), style=_style(task))
+    return table
+
+
+def _style(task: Mapping[str, Any]) -> str:
+    if task["status"] not in (None, 0) or (task["silent_s"] or 0) > _LATE_S:
+        return "red"
+    return _STYLES.get(task["state"], "")
+
+
+def _cells(task: Mapping[str, Any], *, has_hosts: bool) -> list[str]:
+    late_s = task["silent_s"] or 0
+    state = task["state"] if late_s <= _LATE_S else f"silent for {duration(late_s)}"
+    return [
+        task["task"],
+        *([task["host"] or ""] if has_hosts else []),
+        state,
+        {"sum": "waiting"}.get(task["phase"], task["phase"]) or "",
+        duration(task["phase_s"]),
+        number(task["step"]),
+        number(task["steps_per_s"]),
+        _mebibytes(task["memory_bytes"]),
+        _mebibytes(task["peak_memory_bytes"]),
+        str(task["restarts"]),
+    ]
+
+
+def _mebibytes(size: int | None) -> str:
+    return UNKNOWN if size is None else f"{size / 2**20:,.0f} MiB"
+
+
+def _metrics(last: list[dict[str, Any]]) -> Text:
+    told = [
+        f"{name} {number(value)}"
+        for line in last
+        for name, value in line.items()
+        if (name not in COUNTERS or name == "examples_per_second")
+        and isinstance(value, int | float)
+    ]
+    return Text("last epoch: " + "  ".join(told) if told else "", style="dim")

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError
+from tfdist.outputs.display import PS_COLUMNS
 from tfdist.outputs.run_directory import DONE, RunDirectory
-from tfdist.ps.costs import COLUMNS
 
 _LOG = logging.getLogger(__name__)
 _WORD = re.compile(r"([1-9]\d{0,3})W(?:([1-9]\d{0,3})PS)?(?:@(\d+(?:\.\d+)?))?", re.ASCII)
@@ -238,10 +238,10 @@ def _step_ms(profiles: Sequence[Mapping[str, Any] | None]) -> dict[str, float] |
         means.append(
             {
                 name: sum(w["steps"] * w.get(f"{name}_ms", 0.0) for w in workers) / steps
-                for name in COLUMNS
+                for name in PS_COLUMNS
             }
         )
-    return {name: statistics.median(mean[name] for mean in means) for name in COLUMNS}
+    return {name: statistics.median(mean[name] for mean in means) for name in PS_COLUMNS}
 
 
 def _sent_bytes(profile: Mapping[str, Any] | None) -> dict[str, int] | None:
@@ -285,9 +285,9 @@ def lines(table: Mapping[str, Any]) -> list[str]:
         text.append(f"{row['shape']:<10} {cells[0]} {cells[1]}")
     profiled = [row for row in table["shapes"] if row["step_ms"]]
     if profiled:
-        text += ["", f"{'ms a step':<10} " + " ".join(f"{name:>9}" for name in COLUMNS)]
+        text += ["", f"{'ms a step':<10} " + " ".join(f"{name:>9}" for name in PS_COLUMNS)]
     for row in profiled:
-        parts = " ".join(f"{row['step_ms'][name]:>9.2f}" for name in COLUMNS)
+        parts = " ".join(f"{row['step_ms'][name]:>9.2f}" for name in PS_COLUMNS)
         text.append(f"{row['shape']:<10} {parts}")
     return text
 

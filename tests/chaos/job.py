@@ -138,8 +138,8 @@ def _callbacks(
     import keras
 
     import tfdist
-    from tfdist.app.reporter import RunReporter
-    from tfdist.outputs.terminal import ProgressDisplay
+    from tfdist.app.run import RunReporter
+    from tfdist.outputs.display import ProgressDisplay
 
     (args.out / "best").mkdir(exist_ok=True)
     own = keras.callbacks
@@ -222,7 +222,7 @@ def _verdict(
 
     import tfdist
     from tfdist.checkpoint.callback_state import get_states
-    from tfdist.outputs.digest import state_sha256, weights_sha256
+    from tfdist.checkpoint.state import state_sha256, weights_sha256
     from tfdist.strategy.parts import whole
 
     state = state_sha256(model, read=whole)

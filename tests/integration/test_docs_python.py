@@ -126,6 +126,7 @@ BEFORE = {
     "docs/find.md": f"{FLAT}{DATA}{MODEL}\ny = x.argmax(1) // 8",
     "docs/ledger.md": f'{FLAT}{DATA}{MODEL}\nbackup = tfdist.BackupAndRestore("run/backup")',
     "docs/migrate/model_fit.md": f"{IMAGES}{DATA}",
+    "docs/pipeline.md": f"{FLAT}{DATA}",
     "docs/ps.md": f"{FLAT}{DATA}",
     "docs/serve.md": f"import sys{SERVED}",
     "docs/launch.md": f"{FLAT}{DATA}\nbuild, X, Y = make_model, x, y",

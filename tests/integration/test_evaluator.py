@@ -16,8 +16,7 @@ from tfdist.checkpoint import CheckpointStore
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig
 from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import job_of
-from tfdist.training import evaluator as evaluators
-from tfdist.training import fitting, loop
+from tfdist.training import evaluation, fitting, loop
 
 X = np.linspace(-1, 1, 40, dtype="float32")[:, None]
 Y = 3 * X + 1
@@ -50,7 +49,7 @@ def in_evaluator(exit_code=0, watch=None):
 
     with pytest.MonkeyPatch.context() as patched:
         watch = watch or types.SimpleNamespace(exit_code=exit_code)
-        patched.setattr(evaluators, "chief_watch", lambda config, timeout_s: watch)
+        patched.setattr(evaluation, "chief_watch", lambda config, timeout_s: watch)
         patched.setattr(fitting.building, "job_for", job_for)
         yield
 

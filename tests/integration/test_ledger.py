@@ -8,8 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.audit.files import read_directory
-from tfdist.audit.merge import merged, pair_hash
+from tfdist.audit.files import merged, pair_hash, read_directory
 from tfdist.audit.proof import Tally, prove
 from tfdist.audit.recorder import Ledger
 from tfdist.data.arrays import ArraySource

@@ -11,13 +11,14 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.audit.files import merged, read_directory
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.pipeline.cuts import LayerGraph
 from tfdist.pipeline.schedule import passes
 from tfdist.pipeline.stage import MicroBatch, Stage
 from tfdist.pipeline.timing import chosen_places, possible_places
-from tfdist.pipeline.union import owners_of
+from tfdist.pipeline.union import fill, is_empty, making_empty_slots, owners_of, release
 from tfdist.strategy import job as jobs
 from tfdist.strategy import stages
 from tfdist.training.keras_compat import random_key
@@ -103,13 +104,16 @@ def stages_of(model, cut):
     return graph.cut(graph.behind_layers(cut), num_stages=len(cut) + 1)
 
 
-def trained(make, cut, *, schedule="1f1b", keep="tape"):
+def trained(make, cut, *, schedule="1f1b", keep="tape", others=None):
     """Run one step's passes; return loss, gradients by path, and the variables' values after it."""
     keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     model = make()
     parts = stages_of(model, cut)
-    made = [Stage(p, keep=keep, loss_of=loss_of if p.is_last else None) for p in parts]
+    made = [
+        Stage(p, keep=keep, loss_of=loss_of) if p.is_last else Stage(p, keep=others or keep)
+        for p in parts
+    ]
     data = list(batches(model))
     orders = [
         passes(schedule, stage=i, stages=len(parts), micros=MICROS) for i in range(len(parts))
@@ -183,6 +187,16 @@ def test_schedule_and_recomputation_leave_the_bits(name, cut, schedule, keep):
     assert found[0] == expected[0]
     assert_same(found[1], expected[1], bits=keep == "tape")
     assert_same(found[2], expected[2])
+
+
+@pytest.mark.parametrize(("name", "cut"), TWO_AND_THREE)
+def test_a_last_stage_that_does_both_passes_at_once_has_the_same_sums(name, cut):
+    make = MODELS[name][0]
+    expected = trained(make, cut)
+    losses, gradients, statistics = trained(make, cut, keep="nothing", others="tape")
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-6)
+    assert_same(gradients, expected[1], bits=False)
+    assert_same(statistics, expected[2], bits=False)
 
 
 def test_the_sums_are_those_of_a_step_of_keras_with_the_same_draws(whole):
@@ -295,6 +309,15 @@ def model_with(optimizer="adam", loss="sparse_categorical_crossentropy", **compi
     return model
 
 
+def two_outputs(optimizer, loss):
+    keras.utils.set_random_seed(1)
+    x = keras.Input((5,))
+    y = L.Dense(8, activation="relu", kernel_regularizer="l2")(x)
+    model = keras.Model(x, [L.Dense(3, activation="softmax", name=f"head{i}")(y) for i in (0, 1)])
+    model.compile(optimizer=optimizer(), loss=loss)
+    return model
+
+
 @pytest.fixture
 def one_stage(strategies, monkeypatch):
     """The job of a pipeline with one stage."""
@@ -311,15 +334,16 @@ def one_stage(strategies, monkeypatch):
     return begin
 
 
-def fitted(strategy, **given):
+def fitted(strategy, make=model_with, **given):
     with strategy.scope():
-        model = model_with(**given)
-    validation = (X[:7], Y[:7])
+        model = make(**given)
+    several = len(model.outputs) > 1
+    y, validation = ([Y, Y], (X[:7], [Y[:7], Y[:7]])) if several else (Y, (X[:7], Y[:7]))
     history = tfdist.fit(
-        model, X, Y, batch_size=8, epochs=2, seed=3, verbose=0, validation_data=validation
+        model, X, y, batch_size=8, epochs=2, seed=3, verbose=0, validation_data=validation
     )
     predicted = tfdist.predict(model, X, batch_size=8, verbose=0)
-    evaluated = tfdist.evaluate(model, X, Y, batch_size=8, verbose=0)
+    evaluated = tfdist.evaluate(model, X, y, batch_size=8, verbose=0)
     return model.get_weights(), history.history, predicted, evaluated
 
 
@@ -330,13 +354,31 @@ OPTIMIZERS = {  # made in the scope
         keras.optimizers.SGD(0.1, global_clipnorm=0.2), initial_scale=1024.0
     ),
     "ema": lambda: keras.optimizers.Adam(0.01, use_ema=True),
+    "accumulated": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1, global_clipnorm=0.2, gradient_accumulation_steps=3),
+        initial_scale=1024.0,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_micro_batches_end_with_the_weights_and_logs_of_whole_batches(strategies, one_stage, name):
     expected = fitted(strategies[1], optimizer=OPTIMIZERS[name])
-    found = fitted(one_stage(), optimizer=OPTIMIZERS[name])
+    assert_same_run(fitted(one_stage(), optimizer=OPTIMIZERS[name]), expected)
+
+
+def test_losses_that_are_sums_are_those_of_whole_batches(strategies, one_stage):
+    """A sum over the examples, beside a regularizer's loss and a mean."""
+    sums = keras.losses.SparseCategoricalCrossentropy(reduction="sum")
+    given = {"loss": sums, "optimizer": lambda: keras.optimizers.SGD(0.01)}
+    alone = fitted(strategies[1], **given)
+    assert_same_run(fitted(one_stage(), **given), alone)
+    beside = {**given, "make": two_outputs, "loss": [sums, "sparse_categorical_crossentropy"]}
+    expected = fitted(strategies[1], **beside)
+    assert_same_run(fitted(one_stage(), **beside), expected)
+
+
+def assert_same_run(found, expected):
     for one, other in zip(found[0], expected[0], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     assert found[1].keys() == expected[1].keys()
@@ -344,6 +386,21 @@ def test_micro_batches_end_with_the_weights_and_logs_of_whole_batches(strategies
         np.testing.assert_allclose(found[1][key], expected[1][key], rtol=1e-4, err_msg=key)
     np.testing.assert_allclose(found[2], expected[2], atol=1e-5)
     np.testing.assert_allclose(found[3], expected[3], rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["full", "hash"])
+def test_a_ledger_says_what_it_says_of_one_device(strategies, one_stage, tmp_path, mode):
+    records = []
+    for name, strategy in (("one", strategies[1]), ("stages", one_stage())):
+        with strategy.scope():
+            model = model_with()
+        ledger = tfdist.Ledger(tmp_path / name, mode=mode)
+        tfdist.fit(model, X, Y, batch_size=8, epochs=2, seed=3, verbose=0, ledger=ledger)
+        found = merged(read_directory(tmp_path / name)).records()
+        rows = [[np.asarray(a) for a in record.arrays] for _, _, record in found]
+        records.append([np.concatenate(column) for column in zip(*rows, strict=True)])
+    for one, other in zip(*records, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_layer_that_is_frozen_between_two_fits_stays_as_it_is(one_stage):
@@ -375,15 +432,7 @@ def test_a_step_of_the_models_own_is_refused(one_stage):
     ("given", "code"),
     [
         (
-            {
-                "optimizer": lambda: keras.optimizers.SGD(
-                    global_clipnorm=1.0, gradient_accumulation_steps=2
-                )
-            },
-            "accumulated-norm",
-        ),
-        (
-            {"loss": keras.losses.SparseCategoricalCrossentropy(reduction="sum")},
+            {"loss": keras.losses.SparseCategoricalCrossentropy(reduction=None)},
             "loss-reduction",
         ),
     ],
@@ -408,6 +457,21 @@ def test_a_slot_belongs_to_the_stage_of_its_variable():
     for slot in slots:
         (owner,) = {stage for path, stage in stage_of.items() if path in slot.path}
         assert owners[id(slot)] == owner
+
+
+def test_slots_are_made_empty_and_filled_with_what_the_optimizer_starts_from():
+    model = keras.Sequential([keras.Input((4,)), L.Dense(3)])
+    adagrad = keras.optimizers.Adagrad(initial_accumulator_value=0.25, use_ema=True)
+    with making_empty_slots(keras.optimizers.LossScaleOptimizer(adagrad)):
+        adagrad.build(model.trainable_variables)
+    slots = adagrad._accumulators
+    assert all(map(is_empty, slots))
+    assert not any(map(is_empty, adagrad._model_variables_moving_average))
+    fill(slots)
+    for slot, variable in zip(slots, model.trainable_variables, strict=True):
+        np.testing.assert_array_equal(slot.numpy(), np.full(variable.shape, 0.25))
+    release(slots)
+    assert all(map(is_empty, slots))
 
 
 def test_the_places_that_are_chosen_cut_the_model():

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.errors import UsageError
-from tfdist.ps.metrics import require_sums, require_zeros
+from tfdist.ps.engine import require_sums, require_zeros
 from tfdist.training import keras_compat
 
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.outputs.digest import state_sha256, weights_sha256
+from tfdist.checkpoint.state import state_sha256, weights_sha256
 
 RNG = np.random.RandomState(0)
 STEPS, BATCH_SIZE, UNITS = 8, 6, 24

@@ -14,7 +14,7 @@ from tests.multiprocess.programs import zoo
 from tfdist.errors import UsageError
 from tfdist.strategy.parts import VariablePart
 from tfdist.training import building
-from tfdist.training.keras_compat import sharding
+from tfdist.training.keras_compat import reduction
 
 optimizers = keras.optimizers
 
@@ -80,5 +80,5 @@ def test_parts_of_a_gradient_by_rows_are_those_of_the_dense_one(shape, workers):
     for rank in range(workers):
         first, end = (dense.size * chunk // workers for chunk in (rank, rank + 1))
         part = VariablePart(shape=shape, first=first, end=end)
-        mine = tf.convert_to_tensor(sharding._own_elements(slices, part))
+        mine = tf.convert_to_tensor(reduction._own_elements(slices, part))
         np.testing.assert_array_equal(mine, dense[first:end])

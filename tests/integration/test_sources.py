@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from scipy import sparse
 
-from tfdist.data import mapped
+from tfdist.data import arrays
 from tfdist.data.arrays import ArraySource
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.resolve import as_source, check_supported
@@ -195,8 +195,8 @@ def test_a_view_at_a_multiple_of_64_bytes_is_mapped_where_it_is(tmp_path):
     data = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
     data.tofile(tmp_path / "x.bin")
     view = np.memmap(tmp_path / "x.bin", np.float32, "r", shape=(64, 32))[16:48]
-    file = mapped.of_memmap(view)
-    assert file == mapped.MappedFile(
+    file = arrays.of_memmap(view)
+    assert file == arrays.MappedFile(
         path=str(tmp_path / "x.bin"), dtype=tf.float32, shape=(32, 32), offset_bytes=16 * 128
     )
     assert np.array_equal(file.tensor(), data[16:48])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests import forked_python
-from tfdist.outputs.digest import weights_sha256
+from tfdist.checkpoint.state import weights_sha256
 from tfdist.outputs.run_directory import RunDirectory
 
 DEADLINE_S = 150

@@ -12,6 +12,7 @@ import pytest
 from tests.multiprocess.jobs import report
 from tests.multiprocess.test_training import PROGRAMS, ended
 from tests.multiprocess.trainings import TrainingJob, summary_of
+from tfdist import bench
 from tfdist.cluster import hold_ports
 from tfdist.errors import EXIT_OK, EXIT_USAGE
 from tfdist.outputs.run_directory import Evaluations
@@ -76,6 +77,7 @@ def assert_same(seen, expected):
         ("auto", 2, 2),
         ("looks", 2, 2),
         ("scales", 2, 2),
+        ("sums", 2, 2),
         ("fits", 3, 3),
         ("plain", 2, 4),
     ],
@@ -88,11 +90,13 @@ def test_stages_end_with_what_one_process_ends_with(
     assert len(tasks) == workers
     for seen in tasks:
         assert_same(seen, in_one_process("fits" if does in ("again", "compiled", "auto") else does))
-    whole = in_one_process("fits" if does != "scales" else does)["held"]
+    whole = in_one_process(does if does in ("scales", "sums") else "fits")["held"]
     for what in ("weights", "slots"):
         each = [seen["held"][what] for seen in tasks[:stages]]
         assert max(each) < whole[what]
         assert sum(each) < 1.1 * whole[what]
+    ledgers = [file.name for file in (tmp_path / "ledger").glob("*")]
+    assert ledgers == ["attempt-1-worker-0.bin"] * (does == "sums")
 
 
 def test_two_pipelines_have_one_state(tmp_path):
@@ -143,6 +147,7 @@ def test_a_run_whose_stage_was_killed_ends_with_the_bits_of_one_that_was_not(
 def test_stages_on_two_hosts_train_beside_an_evaluator(tmp_path):
     hosts = ("127.0.0.1", "127.0.0.2")
     flags = ("--config.total_examples=3000", "--config.checkpoints=2", "--config.seed=3")
+    flags += ("--config.strategy=pipeline",)
     with hold_ports(1)[0] as held:
         job, other = (
             TrainingJob(
@@ -182,3 +187,24 @@ def test_a_stage_that_dies_is_named(tmp_path):
     assert code != EXIT_OK
     assert "worker-1" in said
     assert code != EXIT_USAGE, said
+
+
+def test_every_split_size_is_measured_beside_one_device(tmp_path, capfd):
+    words = ("--batch_size=12", "--sizes=auto,3", "--one_device=3", "--steps=1", "--timeout_s=120")
+    lines = tmp_path / "split.jsonl"
+    program = f"{PROGRAMS / 'split_subject.py'}:make"
+    assert bench.main(["pipeline", program, *words, "--json", str(lines)]) == EXIT_OK
+    cells = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [(cell["stages"], cell["size"]) for cell in cells if not cell["found"]] == [
+        *((2, 3), (2, 12), (1, 3), (1, 12))
+    ]
+    (auto,) = [cell for cell in cells if cell["found"]]
+    assert auto["stages"] == 2
+    assert auto["size"] in (12, 6, 3, 2, 1)
+    assert all(len(cell["seconds"]) == 1 for cell in cells)
+
+
+def test_a_subject_that_fails_is_said_by_the_bench(tmp_path, capfd):
+    program = f"{PROGRAMS / 'split_subject.py'}:made"
+    assert bench.main(["pipeline", program, "--batch_size=12", "--sizes=3", "--steps=1"]) == 1
+    assert "did you mean 'make'" in capfd.readouterr().err

@@ -14,7 +14,7 @@ import tfdist
 from tests.multiprocess.programs import zoo
 from tests.multiprocess.test_training import PROGRAMS, launch
 from tests.multiprocess.warm import as_it_comes, forked
-from tfdist.ps.costs import COLUMNS
+from tfdist.outputs.display import PS_COLUMNS
 
 
 def job(out: Path, *parts: str, ps: int, workers=2, flags=(), start=forked):
@@ -152,7 +152,7 @@ def test_a_profile_counts_the_bytes_that_cross_the_network(tmp_path):
 
     assert set(summary["workers"]) == {"worker-0", "worker-1"}
     for costs in summary["workers"].values():
-        parts = [costs[f"{name}_ms"] for name in COLUMNS[:-1]]
+        parts = [costs[f"{name}_ms"] for name in PS_COLUMNS[:-1]]
         assert min(parts) >= 0
         assert costs["step_ms"] == pytest.approx(sum(parts))
         assert costs["read_ms"] > 0

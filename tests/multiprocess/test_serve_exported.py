@@ -23,6 +23,7 @@ from tensorflow_serving.apis import (
 
 import tfdist
 from tests.multiprocess.test_serve import DEADLINE_S, Service, wait_until_healthy
+from tfdist import bench
 
 X = np.random.default_rng(0).random((3, 4)).astype("float32")
 
@@ -90,6 +91,9 @@ def test_an_export_and_then_the_next_one_is_served(tmp_path: Path) -> None:
         found = tf.make_ndarray(response.outputs["scores"])
         np.testing.assert_allclose(found, second, atol=1e-6)
         assert [one.version for one in states.model_version_status] == [2]
+        url = "http://{}:{}/v1/models/m".format(*running.rest)
+        words = ["serve", url, "--grpc", running.grpc, "--seconds", "0.5", "--warm_up_s", "0"]
+        assert bench.main(words) == 0, "a request made from the signature is answered"
         running.process.terminate()
         assert running.process.wait(DEADLINE_S) == 0
         assert not re.findall("deprecat|replaced", running.said(), re.IGNORECASE)

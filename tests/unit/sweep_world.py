@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tfdist.errors import UsageError
-from tfdist.launch.multihost.rendezvous import MessageReceived, PeerJoined
+from tfdist.launch.multihost.rendezvous import Lost, MessageReceived, News, PeerJoined
 from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial, SweepPlan
 from tfdist.tuning.directory import Ownership
 from tfdist.tuning.guard import LeaseGuard
@@ -28,7 +28,7 @@ from tfdist.tuning.options import RunOptions
 from tfdist.tuning.protocol import ALIVE, LEASE_S, Message
 from tfdist.tuning.remote_runner import RemoteRunner
 from tfdist.tuning.runner import LOG
-from tfdist.tuning.serving import Gone, RunnerNews, ServingRunner
+from tfdist.tuning.serving import ServingRunner
 from tfdist.tuning.trial_job import Completed, Failed, Killed, Outcome, TrialJob
 
 BEGUN = {"objective": "val_accuracy", "direction": "max", "tuner": "random", "seed": 3}
@@ -528,7 +528,7 @@ class World:
         self.chiefs = 0
         self.events: Callable[[], None] = lambda: None
         self._heard_s: dict[int, float] = {}
-        self._news: list[RunnerNews] = []
+        self._news: list[News] = []
         self._eventfd = os.eventfd(1)  # readable for ever: the chief never waits
 
     # what the chief sees of the line
@@ -536,7 +536,7 @@ class World:
     def fileno(self) -> int:
         return self._eventfd
 
-    def take_news(self) -> list[RunnerNews]:
+    def take_news(self) -> list[News]:
         if self.is_dead:
             raise Crash
         self.tick()
@@ -571,7 +571,7 @@ class World:
 
     def lose(self, rank: int, cause: str) -> None:
         if rank in self._heard_s:
-            self._news.append(Gone(rank=rank, cause=cause, heard_s=self._heard_s.pop(rank)))
+            self._news.append(Lost(rank=rank, cause=cause, heard_s=self._heard_s.pop(rank)))
 
     # the time
 

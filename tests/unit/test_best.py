@@ -1,4 +1,4 @@
-"""Which epoch's checkpoint is the best."""
+"""Which checkpoint is the best, by an epoch's end or by the evaluator's lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tfdist.checkpoint.best import Best
+from tfdist.checkpoint.best import Best, best_so_far
 from tfdist.errors import UsageError
 
 
@@ -34,6 +34,11 @@ def test_it_is_better_than_it_ever_was_and_nan_never_is(
     name: str, mode: str, expected: list[bool]
 ) -> None:
     assert improvements(Best(name, mode), [2.0, 3.0, 1.0, 1.0, math.nan], name) == expected
+
+
+def test_what_is_infinite_is_never_the_best() -> None:
+    found = improvements(Best("loss", "auto"), [math.inf, 2.0, -math.inf, 1.0], "loss")
+    assert found == [False, True, False, True]
 
 
 @pytest.mark.parametrize(("name", "mode"), [("reward", "auto"), ("loss_accuracy", "least")])
@@ -68,3 +73,41 @@ def test_a_resumed_run_goes_on_with_the_best_so_far() -> None:
     assert improvements(resumed, [1.5, 0.5], name) == [False, True]
     assert improvements(other, [0.1], "val_accuracy") == [True]
     assert Best(None, "auto").get_state() is None
+
+
+def lines(*losses: float | None) -> list[dict[str, Any]]:
+    return [{"step": 10 * i, "val_loss": loss} for i, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "best", "since"),
+    [
+        ((3.0,), 0, 0),
+        ((3.0, 2.0, 2.5, 2.1), 1, 2),
+        ((3.0, 3.0), 0, 1),
+        ((3.0, 2.95), 0, 1),  # by less than min_delta
+        ((None, 2.0), 1, 0),
+        ((None, None), None, 2),
+        ((2.0, None, None), 0, 2),
+        ((math.nan, 2.0), 1, 0),
+        ((2.0, math.nan, -math.inf), 0, 2),
+        ((math.inf,), None, 1),
+    ],
+)
+def test_the_best_is_the_first_that_was_better_by_enough(
+    losses: Any, best: int | None, since: int
+) -> None:
+    stands = best_so_far(lines(*losses), monitor="val_loss", less=True, min_delta=0.1)
+    assert stands.since == since
+    assert (stands.best and stands.best["step"]) == (None if best is None else 10 * best)
+
+
+def test_more_may_be_better() -> None:
+    stands = best_so_far(lines(0.1, 0.3, 0.2), monitor="val_loss", less=False)
+    assert stands.best is not None
+    assert (stands.best["step"], stands.since) == (10, 1)
+
+
+def test_a_figure_that_no_evaluation_has_is_refused_by_a_near_name() -> None:
+    with pytest.raises(UsageError, match=r"'val_los' .did you mean 'val_loss'"):
+        best_so_far(lines(1.0), monitor="val_los", less=True)

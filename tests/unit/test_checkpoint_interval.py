@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.checkpoint.interval import (
+from tfdist.checkpoint.backup import (
     DEFAULT_MTBF_S,
     FIRST_S,
     MOST_COST,

@@ -21,7 +21,6 @@ from tfdist.cluster import (
     slurm,
 )
 from tfdist.cluster.address import parse_hosts, ranks_of, split_address
-from tfdist.cluster.environment import node_plan
 from tfdist.cluster.placement import FIRST_PORT, PORTS_PER_JOB, port_of_job
 from tfdist.cluster.settings import NAMES, JobSettings
 from tfdist.errors import UsageError
@@ -396,33 +395,11 @@ def test_an_ipv6_address_without_brackets_is_told_how_it_is_written(text: str) -
         parse_hosts(text)
 
 
-def test_every_node_comes_to_the_same_cluster_and_starts_its_own_tasks() -> None:
-    job_settings = JobSettings(strategy="ps", ps=1)
-    plans = [node_plan("a:2,b:2,c", node_rank=rank, job_settings=job_settings) for rank in range(3)]
-    assert plans[0].cluster == plans[1].cluster == plans[2].cluster
-    assert plans[0].cluster.as_dict() == {
-        "chief": ["a:2222"],
-        "worker": ["a:2223", "b:2222", "b:2223"],
-        "ps": ["c:2222"],
-    }
-    assert [plan.tasks for plan in plans] == [
-        (Task("chief", 0), Task("worker", 0)),
-        (Task("worker", 1), Task("worker", 2)),
-        (Task("ps", 0),),
-    ]
-
-
-@pytest.mark.parametrize("node_rank", [-1, 2])
-def test_a_node_rank_outside_the_list_is_refused(node_rank: int) -> None:
-    with pytest.raises(UsageError) as error:
-        node_plan("a,b", node_rank=node_rank, job_settings=JobSettings())
-    assert error.value.where == "--node_rank"
-
-
 def test_a_host_that_is_listed_twice_goes_on_counting_its_ports() -> None:
-    plan = node_plan("a:1,b:1,a:1", node_rank=2, job_settings=JobSettings(port=5000))
-    assert plan.cluster.worker == ("a:5000", "b:5000", "a:5001")
-    assert plan.tasks == (Task("worker", 2),)
+    hosts = {"TFDIST_HOSTS": "a:1,b:1,a:1", "TFDIST_NODE_RANK": "2", "TFDIST_PORT": "5000"}
+    config = read(hosts)
+    assert config.cluster.worker == ("a:5000", "b:5000", "a:5001")
+    assert config.task == Task("worker", 2)
 
 
 def test_ranks_fill_host_after_host() -> None:

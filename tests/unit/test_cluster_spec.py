@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tfdist.cluster import ClusterSpec, Task, addressed_tasks, build_cluster
+from tfdist.cluster import ClusterSpec, Task
 from tfdist.cluster.address import check_address, split_address
 from tfdist.errors import UsageError
 
@@ -307,57 +307,6 @@ def test_an_empty_list_beside_others_is_a_type_without_tasks(
     addresses: dict[str, object], kind: str
 ) -> None:
     assert ClusterSpec.from_dict(addresses).kind == kind
-
-
-@pytest.mark.parametrize(
-    ("job", "tasks"),
-    [
-        ({"strategy": "single"}, []),
-        ({"strategy": "mirrored"}, []),
-        ({"strategy": "auto"}, []),
-        ({"strategy": "single", "evaluator": True}, ["evaluator-0"]),
-        ({"strategy": "multiworker"}, ["worker-0"]),
-        ({"strategy": "auto", "workers": 2}, ["worker-0", "worker-1"]),
-        ({"strategy": "multiworker", "workers": 1, "chief": True}, ["chief-0", "worker-0"]),
-        (
-            {"strategy": "ps", "workers": 2, "ps": 2, "evaluator": True},
-            ["chief-0", "worker-0", "worker-1", "ps-0", "ps-1", "evaluator-0"],
-        ),
-        ({"strategy": "auto", "ps": 1}, ["chief-0", "worker-0", "ps-0"]),
-    ],
-)
-def test_the_tasks_of_a_job_get_the_addresses_in_order(
-    job: dict[str, object], tasks: list[str]
-) -> None:
-    assert [str(task) for task in addressed_tasks(**job)] == tasks  # type: ignore[arg-type]
-    addresses = [f"host-{i}:1" for i in range(len(tasks))]
-    cluster = build_cluster(addresses=addresses, **job)  # type: ignore[arg-type]
-    assert [str(task) for task in cluster.tasks()] == tasks
-    assert [cluster.address(task) for task in cluster.tasks()] == addresses
-
-
-@pytest.mark.parametrize(
-    ("job", "where", "fix"),
-    [
-        ({"strategy": "ps"}, "ps", "--ps 1"),
-        ({"strategy": "ps", "workers": 0, "ps": 1}, "workers", "--workers 1"),
-        ({"strategy": "multiworker", "workers": 0}, "workers", "--workers 1"),
-        ({"strategy": "multiworker", "workers": 2, "ps": 1}, "ps", "ask for strategy ps"),
-        ({"strategy": "single", "ps": 1}, "ps", "ask for strategy ps"),
-        ({"strategy": "single", "workers": 2}, "workers", "ask for strategy multiworker"),
-        ({"strategy": "mirrored", "chief": True}, "workers", "ask for strategy multiworker"),
-        ({"strategy": "multiworkers"}, "strategy", "did you mean 'multiworker'?"),
-        ({"strategy": "multiworker", "workers": "2"}, "workers", "--workers 1"),
-        ({"strategy": "ps", "ps": -1}, "ps", "--ps 1"),
-        ({"strategy": "multiworker", "workers": 3}, "addresses", "as many addresses"),
-    ],
-)
-def test_a_job_of_impossible_size_is_refused(job: dict[str, object], where: str, fix: str) -> None:
-    with pytest.raises(UsageError) as error:
-        build_cluster(addresses=["a:1"], **job)  # type: ignore[arg-type]
-    assert error.value.where == where
-    assert error.value.code in ("wrong-number", "not-an-int", "unknown-value")
-    assert fix in error.value.fix
 
 
 def test_equal_keys_mean_that_two_servers_cannot_both_listen() -> None:

@@ -20,6 +20,7 @@ from tfdist import bench, demo, doctor, env, export, ledger, lint, replay, serve
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
 from tfdist.find import __main__ as find
+from tfdist.find import split_size
 from tfdist.launch import options
 from tfdist.ops.submit import kserve
 from tfdist.ops.submit.command import FLAGS as SUBMIT_FLAGS
@@ -42,6 +43,8 @@ def _submit(words: Sequence[str]) -> None:
 def _bench(words: Sequence[str]) -> None:
     if words[0] == "serve":
         load._parser().parse_args(words[1:])
+    elif words[0] == "pipeline":
+        split_size.parse(words[1:])
     else:
         bench.parse(words)
 

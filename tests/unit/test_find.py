@@ -1,11 +1,9 @@
-"""Finders without TensorFlow: what losses suggest, what a graph holds, what fits, what is left."""
+"""Finders without TensorFlow: what fits, and what is left."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,110 +12,14 @@ import pytest
 from tfdist.errors import TfdistError, UsageError
 from tfdist.find import __main__ as program
 from tfdist.find import batch_size
-from tfdist.find.batch_size import BatchSearch, BatchSizes, BatchTrial, MemoryLimits, largest
-from tfdist.find.capacity import available_bytes
-from tfdist.find.liveness import Operation, peak_of
-from tfdist.find.range_test import exponential_rates, has_diverged, read, smoothed
-
-RATES = exponential_rates(1e-6, 1.0, steps=61)
-
-
-def losses_of_a_usual_test() -> list[float]:
-    """Flat, then falling fastest at 1e-3, lowest at 1e-1, then rising."""
-    return [
-        2.0 - 1.5 / (1 + math.exp(-4 * (math.log10(r) + 3))) + max(0.0, math.log10(r) + 1) ** 2
-        for r in RATES
-    ]
-
-
-def test_rates_grow_by_one_factor() -> None:
-    assert RATES[0] == pytest.approx(1e-6)
-    assert RATES[-1] == pytest.approx(1.0)
-    assert {round(b / a, 9) for a, b in itertools.pairwise(RATES)} == {round(10**0.1, 9)}
-
-
-def test_the_moving_average_of_equal_losses_is_that_loss() -> None:
-    assert smoothed([3.0] * 5, smoothing=0.9) == pytest.approx([3.0] * 5)
-    assert smoothed([1.0, 2.0], smoothing=0.0) == [1.0, 2.0]
-
-
-def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
-    found = read(RATES, losses_of_a_usual_test(), smoothing=0.0)
-    assert found.steepest == pytest.approx(1e-3, rel=0.3)
-    assert found.lowest == pytest.approx(1e-1, rel=0.6)
-    assert found.suggestion == found.steepest
-    assert not found.diverged
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        found.lowest = 1.0  # type: ignore[misc]
-
-
-def test_the_suggestion_is_no_more_than_a_tenth_of_the_rate_of_the_lowest_loss() -> None:
-    losses = [2.0] * 40 + [2.0 - 0.1 * n * n for n in range(1, 5)] + [9.0] * 17
-    found = read(RATES, losses, smoothing=0.0)
-    assert found.suggestion == pytest.approx(RATES[43] / 10)
-
-
-def test_a_loss_that_never_falls_suggests_nothing() -> None:
-    found = read(RATES, [1.0 + n for n in range(61)], smoothing=0.0)
-    assert (found.suggestion, found.steepest) == (None, None)
-    assert "never fell" in str(found)
-
-
-@pytest.mark.parametrize("last", [math.nan, math.inf, 9.0])
-def test_a_loss_that_diverges_ends_the_test(last: float) -> None:
-    losses = [2.0, 1.5, 1.0, last]
-    assert has_diverged(losses, smoothing=0.0, diverges_at=4.0)
-    assert not has_diverged(losses[:-1], smoothing=0.0, diverges_at=4.0)
-    found = read(RATES, losses, smoothing=0.0)
-    assert found.diverged
-    assert found.rates == tuple(RATES[:4])
-
-
-def test_a_negative_loss_that_falls_has_not_diverged() -> None:
-    assert not has_diverged([-1.0, -2.0, -3.0], smoothing=0.0, diverges_at=4.0)
-    assert has_diverged([-1.0, 5.0], smoothing=0.0, diverges_at=4.0)
-
-
-def test_the_plot_is_a_file(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = read(RATES, losses_of_a_usual_test(), smoothing=0.5).plot(tmp_path / "rates.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def operation(
-    name: str, kind: str, inputs: tuple[int, ...], *outputs: tuple[int, int]
-) -> Operation:
-    return Operation(name=name, kind=kind, inputs=inputs, outputs=outputs)
-
-
-def test_a_tensor_is_held_from_its_making_to_its_last_reading() -> None:
-    graph = [
-        operation("x", "Placeholder", (), (0, 1000)),
-        operation("a", "Conv2D", (0,), (1, 10)),
-        operation("b", "Conv2D", (1,), (2, 20)),
-        operation("c", "Conv2D", (2,), (3, 5)),
-        operation("d", "Conv2D", (3, 1), (4, 1)),
-    ]
-    peak = peak_of(graph)
-    assert (peak.size_bytes, peak.at) == (35, "c")
-    assert peak.by_operation == {"a": 10, "b": 20, "c": 5}
-
-
-def test_views_and_operations_in_place_take_nothing() -> None:
-    graph = [
-        operation("a", "Conv2D", (), (0, 10)),
-        operation("v", "Reshape", (0,), (1, 10)),
-        operation("r", "Relu", (1,), (2, 10)),
-        operation("s", "Relu", (2,), (3, 10)),
-        operation("t", "Mul", (2, 3), (4, 10)),
-    ]
-    assert peak_of(graph).size_bytes == 20  # the second one may not write over what is read again
-
-
-def test_what_is_kept_is_held_to_the_end() -> None:
-    graph = [operation(str(n), "Conv2D", (), (n, 10)) for n in range(3)]
-    assert peak_of(graph).size_bytes == 10
-    assert peak_of(graph, kept=[0, 1]).size_bytes == 30
+from tfdist.find.batch_size import (
+    BatchSearch,
+    BatchSizes,
+    BatchTrial,
+    MemoryLimits,
+    available_bytes,
+    largest,
+)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 8, 9, 100, 1000])

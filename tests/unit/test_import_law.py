@@ -166,8 +166,7 @@ def test_a_job_that_is_not_ps_loads_neither_its_modules_nor_a_ledger() -> None:
     ("modules", "unwanted"),
     [
         (
-            "tfdist.find.__main__, tfdist.find.batch_size, tfdist.find.range_test, "
-            "tfdist.find.liveness, tfdist.find.trial",
+            "tfdist.find.__main__, tfdist.find.batch_size, tfdist.find.trial",
             {"tensorflow", "keras", "numpy"},
         ),
         ("tfdist.ledger, tfdist.audit.proof", {"tensorflow", "keras"}),
@@ -176,8 +175,9 @@ def test_a_job_that_is_not_ps_loads_neither_its_modules_nor_a_ledger() -> None:
             {"tensorflow", "keras", "numpy"},
         ),
         ("tfdist.launch.job", {"importlib.metadata"}),  # of jobs on several hosts
+        ("tfdist.launch.options, tfdist.launch.screen", {"tfdist.launch.plan", "subprocess"}),
     ],
-    ids=["find", "ledger", "serve", "launch"],
+    ids=["find", "ledger", "serve", "launch", "help"],
 )
 def test_a_program_begins_without(modules: str, unwanted: set[str]) -> None:
     program = (

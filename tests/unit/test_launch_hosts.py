@@ -47,15 +47,15 @@ def test_under_ps_the_chief_is_on_the_first_host_and_the_ps_on_the_last():
         0: (Task("chief", 0), Task("worker", 0)),
         1: (Task("worker", 1), Task("ps", 0)),
     }
-    cluster = group.cluster({0: ["a:1", "a:2"], 1: ["b:3", "b:4"]}, strategy="ps")
+    cluster = group.cluster({0: ["a:1", "a:2"], 1: ["b:3", "b:4"]})
     assert cluster.as_dict() == {"chief": ["a:1"], "worker": ["a:2", "b:3"], "ps": ["b:4"]}
 
 
 def test_the_cluster_has_each_address_at_its_task():
     _, group = decided("--hosts a:2,b:2 --node_rank 0")
-    cluster = group.cluster({0: ["a:9", "a:2"], 1: ["b:8", "b:4"]}, strategy="multiworker")
+    cluster = group.cluster({0: ["a:9", "a:2"], 1: ["b:8", "b:4"]})
     assert cluster.worker == ("a:9", "a:2", "b:8", "b:4")
-    assert group.stand_in_cluster(strategy="multiworker").worker[1:3] == ("a:2224", "b:2225")
+    assert group.stand_in_cluster().worker[1:3] == ("a:2224", "b:2225")
 
 
 def test_a_host_finds_itself_by_its_name(monkeypatch):
@@ -88,11 +88,11 @@ def test_an_evaluator_is_one_task_more_on_the_host_of_the_chief():
     assert group.tasks([0, 1])[0] == (Task("worker", 0), Task("worker", 1), evaluator)
     assert group.tasks([0])[0][-1] == evaluator  # where the other did not come back
     assert [group.num_tasks(rank) for rank in (0, 1)] == [3, 1]
-    cluster = group.cluster({0: ["a:1", "a:2", "a:3"], 1: ["b:1"]}, strategy="multiworker")
+    cluster = group.cluster({0: ["a:1", "a:2", "a:3"], 1: ["b:1"]})
     assert (cluster.worker, cluster.evaluator) == (("a:1", "a:2", "b:1"), ("a:3",))
     ps = decided("--hosts a:2,b:2 --node_rank 0 --ps 1 --evaluator")[1]
     assert ps.tasks([0, 1])[0] == (Task("chief", 0), Task("worker", 0), evaluator)
-    assert ps.stand_in_cluster(strategy="ps").evaluator == ("a:2225",)
+    assert ps.stand_in_cluster().evaluator == ("a:2225",)
 
 
 def test_a_list_of_one_host_has_an_evaluator_where_there_are_several_tasks():

@@ -9,7 +9,6 @@ import re
 import pytest
 
 from tfdist.cluster import Task
-from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.report import (
     AttemptReport,
@@ -61,15 +60,7 @@ def task_output(console, path, **options):
 
 
 def spec(task, path):
-    return ProcessSpec(
-        task=task,
-        program=Program(),
-        argv=(),
-        env={},
-        added=(),
-        log_path=path / f"{task}.log",
-        title="",
-    )
+    return ProcessSpec(task=task, log_path=path / f"{task}.log")
 
 
 # lines

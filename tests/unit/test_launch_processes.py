@@ -12,23 +12,31 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest, TaskPendingWork
+from tfdist.launch.events import (
+    SAME_REQUEST_S,
+    Beat,
+    Ended,
+    Raised,
+    SignalPipe,
+    Started,
+    StopRequest,
+    TaskPendingWork,
+)
 from tfdist.launch.fork_server import ForkStarter
-from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import Console, JobScreen
 
 DEADLINE_S = 60.0
 W0 = Task("worker", 0)
-SPEC = ProcessSpec(
-    task=W0, program=Program(), argv=(), env={}, added=(), log_path=Path("log"), title=""
-)
+SPEC = ProcessSpec(task=W0, log_path=Path("log"))
+RAISED = {"event": "raised", "task": "worker-0", "at_s": 4.5}
 
 
 class Evidence:
@@ -101,7 +109,7 @@ class World:
         if self.started:
             started, self.started = self.started, []
             return started
-        note = {"task": "worker-0", "at": 4.5, "exit_code": 1, "cause": "ValueError"}
+        note = {**RAISED, "exit_code": 1, "cause": "ValueError"}
         os.write(self.output_fd, b"last words")
         os.write(self._notes_fd, b"not a note\n" + json.dumps(note).encode() + b"\n")
         return [Ended(task=W0, status=self.status, at_s=5)]
@@ -217,20 +225,20 @@ def test_why_the_kernel_killed_a_fork_server_is_told(tmp_path, monkeypatch):
 
 
 def test_a_sign_of_life_is_an_event(processes):
-    beat = {"phase": "step", "step": 7, "since": 4.0, "first_step": None, "rest": 4.25}
-    beat["awaited"] = {"task": "worker-0", "since": 3.0, "first": False}
-    note = {"task": "worker-0", "beat": beat, "at": 4.5}
+    said = {"phase": "step", "step": 7, "since_s": 4.0, "first_step_s": None, "rest_s": 4.25}
+    waits = {"awaited": {"task": "worker-0", "since_s": 3.0, "is_first": False}}
+    note = {"event": "beat", "task": "worker-0", "at_s": 4.5, **said, **waits}
     stray = {**note, "task": "worker-9"}
-    bad = {**note, "beat": {"phase": "step"}}
-    write_note(processes, *[json.dumps(one) for one in (stray, bad, note)])
+    bad = {**note, "phase": 7}
+    lie = {"event": "ended", "task": "worker-0", "status": 0, "at_s": 4.5}
+    write_note(processes, *[json.dumps(one) for one in (stray, bad, lie, note)])
     (event,) = processes.wait(1)
     awaited = TaskPendingWork(task=W0, since_s=3.0, is_first=False)
-    said = {"phase": "step", "step": 7, "since_s": 4.0, "first_step_s": None, "rest_s": 4.25}
     assert event == Beat(task=W0, at_s=4.5, awaited=awaited, **said)
 
 
 def test_a_program_that_failed_tells_its_step(processes):
-    note = {"task": "worker-0", "at": 4.5, "exit_code": 1, "cause": "ValueError", "step": 31}
+    note = {**RAISED, "exit_code": 1, "cause": "ValueError", "step": 31}
     write_note(processes, json.dumps(note))
     assert processes.wait(1)[0].step == 31
 
@@ -310,3 +318,44 @@ def test_a_bound_command_ends_with_the_process_that_started_it():
         assert owner.stdout.readline() == b"1\n"
         owner.kill()
         assert owner.stdout.read() == b""  # both have let go of it
+
+
+# What the launcher hears.
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def handlers_as_at_a_terminal() -> Iterator[None]:
+    """A test run in the background may have been started to ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_that_is_delivered_twice_is_one_and_a_later_one_another(again: int) -> None:
+    clock = Clock()
+    with SignalPipe(clock=clock) as signals:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(again)
+        assert signals.read() == [signal.SIGTERM]
+        clock.now_s += 0.9 * SAME_REQUEST_S
+        signal.raise_signal(again)
+        assert signals.read() == []
+        clock.now_s += 0.2 * SAME_REQUEST_S
+        signal.raise_signal(again)
+        assert signals.read() == [again]
+
+
+def test_ends_of_processes_are_all_told() -> None:
+    with SignalPipe(clock=Clock()) as signals:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGCHLD)
+        assert signals.read() == [signal.SIGTERM, signal.SIGCHLD, signal.SIGCHLD]

@@ -18,7 +18,7 @@ from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
 from tfdist.launch.multihost.hosts import decided_group
 from tfdist.launch.multihost.leader import Team, TeamProcesses
 from tfdist.launch.multihost.rendezvous import Differs, Lost, MessageReceived, News, PeerJoined
-from tfdist.launch.options import Program, parse
+from tfdist.launch.options import parse
 from tfdist.launch.plan import ProcessSpec
 
 W0, W1, W2 = (Task("worker", index) for index in range(3))
@@ -43,11 +43,7 @@ class World:
         self.processes = TeamProcesses(self, self, screen=self, clock=lambda: NOW_S)  # type: ignore[arg-type]
 
     def starts(self, task: Task) -> None:
-        spec = ProcessSpec(
-            task=task, program=Program(), argv=(), env={}, added=(), title="",
-            log_path=Path(f"{task}.log"),
-        )  # fmt: skip
-        self.processes.start(spec)
+        self.processes.start(ProcessSpec(task=task, log_path=Path(f"{task}.log")))
 
     def hears(self, message: Any, *, rank: int = 1) -> list[Any]:
         self.news.append(MessageReceived(rank=rank, message=message))

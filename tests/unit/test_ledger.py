@@ -21,12 +21,13 @@ from tfdist.audit.files import (
     Header,
     LedgerWriter,
     Record,
+    first_examples,
     next_attempt,
     packed,
+    pair_hash,
     read_directory,
     scan,
 )
-from tfdist.audit.merge import first_examples, pair_hash
 from tfdist.audit.proof import prove, ranges
 from tfdist.errors import TfdistError, UsageError
 

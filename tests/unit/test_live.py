@@ -24,27 +24,17 @@ from tfdist.launch.live import (
     memory_bytes,
     prometheus_text,
 )
-from tfdist.launch.options import parse
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.state import JobRules, JobState, RestartPolicy
 from tfdist.launch.watchdog import Watchdog
-from tfdist.report.live import view
 from tfdist.report.run import read_run
+from tfdist.top import view
 
 WORKER = Task("worker", 0)
 
 
 def state_of_job(tmp_path):
-    options = parse([])
-    spec = ProcessSpec(
-        task=WORKER,
-        program=options.program,
-        argv=(),
-        env={},
-        added=(),
-        log_path=tmp_path / "worker-0.log",
-        title="",
-    )
+    spec = ProcessSpec(task=WORKER, log_path=tmp_path / "worker-0.log")
     watchdog = Watchdog(
         hang_timeout_s=300,
         startup_timeout_s=60,

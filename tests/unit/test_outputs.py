@@ -17,10 +17,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tfdist.outputs import plot
-from tfdist.outputs.digest import state_sha256, weights_sha256
-from tfdist.outputs.tensorboard import StepProfiler, tag
-from tfdist.outputs.terminal import ProgressDisplay, result_rows, show_result
+from tfdist.checkpoint.state import state_sha256, weights_sha256
+from tfdist.outputs.display import (
+    ProgressDisplay,
+    StepProfiler,
+    draw_plot,
+    panels,
+    result_rows,
+    show_result,
+    tag,
+)
 
 
 def lines(count: int = 5, **more: Any) -> list[dict[str, Any]]:
@@ -93,23 +99,23 @@ def test_the_state_adds_the_optimizers_variables() -> None:
 def test_the_plot_is_one_png_with_a_panel_for_each_metric(
     tmp_path: Path, metrics: list[dict[str, Any]]
 ) -> None:
-    path = plot.draw(metrics, tmp_path / "metrics.png", title="digits, ps")
+    path = draw_plot(metrics, tmp_path / "metrics.png", title="digits, ps")
     assert path is not None
     height, width, _ = matplotlib.image.imread(path).shape
-    count = len(plot.panels(metrics))
+    count = len(panels(metrics))
     assert 1 <= count <= 3
-    assert plot.panels(metrics)[0] == "loss"
+    assert panels(metrics)[0] == "loss"
     assert abs(width - count * 780) <= 2
     assert height == 600
 
 
 def test_without_matplotlib_or_a_log_there_is_no_plot(tmp_path: Path) -> None:
-    assert plot.draw([], tmp_path / "metrics.png", title="") is None
+    assert draw_plot([], tmp_path / "metrics.png", title="") is None
     assert not (tmp_path / "metrics.png").exists()
     program = (
         "import sys, logging; sys.modules['matplotlib'] = None; logging.basicConfig(level=20);"
-        "from tfdist.outputs import plot;"
-        "assert plot.draw([{'step': 1, 'loss': 1.0}], sys.argv[1], title='') is None"
+        "from tfdist.outputs.display import draw_plot;"
+        "assert draw_plot([{'step': 1, 'loss': 1.0}], sys.argv[1], title='') is None"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, tmp_path / "x.png"],

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdist.cluster import JobOptions, addressed_tasks, job_configs, resolved_strategy
-from tfdist.cluster.tf_config import build_cluster
+from tfdist.cluster import ClusterSpec, JobOptions, job_configs, resolved_strategy
 from tfdist.errors import UsageError
 from tfdist.launch.options import parse
 
@@ -38,14 +37,8 @@ def test_stages_that_do_not_go_with_the_rest_are_refused(flags):
 
 
 def test_each_task_is_told_that_it_is_a_stage():
-    tasks = addressed_tasks(strategy="pipeline", workers=2)
-    cluster = build_cluster(strategy="pipeline", addresses=["a:1", "b:1"], workers=len(tasks))
+    cluster = ClusterSpec(worker=("a:1", "b:1"))
     options = JobOptions(strategy="pipeline", stages=2)
     configs = list(job_configs(cluster, options=options))
     assert [str(config.task) for config in configs] == ["worker-0", "worker-1"]
     assert {resolved_strategy(config) for config in configs} == {"pipeline"}
-
-
-def test_a_pipeline_has_no_parameter_servers():
-    with pytest.raises(UsageError):
-        addressed_tasks(strategy="pipeline", workers=2, ps=1)

@@ -21,14 +21,11 @@ from tfdist.errors import UsageError
 from tfdist.files import FileLock
 from tfdist.loopback import listen, make_server
 from tfdist.report import __main__ as program
-from tfdist.report.charts import Series, axis_of, line_chart, ticks
-from tfdist.report.page import render
+from tfdist.report.page import STYLE, render
+from tfdist.report.pieces import Series, axis_of, duration, line_chart, ticks
 from tfdist.report.run import TaskHistory, read_run
-from tfdist.report.run_section import Verdict
-from tfdist.report.style import STYLE
+from tfdist.report.run_section import PARTS, Verdict
 from tfdist.report.sweep import read_sweep, runs_of_best
-from tfdist.report.text import duration
-from tfdist.report.timeline import PARTS
 from tfdist.tuning.directory import LOCK
 
 RUNS = Path(__file__).parent / "data" / "report"

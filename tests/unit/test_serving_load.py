@@ -7,13 +7,16 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from tfdist import bench
-from tfdist.serving.load import Load, Measured, percentile, run
+from tfdist.serving.load import PREDICT, Load, Measured, percentile, run
 
 METADATA = {
     "metadata": {
@@ -102,6 +105,34 @@ def test_failures_are_counted_by_what_they_are(
     found = json.loads(capsys.readouterr().out)
     assert found["failed"]["429"] > 0
     assert Handler.bodies[0] == b'{"instances": [[0.5, 0.5]]}', "made from the signature"
+
+
+def test_load_by_grpc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    came: list[bytes] = []
+
+    def predict(request: bytes, context: grpc.ServicerContext) -> bytes:
+        came.append(request)
+        if len(came) % 10 == 0:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        return b""
+
+    _, service, method = PREDICT.split("/")
+    handlers = {method: grpc.unary_unary_rpc_method_handler(predict)}
+    server = grpc.server(ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    body = tmp_path / "body"
+    body.write_bytes(b"request")
+    words = ["serve", "http://127.0.0.1:9/v1/models/m", "--grpc", f"127.0.0.1:{port}", "--json"]
+    words += ["--body", f"{body}", "--seconds", "0.5", "--warm_up_s", "0", "--connections", "2"]
+    assert bench.main(words) == 1
+    server.stop(None).wait()
+    found = json.loads(capsys.readouterr().out)
+    failed = found["failed"].pop("RESOURCE_EXHAUSTED")
+    assert (found["failed"], set(came)) == ({}, {b"request"})
+    assert found["requests"] + failed == len(came)
+    assert failed == len(came) // 10 > 0
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,6 +133,19 @@ def test_those_of_a_job_of_several_tasks() -> None:
     )
 
 
+def test_those_of_stages() -> None:
+    """Two pipelines of two stages, whose tasks find each other as those of any other job do."""
+    flags = "--stages 2 --workers 4 --run_dir /runs/x train.py"
+    config = read_environment({**environ_of(flags), "HOSTNAME": "train-3"})
+    assert config is not None
+    assert (config.options.strategy, config.options.stages) == ("pipeline", 2)
+    assert len(config.cluster.training_tasks()) == 4
+    assert "--wait=300" in printed(SLURM + flags)
+    assert "--stages: received 2 with --workers 3" in refused(
+        SLURM + "--stages 2 --workers 3 train.py"
+    )
+
+
 def test_those_of_a_process_by_itself() -> None:
     flags = FLAGS.replace("--min_workers 1 ", "") + "train.py"
     config = read_environment(environ_of(flags))
@@ -346,6 +359,7 @@ EXAMPLES = {
     "run_dir": ("", "/scratch/other"),
     "split_bytes": ("--ps 1", "77"),
     "profile_ps": ("--ps 1", ""),
+    "stages": ("--strategy pipeline --workers 14", "7"),
 }
 
 

@@ -13,7 +13,6 @@ import pytest
 from tfdist.cluster import Task
 from tfdist.launch.diagnosis import SETTLE_S
 from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
-from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.state import EVALUATOR, RESTART_GRACE_S, JobRules, JobState, RestartPolicy
 from tfdist.launch.supervisor import (
@@ -36,15 +35,7 @@ GRACE_S = 10.0
 
 
 def spec(task):
-    return ProcessSpec(
-        task=task,
-        program=Program(),
-        argv=(),
-        env={},
-        added=(),
-        log_path=Path(f"{task}.log"),
-        title=str(task),
-    )
+    return ProcessSpec(task=task, log_path=Path(f"{task}.log"))
 
 
 class History:

@@ -6,13 +6,14 @@ import math
 import signal
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
 from tfdist.launch.events import Awakening, Beat, Begin, Ended, Raised, Started, StopRequest
-from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.report import Failure
 from tfdist.launch.state import (
     EVALUATOR,
     RESTART_GRACE_S,
@@ -39,15 +40,7 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
 def spec(task, *, restart=0):
     suffix = f".restart-{restart}" if restart else ""
-    return ProcessSpec(
-        task=task,
-        program=Program(),
-        argv=(),
-        env={},
-        added=(),
-        log_path=Path(f"{task}{suffix}.log"),
-        title=str(task),
-    )
+    return ProcessSpec(task=task, log_path=Path(f"{task}{suffix}.log"))
 
 
 def job(tasks, *, max_restarts=0, hang_timeout_s=1000.0, states=None, min_workers=None):
@@ -230,38 +223,6 @@ def test_what_a_worker_raises_while_it_is_killed_is_no_failure_of_the_next_proce
     assert len(decided) == 6
 
 
-def test_sigterm_lets_the_chief_save_before_its_servers_end():
-    state = job(PS_JOB, max_restarts=3)
-    decided = replay(
-        state,
-        *begun(PS_JOB),
-        Awakening(at_s=5.0, events=(StopRequest(signum=TERM),)),
-        Awakening(at_s=6.0, events=(ended(W1, 6.0, 1),)),  # no failure any more
-        Awakening(at_s=8.0, events=(ended(CHIEF, 8.0, 143),)),
-        Awakening(at_s=8.5, events=(ended(W0, 8.5, -TERM), ended(PS, 8.5, -TERM))),
-    )
-    said = "SIGTERM: ending 4 tasks within 10 s (a second signal kills at once)"
-    assert decided[4:] == [
-        (5.0, [Say(said), Signal(CHIEF, TERM)]),
-        (8.0, [Signal(W0, TERM), Signal(PS, TERM)]),
-    ]
-    assert (state.is_over, state.exit_code, state.failure) == (True, 143, None)
-
-
-def test_a_task_that_is_deaf_is_killed_when_its_grace_is_over():
-    state = job(MULTIWORKER_JOB)
-    decided = replay(
-        state,
-        *begun(MULTIWORKER_JOB),
-        Awakening(at_s=5.0, events=(StopRequest(signum=TERM),)),
-        Awakening(at_s=5.5, events=(ended(W0, 5.5, 143), ended(W1, 5.5, 143))),
-        Awakening(at_s=15.0),
-        Awakening(at_s=15.1, events=(ended(W2, 15.1, -KILL),)),
-    )
-    assert decided[-1] == (15.0, [Say("killed, as still running: worker-2"), Signal(W2, KILL)])
-    assert (state.is_over, state.exit_code) == (True, 143)
-
-
 class Answers:
     """Gives a job its events, and has its tasks do what was decided at the next moment."""
 
@@ -323,3 +284,107 @@ def test_whatever_happens_every_process_ends_and_is_reported(
     assert job_.starts <= len(tasks) + max_restarts
     assert all(record.status is not None for task in tasks for record in state.tasks[task].records)
     assert state.exit_code or not state.failure
+
+
+# The restart policy.
+
+
+def failure(at_s=0.0, *, task=W0, cause="killed by SIGKILL", exit_code=137, step=None, kind=""):
+    return Failure(task=task, cause=cause, exit_code=exit_code, at_s=at_s, step=step, kind=kind)
+
+
+def policy(*past, max_restarts=3, window_s=3600.0):
+    made = RestartPolicy(max_restarts=max_restarts, window_s=window_s)
+    for one in past:
+        made.restarted(one)
+    return made
+
+
+def test_without_restarts_it_says_nothing():
+    verdict = policy(max_restarts=0).verdict(failure())
+    assert not verdict.restart
+    assert not verdict.reason
+
+
+def test_a_first_failure_is_worth_another_start():
+    verdict = policy().verdict(failure(step=40))
+    assert verdict.restart
+    assert verdict.reason == "restart 1 of 3 within 3600 s"
+
+
+@pytest.mark.parametrize("exit_code", [2, 130, 143])
+def test_mistakes_and_requests_to_stop_are_not(exit_code):
+    verdict = policy().verdict(failure(exit_code=exit_code))
+    assert not verdict.restart
+    assert f"exit code {exit_code}" in verdict.reason
+
+
+def test_the_same_failure_at_the_same_step_twice_in_a_row_is_not():
+    verdict = policy(failure(step=40)).verdict(failure(100, task=W1, step=40))
+    assert not verdict.restart
+    assert verdict.reason == "the same failure at step 40 twice in a row"
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        failure(100, step=41),
+        failure(100, step=40, cause="killed by SIGSEGV"),
+        failure(100, step=40, exit_code=139),
+        failure(100, step=40, task=CHIEF),
+        failure(100),
+    ],
+    ids=["further", "another cause", "another code", "another kind of task", "before the steps"],
+)
+def test_another_failure_is(now):
+    assert policy(failure(step=40)).verdict(now).restart
+
+
+def test_a_failure_is_compared_with_the_last_one_only():
+    past = (failure(step=40), failure(10, step=50))
+    assert policy(*past).verdict(failure(20, step=40)).restart
+
+
+def test_the_same_failure_before_the_first_step_counts_within_the_window_only():
+    assert not policy(failure()).verdict(failure(3600)).restart
+    assert policy(failure()).verdict(failure(3601)).restart
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("<Thing at 0x7f06f463afc0> is broken", "<Thing at 0x7f06f4456cd0> is broken"),
+        ("no answer from 127.0.0.1:61100", "no answer from 127.0.0.1:63397"),
+        ("hangs: silent for 301 s", "hangs: silent for 300 s"),
+        ("its work unit is not done after 300 s", "its work unit is not done after 301 s"),
+    ],
+)
+def test_what_differs_by_accident_makes_no_other_failure(before, after):
+    verdict = policy(failure(cause=before, step=4)).verdict(failure(9, cause=after, step=4))
+    assert not verdict.restart
+
+
+def test_restarts_are_counted_within_the_window():
+    past = [failure(at_s, step=at_s) for at_s in (0, 1000, 3000)]
+    assert not policy(*past).verdict(failure(3500, step=9)).restart
+    verdict = policy(*past).verdict(failure(3700, step=9))
+    assert verdict.restart
+    assert verdict.reason == "restart 3 of 3 within 3600 s"
+
+
+def test_used_up_restarts_are_said():
+    verdict = policy(failure(step=1), max_restarts=1).verdict(failure(step=2))
+    assert not verdict.restart
+    assert verdict.reason == "the one restart within 3600 s used up"
+
+
+def test_workers_that_are_started_again_alone_each_have_a_last_failure():
+    assert policy(failure(step=40)).verdict(failure(step=40, task=W1), alone=True).restart
+    past = (failure(step=40), failure(step=40, task=W1))
+    assert not policy(*past).verdict(failure(step=40), alone=True).restart
+
+
+def test_the_same_error_counts_however_the_process_ended():
+    before = failure(cause="ValueError (exit code 1)", exit_code=1, kind="1: ValueError")
+    after = failure(9, cause="ValueError (killed by SIGABRT)", exit_code=134, kind="1: ValueError")
+    assert not policy(before).verdict(after).restart

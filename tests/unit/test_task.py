@@ -144,16 +144,20 @@ def run(pipe):
         yield start
 
 
+BEAT = {
+    **{"event": "beat", "task": "worker-0"},
+    **dict.fromkeys(("first_step_s", "rest_s", "awaited")),
+}
+
+
 def test_before_its_training_a_task_says_only_that_it_lives(pipe, run):
     before_s = time.monotonic()
     run(FAST + "sys.stdin.read()")
     first, second = pipe.beats(2)
-    assert first["task"] == "worker-0"
-    beat = {"phase": "import", "step": None, "first_step": None, "awaited": None, "rest": None}
-    assert first["beat"] == beat | {"since": first["beat"]["since"]}
     now_s, rounded_s = time.monotonic(), 0.001  # times are sent in milliseconds
-    since_s = first["beat"]["since"]
-    assert before_s - rounded_s <= since_s <= first["at"] < second["at"] <= now_s + rounded_s
+    since_s, at_s = first.pop("since_s"), first.pop("at_s")
+    assert first == {**BEAT, "phase": "import", "step": None}
+    assert before_s - rounded_s <= since_s <= at_s < second["at_s"] <= now_s + rounded_s
 
 
 def test_a_task_says_what_it_is_doing(pipe, run):
@@ -166,15 +170,16 @@ def test_a_task_says_what_it_is_doing(pipe, run):
     """
     process = run(FAST + textwrap.dedent(source) + "sys.stdin.read()")
     since_s, first_step_s = map(float, process.stdout.readline().split())
-    while (beat := pipe.beats(1)[0]["beat"])["phase"] != "validate":
+    while (beat := pipe.beats(1)[0])["phase"] != "validate":
         pass
+    del beat["at_s"]
     assert beat == {
+        **BEAT,
         "phase": "validate",
         "step": 8,
-        "since": pytest.approx(since_s, abs=0.001),
-        "first_step": pytest.approx(first_step_s, abs=0.001),
-        "rest": None,
-        "awaited": {"task": "worker-1", "since": 2.5, "first": True},
+        "since_s": pytest.approx(since_s, abs=0.001),
+        "first_step_s": pytest.approx(first_step_s, abs=0.001),
+        "awaited": {"task": "worker-1", "since_s": 2.5, "is_first": True},
     }
 
 
@@ -191,9 +196,9 @@ def test_a_task_that_can_never_go_on_says_so_before_and_after_its_training(pipe,
     process = run(FAST + textwrap.dedent(source), "done")
     locked_s = float(process.stdout.readline().split()[1])
     deadline_s = time.monotonic() + DEADLINE_S
-    while (told := pipe.beats(1)[0])["beat"]["rest"] in (None, told["at"]):
+    while (told := pipe.beats(1)[0])["rest_s"] in (None, told["at_s"]):
         assert time.monotonic() < deadline_s, "it does not say that it rests"
-    assert locked_s - 0.001 <= told["beat"]["rest"] < told["at"]
+    assert locked_s - 0.001 <= told["rest_s"] < told["at_s"]
 
 
 def test_what_a_task_waits_for_in_its_training_is_for_its_deadlines(pipe, run):
@@ -206,14 +211,14 @@ def test_what_a_task_waits_for_in_its_training_is_for_its_deadlines(pipe, run):
     """
     process = run(FAST + textwrap.dedent(source))
     assert process.stdout.readline() == "on\n"
-    while (beat := pipe.beats(1)[0]["beat"])["phase"] == "import":
+    while (beat := pipe.beats(1)[0])["phase"] == "import":
         pass
-    assert [beat["rest"], *(told["beat"]["rest"] for told in pipe.beats(9))] == [None] * 10
+    assert [beat["rest_s"], *(told["rest_s"] for told in pipe.beats(9))] == [None] * 10
 
 
 def test_a_phase_of_any_name_is_one_note(pipe, run):
     run(FAST + "from tfdist import phases; phases.enter('\"\\n' * 500); sys.stdin.read()")
-    while (beat := pipe.beats(1)[0]["beat"])["phase"] == "import":
+    while (beat := pipe.beats(1)[0])["phase"] == "import":
         pass
     assert beat["phase"] == "other"
 
@@ -221,7 +226,7 @@ def test_a_phase_of_any_name_is_one_note(pipe, run):
 def test_tasks_of_a_machine_beat_at_the_same_moments(pipe, run):
     run(START + "task.start_heartbeat(fd, task='worker-0', every_s=0.5); sys.stdin.read()")
     # A busy machine may be late for some of them.
-    assert any(pipe.beats(1)[0]["at"] % 0.5 < 0.1 for _ in range(20))
+    assert any(pipe.beats(1)[0]["at_s"] % 0.5 < 0.1 for _ in range(20))
 
 
 def test_the_first_beat_comes_after_the_interval_so_that_a_short_task_has_none(pipe, run):

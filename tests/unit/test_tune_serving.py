@@ -25,7 +25,13 @@ import pytest
 from tests.unit.sweep_world import Disk, FakeRunner, FakeSearch, Nobody, flags_of, refused
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.connection import Channel, Link
-from tfdist.launch.multihost.rendezvous import MessageReceived, PeerJoined, listen
+from tfdist.launch.multihost.rendezvous import (
+    Lost,
+    MessageReceived,
+    News,
+    PeerJoined,
+    listen,
+)
 from tfdist.tuning import directory, guard, protocol
 from tfdist.tuning.chief import Chief, SweepPlan
 from tfdist.tuning.guard import KILL_AFTER_S, SAVE_AFTER_S, LeaseGuard
@@ -41,7 +47,7 @@ from tfdist.tuning.protocol import (
 )
 from tfdist.tuning.remote_runner import ChiefClient, RemoteRunner
 from tfdist.tuning.runner import TrialProgram
-from tfdist.tuning.serving import Gone, RunnerNews, RunnerServer, ServingRunner
+from tfdist.tuning.serving import RunnerServer, ServingRunner
 from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob
 
 A, B = 11, 22
@@ -108,14 +114,14 @@ class FakeLine:
     """What runners say, as a test puts it, and what they are told."""
 
     def __init__(self) -> None:
-        self.news: list[RunnerNews] = []
+        self.news: list[News] = []
         self.sent: list[tuple[int, Message]] = []
         self._fd = os.eventfd(0)
 
     def fileno(self) -> int:
         return self._fd
 
-    def take_news(self) -> list[RunnerNews]:
+    def take_news(self) -> list[News]:
         news, self.news = self.news, []
         return news
 
@@ -139,7 +145,7 @@ class Served:
         here = FakeRunner(Disk(), 0)
         self.runner = ServingRunner(here, self.line, ownership=OWNERSHIP, clock=lambda: self.now_s)
 
-    def hear(self, *news: RunnerNews) -> list[tuple[int, Message]]:
+    def hear(self, *news: News) -> list[tuple[int, Message]]:
         """Takes in news; returns what is said to the runners upon it."""
         self.line.news += news
         self.runner.wait([], 0.0)
@@ -178,7 +184,7 @@ def test_a_runner_is_given_trials_for_its_places_until_it_leaves() -> None:
     assert free == [*one_each, Slot(number=1, runner=A)]
     assert list(served.runner.free_slots({free[0], free[2]})) == [free[1]]
     served.hear(MessageReceived(rank=B, message={"leaving": True}))
-    served.hear(Gone(rank=A, cause="reset", heard_s=served.now_s))
+    served.hear(Lost(rank=A, cause="reset", heard_s=served.now_s))
     assert list(served.runner.free_slots(set())) == []
 
 
@@ -201,7 +207,7 @@ def test_a_late_report_under_a_lost_lease_does_not_count() -> None:
     served.come(A)
     served.come(B)
     lost = served.runner.start(served.job("0", 1))
-    served.hear(Gone(rank=A, cause="no word", heard_s=served.now_s))
+    served.hear(Lost(rank=A, cause="no word", heard_s=served.now_s))
     served.now_s += LEASE_S - 0.1
     served.hear()
     assert lost.poll() is None
@@ -245,7 +251,7 @@ def test_a_runner_that_is_back_keeps_its_trial_while_the_chief_thinks() -> None:
     assert (kept.poll(), lost.poll()) == (None, None)
     told = {"name": "a", "places": 1, "holds": [["0", 3]]}
     assert served.hear(MessageReceived(rank=A, message={"runner": told})) == []
-    served.hear(Gone(rank=B, cause="reset", heard_s=served.now_s))
+    served.hear(Lost(rank=B, cause="reset", heard_s=served.now_s))
     served.now_s += LEASE_S
     served.hear()
     assert isinstance(lost.poll(), Killed)
@@ -257,7 +263,7 @@ def test_a_trial_that_is_to_stop_while_its_runner_is_away_is_stopped_when_it_is_
     served = Served()
     served.come(A)
     trial = served.runner.start(served.job("0", 1))
-    served.hear(Gone(rank=A, cause="reset", heard_s=served.now_s))
+    served.hear(Lost(rank=A, cause="reset", heard_s=served.now_s))
     trial.stop()
     served.line.take_sent()
     assert (A, {"stop": ["0", 1]}) in served.come(A, ("0", 1))

@@ -2,8 +2,6 @@
 
 The configurations themselves are in `tfdist.configs`, which loads no TensorFlow.
 
-    run        from a checked configuration to the summary of the run
-    recipe     data, length, learning rate, optimizer and model of a configuration
-    models     the networks that it can name
-    reporter   what is shown and logged while the run goes on
+    run     from a checked configuration to the summary of the run, and what is shown meanwhile
+    recipe  data, length, learning rate, optimizer and model of a configuration
 """

@@ -1,40 +1,44 @@
-"""One run of `tfdist.train`, from a checked configuration to its summary."""
+"""One run of `tfdist.train`, from a checked configuration to its summary, and its reporter."""
 
 from __future__ import annotations
 
 import logging
 import math
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from tfdist.app import recipe
-from tfdist.app.reporter import RunReporter
-from tfdist.checkpoint import BackupAndRestore
-from tfdist.checkpoint.model_checkpoint import save_whole
+from tfdist.checkpoint.backup import BackupAndRestore, save_whole
 from tfdist.checkpoint.publish import Publisher
+from tfdist.checkpoint.state import state_sha256, weights_sha256
 from tfdist.cluster import TaskConfig, read_environment
 from tfdist.configs.fields import FREE, flat
 from tfdist.errors import Stopped, TfdistError, UsageError
-from tfdist.outputs import plot
-from tfdist.outputs.digest import state_sha256, weights_sha256
+from tfdist.outputs.display import (
+    ProgressDisplay,
+    ScalarWriter,
+    StepProfiler,
+    draw_plot,
+    show_result,
+    strategy_line,
+)
 from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
-from tfdist.outputs.tensorboard import StepProfiler
-from tfdist.outputs.terminal import ProgressDisplay, show_result, strategy_line
 from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make_strategy
 from tfdist.strategy.parts import whole
-from tfdist.training.building import bytes_on_servers
 from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
-from tfdist.training.evaluator import Evaluator
+from tfdist.training.evaluation import Evaluator
 from tfdist.training.fitting import fit
 from tfdist.training.trackers import make_tracker
 
 if TYPE_CHECKING:
     from tfdist.audit.recorder import Ledger
+
 
 logger = logging.getLogger(__name__)
 STOPPED = "stopped"
@@ -303,6 +307,7 @@ def _worker_steps() -> dict[str, int]:
 def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
     """Return what became of the steps since this process started, and the bytes on each ps."""
     from tfdist.ps.profile import profile_of
+    from tfdist.ps.strategy import bytes_on_servers
     from tfdist.ps.workers import worker_pool_of
 
     pool = worker_pool_of(job.strategy, patience_s=0)
@@ -310,14 +315,14 @@ def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
     return {
         "worker_steps": _worker_steps(),
         **pool.account.summary(),
-        "ps_bytes": bytes_on_servers(model, job),
+        "ps_bytes": bytes_on_servers(model, job.strategy),
         **({"ps_profile": profile_of(job.strategy).summary()} if profiled else {}),
     }
 
 
 def _show(config: Any, summary: Mapping[str, Any], directory: RunDirectory) -> None:
     title = f"{config.dataset}, {config.model}: {strategy_line(summary)}"
-    path = plot.draw(directory.read_metrics(), directory.plot_file, title=title)
+    path = draw_plot(directory.read_metrics(), directory.plot_file, title=title)
     show_result(summary, run_dir=str(directory.path), plot=str(path) if path else None)
 
 
@@ -342,3 +347,133 @@ def _seed(config: Any, directory: RunDirectory, *, overwrite: bool) -> int:
         return int(config.seed)
     recorded = None if overwrite else directory.read_config()
     return int((recorded or {}).get("seed", random.SystemRandom().randrange(2**31)))
+
+
+# Progress and metrics that `tfdist.train` reports during a run.
+
+
+class RunReporter(keras.callbacks.ProgbarLogger):
+    """Writes `metrics.jsonl` and TensorBoard scalars, and moves the progress display.
+
+    A `ProgbarLogger`, and so: run on the chief alone, called once a range of steps rather than at
+    every batch, and in place of Keras' own bar. `worker_steps` returns the steps that each worker
+    of a ps job has done since this process started.
+    """
+
+    once_a_range = True
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        plan: EpochPlan,
+        *,
+        display: ProgressDisplay,
+        profiler: StepProfiler | None = None,
+        worker_steps: Callable[[], Mapping[str, int]] = dict,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__()
+        self._directory = directory
+        self._plan = plan
+        self._display = display
+        self._profiler = profiler
+        self._worker_steps = worker_steps
+        self._clock = clock
+        self.log_dir = str(directory.tensorboard)
+        self._scalars = ScalarWriter(directory.tensorboard)
+        self._epoch = 0
+        self._ranges: list[tuple[int, float]] = []
+        self._epoch_ranges: list[tuple[int, float]] = []
+        self._range_start = (0, 0.0)
+        self.first_step: int | None = None
+        self.step = 0
+        self.logs: dict[str, Any] = {}
+
+    @property
+    def examples_per_second(self) -> float | None:
+        """Training throughput, validation and the first range, which traces, left out."""
+        return _rate(self._ranges[1:]) or _rate(self._ranges)
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        self.params = params
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        pass
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch, self._epoch_ranges = epoch, []
+
+    def resumed_at(self, step: int) -> None:
+        """Withdraw the lines of what the run is about to do again; before its first step."""
+        self.first_step = self.step = step
+        self._directory.drop_metrics_after(step)
+        self._display.begin(step=step, examples=self._plan.examples_before(step))
+
+    def next_step(self, step: int) -> int | None:
+        """The next step at which a range should end, so that a profile is of its very steps."""
+        return self._profiler.next_step(step) if self._profiler else None
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        step = self._plan.step_starts[self._epoch] + batch
+        if self.first_step is None:
+            self.resumed_at(step)
+        if self._profiler is not None:
+            self._profiler.before(step)
+        self._range_start = (self._plan.examples_before(step), self._clock())
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.step = self._plan.step_starts[self._epoch] + batch + 1
+        examples, (before, start) = self._plan.examples_before(self.step), self._range_start
+        done = (examples - before, self._clock() - start)
+        self._ranges.append(done)
+        self._epoch_ranges.append(done)
+        if self._profiler is not None:
+            self._profiler.after(self.step)
+        self._display.update(step=self.step, examples=examples, logs=logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        examples = self._plan.examples_before(self.step)
+        self._display.update(step=self.step, examples=examples, logs=logs)
+        if self.step != self._plan.step_starts[epoch + 1]:
+            logger.info("stopped at step %d, inside virtual epoch %d", self.step, epoch + 1)
+            return
+        self.logs = dict(logs or {})
+        if not self._ranges:  # only its validation was left to do, and may have been done before
+            self._directory.drop_metrics_after(self.step - 1)
+        rate, workers = _rate(self._epoch_ranges), dict(self._worker_steps())
+        self._directory.append_metrics(
+            {
+                "step": self.step,
+                "examples": examples,
+                "virtual_epoch": epoch + 1,
+                **self.logs,
+                "examples_per_second": rate,
+                **({"worker_steps": workers} if workers else {}),
+            }
+        )
+        scalars = {n: v for n, v in self.logs.items() if isinstance(v, (int, float))}
+        self._scalars.write(self.step, scalars | ({"examples_per_second": rate} if rate else {}))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.close()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        pass
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        pass
+
+    def on_test_end(self, logs: Any = None) -> None:
+        pass
+
+    def close(self) -> None:
+        """End the display, the profile and the event file, also after an error."""
+        if self._profiler is not None:
+            self._profiler.close()
+        self._display.end()
+        self._scalars.close()
+
+
+def _rate(ranges: list[tuple[int, float]]) -> float | None:
+    seconds = sum(elapsed for _, elapsed in ranges)
+    return sum(examples for examples, _ in ranges) / seconds if seconds > 0 else None

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tfdist.audit.files import Array, Header, LedgerFile, Record
-from tfdist.audit.merge import Merged, merged, pair_hash
+from tfdist.audit.files import Array, Header, LedgerFile, Merged, Record, merged, pair_hash
 
 Order = Callable[[Header, Array], Array]
 """The example at each position of a run: int64[b] -> int64[b]."""

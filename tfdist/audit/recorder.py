@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from tfdist.audit.files import MODES, Header, LedgerWriter, Record, next_attempt
-from tfdist.audit.merge import SALT
+from tfdist.audit.files import MODES, SALT, Header, LedgerWriter, Record, next_attempt
 from tfdist.data.draws import mix_tensor, stream
 from tfdist.errors import UsageError, require_one_of
 from tfdist.strategy import Job
@@ -109,14 +108,14 @@ def header_of(data: Data, job: Job, *, seed: int, mode: str, attempt: int) -> He
 
 
 def _of_all_tasks(attempt: int, job: Job) -> int:
-    """The highest of the tasks' own numbers: each has a directory that may be its machine's own."""
+    """The highest of the numbers of those that write: each may have a directory of its own."""
     mine = np.zeros(job.num_replicas)
-    mine[job.replica_ids[0]] = attempt
+    mine[job.replica_ids[0]] = attempt if _writes(job) else 0
     return int(sum_over_tasks(job, mine, of="the ledgers' attempts").max())
 
 
 def _writes(job: Job) -> bool:
-    """Each task of a group writes what its own replicas were given; under ps the chief all."""
+    """Each task of a group writes what its replicas were given; else the chief writes all."""
     return job.kind == "multiworker" or job.is_chief
 
 

@@ -14,14 +14,13 @@ from ml_collections import ConfigDict
 from tensorflow.python.distribute import values_util
 
 from tfdist.app import recipe
-from tfdist.audit.files import Record, read_directory
-from tfdist.audit.merge import merged
+from tfdist.audit.files import Record, merged, read_directory
 from tfdist.audit.recorder import recorded
 from tfdist.checkpoint import Checkpoint, CheckpointStore, state
+from tfdist.checkpoint.state import state_sha256, weights_sha256
 from tfdist.checkpoint.warm_start import load_weights
 from tfdist.configs import base
 from tfdist.errors import TfdistError, UsageError, require
-from tfdist.outputs.digest import state_sha256, weights_sha256
 from tfdist.outputs.run_directory import DONE, RunDirectory
 from tfdist.strategy import Job, current_job, make_strategy
 from tfdist.training import building

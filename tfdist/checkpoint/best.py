@@ -1,10 +1,11 @@
-"""Selection of the best checkpoint by one metric at the end of an epoch."""
+"""Selection of the best checkpoint by one metric, at an epoch's end or by an evaluator's lines."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.errors import UsageError, near
@@ -46,13 +47,7 @@ class Best:
         if self._name is None or not self._is_in(logs):
             return
         value = float(logs[self._name])
-        before = self._value
-        if math.isnan(value):
-            self._improved = False
-        elif before is None:
-            self._improved = True
-        else:
-            self._improved = value < before if self._less else value > before
+        self._improved = is_better(value, self._value, less=self._less)
         if self._improved:
             self._value = value
 
@@ -85,6 +80,18 @@ class Best:
         return False
 
 
+def is_better(
+    value: float | None, best: float | None, *, less: bool, min_delta: float = 0.0
+) -> bool:
+    """Return whether a metric beats the best so far by more than `min_delta`.
+
+    None and what is not finite never do; the first value that is finite does.
+    """
+    if value is None or not math.isfinite(value):
+        return False
+    return best is None or (best - value if less else value - best) > min_delta
+
+
 def less_is_better(name: str, mode: str, *, where: str) -> bool:
     """Return which way a metric gets better; UsageError at `where` where nothing tells."""
     less, more = name.endswith(_LESS), any(part in name for part in _MORE)
@@ -99,3 +106,46 @@ def less_is_better(name: str, mode: str, *, where: str) -> bool:
         fix='say mode="min" where less of it is better, else mode="max"',
         code="unknown-direction",
     )
+
+
+# Best evaluation so far and how many came after it: the state of early stopping.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BestSoFar:
+    """Best-so-far state of an evaluator's lines.
+
+    Attributes:
+      best: the line with the best value, None where no metric was finite.
+      since: the evaluations after that one.
+    """
+
+    best: Mapping[str, Any] | None
+    since: int
+
+
+def best_so_far(
+    lines: Sequence[Mapping[str, Any]], *, monitor: str, less: bool, min_delta: float = 0.0
+) -> BestSoFar:
+    """Return how a run stands; what is not better by more than `min_delta` is no better.
+
+    Raises:
+      UsageError: no line has the metric.
+    """
+    if lines and all(monitor not in line for line in lines):
+        names = [name for name in lines[-1] if name.startswith("val_")]
+        raise UsageError(
+            "Evaluator: monitor",
+            received=f"{monitor!r}{near(monitor, names)}",
+            expected=f"one of {', '.join(names)}",
+            fix="name a figure that the evaluation yields",
+            code="unknown-value",
+        )
+    best, since = None, 0
+    for line in lines:
+        before = best[monitor] if best else None
+        if is_better(line.get(monitor), before, less=less, min_delta=min_delta):
+            best, since = line, 0
+        else:
+            since += 1
+    return BestSoFar(best=best, since=since)

@@ -9,14 +9,14 @@ import collections
 import csv
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from tfdist.checkpoint import event_files
 from tfdist.errors import UsageError
 from tfdist.files import replacing
 
@@ -91,7 +91,7 @@ def prepare_to_resume(callbacks: Sequence[Any], *, epoch: int) -> None:
     """Before `on_train_begin`: has what is logged already, or will be again, not be there twice."""
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.TensorBoard):
-            event_files.write_once(callback)
+            write_once(callback)
         if isinstance(callback, keras.callbacks.CSVLogger) and os.path.exists(callback.filename):
             _cut(callback.filename, separator=callback.sep, epoch=epoch)
             callback.append = True
@@ -101,7 +101,7 @@ def _get(callback: Any) -> Any:
     if hasattr(callback, "get_state"):
         return callback.get_state()
     if isinstance(callback, keras.callbacks.TensorBoard):
-        event_files.flush(callback)
+        flush(callback)
     for kind, names in _ATTRIBUTES.items():
         if isinstance(callback, kind):
             return {n: _json(getattr(callback, n)) for n in names if hasattr(callback, n)}
@@ -139,3 +139,50 @@ def _cut(path: str, *, separator: str, epoch: int) -> None:
     kept = rows[:1] + [row for row in rows[1:] if row and int(float(row[0])) < epoch]
     with replacing(Path(path)) as unfinished, open(unfinished, "w", newline="") as file:
         csv.writer(file, delimiter=separator).writerows(kept)
+
+
+# Keras' TensorBoard of a resumed training: what its event files have is not written once more.
+
+
+def write_once(board: keras.callbacks.TensorBoard) -> None:
+    """Have the callback write only what comes after the last step of each tag in its files."""
+    train, validation = (_last_steps(Path(board.log_dir, n)) for n in ("train", "validation"))
+    both = {tag: min(train[tag], validation[tag]) for tag in train.keys() & validation.keys()}
+    board._summary_module = _OnceOnly({**train, **validation, **both})
+
+
+def flush(board: keras.callbacks.TensorBoard) -> None:
+    """Write what it has kept back, which the steps after a checkpoint will not give again."""
+    for writer in getattr(board, "_writers", {}).values():
+        writer.flush()
+
+
+class _OnceOnly:
+    """`tf.summary`, of which a step that is there already writes nothing."""
+
+    def __init__(self, last: Mapping[str, int]) -> None:
+        self._last = last
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(tf.summary, name)
+        return self._if_new(function) if name in ("scalar", "histogram", "image") else function
+
+    def _if_new(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        def write_if_new(name: str, data: Any, *, step: Any, **options: Any) -> Any:
+            is_new = int(step) > self._last.get(name, -1)
+            return write(name, data, step=step, **options) if is_new else False
+
+        return write_if_new
+
+
+def _last_steps(directory: Path) -> dict[str, int]:
+    """Return the last step of each tag in event files, of which a kill may have cut the last."""
+    last: dict[str, int] = {}
+    for path in directory.glob("events.out.tfevents.*"):
+        try:
+            for event in tf.compat.v1.train.summary_iterator(os.fspath(path)):
+                for value in event.summary.value:
+                    last[value.tag] = max(event.step, last.get(value.tag, -1))
+        except tf.errors.DataLossError:
+            continue
+    return last

@@ -187,7 +187,7 @@ def _write_shard(path: Path, arrays: Mapping[str, Any]) -> tuple[Shard, dict[str
             array = np.asarray(arrays[name])
             dtype = _storable(name, array)
             padding = bytes(-size_bytes % _ALIGNMENT_BYTES)
-            for piece in (memoryview(padding), _raw_bytes(array)):
+            for piece in (memoryview(padding), raw_bytes(array)):
                 _write_all(file, piece, digest)
                 size_bytes += len(piece)
             entries[name] = Entry(
@@ -247,7 +247,7 @@ def _dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name) if name in _ML_NAMES else name)
 
 
-def _raw_bytes(array: Array) -> memoryview:
+def raw_bytes(array: Array) -> memoryview:
     """Return the array's little-endian bytes in C order, without a copy where it lies like that."""
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data

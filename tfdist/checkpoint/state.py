@@ -12,14 +12,16 @@ trainable.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.checkpoint.format import raw_bytes
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_bytes, sum_over_tasks
@@ -317,3 +319,31 @@ def _is_numbers(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_numbers, value))
     return value is None or isinstance(value, bool | int | float)
+
+
+# Two digests that tell whether two runs computed the same.
+
+
+def weights_sha256(model: Any) -> str:
+    """Return SHA-256 over `model.weights` in order, as little-endian C-order bytes.
+
+    Reads each variable once, one at a time. Not a collective: the chief alone may call it.
+    """
+    return _sha256(model.weights)
+
+
+def state_sha256(model: Any, *, read: Callable[[Any], Any] = np.asarray) -> str:
+    """Return SHA-256 over `model.weights` and then the variables of its optimizer.
+
+    `read` returns the array of a variable; of a sharded one that is a collective.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    slots = () if optimizer is None else optimizer.variables
+    return _sha256([*model.weights, *slots], read=read)
+
+
+def _sha256(variables: Iterable[Any], *, read: Callable[[Any], Any] = np.asarray) -> str:
+    digest = hashlib.sha256()
+    for variable in variables:
+        digest.update(raw_bytes(read(variable)))
+    return digest.hexdigest()

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from tfdist.cluster import placement, settings, slurm, tf_config
 from tfdist.cluster.address import expand_hosts, parse_hosts, ranks_of, shown, split_address
-from tfdist.cluster.placement import is_name, one_of, place, same_host
+from tfdist.cluster.placement import is_name, one_of, same_host
 from tfdist.cluster.settings import (
     CLUSTER,
     EVALUATOR,
@@ -294,33 +294,6 @@ def _rank_of_pod(environ: Mapping[str, str], pods: Sequence[str]) -> int:
 # The list is in TFDIST_HOSTS, or a flag of a program; the host is given its index in it.
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodePlan:
-    """What one node of a job of several starts: the whole cluster, and its own tasks in it."""
-
-    cluster: ClusterSpec
-    tasks: tuple[Task, ...]
-
-
-def node_plan(
-    value: str, *, node_rank: int, job_settings: JobSettings, where: str = "--hosts"
-) -> NodePlan:
-    """Return the cluster of a job on `value` and the tasks that node `node_rank` starts.
-
-    Every node that is given the same list comes to the same cluster. Tasks are numbered host
-    after host: under ps the chief is on the first host and the ps are on the last.
-    """
-    listed = parse_hosts(value, where=where)
-    _check_node_rank(node_rank, listed, where="--node_rank")
-    hosts = ranks_of(listed)
-    first = sum(slots for _, slots in listed[:node_rank])
-    configs = [
-        place(hosts, rank=rank, job_settings=job_settings)
-        for rank in range(first, first + listed[node_rank][1])
-    ]
-    return NodePlan(cluster=configs[0].cluster, tasks=tuple(config.task for config in configs))
-
-
 def from_hosts(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
     """Return this task's part of the job on TFDIST_HOSTS, or None where that is not set.
 
@@ -332,7 +305,13 @@ def from_hosts(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
         return None
     listed = parse_hosts(value, where=HOSTS)
     node_rank = needed(environ, NODE_RANK)
-    _check_node_rank(node_rank, listed, where=NODE_RANK)
+    if node_rank >= len(listed):
+        raise contradiction(
+            NODE_RANK,
+            str(node_rank),
+            f"0 to {len(listed) - 1}: the list has {len(listed)} hosts",
+            "give each host its position in the list, from 0 on",
+        )
     slots = listed[node_rank][1]
     local = integer(environ, LOCAL_RANK, most=slots - 1)
     if local is None and slots > 1:
@@ -340,16 +319,6 @@ def from_hosts(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
         raise missing(LOCAL_RANK, expected)
     rank = sum(count for _, count in listed[:node_rank]) + (local or 0)
     return one_of(ranks_of(listed), rank=rank, job_settings=job_settings)
-
-
-def _check_node_rank(node_rank: int, listed: Sequence[tuple[str, int]], *, where: str) -> None:
-    if not 0 <= node_rank < len(listed):
-        raise contradiction(
-            where,
-            str(node_rank),
-            f"0 to {len(listed) - 1}: the list has {len(listed)} hosts",
-            "give each host its position in the list, from 0 on",
-        )
 
 
 Reader = Callable[[Mapping[str, str], JobSettings], TaskConfig | None]

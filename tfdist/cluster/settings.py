@@ -31,7 +31,7 @@ LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 RUN_DIR, STARTUP_TIMEOUT_S = "TFDIST_RUN_DIR", "TFDIST_STARTUP_TIMEOUT_S"
 DEVICES_PER_WORKER, MIN_WORKERS = "TFDIST_DEVICES_PER_WORKER", "TFDIST_MIN_WORKERS"
 SPLIT_BYTES, PROFILE_PS = "TFDIST_SPLIT_BYTES", "TFDIST_PROFILE_PS"
-EVALUATOR = "TFDIST_EVALUATOR"
+EVALUATOR, STAGES = "TFDIST_EVALUATOR", "TFDIST_STAGES"
 
 RESTARTS, UNCOUNTED_RESTARTS = "TFDIST_RESTARTS", "TFDIST_RESTARTS_UNCOUNTED"
 """How often a task was started before; Kubernetes has two counts of it in an indexed Job."""
@@ -45,6 +45,7 @@ FLAGS = {
     "ports": PORTS,
     "split_bytes": SPLIT_BYTES,
     "profile_ps": PROFILE_PS,
+    "stages": STAGES,
 }
 """The variable of each flag of the launcher that ``tfdist.submit`` sets in tasks."""
 
@@ -85,6 +86,9 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
     groups, ports = text(environ, GROUPS), text(environ, PORTS)
     port = integer(environ, PORT, least=1, most=65_535)
     mutually_exclusive({PORTS: ports, PORT: port}, fix=f"unset {PORT}")
+    stages = integer(environ, STAGES, least=1)
+    if stages is not None and strategy != "pipeline":
+        raise _wrong(STAGES, f"{stages}", "none without stages", f"set {STRATEGY}=pipeline")
     return JobSettings(
         strategy=strategy,
         ps=integer(environ, PS, least=0),
@@ -99,6 +103,7 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
         min_workers=integer(environ, MIN_WORKERS, least=1),
         split_bytes=integer(environ, SPLIT_BYTES, least=1),
         profile_ps=_switch(environ, PROFILE_PS),
+        stages=stages,
     )
 
 

@@ -70,6 +70,14 @@ class ClusterSpec:
         _check_not_empty(cluster, addresses)
         return cluster
 
+    @classmethod
+    def of(cls, addresses: Mapping[Task, str]) -> ClusterSpec:
+        """Return the cluster of tasks that have these addresses."""
+        lists: dict[str, list[str]] = {}
+        for task in sorted(addresses):
+            lists.setdefault(task.type, []).append(addresses[task])
+        return cls.from_dict(lists)
+
     def as_dict(self) -> dict[str, list[str]]:
         """Return ``{task type: list of addresses}`` without the types that have no task."""
         return {type_: list(self.of_type(type_)) for type_ in TASK_TYPES if self.of_type(type_)}

@@ -11,12 +11,12 @@ import dataclasses
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tfdist.cluster.address import shown, shown_json
-from tfdist.cluster.spec import ClusterSpec, Kind, Task
-from tfdist.errors import UsageError, near, require, require_int
+from tfdist.cluster.spec import ClusterSpec, Task
+from tfdist.errors import UsageError, near
 
 STRATEGIES = ("auto", "single", "mirrored", "multiworker", "ps", "pipeline")
 
@@ -130,80 +130,6 @@ def _check_directory(name: str, value: object) -> None:
 def _wrong(name: str, value: object, expected: str, fix: str) -> UsageError:
     where = f"tfdist.{name}"
     return UsageError(where, received=shown_json(value), expected=expected, fix=fix, code="TFC019")
-
-
-def addressed_tasks(
-    *, strategy: str, workers: int = 1, ps: int = 0, chief: bool = False, evaluator: bool = False
-) -> tuple[Task, ...]:
-    """Return the tasks of a job that need an address, in the order in which they start.
-
-    A ps job always has a chief, which is not counted among `workers`. In a multiworker job
-    worker 0 is the chief, unless `chief` asks for a task of that type besides the workers.
-    A job of one process needs no address for it.
-
-    Raises:
-        UsageError: the numbers are not those of a job of this strategy.
-    """
-    kind = _kind(strategy, workers=workers, ps=ps, chief=chief)
-    counts = {
-        "chief": int(kind == "ps" or chief),
-        "worker": 0 if kind == "single" else workers,
-        "ps": ps,
-        "evaluator": int(evaluator),
-    }
-    return tuple(Task(type_, i) for type_, count in counts.items() for i in range(count))
-
-
-def build_cluster(
-    *,
-    strategy: str,
-    addresses: Sequence[str],
-    workers: int = 1,
-    ps: int = 0,
-    chief: bool = False,
-    evaluator: bool = False,
-) -> ClusterSpec:
-    """Return the cluster of a job in which `addressed_tasks` get `addresses`, in their order."""
-    tasks = addressed_tasks(
-        strategy=strategy, workers=workers, ps=ps, chief=chief, evaluator=evaluator
-    )
-    require(
-        len(addresses) == len(tasks),
-        "addresses",
-        received=len(addresses),
-        expected=f"{len(tasks)}, one for each task that needs one",
-        fix="give as many addresses as addressed_tasks() returns tasks",
-        code="wrong-number",
-    )
-    lists: dict[str, list[str]] = {}
-    for task, address in zip(tasks, addresses, strict=True):
-        lists.setdefault(task.type, []).append(address)
-    return ClusterSpec.from_dict(lists)
-
-
-def _kind(strategy: str, *, workers: int, ps: int, chief: bool) -> Kind:
-    check_strategy(strategy, where="strategy", code="unknown-value")
-    require_int("workers", workers, least=1, fix="ask for --workers 1 or more")
-    require_int("ps", ps, least=0, fix="ask for --ps 1 or more")
-    if strategy == "ps" and not ps:
-        fix = "ask for at least one ps (--ps 1), or for strategy multiworker"
-        raise _unfit("ps", "0 with strategy ps", "1 or more", fix)
-    if strategy == "ps" or (strategy == "auto" and ps):
-        return "ps"
-    if ps:
-        fix = "ask for strategy ps, or leave ps out"
-        raise _unfit("ps", f"{ps} with strategy {strategy}", "0", fix)
-    if strategy in ("multiworker", "pipeline") or (strategy == "auto" and (workers > 1 or chief)):
-        return "multiworker"
-    if workers > 1 or chief:
-        received = f"{workers + chief} training tasks with strategy {strategy}"
-        fix = "ask for strategy multiworker, or leave workers out"
-        raise _unfit("workers", received, "one process", fix)
-    return "single"
-
-
-def _unfit(where: str, received: str, expected: str, fix: str) -> UsageError:
-    return UsageError(where, received=received, expected=expected, fix=fix, code="wrong-number")
 
 
 _MAX_SHOWN_CHARS = 1000

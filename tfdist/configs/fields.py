@@ -39,7 +39,7 @@ FIELDS: tuple[Field, ...] = (
         name="model",
         default="cnn",
         choices=("dense", "cnn", "resnet20"),
-        help="the network; see tfdist/app/models.py",
+        help="the network; see tfdist/app/recipe.py",
     ),
     Field(name="dropout", default=0.25, least=0, below=1, help="share of units left out"),
     Field(
@@ -123,7 +123,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         name="strategy",
         default="auto",
-        choices=("auto", "single", "mirrored", "multiworker", "ps"),
+        choices=("auto", "single", "mirrored", "multiworker", "ps", "pipeline"),
         help="auto: the launcher's",
     ),
     Field(name="devices_per_worker", default=0, least=0, help="replicas in each task; 0 for all"),

@@ -54,7 +54,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         part = tf.config.LogicalDeviceConfiguration(memory_limit=limit >> 20)
         tf.config.set_logical_device_configuration(gpu, [part])
     model, spec = _subject(request)
-    data = _zeros(spec, int(request["batch_size"]))
+    data = zeros_like(spec, int(request["batch_size"]))
     examples_per_second, cores = _train(model, data, request)
     return {
         "peak_bytes": _peak_bytes(),
@@ -115,7 +115,7 @@ def _train(model: Any, data: Any, request: dict[str, Any]) -> tuple[float, float
     return batch_size * steps * rounds / wall_s, busy_s / wall_s
 
 
-def _zeros(spec: Any, batch_size: int) -> Any:
+def zeros_like(spec: Any, batch_size: int) -> Any:
     """Return arrays of zeros, or of empty strings."""
     import tensorflow as tf
 

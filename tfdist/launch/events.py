@@ -7,10 +7,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 from tfdist.cluster import Task
 
@@ -121,42 +120,6 @@ def named(tasks: Iterable[Task], *, most: int = 8) -> str:
     names = [str(task) for task in tasks]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def event_of(note: dict[str, Any], tasks: Mapping[str, Task]) -> Raised | Beat:
-    """Return the event of a message of a task.
-
-    Raises KeyError for a task that is not running or a note that lacks something, ValueError and
-    TypeError for one that makes no sense.
-    """
-    task, at_s = tasks[note["task"]], note["at"]
-    if beat := note.get("beat"):
-        return Beat(
-            task=task,
-            phase=beat["phase"],
-            step=beat["step"],
-            since_s=beat["since"],
-            first_step_s=beat["first_step"],
-            at_s=at_s,
-            awaited=_awaited(beat["awaited"]),
-            rest_s=beat["rest"],
-        )
-    return Raised(
-        task=task,
-        exit_code=note["exit_code"],
-        cause=note["cause"],
-        at_s=at_s,
-        step=note.get("step"),
-    )
-
-
-def _awaited(message: dict[str, Any] | None) -> TaskPendingWork | None:
-    if message is None:
-        return None
-    # It may be on another host.
-    return TaskPendingWork(
-        task=task_of(message["task"]), since_s=message["since"], is_first=message["first"]
-    )
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -36,6 +36,7 @@ from tfdist.cluster import Task
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.launch.events import Ended, Started
 from tfdist.launch.guardian import die_with
+from tfdist.launch.multihost.connection import event_of
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.process import Starter, bootstrap_command, spawn
 from tfdist.launch.task import run_task, set_title
@@ -137,9 +138,7 @@ class _Server:
             pid = os.fork()
         except OSError as error:
             cause = f"cannot be forked: {error.strerror}"
-            self._tell(
-                {"ended": request["task"], "status": 1, "cause": cause, "at": time.monotonic()}
-            )
+            self._tell_of("ended", request["task"], status=1, cause=cause)
             pid = -1
         if pid == 0:
             self._become_task(request, server=server, output_fd=fds[0], notes_fd=fds[1])
@@ -148,7 +147,7 @@ class _Server:
             os.close(fd)
         if pid > 0:
             self._tasks[pid] = request["task"]
-            self._tell({"started": request["task"], "pid": pid, "at": time.monotonic()})
+            self._tell_of("started", request["task"], pid=pid)
         return False
 
     def _become_task(
@@ -182,8 +181,10 @@ class _Server:
                 return
             task = self._tasks.pop(pid, None)
             if task is not None:
-                code = os.waitstatus_to_exitcode(status)
-                self._tell({"ended": task, "status": code, "at": time.monotonic()})
+                self._tell_of("ended", task, status=os.waitstatus_to_exitcode(status))
+
+    def _tell_of(self, event: str, task: str, **more: Any) -> None:
+        self._tell({"event": event, "task": task, "at_s": time.monotonic(), **more})
 
     def _tell(self, message: dict[str, Any]) -> None:
         self._control.send(json.dumps(message).encode())
@@ -371,7 +372,7 @@ class ForkStarter(Starter):
         self._cause_of_kill = cause_of_kill
         self._is_ready = self._is_over = False
         self._waiting: deque[tuple[Task, bytes, tuple[int, int]]] = deque()
-        self._tasks: dict[str, Task] = {}
+        self._tasks: set[Task] = set()
         self._server: subprocess.Popen[bytes] | None = None
         if server is not None:
             self._socket = server
@@ -418,7 +419,7 @@ class ForkStarter(Starter):
         message = json.dumps(request).encode()
         if len(message) > MAX_MESSAGE_BYTES:
             raise OSError(f"its flags are too long for --start fork: {len(message)} bytes")
-        self._tasks[str(spec.task)] = spec.task
+        self._tasks.add(spec.task)
         self._waiting.append((spec.task, message, (os.dup(output_fd), os.dup(notes_fd))))
         self._send_waiting()
 
@@ -427,7 +428,7 @@ class ForkStarter(Starter):
         for request in self._waiting:
             if request[0] == task:
                 self._waiting.remove(request)
-                self._tasks.pop(str(task), None)
+                self._tasks.discard(task)
                 self._forget(request)
                 return True
         return False
@@ -476,14 +477,12 @@ class ForkStarter(Starter):
     def _event(self, answer: dict[str, Any]) -> list[Started | Ended]:
         self._is_ready = True
         self._send_waiting()
-        if "started" in answer:
-            task = self._tasks[answer["started"]]
-            return [Started(task=task, pid=answer["pid"], at_s=answer["at"])]
-        if "ended" in answer:
-            task = self._tasks.pop(answer["ended"])
-            status, cause = answer["status"], answer.get("cause", "")
-            return [Ended(task=task, status=status, at_s=answer["at"], cause=cause)]
-        return []
+        if "event" not in answer:  # it is ready
+            return []
+        event = event_of(answer)
+        if isinstance(event, Ended):
+            self._tasks.remove(event.task)
+        return [event] if isinstance(event, Started | Ended) else []
 
     def _send_waiting(self) -> None:
         """Send what the server takes at once: while it does not read, it may wait for `collect`.
@@ -505,8 +504,7 @@ class ForkStarter(Starter):
     def _all_ended(self) -> list[Started | Ended]:
         """Every task has ended with the server, which was their parent."""
         self._is_over = True
-        tasks = list(self._tasks.values())
-        self._tasks.clear()
+        tasks, self._tasks = sorted(self._tasks), set()
         why = self._cause_of_kill(self.pid) if self.pid else ""
         cause = f"the fork server has ended{', ' * bool(why)}{why}: see {self._log_path}"
         now_s = self._clock()

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -216,14 +215,14 @@ def _run_here(job: JobDescription) -> int:
         screen.announce(f"run directory {job.run_dir}")
         with SignalPipe() as signals:
             job_run = JobRun(job, ports=ports, run_dir=run_dir, screen=screen, signals=signals)
-            outcome = job_run.run()
-        screen.last_words(is_hurried=outcome.was_requested)
-    return outcome.exit_code
+            code = job_run.run()
+        screen.last_words(is_hurried=job_run.was_requested)
+    return code
 
 
 def _show_part(job: JobDescription, group: Group) -> int:
     """Print the tasks of this host."""
-    cluster = group.stand_in_cluster(strategy=job.strategy, ports=job.ports)
+    cluster = group.stand_in_cluster(job.ports)
     here = group.tasks(range(len(group.hosts)))[group.rank]
     specs = job.specs_here(cluster, here, attempt=next_attempt(job.run_dir))
     about = (
@@ -288,18 +287,15 @@ def _lead(part: HostPart) -> int:
         screen.announce(team.roll_call(own=part.own, terms=part.terms))
         with RunDir(job.run_dir) as run_dir:
             screen.announce(f"run directory {job.run_dir}")
-            code = (
-                JobRun(
-                    job,
-                    ports=part.ports,
-                    run_dir=run_dir,
-                    screen=screen,
-                    signals=part.signals,
-                    team=team,
-                )
-                .run()
-                .exit_code
+            job_run = JobRun(
+                job,
+                ports=part.ports,
+                run_dir=run_dir,
+                screen=screen,
+                signals=part.signals,
+                team=team,
             )
+            code = job_run.run()
     except TfdistError as error:
         code, why = error.exit_code, str(error)
         raise
@@ -330,14 +326,6 @@ def _hub(part: HostPart) -> Hub:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How a job has ended: its exit code, and whether it was asked to."""
-
-    exit_code: int
-    was_requested: bool
-
-
 class JobRun:
     """Runs a job as often as it is worth it.
 
@@ -363,6 +351,8 @@ class JobRun:
         self._hold = partial(hold_ports, among=job.ports)
         if ports:
             self._hold = partial(self._hold, host=ports[0].host)
+        self.was_requested = False
+        """Whether the job has ended because it was asked to."""
         self._stack = contextlib.ExitStack()
         self._task_factory = TaskFactory(job, screen=screen, signals=signals)
         self._epoch_s = time.time() - time.monotonic()
@@ -372,8 +362,10 @@ class JobRun:
             max_restarts=job.options.max_restarts, window_s=job.options.restart_window_s
         )
 
-    def run(self) -> Outcome:
-        """Run the attempts; the report is written after each, and no process left behind.
+    def run(self) -> int:
+        """Run the attempts and return the exit code; no process is left behind.
+
+        The report is written after each.
 
         Raises:
             UsageError: the run directory cannot be written to; nothing has been started.
@@ -394,7 +386,7 @@ class JobRun:
                 self._write(getattr(error, "exit_code", EXIT_FAILED))
                 raise
 
-    def _run_from(self, logs: Path) -> Outcome:
+    def _run_from(self, logs: Path) -> int:
         before: AttemptReport | None = None
         while True:
             attempt = self._run_attempt(logs, is_first=before is None)
@@ -402,10 +394,11 @@ class JobRun:
             ended = self._hindrance() if attempt.restart else None
             next_logs = self._next_logs(attempt) if ended is None else None
             if next_logs is None:
-                was_requested = attempt.exit_code > 0 and attempt.first_failure is None
+                was_stopped = attempt.exit_code > 0 and attempt.first_failure is None
+                self.was_requested = was_stopped or ended is not None
                 code = attempt.exit_code if ended is None else ended
                 self._write(code)
-                return Outcome(exit_code=code, was_requested=was_requested or ended is not None)
+                return code
             self._write(None)
             logs, before = next_logs, attempt
 

@@ -22,8 +22,6 @@ from tfdist.cluster import (
     JobOptions,
     Task,
     TaskConfig,
-    addressed_tasks,
-    build_cluster,
     job_configs,
     settings,
 )
@@ -107,17 +105,20 @@ _SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSpec:
-    """One task's process: what it runs, in which environment, and where its output is kept."""
+    """One task's process: what it runs, in which environment, and where its output is kept.
+
+    Of a process on another host only the task and the log are known here.
+    """
 
     task: Task
-    program: Program
-    argv: tuple[str, ...]
-    """What a person would type to run this task by hand."""
-    env: Mapping[str, str]
-    added: tuple[str, ...]
-    """Names in `env` that the launcher set; the rest is the user's own environment."""
     log_path: Path
-    title: str
+    program: Program = field(default_factory=Program)
+    argv: tuple[str, ...] = ()
+    """What a person would type to run this task by hand."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    added: tuple[str, ...] = ()
+    """Names in `env` that the launcher set; the rest is the user's own environment."""
+    title: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,15 +158,9 @@ class JobDescription:
         Raises:
             UsageError: the job cannot be divided over this machine.
         """
-        cluster = build_cluster(
-            strategy=self.strategy,
-            addresses=addresses,
-            workers=self.options.workers,
-            ps=self.num_ps,
-            evaluator=self.options.evaluator,
-        )
-        here = self.tasks_with_address or (Task("worker", 0),)
-        return self.specs_here(cluster, here, attempt=attempt)
+        tasks = self.tasks_with_address
+        cluster = ClusterSpec.of(dict(zip(tasks, addresses, strict=True)))
+        return self.specs_here(cluster, tasks or (Task("worker", 0),), attempt=attempt)
 
     def specs_here(
         self, cluster: ClusterSpec, here: Collection[Task], *, attempt: int
@@ -237,11 +232,20 @@ def start_method(
 
 
 def tasks_with_address(options: LaunchOptions, strategy: str) -> tuple[Task, ...]:
-    """Return the tasks of a job that need a port."""
-    ps = options.num_ps if strategy == "ps" else 0
-    return addressed_tasks(
-        strategy=strategy, workers=options.workers, ps=ps, evaluator=options.evaluator
-    )
+    """Return the tasks of a job that need a port, in the order in which they start.
+
+    A ps job has a chief, which is not counted among the workers; a job of one process needs none.
+    """
+    if strategy in ("single", "mirrored"):
+        return ()
+    is_ps = strategy == "ps"
+    counts = {
+        "chief": int(is_ps),
+        "worker": options.workers,
+        "ps": options.num_ps if is_ps else 0,
+        "evaluator": int(options.evaluator),
+    }
+    return tuple(Task(type_, i) for type_, count in counts.items() for i in range(count))
 
 
 def render(specs: Sequence[ProcessSpec]) -> str:

@@ -19,15 +19,17 @@ from tfdist.errors import UsageError
 from tfdist.launch.diagnosis import KillEvidence
 from tfdist.launch.events import (
     STOP_SIGNALS,
+    Beat,
     Ended,
     Event,
+    Raised,
     SignalPipe,
     Started,
     StopRequest,
-    event_of,
 )
 from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient
+from tfdist.launch.multihost.connection import NO_SENSE, event_of
 from tfdist.launch.plan import JobDescription, ProcessSpec
 from tfdist.launch.process import ExecStarter, Starter
 from tfdist.launch.screen import Console, JobScreen, TaskOutput
@@ -223,10 +225,11 @@ class JobProcesses:
             except BlockingIOError:
                 break
         *lines, self._notes_rest = self._notes_rest.split(b"\n")
-        tasks = {str(task): task for task in self._running} if lines else {}
         for line in lines:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                self._news.append(event_of(json.loads(line), tasks))
+            with contextlib.suppress(*NO_SENSE):
+                event = event_of(json.loads(line))
+                if isinstance(event, Raised | Beat) and event.task in self._running:
+                    self._news.append(event)
 
     def _read(self, fd: int) -> bool:
         """Passes on what is in a pipe; returns whether there may be more."""

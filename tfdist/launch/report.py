@@ -12,7 +12,7 @@ import re
 import secrets
 import signal
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -227,12 +227,11 @@ def write_report(
 _LOGS = "logs"
 
 
-def chosen_run_dir(given: str | None, *, now: Callable[[], datetime] | None = None) -> Path:
+def chosen_run_dir(given: str | None) -> Path:
     """Return the absolute path of the run directory: the one given, or a new name."""
     if given is not None:
         return Path(os.path.abspath(os.path.expanduser(given)))
-    moment = now() if now else datetime.now(UTC)
-    name = f"{moment:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     return Path(os.path.abspath(os.path.join("runs", name)))
 
 

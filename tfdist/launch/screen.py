@@ -12,10 +12,13 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tfdist.cluster import Task
 from tfdist.errors import TfdistError
-from tfdist.launch.plan import ProcessSpec
+
+if TYPE_CHECKING:  # --help prints by this module, and needs no plan
+    from tfdist.launch.plan import ProcessSpec
 
 _CHUNK_BYTES = 4096  # a pipe that is ready takes this much without blocking
 _BACKLOG_BYTES = 1 << 20

@@ -65,8 +65,9 @@ def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:
         import time
 
         note = {
+            "event": "raised",
             "task": task,
-            "at": time.monotonic(),
+            "at_s": time.monotonic(),
             "exit_code": exit_code,
             "cause": cause.partition("\n")[0][:_MAX_CAUSE_CHARS],
             "step": steps_done(),
@@ -321,11 +322,10 @@ def _beat_line(task: str, started_s: float, rest: Rest) -> bytes:
         rest_s = rest.since_s(now_s, but=(_thread.get_native_id(),), runtime=runtime)
     name = phase if phase.isidentifier() and phase.isascii() else "other"
     return (
-        f'{{"task": "{task}", "beat": {{"phase": "{name[:_MAX_PHASE_CHARS]}", '
-        f'"step": {"null" if step is None else int(step)}, "since": {since_s:.3f}, '
-        f'"first_step": {_moment(first_s)}, "rest": {_moment(rest_s)}, '
-        f'"awaited": {_awaited(awaited)}}}, '
-        f'"at": {now_s:.3f}}}\n'
+        f'{{"event": "beat", "task": "{task}", "phase": "{name[:_MAX_PHASE_CHARS]}", '
+        f'"step": {"null" if step is None else int(step)}, "since_s": {since_s:.3f}, '
+        f'"first_step_s": {_moment(first_s)}, "rest_s": {_moment(rest_s)}, '
+        f'"awaited": {_awaited(awaited)}, "at_s": {now_s:.3f}}}\n'
     ).encode()
 
 
@@ -337,7 +337,7 @@ def _awaited(awaited: PendingWork | None) -> str:
     if awaited is None:
         return "null"
     first = "true" if awaited.is_first else "false"
-    return f'{{"task": "{awaited.task}", "since": {awaited.since_s:.3f}, "first": {first}}}'
+    return f'{{"task": "{awaited.task}", "since_s": {awaited.since_s:.3f}, "is_first": {first}}}'
 
 
 # Numbers of calls, as /proc/<pid>/task/<tid>/syscall has them before the arguments.

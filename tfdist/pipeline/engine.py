@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.errors import PeerLost, require
+from tfdist.errors import PeerLost
 from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass, passes
 from tfdist.pipeline.stage import MicroBatch, Received, Stage, Tensors
@@ -28,13 +28,13 @@ from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
 from tfdist.strategy.stages import Stages
 from tfdist.training import keras_compat
-from tfdist.training.agreement import require_same_batches
 from tfdist.training.feed import Part as FeedPart
+from tfdist.training.feed import require_same_batches
 from tfdist.training.program import StepProgram
 
 _LOG = logging.getLogger(__name__)
 _MAX_NDIM = 16
-_TRIALS = 3  # the first one compiles
+_TRY_S, _MOST_TRIALS = 2.0, 5
 _FORWARD, _BACKWARD = "forward", "backward"
 
 
@@ -116,14 +116,6 @@ class PipelineEngine:
     def _staged(self, program: StepProgram) -> StagedModel:
         """Return the model in stages; the first call is a collective."""
         model = program.function.__self__  # type: ignore[attr-defined]
-        require(
-            program.recorder is None,
-            "ledger",
-            received="one under strategy pipeline",
-            expected="none, as no ledger is kept of stages",
-            fix="leave it out",
-            code="no-ledger",
-        )
         staged = staged_model(model, self._job, batch=program.feed.plan.global_batch_size)
         if staged is not self._begun:
             staged.begin()
@@ -214,11 +206,15 @@ class PipelineEngine:
         clip, scale = staged.global_clipnorm, staged.loss_scale
         if not clip and not staged.skips_overflows:
             return gradients
-        own = sum(float(tf.reduce_sum(tf.square(g / scale))) for g in gradients if g is not None)
+        held = staged.accumulated if clip else []
+        pairs = zip(gradients, held or [0.0] * len(gradients), strict=True)
+        own = sum(float(tf.reduce_sum(tf.square(g / scale + h))) for g, h in pairs if g is not None)
         counted = own if self._place.pipeline == 0 else 0.0  # the same in all pipelines
         squares = sum_over_tasks(self._job, np.array([counted]), of="squares of gradients")[0]
         if clip and np.isfinite(squares):
             factor = clip / max(np.sqrt(squares), clip)
+            for variable in held:
+                variable.assign(variable * factor)
         elif staged.skips_overflows and not np.isfinite(squares):
             factor = np.nan
         else:
@@ -248,10 +244,10 @@ class PipelineEngine:
             return
         tried = {}
         for size in staged.sizes_to_try(program.feed.plan.span(step).size):
-            staged.split_size = size
+            place.chosen["split_size"] = size
             tried[size] = self._timed(staged, program, step, data)
         fastest = min(tried, key=lambda size: tried[size])  # by the first stage, which ends last
-        staged.split_size = place.chosen["split_size"] = int(broadcast(fastest))
+        place.chosen["split_size"] = int(broadcast(fastest))
         if self._job.is_chief:
             seconds = ", ".join(f"{size} in {s:.3f} s" for size, s in tried.items())
             _LOG.info("split size %d: a step of %s", staged.split_size, seconds)
@@ -260,15 +256,23 @@ class PipelineEngine:
         """Return the least seconds that a step's passes take; nothing is changed by them."""
         batches = self._micro_batches(staged, program, step, data)
         changed = [(v, v.numpy()) for v in (*staged.statistics, *staged.metrics)]
-        seconds = []
-        for _ in range(_TRIALS):
-            start = time.perf_counter()
-            self._run_passes(staged.stage, step, batches)
-            seconds.append(time.perf_counter() - start)
-            staged.stage.forget()
+        # What compiles is left out: one micro-batch of each size, or all where they are one call.
+        sizes = {int(batch.share * 1e6): batch for batch in batches}
+        whole = staged.stage.keep == "compiled"
+        self._timed_passes(staged, step, batches if whole else list(sizes.values()))
+        seconds = [self._timed_passes(staged, step, batches)]
+        while broadcast(len(seconds) < _MOST_TRIALS and sum(seconds) < _TRY_S):
+            seconds.append(self._timed_passes(staged, step, batches))
         for variable, value in changed:
             variable.assign(value)
-        return min(seconds[1:])
+        return min(seconds)
+
+    def _timed_passes(self, staged: StagedModel, step: int, batches: list[MicroBatch]) -> float:
+        start = time.perf_counter()
+        self._run_passes(staged.stage, step, batches)
+        seconds = time.perf_counter() - start
+        staged.stage.forget()
+        return seconds
 
     def _received(self, stage: Stage, step: int, one: Pass) -> Received:
         if self._before is None:
@@ -311,17 +315,20 @@ class PipelineEngine:
         return range(low, high)
 
     def _batch(self, program: StepProgram, step: int) -> Any:
-        """Return the whole batch of a step."""
+        """Return the whole batch of a step, which the chief records if it is to be."""
         if not program.feed.direct:
-            part = FeedPart(*next(program.feed.iterator(step))[0])
+            data, rows = _noted(program, FeedPart(*next(program.feed.iterator(step))[0]))
             program.feed.advanced_to(step + 1)
             require_same_batches(self._job, program.feed, step, step + 1)
-            return part.data
-        if program not in self._batches:
-            self._batches[program] = keras_compat.compiled(
-                lambda step: program.feed.at(step)[0].data
-            )
-        return self._batches[program](tf.constant(step, tf.int64))
+        else:
+            if program not in self._batches:
+                self._batches[program] = keras_compat.compiled(
+                    lambda step: _noted(program, program.feed.at(step)[0])
+                )
+            data, rows = self._batches[program](tf.constant(step, tf.int64))
+        if program.recorder is not None:
+            program.recorder.write(step, step + 1, rows)
+        return data
 
     def _whole(self, columns: list[np.ndarray], *, count: int) -> list[np.ndarray]:
         """Return the rows of all pipelines' last stages, in every task. A collective."""
@@ -390,6 +397,14 @@ def links_of(place: Stages) -> tuple[StageLink | None, StageLink | None]:
 
 def _receive(link: StageLink, step: int, one: Pass) -> Tensors:
     return [tf.constant(array) for array in link.receive(_tag(step, one))]
+
+
+def _noted(program: StepProgram, part: FeedPart) -> tuple[Any, list[tf.Tensor]]:
+    """Return a batch, and what a ledger says of it."""
+    if program.recorder is None:
+        return part.data, []
+    rows = program.recorder.noted(program.recorder.rows(tf.constant(1)), tf.constant(0), [part])
+    return part.data, [row.stack() for row in rows]
 
 
 def _tag(step: int, one: Pass) -> str:

@@ -2,7 +2,8 @@
 
 A pass is a compiled function; which one comes when, the schedule says in Python. Between the two
 passes of a micro-batch an eager `tf.GradientTape` keeps the activations, as tensors of the compiled
-forward pass, or the inputs are kept and the forward pass is computed again.
+forward pass, or the inputs are kept and the forward pass is computed again. Where one comes right
+after the other they are one function, which holds no more of the gradients than it must.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import tensorflow as tf
 from tfdist.errors import require_one_of
 from tfdist.pipeline.cuts import ModelPart, has_mask, one_or_list
 from tfdist.pipeline.schedule import Pass
+from tfdist.pipeline.union import release
 from tfdist.training import keras_compat
 
-KEEPS = ("tape", "recompute", "compiled")
+KEEPS = ("tape", "recompute", "compiled", "nothing")
 Tensors = list[tf.Tensor]
 LossOf = Callable[["MicroBatch", Tensors, tf.Tensor], tf.Tensor]
 """Loss of a micro-batch, of what the last stage returns and the losses that layers have added."""
@@ -77,6 +79,7 @@ class _Kept:
 
     batch: MicroBatch
     received: Received
+    back: Tensors | None = None
     tape: tf.GradientTape | None = None
     targets: Tensors = dataclasses.field(default_factory=list)
 
@@ -87,7 +90,8 @@ class Stage:
     Args:
       part: of the model.
       keep: ``tape`` keeps activations, ``recompute`` computes them again, ``compiled`` is for
-        a step that is traced whole, by `traced_passes`.
+        a step that is traced whole, by `traced_passes`; ``nothing`` has the last stage do both
+        passes of a micro-batch at once, for schedules in which they follow each other.
       loss_of: of the last stage; traced in the forward pass, where it may update metrics.
       scaled: of a loss, what gradients are taken of.
     """
@@ -107,12 +111,14 @@ class Stage:
         self.keep = keep
         self._loss_of = loss_of
         self._values = [variable.value for variable in self.variables]
-        self._sums: list[tf.Variable | None] = [None] * len(self.variables)
-        self._begun: set[int] = set()
+        self._sums: list[tf.Variable] = []
+        self._summed: set[int] = set()  # those that a loss depends on, known when it is traced
+        self._summing = False
         self._kept: dict[int, _Kept] = {}
         self._masked = [i for i, t in enumerate(part.received) if has_mask(t)]
         self._forward = keras_compat.compiled(self._traced_forward)
         self._backward_again = keras_compat.compiled(self._traced_backward)
+        self._both = keras_compat.compiled(self._traced_both)
         self._predict = keras_compat.compiled(partial(self._traced_inference, loss_of=None))
         self._evaluate = keras_compat.compiled(partial(self._traced_inference, loss_of=loss_of))
 
@@ -131,6 +137,10 @@ class Stage:
         The loss is the micro-batch's, by its share of the step.
         """
         kept = self._kept[micro] = _Kept(batch, received)
+        if self.keep == "nothing":
+            self._begin_sums()
+            message, kept.back = self._both(batch, received)
+            return message
         if self.keep == "recompute":
             return self._forward(batch, received)[0]
         with tf.GradientTape() as tape:
@@ -145,13 +155,13 @@ class Stage:
         `gradients` are those of the floating tensors that were sent, none in the last stage.
         """
         kept = self._kept.pop(micro)
+        if kept.back is not None:
+            return kept.back
+        self._begin_sums()
         if kept.tape is None:
-            own, back = self._backward_again(kept.batch, kept.received, gradients)
-        else:
-            own, back = self._gradients(kept.tape, kept.targets, kept.received, gradients)
-        for index, gradient in enumerate(own):
-            if gradient is not None:
-                self._add(index, gradient)
+            return self._backward_again(kept.batch, kept.received, gradients)
+        own, back = self._gradients(kept.tape, kept.targets, kept.received, gradients)
+        self._add(own)
         return back
 
     def traced_passes(
@@ -185,9 +195,8 @@ class Stage:
 
     def take(self, sums: Sequence[tf.Tensor | None]) -> None:
         """Have `take_sums` return these."""
-        for index, gradient in enumerate(sums):
-            if gradient is not None:
-                self._add(index, gradient)
+        self._begin_sums()
+        self._add(sums)
 
     def predict(self, batch: MicroBatch, received: Received) -> Tensors:
         """Return the message for the next stage, or the model's flat outputs; without training."""
@@ -203,26 +212,36 @@ class Stage:
         None where no loss depends on the variable.
         """
         sums = [
-            tf.convert_to_tensor(self._sums[i]) if i in self._begun else None
+            tf.convert_to_tensor(self._sums[i]) if self._summing and i in self._summed else None
             for i in range(len(self.variables))
         ]
-        self._begun.clear()
+        release(self._sums)
+        self._summing = False
         return sums
 
     def forget(self) -> None:
         """Forget what passes under way have kept, and the sums."""
         self._kept.clear()
-        self._begun.clear()
+        self._summing = False
 
-    def _add(self, index: int, gradient: tf.Tensor) -> None:
-        total = self._sums[index]
-        if total is None:
-            self._sums[index] = tf.Variable(gradient, trainable=False)
-        elif index in self._begun:
-            total.assign_add(gradient)
-        else:
-            total.assign(gradient)
-        self._begun.add(index)
+    def _begin_sums(self) -> None:
+        """Have sums of zeros, where none are under way."""
+        if self._summing:
+            return
+        self._summing = True
+        zeros = (tf.zeros(value.shape, value.dtype) for value in self._values)
+        if not self._sums:
+            self._sums = [tf.Variable(each, trainable=False) for each in zeros]
+            return
+        for total, each in zip(self._sums, zeros, strict=True):
+            total.assign(each)
+
+    def _add(self, gradients: Sequence[tf.Tensor | None]) -> None:
+        """Add to the sums; also in graph, where it is done when the pass is."""
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._summed.add(index)
+                self._sums[index].assign_add(gradient)
 
     def _traced_forward(self, batch: MicroBatch, received: Received) -> tuple[Tensors, Tensors]:
         """Return the message, and what the backward pass starts from."""
@@ -236,9 +255,17 @@ class Stage:
             targets.append(self._scaled(added * batch.share))
         return self._message(outputs, received, added), targets
 
+    def _traced_both(self, batch: MicroBatch, received: Received) -> tuple[Tensors, Tensors]:
+        with tf.GradientTape() as tape:
+            tape.watch([t for t in received.tensors if t.dtype.is_floating])
+            message, targets = self._traced_forward(batch, received)
+        own, back = self._gradients(tape, targets, received, [])
+        self._add(own)
+        return message, back
+
     def _traced_backward(
         self, batch: MicroBatch, received: Received, gradients: Tensors
-    ) -> tuple[list[tf.Tensor | None], Tensors]:
+    ) -> Tensors:
         with tf.GradientTape() as tape:
             tape.watch([t for t in received.tensors if t.dtype.is_floating])
             # The first pass has updated statistics and metrics; what this one writes is dropped.
@@ -246,7 +273,9 @@ class Stage:
             weights = [(variable, variable.value) for variable in self.variables]
             with keras.StatelessScope(state_mapping=weights, collect_losses=True):
                 _, targets = self._traced_forward(batch, received)
-        return self._gradients(tape, targets, received, gradients)
+        own, back = self._gradients(tape, targets, received, gradients)
+        self._add(own)
+        return back
 
     def _traced_inference(
         self, batch: MicroBatch, received: Received, *, loss_of: LossOf | None
@@ -289,6 +318,7 @@ class Stage:
             share=1.0,
             examples=tf.shape(inputs[0])[0],
             random_key=batch.random_key,
+            part=batch.share,
             batch=inputs,
             training=training,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import operator
 from collections.abc import Mapping
@@ -17,7 +18,15 @@ from tfdist.pipeline.cuts import LayerGraph, ModelPart
 from tfdist.pipeline.schedule import micro_sizes, most_kept, passes
 from tfdist.pipeline.stage import MicroBatch, Stage, Tensors
 from tfdist.pipeline.timing import chosen_places, possible_places
-from tfdist.pipeline.union import bytes_of, from_owners, owners_of, release, slots_of
+from tfdist.pipeline.union import (
+    bytes_of,
+    fill,
+    from_owners,
+    is_empty,
+    owners_of,
+    release,
+    slots_of,
+)
 from tfdist.strategy import Job, broadcast
 from tfdist.training import keras_compat
 from tfdist.training.program import is_own
@@ -42,7 +51,6 @@ class StagedModel:
     Attributes:
       graph: of the model's layers.
       stage: of this task.
-      split_size: examples of a micro-batch at the most.
       statistics: variables that the stage's layers themselves change, such as those of
         BatchNormalization.
       is_divided: whether each task has the values of its own stage alone.
@@ -59,14 +67,13 @@ class StagedModel:
         _require_stages_compute_it(model)
         self.graph = LayerGraph(model)
         micros = _MICROS_A_STAGE * place.count * place.pipelines
-        self.split_size: int = place.chosen.get("split_size", max(1, -(-batch // micros)))
-        if isinstance(options.split_size, int):
-            self.split_size = options.split_size
+        self._default_size = max(1, -(-batch // micros))
         parts = self._parts(self.sizes_of(batch))
+        gc.collect()  # what was made to be timed
         part = parts[place.index]
-        # The last stage turns round at once, and keeps one micro-batch only.
+        # The last stage turns round at once.
         turns = part.is_last and options.schedule != "gpipe"
-        keep = "tape" if turns and options.keep == "recompute" else options.keep
+        keep = "nothing" if turns and options.keep != "compiled" else options.keep
         self._optimizer = getattr(model, "optimizer", None)
         self.stage = Stage(
             part,
@@ -91,15 +98,38 @@ class StagedModel:
         return len(now) == len(self._made_of) and all(map(operator.is_, now, self._made_of))
 
     @property
+    def split_size(self) -> int:
+        """Return examples of a micro-batch at the most: as given, as found, or the default."""
+        given = self._place.options.split_size
+        if isinstance(given, int):
+            return given
+        return int(self._place.chosen.get("split_size", self._default_size))
+
+    @property
     def metrics(self) -> list[Any]:
         """Return the variables of the model's metrics, which the last stage updates."""
         return list(self._model.metrics_variables)
 
     @property
     def global_clipnorm(self) -> float | None:
-        """Return the norm of all gradients that the optimizer clips by, None where it does not."""
-        clip: float | None = getattr(self._inner_optimizer, "global_clipnorm", None)
-        return clip
+        """Return the norm that gradients, with those accumulated, are clipped to at this step.
+
+        None where the optimizer does not clip, as before the last of the steps that it accumulates.
+        """
+        inner = self._inner_optimizer
+        clip, steps = inner.global_clipnorm, inner.gradient_accumulation_steps or 1
+        if not clip or (int(inner._iterations) + 1) % steps:
+            return None
+        return float(clip * steps)  # the optimizer takes their mean
+
+    @property
+    def accumulated(self) -> list[Any]:
+        """Return the sums of earlier gradients of the stage's variables; none where none are."""
+        inner = self._inner_optimizer
+        if not inner.gradient_accumulation_steps:
+            return []
+        held = inner._accumulated_gradients
+        return [held[inner._get_variable_index(v)] for v in self.stage.variables]
 
     @property
     def loss_scale(self) -> float:
@@ -124,28 +154,30 @@ class StagedModel:
         return [np.asarray(v.value).copy() for v in variables]
 
     def begin(self) -> None:
-        """Take the chief's values, unless each task has its own stage's. A collective."""
+        """Take the chief's weights, unless each task has its own stage's. A collective."""
         if self.is_divided or not self._job.has_peers:
             return
+        slots = set(map(id, self._slots))
         for variable in self._variables():
-            value = variable.numpy() if self._job.is_chief else None
-            value = state.from_chief(self._job, value, like=variable)
-            if not self._is_others_slot(variable):
-                variable.assign(value)
+            if id(variable) not in slots:
+                variable.assign(self._of_chief(variable))
 
     def divide(self) -> None:
-        """Give back the memory of what other stages update."""
+        """Give back the memory of what other stages update; take this one's slots. A collective."""
         if self.is_divided or not self._job.has_peers:
             return
-        mine, metrics = self._place.index, set(map(id, self.metrics))
+        mine, kept = self._place.index, set(map(id, (*self.metrics, *self._slots)))
         others = [v for v in self._variables() if self._owners.get(id(v), mine) != mine]
-        release([v for v in others if id(v) not in metrics])
+        release([v for v in others if id(v) not in kept])
+        self._take_slots()
         self.is_divided = True
 
     def gather(self) -> None:
         """Give all tasks all weights and metrics, and the chief all slots. A collective."""
         if not self.is_divided:
             self.gather_metrics()
+            if self._job.is_chief:  # whose checkpoint may be of a run without a step
+                fill([slot for slot in self._slots if is_empty(slot)])
             return
         slots = set(map(id, self._slots))
         shared = [v for v in self._variables() if id(v) not in slots]
@@ -174,9 +206,21 @@ class StagedModel:
         """Return all variables of the run's state: weights, optimizer and metrics."""
         return list(state.variables_of(self._model).values())
 
-    def _is_others_slot(self, variable: Any) -> bool:
-        mine = self._job.is_chief or self._owners.get(id(variable), 0) == self._place.index
-        return not mine and any(variable is slot for slot in self._slots)
+    def _of_chief(self, variable: Any) -> Any:
+        value = variable.numpy() if self._job.is_chief else None
+        return state.from_chief(self._job, value, like=variable)
+
+    def _take_slots(self) -> None:
+        """Take the chief's slots of this stage, or their initial values where it has none."""
+        unmade = broadcast([is_empty(slot) for slot in self._slots])
+        for slot, is_new in zip(self._slots, unmade, strict=True):
+            value = None if is_new else self._of_chief(slot)
+            if self._owners[id(slot)] != self._place.index:
+                release([slot])
+            elif is_new:
+                fill([slot])
+            else:
+                slot.assign(value)
 
     @property
     def _inner_optimizer(self) -> Any:
@@ -233,6 +277,9 @@ class StagedModel:
         kept = [i for i, v in enumerate(inner._trainable_variables) if id(v) in mine]
         own: dict[str, Any] = {"global_clipnorm": None}  # done over all stages
         own["_trainable_variables"] = [inner._trainable_variables[i] for i in kept]
+        if inner.gradient_accumulation_steps:  # else it would set all of them to zeros
+            held = enumerate(inner._accumulated_gradients)
+            own["_accumulated_gradients"] = [v if i in kept else None for i, v in held]
         if inner.use_ema:
             averages = inner._model_variables_moving_average
             own["_model_variables_moving_average"] = [averages[i] for i in kept]
@@ -287,26 +334,13 @@ def _require_stages_compute_it(model: keras.Model) -> None:
         fix="train it under another strategy",
         code="own-step",
     )
-    optimizer = getattr(model, "optimizer", None)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    both = [
-        getattr(inner, name, None) for name in ("global_clipnorm", "gradient_accumulation_steps")
-    ]
-    require(
-        not all(both),
-        "optimizer",
-        received="global_clipnorm and gradient_accumulation_steps under strategy pipeline",
-        expected="one of them: the norm over all stages is that of each step's gradients",
-        fix="leave gradient_accumulation_steps out, and make the batch larger",
-        code="accumulated-norm",
-    )
     for loss in keras.tree.flatten(getattr(model, "loss", None)):
         reduction = getattr(loss, "reduction", "sum_over_batch_size")
         require(
-            reduction in ("sum_over_batch_size", "mean"),
+            reduction in ("sum_over_batch_size", "mean", "sum"),
             "loss",
             received=f"reduction={reduction!r} under strategy pipeline",
-            expected="a mean over the examples, which micro-batches add up to by their shares",
+            expected="a mean over the examples, or a sum",
             fix="leave the reduction out",
             code="loss-reduction",
         )

@@ -7,6 +7,7 @@ checkpoints, all slots of the optimizer.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,9 +19,10 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.pipeline.cuts import ModelPart
 from tfdist.strategy import Job
-from tfdist.strategy.group import sum_bytes
+from tfdist.strategy.group import sum_words
 
 _MESSAGE_BYTES = 2**24
+_INITIALIZER = "_tfdist_initializer"
 
 Owners = Mapping[int, int]
 """The stage that updates a variable, by the variable's `id`; one that is not in it is the chief's.
@@ -80,29 +82,63 @@ def from_owners(
     if place is None or not job.has_peers:
         return
     for group in _in_messages(variables):
+        words = np.zeros(-(-bytes_of(group) // 4), np.int32)
+        data, start = words.view(np.uint8), 0
         mine = [place.pipeline == 0 and owners.get(id(v), 0) == place.index for v in group]
-        values = [
-            np.asarray(v.value) if own else np.zeros(v.shape, v.value.dtype.as_numpy_dtype)
-            for v, own in zip(group, mine, strict=True)
-        ]
-        packed = [value.reshape(-1).view(np.uint8) for value in values]
-        data = sum_bytes(job, np.concatenate(packed), of="the stages' state")
-        start = 0
-        for variable, value, own in zip(group, values, mine, strict=True):
-            part = data[start : start + value.nbytes]
-            start += value.nbytes
+        pieces = []
+        for variable, own in zip(group, mine, strict=True):
+            pieces.append(slice(start, start := start + bytes_of([variable])))
+            if own:
+                data[pieces[-1]] = np.asarray(variable.value).reshape(-1).view(np.uint8)
+        sum_words(job, words, of="the stages' state")
+        for variable, own, piece in zip(group, mine, pieces, strict=True):
             if not own and (job.is_chief or not chief_only):
-                variable.assign(part.view(value.dtype).reshape(value.shape))
+                dtype = variable.value.dtype.as_numpy_dtype
+                variable.assign(data[piece].view(dtype).reshape(variable.shape))
 
 
 def release(variables: Sequence[Any]) -> None:
-    """Give the memory of variables back; the next `assign` takes it again."""
+    """Give the memory of variables, of Keras or TensorFlow, back; `assign` takes it again."""
     for variable in variables:
-        value = variable.value
+        value = variable.value if isinstance(variable, keras.Variable) else variable
         value._validate_shape = False  # else `assign` compares with the shape that is there
         tf.raw_ops.AssignVariableOp(
             resource=value.handle, value=tf.zeros([0], value.dtype), validate_shape=False
         )
+
+
+@contextlib.contextmanager
+def making_empty_slots(optimizer: Any) -> Iterator[None]:
+    """Have each slot that the optimizer makes here give its memory back; see `fill`."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    make = inner.add_variable_from_reference
+
+    def made_empty(
+        reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
+    ) -> Any:
+        slot = make(reference_variable, name=name, initializer=initializer)
+        if tuple(slot.shape) and name != "average":  # one of weights is for all to see
+            setattr(slot, _INITIALIZER, keras.initializers.get(initializer))
+            release([slot])
+        return slot
+
+    object.__setattr__(inner, "add_variable_from_reference", made_empty)
+    try:
+        yield
+    finally:
+        object.__delattr__(inner, "add_variable_from_reference")
+
+
+def is_empty(variable: Any) -> bool:
+    """Return whether the variable's memory was given back."""
+    shape = tf.raw_ops.VariableShape(input=variable.value.handle)
+    return tuple(shape.numpy()) != tuple(variable.shape)
+
+
+def fill(slots: Sequence[Any]) -> None:
+    """Give slots that were made empty their initial values."""
+    for slot in slots:
+        slot.assign(getattr(slot, _INITIALIZER)(slot.shape, slot.dtype))
 
 
 def bytes_of(variables: Sequence[Any]) -> int:

@@ -4,16 +4,14 @@ A ps job alone imports it: `make_strategy`, and where an engine is made. Every t
 modules of the first group, the chief those of both.
 
     strategy      TensorFlow's strategy, over the workers that are there; where a variable is made
-    members       which workers these are: they come, die and return one by one; their versions
-    serve         what a worker or ps task does
+    members       which workers these are, as they come, die and return; what a server task does
     split         a variable in parts on several servers
 
-    engine        ranges of steps are dispatched, and what comes back is added up
+    engine        ranges of steps are dispatched, and what comes back, metrics too, is added up
     workers       the pool: work units, each to a worker that is free and alive
     closure       what a work unit of steps runs on a worker, and what it returns
     clock         staleness: how it is measured, and how it is bounded
-    metrics       which metrics add up over work units
     messages      what crosses between a worker and the servers: few messages
     keras_compat  the workarounds for Keras that only these steps need
-    profile       what a step costs, in time and bytes; `costs` shows it, and needs no TensorFlow
+    profile       what a step costs, in time and bytes
 """

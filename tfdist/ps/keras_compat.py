@@ -1,7 +1,7 @@
 """The workarounds for Keras that only a step with parameter servers needs.
 
 Put in place with those of `tfdist.training.keras_compat`, once `tfdist.ps` is imported, which a ps
-job alone does. `REPLACEMENTS` lists them.
+job alone does. `REPLACEMENTS` lists them; what else such a step needs is found here, too.
 """
 
 from __future__ import annotations
@@ -18,10 +18,20 @@ from tensorflow.python.distribute import distribute_lib
 
 from tfdist.errors import require
 from tfdist.ps.messages import sent_together
-from tfdist.ps.split import parts_of
+from tfdist.ps.split import SplitVariable, parts_of, reading_once, require_by_rows
 from tfdist.strategy.devices import server_of
-from tfdist.training.keras_compat.replacement import Replacement
-from tfdist.training.keras_compat.trace import StepTrace, current
+from tfdist.training.keras_compat.trace import Replacement, StepTrace, current
+
+__all__ = [
+    "REPLACEMENTS",
+    "SplitVariable",
+    "UpdateCounts",
+    "hold",
+    "reading_once",
+    "require_by_rows",
+    "sent_together",
+    "taken",
+]
 
 
 class UpdateCounts:
@@ -122,11 +132,9 @@ _RATES = (
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 
 
-def taken(variable: Any, trace: StepTrace) -> tf.Tensor | None:
-    """What an update takes of a sum, read on its server; None of any other variable."""
-    parts = trace.taken.get(id(variable))
-    if parts is None:
-        return None
+def taken(variable: Any, trace: StepTrace) -> tf.Tensor:
+    """What an update takes of a sum of gradients that is in `trace.taken`, read on its server."""
+    parts = trace.taken[id(variable)]
     if not parts:
         for part in parts_of(variable._value):
             with tf.device(part.device):

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 from tensorflow.python.distribute.parameter_server_strategy_v2 import (
     ParameterServerStrategyV2Extended,
@@ -21,8 +22,7 @@ from tensorflow.python.distribute.parameter_server_strategy_v2 import (
 
 from tfdist.cluster import JobOptions, TaskConfig
 from tfdist.errors import require
-from tfdist.ps.members import Members, VersionHandshake
-from tfdist.ps.serve import serve
+from tfdist.ps.members import Members, VersionHandshake, serve
 from tfdist.ps.split import SplitVariable, parts_of, standing_for_whole
 from tfdist.strategy import rendezvous
 from tfdist.strategy.devices import server_of
@@ -235,13 +235,19 @@ def size_bytes(variable: Any) -> int:
     return int((variable.shape.num_elements() or 0) * variable.dtype.size)
 
 
-def bytes_on_servers(variables: Iterable[Any], *, num_ps: int) -> dict[str, int]:
-    """Return the bytes of Keras variables by the ps that holds them: ``{"ps-0": 4096}``.
+def bytes_on_servers(
+    model: keras.Model, strategy: tf.distribute.Strategy, *, weights_only: bool = False
+) -> dict[str, int]:
+    """Return the bytes of all that belongs to a model by the ps that holds it: ``{"ps-0": 4096}``.
 
-    Read from where the variables are, so of any strategy.
+    Read from where the variables are.
     """
-    totals = {f"ps-{index}": 0 for index in range(num_ps)}
-    for variable in variables:
+    variables = model.weights
+    if not weights_only:
+        slots = model.optimizer.variables if model.optimizer is not None else []
+        variables = [*model.variables, *slots, *model.metrics_variables]
+    totals = {f"ps-{index}": 0 for index in range(strategy.extended._num_ps)}
+    for variable in {id(v): v for v in variables}.values():
         for part in parts_of(variable.value):
             index = server_of(part)
             if index is not None:
@@ -249,10 +255,12 @@ def bytes_on_servers(variables: Iterable[Any], *, num_ps: int) -> dict[str, int]
     return totals
 
 
-def say(held: Mapping[str, int], *, weights: Mapping[str, int]) -> None:
-    """Logs the bytes that each ps holds, and warns of those with none of the model's weights."""
+def log_placement(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
+    """Log the bytes that each ps holds, and warn of those with none of the model's weights."""
+    held = bytes_on_servers(model, strategy)
     shown = ", ".join(f"{name} {size:,} bytes" for name, size in held.items())
     _LOG.info("variables by parameter server: %s", shown)
+    weights = bytes_on_servers(model, strategy, weights_only=True)
     idle = [name for name, size in weights.items() if not size]
     if idle:
         _LOG.warning(

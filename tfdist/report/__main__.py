@@ -13,8 +13,8 @@ from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, mutually_exclusive
 from tfdist.files import one_line_errors, write_text
 from tfdist.loopback import listen, make_server
-from tfdist.report.charts import NUM_COLOURS
 from tfdist.report.page import render
+from tfdist.report.pieces import NUM_COLOURS
 from tfdist.report.run import Run, read_run, reading
 from tfdist.report.run_section import Verdict
 from tfdist.report.sweep import SweepRecord, is_sweep, read_sweep, runs_of_best

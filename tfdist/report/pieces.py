@@ -1,14 +1,287 @@
-"""Pieces of HTML of which the page is made, and the names and numbers in them."""
+"""Pieces of which the page is made: numbers as text, HTML, and charts as SVG.
+
+The colours of a chart are classes of the page.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from tfdist.report.charts import NUM_COLOURS, Mark, Series, line_chart
-from tfdist.report.text import UNKNOWN, number
+UNKNOWN = "\N{EN DASH}"
+
+
+def number(value: float | None) -> str:
+    """Return a number as a person reads it: 12,345 or 0.00123."""
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time as ``1 h 02 min``, ``3 min 20 s``, ``12.3 s``."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02} min"
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02} s"
+    return f"{seconds:.1f} s".replace(".0 s", " s")
+
+
+def clock(at: float | None) -> str:
+    """Return a moment as date and time, UTC."""
+    return UNKNOWN if at is None else f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+NUM_COLOURS = 8
+_WIDTH, _HEIGHT = 400.0, 230.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48.0, 10.0, 12.0, 34.0
+_MAX_HITS = 120
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """One line: points ``(x, y)``, a colour by its number, and whether it is dashed.
+
+    A point whose y is NaN breaks the line.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: int = 0
+    is_dashed: bool = False
+    is_dots: bool = False
+    """Whether the points are shown alone, without a line."""
+
+    @property
+    def known(self) -> list[tuple[float, float]]:
+        """Return the points that are finite."""
+        return [(x, y) for x, y in self.points if math.isfinite(y)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """A vertical line at `x`, such as a failure."""
+
+    x: float
+    text: str
+
+
+def _tick(value: float) -> str:
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1e3 if letter == 'k' else limit):g}{letter}"
+    return f"{value:g}"
+
+
+def ticks(low: float, high: float, *, most: int = 5) -> list[float]:
+    """Return round numbers within a range, at most `most` and one more."""
+    if high <= low:
+        return [low]
+    raw = (high - low) / most
+    unit = 10 ** math.floor(math.log10(raw))
+    step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(count * step, 12) for count in range(first, last + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    low: float
+    high: float
+    begin: float
+    end: float
+
+    def at(self, value: float) -> float:
+        if self.high <= self.low:
+            return (self.begin + self.end) / 2
+        return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    label: str,
+    x_label: str,
+    from_zero: bool = True,
+    marks: Sequence[Mark] = (),
+) -> str:
+    """Return a chart of lines; the empty text where there is no point."""
+    shown = [one for one in series if one.known]
+    if not shown:
+        return ""
+    xs = [x for one in shown for x, _ in one.known]
+    ys = [y for one in shown for _, y in one.known]
+    low = min(0.0, *ys) if from_zero or min(ys) == max(ys) else min(ys)
+    high = max(ys) if max(ys) > low else low + 1
+    x_of = _Scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
+    y_of = _Scale(low, low + (high - low) * 1.04, _HEIGHT - _BOTTOM, _TOP)
+    parts = [
+        *_grid(x_of, y_of, x_label),
+        *(_mark(mark, x_of) for mark in marks if x_of.low <= mark.x <= x_of.high),
+        *(_line(one, x_of, y_of) for one in shown),
+        *_hits(shown, x_of, x_label),
+    ]
+    return _svg(parts, label=label, width=_WIDTH, height=_HEIGHT)
+
+
+def _svg(parts: Sequence[str], *, label: str, width: float, height: float) -> str:
+    return (
+        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def _grid(x_of: _Scale, y_of: _Scale, x_label: str) -> list[str]:
+    parts = []
+    for value in ticks(y_of.low, y_of.high):
+        y = y_of.at(value)
+        parts.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+        parts.append(
+            f'<text class="tick end" x="{_LEFT - 6}" y="{y + 4:.1f}">{_tick(value)}</text>'
+        )
+    for value in ticks(x_of.low, x_of.high):
+        x, y = x_of.at(value), _HEIGHT - _BOTTOM + 15
+        parts.append(f'<text class="tick mid" x="{x:.1f}" y="{y:g}">{_tick(value)}</text>')
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    parts.append(
+        f'<text class="axis mid" x="{middle:g}" y="{_HEIGHT - 3:g}">{escape(x_label)}</text>'
+    )
+    return parts
+
+
+def _line(one: Series, x_of: _Scale, y_of: _Scale) -> str:
+    css = "line" + " dashed" * one.is_dashed
+    colour = f"color:var(--c{one.colour % NUM_COLOURS})"
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for x, y in one.points:
+        if not math.isfinite(y) or one.is_dots:
+            pieces.append([])
+        if math.isfinite(y):
+            pieces[-1].append((x_of.at(x), y_of.at(y)))
+    return "".join(_piece(piece, f'class="{css}" style="{colour}"') for piece in pieces if piece)
+
+
+def _piece(points: Sequence[tuple[float, float]], look: str) -> str:
+    if len(points) == 1:
+        x, y = points[0]
+        return f'<circle {look} cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
+    text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline {look} points="{text}"/>'
+
+
+def _mark(mark: Mark, x_of: _Scale) -> str:
+    x = x_of.at(mark.x)
+    return (
+        f'<g data-tip="{escape(mark.text)}"><line class="failure" x1="{x:.1f}" x2="{x:.1f}" '
+        f'y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+        f'<path class="failure-head" d="M{x - 5:.1f} {_TOP - 9} h10 l-5 9 z"/></g>'
+    )
+
+
+def _hits(shown: Sequence[Series], x_of: _Scale, x_label: str) -> list[str]:
+    """Return bars that nobody sees: the one under the pointer tells the values there."""
+    xs = sorted({x for one in shown for x, _ in one.known})
+    xs = xs[:: -(-len(xs) // _MAX_HITS)]
+    values = [dict(one.known) for one in shown]
+    parts = []
+    for index, x in enumerate(xs):
+        left = (x_of.at(xs[index - 1]) + x_of.at(x)) / 2 if index else _LEFT
+        right = (x_of.at(xs[index + 1]) + x_of.at(x)) / 2 if index + 1 < len(xs) else _WIDTH
+        found = [(one.name, at[x]) for one, at in zip(shown, values, strict=True) if x in at]
+        tip = "\n".join([f"{x_label} {number(x)}", *(f"{n}: {number(y)}" for n, y in found)])
+        parts.append(
+            f'<rect class="hit" x="{left:.1f}" y="{_TOP}" width="{max(0.5, right - left):.1f}" '
+            f'height="{_HEIGHT - _TOP - _BOTTOM:g}" data-tip="{escape(tip)}"/>'
+        )
+    return parts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """One axis of parallel coordinates: where each line crosses it, from 0 to 1, and its ticks."""
+
+    name: str
+    ticks: Sequence[tuple[float, str]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crossing:
+    """A line through the axes, None where it leaves one out; `rank` is 0 for the best."""
+
+    heights: Sequence[float | None]
+    rank: float
+    tip: str
+    is_best: bool = False
+
+
+def axis_of(name: str, values: Sequence[object], *, is_log: bool) -> tuple[Axis, dict[str, float]]:
+    """Return an axis and the height of each value by its text: numbers by size, others in turn."""
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) < len(values) or not numbers:
+        words = sorted({str(value) for value in values})
+        heights = {word: (i + 0.5) / len(words) for i, word in enumerate(words)}
+        return Axis(name=name, ticks=[(heights[word], word) for word in words]), heights
+    on_log = is_log and min(numbers) > 0
+
+    def raw(value: float) -> float:
+        return math.log10(value) if on_log else value
+
+    scale = _Scale(raw(min(numbers)), raw(max(numbers)), 0.0, 1.0)
+    heights = {str(value): scale.at(raw(value)) for value in numbers}
+    at = sorted(set(numbers))
+    if len(at) > 5:
+        inner = ticks(scale.low, scale.high, most=3)
+        at = [at[0], *([10**tick for tick in inner] if on_log else inner), at[-1]]
+    shown: list[tuple[float, str]] = []
+    for height, text in sorted((scale.at(raw(value)), f"{value:.3g}") for value in at):
+        if not shown or height - shown[-1][0] > 0.08:
+            shown.append((height, text))
+    return Axis(name=name, ticks=shown), heights
+
+
+def parallel_coordinates(axes: Sequence[Axis], lines: Sequence[Crossing], *, label: str) -> str:
+    """Return parallel coordinates: the best line thick, the better the stronger."""
+    width, height, top, bottom = max(400.0, 150.0 * len(axes)), 280.0, 40.0, 16.0
+    step = (width - 150) / max(1, len(axes) - 1)
+    x_of = [75 + step * i for i in range(len(axes))]
+    y_of = _Scale(0.0, 1.0, height - bottom, top)
+    parts = []
+    for line in sorted(lines, key=lambda line: (line.is_best, -line.rank)):
+        css = "cross best" if line.is_best else "cross"
+        opacity = 1.0 if line.is_best else 1.0 - 0.3 * line.rank
+        at = [(x, y_of.at(y)) for x, y in zip(x_of, line.heights, strict=True) if y is not None]
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in at)
+        parts.append(
+            f'<g class="{css}" style="opacity:{opacity:.2f}" data-tip="{escape(line.tip)}">'
+            f'<polyline class="line" points="{points}"/>{dots}</g>'
+        )
+    for x, axis in zip(x_of, axes, strict=True):
+        parts.append(
+            f'<line class="spine" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}"/>'
+        )
+        parts.append(
+            f'<text class="axis-name mid" x="{x:.1f}" y="{top - 18}">{escape(axis.name)}</text>'
+        )
+        parts += [
+            f'<text class="tick halo" x="{x + 5:.1f}" y="{y_of.at(at) + 4:.1f}">'
+            f"{escape(text)}</text>"
+            for at, text in axis.ticks
+        ]
+    return _svg(parts, label=label, width=width, height=height)
+
 
 MAX_ROWS = 60
 """Of attempts and tasks in a timeline, failures, checkpoints, fields."""

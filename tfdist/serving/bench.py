@@ -1,7 +1,8 @@
 """``python -m tfdist.bench serve URL``: load on a model server, and the latencies its clients see.
 
 URL is that of a model, http://127.0.0.1:8501/v1/models/NAME, of any server that has TensorFlow
-Serving's REST interface. Without --rate each connection sends when it has its answer (closed loop).
+Serving's REST interface; with --grpc the requests go to its gRPC interface. Without --rate each
+connection sends when it has its answer (closed loop).
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ def _parser() -> Parser:
     parser = Parser(prog="tfdist.bench serve", description=__doc__.partition("\n\n")[0])
     add = parser.add_argument
     add("url", metavar="URL", help="http://HOST:PORT/v1/models/NAME")
+    add("--grpc", default="", metavar="HOST:PORT", help="send by gRPC, to this address")
     add("--connections", type=int, default=8, help="requests at a time; default 8")
     add("--seconds", type=float, default=10.0, help="to measure; default 10")
     add("--warm_up_s", type=float, default=1.0, help="before that; default 1")
     add("--rate", type=float, metavar="N", help="requests a second, for an open loop")
     add("--tries", type=int, default=1, help="of a request whose connection breaks; default 1")
     add("--examples", type=int, default=1, help="in a request made from the signature; default 1")
-    add("--body", type=Path, metavar="FILE.json", help="the request; default of the signature")
+    add("--body", type=Path, metavar="FILE", help="the request: JSON, of gRPC a PredictRequest")
     add("--token", type=Path, metavar="FILE", help="has the server's secret")
     add("--json", action="store_true", help="one line of JSON")
     return parser
@@ -49,17 +51,19 @@ def _parser() -> Parser:
 def _bench(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     _check(options)
-    from tfdist.serving.load import Load, example_body, run
+    from tfdist.serving.load import Load, example_body, example_message, run
 
     token = options.token.read_text().strip() if options.token else ""
     url = options.url.rstrip("/")
     if options.body:
         body = options.body.read_bytes()
     else:
-        body = example_body(url, examples=options.examples, token=token)
+        make = example_message if options.grpc else example_body
+        body = make(url, examples=options.examples, token=token)
     load = Load(
         url=url,
         body=body,
+        grpc=options.grpc,
         connections=options.connections,
         seconds=options.seconds,
         warm_up_s=options.warm_up_s,
@@ -70,7 +74,7 @@ def _bench(argv: Sequence[str]) -> int:
     try:
         found = asyncio.run(run(load)).summary()
     except OSError as error:
-        raise TfdistError(f"{url}: {error.strerror or error}") from error
+        raise TfdistError(f"{options.grpc or url}: {error.strerror or error}") from error
     print(json.dumps(found) if options.json else _text(found, options))
     return EXIT_OK if not found["failed"] else 1
 

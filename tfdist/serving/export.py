@@ -18,9 +18,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.checkpoint.state import weights_sha256
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_one_of
 from tfdist.files import fsync, one_line_errors, write_json
-from tfdist.outputs.digest import weights_sha256
 from tfdist.serving.model_server import write_configs
 from tfdist.strategy import Job, broadcast, job_of
 from tfdist.training.evaluation import predict

@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import uvicorn
@@ -166,8 +166,7 @@ class ReplicaConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Offer the replica to the dispatcher."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio
         self._dispatcher.connected(self._id, self, version=self._version)
 
     def send(self, frame: Frame) -> None:
@@ -532,7 +531,7 @@ def _http_server(front: Front) -> _Http:
     config = uvicorn.Config(
         front.app,
         http=_quick_heads(options.silence_s),
-        loop="asyncio",
+        loop="none",
         interface="asgi3",
         lifespan="off",
         ws="none",
@@ -609,7 +608,9 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    return asyncio.run(run(options))
+    loop_factory = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(run(options))
 
 
 if __name__ == "__main__":

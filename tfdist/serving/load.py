@@ -1,4 +1,4 @@
-"""Load on a model server, by REST: requests over several connections, and how long each took.
+"""Load on a model server, by REST or gRPC: requests over several connections, and their times.
 
 Closed loop: each connection sends its next request when it has the answer; it measures what a
 server can do. Open loop: requests are due at a fixed rate whatever the server does, and the time
@@ -20,11 +20,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import grpc
 import httptools
 
 from tfdist.errors import TfdistError
 
+PREDICT = "/tensorflow.serving.PredictionService/Predict"
 _FREE_LENGTH = 16  # of a dimension that the signature leaves open
+_ANSWERED = ("200", "OK")
+_READY_S = 5.0  # for a connection
+_CALL_S = 60.0
 _AGAIN_AFTER_S = 0.01
 
 
@@ -34,7 +39,8 @@ class Load:
 
     Attributes:
       url: of the model, like ``http://127.0.0.1:8501/v1/models/NAME``.
-      body: of each request.
+      body: of each request, of gRPC a serialized ``PredictRequest``.
+      grpc: ``HOST:PORT`` where requests go by gRPC; empty for REST.
       connections: requests that are under way at a time, at most.
       seconds: that are measured; before them `warm_up_s` that are not.
       rate: requests a second, for an open loop; None for a closed one.
@@ -44,6 +50,7 @@ class Load:
 
     url: str
     body: bytes
+    grpc: str = ""
     connections: int = 8
     seconds: float = 10.0
     warm_up_s: float = 1.0
@@ -64,7 +71,7 @@ class Load:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Measured:
-    """What came of it: `latencies_s` of answers with 200, and the others by what they were."""
+    """What came of it: `latencies_s` of those that were answered, the others by what they were."""
 
     seconds: float
     latencies_s: list[float] = dataclasses.field(default_factory=list)
@@ -100,19 +107,20 @@ async def run(load: Load, stop: Callable[[], bool] = lambda: False) -> Measured:
     due: Iterator[float] | None = None
     if load.rate is not None:
         due = (start + number / load.rate for number in itertools.count())
-    clients = [_Client(load) for _ in range(load.connections)]
+    make = _GrpcClient if load.grpc else _RestClient
+    clients: list[_RestClient | _GrpcClient] = [make(load) for _ in range(load.connections)]
     for client in clients:
         await client.connect()
     try:
         await asyncio.gather(*(_ask(client, due, first, end, measured, stop) for client in clients))
     finally:
         for client in clients:
-            client.close()
+            await client.close()
     return measured
 
 
 async def _ask(
-    client: _Client,
+    client: _RestClient | _GrpcClient,
     due: Iterator[float] | None,
     first: float,
     end: float,
@@ -130,13 +138,13 @@ async def _ask(
         outcome = await client.outcome()
         if sent < first:
             continue
-        if outcome == "200":
+        if outcome in _ANSWERED:
             measured.latencies_s.append(time.perf_counter() - sent)
         else:
             measured.failed[outcome] += 1
 
 
-class _Client(asyncio.Protocol):
+class _RestClient(asyncio.Protocol):
     """A connection that is opened again when it breaks; one request at a time."""
 
     def __init__(self, load: Load) -> None:
@@ -175,7 +183,10 @@ class _Client(asyncio.Protocol):
         self._transport.write(self._request)
         return await self._answer
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        self._abort()
+
+    def _abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
 
@@ -189,7 +200,7 @@ class _Client(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(error)
-            self.close()
+            self._abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -204,23 +215,82 @@ class _Client(asyncio.Protocol):
             self._answer.set_exception(error)
 
 
+class _GrpcClient:
+    """A connection of its own; one request at a time."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._metadata = [("authorization", f"Bearer {load.token}")] if load.token else None
+        options = [("grpc.use_local_subchannel_pool", 1)]  # else all share one connection
+        if load.url.startswith("https"):
+            secure = grpc.ssl_channel_credentials()
+            self._channel = grpc.aio.secure_channel(load.grpc, secure, options)
+        else:
+            self._channel = grpc.aio.insecure_channel(load.grpc, options)
+        self._call = self._channel.unary_unary(PREDICT)
+
+    async def connect(self) -> None:
+        try:
+            await asyncio.wait_for(self._channel.channel_ready(), _READY_S)
+        except TimeoutError:
+            raise OSError(f"no server of gRPC at {self._load.grpc}") from None
+
+    async def outcome(self) -> str:
+        """Return the status of the answer, after all tries where nobody can be reached."""
+        for _ in range(self._load.tries):
+            try:
+                await self._call(self._load.body, timeout=_CALL_S, metadata=self._metadata)
+            except grpc.aio.AioRpcError as error:
+                failed = error.code().name
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    return failed
+                await asyncio.sleep(_AGAIN_AFTER_S)
+            else:
+                return "OK"
+        return failed
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
 def example_body(url: str, *, examples: int = 1, token: str = "") -> bytes:
     """Return a request of so many examples that the signature of a served model asks for.
 
     Raises TfdistError where the server does not tell.
     """
+    inputs = {name: _example(tensor) for name, tensor in _inputs(url, token).items()}
+    row = next(iter(inputs.values())) if len(inputs) == 1 else inputs
+    return json.dumps({"instances": [row] * examples}).encode()
+
+
+def example_message(url: str, *, examples: int = 1, token: str = "") -> bytes:
+    """Return the same as a serialized ``PredictRequest``. Loads TensorFlow."""
+    import tensorflow as tf
+    from tensorflow.core.framework import types_pb2
+    from tensorflow_serving.apis import predict_pb2
+
+    request = predict_pb2.PredictRequest()
+    request.model_spec.name = url.rpartition("/")[2]
+    for name, tensor in _inputs(url, token).items():
+        kind = tf.as_dtype(types_pb2.DataType.Value(tensor["dtype"]))
+        values = [_example(tensor)] * examples
+        request.inputs[name].CopyFrom(tf.make_tensor_proto(values, kind))
+    data: bytes = request.SerializeToString()
+    return data
+
+
+def _inputs(url: str, token: str) -> dict[str, Any]:
+    """Return the inputs of a served model, as its metadata have them; raise TfdistError."""
     request = urllib.request.Request(f"{url}/metadata")
     if token:
         request.add_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
             document = json.load(answer)
-        signature = document["metadata"]["signature_def"]["signature_def"]["serving_default"]
+        signatures = document["metadata"]["signature_def"]["signature_def"]
+        return dict(signatures["serving_default"]["inputs"])
     except (OSError, ValueError, KeyError) as error:
         raise TfdistError(f"{url}/metadata: {error}") from error
-    inputs = {name: _example(tensor) for name, tensor in signature["inputs"].items()}
-    row = next(iter(inputs.values())) if len(inputs) == 1 else inputs
-    return json.dumps({"instances": [row] * examples}).encode()
 
 
 def _example(tensor: Mapping[str, Any]) -> Any:

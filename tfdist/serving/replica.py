@@ -11,6 +11,7 @@ while it computed is its next batch; it waits for nothing to fill one.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tfdist.serving.model import ServedModel
 
 _PIECE = 1 << 20
+_OBJECTS = 100_000  # that may be added before garbage is looked for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +98,9 @@ def main(argv: list[str] | None = None) -> int:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
         print(json.dumps({"failed": reason}), file=status)
         return 1
+    # What is loaded stays; the lists of one request alone would have the collector look at them.
+    gc.freeze()
+    gc.set_threshold(_OBJECTS)
     print(json.dumps({"ready": warmed}), file=status)
     while True:
         connection, _ = listener.accept()

@@ -112,8 +112,7 @@ def _bad_make(make: str, received: str) -> UsageError:
 
 def _of_run(config: dict[str, Any]) -> tuple[keras.Model, keras.Model]:
     """Return a model that takes pixels as they are stored, and the one in it that was trained."""
-    from tfdist.app.models import build_model
-    from tfdist.app.recipe import load_datasets
+    from tfdist.app.recipe import build_model, load_datasets
 
     read = ml_collections.ConfigDict(config)
     datasets = load_datasets(read)

@@ -117,10 +117,15 @@ def sum_bytes(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:
     words = np.zeros(-(-mine.size // 4), np.int32)
     whole = words.view(np.uint8)[: mine.size]
     whole[:] = mine
+    sum_words(job, words, of=of)
+    return whole.view(array.dtype).reshape(array.shape)
+
+
+def sum_words(job: Job, words: np.ndarray, *, of: str) -> None:
+    """Sum an int32 vector as `sum_bytes` does, in its own memory. A collective."""
     for start in range(0, words.size, _PIECE_WORDS):
         piece = slice(start, start + _PIECE_WORDS)
         words[piece] = sum_over_tasks(job, words[piece], of=of)
-    return whole.view(array.dtype).reshape(array.shape)
 
 
 @functools.lru_cache(maxsize=4)

@@ -30,6 +30,7 @@ from tfdist.strategy import devices, neighbours, rendezvous, stages
 from tfdist.strategy.chief_watch import chief_watch
 from tfdist.strategy.group import broadcast_initial_values
 from tfdist.strategy.job import KINDS, Job, current_job, remember
+from tfdist.strategy.layer_devices import PlacedStrategy
 from tfdist.strategy.stages import PipelineOptions
 
 _LOG = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ def make_strategy(
     min_workers: int | None = None,
     split_bytes: int | None = None,
     pipeline: PipelineOptions | None = None,
+    placement: Mapping[str, str] | None = None,
     communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tf.distribute.Strategy:
@@ -70,6 +72,9 @@ def make_strategy(
       split_bytes: under ps, divide a trainable variable of more bytes over the parameter servers;
         default what TF_CONFIG says, else none is divided.
       pipeline: under pipeline, how the model is cut and a batch divided.
+      placement: under single, regular expressions over layer paths to devices of this process, as
+        ``{"embedding": "CPU", "block[34]": "GPU:1"}``: where the layers' variables are and where
+        they compute. The first that matches counts; other layers are on the first GPU, or the CPU.
       communication_options: of the all-reduce; default tfdist's own ring on CPUs,
         TensorFlow's choice on GPUs.
       environ: where TF_CONFIG, or what a scheduler set, is read; default `os.environ`.
@@ -80,10 +85,10 @@ def make_strategy(
     """
     end_mistakes_in_one_line()
     config = read_environment(os.environ if environ is None else environ)
-    kind = _resolve(kind, config)
+    kind = _resolve(kind, config, placement)
     made = current_job()
     if made is not None:
-        return _same(made, kind).strategy
+        return _same(made, kind, placement).strategy
     legacy = settings.legacy_keras(os.environ)
     if legacy and settings.LAUNCHED not in os.environ:  # else the launcher has said so
         _LOG.warning("%s", legacy)
@@ -100,7 +105,7 @@ def make_strategy(
     devices.grow_gpu_memory()
     with phases.entered("rendezvous"):
         if kind == "single":
-            strategy = _single(options)
+            strategy = _single(options, placement=placement)
         elif kind == "mirrored":
             strategy = tf.distribute.MirroredStrategy(
                 devices.replica_devices(options.devices_per_worker)
@@ -126,7 +131,7 @@ def make_strategy(
     return strategy
 
 
-def _resolve(kind: str, config: TaskConfig | None) -> str:
+def _resolve(kind: str, config: TaskConfig | None, placement: Mapping[str, str] | None) -> str:
     require_one_of("make_strategy(kind)", kind, (*KINDS, "auto"))
     resolved = resolved_strategy(config) if config else "auto"
     if (
@@ -146,7 +151,16 @@ def _resolve(kind: str, config: TaskConfig | None) -> str:
     if kind == "auto":
         kind = resolved
     if kind == "auto":
-        kind = "mirrored" if len(tf.config.list_physical_devices("GPU")) > 1 else "single"
+        several = len(tf.config.list_physical_devices("GPU")) > 1 and not placement
+        kind = "mirrored" if several else "single"
+    require(
+        kind == "single" or not placement,
+        "make_strategy(placement)",
+        received=f"a placement under strategy {kind}",
+        expected="strategy single, whose one replica has all devices of the process",
+        fix="leave it out; under pipeline a cut divides the model",
+        code="no-placement",
+    )
     return kind
 
 
@@ -171,11 +185,13 @@ def _options(config: TaskConfig | None, **given: Any) -> JobOptions:
     return options
 
 
-def _same(made: Job, kind: str) -> Job:
+def _same(made: Job, kind: str, placement: Mapping[str, str] | None) -> Job:
+    other = placement is not None and placement != getattr(made.strategy, "placement", None)
     require(
-        made.kind == kind,
+        made.kind == kind and not other,
         "make_strategy",
-        received=f"kind={kind!r} after a {made.kind} strategy was made in this process",
+        received=f"kind={kind!r}{' and another placement' * other} after a {made.kind} strategy was"
+        " made in this process",
         expected="one strategy a process",
         fix="make it once, and pass it on",
         code="second-strategy",
@@ -200,10 +216,13 @@ def _single(
     *,
     kind: str = "single",
     fix: str = "use strategy mirrored for several devices",
+    placement: Mapping[str, str] | None = None,
 ) -> tf.distribute.Strategy:
     _require_devices(options, 1, kind=kind, fix=fix)
-    gpus = tf.config.list_physical_devices("GPU")
-    return tf.distribute.OneDeviceStrategy("/GPU:0" if gpus else "/CPU:0")
+    device = "/GPU:0" if tf.config.list_physical_devices("GPU") else "/CPU:0"
+    if placement:
+        return PlacedStrategy(device, placement)
+    return tf.distribute.OneDeviceStrategy(device)
 
 
 def _parameter_server(config: TaskConfig, options: JobOptions) -> tf.distribute.Strategy:

@@ -24,7 +24,7 @@ from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training.keras_compat import compiled
-from tfdist.training.program import Engine, StepProgram, flat_logs
+from tfdist.training.program import Engine, StepProgram, as_number, flat_logs
 from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
 
 _BLOCK_S = 1.0
@@ -203,7 +203,7 @@ class BlockRunner:
             with self.job.strategy.scope():
                 self._read_metrics = compiled(self._result_in_graph)
         result = self._read_metrics()
-        return {name: _python(value) for name, value in result.items()}
+        return {name: as_number(value) for name, value in result.items()}
 
     def _updated(self) -> set[str]:
         """Return the names under which metrics that a step has updated give their results."""
@@ -277,8 +277,3 @@ def _bad_data(error: tf.errors.OpError) -> UsageError | None:
             code="label-range",
         )
     return None
-
-
-def _python(value: tf.Tensor) -> Any:
-    array = value.numpy()
-    return float(array) if array.ndim == 0 else array

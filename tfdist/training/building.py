@@ -14,6 +14,7 @@ from keras.src.backend import compute_output_spec
 from tfdist.cluster.settings import LEGACY_KERAS
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of
+from tfdist.strategy.layer_devices import PlacedStrategy
 from tfdist.training import keras_compat
 from tfdist.training.keras_compat import sharding
 from tfdist.training.program import is_own
@@ -57,7 +58,7 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
         return job_of(model.distribute_strategy)
     if made is current.strategy:
         return current
-    if made is None and current.kind == "single":
+    if made is None and current.kind == "single" and not _is_placed(current):
         return Job(strategy=model.distribute_strategy, kind="single", config=current.config)
     where = "outside strategy.scope()" if made is None else "in the scope of another strategy"
     raise UsageError(
@@ -67,6 +68,10 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
         fix="make and compile the model inside `with strategy.scope():`",
         code="another-scope",
     )
+
+
+def _is_placed(job: Job) -> bool:
+    return isinstance(job.strategy, PlacedStrategy)
 
 
 def require_compiled_functions(*, doing: str) -> None:
@@ -132,11 +137,12 @@ def build(
     model._post_build()
     _require_variables_of_scope(model, job)
     _require_one_scale(model, job)
+    if _is_placed(job):
+        job.strategy.require_placed(model)
     if new and job.kind == "ps":
-        from tfdist.ps import strategy as ps_strategy
+        from tfdist.ps.strategy import log_placement
 
-        weights = ps_strategy.bytes_on_servers(model.weights, num_ps=_num_ps(job))
-        ps_strategy.say(bytes_on_servers(model, job), weights=weights)
+        log_placement(model, job.strategy)
 
 
 def _making(slots: Slots, optimizer: Any, job: Job) -> AbstractContextManager[None]:
@@ -144,20 +150,11 @@ def _making(slots: Slots, optimizer: Any, job: Job) -> AbstractContextManager[No
         return sharding.building_in_parts(optimizer, job)
     if slots == "none" and optimizer is not None and not optimizer.built:
         return sharding.building_by(optimizer, lambda variables: None)
+    if job.stages is not None and job.has_peers and optimizer is not None:
+        from tfdist.pipeline.union import making_empty_slots
+
+        return making_empty_slots(optimizer)
     return nullcontext()
-
-
-def bytes_on_servers(model: keras.Model, job: Job) -> dict[str, int]:
-    """Return the bytes of everything that belongs to the model by the ps that holds it."""
-    slots = model.optimizer.variables if model.optimizer is not None else []
-    variables = {id(v): v for v in (*model.variables, *slots, *model.metrics_variables)}
-    from tfdist.ps import strategy as ps_strategy
-
-    return ps_strategy.bytes_on_servers(variables.values(), num_ps=_num_ps(job))
-
-
-def _num_ps(job: Job) -> int:
-    return int(job.strategy.extended._num_ps)
 
 
 def build_to_predict(

@@ -24,10 +24,9 @@ from tfdist.data.source import GraphSource
 from tfdist.errors import PeerLost
 from tfdist.strategy import Job, current_job
 from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
-from tfdist.training.agreement import require_same_batches
-from tfdist.training.feed import Part
+from tfdist.training.feed import Part, require_same_batches
 from tfdist.training.keras_compat import all_reduce, compiled
-from tfdist.training.program import Engine, StepProgram, run_replica
+from tfdist.training.program import Engine, StepProgram, as_number, run_replica
 from tfdist.training.resume import require_deterministic
 
 _GATHER = "CollectiveGatherV2"
@@ -46,7 +45,7 @@ def engine_for(job: Job) -> Engine:
     return SynchronousEngine(job)
 
 
-class SynchronousEngine:
+class SynchronousEngine(Engine):
     """Runs a block of steps in one compiled call, on all replicas of the group together."""
 
     def __init__(self, job: Job) -> None:
@@ -69,24 +68,10 @@ class SynchronousEngine:
         for start, end in self._calls(program, first, last):
             with naming_lost_peer(self._job):
                 logs, rows = function(*_arguments(program, start, end))
-            if not program.feed.direct:
-                program.feed.advanced_to(end)
-                require_same_batches(self._job, program.feed, start, end)
+            self._advance(program, start, end)
             if program.recorder is not None:
                 program.recorder.write(start, end, rows)
-        return {name: _scalar(value) for name, value in logs.items()}
-
-    def finish(self, program: StepProgram) -> dict[str, float]:
-        """Do nothing: all are done when `run` returns."""
-        return {}
-
-    def close(self) -> None:
-        """Do nothing: all are done when `run` returns."""
-
-    @property
-    def steps_under_way(self) -> int:
-        """0, always."""
-        return 0
+        return {name: as_number(value) for name, value in logs.items()}
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
         """Yield each step's outputs, whole on every task. A collective."""
@@ -99,22 +84,14 @@ class SynchronousEngine:
                 arguments.append(program.feed.iterator(step))
             with naming_lost_peer(self._job):
                 locals_ = function(*arguments)
-            if not program.feed.direct:
-                program.feed.advanced_to(step + 1)
-                require_same_batches(self._job, program.feed, step, step + 1)
+            self._advance(program, step, step + 1)
             yield self._gathered(locals_)
 
-    def reset_metrics(self) -> None:
-        """Do nothing: the model's own variables hold the metrics."""
-
-    def publish_metrics(self, program: StepProgram) -> None:
-        """Do nothing: the model's own variables hold the metrics."""
-
-    def publish_state(self, program: StepProgram) -> None:
-        """Do nothing: the model's own variables hold all of it."""
-
-    def take_state(self, program: StepProgram) -> None:
-        """Do nothing: the model's own variables hold all of it."""
+    def _advance(self, program: StepProgram, first: int, last: int) -> None:
+        """Tell a feed that is read ahead what is done, and compare what tasks have read."""
+        if not program.feed.direct:
+            program.feed.advanced_to(last)
+            require_same_batches(self._job, program.feed, first, last)
 
     def _calls(self, program: StepProgram, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Cut a block into calls, in each of which what replicas gather keeps its shape.
@@ -267,11 +244,6 @@ def _unpacked(kept: tf.Tensor, like: Any) -> Any:
         output_shapes=[t.shape for t in flat],
     )
     return tf.nest.pack_sequence_as(like, tensors)
-
-
-def _scalar(value: tf.Tensor) -> Any:
-    array = value.numpy()
-    return float(array) if array.ndim == 0 else array
 
 
 def joined(parts: Sequence[Any]) -> Any:

@@ -1,15 +1,27 @@
-"""`evaluate` and `predict`: every example exactly once, whatever the remainder."""
+"""`evaluate` and `predict`, each example exactly once; `Evaluator`, which evaluates checkpoints."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import random
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import keras
 from keras.src.utils.python_utils import pythonify_logs
 
 from tfdist import phases
+from tfdist.checkpoint.backup import BackupAndRestore, save_whole
+from tfdist.checkpoint.best import BestSoFar, best_so_far, less_is_better
+from tfdist.checkpoint.store import CheckpointStore
+from tfdist.checkpoint.warm_start import set_weights
+from tfdist.errors import EXIT_OK, Stopped, UsageError, require_int
+from tfdist.outputs.display import ScalarWriter
+from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import Job, broadcast
+from tfdist.strategy.chief_watch import ChiefWatch, chief_watch
 from tfdist.training import building
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
 from tfdist.training.callbacks import callback_list, wants_every_batch
@@ -169,3 +181,249 @@ class Evaluation:
             blocks.finish()
             raise StopRequested(decision.signum)
         return decision
+
+
+# Evaluator: a task beside the training that evaluates each of its checkpoints.
+#
+# It takes part in nothing. It reads what the chief has saved, and asks it to stop by a file.
+
+
+_LOG = logging.getLogger(__name__)
+_LOOK_EVERY_S = 0.5
+
+
+class Evaluator(keras.callbacks.Callback):
+    """Settings of the evaluator task of a job; among the callbacks of `fit`, in every task.
+
+    In the training tasks it ends the training when the evaluator has asked for it.
+
+    Args:
+      monitor: the metric by which a checkpoint is the best.
+      mode: "min", "max", or "auto", which goes by the name.
+      patience: asks for the end of the training after so many checkpoints in a row that were no
+        better; None never does.
+      min_delta: what is not better by more than this is no better.
+    """
+
+    once_a_range = True
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        *,
+        mode: str = "auto",
+        patience: int | None = None,
+        min_delta: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if patience is not None:
+            require_int("Evaluator: patience", patience, least=1)
+        self.monitor = monitor
+        self.less = less_is_better(monitor, mode, where="Evaluator: mode")
+        self.patience = patience
+        self.min_delta = min_delta
+        self.has_stopped = False
+        self.files: Evaluations | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._look()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._look()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        # Where a request comes between the hooks of two tasks, only one of them has seen it.
+        if self.files is not None and self.model.stop_training:
+            self.has_stopped |= self.files.is_stop_requested
+
+    def _look(self) -> None:
+        if self.files is not None and not self.has_stopped and self.files.is_stop_requested:
+            self.has_stopped = self.model.stop_training = True
+            _LOG.info("the evaluator asks to stop (%s)", self.files.stop_file)
+
+    def best_so_far(self, lines: Sequence[Any]) -> BestSoFar:
+        """Return how a run with these evaluations stands."""
+        return best_so_far(lines, monitor=self.monitor, less=self.less, min_delta=self.min_delta)
+
+
+def evaluator_of(callbacks: Any, *, job: Job, validation_data: Any) -> Evaluator | None:
+    """Return what the evaluator of this job looks at, None in a job without one.
+
+    Raises:
+      UsageError: with an evaluator, nothing to evaluate, or a callback that cannot be had.
+    """
+    listed = [c for c in keras.tree.flatten(callbacks or []) if c is not None]
+    given = next((c for c in listed if isinstance(c, Evaluator)), None)
+    if not job.has_evaluator:
+        if given is not None:
+            _LOG.warning("no evaluator in this job: start it with --evaluator")
+        return None
+    evaluator = given or Evaluator()
+    _require_something_to_evaluate(listed, validation_data)
+    for callback in listed:
+        _require_no_validation(callback)
+    evaluator.files = Evaluations(_backups(listed)[0].store.directory)
+    return evaluator
+
+
+def evaluate_checkpoints(
+    model: keras.Model,
+    evaluation_in: Callable[[Job], Evaluation],
+    *,
+    job: Job,
+    callbacks: Any,
+    evaluator: Evaluator,
+) -> NoReturn:
+    """Do what `fit` does in the evaluator: evaluate checkpoints until the training has ended.
+
+    `evaluation_in` makes the evaluation, in a job of this task alone. Ends the program with 0; 75
+    where there was neither a training nor a checkpoint.
+
+    Raises:
+      Stopped: it was asked to by a signal.
+    """
+    assert job.config is not None
+    watch = chief_watch(job.config, timeout_s=job.config.options.startup_timeout_s)
+    alone = dataclasses.replace(job, config=None)  # decides by itself when it evaluates
+    evaluation = evaluation_in(alone)
+    listed = keras.tree.flatten(callbacks or [])
+    backup = _backups(listed)[0]
+    folders = [c.log_dir for c in listed if getattr(c, "log_dir", None)]
+    assert evaluator.files is not None
+    with StopRequests() as requests:
+        loop = _Loop(
+            model=model,
+            evaluation=evaluation,
+            callbacks=callback_list(
+                None, job=alone, model=model, verbose=0, epochs=1, steps=evaluation.steps
+            ),
+            store=backup.store,
+            evaluator=evaluator,
+            files=evaluator.files,
+            scalars=[ScalarWriter(f"{folder}/evaluator") for folder in folders],
+            requests=requests,
+        )
+        try:
+            loop.run(watch)
+        except StopRequested as asked:
+            line = f"evaluator: stopped by signal {asked.signum}"
+            raise Stopped(asked.signum, line) from None
+    has_checkpoints = backup.store.newest_name() is not None
+    raise SystemExit(EXIT_OK if has_checkpoints else watch.exit_code)
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Loop:
+    """Looks for checkpoints and evaluates the newest, until the chief has gone."""
+
+    model: keras.Model
+    evaluation: Evaluation
+    callbacks: Any
+    store: CheckpointStore
+    evaluator: Evaluator
+    files: Evaluations
+    scalars: Sequence[ScalarWriter]
+    requests: StopRequests
+    unread: set[str] = dataclasses.field(default_factory=set)
+
+    def run(self, watch: ChiefWatch) -> None:
+        """Return when the chief has gone, and its last checkpoint is evaluated."""
+        phases.enter("serve")
+        while True:
+            is_over = watch.exit_code is not None  # asked first: what is found now is the last
+            name = self.store.newest_name()
+            if name is not None and not self._is_done(name):
+                self._evaluate(name)
+            elif is_over:
+                return
+            elif self.requests.signum is not None:
+                raise StopRequested(self.requests.signum)
+            else:
+                time.sleep(_LOOK_EVERY_S)
+
+    def _is_done(self, name: str) -> bool:
+        """By what is written: the process before this one may have done it."""
+        return name in self.unread or name in (line["checkpoint"] for line in self.files.lines())
+
+    def _evaluate(self, name: str) -> None:
+        checkpoint = self.store.read_named(name)
+        if checkpoint is None:  # the chief has removed it meanwhile, and written others
+            self.unread.add(name)
+            return
+        start_s = time.perf_counter()
+        set_weights(self.model, checkpoint, where=f"weights in {self.store.directory}")
+        figures = self.evaluation.run(self.callbacks, requests=self.requests)
+        values = {f"val_{key}": value for key, value in figures.items()}
+        line = {
+            "step": checkpoint.step,
+            "examples": checkpoint.meta["examples"],
+            "checkpoint": name,
+            **values,
+            "seconds": time.perf_counter() - start_s,
+        }
+        for writer in self.scalars:
+            numbers = {n: v for n, v in values.items() if isinstance(v, (int, float))}
+            writer.write(checkpoint.step, numbers)
+        self._judge(line)
+
+    def _judge(self, line: dict[str, Any]) -> None:
+        lines = self.files.with_line(line)
+        evaluator, stands = self.evaluator, self.evaluator.best_so_far(lines)
+        is_best = not stands.since and stands.best is not None
+        figure = line.get(evaluator.monitor)
+        _LOG.info("step %d: %s %s%s", line["step"], evaluator.monitor, figure, ", best" * is_best)
+        if is_best:
+            save_whole(self.model, self.files.best_file)
+        # Last: a checkpoint that has its line is not looked at again.
+        self.files.write(lines)
+        is_hopeless = evaluator.patience is not None and stands.since >= evaluator.patience
+        if is_hopeless and not self.files.is_stop_requested:
+            best = stands.best["step"] if stands.best else None
+            self.files.ask_to_stop({"step": line["step"], "best_step": best})
+
+
+def _backups(callbacks: Sequence[Any]) -> list[BackupAndRestore]:
+    return [c for c in callbacks if isinstance(c, BackupAndRestore)]
+
+
+def _require_something_to_evaluate(callbacks: Sequence[Any], validation_data: Any) -> None:
+    if validation_data is None:
+        raise UsageError(
+            "fit",
+            received="no validation_data in a job with an evaluator",
+            expected="what it is to evaluate checkpoints on",
+            fix="pass validation_data, or start the job without --evaluator",
+            code="missing-validation",
+        )
+    if not _backups(callbacks):
+        raise UsageError(
+            "callbacks",
+            received="no tfdist.BackupAndRestore in a job with an evaluator",
+            expected="one, whose checkpoints it is to evaluate",
+            fix="add tfdist.BackupAndRestore(directory), or start the job without --evaluator",
+            code="missing-backup",
+        )
+
+
+def _require_no_validation(callback: Any) -> None:
+    """Refuse what follows a metric that an epoch's end does not have."""
+    name, kind = _followed(callback), type(callback).__name__
+    if isinstance(name, str) and name.startswith("val_"):
+        raise UsageError(
+            "callbacks",
+            received=f"{kind}, which follows {name!r}, in a job with an evaluator",
+            expected="figures of the training: those of the validation come later, while the "
+            "next epoch runs",
+            fix=f"use tfdist.Evaluator({name!r}, patience=...), which keeps the best and can stop",
+            code="unsupported-monitor",
+        )
+
+
+def _followed(callback: Any) -> Any:
+    """Return the metric by which a callback decides, None for one that takes any or none."""
+    if isinstance(callback, BackupAndRestore):
+        return callback.best
+    is_saver = isinstance(callback, keras.callbacks.ModelCheckpoint)
+    if isinstance(callback, Evaluator) or (is_saver and not callback.save_best_only):
+        return None
+    return getattr(callback, "monitor", None)

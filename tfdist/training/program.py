@@ -59,7 +59,8 @@ class Engine(Protocol):
     All that the loop, evaluation and `StepLoop` know of a strategy: one that runs the model in
     stages, or keeps the optimizer's state in shards, is one more class with these methods and a
     line in `engines.engine_for`. What an engine keeps elsewhere than in the model's variables it
-    puts there when it is asked to, before anybody reads them.
+    puts there when it is asked to, before anybody reads them. What stands here is right for one
+    that keeps nothing and leaves no step under way.
     """
 
     def run(
@@ -73,16 +74,19 @@ class Engine(Protocol):
 
     def finish(self, program: StepProgram) -> dict[str, float]:
         """Wait for what `run` has left under way; return the last step's logs, as `run` does."""
+        return {}
 
     def close(self) -> None:
         """Forget what `run` has dispatched and nobody has begun; wait until the rest has ended.
 
         Where a training ends with an error: nothing changes the model after it.
         """
+        return
 
     @property
     def steps_under_way(self) -> int:
         """Number of steps that `run` has left under way."""
+        return 0
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
         """Yield each step's outputs as a nest of arrays ``[examples of the step, ...]``.
@@ -92,18 +96,22 @@ class Engine(Protocol):
 
     def reset_metrics(self) -> None:
         """Set to zero what the engine itself keeps of the metrics."""
+        return
 
     def publish_metrics(self, program: StepProgram) -> None:
         """Put what the engine itself keeps of the metrics into `program.metrics`."""
+        return
 
     def publish_state(self, program: StepProgram) -> None:
         """Put all that the engine itself keeps, metrics too, into the variables of the model.
 
         Before a checkpoint, and at an epoch's end, where callbacks may look at weights.
         """
+        return
 
     def take_state(self, program: StepProgram) -> None:
         """Take over what was restored into the variables of the model, to go on from there."""
+        return
 
 
 def program_of(
@@ -209,6 +217,12 @@ def _require_logs(outputs: Any) -> dict[str, Any]:
         fix='return {"loss": loss}, for example',
         code="no-logs",
     )
+
+
+def as_number(value: tf.Tensor) -> Any:
+    """Return a scalar as a float, and another tensor as an array."""
+    array = value.numpy()
+    return float(array) if array.ndim == 0 else array
 
 
 def flat_logs(logs: dict[str, Any]) -> dict[str, Any]:

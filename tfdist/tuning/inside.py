@@ -18,10 +18,9 @@ from keras_tuner.src.engine import trial as trial_module
 from keras_tuner.src.engine import tuner_utils
 from keras_tuner.src.engine.hypermodel import get_hypermodel
 
-from tfdist.checkpoint import BackupAndRestore
-from tfdist.checkpoint.model_checkpoint import save_whole
+from tfdist.checkpoint.backup import BackupAndRestore, save_whole
+from tfdist.checkpoint.state import weights_sha256
 from tfdist.errors import TfdistError, UsageError, require
-from tfdist.outputs.digest import weights_sha256
 from tfdist.outputs.run_directory import DONE, RunDirectory
 from tfdist.strategy import barrier, current_job, is_chief, make_strategy
 from tfdist.training.evaluation import evaluate, predict

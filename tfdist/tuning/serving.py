@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, PeerJoined
+from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, News, PeerJoined
 from tfdist.tuning import protocol
 from tfdist.tuning.directory import Ownership
 from tfdist.tuning.journal import HERE, Slot
@@ -141,7 +141,7 @@ class ServingRunner:
         known = self._remote_runners.get(rank)
         return f"runner {known.name}" if known else "its runner"
 
-    def _hear(self, news: RunnerNews) -> None:
+    def _hear(self, news: News) -> None:
         match news:
             case PeerJoined():
                 for trial in self._leased_to(news.rank):  # it may hold all that it had
@@ -150,13 +150,13 @@ class ServingRunner:
                 self._server.send(news.rank, told)
             case Differs():
                 logger.warning("a runner was sent away: %s", "; ".join(news.what))
-            case Gone():
-                self._gone(news)
+            case Lost():
+                self._lost(news)
             case MessageReceived():
                 with contextlib.suppress(*protocol.NO_SENSE):
                     self._obey(news.rank, news.message)
 
-    def _gone(self, news: Gone) -> None:
+    def _lost(self, news: Lost) -> None:
         for trial in self._leased_to(news.rank):
             trial.lease_ends_s = news.heard_s + LEASE_S
         if news.rank in self._remote_runners:
@@ -248,19 +248,6 @@ class RemoteTrial:
 _MAX_UNAUTHENTICATED = 2048
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gone:
-    """The connection to a runner has ended."""
-
-    rank: int
-    cause: str
-    heard_s: float
-    """When it said something last."""
-
-
-RunnerNews = PeerJoined | Differs | MessageReceived | Gone
-
-
 class RunnerServer:
     """Listens from its making until `close`; `take_news` and `send` are for another thread.
 
@@ -275,7 +262,6 @@ class RunnerServer:
         *,
         token: bytes,
         terms: Mapping[str, str],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hub = Hub(
             listener,
@@ -284,11 +270,9 @@ class RunnerServer:
             num_ranks=ANY_RANK,
             max_unauthenticated=_MAX_UNAUTHENTICATED,
             timeout_s=LEASE_S,
-            clock=clock,
+            clock=time.monotonic,
         )
-        self._clock = clock
-        self._heard_s: dict[int, float] = {}
-        self._news: deque[RunnerNews] = deque()
+        self._news: deque[News] = deque()
         self._outgoing: deque[tuple[int, Message]] = deque()
         self._has_news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._has_work = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -301,7 +285,7 @@ class RunnerServer:
         """Return what is readable when there is news."""
         return self._has_news
 
-    def take_news(self) -> list[RunnerNews]:
+    def take_news(self) -> list[News]:
         """Return what has happened since the last call; raise what has ended the thread."""
         if self._failure is not None:
             raise self._failure
@@ -328,7 +312,7 @@ class RunnerServer:
         poll.register(self._has_work, select.POLLIN)
         try:
             while not self._is_closing:
-                poll.poll(max(0.0, self._hub.next_s - self._clock()) * 1000)
+                poll.poll(max(0.0, self._hub.next_s - time.monotonic()) * 1000)
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._has_work)
                 self._turn()
@@ -343,23 +327,14 @@ class RunnerServer:
         for _ in range(len(self._outgoing)):
             self._hub.send(*self._outgoing.popleft())
         self._hub.turn()
-        news = [one for one in map(self._noted, self._hub.take_news()) if one is not None]
+        news = [one for one in self._hub.take_news() if not self._is_beat(one)]
         if news:
             self._news.extend(news)
             os.eventfd_write(self._has_news, 1)
 
-    def _noted(self, news: PeerJoined | Differs | MessageReceived | Lost) -> RunnerNews | None:
-        """Return what the chief is to hear of some news, None for a beat, which is answered."""
-        now_s = self._clock()
-        match news:
-            case PeerJoined():
-                self._heard_s[news.rank] = now_s
-            case MessageReceived():
-                self._heard_s[news.rank] = now_s
-                if ALIVE in news.message:
-                    self._hub.send(news.rank, {ALIVE: news.message[ALIVE]})
-                    return None
-            case Lost():
-                heard_s = self._heard_s.pop(news.rank, now_s)
-                return Gone(rank=news.rank, cause=news.cause, heard_s=heard_s)
-        return news
+    def _is_beat(self, news: News) -> bool:
+        """Answer a beat; return whether it was one, of which the chief is not to hear."""
+        if not isinstance(news, MessageReceived) or ALIVE not in news.message:
+            return False
+        self._hub.send(news.rank, {ALIVE: news.message[ALIVE]})
+        return True

@@ -3,7 +3,7 @@
 Arguments: where to write, and what it does:
 ``fits``, ``again`` (recomputing), ``compiled``, ``auto`` (cut by measured times) and ``scales``
 (the loss, up to overflows) train, evaluate and predict; ``plain`` does so without statistics of
-batches;
+batches; ``sums`` sums losses, accumulates gradients and keeps a ledger;
 ``tries`` finds cut and size of micro-batches by measuring, and keeps them in checkpoints;
 ``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
 ``looks`` evaluates in the middle of each epoch;
@@ -58,13 +58,16 @@ def staged_model():
     ]
     model = keras.Sequential([keras.Input((5,)), *layers])
     optimizer = keras.optimizers.AdamW(
-        0.01, weight_decay=0.02, global_clipnorm=0.5, use_ema=True, ema_momentum=0.9
-    )
+        0.01, weight_decay=0.02, global_clipnorm=0.5, use_ema=True, ema_momentum=0.9,
+        gradient_accumulation_steps=3 if DOES == "sums" else None,
+    )  # fmt: skip
     if DOES == "scales":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**127)
     model.compile(
         optimizer=optimizer,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        loss=keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="sum" if DOES == "sums" else "sum_over_batch_size"
+        ),
         metrics=["accuracy"],
         weighted_metrics=["sparse_categorical_crossentropy"],
     )
@@ -118,9 +121,10 @@ if __name__ == "__main__":
     if DOES.partition("-")[0] in ("saves", "kills", "tries"):
         callbacks.append(tfdist.BackupAndRestore(OUT / "checkpoints", every_steps=3))
     weights = WEIGHTS * (20 if DOES == "scales" else 1)
+    ledger = tfdist.Ledger(OUT / "ledger") if DOES == "sums" else None
     history = tfdist.fit(
         model, X, Y, sample_weight=weights, batch_size=8, epochs=2, seed=3, verbose=0,
-        callbacks=callbacks, validation_data=(X[:7], Y[:7]),
+        callbacks=callbacks, validation_data=(X[:7], Y[:7]), ledger=ledger,
     )  # fmt: skip
     seen = {
         "history": history.history,

@@ -189,7 +189,8 @@ class Channel:
         self._socket = sock
         self._link = link
         self._clock = clock
-        self._received_s = self._sent_s = self._looked_s = clock()
+        self.heard_s = self._sent_s = self._looked_s = clock()
+        """When something came last."""
 
     def fileno(self) -> int:
         """Return what to watch."""
@@ -210,9 +211,9 @@ class Channel:
         """Return how long nothing has come; the time in which nobody looked does not count."""
         now_s = self._clock()
         if now_s - self._looked_s > _LATE_S:
-            self._received_s = now_s
+            self.heard_s = now_s
         self._looked_s = now_s
-        return now_s - self._received_s
+        return now_s - self.heard_s
 
     def send(self, message: Message) -> None:
         """Send a message, now or when the network takes it."""
@@ -239,7 +240,7 @@ class Channel:
                 if messages:  # they come first; the end is read again
                     return _without_beats(messages)
                 raise ConnectionError("it has closed the connection")
-            self._received_s = self._clock()
+            self.heard_s = self._clock()
             messages += self._link.receive(data)
         self.flush()  # what the greeting answers
         return _without_beats(messages)
@@ -409,9 +410,13 @@ def encode_event(event: TaskEvent, *, now_s: float) -> Message:
 
 def decode_event(message: Message, *, now_s: float) -> TaskEvent:
     """Return the event of a message; raise one of `NO_SENSE` if it is none."""
-    kind = _KINDS[message["event"]]
-    parts = {name: value for name, value in message.items() if name in _hints(kind)}
-    return _ages(decode(kind, parts), now_s=now_s)
+    return _ages(event_of(message), now_s=now_s)
+
+
+def event_of(note: Message) -> TaskEvent:
+    """Return the event of a task's own note, which has moments; raise one of `NO_SENSE`."""
+    kind = _KINDS[note["event"]]
+    return decode(kind, {name: value for name, value in note.items() if name in _hints(kind)})
 
 
 def _ages(event: T, *, now_s: float) -> T:

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.cluster import ClusterSpec, Task, build_cluster, placement, settings, slurm
+from tfdist.cluster import ClusterSpec, Task, placement, settings, slurm
 from tfdist.cluster.address import parse_hosts, shown
 from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.cluster.settings import JobSettings
@@ -66,24 +66,18 @@ class Group:
             tasks[0] += (Task("evaluator", 0),)
         return tasks
 
-    def cluster(self, at: Mapping[int, Sequence[str]], *, strategy: str) -> ClusterSpec:
+    def cluster(self, at: Mapping[int, Sequence[str]]) -> ClusterSpec:
         """Return the cluster of the hosts of which `at` has the addresses of the tasks."""
-        ranks = sorted(at)
-        tasks = self.tasks(ranks)
-        pairs = sorted(
-            (task, address)
-            for rank in ranks
-            for task, address in zip(tasks[rank], at[rank], strict=True)
-        )
-        return build_cluster(
-            strategy=strategy,
-            addresses=[address for _, address in pairs],
-            workers=sum(task.type == "worker" for task, _ in pairs),
-            ps=self.num_ps,
-            evaluator=self.has_evaluator,
+        tasks = self.tasks(sorted(at))
+        return ClusterSpec.of(
+            {
+                task: address
+                for rank in tasks
+                for task, address in zip(tasks[rank], at[rank], strict=True)
+            }
         )
 
-    def stand_in_cluster(self, *, strategy: str, ports: Sequence[int] | None = None) -> ClusterSpec:
+    def stand_in_cluster(self, ports: Sequence[int] | None = None) -> ClusterSpec:
         """Return the cluster with ports in a row, as nobody knows them before the rendezvous.
 
         They are the first ones of `ports` on each host, where these are given.
@@ -96,7 +90,7 @@ class Group:
             ]
             for rank, host in enumerate(self.hosts)
         }
-        return self.cluster(at, strategy=strategy)
+        return self.cluster(at)
 
 
 def decided_group(

@@ -126,7 +126,7 @@ class Team:
             for rank in sorted(self._ports)
             if rank in self.hub.present
         }
-        cluster = self._group.cluster(at, strategy=self._strategy)
+        cluster = self._group.cluster(at)
         tasks = self._group.tasks(sorted(at))
         self.host_of = {task: rank for rank in tasks for task in tasks[rank]}
         self._screen.forget()
@@ -144,16 +144,7 @@ class Team:
         for rank in at.keys() - {0}:
             self.hub.send(rank, {"attempt": {**message, "tasks": encode(tasks[rank])}})
         away = [
-            # What is known here of a process on another host.
-            ProcessSpec(
-                task=task,
-                program=self._options.program,
-                argv=(),
-                env={},
-                added=(),
-                log_path=logs / f"{task}.log",
-                title="",
-            )
+            ProcessSpec(task=task, log_path=logs / f"{task}.log")
             for task, rank in self.host_of.items()
             if rank
         ]

@@ -65,6 +65,8 @@ class Lost:
 
     rank: int
     cause: str
+    heard_s: float = field(default=0.0, compare=False)
+    """When it said something last, by the hub's clock."""
 
 
 News = PeerJoined | Differs | MessageReceived | Lost
@@ -306,7 +308,8 @@ class Hub:
                 self._turned_away[f"{client.address}: {cause}"] += 1
         else:
             del self._members[client.rank]
-            self._news.append(Lost(rank=client.rank, cause=cause))
+            heard_s = client.channel.heard_s
+            self._news.append(Lost(rank=client.rank, cause=cause, heard_s=heard_s))
 
     def _check(self) -> None:
         """Send heartbeats that are due, and drop hosts that are silent for too long."""

@@ -35,13 +35,13 @@ from tfdist.launch.multihost.rendezvous import (
 from tfdist.ops.doctor.facts import Absence, Host, PortFacts, PreflightJob, Reach, Wire, reason_of
 
 
-def take(sock: socket.socket, count: int, *, clock: Callable[[], float] = time.monotonic) -> bytes:
+def take(sock: socket.socket, count: int) -> bytes:
     """Return exactly `count` bytes; ConnectionError at an early end, TimeoutError when late."""
     timeout_s = sock.gettimeout()
-    deadline_s = None if timeout_s is None else clock() + timeout_s
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     data = bytearray()
     while len(data) < count:
-        if deadline_s is not None and clock() > deadline_s:
+        if deadline_s is not None and time.monotonic() > deadline_s:
             raise TimeoutError("timed out")
         piece = sock.recv(min(count - len(data), 1 << 20))
         if not piece:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tfdist.cluster import ClusterSpec, Task, read_environment, settings
-from tfdist.cluster.address import parse_hosts, split_address
-from tfdist.cluster.environment import node_plan
+from tfdist.cluster.address import parse_hosts, ranks_of, split_address
+from tfdist.cluster.placement import place
 from tfdist.cluster.ports import as_text, parse_ports
 from tfdist.errors import require
 from tfdist.launch.multihost.agreement import read_token
@@ -350,11 +350,14 @@ def _job_of(
     environ: Mapping[str, str], *, hosts: str | None, node_rank: int | None, among: range | None
 ) -> PreflightJob:
     if hosts is not None:
-        rank = rank_of([host for host, _ in parse_hosts(hosts)], node_rank=node_rank)
+        listed = parse_hosts(hosts)
+        rank = rank_of([host for host, _ in listed], node_rank=node_rank)
         job_settings = settings.from_environ(environ)
         among = among or job_settings.ports
-        plan = node_plan(hosts, node_rank=rank, job_settings=replace(job_settings, ports=None))
-        job = _placed(plan.cluster, plan.tasks[0], timeout_s=job_settings.startup_timeout_s)
+        first = sum(slots for _, slots in listed[:rank])
+        of_hosts = replace(job_settings, ports=None)
+        own = place(ranks_of(listed), rank=first, job_settings=of_hosts)
+        job = _placed(own.cluster, own.task, timeout_s=job_settings.startup_timeout_s)
         return job if among is None else _within(job, among)
     require(
         node_rank is None,

@@ -18,7 +18,7 @@ from tfdist.ops.rules import Severity
 PlaceOf = Callable[[str], Location]
 """Gives the place where a variable is set."""
 
-_WITHOUT_PS = ("single", "mirrored", "multiworker")
+_WITHOUT_PS = ("single", "mirrored", "multiworker", "pipeline")
 
 _DOUBTFUL_PORTS = (
     (range(1, 1024), "TFC024", "a port from 1024 on"),

@@ -27,8 +27,8 @@ _TIMEOUT_S = 60.0
 _CHILD = "from tfdist.ops.lint.programs import print_configuration; print_configuration()"
 _HEAVY = ("tensorflow", "keras")
 _OF_SEVERAL_FIELDS = ("CFG009", "CFG010", "CFG013")
-_WITHOUT_PS = ("single", "mirrored", "multiworker")
-_WITHOUT_RING = ("single", "mirrored", "ps")
+_WITHOUT_PS = ("single", "mirrored", "multiworker", "pipeline")
+_WITHOUT_RING = ("single", "mirrored", "ps", "pipeline")
 
 
 def check_command(

@@ -155,7 +155,6 @@ NOT_HERE: Mapping[str, str] = {
         ("start", "fork_server", "keep_fds", "isolate", "restart_window_s", "metrics_port"),
         "a flag that a scheduler has a use for",
     ),
-    "stages": "--strategy pipeline --workers K, a task for each stage",
     **dict.fromkeys(
         ("hosts", "node_rank", "rendezvous_port", "rendezvous_token_file", "host_timeout_s"),
         "no hosts: the scheduler knows them, and each task finds itself",

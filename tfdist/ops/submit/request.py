@@ -12,7 +12,7 @@ from tfdist.errors import UsageError
 from tfdist.launch.options import LaunchOptions
 from tfdist.ops.submit.command import Command, wrong
 
-SEVERAL = ("multiworker", "ps")
+SEVERAL = ("multiworker", "ps", "pipeline")
 """The strategies of jobs of several tasks."""
 
 _SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
@@ -52,7 +52,7 @@ class JobRequest:
 
     def __post_init__(self) -> None:
         if self.launch.evaluator and not self.has_several_tasks:
-            fix = "leave --evaluator out, or use --strategy ps or multiworker"
+            fix = "leave --evaluator out, or use --strategy ps, multiworker or pipeline"
             raise wrong("evaluator", "one process", "a job of several tasks", fix)
         for name in (*self.env, *self.secrets):
             if not re.fullmatch(_VARIABLE, name):

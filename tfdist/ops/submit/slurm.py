@@ -19,6 +19,7 @@ from tfdist.ops.submit.request import JobRequest, request_of
 
 _MAX_SIGNAL_S = 65_535
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_TOGETHER = ("multiworker", "pipeline")
 
 _HEAD = """\
 #!/bin/bash
@@ -123,9 +124,9 @@ def _check(request: JobRequest, command: Command) -> None:
         expected = "letters, digits, '.', '_' and '-'"
         fix = "write --name mnist, for example"
         raise wrong("name", repr(request.name), expected, fix)
-    if request.strategy == "multiworker" and request.launch.workers == 1:
+    if request.strategy in _TOGETHER and request.launch.workers == 1:
         fix = "use --workers 2 or more, or leave --strategy out"
-        received = "1 with --strategy multiworker"
+        received = f"1 with --strategy {request.strategy}"
         expected = "2 or more: to Slurm a step of one task is a process by itself"
         raise wrong("workers", received, expected, fix)
     nodes = command.count("nodes")
@@ -216,11 +217,11 @@ def _environment(request: JobRequest, *, groups: list[str]) -> list[str]:
 def _step(request: JobRequest, components: list[tuple[str, int, int]]) -> str:
     """Return the line that starts the tasks.
 
-    A task that ends does not end the others, which may be saving; those of a multiworker job that
-    still run `hang_timeout_s` later are ended by Slurm.
+    A task that ends does not end the others, which may be saving; where none can go on without it,
+    those that still run `hang_timeout_s` later are ended by Slurm.
     """
     hang_timeout_s = math.ceil(request.launch.hang_timeout_s)
-    wait_s = hang_timeout_s if request.strategy == "multiworker" else 0
+    wait_s = hang_timeout_s if request.strategy in _TOGETHER else 0
     flags = ["--kill-on-bad-exit=0", f"--wait={wait_s}"]
     if request.resources.cpus:  # srun does not take it from the script's own since 22.05
         flags.append(f"--cpus-per-task={request.resources.cpus}")

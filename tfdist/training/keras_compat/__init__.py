@@ -8,17 +8,13 @@ it works around and the version that ends it.
 longer needs it. Seen on Keras 3.12 to 3.15, TensorFlow 2.20 and 2.21; no release ends one of them,
 and Keras' code of August 2026, to become 3.16, reads the same in these places.
 
-    trace         what the replacements know about the step that this thread is tracing
-    replacement   what a replacement is
-    gradients     the gradient hook: gradients are reduced where they enter the optimizer
-    reduction     the sum over replicas itself, in few messages, which keeps no graph
-    sharding      each worker updates its part of each variable, and has slots of that alone
-    on_servers    what of it is in `tfdist.ps`, for a ps job
-    updates       after the gradient hook: each replica updates its own copy, in one operation
-    losses        a replica's loss counts by its fraction of the global batch; masks, sums, add_loss
-    metrics       means count examples, and statistics none that pads an empty batch fraction
-    variables     statistics travel with the gradients; additions in one operation; local values
-    randomness    draws come from (seed, step, replica)
+    trace       what a replacement is, and what it knows of the step that this thread is tracing
+    gradients   the gradient hook: gradients are reduced where they enter the optimizer
+    reduction   the sum over replicas itself, in few messages, which keeps no graph
+    sharding    each worker updates its part of each variable, and has slots of that alone
+    losses      a replica's loss counts by its fraction of the global batch; means count examples
+    variables   statistics travel with the gradients; additions and updates are one operation each;
+                draws come from (seed, step, replica)
 
 The heart is the gradient hook: where they enter `Optimizer.apply`, and nowhere else,
 they are summed over the replicas. Clipping, finiteness checks, accumulation and decay then see
@@ -34,24 +30,20 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.training.keras_compat import (
-    gradients,
-    losses,
-    metrics,
-    randomness,
-    updates,
-    variables,
-)
+from tfdist.training.keras_compat import gradients, losses, variables
 from tfdist.training.keras_compat.losses import logs_by_fraction
-from tfdist.training.keras_compat.on_servers import reading_once, replacements
-from tfdist.training.keras_compat.randomness import random_key
 from tfdist.training.keras_compat.reduction import (
     all_reduce,
     reduce_statistics,
     sum_over_replicas,
 )
-from tfdist.training.keras_compat.replacement import Replacement
-from tfdist.training.keras_compat.trace import StepTrace, following
+from tfdist.training.keras_compat.trace import (
+    Replacement,
+    StepTrace,
+    following,
+    on_servers,
+)
+from tfdist.training.keras_compat.variables import random_key
 
 __all__ = [
     "REPLACEMENTS",
@@ -67,18 +59,16 @@ __all__ = [
 ]
 
 REPLACEMENTS = (
-    *randomness.REPLACEMENTS,
     *losses.REPLACEMENTS,
-    *metrics.REPLACEMENTS,
     *gradients.REPLACEMENTS,
     *variables.REPLACEMENTS,
-    *updates.REPLACEMENTS,
 )
 
 
 def install() -> None:
     """Put the replacements in place, each once a process; those of a ps job in one alone."""
-    for replacement in (*REPLACEMENTS, *replacements()):
+    servers = on_servers()
+    for replacement in (*REPLACEMENTS, *(servers.REPLACEMENTS if servers else ())):
         _put_in_place(replacement)
 
 
@@ -91,7 +81,8 @@ def _put_in_place(replacement: Replacement) -> None:
 def tracing(trace: StepTrace) -> Iterator[StepTrace]:
     """Make Keras follow `trace` in this thread; used inside the replica function of a step."""
     install()
-    with following(trace), reading_once():
+    servers = on_servers()
+    with following(trace), servers.reading_once() if servers else contextlib.nullcontext():
         yield trace
         if trace.training:
             reduce_statistics(trace)

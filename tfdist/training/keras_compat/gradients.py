@@ -21,11 +21,20 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_lib
 
 from tfdist.errors import UsageError
-from tfdist.training.keras_compat.on_servers import require_by_rows, sent_together
-from tfdist.training.keras_compat.reduction import reduced, summed_rows, times
-from tfdist.training.keras_compat.replacement import Replacement
-from tfdist.training.keras_compat.sharding import division_of, scattered
-from tfdist.training.keras_compat.trace import StepTrace, comes_of_scaled, current
+from tfdist.training.keras_compat.reduction import (
+    reduced,
+    scattered,
+    summed_rows,
+    times,
+    wholes_of,
+)
+from tfdist.training.keras_compat.trace import (
+    Replacement,
+    StepTrace,
+    comes_of_scaled,
+    current,
+    on_servers,
+)
 
 _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
 
@@ -41,12 +50,13 @@ def _gradient_hook(original: Callable[..., Any]) -> Callable[..., Any]:
             trace.counts.follow(self._iterations)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
-        require_by_rows(self, trainable_variables or self._trainable_variables)
+        if servers := on_servers():
+            servers.require_by_rows(self, trainable_variables or self._trainable_variables)
         if trace.num_replicas > 1:
             _require_built(self)
             grads = _weighted(list(grads), trace)
-        if division := division_of(self):
-            trainable_variables = trainable_variables or list(division.wholes)
+        if whole_variables := wholes_of.get(self):
+            trainable_variables = trainable_variables or list(whole_variables)
             grads = scattered(self, list(grads), trainable_variables, trace)
         else:
             grads = reduced(list(grads), trace) if trace.num_replicas > 1 else grads
@@ -136,7 +146,8 @@ def _already_reduced(original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce(self: Any, grads_and_vars: Any) -> Any:
         trace = current()
         if trace is not None and (trace.in_hook or not _in_group()):
-            return sent_together(grads_and_vars)
+            servers, pairs = on_servers(), list(grads_and_vars)
+            return servers.sent_together(pairs) if servers else pairs
         return original(self, grads_and_vars)
 
     return reduce

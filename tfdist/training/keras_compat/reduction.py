@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ from keras.src.backend.tensorflow.core import Variable
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfdist.strategy.job import current_job
+from tfdist.strategy.parts import VariablePart, part_of
 from tfdist.strategy.ring import Ring
 from tfdist.training.keras_compat.trace import StepTrace, current
 
@@ -219,3 +222,60 @@ def _packs(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
         if size_bytes < _PACK_BYTES:
             open_packs[tensor.dtype] = pack, filled + size_bytes
     return packs
+
+
+# Where an optimizer is built on parts of the variables: this worker's part of each sum.
+
+
+wholes_of: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+"""The variables of each optimizer that is built on parts of them, in the order of the parts."""
+
+
+def scattered(optimizer: Any, grads: list[Any], variables: Sequence[Any], trace: StepTrace) -> Any:
+    """Return this worker's part of the sum of each gradient; statistics travel, too.
+
+    With two workers the sum of parts has the bits of the whole sum. With more it adds in another
+    order, so that the whole sum is made and cut.
+    """
+    parts = [_part_for(optimizer, variable) for variable in variables]
+    if trace.num_replicas > 2:
+        return [_own(g, part) for g, part in zip(reduced(grads, trace), parts, strict=True)]
+    dense = [i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)]
+    sums = scatter_over_workers([grads[i] for i in dense])
+    others = reduced([None if isinstance(g, tf.Tensor) else g for g in grads], trace)
+    totals = [_own(g, part) for g, part in zip(others, parts, strict=True)]
+    for i, total in zip(dense, sums, strict=True):
+        totals[i] = total
+    return totals
+
+
+def _part_for(optimizer: Any, variable: Any) -> VariablePart:
+    index = optimizer._get_variable_index(variable)
+    return place_of(optimizer._trainable_variables[index])
+
+
+def _own(gradient: Any, part: VariablePart) -> Any:
+    """Return this part, flat, of a gradient that is whole."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return _own_elements(summed_rows(gradient), part)
+    return None if gradient is None else cut(gradient, part)
+
+
+def _own_elements(slices: tf.IndexedSlices, part: VariablePart) -> tf.IndexedSlices:
+    """Return this part of a gradient by rows as one by elements: Keras' sparse updates differ."""
+    width = math.prod(part.shape[1:])
+    first_of_row = tf.cast(slices.indices, tf.int64) * width - part.first
+    places = tf.reshape(first_of_row[:, None] + tf.range(width, dtype=tf.int64), [-1])
+    mine = tf.where((places >= 0) & (places < part.end - part.first))[:, 0]
+    values = tf.gather(tf.reshape(slices.values, [-1]), mine)
+    return tf.IndexedSlices(values, tf.gather(places, mine), tf.constant([part.end - part.first]))
+
+
+def cut(value: tf.Tensor, place: VariablePart) -> tf.Tensor:
+    return tf.reshape(value, [-1])[place.first : place.end]
+
+
+def place_of(part: Any) -> VariablePart:
+    place = part_of(part)
+    assert place is not None
+    return place

@@ -12,11 +12,8 @@ Ended by: no release, Keras 3.15.1 included.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
-import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,14 +22,14 @@ import tensorflow as tf
 
 from tfdist.errors import UsageError
 from tfdist.strategy.job import Job
-from tfdist.strategy.parts import VariablePart, mark, own_initial_values, own_part, part_of, whole
+from tfdist.strategy.parts import mark, own_initial_values, own_part, whole
 from tfdist.training.keras_compat.reduction import (
+    cut,
     gather_over_workers,
     own_copy,
-    reduced,
-    scatter_over_workers,
+    place_of,
     sum_over_replicas,
-    summed_rows,
+    wholes_of,
 )
 from tfdist.training.keras_compat.trace import StepTrace, current
 
@@ -44,25 +41,6 @@ _NAMES = (
 BY_ELEMENT = tuple(getattr(keras.optimizers, n) for n in _NAMES if hasattr(keras.optimizers, n))
 """Those whose update of an element looks at no other one."""
 _TYPES = ("float16", "float32", "float64")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Division:
-    """Trainable variables of an optimizer that is built on parts of them.
-
-    Attributes:
-      wholes: in the order of the optimizer's own, which are the parts.
-    """
-
-    wholes: tuple[Any, ...]
-
-
-_divisions: weakref.WeakKeyDictionary[Any, Division] = weakref.WeakKeyDictionary()
-
-
-def division_of(optimizer: Any) -> Division | None:
-    """Return how the state of an optimizer is divided, None where it is whole."""
-    return _divisions.get(optimizer)
 
 
 def require_by_element(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -93,7 +71,7 @@ def building_in_parts(optimizer: Any, job: Job) -> Iterator[None]:
     Raises:
       UsageError: the optimizer has whole slots already, or cannot update parts.
     """
-    if optimizer in _divisions:
+    if optimizer in wholes_of:
         yield
         return
     if optimizer.built:
@@ -121,32 +99,13 @@ def _build(optimizer: Any, variables: Sequence[Any], job: Job) -> None:
     with own_initial_values(job):
         parts = [_part(variable, job) for variable in variables]
         _build_on(optimizer, parts)
-    division = Division(wholes=tuple(variables))
     for one in {id(o): o for o in (optimizer, _innermost(optimizer))}.values():
-        _divisions[one] = division
+        wholes_of[one] = tuple(variables)
         for index, variable in enumerate(variables):  # by which its users ask
             one._trainable_variables_indices[one._var_key(variable)] = index
         for name, method in _METHODS.items():
             if hasattr(one, name):
                 object.__setattr__(one, name, functools.partial(method, one))
-
-
-def scattered(optimizer: Any, grads: list[Any], variables: Sequence[Any], trace: StepTrace) -> Any:
-    """Return this worker's part of the sum of each gradient; statistics travel, too.
-
-    With two workers the sum of parts has the bits of the whole sum. With more it adds in another
-    order, so that the whole sum is made and cut.
-    """
-    parts = [_part_for(optimizer, variable) for variable in variables]
-    if trace.num_replicas > 2:
-        return [_own(g, part) for g, part in zip(reduced(grads, trace), parts, strict=True)]
-    dense = [i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)]
-    sums = scatter_over_workers([grads[i] for i in dense])
-    others = reduced([None if isinstance(g, tf.Tensor) else g for g in grads], trace)
-    totals = [_own(g, part) for g, part in zip(others, parts, strict=True)]
-    for i, total in zip(dense, sums, strict=True):
-        totals[i] = total
-    return totals
 
 
 def _part(variable: Any, job: Job) -> Any:
@@ -166,7 +125,7 @@ def _build_on(optimizer: Any, parts: Sequence[Any]) -> None:
 
     def add(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
         slot = original(reference_variable, *args, **kwargs)
-        mark(slot, _place_of(reference_variable))
+        mark(slot, place_of(reference_variable))
         return slot
 
     object.__setattr__(inner, "add_variable_from_reference", add)
@@ -178,28 +137,6 @@ def _build_on(optimizer: Any, parts: Sequence[Any]) -> None:
 
 def _innermost(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def _part_for(optimizer: Any, variable: Any) -> VariablePart:
-    index = optimizer._get_variable_index(variable)
-    return _place_of(optimizer._trainable_variables[index])
-
-
-def _own(gradient: Any, part: VariablePart) -> Any:
-    """Return this part, flat, of a gradient that is whole."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return _own_elements(summed_rows(gradient), part)
-    return None if gradient is None else _cut(gradient, part)
-
-
-def _own_elements(slices: tf.IndexedSlices, part: VariablePart) -> tf.IndexedSlices:
-    """Return this part of a gradient by rows as one by elements: Keras' sparse updates differ."""
-    width = math.prod(part.shape[1:])
-    first_of_row = tf.cast(slices.indices, tf.int64) * width - part.first
-    places = tf.reshape(first_of_row[:, None] + tf.range(width, dtype=tf.int64), [-1])
-    mine = tf.where((places >= 0) & (places < part.end - part.first))[:, 0]
-    values = tf.gather(tf.reshape(slices.values, [-1]), mine)
-    return tf.IndexedSlices(values, tf.gather(places, mine), tf.constant([part.end - part.first]))
 
 
 def _step_of(optimizer: Any) -> StepTrace:
@@ -221,15 +158,15 @@ def _step_of(optimizer: Any) -> StepTrace:
 
 def _apply_to_parts(optimizer: Any, grads: Any, trainable_variables: Any) -> None:
     """Clip, decay, update and average the parts; then gather the weights."""
-    trace, division = _step_of(optimizer), _divisions[optimizer]
+    trace, wholes = _step_of(optimizer), wholes_of[optimizer]
     mine = [optimizer._get_variable_index(variable) for variable in trainable_variables]
     parts = optimizer._trainable_variables
     touched = list(range(len(parts))) if optimizer.use_ema else mine
     for index in touched:
-        _refresh(optimizer, division.wholes[index], parts[index])
+        _refresh(optimizer, wholes[index], parts[index])
     trace.updated = [parts[index] for index in mine]
     type(optimizer)._backend_apply_gradients(optimizer, grads, trace.updated)
-    _gather([(division.wholes[index], parts[index]) for index in touched])
+    _gather([(wholes[index], parts[index]) for index in touched])
 
 
 def _clip_whole(optimizer: Any, grads: Any) -> Any:
@@ -237,10 +174,10 @@ def _clip_whole(optimizer: Any, grads: Any) -> Any:
     clip = functools.partial(type(optimizer)._clip_gradients, optimizer)
     if not (optimizer.clipnorm or optimizer.global_clipnorm):
         return clip(grads)
-    places = [_place_of(part) for part in _step_of(optimizer).updated]
+    places = [place_of(part) for part in _step_of(optimizer).updated]
     parts = [tf.convert_to_tensor(gradient) for gradient in grads]
     wholes = gather_over_workers(parts, [place.shape for place in places])
-    return [_cut(gradient, at) for gradient, at in zip(clip(wholes), places, strict=True)]
+    return [cut(gradient, at) for gradient, at in zip(clip(wholes), places, strict=True)]
 
 
 def _check_finite(optimizer: Any, grads: Any) -> Any:
@@ -268,7 +205,7 @@ def _take_averages(optimizer: Any, variables: Any) -> None:
     inner = _innermost(optimizer)
     if inner.use_ema:
         averages = inner._model_variables_moving_average
-        for variable, average in zip(_divisions[inner].wholes, averages, strict=True):
+        for variable, average in zip(wholes_of[inner], averages, strict=True):
             variable.assign(whole(average))
 
 
@@ -283,20 +220,10 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 def _refresh(optimizer: Any, variable: Any, part: Any) -> None:
     """Take the part from the weights, which something else than the optimizer may have set."""
-    own_copy(part).assign(_cut(own_copy(variable).read_value(), _place_of(part)))
+    own_copy(part).assign(cut(own_copy(variable).read_value(), place_of(part)))
     # Which weights decay is told of whole variables.
     decays = optimizer._use_weight_decay(variable.value)
     optimizer._exclude_from_weight_decay_cache[optimizer._var_key(part)] = decays
-
-
-def _cut(value: tf.Tensor, place: VariablePart) -> tf.Tensor:
-    return tf.reshape(value, [-1])[place.first : place.end]
-
-
-def _place_of(part: Any) -> VariablePart:
-    place = part_of(part)
-    assert place is not None
-    return place
 
 
 def _gather(pairs: Sequence[tuple[Any, Any]]) -> None:

@@ -1,9 +1,11 @@
-"""State of the step that a thread is tracing, for the replacements."""
+"""Replacements of names of Keras, and the state of the step that a thread is tracing for them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ class StepTrace:
       num_replicas: replicas whose gradients are summed; 1 needs no reduction.
       share: this replica's part of the global batch, scalar float32 or a float.
       examples: how many of this replica's examples count, scalar integer.
+      part: of a micro-batch, examples / examples of the step, by which its whole loss is weighted.
       random_key: int32 [2] of (seed, step, replica), from which every draw of the step comes.
       batch: what the step function is given, a nest of tensors ``[examples, ...]``.
       training: False leaves the statistics of layers to each replica.
@@ -40,6 +43,7 @@ class StepTrace:
     share: tf.Tensor | float
     examples: tf.Tensor | int
     random_key: tf.Tensor
+    part: tf.Tensor | float = 1.0
     batch: Any = ()
     training: bool = True
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
@@ -127,3 +131,52 @@ def ops_behind(values: Sequence[Any], *, but: Collection[str] = ()) -> Iterator[
             seen.add(operation.name)
             waiting += [tensor.op for tensor in operation.inputs]
             yield operation
+
+
+# Replacement of a name of Keras or TensorFlow while a tfdist step is traced.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Replacement:
+    """Workaround: what it replaces, by what, and why.
+
+    Attributes:
+      owner: the class or module that has the name.
+      name: of a method, property or function.
+      make: gets the original and returns what stands in for it, which must do what the original
+        does wherever no step is traced.
+      issue: the public issue, or the line of the released source where there is none.
+      ended_by: the release that needs it no longer, such as ``keras 3.16``; None as long as no
+        release does without.
+    """
+
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]
+    issue: str
+    ended_by: str | None = None
+
+    @property
+    def target(self) -> str:
+        """Return what is replaced, such as ``SeedGenerator.next``."""
+        return f"{self.owner.__name__}.{self.name}"
+
+    def put_in_place(self) -> None:
+        """Replace the name; to be called once a process."""
+        original = getattr(self.owner, self.name)
+        replacement = self.make(original)
+        if not isinstance(replacement, property):
+            replacement = functools.wraps(original)(replacement)
+        setattr(self.owner, self.name, replacement)
+
+
+def on_servers() -> Any:
+    """Return `tfdist.ps.keras_compat`, by which a step on parameter servers differs, else None.
+
+    A ps job alone imports `tfdist.ps`, and does so before it traces its first step.
+    """
+    if "tfdist.ps" not in sys.modules:
+        return None
+    from tfdist.ps import keras_compat
+
+    return keras_compat

@@ -1,27 +1,41 @@
-"""Reads and writes of Keras variables in a step.
+"""Reads and writes of Keras variables in a step, updates by an optimizer, and random draws.
 
-Four workarounds share these names: BatchNormalization's statistics are noted to be reduced, what
-lives in the step is read and written there, an optimizer's count is that of the step, and
-additions are one operation.
+BatchNormalization's statistics are noted to be reduced, what lives in the step is read and written
+there, an optimizer's count is that of the step, additions are one operation, and after the gradient
+hook each replica updates its own copy.
 Ended by: no release, Keras 3.15.1 included.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
+from keras.src.backend import random_seed_dtype
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow.core import Variable
+from keras.src.optimizers.sgd import SGD
+from keras.src.random import seed_generator
+from keras.src.random.seed_generator import SeedGenerator
+from tensorflow.python.distribute import (
+    collective_all_reduce_strategy,
+    distribute_lib,
+    mirrored_strategy,
+)
+from tensorflow.python.distribute import values as tf_values
 
 from tfdist.strategy.devices import server_of
-from tfdist.training.keras_compat.on_servers import hold, taken
-from tfdist.training.keras_compat.replacement import Replacement
-from tfdist.training.keras_compat.trace import StepTrace, current
+from tfdist.training.keras_compat.trace import (
+    Replacement,
+    StepTrace,
+    current,
+    on_servers,
+)
 
-_SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
+_KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 
 
 # BatchNormalization writes each replica's own moving statistics, and they drift apart. The gradient
@@ -33,6 +47,8 @@ def _noting_writes(original: Callable[..., Any]) -> Callable[..., Any]:
     def direct_assign(self: Any, value: Any) -> Any:
         trace = current()
         if trace is not None and id(self) in trace.local:
+            from tfdist.ps.keras_compat import hold
+
             hold(self, value, trace)
             return None
         if trace is not None and trace.training and _is_statistic(self, trace):
@@ -72,7 +88,9 @@ def _in_step(variable: Any, trace: StepTrace) -> tf.Tensor | None:
     found = trace.local.get(id(variable))
     if found is None:
         found = trace.held.get(id(variable))
-    if found is None:
+    if found is None and id(variable) in trace.taken:
+        from tfdist.ps.keras_compat import taken
+
         found = taken(variable, trace)
     if found is None and trace.counts is not None:
         found = trace.counts.value(variable)
@@ -114,18 +132,148 @@ def _in_one_operation(name: str) -> Callable[[Callable[..., Any]], Callable[...,
     return make
 
 
+# After the gradient hook each replica updates its own copy of a variable.
+#
+# TensorFlow's way through `merge_call` cannot stand inside a `cond`, where loss scaling and
+# accumulation need it (https://github.com/keras-team/keras/issues/20582).
+#
+# SGD with momentum updates a variable in one operation. Keras makes it of several: it writes the
+# momentum, reads it again and adds it to the variable. Each goes through the whole of the variable,
+# which costs a step of a few megabytes some percent of its time; and of two workers that update a
+# parameter server at once, one's gradient may be lost to the momentum, or be added twice.
+# TensorFlow has the same update in one operation, to the same bits, which locks what it writes
+# until it is done. (Its Adam rounds in another way than Keras', whose slots lose nothing: what a
+# worker adds to them is added.)
+
+
+_TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute"
+_OPTIMIZERS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
+_ISSUE = "https://github.com/keras-team/keras/issues/20582"
+
+
+def _no_merge_call(original: Callable[..., bool]) -> Callable[..., bool]:
+    def use_merge_call(self: Any) -> bool:
+        trace = current()
+        return False if trace is not None and trace.in_hook else original(self)
+
+    return use_merge_call
+
+
+def _on_own_copy(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update(var: Any, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        trace = current()
+        if trace is not None and trace.in_hook:
+            return update_fn(var._get_on_device_or_primary(), value, **kwargs)
+        return original(var, update_fn, value, **kwargs)
+
+    return update
+
+
+def _momentum(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> Any:
+        if not self.momentum or not _is_ours(gradient, variable):
+            return original(self, gradient, variable, learning_rate)
+        momentum = self.momentums[self._get_variable_index(variable)]
+        return tf.raw_ops.ResourceApplyKerasMomentum(
+            var=variable.handle,
+            accum=momentum.value.handle,
+            lr=tf.cast(learning_rate, variable.dtype),
+            grad=tf.cast(gradient, variable.dtype),
+            momentum=tf.cast(self.momentum, variable.dtype),
+            use_locking=True,
+            use_nesterov=self.nesterov,
+        )
+
+    return update_step
+
+
+def _is_ours(gradient: Any, variable: Any) -> bool:
+    """Return whether this is a dense gradient of a whole variable, in a step's hook."""
+    trace = current()
+    if trace is None or not (trace.num_replicas == 1 or trace.in_hook) or in_stateless_scope():
+        return False
+    servers = on_servers()
+    is_split = servers is not None and isinstance(variable, servers.SplitVariable)
+    return isinstance(gradient, tf.Tensor) and not is_split
+
+
+# Dropout and friends draw from (seed, step, replica).
+#
+# Keras gives every replica the same seed state, and a resumed run another one.
+# Ended by: no release, Keras 3.15.1 included.
+
+
+_LOG = logging.getLogger(__name__)
+_GOLDEN_RATIO = 0x9E3779B9
+_SEEDS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/random/seed_generator.py"
+
+
+def random_key(seed: int, *, step: tf.Tensor, replica: tf.Tensor | int) -> tf.Tensor:
+    """Return int32 [2], a hash of (seed, step, replica): one draw's seed is an offset of it."""
+    low, high = seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF
+    step = tf.cast(step, tf.int64)
+    words = tf.stack([step * 2**16 + tf.cast(replica, tf.int64), tf.constant(high, tf.int64)])
+    words = tf.bitwise.bitwise_xor(words, tf.constant([low << 32, low], tf.int64))
+    return tf.random.stateless_uniform([2], words, minval=None, maxval=None, dtype=tf.int32)
+
+
+def _seed_of_the_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def next_seed(self: Any, ordered: bool = True) -> Any:
+        trace = current()
+        return original(self, ordered) if trace is None else _draw(trace)
+
+    return next_seed
+
+
+def _draw(trace: StepTrace) -> tf.Tensor:
+    _warn_in_loop(trace)
+    trace.draws += 1
+    offset = trace.draws * _GOLDEN_RATIO % 2**32
+    offset = tf.constant([offset - 2**32 if offset >= 2**31 else offset, trace.draws])
+    return tf.cast(trace.random_key + offset, random_seed_dtype())
+
+
+def _warn_in_loop(trace: StepTrace) -> None:
+    graph = tf.compat.v1.get_default_graph()
+    if graph is not trace.graph and type(graph).__name__ == "WhileBodyFuncGraph":
+        _LOG.warning(
+            "a random draw inside a loop of the model gives the same numbers in each iteration "
+            "of that loop; draw before the loop, or give the iteration's number as the seed"
+        )
+
+
+# A draw without a seed makes a generator for each thread, so for each replica while its step is
+# traced, where no variable can be made.
+
+
+class _SeedsOfTheStep:
+    """Stands for the global generator; `next` without a trace cannot happen."""
+
+    def next(self, ordered: bool = True) -> tf.Tensor:
+        trace = current()
+        assert trace is not None
+        return _draw(trace)
+
+
+def _no_generator_of_the_thread(original: Callable[[], Any]) -> Callable[[], Any]:
+    def global_seed_generator() -> Any:
+        return original() if current() is None else _SeedsOfTheStep()
+
+    return global_seed_generator
+
+
 REPLACEMENTS = (
     Replacement(
         owner=Variable,
         name="_direct_assign",
         make=_noting_writes,
-        issue=f"{_SOURCE}/layers/normalization/batch_normalization.py#L385",
+        issue=f"{_KERAS}/layers/normalization/batch_normalization.py#L385",
     ),
     Replacement(
         owner=Variable,
         name="value",
         make=_local_value,
-        issue=f"{_SOURCE}/backend/common/stateless_scope.py#L82",
+        issue=f"{_KERAS}/backend/common/stateless_scope.py#L82",
     ),
     *(
         Replacement(
@@ -135,5 +283,27 @@ REPLACEMENTS = (
             issue="https://github.com/keras-team/keras/issues/18668",
         )
         for name in ("assign_add", "assign_sub")
+    ),
+    *(
+        Replacement(owner=extended, name="_use_merge_call", make=_no_merge_call, issue=_ISSUE)
+        for extended in (
+            distribute_lib.StrategyExtendedV1,
+            mirrored_strategy.MirroredExtended,
+            collective_all_reduce_strategy.CollectiveAllReduceExtended,
+        )
+    ),
+    Replacement(
+        owner=tf_values,
+        name="_on_write_update_replica",
+        make=_on_own_copy,
+        issue=f"{_TENSORFLOW}/values.py#L52",
+    ),
+    Replacement(owner=SGD, name="update_step", make=_momentum, issue=f"{_OPTIMIZERS}/sgd.py#L95"),
+    Replacement(owner=SeedGenerator, name="next", make=_seed_of_the_step, issue=f"{_SEEDS}#L98"),
+    Replacement(
+        owner=seed_generator,
+        name="global_seed_generator",
+        make=_no_generator_of_the_thread,
+        issue=f"{_SEEDS}#L121",
     ),
 )

@@ -1,4 +1,7 @@
-"""The builder of `tfdist_digits`: 1,797 real scans of 8 x 8 pixels that need no download."""
+"""scikit-learn's handwritten digits as a TFDS dataset, `tfdist_digits`; importing registers it.
+
+These are 1,797 real scans of 8 x 8 pixels that need no download.
+"""
 
 from __future__ import annotations
 

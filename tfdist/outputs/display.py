@@ -1,4 +1,4 @@
-"""What a run shows on a terminal and elsewhere: its progress, and its result as a table.
+"""What a run shows: progress and result on a terminal, scalars in TensorBoard, a plot.
 
 Progress is a bar on a terminal, elsewhere a line every ten seconds. A task of a launcher that
 stands on a terminal ends its line with a carriage return, so that the launcher shows the next one
@@ -7,14 +7,22 @@ in its place.
 
 from __future__ import annotations
 
+import logging
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+
+from tfdist.errors import UsageError
+from tfdist.outputs.run_directory import COUNTERS
+
+logger = logging.getLogger(__name__)
 
 _EVERY_S = 10.0
 _IN_PLACE_EVERY_S = 0.25
@@ -213,3 +221,209 @@ def _metric_rows(metrics: Mapping[str, float | None]) -> list[tuple[str, str]]:
 
 def _value(value: float | None) -> str:
     return "not finite" if value is None else _number(value)
+
+
+# Files for TensorBoard: scalars, `train/loss` beside `validation/loss`, and a profile of steps.
+
+
+class ScalarWriter:
+    """Writes event files into a directory; the chief makes one. TensorFlow loads on first use."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._directory = os.fspath(directory)
+        self._writer: Any = None
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the logs of a step under Keras' names: ``val_loss`` as ``validation/loss``."""
+        import tensorflow as tf
+
+        if self._writer is None:
+            self._writer = tf.summary.create_file_writer(self._directory)
+        with self._writer.as_default():
+            for name, value in scalars.items():
+                tf.summary.scalar(tag(name), value, step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def tag(name: str) -> str:
+    """Return where TensorBoard shows a log of this name."""
+    if name.startswith("val_"):
+        return f"validation/{name.removeprefix('val_')}"
+    return name if name in ("learning_rate", "examples_per_second") else f"train/{name}"
+
+
+class StepProfiler:
+    """Records from step `first` up to step `last`, in whole ranges of steps, in the chief.
+
+    Under ps it sees the chief alone: what it dispatches, and when.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, first: int, last: int, profiler: Any = None
+    ) -> None:
+        self._directory = os.fspath(directory)
+        self._first = first
+        self._last = last
+        self._given = profiler
+        self._running: Any = None
+        self._done = False
+
+    def next_step(self, step: int) -> int | None:
+        """The step after `step` at which a range should end, None where it does not matter."""
+        return next((edge for edge in (self._first, self._last) if edge > step), None)
+
+    def before(self, step: int) -> None:
+        """A range begins at `step`."""
+        if self._done or self._running is not None or step < self._first:
+            return
+        logger.info("profiling from step %d to %d, into %s", step, self._last, self._directory)
+        self._running = self._given or _tensorflow_profiler()
+        self._running.start(self._directory)
+
+    def after(self, step: int) -> None:
+        """A range ended before `step`."""
+        if step >= self._last:
+            self.close()
+
+    def close(self) -> None:
+        """End the recording, also after an error."""
+        if self._running is not None:
+            self._running.stop()
+            self._running, self._done = None, True
+
+
+def _tensorflow_profiler() -> Any:
+    import tensorflow as tf
+
+    return tf.profiler.experimental
+
+
+# Plot of a run: loss and metrics over steps, training and validation.
+
+
+_NOT_METRICS = COUNTERS | {"learning_rate"}
+_TRAINING, _VALIDATION = "#1f5fa8", "#d1661a"
+
+
+def draw_plot(
+    lines: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, title: str
+) -> Path | None:
+    """Draw the lines of `metrics.jsonl` as a PNG; return its path.
+
+    Returns None, and says so in the log, where matplotlib is not installed or nothing was logged.
+    """
+    if not lines:
+        logger.info("no plot: no virtual epoch was finished")
+        return None
+    names = panels(lines)
+    try:
+        figure, axes_of_panels = empty_panels("plot", columns=len(names), width=5.2)
+    except UsageError as error:
+        logger.info("no plot: %s; %s", error.received, error.fix)
+        return None
+    for axes, name in zip(axes_of_panels, names, strict=True):
+        _draw_panel(axes, lines, name)
+    figure.suptitle(title, fontsize=12)
+    figure.savefig(path)
+    return Path(path)
+
+
+def empty_panels(where: str, *, columns: int = 1, width: float = 6.4) -> tuple[Any, list[Any]]:
+    """Return a figure and its panels, without pyplot or a display.
+
+    Raises UsageError where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError(
+            where,
+            received="no matplotlib",
+            expected="it to be installed",
+            fix="pip install 'tfdist[plots]'",
+            code="no-matplotlib",
+        ) from None
+    figure = Figure(figsize=(width * columns, 4.0), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes_of_panels = list(figure.subplots(1, columns, squeeze=False)[0])
+    for axes in axes_of_panels:
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes_of_panels
+
+
+def panels(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the metrics to show, loss first and no more than three."""
+    names = [
+        name
+        for name, value in lines[-1].items()
+        if name not in _NOT_METRICS
+        and not name.startswith("val_")
+        and isinstance(value, (int, float, type(None)))
+    ]
+    return sorted(names, key=lambda name: name != "loss")[:3] or ["loss"]
+
+
+def _draw_panel(axes: Any, lines: Sequence[Mapping[str, Any]], name: str) -> None:
+    for key, label, color, marker in (
+        (name, "training", _TRAINING, "o"),
+        (f"val_{name}", "validation", _VALIDATION, "s"),
+    ):
+        points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+        if points:
+            last = f"{label}, last {points[-1][1]:.4g}"
+            axes.plot(*zip(*points, strict=True), label=last, color=color, marker=marker, ms=3.5)
+    words = name.replace("_", " ")
+    axes.set_title(words.capitalize(), loc="left", fontsize=10)
+    axes.set_xlabel("step (optimizer updates)")
+    is_share = "accuracy" in name
+    unit = {"loss": " (mean per example)"}.get(name, " (fraction of examples)" if is_share else "")
+    axes.set_ylabel(words + unit)
+    if is_share:
+        axes.set_ylim(top=1.005)
+    elif all((line.get(key) or 0) >= 0 for line in lines for key in (name, f"val_{name}")):
+        axes.set_ylim(bottom=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if axes.lines:
+        axes.legend(frameon=False, fontsize=9)
+
+
+# Table of the costs of a ps job's steps.
+
+
+PS_COLUMNS = ("input", "read", "compute", "write", "between", "waiting", "step")
+
+
+def show_ps_costs(profile: Mapping[str, Any], *, console: Console | None = None) -> None:
+    """Write the table to `console`, by default standard output."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    for line in ps_cost_lines(profile):
+        console.print(line, markup=False, emoji=False)
+
+
+def ps_cost_lines(profile: Mapping[str, Any]) -> list[str]:
+    """Return the table of `tfdist.ps.profile.PsProfile.summary`, line by line."""
+    workers = profile["workers"]
+    if not workers:
+        return ["what a step costs: too few steps to tell"]
+    text = ["what a step costs, in ms, as means that add up"]
+    text.append(f"  {'':<10} {'steps':>8} " + " ".join(f"{name:>9}" for name in PS_COLUMNS))
+    for name, costs in workers.items():
+        cells = " ".join(_cost(costs.get(f"{column}_ms")) for column in PS_COLUMNS)
+        text.append(f"  {name:<10} {costs['steps']:>8,} {cells}")
+    text.append("what a step sends")
+    for ends, link in profile["links"].items():
+        more = f", and {link['unknown']} of unknown size" if link["unknown"] else ""
+        known = link["tensors"] - link["unknown"]
+        text.append(f"  {ends:<18} {link['size_bytes']:>14,} bytes in {known} tensors{more}")
+    return text
+
+
+def _cost(value: float | None) -> str:
+    return f"{'-' if value is None else f'{value:.2f}':>9}"

@@ -1,0 +1,224 @@
+"""Layers on devices of their own: where they compute, and that the bits are those of one device."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests import forked_python
+from tfdist.errors import UsageError
+from tfdist.strategy.layer_devices import PlacedStrategy
+
+L = keras.layers
+PLACEMENT = {"embed": "CPU:2", "lstm|mha": "cpu:1", "norm": "/device:CPU:1"}
+WHERE = {"embed": 2, "lstm": 1, "mha": 1, "norm": 1, "head": 0}
+random = np.random.default_rng(0)
+X = random.integers(0, 10, (20, 6)).astype("int32")
+Y = random.integers(0, 3, (20,))
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def words(strategy):
+    """A model with a mask, a loop, layers in a layer, statistics and draws; in the scope."""
+    keras.backend.clear_session(free_memory=False)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        ids = keras.Input((6,), dtype="int32")
+        x = L.Embedding(10, 4, mask_zero=True, name="embed")(ids)
+        x = L.LSTM(5, return_sequences=True, name="lstm")(x)
+        x = L.MultiHeadAttention(2, 3, name="mha")(x, x)
+        x = L.Dropout(0.3, name="drop")(L.BatchNormalization(name="norm")(x))
+        x = L.Dense(3, name="head", kernel_regularizer="l2")(L.GlobalAveragePooling1D()(x))
+        optimizer = keras.optimizers.AdamW(0.01, global_clipnorm=0.1, use_ema=True)
+        return compiled(keras.Model(ids, x), optimizer)
+
+
+def own_steps(strategy):
+    """A small one with a step of its own, scaled losses and accumulated gradients."""
+    keras.backend.clear_session(free_memory=False)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        ids = keras.Input((6,), dtype="int32")
+        x = L.Embedding(10, 4, name="embed")(ids)
+        x = L.Dense(3, name="head")(L.Dropout(0.3)(L.Flatten()(x)))
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+            initial_scale=1024.0,
+        )
+        return compiled(OwnStep(ids, x), optimizer)
+
+
+def compiled(model, optimizer):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    return model
+
+
+def placed(names=tuple(PLACEMENT)):
+    return PlacedStrategy("/CPU:0", {name: PLACEMENT[name] for name in names})
+
+
+def fitted(model, **options):
+    options = {"batch_size": 8, "epochs": 2, "seed": 3, "verbose": 0, **options}
+    return tfdist.fit(model, X, Y, validation_data=(X[:7], Y[:7]), **options).history
+
+
+def bits(model):
+    return [v.numpy().tobytes() for v in (*model.variables, *model.optimizer.variables)]
+
+
+def device_of(variable):
+    return int(variable.value.device.rpartition(":")[2])
+
+
+def test_bits_and_logs_are_those_of_one_device(strategies):
+    alone, model = words(strategies[1]), words(placed())
+    assert fitted(alone) == fitted(model)
+    assert bits(alone) == bits(model)
+    predicted = [tfdist.predict(m, X, batch_size=8, verbose=0) for m in (alone, model)]
+    np.testing.assert_array_equal(*predicted)
+    assert_on_devices(model)
+
+
+def assert_on_devices(model):
+    """Variables, their slots and their averages."""
+    slots = [v for v in model.optimizer.variables if tuple(v.shape)]
+    for variable in (*model.weights, *slots):
+        names = [name for name in WHERE if name in variable.path]
+        if names:
+            assert device_of(variable) == WHERE[names[0]], variable.path
+    assert len(slots) == 3 * len(model.trainable_variables)
+
+
+def test_forward_and_backward_passes_are_on_the_device_of_the_layer():
+    """All of the operations of a layer and its gradients, in the loop of a layer too; updates."""
+    strategy = placed()
+    model = words(strategy)
+    variables = model.trainable_variables
+    with strategy.scope():
+        model.optimizer.build(variables)
+
+    @tf.function(autograph=False)
+    def step(x):
+        def in_replica():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(x, training=True))
+            gradients = tape.gradient(loss, [v.value for v in variables])
+            model.optimizer.apply(gradients, variables)
+
+        strategy.run(in_replica)
+
+    graph = step.get_concrete_function(tf.constant(X)).graph
+    loops = [g for g in graph._functions.values() if "while" in g.cached_definition.signature.name]
+    nodes = list(graph.as_graph_def().node)
+    nodes += [node for loop in loops for node in loop.cached_definition.node_def]
+    updates = [node.device for node in nodes if node.op == "AssignSubVariableOp"]
+    assert {int(device.rpartition(":")[2]) for device in updates} == {0, 1, 2}
+    found = {}
+    for node in nodes:
+        names = {name for name in WHERE if any(p.startswith(name) for p in node.name.split("/"))}
+        if node.device and node.op != "Const" and names:
+            key = "gradient_tape" in node.name, min(names)
+            found.setdefault(key, set()).add(int(node.device.rpartition(":")[2]))
+    for name, device in WHERE.items():
+        assert found[False, name] == {device}, name
+        assert found[True, name] == {device}, name
+
+
+def test_a_run_goes_on_with_and_without_a_placement(strategies, tmp_path):
+    """Of one with a step of its own, whose loss is scaled."""
+    one, several = strategies[1], placed(["embed"])
+    whole = own_steps(one)
+    fitted(whole)
+    for number, (first, then) in enumerate([(one, several), (several, one)]):
+        backup = tfdist.BackupAndRestore(tmp_path / str(number), every_steps=3)
+        fitted(own_steps(first), epochs=1, callbacks=[backup])
+        resumed = own_steps(then)
+        backup = tfdist.BackupAndRestore(tmp_path / str(number), every_steps=3)
+        fitted(resumed, callbacks=[backup])
+        assert bits(resumed) == bits(whole)
+        assert device_of(resumed.layers[1].embeddings) == (2 if then is several else 0)
+
+
+class WeightOfInit(L.Layer):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize(
+    ("layer", "pattern", "code", "says"),
+    [
+        (lambda: L.Dense(3, name="head"), "haed", "unknown-layer", "(did you mean 'head'?)"),
+        (lambda: WeightOfInit(name="head"), "head", "made-elsewhere", "on CPU:0, whose layer is"),
+    ],
+)
+def test_a_pattern_or_layer_that_cannot_be_placed_is_refused(layer, pattern, code, says):
+    strategy = PlacedStrategy("/CPU:0", {pattern: "CPU:1"})
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), layer(), L.Dense(2, name="last")])
+        model.compile("sgd", "mse")
+    with pytest.raises(UsageError) as caught:
+        tfdist.fit(model, np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+    assert caught.value.code == code
+    assert says in str(caught.value)
+
+
+PROGRAM = """
+import json
+import keras, numpy as np, tensorflow as tf
+import tfdist
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+said = []
+def attempt(does):
+    try:
+        does()
+    except tfdist.UsageError as error:
+        said.append(str(error))
+attempt(lambda: tfdist.make_strategy("mirrored", placement={"a": "CPU:1"}))
+attempt(lambda: tfdist.make_strategy(placement={"a": "GPU:1"}))
+"""
+TRAINS = """
+strategy = tfdist.make_strategy(placement={"first": "CPU:1"})
+layers = lambda: [keras.Input((3,)), keras.layers.Dense(3, name="first"), keras.layers.Dense(1)]
+fit = lambda model: tfdist.fit(model, np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+outside = keras.Sequential(layers())
+outside.compile("sgd", "mse")
+attempt(lambda: fit(outside))
+attempt(lambda: tfdist.make_strategy(placement={"first": "CPU"}))
+with strategy.scope():
+    model = keras.Sequential(layers())
+    model.compile("sgd", "mse")
+fit(model)
+said.append([weight.value.device[-5:] for weight in model.weights])
+print(json.dumps(said))
+"""
+
+
+def test_make_strategy_places_layers():
+    """What is refused comes first: no device may be asked for once TensorFlow has run."""
+    environ = {**os.environ, **forked_python.ENVIRON}
+    environ.pop("TF_CONFIG", None)
+    ran = forked_python.run("-c", PROGRAM + TRAINS, timeout=120, env=environ)
+    assert ran.returncode == 0, ran.stderr
+    mirrored, device, outside, another, devices = json.loads(ran.stdout.splitlines()[-1])
+    assert "received a placement under strategy mirrored" in mirrored
+    assert "placement['a']: received 'GPU:1' (did you mean 'CPU:1'?); expected one of" in device
+    assert "CPU:0, CPU:1. Fix: " in device
+    assert "a model made outside strategy.scope()" in outside
+    assert "another placement after a single strategy" in another
+    assert devices == ["CPU:1", "CPU:1", "CPU:0", "CPU:0"]

@@ -1,0 +1,215 @@
+"""Placement: layers, by their paths, on devices of this process.
+
+Under `PlacedStrategy`, a `tf.distribute.OneDeviceStrategy`, a layer that a pattern matches has its
+variables and slots on a device of its own, computes there, forward and backward, and is updated
+there. TensorFlow copies what crosses from one device to another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute import one_device_strategy
+
+from tfdist.errors import near, require, require_one_of
+
+_LOG = logging.getLogger(__name__)
+_GRADIENTS = "gradient_tape/"
+
+
+class PlacedStrategy(tf.distribute.OneDeviceStrategy):
+    """One replica whose layers are on several devices.
+
+    Args:
+      device: of what no pattern matches.
+      placement: regular expressions over layer paths to devices, of which the first that matches
+        counts; a layer inside a layer is where that one is, unless one matches it.
+
+    Raises:
+      UsageError: there is no such device.
+    """
+
+    def __init__(self, device: str, placement: Mapping[str, str]) -> None:
+        placed = {pattern: _device(pattern, name) for pattern, name in placement.items()}
+        tf.distribute.Strategy.__init__(self, _PlacedExtended(self, device, placed))
+        self.placement = dict(placement)
+        _follow_layers()
+
+    def require_placed(self, model: keras.Model) -> None:
+        """Raise UsageError unless each pattern counts, and each variable is where its layer is."""
+        paths = [_path(layer) for layer in model._flatten_layers(include_self=False)]
+        names = [*paths, *(path.rpartition("/")[2] for path in paths)]
+        used = {self.extended.pattern_of(path) for path in paths}
+        for pattern in self.placement:
+            require(
+                pattern in used,
+                "placement",
+                received=f"{pattern!r}{near(pattern, names)}, which counts for no layer",
+                expected="regular expressions that match paths of layers",
+                fix="correct it, or put it before a more general one",
+                code="unknown-layer",
+            )
+        sizes: dict[str, int] = {}
+        for variable, device in self.extended.expected(model):
+            there = _short(variable.value.device)
+            sizes[there] = sizes.get(there, 0) + math.prod(variable.shape)
+            require(
+                there == device,
+                "placement",
+                received=f"{variable.path} on {there}, whose layer is on {device}",
+                expected="variables that a layer makes in its build",
+                fix="name the layers inside a model by their own paths, and call add_weight in"
+                " build, not in __init__",
+                code="made-elsewhere",
+            )
+        shown = ", ".join(f"{size} on {device}" for device, size in sorted(sizes.items()))
+        _LOG.info("placement: trainable values: %s", shown)
+
+
+class _PlacedExtended(one_device_strategy.OneDeviceExtended):
+    """What a `PlacedStrategy` does."""
+
+    def __init__(self, strategy: PlacedStrategy, device: str, placed: Mapping[str, str]) -> None:
+        super().__init__(strategy, device)
+        self._placed = placed
+        self._within: list[str] = []
+        self._scopes: weakref.WeakKeyDictionary[tf.Graph, dict[str, str]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def pattern_of(self, path: str) -> str | None:
+        """Return the pattern that counts for a layer."""
+        return next((pattern for pattern in self._placed if re.search(pattern, path)), None)
+
+    def expected(self, layer: Any, device: str | None = None) -> Iterator[tuple[Any, str]]:
+        """Yield each trainable variable of a layer, and of those inside, with its device."""
+        device = self._placed.get(self.pattern_of(_path(layer)) or "", device or self._device)
+        for variable in layer._trainable_variables:
+            yield variable, _short(device)
+        for inner in layer._flatten_layers(recursive=False, include_self=False):
+            yield from self.expected(inner, device)
+
+    @contextlib.contextmanager
+    def in_layer(self, scope: contextlib.AbstractContextManager[Any], path: str) -> Iterator[None]:
+        """Enter a layer's name scope, and its device if it has one."""
+        pattern = self.pattern_of(path)
+        if pattern is None:
+            with scope:
+                yield
+            return
+        device = self._placed[pattern]
+        self._within.append(device)
+        try:
+            with scope, tf.device(device):
+                if not tf.executing_eagerly():
+                    graph = tf.compat.v1.get_default_graph()
+                    self._scopes.setdefault(graph, {})[graph.get_name_scope()] = device
+                yield
+        finally:
+            self._within.pop()
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        if kwargs.get("colocate_with") is not None or not self._within:
+            return super()._create_variable(next_creator, **kwargs)
+        kwargs.pop("colocate_with", None)
+        with tf.device(self._within[-1]):
+            return next_creator(**kwargs)
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if tf.executing_eagerly():
+            return super()._call_for_each_replica(fn, args, kwargs)
+
+        def on_devices(*args: Any, **kwargs: Any) -> Any:
+            with tf.compat.v1.get_default_graph().device(lambda op: self._device_of(op)):
+                return fn(*args, **kwargs)
+
+        return super()._call_for_each_replica(on_devices, args, kwargs)
+
+    def _update_non_slot(
+        self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
+    ) -> Any:
+        device = getattr(colocate_with, "device", self._device)
+
+        def on_device(*args: Any, **kwargs: Any) -> Any:
+            with tf.device(device):
+                return fn(*args, **kwargs)
+
+        return super()._update_non_slot(colocate_with, on_device, args, kwargs, group)
+
+    def _device_of(self, operation: tf.Operation) -> str:
+        """Return where an operation is to be: a gradient, where its layer computes forward.
+
+        A tape names gradients by the name scope of the forward pass, and leaves devices alone.
+        Inside a loop or a branch, its graph is made within that of the step.
+        """
+        graph, name = operation.graph, operation.name
+        while not operation.device and graph is not None:
+            if name.startswith(_GRADIENTS) and (device := self._of_scope(graph, name)):
+                return device
+            graph = getattr(graph, "outer_graph", None)
+            name = graph.get_name_scope() + "/" if graph is not None else ""
+        return str(operation.device)
+
+    def _of_scope(self, graph: tf.Graph, name: str) -> str | None:
+        scopes, scope = self._scopes.get(graph, {}), name.removeprefix(_GRADIENTS)
+        while scope and scope not in scopes:
+            scope = scope.rpartition("/")[0]
+        return scopes.get(scope)
+
+
+@functools.cache
+def _follow_layers() -> None:
+    """Have Keras' layers build and compute within their strategy's placement; once a process."""
+    original = keras.layers.Layer._open_name_scope
+
+    @functools.wraps(original)
+    def open_name_scope(self: keras.layers.Layer) -> Any:
+        scope, extended = original(self), tf.distribute.get_strategy().extended
+        if not isinstance(extended, _PlacedExtended):
+            return scope
+        return extended.in_layer(scope, _path(self))
+
+    keras.layers.Layer._open_name_scope = open_name_scope
+
+
+def _path(layer: Any) -> str:
+    """Return a layer's path, as `path` says once it is built."""
+    return "/".join(filter(None, (layer._parent_path, layer.name)))
+
+
+def _short(device: str) -> str:
+    """Return a device's name without that of its task: ``CPU:1``."""
+    return ":".join(device.lstrip("/").rsplit(":", 2)[-2:])
+
+
+def _devices() -> list[str]:
+    """Return the names of the devices there are, without having TensorFlow make them."""
+    found = []
+    for kind in ("CPU", "GPU"):
+        each = map(tf.config.get_logical_device_configuration, tf.config.get_visible_devices(kind))
+        count = sum(len(parts or [None]) for parts in each)
+        found += [f"{kind}:{i}" for i in range(count)]
+    return found
+
+
+def _device(pattern: str, name: str) -> str:
+    """Return the name of a device there is, as TensorFlow has it; ``CPU`` is the first CPU."""
+    short = name.upper().removeprefix("/").removeprefix("DEVICE:")
+    require_one_of(
+        f"placement[{pattern!r}]",
+        short if ":" in short else f"{short}:0",
+        _devices(),
+        fix="name one of them; tf.config.set_logical_device_configuration, before make_strategy,"
+        " makes several of one CPU",
+        code="devices",
+    )
+    return f"/{short}"
