@@ -24,6 +24,9 @@ from tfdist.report.pieces import UNKNOWN, clock, duration, number
 from tfdist.report.run import LIVE_FILE, reading
 
 _EVERY_S = 1.0
+_LATE_S = 5.0
+"""Without a heartbeat for so long a task is shown as late."""
+_STYLES = {"running": "green", "waiting": "yellow", "ended": "dim"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,16 +59,6 @@ def _show(run_dir: Path, *, once: bool) -> None:
         while is_running(run_dir):
             time.sleep(_EVERY_S)
             live.update(view(run_dir), refresh=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-_LATE_S = 5.0
-"""Without a heartbeat for so long a task is shown as late."""
-
-_STYLES = {"running": "green", "waiting": "yellow", "ended": "dim"}
 
 
 def is_running(run_dir: Path) -> bool:
@@ -166,3 +159,7 @@ def _metrics(last: list[dict[str, Any]]) -> Text:
         and isinstance(value, int | float)
     ]
     return Text("last epoch: " + "  ".join(told) if told else "", style="dim")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
