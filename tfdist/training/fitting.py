@@ -275,7 +275,7 @@ class StepLoop:
       sharded_optimizers: optimizers that are not built, each with its variables. They are built
         here, under multiworker as `sharded_optimizer` of `tfdist.fit` does it.
 
-    Every training task makes one alike and calls it alike.
+    Every training task makes one with the same arguments and calls it equally often.
     """
 
     @naming_a_lost_server()
