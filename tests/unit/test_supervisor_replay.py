@@ -223,6 +223,38 @@ def test_what_a_worker_raises_while_it_is_killed_is_no_failure_of_the_next_proce
     assert len(decided) == 6
 
 
+def test_sigterm_lets_the_chief_save_before_its_servers_end():
+    state = job(PS_JOB, max_restarts=3)
+    decided = replay(
+        state,
+        *begun(PS_JOB),
+        Awakening(at_s=5.0, events=(StopRequest(signum=TERM),)),
+        Awakening(at_s=6.0, events=(ended(W1, 6.0, 1),)),  # no failure any more
+        Awakening(at_s=8.0, events=(ended(CHIEF, 8.0, 143),)),
+        Awakening(at_s=8.5, events=(ended(W0, 8.5, -TERM), ended(PS, 8.5, -TERM))),
+    )
+    said = "SIGTERM: ending 4 tasks within 10 s (a second signal kills at once)"
+    assert decided[4:] == [
+        (5.0, [Say(said), Signal(CHIEF, TERM)]),
+        (8.0, [Signal(W0, TERM), Signal(PS, TERM)]),
+    ]
+    assert (state.is_over, state.exit_code, state.failure) == (True, 143, None)
+
+
+def test_a_task_that_is_deaf_is_killed_when_its_grace_is_over():
+    state = job(MULTIWORKER_JOB)
+    decided = replay(
+        state,
+        *begun(MULTIWORKER_JOB),
+        Awakening(at_s=5.0, events=(StopRequest(signum=TERM),)),
+        Awakening(at_s=5.5, events=(ended(W0, 5.5, 143), ended(W1, 5.5, 143))),
+        Awakening(at_s=15.0),
+        Awakening(at_s=15.1, events=(ended(W2, 15.1, -KILL),)),
+    )
+    assert decided[-1] == (15.0, [Say("killed, as still running: worker-2"), Signal(W2, KILL)])
+    assert (state.is_over, state.exit_code) == (True, 143)
+
+
 class Answers:
     """Gives a job its events, and has its tasks do what was decided at the next moment."""
 
