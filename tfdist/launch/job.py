@@ -267,41 +267,38 @@ def _run_across(job: JobDescription, group: Group, *, terms: Mapping[str, str]) 
 
 
 def _lead(part: HostPart) -> int:
-    """Run the job, as host 0."""
-    job, screen = part.job, part.screen
+    """Run the job, as host 0; the other hosts are told how it has ended."""
     team = Team(
         part.group,
         _hub(part),
-        options=job.options,
-        strategy=job.strategy,
-        screen=screen,
+        options=part.job.options,
+        strategy=part.job.strategy,
+        screen=part.screen,
         signals=part.signals,
     )
     code, why = EXIT_FAILED, "the launcher of host 0 has failed"
     try:
-        asked = team.gather()
+        code = _run_team(part, team)
         why = ""
-        if asked is not None:
-            code = exit_code_for(asked)
-            return code
-        screen.announce(team.roll_call(own=part.own, terms=part.terms))
-        with RunDir(job.run_dir) as run_dir:
-            screen.announce(f"run directory {job.run_dir}")
-            job_run = JobRun(
-                job,
-                ports=part.ports,
-                run_dir=run_dir,
-                screen=screen,
-                signals=part.signals,
-                team=team,
-            )
-            code = job_run.run()
     except TfdistError as error:
         code, why = error.exit_code, str(error)
         raise
     finally:
         team.end(code, why=why)
     return code
+
+
+def _run_team(part: HostPart, team: Team) -> int:
+    job, screen = part.job, part.screen
+    if (asked := team.gather()) is not None:
+        return exit_code_for(asked)
+    screen.announce(team.roll_call(own=part.own, terms=part.terms))
+    with RunDir(job.run_dir) as run_dir:
+        screen.announce(f"run directory {job.run_dir}")
+        job_run = JobRun(
+            job, ports=part.ports, run_dir=run_dir, screen=screen, signals=part.signals, team=team
+        )
+        return job_run.run()
 
 
 def _hub(part: HostPart) -> Hub:
@@ -384,6 +381,7 @@ class JobRun:
                 return self._run_from(logs)
             except (OSError, TfdistError) as error:  # of the launcher's own
                 self._write(getattr(error, "exit_code", EXIT_FAILED))
+                self._screen.last_words(is_hurried=True)
                 raise
 
     def _run_from(self, logs: Path) -> int:

@@ -67,6 +67,7 @@ class JobProcesses:
         self._owed: dict[Task, int] = {}
         self._pipes: dict[int, tuple[Task, TaskOutput]] = {}
         self._is_patient = True
+        self._is_closed = False
         self._is_paused = False
         self._notes_rest = b""
         self._notes_fd, self._notes_write_fd = os.pipe2(os.O_CLOEXEC)
@@ -262,7 +263,8 @@ class JobProcesses:
                 console.forget_backlog()
             self._watch_console(console)
         out = self._screen.out
-        if out.is_closed and self._is_patient:
+        if out.is_closed and self._is_patient and not self._is_closed:
+            self._is_closed = True  # once: a second request would kill
             self._news.append(StopRequest(signum=signal.SIGPIPE))
         if out.is_full is not self._is_paused:
             self._is_paused = out.is_full

@@ -6,7 +6,6 @@ told to, and tell what happens to it (`tfdist.launch.multihost.node`).
 
 from __future__ import annotations
 
-import select
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from tfdist.launch.events import (
 from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
 from tfdist.launch.multihost.connection import NO_SENSE, Attempt, Message, decode_event, encode
 from tfdist.launch.multihost.hosts import Group
-from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived
+from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, readable
 from tfdist.launch.options import LaunchOptions
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
@@ -169,10 +168,7 @@ class Team:
         """Wait for news; return a signal to stop, wherever it came from."""
         self._screen.flush()
         left_s = max(0.0, self.hub.next_s - self._clock())
-        poll = select.poll()
-        for fd in (self.hub.fileno(), self._signals.fd):
-            poll.register(fd, select.POLLIN)
-        poll.poll(left_s * 1000)
+        readable([self.hub.fileno(), self._signals.fd], within_s=left_s)
         self.hub.turn()
         for news in self.hub.take_news():
             match news:
