@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.ops.submit.command import wrong
+from tfdist.ops.submit.request import wrong
 
 _DEADLINE_S = 60.0
 _MAX_PODS_OF_LOGS = 10_000
