@@ -60,7 +60,7 @@ from tfdist.launch.report import (
     write_report,
 )
 from tfdist.launch.screen import JobScreen, show, shows_in_place, standard_screen
-from tfdist.launch.state import JobRules, JobState, RestartPolicy
+from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.target import check_program, file_of_program, imports_tensorflow
 from tfdist.launch.watchdog import Watchdog
@@ -406,23 +406,25 @@ class JobRun:
         specs = self._specs()
         if is_first:
             self._screen.announce(f"strategy {self._job.strategy}: {_counted(specs)}")
-        options, chief = self._job.options, specs[0].task
-        is_ps = self._job.strategy == "ps"
+        options, is_ps = self._job.options, self._job.strategy == "ps"
         processes = self._processes(specs, logs=logs)
-        rules = JobRules(
-            chief=chief, is_ps=is_ps, grace_s=options.grace_s, min_workers=options.min_workers
-        )
         watchdog = Watchdog(
             hang_timeout_s=options.hang_timeout_s or math.inf,
             startup_timeout_s=options.startup_timeout_s,
             is_ps=is_ps,
-            chief=chief,
+            chief=specs[0].task,
             state_of=processes.state_of,
             can_speak=processes.can_speak,
             is_held_up=lambda: self._screen.out.is_full,
         )
         state = JobState.of(
-            specs, rules, policy=self._policy, watchdog=watchdog, now_s=time.monotonic()
+            specs,
+            is_ps=is_ps,
+            grace_s=options.grace_s,
+            min_workers=options.min_workers,
+            policy=self._policy,
+            watchdog=watchdog,
+            now_s=time.monotonic(),
         )
         live = self._live_status(logs)
         supervisor = Supervisor(

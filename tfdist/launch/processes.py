@@ -31,7 +31,7 @@ from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient
 from tfdist.launch.multihost.connection import NO_SENSE, event_of
 from tfdist.launch.plan import JobDescription, ProcessSpec
-from tfdist.launch.process import ExecStarter, Starter
+from tfdist.launch.process import Starter
 from tfdist.launch.screen import Console, JobScreen, TaskOutput
 from tfdist.launch.task import STACK_SIGNAL
 from tfdist.launch.watchdog import holds_pipe, proc_state
@@ -317,7 +317,7 @@ class TaskFactory:
         self._screen = screen
         self._signals = signals
         self._stack = contextlib.ExitStack()
-        self._starter: Starter | None = None
+        self._starter: ForkStarter | None = None
         self._given = _socket_of(job.options.fork_server)
         self._evidence = KillEvidence()
 
@@ -360,15 +360,9 @@ class TaskFactory:
         if self._starter is not None and not self._starter.is_over:
             return self._starter
         self._close_starter()
-        open_files = self._job.open_files
-        if not specs:  # nothing can be started, and host 0 gets the reason
-            return ExecStarter(clock=time.monotonic, open_files=open_files)
-        keep_fds = self._job.options.kept_fds
-        if self._job.start == "exec":
-            self._starter = ExecStarter(
-                clock=time.monotonic, open_files=open_files, keep_fds=keep_fds
-            )
-            return self._starter
+        open_files, keep_fds = self._job.open_files, self._job.options.kept_fds
+        if self._job.start == "exec" or not specs:  # none: host 0 gets the reason
+            return Starter(clock=time.monotonic, open_files=open_files, keep_fds=keep_fds)
         given, self._given = self._given, None  # the first; another would be started here
         server = ForkStarter(
             environ={**shared_environment(specs), MARK: self._guard.mark},

@@ -20,6 +20,7 @@ from tfdist.launch.events import (
     SignalPipe,
     Started,
     StopRequest,
+    named,
     task_of,
 )
 from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
@@ -99,12 +100,10 @@ class Team:
     def roll_call(self, *, own: str, terms: Mapping[str, str]) -> str:
         """Return who is there, at which addresses, and what all of them have in common."""
         at = {0: own} | {rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)}
-        shown = [f"{self.name(rank)} at {at[rank]}" for rank in list(at)[:_MAX_NAMES]]
-        more = f" and {len(at) - len(shown)} more" if len(at) > len(shown) else ""
         alike = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
         return (
             f"{len(at)} hosts, alike in {', '.join(alike)}, configuration {fingerprint(terms)}: "
-            f"{', '.join(shown)}{more}"
+            + named(f"{self.name(rank)} at {address}" for rank, address in at.items())
         )
 
     def specs(
@@ -222,9 +221,7 @@ class Team:
         )
 
     def _named(self, ranks: Sequence[int]) -> str:
-        names = ", ".join(f"{self.name(rank)} (rank {rank})" for rank in ranks[:_MAX_NAMES])
-        more = len(ranks) - _MAX_NAMES
-        return names + (f" and {more} more" if more > 0 else "")
+        return named(f"{self.name(rank)} (rank {rank})" for rank in ranks)
 
 
 _MAX_LINES, _MAX_LINE_CHARS = 20, 1000

@@ -36,7 +36,7 @@ from tfdist.launch.multihost.hosts import Group
 from tfdist.launch.multihost.rendezvous import Joining, Member, readable
 from tfdist.launch.plan import JobDescription, ProcessSpec
 from tfdist.launch.processes import JobProcesses, TaskFactory
-from tfdist.launch.report import signal_name
+from tfdist.launch.report import request_name
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.state import RESTART_GRACE_S
 
@@ -259,7 +259,7 @@ class Node:
     def _tell(self, member: Member, event: Event) -> None:
         if isinstance(event, StopRequest):
             self._stop_signal = event.signum if self._stop_signal is None else self._stop_signal
-            self._screen.say(f"{_name(event.signum)}: {self._group.hosts[0]} ends the job")
+            self._screen.say(f"{request_name(event.signum)}: {self._group.hosts[0]} ends the job")
             member.send({"stop_request": int(event.signum)})
         elif self._here is not None:
             self._here.note(event)
@@ -320,7 +320,3 @@ class Node:
             grace_s = min(options.grace_s, RESTART_GRACE_S if options.max_restarts else math.inf)
             for request in here.end(grace_s=grace_s):
                 self._stop_signal = self._stop_signal or request.signum
-
-
-def _name(signum: int) -> str:
-    return "its output is closed" if signum == signal.SIGPIPE else signal_name(signum)

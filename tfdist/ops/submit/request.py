@@ -442,8 +442,10 @@ def _parser() -> Parser:
     parser = Parser(prog="tfdist.submit", add_help=False)
     add = parser.add_argument
     for flag in FLAGS:
-        kept = {"action": "append", "default": []} if flag.repeats else {}
-        add(f"--{flag.name}", metavar=flag.shown, **kept)
+        if flag.repeats:
+            add(f"--{flag.name}", metavar=flag.shown, action="append", default=[])
+        else:
+            add(f"--{flag.name}", metavar=flag.shown)
     for name in _LAUNCHER:
         add(f"--{name}", nargs="?", default=argparse.SUPPRESS)
     return parser
