@@ -293,11 +293,9 @@ def gather() -> Iterator[Gather]:
         options, group = decided_group(
             parse(["--hosts", "a,b,c,d,e", "--node_rank", "0", "x.py"]), WITH_TOKEN
         )
-        world = Arrivals(readable, *parts)
-        team = Team(
-            group, world, options=options, strategy="multiworker", screen=world,  # type: ignore[arg-type]
-            signals=world, clock=lambda: world.now_s,  # type: ignore[arg-type]
-        )  # fmt: skip
+        world, job = Arrivals(readable, *parts), SimpleNamespace(options=options, strategy="ps")
+        part = SimpleNamespace(job=job, group=group, screen=world, signals=world)
+        team = Team(part, world, clock=lambda: world.now_s)  # type: ignore[arg-type]
         team.gather()
         return world
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from tfdist.cluster import HeldPort, hold_ports, placement, settings, tf_config
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
+from tfdist.files import write_json
 from tfdist.launch.events import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.live import (
     LIVE_FILE,
@@ -47,6 +48,7 @@ from tfdist.launch.plan import (
 from tfdist.launch.process import isolate, raise_file_limit
 from tfdist.launch.processes import JobProcesses, TaskFactory
 from tfdist.launch.report import (
+    FILE_NAME,
     AttemptReport,
     RunDir,
     attempt_entry,
@@ -57,7 +59,6 @@ from tfdist.launch.report import (
     reserve_room,
     restart_seconds,
     signal_name,
-    write_report,
 )
 from tfdist.launch.screen import JobScreen, show, shows_in_place, standard_screen
 from tfdist.launch.state import JobState, RestartPolicy
@@ -268,14 +269,7 @@ def _run_across(job: JobDescription, group: Group, *, terms: Mapping[str, str]) 
 
 def _lead(part: HostPart) -> int:
     """Run the job, as host 0; the other hosts are told how it has ended."""
-    team = Team(
-        part.group,
-        _hub(part),
-        options=part.job.options,
-        strategy=part.job.strategy,
-        screen=part.screen,
-        signals=part.signals,
-    )
+    team = Team(part, _hub(part))
     code, why = EXIT_FAILED, "the launcher of host 0 has failed"
     try:
         code = _run_team(part, team)
@@ -292,7 +286,7 @@ def _run_team(part: HostPart, team: Team) -> int:
     job, screen = part.job, part.screen
     if (asked := team.gather()) is not None:
         return exit_code_for(asked)
-    screen.announce(team.roll_call(own=part.own, terms=part.terms))
+    screen.announce(team.roll_call())
     with RunDir(job.run_dir) as run_dir:
         screen.announce(f"run directory {job.run_dir}")
         job_run = JobRun(
@@ -353,6 +347,7 @@ class JobRun:
         self._stack = contextlib.ExitStack()
         self._task_factory = TaskFactory(job, screen=screen, signals=signals)
         self._epoch_s = time.time() - time.monotonic()
+        self._report_file = job.run_dir / FILE_NAME
         self._entries = earlier_attempts(job.run_dir)
         self._description = description_of_job(job.strategy, argv=sys.orig_argv)
         self._policy = RestartPolicy(
@@ -524,16 +519,12 @@ class JobRun:
         try:
             self._write_report(exit_code)
         except OSError as error:
-            path = self._job.run_dir / "report.json"
-            self._screen.say(f"{path}: cannot be written: {error.strerror}")
+            self._screen.say(f"{self._report_file}: cannot be written: {error.strerror}")
 
     def _write_report(self, exit_code: int | None) -> None:
-        write_report(
-            self._job.run_dir,
-            exit_code=exit_code,
-            attempts=self._entries,
-            job=self._description,
-        )
+        """Write it in one piece; `exit_code` None means that the job still runs."""
+        content = {"exit_code": exit_code, "job": self._description, "attempts": self._entries}
+        write_json(self._report_file, content)
 
 
 def _counted(specs: Sequence[ProcessSpec]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfdist.cluster import ClusterSpec, HeldPort, Task, placement
@@ -17,7 +17,6 @@ from tfdist.launch.events import (
     STOP_SIGNALS,
     Ended,
     Event,
-    SignalPipe,
     Started,
     StopRequest,
     named,
@@ -25,9 +24,8 @@ from tfdist.launch.events import (
 )
 from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
 from tfdist.launch.multihost.connection import NO_SENSE, Attempt, Message, decode_event, encode
-from tfdist.launch.multihost.hosts import Group
+from tfdist.launch.multihost.node import HostPart
 from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, readable
-from tfdist.launch.options import LaunchOptions
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
@@ -41,24 +39,18 @@ class Team:
 
     def __init__(
         self,
-        group: Group,
+        part: HostPart,
         hub: Hub,
         *,
-        options: LaunchOptions,
-        strategy: str,
-        screen: JobScreen,
-        signals: SignalPipe,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._group = group
+        self._part, self._group = part, part.group
         self.hub = hub
-        self._options = options
-        self._strategy = strategy
-        self._screen = screen
-        self._signals = signals
+        self._options, self._strategy = part.job.options, part.job.strategy
+        self._screen, self._signals = part.screen, part.signals
         self._clock = clock
         self._ports: dict[int, list[int]] = {}  # of each host that is ready for an attempt
-        self._others = tuple(range(1, len(group.hosts)))
+        self._others = tuple(range(1, len(part.group.hosts)))
         self._unlike: dict[int, tuple[str, ...]] = {}  # who was sent away, and why
         self._began = False
         self.host_of: dict[Task, int] = {}
@@ -97,9 +89,12 @@ class Team:
             self._do_without(missing)
         return None
 
-    def roll_call(self, *, own: str, terms: Mapping[str, str]) -> str:
+    def roll_call(self) -> str:
         """Return who is there, at which addresses, and what all of them have in common."""
-        at = {0: own} | {rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)}
+        terms = self._part.terms
+        at = {0: self._part.own} | {
+            rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)
+        }
         alike = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
         return (
             f"{len(at)} hosts, alike in {', '.join(alike)}, configuration {fingerprint(terms)}: "
