@@ -196,7 +196,7 @@ def test_ctrl_c_between_two_attempts_is_heard(launch, start):
 
 @pytest.mark.parametrize("start", ["exec", "fork"])
 def test_no_process_outlives_a_launcher_that_is_killed_during_a_restart(launch, start):
-    starter = {"exec": "process.ExecStarter", "fork": "forking.ForkStarter"}[start]
+    starter = {"exec": "process.Starter", "fork": "forking.ForkStarter"}[start]
     command = patched(
         f"""
         import os, tfdist.launch.fork_server as forking, tfdist.launch.process as process

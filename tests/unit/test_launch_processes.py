@@ -165,6 +165,13 @@ def test_requests_to_stop_are_events_and_other_signals_are_not(world, processes)
     ]
 
 
+def test_an_output_that_is_closed_is_one_request_to_stop(processes):
+    """Another host asks host 0, and goes on until it is told to end its tasks: two would kill."""
+    processes._screen.out.is_closed = True
+    assert processes.wait(0) == [StopRequest(signum=signal.SIGPIPE)]
+    assert processes.wait(0) == []
+
+
 def test_nothing_happening_is_no_event(processes):
     assert processes.wait(0) == []
 

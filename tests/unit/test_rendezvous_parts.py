@@ -129,8 +129,9 @@ def test_own_addresses_are_bound_to_and_others_refused() -> None:
     assert own_address("127.0.0.2", other="127.0.0.1") == "127.0.0.2"
     with pytest.raises(UsageError, match=r"192\.0\.2\.1, no address of this machine"):
         own_address("192.0.2.1", other="127.0.0.1")
-    with pytest.raises(UsageError, match="cannot be resolved"):
-        own_address("no-such-host.invalid", other="127.0.0.1")
+    for name in ("no-such-host.invalid", "x" * 64):
+        with pytest.raises(UsageError, match="cannot be resolved"):
+            own_address(name, other="127.0.0.1")
 
 
 def test_a_name_with_addresses_of_both_kinds_is_one_address_whatever_their_order(

@@ -21,9 +21,9 @@ from tests.unit.submit import PODS, SLURM, manifest, printed, refused
 from tfdist.cluster import read_environment
 from tfdist.cluster.tf_config import JobOptions
 from tfdist.launch.options import FLAGS as LAUNCHER
-from tfdist.ops.submit.command import NOT_HERE
 from tfdist.ops.submit.kubernetes import text_of
 from tfdist.ops.submit.pods import literal
+from tfdist.ops.submit.request import NOT_HERE
 
 # --- whole files: tests/golden and launch/ ---
 

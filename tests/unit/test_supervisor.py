@@ -14,7 +14,7 @@ from tfdist.cluster import Task
 from tfdist.launch.diagnosis import SETTLE_S
 from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.state import EVALUATOR, RESTART_GRACE_S, JobRules, JobState, RestartPolicy
+from tfdist.launch.state import EVALUATOR, RESTART_GRACE_S, JobState, RestartPolicy
 from tfdist.launch.supervisor import (
     SERVER_GRACE_S,
     STACKS_S,
@@ -91,10 +91,11 @@ class History:
         self.hang = (at_s, hang)
 
     def run(self, tasks, *, is_ps=False, grace_s=GRACE_S, max_restarts=0, min_workers=None):
-        rules = JobRules(chief=tasks[0], is_ps=is_ps, grace_s=grace_s, min_workers=min_workers)
         state = JobState.of(
             map(spec, tasks),
-            rules,
+            is_ps=is_ps,
+            grace_s=grace_s,
+            min_workers=min_workers,
             policy=RestartPolicy(max_restarts=max_restarts, window_s=3600),
             watchdog=self,
             now_s=self.now_s,

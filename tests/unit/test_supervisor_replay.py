@@ -18,7 +18,6 @@ from tfdist.launch.state import (
     EVALUATOR,
     RESTART_GRACE_S,
     AskForStacks,
-    JobRules,
     JobState,
     KillOne,
     RestartPolicy,
@@ -45,17 +44,19 @@ def spec(task, *, restart=0):
 
 def job(tasks, *, max_restarts=0, hang_timeout_s=1000.0, states=None, min_workers=None):
     """Returns the state of an attempt; `states` are the letters of processes in /proc."""
-    rules = JobRules(chief=tasks[0], is_ps=CHIEF in tasks, grace_s=GRACE_S, min_workers=min_workers)
+    is_ps = CHIEF in tasks
     watchdog = Watchdog(
         hang_timeout_s=hang_timeout_s,
         startup_timeout_s=60.0,
-        is_ps=rules.is_ps,
+        is_ps=is_ps,
         chief=tasks[0],
         state_of=(states or {}).get,
     )
     policy = RestartPolicy(max_restarts=max_restarts, window_s=3600.0)
-    specs = map(spec, tasks)
-    return JobState.of(specs, rules, policy=policy, watchdog=watchdog, now_s=0.0)
+    return JobState.of(
+        map(spec, tasks), is_ps=is_ps, grace_s=GRACE_S, min_workers=min_workers, policy=policy,
+        watchdog=watchdog, now_s=0.0,
+    )  # fmt: skip
 
 
 def begun(tasks):
