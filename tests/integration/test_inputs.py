@@ -9,7 +9,13 @@ import tensorflow as tf
 
 import tfdist
 from tfdist import phases
-from tfdist.data import ArraySource, InputFunctionSource, PythonSource, StreamSource
+from tfdist.data import (
+    ArraySource,
+    InputFunctionSource,
+    PyDatasetSource,
+    PythonSource,
+    StreamSource,
+)
 from tfdist.strategy import job_of
 from tfdist.training import inputs
 
@@ -33,6 +39,12 @@ class Batches(keras.utils.PyDataset):
 
     def on_epoch_end(self):
         self.passes.append("end")
+
+
+class Growing(Batches):
+    def __getitem__(self, index):
+        rows = slice(0, self.size if index else self.size // 2)
+        return X[rows], Y[rows]
 
 
 class Examples:
@@ -161,17 +173,19 @@ def test_each_example_of_a_stream_is_transformed_by_an_id_of_its_own(strategies)
     """Else what stands at one place of a batch is augmented alike in every step."""
     seen = []
 
-    def note(ids):
-        seen.extend(ids.numpy().tolist())
+    def note(ids, epoch):
+        seen.extend(zip(ids.numpy().tolist(), np.broadcast_to(epoch, ids.shape), strict=True))
         return ids
 
     def noted(batch, *, example_ids, epoch, seed):
-        with tf.control_dependencies([tf.py_function(note, [example_ids], tf.int64)]):
+        with tf.control_dependencies([tf.py_function(note, [example_ids, epoch], tf.int64)]):
             return tf.identity(batch[0]), batch[1]
 
     for source in (
         StreamSource(dataset(6).take(8), transform=noted),
+        StreamSource(dataset(2).take(1).concatenate(dataset(7).take(7)), transform=noted),
         InputFunctionSource(input_function, transform=noted),
+        PyDatasetSource(Growing(), transform=noted),
     ):
         seen.clear()
         train(strategies[2], source, epochs=2, steps_per_epoch=4)

@@ -217,6 +217,14 @@ def digest_is_due(step: Any, *, first: int) -> Any:
     return (step == first) | (step % DIGEST_EVERY_STEPS == 0)
 
 
+def ids_of_rows(number: Any, rows: Any, *, batch: int) -> Any:
+    """Return an id for each of the `rows` of a batch that comes ready, by the batch's number.
+
+    No other row of a pass has it, also where batches are larger than the first one, of `batch`.
+    """
+    return rows // batch * 2**40 + number * batch + rows % batch
+
+
 class GraphFeed(Feed):
     """Feeds from a graph-indexed source: a pure function of the step, under every strategy."""
 
@@ -380,8 +388,8 @@ class IndexedFeed(PythonFeed):
         span = self.plan.span(step)
         parts = []
         for replica in self._layout.replica_ids:
-            low, high = share_of(replica, parts=self._layout.num_replicas, size=span.size)
-            positions = span.first_example + np.arange(low, max(high, low + 1))
+            low, high = share_of(replica, parts=self._layout.num_replicas, size=len(span))
+            positions = span.start + np.arange(low, max(high, low + 1))
             ids = example_at_numpy(
                 positions,
                 num_examples=self._order.examples or 1,
@@ -390,7 +398,7 @@ class IndexedFeed(PythonFeed):
             )
             passes = positions // (self._order.examples or 1)
             leaves = _leaves(self.source.fetch(ids))
-            share = np.float32((high - low) / span.size)
+            share = np.float32((high - low) / len(span))
             parts.append((*leaves, ids, passes, share, np.int64(high - low)))
         return tuple(parts)
 
@@ -439,7 +447,8 @@ class BatchFeed(PythonFeed):
             low, high = share_of(replica, parts=self._layout.num_replicas, size=size)
             start = min(low, size - 1)
             rows = slice(start, max(high, start + 1))
-            ids = index * self.plan.global_batch_size + np.arange(rows.start, rows.stop)
+            numbers = np.arange(rows.start, rows.stop)
+            ids = ids_of_rows(index, numbers, batch=self.plan.global_batch_size)
             share = np.float32((high - low) / size)
             cut = [leaf[rows] for leaf in leaves]
             parts.append((*cut, ids, np.full(len(ids), passes), share, np.int64(high - low)))
