@@ -37,6 +37,9 @@ class Batches(keras.utils.PyDataset):
         rows = slice(index * self.size, (index + 1) * self.size)
         return X[rows], Y[rows]
 
+    def on_epoch_begin(self):
+        self.passes.append("begin")
+
     def on_epoch_end(self):
         self.passes.append("end")
 
@@ -266,7 +269,19 @@ def test_what_a_program_does_after_an_error_in_its_training_is_its_own(strategie
 def test_pydataset_hooks_are_called_between_passes(strategies):
     data = Batches()
     train(strategies[1], data, epochs=3)
-    assert data.passes == ["end", "end"]
+    assert data.passes == ["begin", "end", "begin", "end", "begin"]
+
+
+def test_a_pydataset_of_a_run_that_goes_on_within_a_pass_is_told_that_it_begins(
+    strategies, tmp_path
+):
+    def run(epochs, data):
+        backup = tfdist.BackupAndRestore(tmp_path)
+        train(strategies[1], data, epochs=epochs, steps_per_epoch=3, callbacks=[backup])
+        return data.passes
+
+    assert run(1, Batches()) == ["begin"]
+    assert run(2, Batches()) == ["begin"]  # of the steps 3 to 5 of a pass of 7
 
 
 def test_steps_of_an_epoch_are_whole_batches_that_go_on_from_pass_to_pass(strategies):

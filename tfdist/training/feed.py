@@ -323,6 +323,7 @@ class PythonFeed(Feed):
     def __init__(self, source: Any, plan: EpochPlan, **options: Any) -> None:
         super().__init__(source, plan, **options)
         self._spec = batch_spec(source.element_spec)
+        self._threads = _THREADS
 
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
         """As in `Feed`; read ahead by threads, delivered in order."""
@@ -348,25 +349,20 @@ class PythonFeed(Feed):
         waiting: collections.deque[Future[tuple[Any, ...]]] = collections.deque()
         with ThreadPoolExecutor(threads, thread_name_prefix="tfdist-data") as pool:
             for step in range(first, last):
-                if self._begins_pass(step):
-                    while waiting:
-                        yield waiting.popleft().result()
-                    self._turn_pass(step)
+                hooks = self._hooks_before(step, is_first=step == first)
+                while hooks and waiting:
+                    yield waiting.popleft().result()
+                for hook in hooks:
+                    hook()
                 waiting.append(pool.submit(self._load, step))
                 if len(waiting) > threads:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
 
-    @property
-    def _threads(self) -> int:
-        return _THREADS
-
-    def _begins_pass(self, step: int) -> bool:
-        return False
-
-    def _turn_pass(self, step: int) -> None:
-        """Called between two passes, when nothing is being read."""
+    def _hooks_before(self, step: int, *, is_first: bool) -> Sequence[Callable[[], None]]:
+        """Return what to call before a step is read, the first or another; nothing else is then."""
+        return ()
 
     def _packed(self, part: tuple[Any, ...]) -> tuple[Any, ...]:
         *leaves, ids, passes, share, count = part
@@ -412,22 +408,18 @@ class BatchFeed(PythonFeed):
     def __init__(self, source: PyDatasetSource, plan: EpochPlan, **options: Any) -> None:
         super().__init__(source, plan, **options)
         self.may_be_empty = True
+        self._threads = source.workers
+        self._batches = self._order.batches or source.num_batches
 
-    @property
-    def _threads(self) -> int:
-        return self.source.workers
-
-    def _begins_pass(self, step: int) -> bool:
-        batches = self._order.batches or self.source.num_batches
-        return batches is not None and step % batches == 0
-
-    def _turn_pass(self, step: int) -> None:
-        if step:
-            self.source.on_epoch_end()
-        self.source.on_epoch_begin()
+    def _hooks_before(self, step: int, *, is_first: bool) -> Sequence[Callable[[], None]]:
+        """As in `PythonFeed`; one that begins within a pass has not been told of it."""
+        begins = self._batches is not None and step % self._batches == 0
+        if step and begins:
+            return self.source.on_epoch_end, self.source.on_epoch_begin
+        return (self.source.on_epoch_begin,) if begins or is_first else ()
 
     def _load(self, step: int) -> tuple[Any, ...]:
-        batches = self._order.batches or self.source.num_batches
+        batches = self._batches
         index, passes = step, 0
         if batches:
             passes = step // batches
