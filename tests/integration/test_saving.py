@@ -243,6 +243,21 @@ def test_the_best_is_kept_and_a_resumed_run_goes_on_with_it(strategies, tmp_path
         assert best_of(tmp_path / f"cut{step}") == (best, steps)
 
 
+class Scores(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        logs["score"] = (1.0, 5.0, 3.0)[epoch]
+
+
+def test_the_best_is_one_of_those_that_are_saved(strategies, tmp_path, monkeypatch):
+    """The second epoch is better than any, and its weights are not worth saving."""
+    found = iter(["", "a weight is not finite", ""])
+    monkeypatch.setattr(resume, "unfit", lambda *_: next(found))
+    backup = tfdist.BackupAndRestore(tmp_path, keep=1, best="score", mode="max")
+    model, callbacks = make(strategies[1]), [Scores(), backup]
+    tfdist.fit(model, X, Y, batch_size=6, epochs=3, verbose=0, callbacks=callbacks)
+    assert best_of(tmp_path) == (3 * STEPS, [3 * STEPS])
+
+
 def test_weights_of_the_best_can_be_loaded(strategies, tmp_path):
     fit(make(strategies[1]), tmp_path, epochs=3, best="loss", mode="max")
     best = CheckpointStore(tmp_path).best()
