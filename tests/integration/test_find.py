@@ -141,14 +141,6 @@ def test_an_error_leaves_no_trace(strategy, monkeypatch):
     assert bits(model, strategy) == before
 
 
-@pytest.fixture
-def at_a_terminal():
-    """Ctrl-C is not ignored, as it is in what a shell starts in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("at_a_terminal")
 def test_ctrl_c_leaves_no_trace(strategies, monkeypatch):
     from tfdist.training.blocks import BlockRunner
