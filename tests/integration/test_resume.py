@@ -77,16 +77,15 @@ def bits(model):
 
 
 # Twelve steps are an epoch.
-@pytest.mark.parametrize(("replicas", "cuts"), [(1, (3, 12, 30)), (3, (30,))])
-def test_a_cut_run_ends_with_the_same_bits(strategies, replicas, cuts, tmp_path):
-    whole = make(strategies[replicas])
+def test_a_cut_run_ends_with_the_same_bits(strategies, tmp_path):
+    """On several replicas: tests/field, keras#22010."""
+    whole = make(strategies[1])
     expected = fit(whole, tmp_path / "whole")
-    for step in cuts:
+    for step in (3, 12, 30):
         directory = tmp_path / f"cut{step}"
-        cut = make(strategies[replicas])
         with pytest.raises(Cut):
-            fit(cut, directory, [CutAfter(step)])
-        resumed = make(strategies[replicas])
+            fit(make(strategies[1]), directory, [CutAfter(step)])
+        resumed = make(strategies[1])
         history = fit(resumed, directory)
         assert bits(resumed) == bits(whole)
         assert json.dumps(history.history) == json.dumps(expected.history)
