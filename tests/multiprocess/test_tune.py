@@ -100,12 +100,6 @@ def _logs(tmp_path: Path) -> Iterator[None]:
         print(f"--- {path.relative_to(tmp_path)}\n{path.read_text(errors='replace')}")
 
 
-def test_a_trial_that_finishes_is_completed_with_its_metrics(tmp_path: Path) -> None:
-    outcome = Trial(tmp_path, "done(1); done(2); finish()").run()
-    assert isinstance(outcome, Completed)
-    assert (outcome.score, outcome.best_virtual_epoch) == (0.2, 2)
-
-
 @pytest.mark.parametrize(
     ("source", "changes", "reason", "line"),
     [
@@ -334,43 +328,3 @@ def test_two_mirrored_trials_at_once_and_the_best_one_trained_again(tmp_path: Pa
     assert {path.name for path in (sweep.path / "tensorboard").iterdir()} == {
         *("experiment", "0", "1")
     }
-
-
-@pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_a_run_cut_at_a_budget_ends_with_the_state_of_one_run_through(tmp_path: Path) -> None:
-    runner = LauncherRunner(
-        program=(
-            *("-m", "tfdist.train", "--config.total_examples=28800"),
-            *("--config.checkpoints=10", "--config.seed=3"),
-        ),
-        launch_flags=("--strategy", "single", "--start", "fork"),
-        gpus=(),
-        places=1,
-        environ={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"},
-        timeout_s=SWEEP_DEADLINE_S,
-        warm=forked_python.SharedTemplate(),  # type: ignore[arg-type]
-    )
-
-    def run(name: str, *, budget: int | None = None) -> tuple[Completed, dict[str, Any]]:
-        goal = Goal(objective="val_accuracy", direction="max", until=budget)
-        job = TrialJob(run_dir=tmp_path / name, flags=(), goal=goal)
-        running, outcomes = runner.start(job), list[Outcome]()
-
-        def ended() -> bool:
-            runner.wait([running], 0.1)
-            outcome = running.poll()
-            outcomes.extend([outcome] if outcome else [])
-            return bool(outcomes)
-
-        until(ended, deadline_s=SWEEP_DEADLINE_S)
-        assert isinstance(outcomes[0], Completed)
-        return outcomes[0], RunDirectory(job.run_dir).read_summary() or {}
-
-    first, _ = run("cut", budget=1)
-    last, cut = run("cut")
-    through, whole = run("whole")
-    assert [line["virtual_epoch"] for line in first.history] == [1]
-    assert cut["resumed_from_step"], "it was not cut"
-    assert last.history == through.history
-    assert cut["weights_sha256"] == whole["weights_sha256"]
-    assert cut["state_sha256"] == whole["state_sha256"]
