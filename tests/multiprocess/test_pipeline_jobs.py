@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 
 import numpy as np
 import pytest
 
 from tests.multiprocess.jobs import report
-from tests.multiprocess.test_training import PROGRAMS, ended
-from tests.multiprocess.trainings import TrainingJob, summary_of
+from tests.multiprocess.trainings import PROGRAMS, TrainingJob, ended, summary_of
 from tfdist import bench
 from tfdist.cluster import hold_ports
 from tfdist.errors import EXIT_OK, EXIT_USAGE
@@ -27,7 +25,7 @@ def run(out, does, *, stages, workers=None, flags=()):
     code, said = ended(
         out / f"{does}-{stages}",
         *(*words, str(PROGRAM), str(out), does),
-        env={**os.environ, "STAGES": str(stages)},
+        STAGES=str(stages),
         timeout_s=DEADLINE_S,
     )
     files = [out / f"{does}-{stages}-worker-{i}.json" for i in range(workers or stages)]

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.multiprocess.test_training import PROGRAMS, launch
+from tests.multiprocess.trainings import PROGRAMS, launch
 
 PROGRAM, RESIZED = PROGRAMS / "sharded.py", PROGRAMS / "sharded_resized.py"
 DEADLINE_S = 500
