@@ -71,8 +71,12 @@ class HangingJob(Job):
     def attempts(self):
         return report(self.path / "run")["attempts"]
 
-    def first_failure(self):
-        return self.attempts()[-1]["first_failure"]
+    def blames(self, *tasks):
+        """Why it ended, which it did by one of these tasks."""
+        assert self.end() == 1
+        failure = self.attempts()[-1]["first_failure"]
+        assert failure["task"] in tasks
+        return failure["cause"]
 
     def log(self, task):
         return (self.path / "run" / "logs" / "attempt-1" / f"{task}.log").read_text()
@@ -107,106 +111,6 @@ def is_gone(pid):
     return proc_state(pid) in (None, "Z")
 
 
-def a_stopped_task_is_named_and_the_others_show_their_stacks(hang, command):
-    job = hang("waits_for_the_others(7)", "--strategy=multiworker", "--workers=3", command=command)
-    pids = job.pids(3)
-    os.kill(pids["worker-1"], signal.SIGSTOP)
-    yield
-    assert job.end() == 1
-    failure = job.first_failure()
-    assert failure["task"] == "worker-1"
-    assert "its process is stopped (SIGSTOP)" in failure["cause"]
-    assert "worker-1 failed first: hangs: its process is stopped" in job.text
-    for task in ("worker-0", "worker-2"):
-        assert "in waits_for_the_others" in job.log(task)
-    assert "waits_for_the_others" not in job.log("worker-1")
-    assert all(map(is_gone, pids.values()))
-
-
-def a_deadlock_in_a_callback_is_blamed_and_its_stack_shown(hang, command):
-    job = hang(
-        """
-        def on_epoch_end():
-            phases.enter("callback", step=7)
-            lock = threading.Lock()
-            lock.acquire()
-            ready()
-            lock.acquire()
-        on_epoch_end() if name == "worker-2" else waits_for_the_others(7)
-        """,
-        "--strategy=multiworker",
-        "--workers=3",
-        command=command,
-    )
-    job.pids(3)
-    yield
-    assert job.end() == 1
-    failure = job.first_failure()
-    assert failure["task"] == "worker-2"
-    assert failure["cause"].startswith("hangs: in a callback after 7 steps for ")
-    assert failure["cause"].endswith("; worker-0, worker-1 wait for it")
-    assert "in on_epoch_end" in job.log("worker-2")
-    for task in ("worker-0", "worker-1"):
-        assert "in waits_for_the_others" in job.log(task)
-
-
-def a_deadlock_before_the_training_is_found_though_others_wait_for_it(hang):
-    job = hang(
-        """
-        def loads_the_data():
-            lock = threading.Lock()
-            lock.acquire()
-            ready()
-            lock.acquire()
-        def waits_to_begin():
-            phases.enter("rendezvous")
-            ready()
-            threading.Event().wait()
-        loads_the_data() if name == "worker-1" else waits_to_begin()
-        """,
-        "--strategy=multiworker",
-        "--workers=2",
-        "--startup_timeout_s=600",
-    )
-    job.pids(2)
-    yield
-    assert job.end() == 1
-    failure = job.first_failure()
-    assert failure["task"] == "worker-1"
-    assert failure["cause"].startswith(
-        "hangs: not in its training yet, and all its threads wait for each other for "
-    )
-    assert failure["cause"].endswith("; worker-0 waits for it")
-    assert "in loads_the_data" in job.log("worker-1")
-    assert "in waits_to_begin" in job.log("worker-0")
-
-
-def a_program_that_cannot_end_after_its_training_is_found(hang, command):
-    job = hang(
-        """
-        def reports():
-            ready()
-            threading.Event().wait()
-        works(1)
-        phases.enter("done", step=30)
-        if name == "worker-0":
-            threading.Thread(target=reports).start()
-        """,
-        "--strategy=multiworker",
-        "--workers=2",
-        command=command,
-    )
-    job.pids(1)
-    yield
-    assert job.end() == 1
-    failure = job.first_failure()
-    assert failure["task"] == "worker-0"
-    assert failure["cause"].startswith(
-        "hangs: done with its training after 30 steps, and all its threads wait for each other for "
-    )
-    assert "in reports" in job.log("worker-0")
-
-
 def a_task_that_never_speaks_is_named_and_still_shows_its_stack(hang):
     # Before all else: the first word of a task is due a second after its start.
     loads = """
@@ -225,10 +129,8 @@ def a_task_that_never_speaks_is_named_and_still_shows_its_stack(hang):
     )
     job.pids(2)
     yield
-    assert job.end() == 1
-    failure = job.first_failure()
-    assert failure["task"] == "worker-1"
-    assert failure["cause"].startswith("hangs: has not started: silent for ")
+    cause = job.blames("worker-1")
+    assert cause.startswith("hangs: has not started: silent for ")
     assert "in loads_its_libraries" in job.log("worker-1")
     assert "in waits_for_the_others" in job.log("worker-0")
 
@@ -237,10 +139,9 @@ def tasks_of_a_fork_server_that_stands_still_are_found(hang, tmp_path):
     (tmp_path / "stops.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
     job = hang("", "--workers=2", "--startup_timeout_s=2", command=STOPPED)
     yield
-    assert job.end() == 1
-    failure = job.first_failure()
-    assert failure["cause"].startswith("hangs: has not started: silent for ")
-    assert "(it has no process)" in failure["cause"]
+    cause = job.blames("worker-0", "worker-1")
+    assert cause.startswith("hangs: has not started: silent for ")
+    assert "(it has no process)" in cause
 
 
 def a_fork_server_that_is_stopped_is_replaced_for_the_next_attempt(hang):
@@ -287,11 +188,9 @@ def a_task_that_falls_silent_is_named(hang):
     )
     yield
     job.pids(2)
-    assert job.end() == 1
-    failure = job.first_failure()
-    assert failure["task"] == "worker-1"
-    assert failure["cause"].startswith("hangs: does not answer: silent for ")
-    assert "(its process sleeps)" in failure["cause"]
+    cause = job.blames("worker-1")
+    assert cause.startswith("hangs: does not answer: silent for ")
+    assert "(its process sleeps)" in cause
     assert "in native_code" in job.log("worker-1")
 
 
@@ -310,8 +209,7 @@ def a_stopped_server_that_a_ps_job_cannot_do_without_is_named(hang, frozen):
     job = hang(PS_JOB, "--strategy=ps", "--workers=1", "--ps=1")
     os.kill(job.pids(3)[frozen], signal.SIGSTOP)
     yield
-    assert job.end() == 1
-    assert job.first_failure()["task"] == frozen
+    job.blames(frozen)
 
 
 def a_stopped_worker_of_several_is_killed_and_done_without(hang):
@@ -406,23 +304,27 @@ def without_a_timeout_a_job_stands_still_for_ever(hang):
     assert job.process.poll() is None
     job.process.terminate()
     assert job.end() == 143
-    assert job.first_failure() is None
+    assert job.attempts()[-1]["first_failure"] is None
     assert "hangs" not in job.text
 
 
 @STARTS
-def test_who_holds_up_the_others_is_named(hang, command):
-    side_by_side(
-        a_stopped_task_is_named_and_the_others_show_their_stacks(hang, command),
-        a_deadlock_in_a_callback_is_blamed_and_its_stack_shown(hang, command),
-        a_program_that_cannot_end_after_its_training_is_found(hang, command),
-    )
+def test_a_stopped_task_is_named_and_the_others_show_their_stacks(hang, command):
+    job = hang("waits_for_the_others(7)", "--strategy=multiworker", "--workers=3", command=command)
+    pids = job.pids(3)
+    os.kill(pids["worker-1"], signal.SIGSTOP)
+    cause = job.blames("worker-1")
+    assert "its process is stopped (SIGSTOP)" in cause
+    assert "worker-1 failed first: hangs: its process is stopped" in job.text
+    for task in ("worker-0", "worker-2"):
+        assert "in waits_for_the_others" in job.log(task)
+    assert "waits_for_the_others" not in job.log("worker-1")
+    assert all(map(is_gone, pids.values()))
 
 
 def test_who_does_not_speak_or_does_not_come_to_train_is_named(hang, tmp_path):
     side_by_side(
         a_task_that_falls_silent_is_named(hang),
-        a_deadlock_before_the_training_is_found_though_others_wait_for_it(hang),
         a_task_that_never_speaks_is_named_and_still_shows_its_stack(hang),
         a_fork_server_that_is_stopped_is_replaced_for_the_next_attempt(hang),
         tasks_of_a_fork_server_that_stands_still_are_found(hang, tmp_path),
