@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 import tfdist
+from tests.models import AtStep, Cut
 
 strategy = tfdist.make_strategy()
 
@@ -95,14 +96,6 @@ def sources():
 
 
 def resume():
-    class Cut(Exception):
-        pass
-
-    class CutAt(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if self.model.optimizer.iterations.numpy() == 9:
-                raise Cut
-
     def train(directory, *more):
         with strategy.scope():
             model = zoo.cnn()
@@ -115,7 +108,7 @@ def resume():
 
     whole = train("whole")
     try:
-        train("cut", CutAt())
+        train("cut", AtStep(9))
     except Cut:
         SEEN["resumed equals whole"] = train("cut") == whole
 
