@@ -222,7 +222,7 @@ sys.exit(main())
 
 
 class Sweep:
-    """`tfdist.tune` on the digits, three trials of 225 steps and more, a backup at every fifth.
+    """`tfdist.tune` on the digits, two trials of 225 steps and more, a backup at every fifth.
 
     Its trials are forked from the process that has imported for all tests.
     """
@@ -235,7 +235,7 @@ class Sweep:
         "--config.backup_every_steps=5",
     )
 
-    def __init__(self, path: Path, *flags: str, trials: int = 3) -> None:
+    def __init__(self, path: Path, *flags: str, trials: int = 2) -> None:
         self.path = path
         self.flags = (*self.FLAGS, "--max_trials", str(trials), *flags)
         self.log = path.with_suffix(".log")
@@ -275,7 +275,7 @@ def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(
     for name, value in {"ALLOW_FILE_STORE": "true", "TRACKING_URI": str(tmp_path / "ml")}.items():
         monkeypatch.setenv(f"MLFLOW_{name}", value)
     torn = Sweep(tmp_path / "torn", "--config.tracker=mlflow")
-    checkpoints = torn.path / "trials" / "1" / "checkpoints"
+    checkpoints = torn.path / "trials" / "0" / "checkpoints"
     with torn.started() as chief:
         until(lambda: any(checkpoints.glob("step-*")), deadline_s=SWEEP_DEADLINE_S)
         chief.send_signal(signal.SIGKILL)
@@ -283,13 +283,13 @@ def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(
         assert chief.wait(SWEEP_DEADLINE_S) == 0
     trials = torn.state().trials
     assert {t.status for t in trials.values()} == {"completed"}
-    assert [t.starts for t in trials.values()] == [1, 2, 1]
-    summary = RunDirectory(torn.path / "trials" / "1").read_summary() or {}
+    assert [t.starts for t in trials.values()] == [2, 1]
+    summary = RunDirectory(torn.path / "trials" / "0").read_summary() or {}
     assert summary["resumed_from_step"], "it began anew"
     assert weights(torn.path) == weights(whole.path)
     assert runs_in_mlflow(tmp_path / "ml") == {
         "torn": (None, []),
-        **{trial: ("torn", [0, 1, 2]) for trial in "012"},
+        **{trial: ("torn", [0, 1, 2]) for trial in "01"},
     }
 
 
@@ -309,7 +309,7 @@ def runs_in_mlflow(store: Path) -> dict[str, tuple[str | None, list[int]]]:
 @pytest.mark.timeout(1.5 * SWEEP_DEADLINE_S)
 def test_two_mirrored_trials_at_once_and_the_best_one_trained_again(tmp_path: Path) -> None:
     mirrored = ("--strategy", "mirrored", "--devices_per_worker", "2", "--parallel_trials", "2")
-    sweep = Sweep(tmp_path / "sweep", *mirrored, "--retrain_best", trials=2)
+    sweep = Sweep(tmp_path / "sweep", *mirrored, "--retrain_best")
     sweep.program = ("-m", "tfdist.tune")  # with imports of its own
     with sweep.started() as chief:
         assert chief.wait(SWEEP_DEADLINE_S) == 0
