@@ -587,8 +587,6 @@ def own_space(hp: Any) -> keras.Model:
 
 OWN = {
     keras_tuner.RandomSearch: {"max_trials": 8},
-    keras_tuner.GridSearch: {"max_trials": 8},
-    keras_tuner.BayesianOptimization: {"max_trials": 6},
     keras_tuner.Hyperband: {"max_epochs": 4, "factor": 2},
 }
 
