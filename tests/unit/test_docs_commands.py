@@ -106,15 +106,9 @@ def _flags_by_page() -> Iterator[tuple[str, str]]:
             for action in parser._actions
             if action.option_strings
         ],
-        "serve.md": [
-            action.option_strings[-1][2:]
-            for parser in (serve._parser(), load._parser())
-            for action in parser._actions
-            if action.option_strings
-        ],
         "serving.md": [
             action.option_strings[-1][2:]
-            for parser in (export._parser(), kserve._parser())
+            for parser in (export._parser(), kserve._parser(), serve._parser(), load._parser())
             for action in parser._actions
             if action.option_strings
         ],

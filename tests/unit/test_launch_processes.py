@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +33,7 @@ from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import Console, JobScreen
 
 DEADLINE_S = 60.0
+pytestmark = pytest.mark.usefixtures("at_a_terminal")
 W0 = Task("worker", 0)
 SPEC = ProcessSpec(task=W0, log_path=Path("log"))
 RAISED = {"event": "raised", "task": "worker-0", "at_s": 4.5}
@@ -335,14 +335,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-@pytest.fixture(autouse=True)
-def handlers_as_at_a_terminal() -> Iterator[None]:
-    """A test run in the background may have been started to ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT])

@@ -185,13 +185,6 @@ def test_time_in_which_nobody_looked_is_not_silence(meeting: Rendezvous) -> None
     assert meeting.hub.present == {1}
 
 
-def test_who_has_another_token_is_told_and_noted(meeting: Rendezvous) -> None:
-    with pytest.raises(UsageError, match=r"^token: received one that 127\.0\.0\.1:"):
-        meeting.join(1, token=b"another")
-    assert meeting.hub.present == set()
-    assert meeting.hub.turned_away == ("127.0.0.1: a wrong token",)
-
-
 def test_who_differs_is_told_in_what(meeting: Rendezvous) -> None:
     with pytest.raises(UsageError, match=r"received python 3\.12 there, 3\.11 here"):
         meeting.join(1, terms={"python": "3.12"})

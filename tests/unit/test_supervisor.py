@@ -274,6 +274,18 @@ ABORT, KILL, SEGV = -signal.SIGABRT, -signal.SIGKILL, -signal.SIGSEGV
             [raised(W0, 5, LOST), ended(W0, 5.1, 1), ended(W1, 5.1 + SETTLE_S / 2, KILL)],
             *(137, W1, "killed by SIGKILL, not by the launcher"),
         ),
+        (
+            [raised(W0, 5, LOST), ended(W0, 5.1, 1), raised(W1, 5.2), ended(W1, 6, 1)],
+            *(1, W1, "ValueError: boom"),
+        ),
+        (
+            [raised(W0, 5, LOST), ended(W0, 5.1, 1), ended(W1, 5.2, ABORT)],
+            *(134, W1, "killed by SIGABRT"),
+        ),
+        (
+            [raised(W0, 5, WAITED, exit_code=75), ended(W0, 5.1, 75), ended(W1, 5.2, SEGV)],
+            *(139, W1, "killed by SIGSEGV"),
+        ),
     ],
 )
 def test_the_root_cause_gives_the_exit_code(history, events, code, task, cause):
@@ -364,12 +376,13 @@ def test_who_lost_or_missed_a_peer_names_it(history, cause, exit_code, is_there,
     assert attempt.first_failure.cause.startswith(expected or cause)
 
 
-def test_a_secondary_failure_without_a_culprit_is_named_after_a_moment(history):
+@pytest.mark.parametrize(("tasks", "settle_s"), [([W0, W1], SETTLE_S), ([W0], 0)])
+def test_a_secondary_failure_without_a_culprit_is_named_after_a_moment(history, tasks, settle_s):
     history.happens(raised(W0, 5, LOST), ended(W0, 5.1, 1))
-    attempt = history.run([W0, W1])
+    attempt = history.run(tasks)
     assert attempt.first_failure.task == W0
-    assert history.sent(W1) == [(5.1 + SETTLE_S, signal.SIGTERM)]
-    assert attempt.first_failure.detect_s == pytest.approx(0.1 + SETTLE_S)
+    assert history.sent(W1) == [(5.1 + settle_s, signal.SIGTERM)][: len(tasks) - 1]
+    assert attempt.first_failure.detect_s == pytest.approx(0.1 + settle_s)
 
 
 def test_a_failure_knows_the_last_step_that_any_task_told_and_the_attempt_its_first(history):
