@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -166,50 +167,21 @@ def test_a_host_that_is_ready_is_taken_down(world: World) -> None:
 def test_the_other_hosts_are_told_that_the_launcher_of_host_0_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[tuple[int, str]] = []
-
-    class Gathered:
-        def __init__(self, *args: object, **more: object) -> None: ...
-
-        def gather(self) -> None: ...
-
-        def roll_call(self, **more: object) -> str:
-            raise OSError("a disk that is full")
-
-        def end(self, code: int, *, why: str) -> None:
-            told.append((code, why))
-
-    monkeypatch.setattr(job, "Team", Gathered)
-    monkeypatch.setattr(job, "_hub", lambda part: None)
-    part = SimpleNamespace(
-        group=None, own="", terms={}, screen=SimpleNamespace(announce=print), signals=None,
-        job=SimpleNamespace(options=None, strategy="ps"),
-    )  # fmt: skip
+    team = Mock()
+    team.gather.return_value = None
+    team.roll_call.side_effect = OSError("a disk that is full")
+    monkeypatch.setattr(job, "Team", Mock(return_value=team))
+    monkeypatch.setattr(job, "_hub", Mock())
     with pytest.raises(OSError, match="full"):
-        job._lead(part)  # type: ignore[arg-type]
-    assert told == [(EXIT_FAILED, "the launcher of host 0 has failed")]
+        job._lead(Mock())
+    team.end.assert_called_once_with(EXIT_FAILED, why="the launcher of host 0 has failed")
 
 
 def test_a_request_to_stop_counts_while_a_host_that_has_lost_host_0_ends_its_tasks() -> None:
-    request = StopRequest(signum=signal.SIGTERM)
-
-    class Here:
-        def __init__(self) -> None:
-            self.events: list[Any] = [[request], [Ended(task=W1, status=-15, at_s=NOW_S)]]
-
-        def start(self, spec: ProcessSpec) -> None: ...
-
-        def signal(self, task: Task, signum: int) -> None: ...
-
-        def unwatch(self, fd: int) -> None: ...
-
-        def wait(self, timeout_s: float) -> list[Any]:
-            return list(self.events.pop(0))
-
-        def finish(self) -> None: ...
-
+    request, processes = StopRequest(signum=signal.SIGTERM), Mock()
+    processes.wait.side_effect = [[request], [Ended(task=W1, status=-15, at_s=NOW_S)]]
     specs = [ProcessSpec(task=W1, log_path=Path("worker-1.log"))]
-    tasks = NodeTasks(specs, Here(), screen=None, cause="", fd=0)  # type: ignore[arg-type]
+    tasks = NodeTasks(specs, processes, screen=Mock(), cause="", fd=0)
     assert tasks.start(W1, log="worker-1.log") == []
     assert tasks.end(grace_s=60) == [request]
 
