@@ -31,7 +31,6 @@ from tfdist.training.feed import (
     Feed,
     GraphFeed,
     IndexedFeed,
-    Layout,
     Order,
     Part,
     digest_is_due,
@@ -130,8 +129,8 @@ def prepare(
     """
     _check(length)
     _require_class_weight(class_weight)
-    source, layout = _source_of(x, y, sample_weight, job=job, shuffle=shuffle), Layout.of(job)
-    sizes = _sizes_of(source, length, layout=layout)
+    source = _source_of(x, y, sample_weight, job=job, shuffle=shuffle)
+    sizes = _sizes_of(source, length, job=job)
     _require_enough(sizes.batch, job)
     order = _order_of(sizes, length, shuffle=shuffle)
     plan = _plan(length, batch=sizes.batch, examples=order.examples)
@@ -139,7 +138,7 @@ def prepare(
         raise _cut_batches(sizes.batch)
     kind = next(feed for kind, feed in _FEEDS if isinstance(source, kind))
     weigh = _class_weights(class_weight)
-    feed = kind(source, plan, layout=layout, seed=seed, order=order, after=weigh)
+    feed = kind(source, plan, job=job, seed=seed, order=order, after=weigh)
     _LOG.info("%s", source.describe())
     spec = sizes.spec if class_weight is None else _with_weight(sizes.spec)
     rows = sizes.batch if sizes.ready and not isinstance(source, InputFunctionSource) else None
@@ -338,7 +337,7 @@ class Sizes:
     ready: bool = False
 
 
-def _sizes_of(source: Source, length: Length, *, layout: Layout) -> Sizes:
+def _sizes_of(source: Source, length: Length, *, job: Job) -> Sizes:
     """Return the sizes of a source: of one by index as asked, of batches as they come."""
     spec, whole = batch_spec(source.element_spec), source.num_examples
     if isinstance(source, GraphSource | PythonSource):
@@ -346,10 +345,10 @@ def _sizes_of(source: Source, length: Length, *, layout: Layout) -> Sizes:
         if batch is None and steps and whole and steps <= whole:
             batch = -(-whole // steps)  # as Keras has it
         return Sizes(batch=batch or _DEFAULT_BATCH_SIZE, examples=whole, spec=spec)
-    batch = _size_of_first(source, num_replicas=layout.num_replicas)
+    batch = _size_of_first(source, num_replicas=job.num_replicas)
     batches = getattr(source, "num_batches", None)
     if batches is None and isinstance(source, StreamSource) and not source.is_endless:
-        batches = _counted(source, length, layout=layout)
+        batches = _counted(source, length, job=job)
     if batches == 0:
         raise UsageError(
             "data",
@@ -362,7 +361,7 @@ def _sizes_of(source: Source, length: Length, *, layout: Layout) -> Sizes:
     return Sizes(batch=batch, examples=examples, spec=spec, ready=True)
 
 
-def _counted(source: StreamSource, length: Length, *, layout: Layout) -> int | None:
+def _counted(source: StreamSource, length: Length, *, job: Job) -> int | None:
     """Return how many batches of a stream there are for an epoch, None where nobody has to know.
 
     It is read once for that, as far as it is used.
@@ -370,9 +369,9 @@ def _counted(source: StreamSource, length: Length, *, layout: Layout) -> int | N
     known = length.steps_per_epoch is not None or length.virtual_epochs is not None
     if known and not length.once:
         return None
-    if layout.task_index == 0:
+    if job.task_index == 0:
         _LOG.warning(_COUNTING)
-    whole = read(source.dataset_for(), Reading(in_step=layout.num_tasks > 1))
+    whole = read(source.dataset_for(), Reading(in_step=job.num_tasks > 1))
     most = (length.steps_per_epoch or -1) if length.once else -1
     return int(whole.take(most).reduce(np.int64(0), lambda n, *_: n + 1))
 
@@ -417,10 +416,10 @@ class StreamFeed(Feed):
 
     def __init__(self, source: StreamSource, plan: EpochPlan, **options: Any) -> None:
         super().__init__(source, plan, **options)
-        layout, batches = self._layout, self._order.batches
-        in_step = layout.num_tasks > 1 or layout.num_workers > 1
+        job, batches = self._job, self._order.batches
+        in_step = job.num_tasks > 1 or job.num_workers > 1
         self._reading = Reading(seed=self._seed, in_step=in_step)
-        self.may_be_empty = layout.num_replicas > 1
+        self.may_be_empty = job.num_replicas > 1
         self._in_order = not self._order.shuffle
         self._is_endless = source.is_endless and batches is None
         self._take = -1 if batches is None else batches
@@ -439,7 +438,7 @@ class StreamFeed(Feed):
         batches = self._endless(read(self.source.dataset_for(), reading))
         batches = _from_step(first, batches).take(last - first)
         numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), batches))
-        if self._layout.num_tasks > 1 and not reading.peek:
+        if self._job.num_tasks > 1 and not reading.peek:
             numbered = numbered.map(_plain(functools.partial(self._with_digest, first)))
         return numbered.map(_plain(self._parts)).prefetch(AHEAD_STEPS)
 
@@ -468,7 +467,7 @@ class StreamFeed(Feed):
             return tf.data.Dataset.from_tensors(graph).repeat()
         index = tf.distribute.coordinator.experimental_get_current_worker_index()
         batches = _from_graph(graph, self.source)
-        return self._endless(batches.shard(self._layout.num_workers, index))
+        return self._endless(batches.shard(self._job.num_workers, index))
 
     def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
         """As in `Feed`."""
@@ -484,12 +483,12 @@ class StreamFeed(Feed):
     def _parts(self, step: tf.Tensor, data: Any) -> tuple[Any, ...]:
         data = self._finished(step, data)
         size = tf.cast(tf.shape(_first(data))[0], tf.int64)
-        return tuple(self._part(data, size, replica) for replica in self._layout.replica_ids)
+        return tuple(self._part(data, size, replica) for replica in self._job.replica_ids)
 
     def _part(self, data: Any, size: tf.Tensor, replica: int) -> tuple[Any, Any, Any]:
-        if self._layout.num_replicas == 1:
+        if self._job.num_replicas == 1:
             return data, tf.constant(1.0), size
-        low, high = share_of(replica, parts=self._layout.num_replicas, size=size)
+        low, high = share_of(replica, parts=self._job.num_replicas, size=size)
         start = tf.minimum(low, size - 1)
         stop = tf.maximum(high, start + 1)
         share = tf.cast((high - low) / size, tf.float32)
@@ -520,19 +519,19 @@ class InputFunctionFeed(StreamFeed):
 
     def _dataset(self, first: int, last: int, reading: Reading) -> tf.data.Dataset:
         """As in `StreamFeed`; a task with several devices reads its stream once for each."""
-        layout = self._layout
+        job = self._job
         context = tf.distribute.InputContext(
-            num_input_pipelines=layout.num_tasks,
-            input_pipeline_id=layout.task_index,
-            num_replicas_in_sync=layout.num_replicas,
+            num_input_pipelines=job.num_tasks,
+            input_pipeline_id=job.task_index,
+            num_replicas_in_sync=job.num_replicas,
         )
         batches = self._endless(read(self.source.dataset_for(context), reading))
-        local = len(layout.replica_ids)
+        local = len(job.replica_ids)
         shards = tuple(batches.shard(local, i) if local > 1 else batches for i in range(local))
         steps = _from_step(first, tf.data.Dataset.zip(shards)).take(last - first)
 
         def parts(step: tf.Tensor, each: Any) -> tuple[Any, ...]:
-            numbers = [step * layout.num_replicas + replica for replica in layout.replica_ids]
+            numbers = [step * job.num_replicas + replica for replica in job.replica_ids]
             return tuple(self._whole(n, d)[0] for n, d in zip(numbers, each, strict=True))
 
         numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), steps))
@@ -541,7 +540,7 @@ class InputFunctionFeed(StreamFeed):
     def worker_dataset(self) -> tf.data.Dataset:
         """As in `Feed`: the function's dataset for this worker."""
         context = tf.distribute.InputContext(
-            num_input_pipelines=self._layout.num_workers,
+            num_input_pipelines=self._job.num_workers,
             input_pipeline_id=(tf.distribute.coordinator.experimental_get_current_worker_index()),
             num_replicas_in_sync=1,
         )
