@@ -130,18 +130,20 @@ def prepare(
     _check(length)
     _require_class_weight(class_weight)
     source = _source_of(x, y, sample_weight, job=job, shuffle=shuffle)
-    sizes = _sizes_of(source, length, job=job)
-    _require_enough(sizes.batch, job)
-    order = _order_of(sizes, length, shuffle=shuffle)
-    plan = _plan(length, batch=sizes.batch, examples=order.examples)
-    if sizes.ready and length.virtual_epochs and not plan.all_full:
-        raise _cut_batches(sizes.batch)
+    batch, examples = _sizes_of(source, length, job=job, seed=seed)
+    _require_enough(batch, job)
+    order = _order_of(examples, length, batch=batch, shuffle=shuffle)
+    plan = _plan(length, batch=batch, examples=order.examples)
+    ready = not isinstance(source, GraphSource | PythonSource)  # the user has made the batches
+    if ready and length.virtual_epochs and not plan.all_full:
+        raise _cut_batches(batch)
     kind = next(feed for kind, feed in _FEEDS if isinstance(source, kind))
     weigh = _class_weights(class_weight)
     feed = kind(source, plan, job=job, seed=seed, order=order, after=weigh)
     _LOG.info("%s", source.describe())
-    spec = sizes.spec if class_weight is None else _with_weight(sizes.spec)
-    rows = sizes.batch if sizes.ready and not isinstance(source, InputFunctionSource) else None
+    spec = batch_spec(source.element_spec)
+    spec = spec if class_weight is None else _with_weight(spec)
+    rows = batch if ready and not isinstance(source, InputFunctionSource) else None
     return Data(source=source, feed=feed, order=order, plan=plan, batch_spec=spec, rows=rows)
 
 
@@ -157,13 +159,12 @@ def _source_of(x: Any, y: Any, sample_weight: Any, *, job: Job, shuffle: bool) -
     return source
 
 
-def _order_of(sizes: Sizes, length: Length, *, shuffle: bool) -> Order:
+def _order_of(examples: int | None, length: Length, *, batch: int, shuffle: bool) -> Order:
     """Return the order of the examples, of which `overfit_batches` may leave a few."""
-    examples, few = sizes.examples, length.overfit_batches
+    few = length.overfit_batches
     if few:
-        few_examples = few * sizes.batch
-        examples = few_examples if examples is None else min(examples, few_examples)
-        few = -(-examples // sizes.batch)
+        examples = few * batch if examples is None else min(examples, few * batch)
+        few = -(-examples // batch)
     return Order(examples=examples, shuffle=shuffle, batches=few)
 
 
@@ -319,36 +320,22 @@ _COUNTING = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """Sizes of a source.
+def _sizes_of(source: Source, length: Length, *, job: Job, seed: int) -> tuple[int, int | None]:
+    """Return the examples of a global batch, and of one pass, None where that is not known.
 
-    Attributes:
-      batch: examples of a global batch.
-      examples: examples in one pass; a last batch that is smaller counts as whole where batches
-        come ready. None where it is not known.
-      spec: nest of `tf.TensorSpec` of a batch.
-      ready: batches come ready, made by the user, and cannot be cut.
+    Of a source by index as asked, of batches as they come; a last one that is smaller counts as
+    whole.
     """
-
-    batch: int
-    examples: int | None
-    spec: Any
-    ready: bool = False
-
-
-def _sizes_of(source: Source, length: Length, *, job: Job) -> Sizes:
-    """Return the sizes of a source: of one by index as asked, of batches as they come."""
-    spec, whole = batch_spec(source.element_spec), source.num_examples
+    whole = source.num_examples
     if isinstance(source, GraphSource | PythonSource):
         batch, steps = length.batch_size, length.steps_per_epoch
         if batch is None and steps and whole and steps <= whole:
             batch = -(-whole // steps)  # as Keras has it
-        return Sizes(batch=batch or _DEFAULT_BATCH_SIZE, examples=whole, spec=spec)
+        return batch or _DEFAULT_BATCH_SIZE, whole
     batch = _size_of_first(source, num_replicas=job.num_replicas)
     batches = getattr(source, "num_batches", None)
     if batches is None and isinstance(source, StreamSource) and not source.is_endless:
-        batches = _counted(source, length, job=job)
+        batches = _counted(source, length, job=job, seed=seed)
     if batches == 0:
         raise UsageError(
             "data",
@@ -357,21 +344,20 @@ def _sizes_of(source: Source, length: Length, *, job: Job) -> Sizes:
             fix="check the files it reads, and drop_remainder",
             code="no-data",
         )
-    examples = None if batches is None else batches * batch
-    return Sizes(batch=batch, examples=examples, spec=spec, ready=True)
+    return batch, None if batches is None else batches * batch
 
 
-def _counted(source: StreamSource, length: Length, *, job: Job) -> int | None:
+def _counted(source: StreamSource, length: Length, *, job: Job, seed: int) -> int | None:
     """Return how many batches of a stream there are for an epoch, None where nobody has to know.
 
-    It is read once for that, as far as it is used.
+    It is read once for that, as far as it is used, and as the run will: it may fill a cache.
     """
     known = length.steps_per_epoch is not None or length.virtual_epochs is not None
     if known and not length.once:
         return None
     if job.task_index == 0:
         _LOG.warning(_COUNTING)
-    whole = read(source.dataset_for(), Reading(in_step=job.num_tasks > 1))
+    whole = read(source.dataset_for(), _reading_of(job, seed))
     most = (length.steps_per_epoch or -1) if length.once else -1
     return int(whole.take(most).reduce(np.int64(0), lambda n, *_: n + 1))
 
@@ -405,6 +391,10 @@ _SAY_EVERY_BATCHES = 16
 _plain = tf.autograph.experimental.do_not_convert
 
 
+def _reading_of(job: Job, seed: int) -> Reading:
+    return Reading(seed=seed, in_step=job.num_tasks > 1 or job.num_workers > 1)
+
+
 class StreamFeed(Feed):
     """Feed of a stream: every task reads the same batches and takes its replicas' slices.
 
@@ -416,10 +406,9 @@ class StreamFeed(Feed):
 
     def __init__(self, source: StreamSource, plan: EpochPlan, **options: Any) -> None:
         super().__init__(source, plan, **options)
-        job, batches = self._job, self._order.batches
-        in_step = job.num_tasks > 1 or job.num_workers > 1
-        self._reading = Reading(seed=self._seed, in_step=in_step)
-        self.may_be_empty = job.num_replicas > 1
+        batches = self._order.batches
+        self._reading = _reading_of(self._job, self._seed)
+        self.may_be_empty = self._job.num_replicas > 1
         self._in_order = not self._order.shuffle
         self._is_endless = source.is_endless and batches is None
         self._take = -1 if batches is None else batches
