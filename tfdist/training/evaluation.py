@@ -21,7 +21,7 @@ from tfdist.errors import EXIT_OK, Stopped, UsageError, require_int
 from tfdist.outputs.display import ScalarWriter
 from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import Job, broadcast
-from tfdist.strategy.chief_watch import ChiefWatch, chief_watch
+from tfdist.strategy.rendezvous import ChiefWatch, chief_watch
 from tfdist.training import building
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
 from tfdist.training.callbacks import callback_list, wants_every_batch
