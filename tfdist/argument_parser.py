@@ -67,6 +67,26 @@ def number(text: str) -> float:
     return float(text)
 
 
+def load_function(text: str, refused: Callable[[str], UsageError]) -> Callable[..., Any]:
+    """Return the function that ``file.py:function`` names; raise what `refused` makes of a reason.
+
+    The file is run as a module, which finds those beside it as a program does.
+    """
+    import importlib.util  # not for a --help
+
+    path, _, name = text.rpartition(":")
+    spec = importlib.util.spec_from_file_location("module_of_a_flag", path) if path else None
+    if spec is None or spec.loader is None or not os.path.isfile(path):
+        raise refused("no such Python file")
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function: Any = getattr(module, name, None)
+    if not callable(function):
+        raise refused(f"no function {name!r} in it{near(name, vars(module))}")
+    return function
+
+
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises `UsageError`, and takes no flag twice or by its beginning."""
 

@@ -108,14 +108,17 @@ def _set_at_eof(stop: threading.Event) -> None:
 
 
 def _published(options: Any) -> set[str]:
-    """Return the steps of the source that are versions already, such as of a run that resumes."""
-    steps = set()
+    """Return what of the source is a version already, such as of a run that resumes.
+
+    In the words of `newest_in`: a run that was begun anew has other checkpoints of the same steps.
+    """
+    there = set()
     for file in options.directory.glob("*/*/manifest.json"):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, KeyError):
             manifest = json.loads(file.read_text())
             if manifest.get("run") == str(options.source.absolute()):
-                steps.add(str(manifest["step"]))
-    return steps
+                there.add(f"{manifest['step']}:{manifest['saved_at']}")
+    return there
 
 
 def _unless(there: set[str], found: str | None) -> str | None:

@@ -124,7 +124,6 @@ def _check_files(options: Any) -> None:
 async def _run(options: Any) -> None:
     from tfdist.serving.dispatch import QueueLimits
     from tfdist.serving.supervisor import ServeOptions, ServiceSupervisor
-    from tfdist.serving.versions import parse_policy
 
     limits = QueueLimits(
         requests=options.max_queue,
@@ -134,19 +133,13 @@ async def _run(options: Any) -> None:
     )
     supervisor = ServiceSupervisor(
         ServeOptions(
+            **_common(options),
             directory=options.directory,
-            name=options.name,
-            replicas=options.replicas,
-            policy=parse_policy(options.versions, options.label),
             spares=options.spares,
-            host=options.host,
             rest_port=options.rest_port,
             grpc_port=options.grpc_port,
-            batch_sizes=_batch_sizes(options.max_batch),
             pin=not options.no_pin,
             limits=limits,
-            timeout_s=options.timeout_s,
-            drain_s=options.drain_s,
             body_bytes=options.max_body_mib << 20,
             token=_resolved(options.token),
             certificate=_resolved(options.tls_cert),
@@ -183,25 +176,21 @@ def _run_on_ray(options: Any) -> None:
             fix="pip install 'ray[serve]' 'tfdist[serving]'",
             code="no-ray",
         ) from error
+    directory, port, queued = options.directory.resolve(), options.rest_port, options.max_queue
+    run(RayOptions(**_common(options), directory=directory, port=port, queued=queued))
+
+
+def _common(options: Any) -> dict[str, Any]:
+    """Return what a service is asked for wherever it runs."""
     from tfdist.serving.versions import parse_policy
 
-    ray_options = RayOptions(
-        directory=options.directory.resolve(),
-        name=options.name,
-        policy=parse_policy(options.versions, options.label),
-        replicas=options.replicas,
-        host=options.host,
-        port=options.rest_port,
-        batch_sizes=_batch_sizes(options.max_batch),
-        queued=options.max_queue,
-        timeout_s=options.timeout_s,
-        drain_s=options.drain_s,
-    )
-    run(ray_options)
-
-
-def _batch_sizes(most: int) -> tuple[int, ...]:
-    return (*(1 << n for n in range(most.bit_length()) if 1 << n < most), most)
+    most = options.max_batch
+    same = ("name", "replicas", "host", "timeout_s", "drain_s")
+    return {
+        **{name: getattr(options, name) for name in same},
+        "policy": parse_policy(options.versions, options.label),
+        "batch_sizes": (*(1 << n for n in range(most.bit_length()) if 1 << n < most), most),
+    }
 
 
 def _resolved(path: Path | None) -> str:

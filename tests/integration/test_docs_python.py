@@ -128,7 +128,7 @@ BEFORE = {
     "docs/migrate/model_fit.md": f"{IMAGES}{DATA}",
     "docs/pipeline.md": f"{FLAT}{DATA}",
     "docs/ps.md": f"{FLAT}{DATA}",
-    "docs/serve.md": f"import sys{SERVED}",
+    "docs/serving.md": f"import sys{SERVED}",
     "docs/launch.md": f"{FLAT}{DATA}\nbuild, X, Y = make_model, x, y",
     "docs/start.md": f"{FLAT}{DATA}",
     "docs/strategies.md": f"{FLAT}{DATA}",
@@ -152,7 +152,7 @@ metric = Mistakes()
 metric.update_state(tf.one_hot([1, 2], 3), tf.one_hot([1, 0], 3))
 assert float(metric.result()) == 1
 """,
-    "docs/serve.md": "server.terminate(); assert server.wait() in (0, 143)",
+    "docs/serving.md": "server.terminate(); assert server.wait() in (0, 143)",
     "docs/training.md": "assert totals['seen'] == 128",
     "docs/tuning.md": """
 from tfdist.configs import base

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import keras
 import numpy as np
@@ -14,6 +15,7 @@ from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
 import tfdist
 from tfdist import export
 from tfdist.errors import TfdistError, UsageError
+from tfdist.serving import sources
 
 layers = keras.layers
 RNG = np.random.RandomState(0)
@@ -151,6 +153,22 @@ def test_answers_that_differ_are_not_published(tmp_path):
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
+def test_a_model_that_keras_cannot_save(tmp_path, strategies):
+    class Silent(layers.Layer):
+        def call(self, x):
+            return x
+
+        def get_config(self):
+            raise NotImplementedError
+
+    with strategies[2].scope():
+        x = keras.Input((3,))
+        model = keras.Model(x, Silent()(x), name="silent")
+    with pytest.raises(UsageError, match=r"model 'silent' \(NotImplementedError\)") as caught:
+        tfdist.export_model(model, tmp_path)
+    assert (caught.value.where, caught.value.code) == ("export_model", "not-saveable")
+
+
 def test_a_model_that_is_not_built(tmp_path):
     with pytest.raises(UsageError) as caught:
         tfdist.export_model(keras.Sequential([layers.Dense(2)]), tmp_path)
@@ -170,10 +188,12 @@ def test_the_program_with_a_file_and_with_checkpoints(tmp_path, capsys):
     tfdist.fit(model, data, target, batch_size=4, epochs=2, callbacks=[backup], verbose=0)
     (tmp_path / "my model.py").write_text(
         "import keras\n"
+        "from sizes_of_line import WIDTH\n"
         "def make():\n"
         "    x = keras.Input((3,), name='x')\n"
-        "    return keras.Model(x, keras.layers.Dense(2, name='y')(x), name='line')\n"
+        "    return keras.Model(x, keras.layers.Dense(WIDTH, name='y')(x), name='line')\n"
     )
+    (tmp_path / "sizes_of_line.py").write_text("WIDTH = 2\n")
     words = [str(tmp_path / "backup"), str(tmp_path / "served")]
     assert export.main([*words, "--model", f"{tmp_path}/my model.py:make"]) == 0
     place = tmp_path / "served" / "line" / "2"
@@ -195,6 +215,29 @@ def test_each_new_one_is_published_and_a_failure_ends_nothing():
     assert len(done) == 4, "what had come until the end too"
     with pytest.raises(TfdistError, match="no room"):
         export._publish_each(lambda: "1", publish_nothing, pause=lambda: True)
+
+
+def test_the_checkpoints_of_a_run_that_was_begun_anew_are_published(tmp_path):
+    x = keras.Input((3,))
+    model = keras.Model(x, layers.Dense(2)(x))
+    model.compile("sgd", "mse")
+    options = export._parser().parse_args([str(tmp_path / "backup"), str(tmp_path / "served")])
+    for served in range(2):
+        shutil.rmtree(tmp_path / "backup", ignore_errors=True)
+        backup = tfdist.BackupAndRestore(tmp_path / "backup")
+        tfdist.fit(model, RNG.rand(4, 3), RNG.rand(4, 2), callbacks=[backup], verbose=0)
+        found = sources.newest_in(options.source)
+        assert found not in export._published(options)
+        _, origin = sources.read_model(options.source, make=f"{__file__}:line")
+        place = tmp_path / "served" / "line" / str(served)
+        place.mkdir(parents=True)
+        (place / "manifest.json").write_text(json.dumps(origin))
+        assert found in export._published(options)
+
+
+def line():
+    x = keras.Input((3,))
+    return keras.Model(x, layers.Dense(2)(x))
 
 
 def publish_nothing():

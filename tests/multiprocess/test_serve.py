@@ -35,7 +35,7 @@ from tfdist.serving.protocol import Target
 DEADLINE_S = 120.0
 PREDICT = "/v1/models/m:predict"
 HEAD = "POST /v1/models/m:predict HTTP/1.1\r\n"
-RETRY = json.dumps(  # of docs/serve.md
+RETRY = json.dumps(  # of docs/serving.md
     {
         "methodConfig": [
             {
@@ -207,6 +207,7 @@ def wait_for_more(outcomes: Counter[str], more: int = 20) -> None:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     directory = tmp_path_factory.mktemp("service")
     make_version(directory / "m", 3)
+    (directory / "m" / "3").rename(directory / "m" / "003")  # as TensorFlow Serving takes it too
     options = {"replicas": 2, "body_bytes": 10_000, "silence_s": 1.0}
     with service(directory, access_log=str(directory / "access"), **options) as running:
         yield running
@@ -358,6 +359,10 @@ def test_metrics(shared: Service) -> None:
     text = shared.get("/metrics")[1]
     assert re.search(r'tfdist_serving_requests_total\{code="200",model="m",via="rest"\} \d', text)
     assert 'tfdist_serving_version{model="m"} 3.0' in text
+    assert call_by_spec(shared.grpc, version=9) is grpc.StatusCode.NOT_FOUND
+    end_s, counted = time.monotonic() + DEADLINE_S, 'code="NOT_FOUND",model="m",via="grpc"} '
+    while counted not in shared.get("/metrics")[1]:  # counted after the answer is sent
+        assert time.monotonic() < end_s
     assert 'tfdist_serving_replicas{model="m"} 2.0' in text
 
 

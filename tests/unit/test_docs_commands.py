@@ -23,7 +23,7 @@ from tfdist.find import __main__ as find
 from tfdist.find import split_size
 from tfdist.launch import options
 from tfdist.ops.submit import kserve
-from tfdist.ops.submit.command import FLAGS as SUBMIT_FLAGS
+from tfdist.ops.submit.request import FLAGS as SUBMIT_FLAGS
 from tfdist.report import __main__ as report
 from tfdist.serving import bench as load
 
@@ -106,15 +106,9 @@ def _flags_by_page() -> Iterator[tuple[str, str]]:
             for action in parser._actions
             if action.option_strings
         ],
-        "serve.md": [
-            action.option_strings[-1][2:]
-            for parser in (serve._parser(), load._parser())
-            for action in parser._actions
-            if action.option_strings
-        ],
         "serving.md": [
             action.option_strings[-1][2:]
-            for parser in (export._parser(), kserve._parser())
+            for parser in (export._parser(), kserve._parser(), serve._parser(), load._parser())
             for action in parser._actions
             if action.option_strings
         ],

@@ -144,6 +144,14 @@ def test_a_trial_whose_run_is_there_is_on_the_page_of_its_sweep_and_linked(tmp_p
     assert "worker-1 at step 225, attempt 1" in page.text
 
 
+def test_a_sweep_that_names_a_run_elsewhere_shows_none(tmp_path):
+    sweep = Path(shutil.copytree(RUNS / "sweep", tmp_path / "sweep"))
+    text = (sweep / "sweep.json").read_text()
+    elsewhere = json.dumps(str(RUNS / "multiworker"))
+    (sweep / "sweep.json").write_text(re.sub(r'(?<="run_dir": )"[^"]*"', elsewhere, text))
+    assert runs_of_best(read_sweep(sweep), most=8) == []
+
+
 def test_a_sweep_goes_on_while_its_chief_has_the_lock(tmp_path):
     for file in ("sweep.json", "journal.jsonl"):
         text = (RUNS / "sweep" / file).read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -55,10 +56,11 @@ class Handler(BaseHTTPRequestHandler):
         self._send(429 if is_tenth else 200, b"{}")
 
     def _send(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(ConnectionError):  # who has given it up
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -133,6 +135,16 @@ def test_load_by_grpc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (found["failed"], set(came)) == ({}, {b"request"})
     assert found["requests"] + failed == len(came)
     assert failed == len(came) // 10 > 0
+
+
+def test_a_server_that_never_answers_is_a_failure(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Handler.delay_s = 1.0
+    monkeypatch.setattr("tfdist.serving.load._CALL_S", 0.2)
+    load = Load(url=url, body=b"{}", connections=1, seconds=0.3, warm_up_s=0.0, tries=3)
+    found = asyncio.run(run(load)).summary()
+    assert found == {"requests": 0, "per_s": 0.0, "failed": {"TimeoutError": 2}}
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.sweep_world import Disk, FakeRunner, FakeSearch, Nobody, flags_of, refused
+from tests.unit.sweep_world import Disk, FakeRunner, FakeSearch, Nobody, World, flags_of, refused
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.connection import Channel, Link
 from tfdist.launch.multihost.rendezvous import (
@@ -95,6 +95,25 @@ def test_a_trial_and_its_outcomes_are_the_same_on_the_other_side() -> None:
     ]
     for outcome in outcomes:
         assert protocol.decode_outcome(_sent(protocol.encode_outcome(outcome))) == outcome
+
+
+def test_a_trial_with_a_trackers_variables_is_run_and_one_that_is_none_has_failed(
+    tmp_path: Path,
+) -> None:
+    """The chief waits for what it has given away, so a runner must not pass over it."""
+    world = World(tmp_path)
+    runner = world.add_host().runner
+    for trial, variables in (("0", {"WANDB_RUN_GROUP": "g"}), ("1", {"PATH": "/evil"})):
+        goal = Goal(objective="loss", direction="min")
+        run_dir = tmp_path / "trials" / trial
+        job = TrialJob(
+            run_dir=run_dir, flags=(), goal=goal, trial=trial, lease=1, variables=variables
+        )
+        runner._begin(_sent(protocol.encode_job(job)))
+    assert world.processes[1].job.variables == {"WANDB_RUN_GROUP": "g"}
+    assert list(world.started) == ["0"]
+    outcome = runner._held["1", 1].outcome
+    assert outcome == Failed(reason="its runner does not take it: it is no trial of this sweep")
 
 
 def _sent(message: Message) -> Any:

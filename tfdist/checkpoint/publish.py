@@ -6,12 +6,13 @@ not wait for it, whatever its strategy is.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import keras
@@ -92,21 +93,29 @@ def _written(model: keras.Model, directory: Path) -> Path:
         fix="pass publish_model='file.py:function', which returns the model as it is built here",
         code="not-a-model",
     )
-    try:
+    with saveable(model, where="publish", fix="pass publish_model='file.py:function'"):
         config = keras.saving.serialize_keras_object(model)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise UsageError(
-            "publish",
-            received=f"model {model.name!r} ({str(error).splitlines()[0][:200]})",
-            expected="one that Keras can write down",
-            fix="pass publish_model='file.py:function'",
-            code="not-a-model",
-        ) from error
     config.pop("compile_config", None)
     path = directory / _MODEL
     with one_line_errors(f"publish: cannot write {path}"):
         path.write_text(json.dumps(config))
     return path
+
+
+@contextlib.contextmanager
+def saveable(model: keras.Model, *, where: str, fix: str) -> Iterator[None]:
+    """Raise UsageError, of `where`, for a model that Keras cannot save, or load again, within."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UsageError(
+            where,
+            received=f"model {model.name!r} ({said})",
+            expected="one that Keras can save and load again",
+            fix=fix,
+            code="not-saveable",
+        ) from error
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -319,16 +319,11 @@ def replicas_here(job: Any) -> int:
 def _request(model: Any, path: Path, spec: Any) -> dict[str, Any]:
     import keras
 
-    try:
+    from tfdist.checkpoint.publish import saveable
+
+    fix = "use `python -m tfdist.find batch file.py:function`"
+    with saveable(model, where="find_batch_size", fix=fix):
         model.save(path)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise UsageError(
-            "find_batch_size",
-            received=f"a model that cannot be saved ({' '.join(str(error).split())[:200]})",
-            expected="one that a .keras file can hold, for the child process",
-            fix="use `python -m tfdist.find batch file.py:function`",
-            code="not-saveable",
-        ) from None
     policy = keras.config.dtype_policy().name
     return {"subject": None, "model": str(path), "spec": spec, "dtype_policy": policy}
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import sys
+import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.argument_parser import load_function
 from tfdist.configs.command_line import parse
 from tfdist.data.resolve import as_source
 from tfdist.data.source import batch_spec
-from tfdist.errors import UsageError, near
+from tfdist.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,16 +81,7 @@ def _of_config(config: Any, *, strategy: Any) -> Subject:
 
 def _of_function(name: str, *, strategy: Any) -> Subject:
     """Call the function inside the strategy's scope."""
-    path, _, function_name = name.rpartition(":")
-    spec = importlib.util.spec_from_file_location("subject_of_find", path) if path else None
-    if spec is None or spec.loader is None or not Path(path).is_file():
-        raise _bad(name, "no such Python file")
-    sys.path.insert(0, str(Path(path).resolve().parent))  # as `python file.py` has it
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise _bad(name, f"no function {function_name!r} in it{near(function_name, vars(module))}")
+    function = load_function(name, functools.partial(_bad, name))
     with strategy.scope():
         made = function()
     parts = made if isinstance(made, tuple) else (made,)

@@ -148,7 +148,7 @@ def _trial(entry: Mapping[str, Any], sweep: Path) -> TrialEntry:
         starts=entry.get("starts", 1),
         reason=entry.get("reason") or "",
         seconds=ended - began if began is not None and ended is not None else None,
-        path=sweep / entry.get("run_dir", ""),
+        path=sweep / "trials" / Path(entry.get("run_dir", "")).name,  # and nowhere else
     )
 
 

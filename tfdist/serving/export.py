@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.checkpoint.publish import saveable
 from tfdist.checkpoint.state import weights_sha256
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_one_of
 from tfdist.files import fsync, one_line_errors, write_json
@@ -268,19 +269,14 @@ def _copy(model: keras.Model) -> keras.Model:
     classes = {type(layer).__name__: type(layer) for layer in [model, *model._flatten_layers()]}
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "model.keras")
-        try:
+        fix = "give its classes get_config, as keras.saving asks for"
+        with (
+            saveable(model, where="export_model", fix=fix),
+            keras.saving.custom_object_scope(classes),
+        ):
             model.save(path)
-            with keras.saving.custom_object_scope(classes):
-                # Not in Keras' safe mode: the file was written by the line above.
-                return keras.models.load_model(path, compile=False, safe_mode=False)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            raise UsageError(
-                "export_model",
-                received=f"model {model.name!r} ({str(error).splitlines()[0][:200]})",
-                expected="one that Keras can save and load again",
-                fix="give its classes get_config, as keras.saving asks for",
-                code="not-saved",
-            ) from error
+            # Not in Keras' safe mode: the file was written by the line above.
+            return keras.models.load_model(path, compile=False, safe_mode=False)
 
 
 def _lowered(model: keras.Model, precision: str) -> keras.Model:
@@ -296,7 +292,7 @@ def _lowered(model: keras.Model, precision: str) -> keras.Model:
     except ValueError as error:
         raise UsageError(
             f"precision {precision}",
-            received=f"model {model.name!r} ({str(error).splitlines()[0][:200]})",
+            received=f"model {model.name!r} ({' '.join(str(error).split())[:200]})",
             expected="a functional or Sequential model of layers that have this precision",
             fix="leave precision out",
             code="unsupported-precision",

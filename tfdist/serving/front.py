@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hmac
 import json
 import logging
@@ -64,14 +65,10 @@ Message = MutableMapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FrontOptions:
-    """What a front is told.
+class ClientOptions:
+    """What a service asks of its clients, and gives them.
 
     Attributes:
-      rest: descriptor of the listening socket, which the supervisor holds too.
-      control: descriptor of the socket to the supervisor.
-      supervisor: pid of the process with which this one ends.
-      grpc: address to listen at; the supervisor holds the port.
       timeout_s: after which a request is answered with an error; a client may ask for less.
       body_bytes: most that a request may have.
       silence_s: how long a client may take over the head, and over the body, of a request.
@@ -82,11 +79,7 @@ class FrontOptions:
       drain_s: how long requests may take after SIGTERM.
     """
 
-    rest: int
-    control: int
-    supervisor: int
-    grpc: str
-    limits: QueueLimits
+    limits: QueueLimits = dataclasses.field(default_factory=QueueLimits)
     timeout_s: float = 30.0
     body_bytes: int = 64 << 20
     silence_s: float = 30.0
@@ -96,6 +89,23 @@ class FrontOptions:
     key: str = ""
     access_log: str = ""
     drain_s: float = 30.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FrontOptions(ClientOptions):
+    """What a front is told.
+
+    Attributes:
+      rest: descriptor of the listening socket, which the supervisor holds too.
+      control: descriptor of the socket to the supervisor.
+      supervisor: pid of the process with which this one ends.
+      grpc: address to listen at; the supervisor holds the port.
+    """
+
+    rest: int
+    control: int
+    supervisor: int
+    grpc: str
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -291,7 +301,7 @@ class Front:
 
     # Requests
 
-    async def ask(self, target: Target, kind: Kind, payload: bytes, timeout_s: float) -> bytes:
+    async def ask(self, kind: Kind, target: Target, payload: bytes, timeout_s: float) -> bytes:
         """Return a replica's answer to a request; raise RequestError."""
         target = protocol.unlabelled(target, self.models)
         version = protocol.version_of(target, self.models)
@@ -326,38 +336,31 @@ class Front:
 
     def grpc_handlers(self) -> list[grpc.GenericRpcHandler]:
         """Return the services; messages stay bytes."""
-        methods = {name: self._grpc_ask(kind) for name, kind in _GRPC_KINDS.items()}
-        unary = grpc.unary_unary_rpc_method_handler
-        make = grpc.method_handlers_generic_handler
-        predict = {name: unary(method) for name, method in methods.items()}
+        ask = {name: functools.partial(self.ask, kind) for name, kind in _GRPC_KINDS.items()}
         told = {"GetModelStatus": self._grpc_status, "HandleReloadConfigRequest": self._grpc_reload}
-        model = {name: unary(self._grpc(method)) for name, method in told.items()}
-        return [make(_PREDICTION, predict), make(_MODEL, model)]
+        make, unary = grpc.method_handlers_generic_handler, grpc.unary_unary_rpc_method_handler
+        return [
+            make(service, {name: unary(self._grpc(method)) for name, method in methods.items()})
+            for service, methods in ((_PREDICTION, ask), (_MODEL, told))
+        ]
 
-    def _grpc_ask(self, kind: Kind) -> Callable[[bytes, Any], Awaitable[bytes]]:
-        async def ask(payload: bytes, timeout_s: float) -> tuple[str, bytes]:
-            target = protocol.parse_model_spec(payload)
-            return target.name, await self.ask(target, kind, payload, timeout_s)
+    async def _grpc_status(self, target: Target, payload: bytes, timeout_s: float) -> bytes:
+        return protocol.status_message(self._states(target))
 
-        return self._grpc(ask)
-
-    async def _grpc_status(self, payload: bytes, timeout_s: float) -> tuple[str, bytes]:
-        target = protocol.parse_model_spec(payload)
-        return target.name, protocol.status_message(self._states(target))
-
-    async def _grpc_reload(self, payload: bytes, timeout_s: float) -> tuple[str, bytes]:
+    async def _grpc_reload(self, target: Target, payload: bytes, timeout_s: float) -> bytes:
         """Have the supervisor take policies and labels; the versions follow."""
         policies = policies_of(protocol.parse_reload(payload))
         for name in policies:
             if name not in self.models:
                 raise Target(name=name).not_found()
         self.tell(policies={name: dataclasses.asdict(one) for name, one in policies.items()})
-        return "", b""  # a response without an error
+        return b""  # a response without an error
 
     def _grpc(
-        self, method: Callable[[bytes, float], Awaitable[tuple[str, bytes]]]
+        self, method: Callable[[Target, bytes, float], Awaitable[bytes]]
     ) -> Callable[[bytes, Any], Awaitable[bytes]]:
         """Return the handler that answers with the method's bytes, or with its error."""
+        is_of_all = method == self._grpc_reload
 
         async def handle(payload: bytes, context: Any) -> bytes:
             start = time.monotonic()
@@ -368,7 +371,9 @@ class Front:
                     self._authorize(str(sent))
                 remaining_s = context.time_remaining()
                 timeout_s = self.options.timeout_s if remaining_s is None else remaining_s
-                name, answer = await method(payload, timeout_s)
+                target = Target(name="") if is_of_all else protocol.parse_model_spec(payload)
+                name = target.name if target.name in self.models else ""
+                answer = await method(target, payload, timeout_s)
                 code = Code.OK
                 return answer
             except RequestError as error:
@@ -422,7 +427,7 @@ class Front:
     async def _rest(self, target: Target, kind: Kind | None, payload: bytes) -> bytes:
         if kind is None:
             return json.dumps(protocol.status_json(self._states(target)), indent=1).encode()
-        return await self.ask(target, kind, payload, self.options.timeout_s)
+        return await self.ask(kind, target, payload, self.options.timeout_s)
 
     async def _body(
         self, headers: Mapping[bytes, bytes], receive: Callable[[], Awaitable[Message]]

@@ -168,7 +168,11 @@ class _RestClient(asyncio.Protocol):
         """Return the status of the answer, or by what error there is none after all tries."""
         for _ in range(self._tries):
             try:
-                return f"{await self.ask()}"
+                async with asyncio.timeout(_CALL_S):
+                    return f"{await self.ask()}"
+            except TimeoutError:
+                self._abort()
+                return "TimeoutError"
             except (OSError, httptools.HttpParserError) as error:
                 failed = type(error).__name__
                 await asyncio.sleep(_AGAIN_AFTER_S)

@@ -30,6 +30,7 @@ from tfdist.serving.versions import (
     Replica,
     find_models,
     find_versions,
+    name_of,
     require_models,
 )
 
@@ -92,7 +93,7 @@ class LoadedModel:
     def _load(self, version: int) -> None:
         from tfdist.serving.model import ServedModel
 
-        directory = self._directory / str(version)
+        directory = self._directory / name_of(self.versions.found[version])
         try:
             session = ServedModel(directory, self._name, batch_sizes=self._sizes)
             session.warm_up(directory)

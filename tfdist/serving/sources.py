@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import keras
 import ml_collections
 import numpy as np
 
+from tfdist.argument_parser import load_function
 from tfdist.checkpoint import CheckpointStore
 from tfdist.checkpoint.warm_start import set_weights
-from tfdist.errors import UsageError, near, require
+from tfdist.errors import UsageError, require
 from tfdist.outputs.run_directory import RunDirectory
 
 
@@ -73,7 +74,8 @@ def newest_in(source: Path, *, best: bool = False) -> str | None:
         return None
     store = CheckpointStore(_checkpoints_in(source))
     step = store.best() if best else store.latest()
-    return None if step is None else str(step)
+    written_at = None if step is None else store.written_at(step)
+    return None if written_at is None else f"{step}:{written_at}"
 
 
 def _checkpoints_in(source: Path) -> Path:
@@ -85,16 +87,7 @@ def _made_by(make: str) -> keras.Model:
     """Call the function that ``file.py:function`` names, or make what a JSON file describes."""
     if make.endswith(".json") and Path(make).is_file():
         return keras.models.model_from_json(Path(make).read_text())
-    path, _, name = make.rpartition(":")
-    spec = importlib.util.spec_from_file_location("model_of_export", path)
-    if not path or spec is None or spec.loader is None or not Path(path).is_file():
-        raise _bad_make(make, "no such Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise _bad_make(make, f"no function {name!r} in it{near(name, vars(module))}")
-    model = function()
+    model = load_function(make, functools.partial(_bad_make, make))()
     if not isinstance(model, keras.Model) or not model.built:
         raise _bad_make(make, f"{type(model).__name__} from it")
     return model

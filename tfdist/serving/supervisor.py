@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.serving.dispatch import QueueLimits
 from tfdist.serving.door import Door, address_of, bound, prefer_the_next
-from tfdist.serving.front import FrontOptions
+from tfdist.serving.front import ClientOptions, FrontOptions
 from tfdist.serving.replica import ReplicaOptions, ReplicaOrder
 from tfdist.serving.versions import (
     Drain,
@@ -36,6 +35,7 @@ from tfdist.serving.versions import (
     Replica,
     StartReplica,
     find_versions,
+    name_of,
     require_models,
 )
 
@@ -47,8 +47,8 @@ _LONGEST_WAIT_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ServeOptions:
-    """What `tfdist.serve` is asked for; the front's part is explained there.
+class ServeOptions(ClientOptions):
+    """What `tfdist.serve` is asked for.
 
     Attributes:
       directory: of versions, or of models that have versions.
@@ -72,15 +72,6 @@ class ServeOptions:
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     pin: bool = True
     load_timeout_s: float = 600.0
-    limits: QueueLimits = dataclasses.field(default_factory=QueueLimits)
-    timeout_s: float = 30.0
-    drain_s: float = 30.0
-    body_bytes: int = 64 << 20
-    silence_s: float = 30.0
-    token: str = ""
-    certificate: str = ""
-    key: str = ""
-    access_log: str = ""
 
 
 def cores_of(index: int, *, replicas: int, cores: Sequence[int]) -> tuple[int, ...]:
@@ -215,9 +206,8 @@ class ServiceSupervisor:
         front.kill()
 
     def _front_options(self, control: int) -> FrontOptions:
-        o = self._options
-        same = {f.name for f in dataclasses.fields(FrontOptions)}
-        shared = {f.name: getattr(o, f.name) for f in dataclasses.fields(o) if f.name in same}
+        names = [field.name for field in dataclasses.fields(ClientOptions)]
+        shared = {name: getattr(self._options, name) for name in names}
         return FrontOptions(
             rest=self._rest.fileno(),
             control=control,
@@ -294,9 +284,12 @@ class ServiceSupervisor:
     def _age(self, name: str, version: int) -> str:
         """Return how long ago the checkpoint of an export was whole, where its manifest tells."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            manifest = json.loads((self._paths[name] / f"{version}" / "manifest.json").read_text())
+            manifest = json.loads((self._directory(name, version) / "manifest.json").read_text())
             return f", {time.time() - manifest['saved_at']:.1f} s after its checkpoint was whole"
         return ""
+
+    def _directory(self, name: str, version: int) -> Path:
+        return self._paths[name] / name_of(self._models[name].found[version])
 
     def _start_later(self, name: str, start: StartReplica) -> None:
         key = (name, start.version, start.index)
@@ -325,7 +318,7 @@ class ServiceSupervisor:
         cores = sorted(os.sched_getaffinity(0))
         chosen = cores_of(start.index, replicas=self._options.replicas, cores=cores)
         order = ReplicaOrder(
-            directory=str(self._paths[name] / str(start.version)),
+            directory=str(self._directory(name, start.version)),
             name=name,
             path=path,
             cores=chosen if self._options.pin else (),

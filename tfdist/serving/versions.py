@@ -269,6 +269,11 @@ def find_versions(directory: Path) -> dict[int, str]:
     return found
 
 
+def name_of(mark: str) -> str:
+    """Return the name of a version's directory, which may begin with zeros."""
+    return mark.partition(" ")[0]
+
+
 def _mark(version: Path) -> str:
     """Return what changes when the files of a version do, as while they are still copied."""
     files = [version / "saved_model.pb", *sorted((version / "variables").glob("*"))]

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +60,24 @@ def _figure(state: SweepState, trials: Sequence[Trial]) -> Any:
     from matplotlib.figure import Figure  # made by hand: neither pyplot nor a display is touched
 
     names = _names(trials)
-    places = _places(trials, names, space=state.begun.get("space", ()))
     rows = -(-len(names) // _COLUMNS)
     figure = Figure(figsize=(13.0, 6.8 + 2.7 * rows), dpi=130, layout="constrained")
     grid = figure.add_gridspec(rows + 2, _COLUMNS, height_ratios=[1.2, *[1.0] * rows, 1.2])
     objective = _literal(state.begun.get("objective", "score"))
     is_max = state.begun.get("direction") == "max"
+    on_log = {
+        entry["config"]["name"]
+        for entry in state.begun.get("space", ())
+        if "log" in str(entry["config"].get("sampling"))
+    }
     _draw_scores(figure.add_subplot(grid[0, :]), trials, objective=objective, is_max=is_max)
     for number, name in enumerate(names):
         axes = figure.add_subplot(grid[1 + number // _COLUMNS, number % _COLUMNS])
-        _draw_effect(axes, trials, name, place=places[name], objective=objective)
-    _draw_parallel(figure, grid[rows + 1, :], trials, places, objective=objective, is_max=is_max)
+        _draw_effect(axes, trials, name, is_log=name in on_log)
+        axes.set_ylabel(objective)
+    axes = figure.add_subplot(grid[rows + 1, :])
+    colours = _draw_parallel(axes, trials, names, on_log=on_log, is_max=is_max)
+    figure.colorbar(colours, ax=axes, label=objective, pad=0.01)
     tuner = _literal(state.begun.get("tuner"))
     figure.suptitle(f"{tuner} search, {len(trials)} trials", fontsize=12)
     return figure
@@ -86,22 +93,6 @@ def _names(trials: Sequence[Trial]) -> list[str]:
     return (varied or list(seen))[:_MOST_EFFECTS]
 
 
-def _places(
-    trials: Sequence[Trial], names: Sequence[str], *, space: Sequence[Mapping[str, Any]]
-) -> dict[str, _Axis]:
-    """Return the axis of each hyperparameter, on the scale on which it is sampled."""
-    on_log = {
-        entry["config"]["name"] for entry in space if "log" in str(entry["config"].get("sampling"))
-    }
-    return {
-        name: _Axis(
-            [t.hyperparameters[name] for t in trials if name in t.hyperparameters],
-            is_log=name in on_log,
-        )
-        for name in names
-    }
-
-
 def _draw_scores(axes: Any, trials: Sequence[Trial], *, objective: str, is_max: bool) -> None:
     scores = [trial.score or 0.0 for trial in trials]
     best = list(itertools.accumulate(scores, max if is_max else min))
@@ -115,100 +106,64 @@ def _draw_scores(axes: Any, trials: Sequence[Trial], *, objective: str, is_max: 
     _plain_axes(axes)
 
 
-def _draw_effect(
-    axes: Any, trials: Sequence[Trial], name: str, *, place: _Axis, objective: str
-) -> None:
-    points = [(t.hyperparameters[name], t.score) for t in trials if name in t.hyperparameters]
-    axes.plot(
-        [place.raw(value) for value, _ in points],
-        [score for _, score in points],
-        "o",
-        color=_POINTS,
-        ms=4.5,
-        alpha=0.8,
-    )
-    if place.is_log:
+def _draw_effect(axes: Any, trials: Sequence[Trial], name: str, *, is_log: bool) -> None:
+    known = [trial for trial in trials if name in trial.hyperparameters]
+    values = [trial.hyperparameters[name] for trial in known]
+    scores = [trial.score for trial in known]
+    if not _are_numbers(values):
+        pairs = sorted(zip(map(_literal, values), scores, strict=True))
+        values, scores = map(list, zip(*pairs, strict=True))
+    axes.plot(values, scores, "o", color=_POINTS, ms=4.5, alpha=0.8)
+    if is_log:
         axes.set_xscale("log")
-    if place.words:
-        axes.set_xticks(range(len(place.words)), map(_literal, place.words))
-        axes.set_xlim(-0.5, len(place.words) - 0.5)
     axes.set_xlabel(_literal(name))
-    axes.set_ylabel(objective)
     _plain_axes(axes)
 
 
 def _draw_parallel(
-    figure: Any,
-    where: Any,
-    trials: Sequence[Trial],
-    places: Mapping[str, _Axis],
-    *,
-    objective: str,
-    is_max: bool,
-) -> None:
-    """A line for each trial through its values; the better, the darker. Inactive ones are gaps."""
-    from matplotlib import colormaps
+    axes: Any, trials: Sequence[Trial], names: Sequence[str], *, on_log: Set[str], is_max: bool
+) -> Any:
+    """Draw a line for each trial through its values, with a gap where it has none; return the map
+    from scores to colours: the better, the darker."""
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
 
-    axes, names = figure.add_subplot(where), list(places)
+    trials = sorted(trials, key=lambda t: t.score or 0.0, reverse=not is_max)  # the best on top
     scores = [trial.score or 0.0 for trial in trials]
-    norm = Normalize(min(scores), max(scores))
-    colours = colormaps["viridis_r" if is_max else "viridis"]
-    worst_first = sorted(trials, key=lambda t: t.score or 0.0, reverse=not is_max)
-    for trial in worst_first:
-        values = trial.hyperparameters
-        heights = [places[n].share(values[n]) if n in values else math.nan for n in names]
-        colour = colours(norm(trial.score or 0.0))
-        axes.plot(range(len(names)), heights, "-o", color=colour, ms=4, lw=1.3, alpha=0.85)
+    colours = ScalarMappable(cmap="viridis_r" if is_max else "viridis")
+    colours.set_clim(min(scores), max(scores))
+    lines = [[math.nan] * len(names) for _ in trials]
     for number, name in enumerate(names):
-        for height, text in places[name].ticks():
-            axes.annotate(
-                _literal(text),
-                (number, height),
-                xytext=(5, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=7,
-                color="#444444",
-            )
+        values = [t.hyperparameters[name] for t in trials if name in t.hyperparameters]
+        heights = _heights(values, is_log=name in on_log)
+        for trial, line in zip(trials, lines, strict=True):
+            if name in trial.hyperparameters:
+                line[number] = heights[trial.hyperparameters[name]]
+        ends = (min(values), max(values)) if _are_numbers(values) else heights
+        for value in dict.fromkeys(ends):
+            text = f"{value:.3g}" if _are_numbers(values) else _literal(value)
+            axes.text(number + 0.02, heights[value], text, va="center", fontsize=7, color="#444444")
         axes.axvline(number, color="#bbbbbb", lw=0.8, zorder=0)
+    for score, line in zip(scores, lines, strict=True):
+        axes.plot(line, "-o", color=colours.to_rgba(score), ms=4, lw=1.3, alpha=0.85)
     axes.set_xticks(range(len(names)), map(_literal, names))
     axes.set_yticks([])
     axes.set_xlim(-0.2, len(names) - 0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.colorbar(ScalarMappable(norm, colours), ax=axes, label=objective, pad=0.01)
+    return colours
 
 
-class _Axis:
-    """Where the values of one hyperparameter stand: numbers by size, others side by side."""
+def _heights(values: Sequence[Any], *, is_log: bool) -> dict[Any, float]:
+    """Return the height of each value, from 0 to 1: numbers by size, others side by side."""
+    if _are_numbers(values):
+        at = {v: math.log(v) if is_log and min(values) > 0 else float(v) for v in values}
+    else:
+        at = {v: float(i) for i, v in enumerate(sorted(set(values), key=str))}
+    low, high = min(at.values()), max(at.values())
+    return {v: (place - low) / (high - low) if high > low else 0.5 for v, place in at.items()}
 
-    def __init__(self, values: Sequence[Any], *, is_log: bool) -> None:
-        is_number = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
-        self.words = [] if is_number else [str(v) for v in dict.fromkeys(sorted(values, key=str))]
-        self._low: float = min(values) if is_number else 0
-        self._high: float = max(values) if is_number else 0
-        self.is_log = is_log and is_number and self._low > 0
 
-    def raw(self, value: Any) -> float:
-        """Return its place on an axis of its own."""
-        return self.words.index(str(value)) if self.words else float(value)
-
-    def share(self, value: Any) -> float:
-        """Return its height between 0 and 1."""
-        if self.words:
-            return self.raw(value) / max(1, len(self.words) - 1)
-        if self._high == self._low:
-            return 0.5
-        scale = math.log if self.is_log else float
-        low, high = scale(self._low), scale(self._high)
-        return (scale(value) - low) / (high - low)
-
-    def ticks(self) -> list[tuple[float, str]]:
-        """Return height and text of what is written beside the axis."""
-        if self.words:
-            return [(self.share(word), word) for word in self.words]
-        return [(self.share(v), f"{v:.3g}") for v in sorted({self._low, self._high})]
+def _are_numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
 
 def _literal(text: object) -> str:
@@ -310,6 +265,9 @@ def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # One run of a tracker above those of a sweep's trials, by variables that MLflow and W&B read.
+
+OF_TRACKERS = frozenset({"WANDB_RUN_GROUP", "MLFLOW_RUN_CONTEXT"})
+"""The variables that trials may have beside their assignment."""
 
 MLFLOW_FILE = "mlflow-run"
 """In the sweep's directory: the id of its run in MLflow."""

@@ -25,6 +25,7 @@ from tfdist.launch.multihost.connection import resolve
 from tfdist.launch.multihost.rendezvous import listen
 from tfdist.tuning import trial_job
 from tfdist.tuning.directory import TRIALS
+from tfdist.tuning.exports import OF_TRACKERS
 from tfdist.tuning.journal import Slot
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.runner import TrialProgram
@@ -172,10 +173,10 @@ def decode_job(told: Any, *, sweep_dir: Path) -> TrialJob:
     run, continues, goal = str(told["run"]), told["continues"], told["goal"]
     if (
         not all(flag.startswith("--config.") for flag in flags)
-        or variables.keys() - {trial_job.VARIABLE}
+        or variables.keys() - {trial_job.VARIABLE, *OF_TRACKERS}
         or not all(map(_is_name, [run, "0" if continues is None else continues]))
     ):
-        raise ValueError("no trial")
+        raise ValueError("it is no trial of this sweep")
     return TrialJob(
         run_dir=sweep_dir / TRIALS / run,
         flags=flags,
@@ -188,7 +189,7 @@ def decode_job(told: Any, *, sweep_dir: Path) -> TrialJob:
 
 def _is_name(run: str) -> bool:
     """Return whether it is a directory among the trials, and nothing else."""
-    return run == os.path.basename(run) and not run.startswith(".")
+    return bool(run) and run == os.path.basename(run) and not run.startswith(".")
 
 
 def encode_outcome(outcome: Outcome) -> Message:

@@ -27,7 +27,7 @@ from tfdist.tuning.directory import TRIALS
 from tfdist.tuning.guard import SAVE_AFTER_S, LeaseGuardClient
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.protocol import ALIVE, ANY_RANK, LEASE_S, Lease, Message, SweepAddress
-from tfdist.tuning.runner import LOG, LaunchedTrial, LauncherRunner
+from tfdist.tuning.runner import LOG, LaunchedTrial, LauncherRunner, ends_of
 from tfdist.tuning.trial_job import Failed, Killed, Outcome, TrialJob
 
 logger = logging.getLogger(__name__)
@@ -113,8 +113,10 @@ class RemoteRunner:
         if came and self._asked is None:
             self._leave(came[0])
         self.go_on([signals.fd])
-        pidfds = [h.running.pidfd for h in self._held.values() if h.running and h.running.pidfd]
-        select.select([*pidfds, *self._chief.fds, signals.fd], [], [], _LOOK_S)
+        poll = ends_of(held.running for held in self._held.values() if held.running)
+        for fd in (*self._chief.fds, signals.fd):
+            poll.register(fd, select.POLLIN)
+        poll.poll(_LOOK_S * 1000)
 
     def go_on(self, wake_fds: Sequence[int] = ()) -> None:
         """Do what there is to do, without waiting."""
@@ -163,8 +165,13 @@ class RemoteRunner:
 
     def _begin(self, told: Mapping[str, Any]) -> None:
         lease = protocol.decode_lease((told["trial"], told["lease"]))
-        job = protocol.decode_job(told, sweep_dir=self._options.sweep_dir)
         held = self._held[lease] = _Held()
+        try:
+            job = protocol.decode_job(told, sweep_dir=self._options.sweep_dir)
+        except protocol.NO_SENSE as error:  # the chief waits for it
+            held.outcome = Failed(reason=f"its runner does not take it: {error}")
+            self._report(lease, held)
+            return
         self._require_shared(lease, job)
         try:
             if self._asked is not None:
