@@ -157,6 +157,19 @@ def test_stock_replicas_divide_by_their_own_unmasked_entries(strategies):
     assert per_replica(strategies[2], loss) == [0.5, 1.75]  # and not 1 / 3 and 7 / 3 of 8 / 3
 
 
+def test_stock_replicas_without_unmasked_entries_leave_one_number_out(strategies):
+    def mean(y_true, y_pred):
+        return tf.reduce_mean(tf.abs(y_true - y_pred))
+
+    def loss():
+        predicted = part_of_a_replica(strategies[2], [[1.0], [2.0], [3.0], [4.0]])
+        mask = part_of_a_replica(strategies[2], [[False], [False], [True], [True]])
+        keras.src.backend.set_keras_mask(predicted, mask[:, 0])
+        return keras.src.losses.LossFunctionWrapper(mean)(tf.zeros([2, 1]), predicted)
+
+    assert per_replica(strategies[2], loss) == [0.0, 1.75]  # and not 0.75 and 1.75 of 2.5
+
+
 def test_stock_vectors_of_add_loss_are_sums_by_the_number_of_replicas(strategies):
     model = make_model(strategies[2], keras.optimizers.SGD)
     added = per_replica(strategies[2], lambda: model._aggregate_additional_loss(tf.ones([4])))
@@ -567,6 +580,9 @@ FAULT_SHOWN_BY = {
     "Loss.__call__": test_stock_sums_are_not_scaled_so_that_a_step_cannot_tell_them,
     "keras.src.losses.loss.reduce_values": (
         test_stock_losses_of_one_number_count_once_for_each_replica
+    ),
+    "keras.src.losses.loss.reduce_weighted_values": (
+        test_stock_replicas_without_unmasked_entries_leave_one_number_out
     ),
     "keras.src.losses.loss.apply_mask": test_stock_replicas_divide_by_their_own_unmasked_entries,
     "TensorFlowTrainer._aggregate_additional_loss": (

@@ -75,6 +75,20 @@ def test_masked_losses_equal_one_device(strategies, examples, batch_size, replic
     require_equal(strategies, tagger(), x, y, replicas=replicas, **data)
 
 
+def test_one_number_of_a_loss_function_is_a_mean_that_masks_do_not_weight(strategies):
+    def make():
+        model = tagger()()
+        entropy = keras.losses.sparse_categorical_crossentropy
+
+        def one_number(y_true, y_pred):
+            return keras.ops.mean(entropy(y_true, y_pred, from_logits=True))
+
+        model.compile(keras.optimizers.SGD(0.5), one_number)
+        return model
+
+    require_equal(strategies, make, TOKENS[:57], NEXT[:57])  # a last batch of one example
+
+
 @pytest.mark.parametrize("loss", [{}, {"reduction": "mean_with_sample_weight"}])
 def test_masked_losses_with_sample_weights_equal_one_device(strategies, loss):
     require_equal(strategies, tagger(**loss), TOKENS, NEXT, sample_weight=WEIGHTS)

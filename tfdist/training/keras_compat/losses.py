@@ -114,6 +114,29 @@ def _scaling_the_rest(
     return keras_loss.scale_loss_for_distribution(reduced)
 
 
+@replaces(keras_loss, "reduce_weighted_values", issue=f"{_SOURCE}#L164")
+def _one_number_of_all(
+    original: Original,
+    trace: StepTrace,
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: Any = _MEAN,
+    dtype: Any = None,
+) -> Any:
+    """Leave the mask out where a loss function returned one number: in a mean it cancels out.
+
+    Replicas would weight their numbers by unmasked entries. On one device, too, a batch without
+    any is left out.
+    """
+    values = tf.convert_to_tensor(values, dtype)
+    is_one = values.shape.rank == 0 and mask is not None and sample_weight is None
+    if is_one and reduction != "sum" and _sums_in_step(trace, "a masked loss"):
+        unmasked = _over_replicas(tf.reduce_sum(tf.cast(mask, tf.float32)), trace)
+        return original(values * tf.cast(tf.sign(unmasked), values.dtype), reduction=reduction)
+    return original(values, sample_weight, mask, reduction, dtype)
+
+
 # Keras divides by the replica's own number of unmasked entries, or sum of sample weights.
 
 
