@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -34,3 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the files that take longest first; the order within a file stays."""
     place = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.fixture
+def at_a_terminal():
+    """Ctrl-C is not ignored, as it is in what a shell starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -6,6 +6,7 @@ Started on all hosts at once, by whatever starts the job there, or by ``--hosts 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, require
 from tfdist.ops.doctor import examine
-from tfdist.ops.doctor.examine import RULES, PreflightOptions, PreflightResult, follow, lead
+from tfdist.ops.doctor.examine import RULES, PreflightResult, follow, lead
 from tfdist.ops.doctor.facts import job_of
 from tfdist.ops.rules import rules_as_json, rules_as_text
 
@@ -92,18 +93,16 @@ def _run(command: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if job.task != job.speaker:
         _note(f"{job.task} leaves {job.host.name} to {job.speaker}")
         return EXIT_OK
-    options = PreflightOptions(
-        shared_dir=command.shared_dir,
-        quick=command.quick,
-        startup_timeout_s=command.startup_timeout_s or job.startup_timeout_s,
-    )
+    if command.startup_timeout_s is not None:
+        job = dataclasses.replace(job, startup_timeout_s=command.startup_timeout_s)
+    shared_dir = command.shared_dir
     if job.index:
-        done = follow(job, options, environ=environ)
+        done = follow(job, environ=environ, shared_dir=shared_dir)
         if isinstance(done, int):
             _note(f"what was seen of {job.host.name} is said on {job.hosts[0].name}")
             return done
         return _show(done, command)
-    result, barrier = lead(job, options, environ=environ)
+    result, barrier = lead(job, environ=environ, shared_dir=shared_dir, quick=command.quick)
     barrier.end(examine.exit_code(result.findings))
     return _show(result, command)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from tfdist.argument_parser import run_program
 from tfdist.errors import EXIT_OK, UsageError
 from tfdist.ops.submit import kserve, kubernetes, slurm, tools
-from tfdist.ops.submit.command import Command, help_text, parse
 from tfdist.ops.submit.pods import INSTANCE
+from tfdist.ops.submit.request import JobRequest, help_text, parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,66 +25,59 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     if kserve.is_asked_for(words):
-        print(_to_kserve(words), flush=True)
-        return EXIT_OK
-    command = parse(words)
-    print(help_text() if command is None else _answer(command), flush=True)
+        done = _to_kserve(words)
+    elif (request := parse(words)) is None:
+        done = tools.Submitted(text=help_text())
+    elif request.flags.status:
+        done = tools.Submitted(text=_status(request))
+    elif request.flags.logs:
+        done = tools.Submitted(text=_logs(request))
+    else:
+        done = _to_slurm(request) if request.flags.to == "slurm" else _to_kubernetes(request)
+    for line in done.warnings:
+        print(f"tfdist.submit: {line}", file=sys.stderr)
+    print(done.text.rstrip("\n"), flush=True)
     return EXIT_OK
 
 
-def _to_kserve(words: Sequence[str]) -> str:
+def _to_kserve(words: Sequence[str]) -> tools.Submitted:
     service = kserve.parse(words)
     manifest = kserve.render(service)
     if service.dry_run:
-        return manifest.rstrip("\n")
-    done = tools.apply(manifest, name=service.name, kind=kserve.KIND, namespace=service.namespace)
-    for line in done.warnings:
-        print(f"tfdist.submit: {line}", file=sys.stderr)
-    return done.text.rstrip("\n")
+        return tools.Submitted(text=manifest)
+    return tools.apply(manifest, name=service.name, kind=kserve.KIND, namespace=service.namespace)
 
 
-def _answer(command: Command) -> str:
-    status, logs = command.one("status"), command.one("logs")
-    if status:
-        return _status(command, status).rstrip("\n")
-    if logs:
-        return _logs(command, logs).rstrip("\n")
-    done = _to_slurm(command) if command.to == "slurm" else _to_kubernetes(command)
-    for line in done.warnings:
-        print(f"tfdist.submit: {line}", file=sys.stderr)
-    return done.text.rstrip("\n")
-
-
-def _to_slurm(command: Command) -> tools.Submitted:
-    request = slurm.read(command)
-    script = slurm.render(request, command)
-    if command.launch.dry_run:
+def _to_slurm(request: JobRequest) -> tools.Submitted:
+    script = slurm.render(request)
+    if request.launch.dry_run:
         return tools.Submitted(text=script)
     return tools.sbatch(script, name=request.name)
 
 
-def _to_kubernetes(command: Command) -> tools.Submitted:
-    kind, (request, options) = kubernetes.kind_of(command), kubernetes.read(command)
-    manifests = kubernetes.render(request, options, kind=kind)
-    notes = kubernetes.notes(request, options)
+def _to_kubernetes(request: JobRequest) -> tools.Submitted:
+    kind = kubernetes.kind_of(request)
+    manifests = kubernetes.render(request, kind=kind)
     done = tools.Submitted(text=manifests)
-    if not command.launch.dry_run:
-        namespace = options.namespace
+    if not request.launch.dry_run:
+        namespace = request.flags.namespace
         done = tools.apply(manifests, name=request.name, kind=kind, namespace=namespace)
-    return tools.Submitted(text=done.text, warnings=(*notes, *done.warnings))
+    return tools.Submitted(text=done.text, warnings=(*kubernetes.notes(request), *done.warnings))
 
 
-def _status(command: Command, name: str) -> str:
-    if command.to == "slurm":
-        return tools.squeue(name)
-    kind, namespace = kubernetes.kind_of(command), command.one("namespace")
-    return tools.pods(name, kind=kind, namespace=namespace, label=INSTANCE)
+def _status(request: JobRequest) -> str:
+    flags = request.flags
+    if flags.to == "slurm":
+        return tools.squeue(flags.status)
+    kind = kubernetes.kind_of(request)
+    return tools.pods(flags.status, kind=kind, namespace=flags.namespace, label=INSTANCE)
 
 
-def _logs(command: Command, name: str) -> str:
-    if command.to == "kubernetes":
-        return tools.pod_logs(name, namespace=command.one("namespace"), label=INSTANCE)
-    path = Path(tools.slurm_output(name))
+def _logs(request: JobRequest) -> str:
+    flags = request.flags
+    if flags.to == "kubernetes":
+        return tools.pod_logs(flags.logs, namespace=flags.namespace, label=INSTANCE)
+    path = Path(tools.slurm_output(flags.logs))
     if path.is_file():
         return path.read_text(errors="replace")
     raise UsageError(

@@ -21,7 +21,6 @@ from typing import Any
 
 from tests.chaos.campaign import Campaign
 from tests.chaos.plan import BY_RUNNER, Plan, PlanError, by_case, read
-from tests.chaos.run import launcher_restarts
 from tests.chaos.summary import table
 from tfdist.launch.guardian import die_with
 
@@ -38,8 +37,7 @@ def main() -> int:
         return 2
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
     directory = Path(tempfile.mkdtemp(prefix="chaos-", dir=args.dir))
-    by = "the launcher" if launcher_restarts() else "the runner"
-    say(f"seed {seed}, in {directory}, restarts by {by}")
+    say(f"seed {seed}, in {directory}")
     began_s = time.monotonic()
     conduct = partial(_conduct, directory=directory, seed=seed, results=args.results)
     lines: list[dict[str, Any]] = []

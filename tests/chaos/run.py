@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +67,10 @@ class Launcher:
     """Whether a restart that fails by itself, and is followed by another, is no error."""
 
 
-@cache
-def launcher_restarts() -> bool:
-    """Returns whether this launcher restarts a job by itself."""
-    command = [sys.executable, "-m", "tfdist.launch", "--help"]
-    return "--max_restarts" in subprocess.run(command, capture_output=True, text=True).stdout
-
-
 def _command(case: Case, places: Places, start: int) -> list[str]:
     command = [sys.executable, "-m", "tfdist.launch", *case.flags]
-    command += ["--run_dir", str(places.run_dir)]
-    if launcher_restarts():
-        command += ["--max_restarts", "100", "--restart_window_s", "3600"]
-        command += ["--hang_timeout_s", f"{HANG_TIMEOUT_S:g}"]
+    command += ["--run_dir", str(places.run_dir), "--hang_timeout_s", f"{HANG_TIMEOUT_S:g}"]
+    command += ["--max_restarts", "100", "--restart_window_s", "3600"]
     command += [str(JOB), "--out", str(places.out), "--checkpoints", str(places.checkpoints)]
     return [*command, "--variant", case.variant, "--examples", str(_EXAMPLES[case.strategy])]
 

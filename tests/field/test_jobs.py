@@ -14,7 +14,7 @@ import tfdist
 from tests import forked_python
 from tests.field.programs import models
 from tests.multiprocess.test_missing_peer import Waiting
-from tests.multiprocess.test_training import launch
+from tests.multiprocess.trainings import launch
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 

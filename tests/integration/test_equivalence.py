@@ -19,29 +19,6 @@ Y = (RNG.randn(64, 1) * 3).astype("float32")
 Y[7] *= 20  # an example whose gradient dominates its replica's, so that clipping tells
 
 
-class CustomStep(keras.Sequential):
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            predicted = self(x, training=True)
-            loss = self.compute_loss(x, y, predicted)
-        gradients = tape.gradient(loss, self.trainable_weights)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
-        return {"mine": loss}
-
-
-class HandMadeLoss(keras.Sequential):
-    """A mean that nobody scaled, as in most published custom training steps."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
-        gradients = tape.gradient(loss, self.trainable_weights)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
-        return {"mine": loss}
-
-
 def loss_scaled():
     inner = keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, clipnorm=1.0)
     return keras.optimizers.LossScaleOptimizer(inner)
@@ -65,41 +42,18 @@ OPTIMIZERS = {
 }
 
 
-def make_model(kind, optimizer, loss="mse"):
+def trained(strategy, *, optimizer, loss="mse", examples=64, epochs=1):
     keras.utils.set_random_seed(1)
-    layers = [
-        keras.Input((6,)),
-        keras.layers.Dense(8, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01)),
-        keras.layers.Dense(1, kernel_constraint=keras.constraints.MaxNorm(1.5)),
-    ]
-    model = kind(layers)
-    model.compile(OPTIMIZERS[optimizer](), loss)
-    return model
-
-
-def trained(
-    strategy,
-    *,
-    kind=keras.Sequential,
-    optimizer="sgd",
-    loss="mse",
-    examples=64,
-    batch_size=8,
-    epochs=1,
-    **fit,
-):
     with strategy.scope():
-        model = make_model(kind, optimizer, loss)
-    history = tfdist.fit(
-        model,
-        X[:examples],
-        Y[:examples],
-        batch_size=batch_size,
-        epochs=epochs,
-        seed=3,
-        verbose=0,
-        **fit,
-    )
+        layers = [
+            keras.Input((6,)),
+            keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2"),
+            keras.layers.Dense(1, kernel_constraint=keras.constraints.MaxNorm(1.5)),
+        ]
+        model = keras.Sequential(layers)
+        model.compile(OPTIMIZERS[optimizer](), loss)
+    x, y = X[:examples], Y[:examples]
+    history = tfdist.fit(model, x, y, batch_size=8, epochs=epochs, seed=3, verbose=0)
     return model, history
 
 
@@ -175,14 +129,6 @@ def test_replicas_equal_one_device_after_a_hundred_steps(strategies):
     assert difference(one, many) < 1e-5
 
 
-@pytest.mark.parametrize("kind", [CustomStep, HandMadeLoss])
-def test_custom_train_step_equals_one_device(strategies, kind):
-    one, _ = trained(strategies[1], kind=kind, optimizer="adamw_clipped", examples=60)
-    many, many_history = trained(strategies[3], kind=kind, optimizer="adamw_clipped", examples=60)
-    assert difference(one, many) < 1e-6
-    assert list(many_history.history) == ["mine"]
-
-
 def test_sum_reduction_is_not_divided_by_the_replicas(strategies):
     losses = [keras.losses.MeanSquaredError(reduction="sum") for _ in range(2)]
     one, _ = trained(strategies[1], loss=losses[0], optimizer="clipvalue", examples=60)
@@ -221,26 +167,6 @@ def test_batch_statistics_are_the_same_on_every_replica(strategies):
         for copy in copies[1:]:
             np.testing.assert_array_equal(copy, copies[0])
     assert np.abs(model.layers[1].moving_mean.numpy()).max() > 0
-
-
-@pytest.mark.parametrize(("examples", "replicas"), [(64, 2), (58, 3)])  # the last step of 58 has 2
-def test_synchronized_batch_normalization_equals_one_device(strategies, examples, replicas):
-    def train(strategy):
-        with strategy.scope():
-            keras.utils.set_random_seed(1)
-            model = keras.Sequential(
-                [
-                    keras.Input((6,)),
-                    keras.layers.Dense(4),
-                    keras.layers.BatchNormalization(synchronized=True),
-                    keras.layers.Dense(1),
-                ]
-            )
-            model.compile(keras.optimizers.SGD(0.001), "mse")
-        tfdist.fit(model, X[:examples], Y[:examples], batch_size=8, seed=3, verbose=0)
-        return model
-
-    assert difference(train(strategies[1]), train(strategies[replicas])) < 1e-5
 
 
 def test_a_sum_without_a_regularizer_equals_one_device(strategies):

@@ -286,32 +286,6 @@ def test_an_evaluator_without_anything_to_evaluate_is_refused(tmp_path):
         tfdist.fit(model(), X, Y, validation_data=(X, Y))
 
 
-class Twins(keras.Model):
-    """Two layers of one name, and a weight of the model's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = (keras.layers.Dense(1, name="same") for _ in range(2))
-        self.scale = self.add_weight(shape=(1,), initializer="random_normal", name="scale")
-
-    def call(self, x):
-        return self.second(self.first(x)) * self.scale
-
-
-def test_every_weight_of_a_model_is_set(tmp_path):
-    trained, made = Twins(), Twins()
-    for each in (trained, made):
-        each.compile("adam", "mse")
-    options = {"callbacks": [tfdist.BackupAndRestore(tmp_path)], "validation_data": (X, Y)}
-    tfdist.fit(trained, X, Y, verbose=0, **options)
-    with in_evaluator(), pytest.raises(SystemExit):
-        tfdist.fit(made, X, Y, **options)
-    for mine, theirs in zip(made.weights, trained.weights, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-    (line,) = Evaluations(tmp_path).lines()
-    assert line["val_loss"] == pytest.approx(trained.evaluate(X, Y, verbose=0))
-
-
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     other = keras.Sequential([keras.Input((1,)), keras.layers.Dense(7), keras.layers.Dense(1)])
     other.compile("sgd", "mse")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 
 import tfdist
+from tests import forked_python
+from tests.models import classifier
 from tfdist import bench
 from tfdist.errors import Stopped, UsageError
 from tfdist.find.learning_rate import exponential_rates, has_diverged, read, smoothed
@@ -30,16 +33,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def make(strategy, *, rate=0.05, optimizer=keras.optimizers.SGD, **options):
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        layers = keras.layers
-        model = keras.Sequential(
-            [keras.Input((6,)), layers.Dense(8, activation="relu"), layers.BatchNormalization(),
-             layers.Dropout(0.3), layers.Dense(2, dtype="float32")]
-        )  # fmt: skip
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer(rate, **options), loss, metrics=["accuracy"])
-    return model
+    made = functools.partial(optimizer, rate, **options)
+    return classifier(strategy, made, inputs=6, rate=0.3, classes=2)
 
 
 def bits(model, strategy):
@@ -139,14 +134,6 @@ def test_an_error_leaves_no_trace(strategy, monkeypatch):
     with pytest.raises(Broken):
         tfdist.find_learning_rate(model, X, Y, 16, steps=20)
     assert bits(model, strategy) == before
-
-
-@pytest.fixture
-def at_a_terminal():
-    """Ctrl-C is not ignored, as it is in what a shell starts in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("at_a_terminal")
@@ -280,14 +267,7 @@ def test_the_program_finds_for_a_function_of_a_file(tmp_path):
         (["batch", f"{tmp_path / 'made.py'}:bare"], "received a model that was not compiled"),
         (["lr", f"{subject}s"], "no function 'makes' in it (did you mean 'make'?)"),
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "tfdist.find", *map(str, words)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+        done = forked_python.run("-m", "tfdist.find", *map(str, words), cwd=tmp_path, timeout=200)
         assert said in done.stdout + done.stderr, done.stderr
     assert plot.exists()
 

@@ -9,7 +9,13 @@ import tensorflow as tf
 
 import tfdist
 from tfdist import phases
-from tfdist.data import ArraySource, InputFunctionSource, PythonSource, StreamSource
+from tfdist.data import (
+    ArraySource,
+    InputFunctionSource,
+    PyDatasetSource,
+    PythonSource,
+    StreamSource,
+)
 from tfdist.strategy import job_of
 from tfdist.training import inputs
 
@@ -31,8 +37,17 @@ class Batches(keras.utils.PyDataset):
         rows = slice(index * self.size, (index + 1) * self.size)
         return X[rows], Y[rows]
 
+    def on_epoch_begin(self):
+        self.passes.append("begin")
+
     def on_epoch_end(self):
         self.passes.append("end")
+
+
+class Growing(Batches):
+    def __getitem__(self, index):
+        rows = slice(0, self.size if index else self.size // 2)
+        return X[rows], Y[rows]
 
 
 class Examples:
@@ -161,17 +176,19 @@ def test_each_example_of_a_stream_is_transformed_by_an_id_of_its_own(strategies)
     """Else what stands at one place of a batch is augmented alike in every step."""
     seen = []
 
-    def note(ids):
-        seen.extend(ids.numpy().tolist())
+    def note(ids, epoch):
+        seen.extend(zip(ids.numpy().tolist(), np.broadcast_to(epoch, ids.shape), strict=True))
         return ids
 
     def noted(batch, *, example_ids, epoch, seed):
-        with tf.control_dependencies([tf.py_function(note, [example_ids], tf.int64)]):
+        with tf.control_dependencies([tf.py_function(note, [example_ids, epoch], tf.int64)]):
             return tf.identity(batch[0]), batch[1]
 
     for source in (
         StreamSource(dataset(6).take(8), transform=noted),
+        StreamSource(dataset(2).take(1).concatenate(dataset(7).take(7)), transform=noted),
         InputFunctionSource(input_function, transform=noted),
+        PyDatasetSource(Growing(), transform=noted),
     ):
         seen.clear()
         train(strategies[2], source, epochs=2, steps_per_epoch=4)
@@ -252,7 +269,19 @@ def test_what_a_program_does_after_an_error_in_its_training_is_its_own(strategie
 def test_pydataset_hooks_are_called_between_passes(strategies):
     data = Batches()
     train(strategies[1], data, epochs=3)
-    assert data.passes == ["end", "end"]
+    assert data.passes == ["begin", "end", "begin", "end", "begin"]
+
+
+def test_a_pydataset_of_a_run_that_goes_on_within_a_pass_is_told_that_it_begins(
+    strategies, tmp_path
+):
+    def run(epochs, data):
+        backup = tfdist.BackupAndRestore(tmp_path)
+        train(strategies[1], data, epochs=epochs, steps_per_epoch=3, callbacks=[backup])
+        return data.passes
+
+    assert run(1, Batches()) == ["begin"]
+    assert run(2, Batches()) == ["begin"]  # of the steps 3 to 5 of a pass of 7
 
 
 def test_steps_of_an_epoch_are_whole_batches_that_go_on_from_pass_to_pass(strategies):

@@ -36,7 +36,6 @@ import tfdist
 from tfdist.ps import keras_compat as ps_compat
 from tfdist.training import keras_compat
 
-REPLACEMENTS = (*keras_compat.REPLACEMENTS, *ps_compat.REPLACEMENTS)
 RNG = np.random.RandomState(0)
 X = RNG.randn(8, 4).astype("float32")
 Y = (RNG.randn(8, 1) * 3).astype("float32")
@@ -614,18 +613,18 @@ FAULT_SHOWN_BY = {
 
 
 def test_every_replacement_has_its_test():
-    targets = [replacement.target for replacement in REPLACEMENTS]
+    targets = [replacement.target for replacement in keras_compat.REPLACEMENTS]
     assert sorted(targets) == sorted(FAULT_SHOWN_BY)
 
 
 def test_every_replacement_names_what_it_works_around():
     where = r"https://github\.com/(keras-team/keras|tensorflow/tensorflow)/(issues/\d+$|blob/v)"
-    for replacement in REPLACEMENTS:
+    for replacement in keras_compat.REPLACEMENTS:
         assert re.match(where, replacement.issue), replacement.target
 
 
 def test_no_replacement_outlives_the_version_that_ends_it():
-    for replacement in REPLACEMENTS:
+    for replacement in keras_compat.REPLACEMENTS:
         if replacement.ended_by is not None:
             package, release = replacement.ended_by.split()
             installed = importlib.metadata.version(package)

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfdist
 from tests import forked_python
+from tests.models import bits
 from tfdist.errors import UsageError
 from tfdist.strategy.layer_devices import PlacedStrategy
 
@@ -71,10 +72,6 @@ def placed(names=tuple(PLACEMENT)):
 def fitted(model, **options):
     options = {"batch_size": 8, "epochs": 2, "seed": 3, "verbose": 0, **options}
     return tfdist.fit(model, X, Y, validation_data=(X[:7], Y[:7]), **options).history
-
-
-def bits(model):
-    return [v.numpy().tobytes() for v in (*model.variables, *model.optimizer.variables)]
 
 
 def device_of(variable):

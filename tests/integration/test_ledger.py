@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.models import AtStep, Cut
 from tfdist.audit.files import merged, pair_hash, read_directory
 from tfdist.audit.proof import Tally, prove
 from tfdist.audit.recorder import Ledger
@@ -145,24 +146,12 @@ def test_the_same_examples_augmented_alike_whatever_the_number_of_replicas(
 
 
 def test_a_run_that_goes_on_with_fewer_replicas_is_proved(strategies, tmp_path):
-    class Cut(Exception):
-        pass
-
-    class CutAfter(keras.callbacks.Callback):
-        def __init__(self, step):
-            super().__init__()
-            self.step = step
-
-        def on_train_batch_end(self, batch, logs=None):
-            if self.model.optimizer._iterations.numpy() >= self.step:
-                raise Cut
-
     for replicas, step in ((3, 6), (2, 13), (1, 10**9)):
         keras.backend.clear_session(free_memory=False)
         backup = tfdist.BackupAndRestore(tmp_path / "backup", every_steps=4)
         try:
             fit(make(strategies[replicas]), tmp_path / "ledger",
-                callbacks=[CutAfter(step), backup])  # fmt: skip
+                callbacks=[AtStep(step), backup])  # fmt: skip
         except Cut:
             assert step < 20
     proof = prove(read_directory(tmp_path / "ledger"), order=order)

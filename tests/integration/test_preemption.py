@@ -21,6 +21,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.models import classifier
 from tfdist import phases
 from tfdist.checkpoint import CheckpointStore
 from tfdist.errors import Stopped
@@ -130,21 +131,8 @@ class Run:
         self.directory = directory
 
     def model(self) -> keras.Model:
-        keras.backend.clear_session(free_memory=False)
-        keras.utils.set_random_seed(1)
-        layers = keras.layers
-        with self.strategy.scope():
-            model = keras.Sequential(
-                [keras.Input((4,)), layers.Dense(8, activation="relu"),
-                 layers.BatchNormalization(), layers.Dropout(0.5),
-                 layers.Dense(3, dtype="float32")]
-            )  # fmt: skip
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            optimizer = keras.optimizers.Adam(
-                0.05, gradient_accumulation_steps=5, use_ema=True, ema_overwrite_frequency=4
-            )
-            model.compile(optimizer, loss, metrics=["accuracy"])
-        return model
+        options = {"gradient_accumulation_steps": 5, "use_ema": True, "ema_overwrite_frequency": 4}
+        return classifier(self.strategy, lambda: keras.optimizers.Adam(0.05, **options))
 
     def attempt(self, *more: keras.callbacks.Callback, **backup: Any) -> dict[str, Any]:
         """Runs to the end and returns all that it ends with."""

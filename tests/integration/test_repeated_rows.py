@@ -89,9 +89,10 @@ def by_tfdist(step):
     tfdist.StepLoop(step, data, global_batch_size=4, shuffle=False, seed=3).run(4)
 
 
+# Weight decay is in what accumulates, too.
 @pytest.mark.parametrize(
     ("replicas", "setting"),
-    [(1, "weight_decay"), (1, "clipvalue"), *((2, name) for name in SETTINGS)],
+    [(1, "weight_decay"), *((2, name) for name in SETTINGS if name != "weight_decay")],
 )
 def test_rows_that_occur_again_are_one_gradient_to_every_optimizer(strategies, replicas, setting):
     expected = trained(tf.distribute.get_strategy(), setting, by_keras)

@@ -154,15 +154,6 @@ def test_bad_arrays_are_refused(make, where, code):
     assert (error.value.where, error.value.code) == (where, code)
 
 
-def test_arrays_of_other_lengths_are_named():
-    with pytest.raises(UsageError) as error:
-        ArraySource({"a": X, "b": X[:3]})
-    assert str(error.value) == (
-        "data: received arrays of x['a']: 20, x['b']: 3; expected the same number of examples, "
-        "at least one, in every array. Fix: check how the arrays were cut"
-    )
-
-
 # Arrays in files
 
 

@@ -94,6 +94,14 @@ def test_runs_of_records_can_be_chosen(files):
     assert source.gather(tf.range(3))[1].numpy().tolist() == [8, 9, 1]
 
 
+@pytest.mark.parametrize(("begin", "count"), [(3, RECORDS), (RECORDS, 1), (-1, 2)])
+def test_a_run_that_leaves_its_file_is_refused(files, begin, count):
+    """Else it would have records of the next file."""
+    names = [str(files / f"part-{number}.tfrecord") for number in (0, 1)]
+    with pytest.raises(UsageError, match="Fix: count from 0, within the file"):
+        TFRecordSource(names, parse, spans=[(names[0], begin, count)], cache_dir=files / "cache")
+
+
 def test_the_index_is_kept_until_a_file_changes(files, monkeypatch):
     name = str(files / "part-0.tfrecord")
     cache = files / "cache"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -339,24 +337,6 @@ def test_values_out_of_range_are_refused_before_anything_is_started(tmp_path: Pa
     source = 'def space(hp, config):\n    config.dropout = hp.Float("d", 0.5, 3.0)\n'
     with pytest.raises(UsageError, match=r"config\.dropout: received 2\.5"):
         space_of(tmp_path, source).flags({"d": 2.5})
-
-
-def test_the_chiefs_own_parts_load_no_keras_tuner() -> None:
-    names = [
-        "chief",
-        "directory",
-        "journal",
-        "options",
-        "exports",
-        "screen",
-        "sweep",
-    ]
-    program = (
-        f"import importlib, sys; [importlib.import_module('tfdist.tuning.' + n) for n in {names}];"
-        "loaded = {'keras_tuner', 'keras', 'tensorflow'} & set(sys.modules); assert not loaded"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def finished(tmp_path: Path) -> SweepOptions:

@@ -22,7 +22,7 @@ def _what_the_fork_server_said():
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
-    """Starts jobs in a directory of their own; prints all they said, and their logs, at the end."""
+    """Starts jobs in one directory, if no other is given; prints all they said, and their logs."""
     monkeypatch.chdir(tmp_path)
     jobs = []
 
@@ -35,8 +35,10 @@ def launch(tmp_path, monkeypatch):
         stdout=None,
         stderr=None,
         own_terminal=False,
+        directory=tmp_path,
+        kind=Job,
     ):
-        script = tmp_path / "program.py"
+        script = directory / "program.py"
         script.write_text(textwrap.dedent(source))
         read_fd, write_fd = os.pipe() if stdout is None else stdout
         process = subprocess.Popen(
@@ -44,12 +46,13 @@ def launch(tmp_path, monkeypatch):
             stdin=subprocess.DEVNULL,
             stdout=write_fd,
             stderr=stderr or write_fd,
+            cwd=directory,
             env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
             start_new_session=own_terminal,
             preexec_fn=take_terminal if own_terminal else default_signals,
         )
         os.close(write_fd)
-        jobs.append(Job(process, read_fd))
+        jobs.append(kind(process, read_fd, directory))
         return jobs[-1]
 
     yield start

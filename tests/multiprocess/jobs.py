@@ -57,9 +57,10 @@ signal.pause()
 class Job:
     """A launcher that is running, what it has said, and the processes that said `ready`."""
 
-    def __init__(self, process, fd):
+    def __init__(self, process, fd, path):
         self.process = process
         self.fd = fd
+        self.path = path
         self.text = ""
         self.pidfds = {}
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import pathlib
 
 import numpy as np
 import pytest
 
-from tests.multiprocess.test_training import launch
+from tests.multiprocess.trainings import PROGRAMS, launch
 
-PROGRAM = pathlib.Path(__file__).parent / "programs" / "agreeing.py"
+PROGRAM = PROGRAMS / "agreeing.py"
 SAME = (
     "a shuffle without a seed",
     "draws in a parallel map",

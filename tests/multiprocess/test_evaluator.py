@@ -14,12 +14,12 @@ import pytest
 
 from tests import forked_python
 from tests.multiprocess.jobs import report
-from tests.multiprocess.trainings import DEADLINE_S, TrainingJob, summary_of
+from tests.multiprocess.trainings import DEADLINE_S, PROGRAMS, TrainingJob, summary_of
 from tests.multiprocess.warm import QUIET
 from tfdist.cluster import hold_ports
 from tfdist.outputs.run_directory import Evaluations, RunDirectory
 
-PROGRAM = Path(__file__).parent / "programs" / "evaluated.py"
+PROGRAM = PROGRAMS / "evaluated.py"
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)

@@ -9,7 +9,7 @@ import keras
 
 from tests import forked_python
 from tests.multiprocess.jobs import ROOT
-from tests.multiprocess.test_training import launch
+from tests.multiprocess.trainings import launch
 from tests.multiprocess.warm import QUIET, as_it_comes
 from tests.unit.test_docs import _FENCE
 from tfdist.checkpoint import CheckpointStore

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pathlib
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.multiprocess.test_training import launch
+from tests.multiprocess.trainings import PROGRAMS, launch
 
-PROGRAM = pathlib.Path(__file__).parent / "programs" / "exporting.py"
+PROGRAM = PROGRAMS / "exporting.py"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.multiprocess.test_training import PROGRAMS, launch
+from tests.multiprocess.trainings import PROGRAMS, launch
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ from tests.multiprocess.jobs import (
     children,
     report,
 )
-from tfdist.launch.events import SAME_REQUEST_S
 
 # what a program sees
 
@@ -197,29 +195,6 @@ def test_much_output_arrives_whole_and_in_order(launch):
     assert lines == [f"[worker-0] line {i}" for i in range(100_000)]
 
 
-def test_the_report_tells_how_every_task_went(launch, tmp_path):
-    source = """
-    import os, signal, json
-    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
-        print("the reason"); os._exit(5)
-    signal.pause()
-    """
-    job = launch(source, "--workers=2", "--run_dir=run")
-    assert job.end() == 5
-    (attempt,) = report("run")["attempts"]
-    assert report("run")["exit_code"] == 5
-    assert [(t["task"], t["exit_code"], t["signal"]) for t in attempt["tasks"]] == [
-        ("worker-0", None, "SIGTERM"),
-        ("worker-1", 5, None),
-    ]
-    assert [t["stopped"] for t in attempt["tasks"]] == [True, False]
-    assert all(t["started_at"] < t["ended_at"] for t in attempt["tasks"])
-    failure = attempt["first_failure"]
-    assert failure["task"] == "worker-1"
-    assert failure["last_lines"] == ["the reason"]
-    assert attempt["tasks"][1]["started_at"] < failure["at"] <= attempt["tasks"][1]["ended_at"]
-
-
 def test_the_same_run_directory_keeps_the_attempts_apart(launch):
     assert launch("print('first')", "--run_dir=run").end() == 0
     assert launch("import sys; sys.exit(3)", "--run_dir=run").end() == 3
@@ -332,17 +307,6 @@ def test_ctrl_c_while_the_launcher_itself_is_loaded_leaves_no_traceback(launch, 
     assert job.text == ""
 
 
-def test_a_second_signal_kills_at_once(launch):
-    job = launch(DEAF, "--workers=2", "--grace_s=600")
-    job.ready(2)
-    job.signal(signal.SIGTERM)
-    job.read_until("a second signal kills at once")
-    time.sleep(2 * SAME_REQUEST_S)
-    job.signal(signal.SIGTERM)
-    assert job.end() == 143
-    job.assert_gone(0)
-
-
 def test_a_request_that_comes_twice_at_once_lets_tasks_save(launch):
     """As from a terminal and from a wrapper that hands Ctrl-C on to what it has started."""
     source = """
@@ -446,16 +410,6 @@ def test_more_tasks_are_forked_than_requests_and_answers_have_room(launch):
     job.ready(500)
     job.signal(signal.SIGTERM)
     assert job.end() == 143
-    job.assert_gone()
-
-
-def test_forked_tasks_fail_with_the_fork_server_and_its_log_is_named(launch):
-    job = launch(PAUSE, "--workers=2", command=FORK)
-    job.ready(2)
-    (server,) = (pid for pid, line in children(job.process.pid).items() if "fork server" in line)
-    os.kill(server, signal.SIGKILL)
-    assert job.end() == 137
-    assert re.search(r"failed first: the fork server has ended: see .*fork-server.log\n", job.text)
     job.assert_gone()
 
 

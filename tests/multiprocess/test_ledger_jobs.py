@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import forked_python
-from tests.multiprocess.warm import QUIET, forked
+from tests.multiprocess.trainings import PROGRAMS, launch
+from tests.multiprocess.warm import QUIET
 
-PROGRAMS = Path(__file__).parent / "programs"
 DEADLINE_S = 200
 JOBS = {
     "single": [],
@@ -34,24 +32,6 @@ def run(*arguments: str) -> Any:
     return forked_python.run("-m", *arguments, timeout=DEADLINE_S, env={**os.environ, **QUIET})
 
 
-def launched(kind: str, run_dir: Path, *program: str) -> Any:
-    with forked() as (flags, fds):
-        command = ("tfdist.launch", *JOBS[kind], *flags, "--run_dir", str(run_dir), *program)
-        return subprocess.run(
-            [sys.executable, "-m", *command],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            env={**os.environ, **QUIET},
-            pass_fds=fds,
-        )
-
-
-def logs(run_dir: Path, done: Any) -> str:
-    files = sorted(run_dir.glob("logs/**/*.log"))
-    return "\n".join([done.stdout, done.stderr, *(f"== {f}\n{f.read_text()}" for f in files)])
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Run directories by strategy; each job is run when it is first asked for."""
@@ -62,9 +42,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
             run_dir = tmp_path_factory.mktemp(kind) / "run"
             if kind == "single":
                 done = run("tfdist.train", f"--config.run_dir={run_dir}", *CONFIG)
+                assert done.returncode == 0, done.stdout + done.stderr
             else:
-                done = launched(kind, run_dir, "--", *CONFIG)
-            assert done.returncode == 0, logs(run_dir, done)
+                launch(run_dir, *JOBS[kind], "--", *CONFIG, timeout_s=DEADLINE_S)
             found[kind] = run_dir
         return found[kind]
 
@@ -108,8 +88,7 @@ def test_a_step_of_ps_is_not_run_again(trained: Any) -> None:
 
 def test_steps_that_two_workers_did_are_listed(tmp_path: Path) -> None:
     program = [str(PROGRAMS / "twice.py"), str(tmp_path / "ledger")]
-    done = launched("ps", tmp_path / "run", *program)
-    assert done.returncode == 0, logs(tmp_path / "run", done)
+    launch(tmp_path / "run", *JOBS["ps"], *program, timeout_s=DEADLINE_S)
     proof = run("tfdist.ledger", str(tmp_path / "ledger"))
     assert proof.returncode == 1, proof.stdout
     assert re.search(r"steps? 0\b.*: handed out 2 times", proof.stdout)

@@ -13,7 +13,6 @@ DEADLINE_S = 180
 CASES = {
     "chief of a ps job": (Task("chief", 0), "worker-1"),
     "worker of a ps job": (Task("worker", 0), "chief-0"),
-    "worker of a multiworker job": (Task("worker", 0), "worker-1"),
 }
 
 
@@ -43,8 +42,6 @@ def test_a_task_names_whom_it_waits_for_and_gives_up(tmp_path):
         held += (ports := hold_ports(4))
         a, b, chief, ps = (port.address for port in ports)
         cluster = ClusterSpec(chief=(chief,), worker=(a, b), ps=(ps,))
-        if "multiworker" in case:
-            cluster = ClusterSpec(worker=(a, b))
         program = Waiting(cluster, task, startup_timeout_s=3.0, said=tmp_path / case)
         waiting[case] = cluster, program
     for case, (cluster, program) in waiting.items():

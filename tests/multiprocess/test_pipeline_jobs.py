@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 
 import numpy as np
 import pytest
 
 from tests.multiprocess.jobs import report
-from tests.multiprocess.test_training import PROGRAMS, ended
-from tests.multiprocess.trainings import TrainingJob, summary_of
+from tests.multiprocess.trainings import PROGRAMS, TrainingJob, ended, summary_of
 from tfdist import bench
 from tfdist.cluster import hold_ports
 from tfdist.errors import EXIT_OK, EXIT_USAGE
@@ -27,7 +25,7 @@ def run(out, does, *, stages, workers=None, flags=()):
     code, said = ended(
         out / f"{does}-{stages}",
         *(*words, str(PROGRAM), str(out), does),
-        env={**os.environ, "STAGES": str(stages)},
+        STAGES=str(stages),
         timeout_s=DEADLINE_S,
     )
     files = [out / f"{does}-{stages}-worker-{i}.json" for i in range(workers or stages)]
@@ -50,10 +48,11 @@ def in_one_process(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A run on two stages that saves."""
-    code, said, tasks = run(tmp_path_factory.mktemp("saves"), "saves", stages=2)
+    """The directory of a run on two stages that saves, and what its tasks saw."""
+    out = tmp_path_factory.mktemp("saves")
+    code, said, tasks = run(out, "saves", stages=2)
     assert code == EXIT_OK, said
-    return tasks
+    return out, tasks
 
 
 def assert_same(seen, expected):
@@ -107,10 +106,9 @@ def test_two_pipelines_have_one_state(tmp_path):
             assert seen[what] == tasks[0][what], what
 
 
-def test_a_run_saved_on_two_stages_ends_on_three(tmp_path):
-    code, said, expected = run(tmp_path, "saves", stages=2)
-    assert code == EXIT_OK, said
-    code, said, tasks = run(tmp_path, "saves", stages=3)  # at its end already: restores it
+def test_a_run_saved_on_two_stages_ends_on_three(undisturbed):
+    out, expected = undisturbed
+    code, said, tasks = run(out, "saves", stages=3)  # at its end already: restores it
     assert code == EXIT_OK, said
     assert tasks[0]["slots"] == expected[0]["slots"]
     for seen in tasks:
@@ -139,7 +137,7 @@ def test_a_run_whose_stage_was_killed_ends_with_the_bits_of_one_that_was_not(
     code, said, tasks = run(tmp_path, f"kills-{task}", stages=2, flags=["--max_restarts=1"])
     assert code == EXIT_OK, said
     assert f"worker-{task} failed first: killed by SIGKILL" in said
-    for seen, expected in zip(tasks, undisturbed, strict=True):
+    for seen, expected in zip(tasks, undisturbed[1], strict=True):
         assert {**seen, "held": None} == {**expected, "held": None}
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from tests.multiprocess.memory_limit import limited_groups
-from tests.multiprocess.test_training import PROGRAMS, ended
+from tests.multiprocess.trainings import PROGRAMS, ended
 from tests.multiprocess.warm import executed
 from tfdist.errors import EXIT_OK
 
@@ -19,7 +17,7 @@ def run(out, groups, *, stages):
     code, said = ended(
         out / str(stages),
         *(*words, str(PROGRAMS / "large_model.py"), *["cut"] * (stages > 1)),
-        env={**os.environ, "GROUPS": paths},
+        GROUPS=paths,
         timeout_s=DEADLINE_S,
         start=executed,
     )

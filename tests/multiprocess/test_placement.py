@@ -12,7 +12,7 @@ import pytest
 
 import tfdist
 from tests.multiprocess.programs import zoo
-from tests.multiprocess.test_training import PROGRAMS, launch
+from tests.multiprocess.trainings import PROGRAMS, launch
 from tests.multiprocess.warm import as_it_comes, forked
 from tfdist.outputs.display import PS_COLUMNS
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.multiprocess.warm import QUIET, forked
+from tests import forked_python
+from tests.multiprocess.trainings import PROGRAMS, ended
 
-PROGRAM = Path(__file__).parent / "programs" / "resized.py"
+PROGRAM = PROGRAMS / "resized.py"
 DEADLINE_S = 200
 KILLED = 128 + 9
 # Workers, and the step at which the chief is killed; the others go on two or three steps before
@@ -23,27 +20,11 @@ RESIZED = ((1, 58), (3, 114), (2, 0))
 GOES_ON_AT = [0, 56, 112]
 
 
-def run(*arguments: str, pass_fds: tuple[int, ...] = ()) -> Any:
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**os.environ, **QUIET},
-        pass_fds=pass_fds,
-    )
-
-
 def train(out: Path, *, workers: int, kill_at: int) -> None:
-    run_dir = out / f"job-{workers}-{kill_at}"
     flags = ["--strategy", "multiworker" if workers > 1 else "single", f"--workers={workers}"]
     program = [str(PROGRAM), str(out), str(kill_at)]
-    with forked() as (more, fds):
-        command = ("tfdist.launch", *flags, *more, f"--run_dir={run_dir}", *program)
-        done = run(*command, pass_fds=fds)
-    logs = "\n".join(f"== {f}\n{f.read_text()}" for f in sorted(run_dir.glob("logs/**/*.log")))
-    expected = KILLED if kill_at else 0
-    assert done.returncode == expected, f"{done.stdout}\n{done.stderr}\n{logs}"
+    code, said = ended(out / f"job-{workers}-{kill_at}", *flags, *program, timeout_s=DEADLINE_S)
+    assert code == (KILLED if kill_at else 0), said
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +39,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_each_step_sees_the_same_examples_augmented_alike(runs: tuple[Path, Path]) -> None:
     whole, resized = (str(directory / "ledger") for directory in runs)
-    done = run("tfdist.ledger", resized, "--same_as", whole)
+    done = forked_python.run("-m", "tfdist.ledger", resized, "--same_as", whole, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "steps with other examples: none" in done.stdout
     assert "steps with other bits after augmentation: none" in done.stdout
-    proof = run("tfdist.ledger", resized, "--json")
+    proof = forked_python.run("-m", "tfdist.ledger", resized, "--json", timeout=DEADLINE_S)
     told = json.loads(proof.stdout)
     assert told["proved"] is True
     assert [len(attempt["tasks"]) for attempt in told["attempts"]] == [1, 3, 2]

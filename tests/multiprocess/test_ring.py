@@ -8,7 +8,7 @@ import re
 import signal
 
 from tests import forked_python
-from tests.multiprocess.test_training import PROGRAMS, ended, launch
+from tests.multiprocess.trainings import PROGRAMS, ended, launch
 from tfdist.cluster import ClusterSpec, Task, TaskConfig, encode, hold_ports
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 

@@ -55,8 +55,9 @@ def predict_request() -> predict_pb2.PredictRequest:
     return request
 
 
-def start(directory: Path, log: Path) -> Service:
-    words = ["tfdist.serve", str(directory), "--replicas", "2", "--rest_port=0", "--grpc_port=0"]
+def start(directory: Path, log: Path, *, replicas: int = 1) -> Service:
+    words = ["tfdist.serve", str(directory), f"--replicas={replicas}"]
+    words += ["--rest_port=0", "--grpc_port=0"]
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", *words], stdout=subprocess.PIPE, stderr=file, text=True
@@ -70,7 +71,7 @@ def start(directory: Path, log: Path) -> Service:
 
 def test_an_export_and_then_the_next_one_is_served(tmp_path: Path) -> None:
     first = export(tmp_path / "served", seed=1)
-    running = start(tmp_path / "served", tmp_path / "log")
+    running = start(tmp_path / "served", tmp_path / "log", replicas=2)
     try:
         running.wait_for("m: version 1 is served")
         wait_until_healthy(running)

@@ -10,7 +10,7 @@ import pytest
 
 import tfdist
 from tests.multiprocess.programs import zoo
-from tests.multiprocess.test_training import PROGRAMS, launch
+from tests.multiprocess.trainings import PROGRAMS, launch
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def start(tmp_path):
             preexec_fn=default_signals,
         )
         os.close(write_fd)
-        jobs.append(Job(process, read_fd))
+        jobs.append(Job(process, read_fd, tmp_path))
         return jobs[-1]
 
     yield start

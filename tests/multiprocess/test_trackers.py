@@ -8,8 +8,7 @@ import mlflow
 
 from tests.fake_trackers import steps_in_events
 from tests.multiprocess.jobs import ROOT
-from tests.multiprocess.test_training import launch
-from tests.multiprocess.trainings import FLAGS, TrainingJob
+from tests.multiprocess.trainings import FLAGS, TrainingJob, launch
 
 PROGRAM = str(ROOT / "tests" / "multiprocess" / "programs" / "tracked.py")
 DEADLINE_S = 240

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.multiprocess.warm import QUIET, Start, as_it_comes, forked
+from tests.multiprocess.trainings import ended, launch
+from tests.multiprocess.warm import as_it_comes
 from tfdist.outputs.run_directory import RunDirectory
 
 DEADLINE_S = 240
@@ -20,31 +18,13 @@ JOBS = {
 }
 
 
-def launched(kind: str, run_dir: Path, *flags: str, start: Start = forked) -> Any:
-    command = [sys.executable, "-m", "tfdist.launch", *JOBS[kind], "--run_dir", str(run_dir)]
-    with start() as (how, fds):
-        return subprocess.run(
-            [*command, *how, "--", *flags],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            env={**os.environ, **QUIET},
-            pass_fds=fds,
-        )
-
-
-def logs(run_dir: Path, done: Any) -> str:
-    files = sorted(run_dir.glob("logs/*/*.log"))
-    return "\n".join([done.stdout, done.stderr, *(f"== {f}\n{f.read_text()}" for f in files)])
-
-
 @pytest.mark.parametrize("kind", JOBS)
 @pytest.mark.timeout(3 * DEADLINE_S)
 def test_the_digits_are_learned_and_a_second_start_is_told(kind: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
+    job = (*JOBS[kind], "--")
     flags = ("--config.total_examples=14400", "--config.checkpoints=5", "--config.seed=1")
-    done = launched(kind, run_dir, *flags, start=as_it_comes)
-    assert done.returncode == 0, logs(run_dir, done)
+    said = launch(run_dir, *job, *flags, timeout_s=DEADLINE_S, start=as_it_comes)
     summary = RunDirectory(run_dir).read_summary()
     assert summary is not None
     assert (summary["status"], summary["strategy"]) == ("done", kind)
@@ -57,17 +37,17 @@ def test_the_digits_are_learned_and_a_second_start_is_told(kind: str, tmp_path: 
         assert summary["ps_bytes"]["ps-0"] > 0
         steps = [costs["steps"] for costs in summary["ps_profile"]["workers"].values()]
         assert 0 < sum(steps) < 225
-        assert "what a step costs, in ms" in logs(run_dir, done)
+        assert "what a step costs, in ms" in said
     assert summary["metrics"]["val_accuracy"] > 0.95
     names = {"config.json", "metrics.jsonl", "metrics.png", "report.json", "checkpoints", "logs"}
     assert names <= set(os.listdir(run_dir))
 
-    again = launched(kind, run_dir, *flags)
-    assert again.returncode == 0, logs(run_dir, again)
-    assert "is finished; --overwrite runs it again" in logs(run_dir, again)
+    again = launch(run_dir, *job, *flags, timeout_s=DEADLINE_S)
+    assert "is finished; --overwrite runs it again" in again
     assert RunDirectory(run_dir).read_summary() == summary
 
     if kind == "multiworker":
-        other = launched(kind, run_dir, *flags, "--config.optimizer=sgd")
-        assert other.returncode == 2, logs(run_dir, other)
-        assert "received optimizer='sgd' (there: 'adam')" in logs(run_dir, other)
+        other = (*job, *flags, "--config.optimizer=sgd")
+        code, refused = ended(run_dir, *other, timeout_s=DEADLINE_S)
+        assert code == 2, refused
+        assert "received optimizer='sgd' (there: 'adam')" in refused

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -14,37 +11,7 @@ import pytest
 
 import tfdist
 from tests.multiprocess.programs import zoo
-from tests.multiprocess.warm import forked
-
-PROGRAMS = pathlib.Path(__file__).parent / "programs"
-
-
-def ended(run_dir, *arguments, timeout_s, start=forked, env=None):
-    """Runs a job to its end; returns its exit code and what it said, of all tasks."""
-    command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(run_dir)]
-    with start() as (flags, fds):
-        process = subprocess.Popen(
-            [*command, *flags, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            pass_fds=fds,
-            env=env,
-        )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        output, _ = process.communicate(timeout=60)
-        pytest.fail(f"{' '.join(arguments)}: not done in {timeout_s} s\n{output[-20000:]}")
-    return process.returncode, output
-
-
-def launch(run_dir, *arguments, **options):
-    """Runs a job to its end; on failure or past its deadline, shows every task's log."""
-    code, output = ended(run_dir, *arguments, **options)
-    assert code == 0, output[-20000:]
-    return output
+from tests.multiprocess.trainings import PROGRAMS, launch
 
 
 def on_one_device(optimizer="sgd", kind=keras.Sequential, examples=60, **fit):

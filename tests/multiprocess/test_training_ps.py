@@ -10,7 +10,8 @@ import pytest
 
 import tfdist
 from tests.multiprocess.programs import zoo
-from tests.multiprocess.test_training import PROGRAMS, launch, on_one_device
+from tests.multiprocess.test_training import on_one_device
+from tests.multiprocess.trainings import PROGRAMS, launch
 
 WORKERS = 3
 

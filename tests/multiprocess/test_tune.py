@@ -100,12 +100,6 @@ def _logs(tmp_path: Path) -> Iterator[None]:
         print(f"--- {path.relative_to(tmp_path)}\n{path.read_text(errors='replace')}")
 
 
-def test_a_trial_that_finishes_is_completed_with_its_metrics(tmp_path: Path) -> None:
-    outcome = Trial(tmp_path, "done(1); done(2); finish()").run()
-    assert isinstance(outcome, Completed)
-    assert (outcome.score, outcome.best_virtual_epoch) == (0.2, 2)
-
-
 @pytest.mark.parametrize(
     ("source", "changes", "reason", "line"),
     [
@@ -228,7 +222,7 @@ sys.exit(main())
 
 
 class Sweep:
-    """`tfdist.tune` on the digits, three trials of 225 steps and more, a backup at every fifth.
+    """`tfdist.tune` on the digits, two trials of 225 steps and more, a backup at every fifth.
 
     Its trials are forked from the process that has imported for all tests.
     """
@@ -241,7 +235,7 @@ class Sweep:
         "--config.backup_every_steps=5",
     )
 
-    def __init__(self, path: Path, *flags: str, trials: int = 3) -> None:
+    def __init__(self, path: Path, *flags: str, trials: int = 2) -> None:
         self.path = path
         self.flags = (*self.FLAGS, "--max_trials", str(trials), *flags)
         self.log = path.with_suffix(".log")
@@ -281,7 +275,7 @@ def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(
     for name, value in {"ALLOW_FILE_STORE": "true", "TRACKING_URI": str(tmp_path / "ml")}.items():
         monkeypatch.setenv(f"MLFLOW_{name}", value)
     torn = Sweep(tmp_path / "torn", "--config.tracker=mlflow")
-    checkpoints = torn.path / "trials" / "1" / "checkpoints"
+    checkpoints = torn.path / "trials" / "0" / "checkpoints"
     with torn.started() as chief:
         until(lambda: any(checkpoints.glob("step-*")), deadline_s=SWEEP_DEADLINE_S)
         chief.send_signal(signal.SIGKILL)
@@ -289,13 +283,13 @@ def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(
         assert chief.wait(SWEEP_DEADLINE_S) == 0
     trials = torn.state().trials
     assert {t.status for t in trials.values()} == {"completed"}
-    assert [t.starts for t in trials.values()] == [1, 2, 1]
-    summary = RunDirectory(torn.path / "trials" / "1").read_summary() or {}
+    assert [t.starts for t in trials.values()] == [2, 1]
+    summary = RunDirectory(torn.path / "trials" / "0").read_summary() or {}
     assert summary["resumed_from_step"], "it began anew"
     assert weights(torn.path) == weights(whole.path)
     assert runs_in_mlflow(tmp_path / "ml") == {
         "torn": (None, []),
-        **{trial: ("torn", [0, 1, 2]) for trial in "012"},
+        **{trial: ("torn", [0, 1, 2]) for trial in "01"},
     }
 
 
@@ -315,7 +309,7 @@ def runs_in_mlflow(store: Path) -> dict[str, tuple[str | None, list[int]]]:
 @pytest.mark.timeout(1.5 * SWEEP_DEADLINE_S)
 def test_two_mirrored_trials_at_once_and_the_best_one_trained_again(tmp_path: Path) -> None:
     mirrored = ("--strategy", "mirrored", "--devices_per_worker", "2", "--parallel_trials", "2")
-    sweep = Sweep(tmp_path / "sweep", *mirrored, "--retrain_best", trials=2)
+    sweep = Sweep(tmp_path / "sweep", *mirrored, "--retrain_best")
     sweep.program = ("-m", "tfdist.tune")  # with imports of its own
     with sweep.started() as chief:
         assert chief.wait(SWEEP_DEADLINE_S) == 0
@@ -334,43 +328,3 @@ def test_two_mirrored_trials_at_once_and_the_best_one_trained_again(tmp_path: Pa
     assert {path.name for path in (sweep.path / "tensorboard").iterdir()} == {
         *("experiment", "0", "1")
     }
-
-
-@pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_a_run_cut_at_a_budget_ends_with_the_state_of_one_run_through(tmp_path: Path) -> None:
-    runner = LauncherRunner(
-        program=(
-            *("-m", "tfdist.train", "--config.total_examples=28800"),
-            *("--config.checkpoints=10", "--config.seed=3"),
-        ),
-        launch_flags=("--strategy", "single", "--start", "fork"),
-        gpus=(),
-        places=1,
-        environ={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"},
-        timeout_s=SWEEP_DEADLINE_S,
-        warm=forked_python.SharedTemplate(),  # type: ignore[arg-type]
-    )
-
-    def run(name: str, *, budget: int | None = None) -> tuple[Completed, dict[str, Any]]:
-        goal = Goal(objective="val_accuracy", direction="max", until=budget)
-        job = TrialJob(run_dir=tmp_path / name, flags=(), goal=goal)
-        running, outcomes = runner.start(job), list[Outcome]()
-
-        def ended() -> bool:
-            runner.wait([running], 0.1)
-            outcome = running.poll()
-            outcomes.extend([outcome] if outcome else [])
-            return bool(outcomes)
-
-        until(ended, deadline_s=SWEEP_DEADLINE_S)
-        assert isinstance(outcomes[0], Completed)
-        return outcomes[0], RunDirectory(job.run_dir).read_summary() or {}
-
-    first, _ = run("cut", budget=1)
-    last, cut = run("cut")
-    through, whole = run("whole")
-    assert [line["virtual_epoch"] for line in first.history] == [1]
-    assert cut["resumed_from_step"], "it was not cut"
-    assert last.history == through.history
-    assert cut["weights_sha256"] == whole["weights_sha256"]
-    assert cut["state_sha256"] == whole["state_sha256"]

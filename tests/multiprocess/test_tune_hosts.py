@@ -328,7 +328,8 @@ def test_hyperband_goes_on_with_a_multiworker_trial_on_another_runner(
     torn, whole = sweep.summary(sweep.run_of("3")), sweep.summary(sweep.path / "best")
     assert torn["resumed_from_step"] > 100, "it began anew"  # that is what it continues
     assert whole["resumed_from_step"] is None
-    assert torn["weights_sha256"] == whole["weights_sha256"]
+    for name in ("weights_sha256", "state_sha256"):
+        assert torn[name] == whole[name]
 
 
 @pytest.mark.timeout(3 * SWEEP_DEADLINE_S)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import re
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
 from tests import forked_python
-from tests.multiprocess.warm import forked
+from tests.multiprocess.trainings import PROGRAMS, launch
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
 
-PROGRAM = pathlib.Path(__file__).parent / "programs" / "worker_pool.py"
+PROGRAM = PROGRAMS / "worker_pool.py"
 DEADLINE_S = 500
 
 
@@ -144,21 +141,12 @@ def test_work_goes_on_while_one_worker_lives_and_ends_with_a_line_without_any(jo
 
 def test_a_worker_that_does_not_do_its_piece_is_named_and_its_piece_done_by_another(tmp_path):
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "tfdist.launch", "--strategy=ps", "--workers=2", "--ps=1"]
-    command += ["--hang_timeout_s=6", f"--run_dir={run_dir}"]
-    with forked() as (flags, fds):
-        done = subprocess.run(
-            [*command, *flags, str(PROGRAM.with_name("owing.py"))],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            pass_fds=fds,
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ("--strategy=ps", "--workers=2", "--ps=1", "--hang_timeout_s=6")
+    said = launch(run_dir, *command, str(PROGRAMS / "owing.py"), timeout_s=DEADLINE_S)
     (failure,) = json.loads((run_dir / "report.json").read_text())["attempts"][-1]["lost"]
     assert failure["task"] == "worker-1"
     assert re.match(r"hangs: its work unit is not done after \d+ s", failure["cause"])
-    assert "units done: 100" in done.stdout
+    assert "units done: 100" in said
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)

@@ -19,12 +19,43 @@ import pytest
 from tests.multiprocess.warm import QUIET, Start, forked, tasks_of
 from tfdist.outputs.run_directory import RunDirectory
 
+PROGRAMS = Path(__file__).parent / "programs"
 DEADLINE_S = 150
 EPOCH_STEPS = 60
 FLAGS = (
     "--config.total_examples=30000", "--config.checkpoints=10",
     "--config.global_batch_size=50", "--config.seed=3", "--config.backup_every_steps=7",
 )  # fmt: skip
+
+
+def ended(
+    run_dir: Path, *arguments: str, timeout_s: float, start: Start = forked, **env: str
+) -> tuple[int, str]:
+    """Runs a job to its end; returns its exit code and what it said, of all tasks."""
+    command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(run_dir)]
+    with start() as (flags, fds):
+        process = subprocess.Popen(
+            [*command, *flags, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            pass_fds=fds,
+            env={**os.environ, **QUIET, **env},
+        )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        output, _ = process.communicate(timeout=60)
+        pytest.fail(f"{' '.join(arguments)}: not done in {timeout_s} s\n{output[-20000:]}")
+    return process.returncode, output
+
+
+def launch(run_dir: Path, *arguments: str, timeout_s: float, start: Start = forked) -> str:
+    """Runs a job to its end; on failure or past its deadline, shows every task's log."""
+    code, output = ended(run_dir, *arguments, timeout_s=timeout_s, start=start)
+    assert code == 0, output[-20000:]
+    return output
 
 
 class TrainingJob:

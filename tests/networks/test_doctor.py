@@ -23,15 +23,6 @@ DEADLINE_S = 150.0
 TOKEN = "known to both hosts"
 
 
-def test_two_hosts_are_looked_at_whole(network: TwoHosts, tmp_path: Path) -> None:
-    printed = examined(network, tmp_path)
-    assert [found for found in printed["findings"] if found["severity"] == "error"] == []
-    assert [host["name"] for host in printed["facts"]["hosts"]] == list(network.addresses)
-    exchange = printed["facts"]["exchange"]
-    assert (exchange["is_right"], exchange["error"]) == (True, "")
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.alone
 @pytest.mark.timeout(ROUNDS * DEADLINE_S)
 @pytest.mark.parametrize("flags", [("--quick",), ()], ids=["quick", "whole"])

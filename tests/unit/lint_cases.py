@@ -188,6 +188,7 @@ OF_JOB = {
 OF_VARIABLES = {
     "ENV001_in_a_manifest": {"TFDIST_STRATEGY": "parameter_server"},
     "ENV004_mirrored": {"TFDIST_STRATEGY": "mirrored"},
+    "ENV001_stages_in_a_manifest": {"TFDIST_STAGES": "2"},
     "ENV004_ps": {"TFDIST_PS": "3"},
     "ENV005_in_a_manifest": {"DATA_PASSWORD": "not-a-real-one"},
     "ENV008_in_a_manifest": {"http_proxy": "http://proxy.example:3128"},

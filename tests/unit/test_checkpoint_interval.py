@@ -14,11 +14,9 @@ from tfdist.checkpoint.backup import (
     FIRST_S,
     MOST_COST,
     AutoInterval,
-    SaveHistory,
-    choose,
     daly,
-    history_of,
-    young,
+    failures_in,
+    interval_for,
 )
 
 CASES = [(0.02, 600.0), (0.02, 3600.0), (0.5, 3600.0), (0.5, 86_400.0), (8.0, 86_400.0)]
@@ -58,7 +56,7 @@ def test_the_choice_is_within_5_percent_of_the_best_of_all_in_simulation(
 ) -> None:
     tried = allowed(save_s, mtbf_s)
     best_s = min(simulated_s(s, save_s, mtbf_s, seed=7) for s in tried)
-    chosen_s = simulated_s(choose(save_s, mtbf_s).interval_s, save_s, mtbf_s, seed=7)
+    chosen_s = simulated_s(interval_for(save_s, mtbf_s), save_s, mtbf_s, seed=7)
     assert chosen_s <= 1.05 * best_s
 
 
@@ -67,7 +65,7 @@ def test_the_interval_itself_is_within_5_percent_of_the_optimum(
     save_s: float, mtbf_s: float
 ) -> None:
     best_s = min(allowed(save_s, mtbf_s), key=lambda s: expected_share(s, save_s, mtbf_s))
-    assert choose(save_s, mtbf_s).interval_s == pytest.approx(best_s, rel=0.05)
+    assert interval_for(save_s, mtbf_s) == pytest.approx(best_s, rel=0.05)
 
 
 def test_the_simulation_is_as_the_expectation_says() -> None:
@@ -76,7 +74,6 @@ def test_the_simulation_is_as_the_expectation_says() -> None:
 
 
 def test_the_formulas_are_those_of_the_papers() -> None:
-    assert young(2.0, 100.0) == 20.0
     part = math.sqrt(0.01)
     assert daly(2.0, 100.0) == pytest.approx(20.0 * (1 + part / 3 + 0.01 / 9) - 2.0)
     assert daly(300.0, 100.0) == 100.0
@@ -85,10 +82,7 @@ def test_the_formulas_are_those_of_the_papers() -> None:
 @pytest.mark.parametrize("save_s", [0.0, 1e-3, 0.1, 5.0, 1e4])
 @pytest.mark.parametrize("mtbf_s", [1e-3, 10.0, 1e6])
 def test_saving_never_costs_more_than_its_bound(save_s: float, mtbf_s: float) -> None:
-    chosen = choose(save_s, mtbf_s)
-    if save_s:
-        assert chosen.cost <= MOST_COST * (1 + 1e-9)
-        assert chosen.lost_s > chosen.interval_s / 2
+    assert save_s <= MOST_COST * (1 + 1e-9) * (interval_for(save_s, mtbf_s) + save_s)
 
 
 def attempt(*, exit_code: int, failed: bool, begin: str, end: str | None) -> dict[str, object]:
@@ -109,35 +103,35 @@ def test_the_report_of_the_launcher_tells_the_mean_time_between_failures(tmp_pat
         attempt(exit_code=1, failed=True, begin="11:00:00.000", end=None),
     ]
     (tmp_path / "report.json").write_text(json.dumps({"exit_code": None, "attempts": attempts}))
-    history = history_of(tmp_path)
-    assert history == SaveHistory(failures=2, ran_s=1200.5)
-    assert history.mtbf_s(99.5) == 650.0
+    assert failures_in(tmp_path) == (2, 1200.5)
+    auto = AutoInterval()
+    auto.begin(tmp_path, now_s=7.0)
+    assert auto.mtbf_s(106.5) == 650.0
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"attempts": [1]}', '{"attempts": [{}]}'])
 def test_a_report_that_cannot_be_read_says_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "report.json").write_text(text)
-    assert (
-        history_of(tmp_path) == history_of(tmp_path / "none") == history_of(None) == SaveHistory()
-    )
+    assert failures_in(tmp_path) == failures_in(tmp_path / "none") == failures_in(None) == (0, 0.0)
 
 
 def test_a_run_without_a_failure_is_taken_for_a_day() -> None:
-    assert SaveHistory().mtbf_s(5.0) == DEFAULT_MTBF_S
-    assert SaveHistory().mtbf_s(2 * DEFAULT_MTBF_S) == 2 * DEFAULT_MTBF_S
+    assert AutoInterval().mtbf_s(5.0) == DEFAULT_MTBF_S
+    assert AutoInterval().mtbf_s(2 * DEFAULT_MTBF_S) == 2 * DEFAULT_MTBF_S
 
 
 def test_the_interval_follows_what_saves_cost() -> None:
     auto = AutoInterval(mtbf_s=3600.0)
     auto.begin(None, now_s=0.0)
     assert auto.interval_s == FIRST_S
-    assert auto.saved(blocked_s=0.1, now_s=60.0) == choose(0.1, 3600.0)
-    assert auto.saved(blocked_s=0.3, now_s=90.0) == choose(0.2, 3600.0)
-    assert auto.interval_s == choose(0.2, 3600.0).interval_s
+    auto.saved(blocked_s=0.1, now_s=60.0)
+    assert auto.interval_s == interval_for(0.1, 3600.0)
+    auto.saved(blocked_s=0.3, now_s=90.0)
+    assert auto.interval_s == interval_for(0.2, 3600.0)
 
 
 def test_the_line_in_the_log_has_the_choice_and_the_expected_loss() -> None:
-    assert str(choose(0.5, 86_400.0)) == (
+    assert AutoInterval(mtbf_s=86_400.0).saved(blocked_s=0.5, now_s=9.0) == (
         "a save every 294 s (one blocks for 0.5 s, mean time between failures 86,400 s): "
         "saving takes 0.17% of the time, a failure loses 147 s of work"
     )

@@ -23,7 +23,7 @@ from tfdist.find import __main__ as find
 from tfdist.find import split_size
 from tfdist.launch import options
 from tfdist.ops.submit import kserve
-from tfdist.ops.submit.command import FLAGS as SUBMIT_FLAGS
+from tfdist.ops.submit.request import FLAGS as SUBMIT_FLAGS
 from tfdist.report import __main__ as report
 from tfdist.serving import bench as load
 

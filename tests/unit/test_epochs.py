@@ -56,8 +56,8 @@ def test_virtual_epochs_end_at_the_same_example_whatever_the_batch(epochs, batch
     one = EpochPlan.from_boundaries(epochs.boundaries(), global_batch_size=batch)
     two = EpochPlan.from_boundaries(epochs.boundaries(), global_batch_size=other)
     for epoch in range(epochs.checkpoints):
-        last = one.span(one.steps(epoch)[-1]).last_example
-        assert last == two.span(two.steps(epoch)[-1]).last_example
+        last = one.span(one.steps(epoch)[-1]).stop
+        assert last == two.span(two.steps(epoch)[-1]).stop
         assert last == epochs.boundaries()[epoch + 1]
 
 
@@ -67,16 +67,16 @@ def test_the_steps_of_a_run_take_every_example_once_and_in_order(plan):
     position = 0
     for step in range(plan.total_steps):
         span = plan.span(step)
-        assert span.first_example == position
-        assert 1 <= span.size <= plan.global_batch_size
-        position = span.last_example
+        assert span.start == position
+        assert 1 <= len(span) <= plan.global_batch_size
+        position = span.stop
     assert position == plan.example_starts[-1]
 
 
 @settings(deadline=None)
 @given(plans())
 def test_only_the_last_step_of_an_epoch_is_small(plan):
-    sizes = [plan.span(step).size for step in range(plan.total_steps)]
+    sizes = [len(plan.span(step)) for step in range(plan.total_steps)]
     lasts = {end - 1 for end in plan.step_starts[1:]}
     assert all(n == plan.global_batch_size for i, n in enumerate(sizes) if i not in lasts)
     assert plan.smallest_step == min(sizes)
@@ -91,14 +91,14 @@ def test_a_step_belongs_to_the_epoch_that_lists_it(plan):
     for epoch, step in listed:
         assert plan.epoch_of(step) == epoch
         span = plan.span(step)
-        assert plan.example_starts[epoch] <= span.first_example
-        assert span.last_example <= plan.example_starts[epoch + 1]
+        assert plan.example_starts[epoch] <= span.start
+        assert span.stop <= plan.example_starts[epoch + 1]
 
 
 @settings(deadline=None)
 @given(plans())
 def test_examples_before_a_step_are_those_of_the_steps_before(plan):
-    sizes = [plan.span(step).size for step in range(plan.total_steps)]
+    sizes = [len(plan.span(step)) for step in range(plan.total_steps)]
     before = list(itertools.accumulate(sizes, initial=0))
     assert [plan.examples_before(step) for step in range(plan.total_steps + 1)] == before
     assert plan.examples_before(plan.total_steps + 7) == before[-1]
@@ -112,7 +112,7 @@ def test_tensorflow_computes_the_same_spans(plan, data):
     for step in {0, drawn, *ends, plan.total_steps - 1}:
         first, last = graph_span(plan, tf.constant(step, tf.int64))
         span = plan.span(step)
-        assert (int(first), int(last)) == (span.first_example, span.last_example)
+        assert (int(first), int(last)) == (span.start, span.stop)
 
 
 @pytest.mark.parametrize("total", [92, 96])
@@ -126,7 +126,7 @@ def test_the_spans_of_a_compiled_loop_are_those_of_the_plan(total):
         )
     )()
     expected = map(plan.span, range(plan.total_steps))
-    assert spans.numpy().tolist() == [[s.first_example, s.last_example] for s in expected]
+    assert spans.numpy().tolist() == [[s.start, s.stop] for s in expected]
 
 
 @settings(deadline=None)

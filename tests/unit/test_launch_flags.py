@@ -123,7 +123,7 @@ MISTAKES = {
     ("--ps", "exclusive"): ["--strategy multiworker --ps 1"],
     ("--workers", "exclusive"): ["--strategy mirrored --workers 2", "--workers 2 --hosts a,b"],
     ("--devices_per_worker", "exclusive"): ["--strategy single --devices_per_worker 2"],
-    ("--hosts", "exclusive"): ["--strategy single --hosts a,b"],
+    ("--hosts", "exclusive"): ["--strategy single --hosts a,b", "--hosts a,b --strategy mirrored"],
     ("--node_rank", "no-hosts"): ["--node_rank 1"],
     ("--min_workers", "no-ps"): ["--min_workers 2"],
     ("--profile_ps", "LCH001"): ["--profile_ps"],
@@ -151,29 +151,9 @@ def test_a_mistake_is_found(where, code, line):
     ("line", "text"),
     [
         (
-            "--workers=two",
-            "--workers: received 'two'; expected an integer. Fix: write --workers 2, for example",
-        ),
-        ("--workers", "--workers: received no value; expected a value. Fix: write --workers=N"),
-        (
-            "--workers=0",
-            "--workers: received 0; expected an integer from 1 to 10000. "
-            "Fix: use --workers 1 or more",
-        ),
-        (
-            "--strategy=mirored",
-            "--strategy: received 'mirored' (did you mean 'mirrored'?); expected one of auto, "
-            "single, mirrored, multiworker, ps, pipeline. Fix: use one of these",
-        ),
-        (
             "--strategy=PS",
             "--strategy: received 'PS'; expected one of auto, single, mirrored, multiworker, ps, "
             "pipeline. Fix: use --strategy ps",
-        ),
-        (
-            "--grace_s=-1",
-            "--grace_s: received -1; expected a positive number of seconds or 0. "
-            "Fix: use --grace_s 60, for example",
         ),
         (
             "--stratgy=ps",
@@ -306,17 +286,6 @@ def test_a_module_in_a_namespace_inside_another_one_is_there(tmp_path):
     check_program(Program(target="outer.inner.train"), search=[str(tmp_path)])
     with pytest.raises(UsageError, match=r"did you mean 'outer\.inner\.train'"):
         check_program(Program(target="outer.inner.trian"), search=[str(tmp_path)])
-
-
-def test_the_launcher_loads_no_tensorflow_keras_or_numpy():
-    code = (
-        "import sys, tfdist.launch.job, tfdist.launch.fork_server, tfdist.launch.__main__ as m;"
-        "m.main(['--help']);"
-        "heavy = {'tensorflow', 'keras', 'numpy', 'absl', 'psutil'} & set(sys.modules);"
-        "sys.exit(' '.join(heavy) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

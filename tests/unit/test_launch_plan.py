@@ -27,7 +27,7 @@ from tfdist.launch.plan import (
     start_method,
     visible_gpus,
 )
-from tfdist.launch.report import RunDir, chosen_run_dir, next_attempt
+from tfdist.launch.report import RunDir, chosen_run_dir
 
 
 def planned(line, *, cpus=2, gpus=(), environ=None, machine=None, is_terminal=False):
@@ -366,22 +366,6 @@ def test_tasks_are_told_whether_their_lines_can_be_written_over(is_terminal):
         assert decode(spec.env["TF_CONFIG"]).options.terminal is is_terminal
 
 
-def test_each_start_in_a_run_directory_is_another_attempt(tmp_path):
-    path = tmp_path / "run"
-    assert next_attempt(path) == 1
-    for number in (1, 2):
-        with RunDir(path) as run_dir:
-            assert run_dir.attempt == number
-            assert run_dir.start_attempt() == path / "logs" / f"attempt-{number}"
-
-
-def test_two_jobs_do_not_share_a_run_directory(tmp_path):
-    with RunDir(tmp_path), pytest.raises(UsageError) as caught:
-        RunDir(tmp_path)
-    assert caught.value.code == "run-dir-in-use"
-    RunDir(tmp_path).close()
-
-
 def test_a_file_system_without_locks_is_not_taken_for_another_job(tmp_path, monkeypatch):
     def refuse(descriptor, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -389,12 +373,6 @@ def test_a_file_system_without_locks_is_not_taken_for_another_job(tmp_path, monk
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(UsageError, match="No locks available"):
         RunDir(tmp_path)
-
-
-def test_a_run_directory_that_cannot_be_made_is_a_mistake(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="Not a directory"):
-        RunDir(tmp_path / "file" / "run")
 
 
 # TF_CONFIG in the launcher's own environment

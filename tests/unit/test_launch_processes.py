@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +33,7 @@ from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import Console, JobScreen
 
 DEADLINE_S = 60.0
+pytestmark = pytest.mark.usefixtures("at_a_terminal")
 W0 = Task("worker", 0)
 SPEC = ProcessSpec(task=W0, log_path=Path("log"))
 RAISED = {"event": "raised", "task": "worker-0", "at_s": 4.5}
@@ -163,6 +163,13 @@ def test_requests_to_stop_are_events_and_other_signals_are_not(world, processes)
         StopRequest(signum=signal.SIGTERM),
         StopRequest(signum=signal.SIGINT),
     ]
+
+
+def test_an_output_that_is_closed_is_one_request_to_stop(processes):
+    """Another host asks host 0, and goes on until it is told to end its tasks: two would kill."""
+    processes._screen.out.is_closed = True
+    assert processes.wait(0) == [StopRequest(signum=signal.SIGPIPE)]
+    assert processes.wait(0) == []
 
 
 def test_nothing_happening_is_no_event(processes):
@@ -328,14 +335,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-@pytest.fixture(autouse=True)
-def handlers_as_at_a_terminal() -> Iterator[None]:
-    """A test run in the background may have been started to ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT])

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
-from tfdist.errors import EXIT_PEER_MISSING, UsageError
+from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, UsageError
+from tfdist.launch import job
 from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
 from tfdist.launch.multihost.hosts import decided_group
 from tfdist.launch.multihost.leader import Team, TeamProcesses
+from tfdist.launch.multihost.node import NodeTasks
 from tfdist.launch.multihost.rendezvous import Differs, Lost, MessageReceived, News, PeerJoined
 from tfdist.launch.options import parse
 from tfdist.launch.plan import ProcessSpec
@@ -160,6 +163,57 @@ def test_a_host_that_is_ready_is_taken_down(world: World) -> None:
     assert world.ready_ranks == [2]
 
 
+def test_the_other_hosts_are_told_that_the_launcher_of_host_0_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[int, str]] = []
+
+    class Gathered:
+        def __init__(self, *args: object, **more: object) -> None: ...
+
+        def gather(self) -> None: ...
+
+        def roll_call(self, **more: object) -> str:
+            raise OSError("a disk that is full")
+
+        def end(self, code: int, *, why: str) -> None:
+            told.append((code, why))
+
+    monkeypatch.setattr(job, "Team", Gathered)
+    monkeypatch.setattr(job, "_hub", lambda part: None)
+    part = SimpleNamespace(
+        group=None, own="", terms={}, screen=SimpleNamespace(announce=print), signals=None,
+        job=SimpleNamespace(options=None, strategy="ps"),
+    )  # fmt: skip
+    with pytest.raises(OSError, match="full"):
+        job._lead(part)  # type: ignore[arg-type]
+    assert told == [(EXIT_FAILED, "the launcher of host 0 has failed")]
+
+
+def test_a_request_to_stop_counts_while_a_host_that_has_lost_host_0_ends_its_tasks() -> None:
+    request = StopRequest(signum=signal.SIGTERM)
+
+    class Here:
+        def __init__(self) -> None:
+            self.events: list[Any] = [[request], [Ended(task=W1, status=-15, at_s=NOW_S)]]
+
+        def start(self, spec: ProcessSpec) -> None: ...
+
+        def signal(self, task: Task, signum: int) -> None: ...
+
+        def unwatch(self, fd: int) -> None: ...
+
+        def wait(self, timeout_s: float) -> list[Any]:
+            return list(self.events.pop(0))
+
+        def finish(self) -> None: ...
+
+    specs = [ProcessSpec(task=W1, log_path=Path("worker-1.log"))]
+    tasks = NodeTasks(specs, Here(), screen=None, cause="", fd=0)  # type: ignore[arg-type]
+    assert tasks.start(W1, log="worker-1.log") == []
+    assert tasks.end(grace_s=60) == [request]
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
@@ -239,11 +293,9 @@ def gather() -> Iterator[Gather]:
         options, group = decided_group(
             parse(["--hosts", "a,b,c,d,e", "--node_rank", "0", "x.py"]), WITH_TOKEN
         )
-        world = Arrivals(readable, *parts)
-        team = Team(
-            group, world, options=options, strategy="multiworker", screen=world,  # type: ignore[arg-type]
-            signals=world, clock=lambda: world.now_s,  # type: ignore[arg-type]
-        )  # fmt: skip
+        world, job = Arrivals(readable, *parts), SimpleNamespace(options=options, strategy="ps")
+        part = SimpleNamespace(job=job, group=group, screen=world, signals=world)
+        team = Team(part, world, clock=lambda: world.now_s)  # type: ignore[arg-type]
         team.gather()
         return world
 

@@ -57,6 +57,12 @@ def findings(text: str, name: str = "-", kind: str | None = None) -> list[Findin
     return lint([LintSource(name=name, data=text.encode(), kind=kind)])
 
 
+def test_stages_are_right_where_the_strategy_beside_them_is_pipeline() -> None:
+    hosts = "TFDIST_HOSTS=a,b\nTFDIST_NODE_RANK=0\nTFDIST_STAGES=2\n"
+    assert findings(f"{hosts}TFDIST_STRATEGY=pipeline\n", "job.env") == []
+    assert {f.code for f in findings(hosts, "job.env")} == {"ENV001"}
+
+
 def codes(text: str, name: str = "-", kind: str | None = None) -> set[str]:
     return {finding.code for finding in findings(text, name, kind)}
 
@@ -223,6 +229,8 @@ LAUNCH, TRAIN = "python -m tfdist.launch ", "python -m tfdist.train "
         ("torchrun --nproc 2 train.py", set()),
         (LAUNCH + "--workers 8 --config.global_batch_size=4", {"CFG014"}),
         (LAUNCH + "--workers 8 --ps 1 --config.global_batch_size=4", set()),
+        (LAUNCH + "--strategy pipeline --workers 8 --config.global_batch_size=4", set()),
+        (LAUNCH + "--stages 2 --workers 8 --config.global_batch_size=3", {"CFG014"}),
         (LAUNCH + "--config.max_staleness=4", {"CFG023"}),
         (LAUNCH + "--ps 1 --config.sharded_optimizer=true", {"CFG025"}),
         (LAUNCH + "--workers 2 --config.sharded_optimizer=true", set()),

@@ -25,7 +25,7 @@ from tfdist.launch.live import (
     prometheus_text,
 )
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.state import JobRules, JobState, RestartPolicy
+from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.watchdog import Watchdog
 from tfdist.report.run import read_run
 from tfdist.top import view
@@ -44,7 +44,8 @@ def state_of_job(tmp_path):
     )
     state = JobState.of(
         [spec],
-        JobRules(chief=WORKER, is_ps=False, grace_s=10),
+        is_ps=False,
+        grace_s=10,
         policy=RestartPolicy(max_restarts=0, window_s=3600),
         watchdog=watchdog,
         now_s=100.0,

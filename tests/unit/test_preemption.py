@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -19,6 +19,7 @@ from tfdist.errors import Stopped
 from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
 
 DEADLINE_S = 60.0
+pytestmark = pytest.mark.usefixtures("at_a_terminal")
 
 
 class Ends:
@@ -40,14 +41,6 @@ def wait_until(true: Callable[[], bool]) -> None:
             return
         condition.wait(0.001)
     raise AssertionError("did not happen in time")
-
-
-@pytest.fixture(autouse=True)
-def handlers_as_at_a_terminal() -> Iterator[None]:
-    """A test run in the background may have been started to ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
@@ -126,12 +119,7 @@ def test_an_error_while_stopping_is_told_before_the_signal_ends_the_process() ->
                 time.sleep(0.001)
             raise TfdistError("checkpoint of step 7: No space left on device")
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    done = _python(program)
     assert done.returncode == -signal.SIGTERM
     said = "SIGTERM while stopping: checkpoint of step 7: No space left on device\n"
     assert done.stderr == said

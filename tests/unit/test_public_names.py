@@ -13,17 +13,6 @@ import pytest
 import tfdist
 
 
-def test_importing_loads_no_tensorflow_keras_or_numpy() -> None:
-    program = (
-        "import sys, tfdist, tfdist.outputs, tfdist.configs;"
-        "print(sorted({'tensorflow', 'keras', 'numpy', 'rich'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.strip() == "[]"
-
-
 def test_a_name_that_is_close_is_hinted_at() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'brodcast' \(did you mean 'broad"):
         tfdist.brodcast  # noqa: B018
@@ -37,14 +26,6 @@ def test_dir_and_all_name_everything_public() -> None:
     typed = {alias.name for node in ast.walk(checking) for alias in getattr(node, "names", ())}
     typed -= {"Any"}
     assert typed | {"__version__"} == set(tfdist.__all__)
-
-
-def test_errors_are_there_without_tensorflow() -> None:
-    program = (
-        "import sys, tfdist; tfdist.errors.near; tfdist.UsageError;"
-        "assert 'tensorflow' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -50,16 +50,6 @@ def test_a_file_goes_before_the_environment(token_file: Path) -> None:
     assert found == SECRET.encode()
 
 
-@pytest.mark.parametrize("hosts", [["127.0.0.1", "127.0.0.2"], ["localhost", "[::1]"]])
-def test_on_this_machine_alone_no_token_is_needed(hosts: list[str]) -> None:
-    assert read_token({}, path=None, hosts=hosts) == b""
-
-
-@pytest.mark.parametrize("hosts", [["127.0.0.1", "b"], ["a", "b"], ["10.0.0.1", "10.0.0.2"]])
-def test_several_hosts_need_one(hosts: list[str]) -> None:
-    assert refusal(hosts=hosts).startswith(f"{TOKEN_VARIABLE}: received no token")
-
-
 def test_a_token_that_cannot_be_used_is_one_line_without_it(tmp_path: Path) -> None:
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff" * 40)
@@ -129,8 +119,9 @@ def test_own_addresses_are_bound_to_and_others_refused() -> None:
     assert own_address("127.0.0.2", other="127.0.0.1") == "127.0.0.2"
     with pytest.raises(UsageError, match=r"192\.0\.2\.1, no address of this machine"):
         own_address("192.0.2.1", other="127.0.0.1")
-    with pytest.raises(UsageError, match="cannot be resolved"):
-        own_address("no-such-host.invalid", other="127.0.0.1")
+    for name in ("no-such-host.invalid", "x" * 64):
+        with pytest.raises(UsageError, match="cannot be resolved"):
+            own_address(name, other="127.0.0.1")
 
 
 def test_a_name_with_addresses_of_both_kinds_is_one_address_whatever_their_order(

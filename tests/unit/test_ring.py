@@ -139,15 +139,6 @@ def test_a_part_of_a_sum_is_not_taken_for_a_sum():
     assert "worker-1 makes another sum: sum 0 of the run, the parts of place 1 of a step" in message
 
 
-def test_what_is_not_the_same_sum_is_refused():
-    one, other = ring_of(2)
-    arrays = np.ones(4), np.ones((2, 2))
-    for message in at_once(
-        [lambda: failure_of(one, arrays[0]), lambda: failure_of(other, arrays[1])]
-    ):
-        assert " makes another sum: sum 0 of the run," in message
-
-
 def test_sums_of_one_shape_in_two_places_are_not_mixed():
     one, other = ring_of(2)
     message, _ = at_once(

@@ -85,11 +85,15 @@ def test_overwrite_moves_the_old_run_aside_and_leaves_the_launchers_files(
 ) -> None:
     for number in (1, 2):
         (directory.path / "logs").mkdir(parents=True, exist_ok=True)
+        (directory.path / ".partial-live.json").touch()
         assert directory.claim({"seed": number}, overwrite=True) is Claim.NEW
         directory.append_metrics({"step": number})
         directory.write_summary({"status": "done"})
     assert directory.claim({"seed": 3}, overwrite=True) is Claim.NEW
-    assert sorted(os.listdir(directory.path)) == ["config.json", "logs", "old-1", "old-2"]
+    launchers = [".partial-live.json", "logs"]
+    assert sorted(os.listdir(directory.path)) == sorted(
+        ["config.json", "old-1", "old-2", *launchers]
+    )
     for number in (1, 2):
         old = RunDirectory(directory.path / f"old-{number}")
         assert old.read_config() == {"seed": number}

@@ -39,15 +39,6 @@ def test_stations_alike_come_out_as_their_closed_form(stations: int, customers: 
     assert flow(alike, customers=customers) == pytest.approx(closed)
 
 
-def test_the_machine_repairman_comes_out() -> None:
-    """One server and thinking: Erlang's closed form."""
-    think_s, serve_s, customers = 3.0, 1.0, 5
-    weights = [math.perm(customers, n) * (serve_s / think_s) ** n for n in range(customers + 1)]
-    busy = 1 - weights[0] / sum(weights)
-    one = Station(name="one", demand_s=serve_s)
-    assert flow(one, think_s=think_s, customers=customers) == pytest.approx(busy / serve_s)
-
-
 @pytest.mark.parametrize(
     ("servers", "customers"), [(1, 4), (2, 5), (1.5, 6), (2.25, 7), (4, 16), (8, 40)]
 )

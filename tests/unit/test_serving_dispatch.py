@@ -85,15 +85,6 @@ def test_requests_wait_for_the_first_replica() -> None:
     assert bench.outcomes == {b"a": b"re:a"}
 
 
-def test_a_full_queue_refuses() -> None:
-    bench = Bench(requests=2)
-    bench.ask(b"a")
-    bench.ask(b"b")
-    with pytest.raises(RequestError) as error:
-        bench.ask(b"c")
-    assert error.value.code is Code.RESOURCE_EXHAUSTED
-
-
 def test_bytes_are_bounded_until_they_are_answered() -> None:
     bench = Bench(1, size_bytes=10)
     bench.ask(b"12345678")
@@ -101,16 +92,6 @@ def test_bytes_are_bounded_until_they_are_answered() -> None:
         bench.ask(b"abc")
     bench.answer(1)
     bench.ask(b"1234567890")
-
-
-def test_requests_of_a_dead_replica_are_answered_by_another() -> None:
-    bench = Bench(1, 2)
-    for payload in (b"a", b"b", b"c", b"d"):
-        bench.ask(payload)
-    bench.dispatcher.lost(1)
-    while len(bench.outcomes) < 4:
-        bench.answer(2)
-    assert bench.outcomes == {key: b"re:" + key for key in (b"a", b"b", b"c", b"d")}
 
 
 def test_what_is_tried_again_has_a_replica_for_itself() -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from tests.unit.submit import PODS, SLURM, manifest, printed, refused
 from tfdist.cluster import read_environment
 from tfdist.cluster.tf_config import JobOptions
 from tfdist.launch.options import FLAGS as LAUNCHER
-from tfdist.ops.submit.command import NOT_HERE
 from tfdist.ops.submit.kubernetes import text_of
 from tfdist.ops.submit.pods import literal
+from tfdist.ops.submit.request import NOT_HERE
 
 # --- whole files: tests/golden and launch/ ---
 
@@ -425,17 +424,6 @@ def test_times_and_memory(flag: str, line: str) -> None:
 )
 def test_a_job_is_named_after_its_program(program: str, name: str) -> None:
     assert f"#SBATCH --job-name={name}\n" in printed(SLURM + program)
-
-
-def test_it_loads_no_tensorflow() -> None:
-    program = (
-        "import sys, tfdist.submit; tfdist.submit.main(['--to', 'slurm', '--dry_run', 'a.py']);"
-        "loaded = {'tensorflow', 'keras', 'numpy'} & set(sys.modules); assert not loaded, loaded"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
 
 
 # --- what a user writes reaches the task as it was ---

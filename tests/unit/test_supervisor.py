@@ -14,7 +14,7 @@ from tfdist.cluster import Task
 from tfdist.launch.diagnosis import SETTLE_S
 from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.state import EVALUATOR, RESTART_GRACE_S, JobRules, JobState, RestartPolicy
+from tfdist.launch.state import EVALUATOR, RESTART_GRACE_S, JobState, RestartPolicy
 from tfdist.launch.supervisor import (
     SERVER_GRACE_S,
     STACKS_S,
@@ -91,10 +91,11 @@ class History:
         self.hang = (at_s, hang)
 
     def run(self, tasks, *, is_ps=False, grace_s=GRACE_S, max_restarts=0, min_workers=None):
-        rules = JobRules(chief=tasks[0], is_ps=is_ps, grace_s=grace_s, min_workers=min_workers)
         state = JobState.of(
             map(spec, tasks),
-            rules,
+            is_ps=is_ps,
+            grace_s=grace_s,
+            min_workers=min_workers,
             policy=RestartPolicy(max_restarts=max_restarts, window_s=3600),
             watchdog=self,
             now_s=self.now_s,
@@ -273,6 +274,18 @@ ABORT, KILL, SEGV = -signal.SIGABRT, -signal.SIGKILL, -signal.SIGSEGV
             [raised(W0, 5, LOST), ended(W0, 5.1, 1), ended(W1, 5.1 + SETTLE_S / 2, KILL)],
             *(137, W1, "killed by SIGKILL, not by the launcher"),
         ),
+        (
+            [raised(W0, 5, LOST), ended(W0, 5.1, 1), raised(W1, 5.2), ended(W1, 6, 1)],
+            *(1, W1, "ValueError: boom"),
+        ),
+        (
+            [raised(W0, 5, LOST), ended(W0, 5.1, 1), ended(W1, 5.2, ABORT)],
+            *(134, W1, "killed by SIGABRT"),
+        ),
+        (
+            [raised(W0, 5, WAITED, exit_code=75), ended(W0, 5.1, 75), ended(W1, 5.2, SEGV)],
+            *(139, W1, "killed by SIGSEGV"),
+        ),
     ],
 )
 def test_the_root_cause_gives_the_exit_code(history, events, code, task, cause):
@@ -363,12 +376,13 @@ def test_who_lost_or_missed_a_peer_names_it(history, cause, exit_code, is_there,
     assert attempt.first_failure.cause.startswith(expected or cause)
 
 
-def test_a_secondary_failure_without_a_culprit_is_named_after_a_moment(history):
+@pytest.mark.parametrize(("tasks", "settle_s"), [([W0, W1], SETTLE_S), ([W0], 0)])
+def test_a_secondary_failure_without_a_culprit_is_named_after_a_moment(history, tasks, settle_s):
     history.happens(raised(W0, 5, LOST), ended(W0, 5.1, 1))
-    attempt = history.run([W0, W1])
+    attempt = history.run(tasks)
     assert attempt.first_failure.task == W0
-    assert history.sent(W1) == [(5.1 + SETTLE_S, signal.SIGTERM)]
-    assert attempt.first_failure.detect_s == pytest.approx(0.1 + SETTLE_S)
+    assert history.sent(W1) == [(5.1 + settle_s, signal.SIGTERM)][: len(tasks) - 1]
+    assert attempt.first_failure.detect_s == pytest.approx(0.1 + settle_s)
 
 
 def test_a_failure_knows_the_last_step_that_any_task_told_and_the_attempt_its_first(history):

@@ -18,7 +18,6 @@ from tfdist.launch.state import (
     EVALUATOR,
     RESTART_GRACE_S,
     AskForStacks,
-    JobRules,
     JobState,
     KillOne,
     RestartPolicy,
@@ -45,17 +44,19 @@ def spec(task, *, restart=0):
 
 def job(tasks, *, max_restarts=0, hang_timeout_s=1000.0, states=None, min_workers=None):
     """Returns the state of an attempt; `states` are the letters of processes in /proc."""
-    rules = JobRules(chief=tasks[0], is_ps=CHIEF in tasks, grace_s=GRACE_S, min_workers=min_workers)
+    is_ps = CHIEF in tasks
     watchdog = Watchdog(
         hang_timeout_s=hang_timeout_s,
         startup_timeout_s=60.0,
-        is_ps=rules.is_ps,
+        is_ps=is_ps,
         chief=tasks[0],
         state_of=(states or {}).get,
     )
     policy = RestartPolicy(max_restarts=max_restarts, window_s=3600.0)
-    specs = map(spec, tasks)
-    return JobState.of(specs, rules, policy=policy, watchdog=watchdog, now_s=0.0)
+    return JobState.of(
+        map(spec, tasks), is_ps=is_ps, grace_s=GRACE_S, min_workers=min_workers, policy=policy,
+        watchdog=watchdog, now_s=0.0,
+    )  # fmt: skip
 
 
 def begun(tasks):
@@ -332,91 +333,65 @@ def policy(*past, max_restarts=3, window_s=3600.0):
     return made
 
 
-def test_without_restarts_it_says_nothing():
-    verdict = policy(max_restarts=0).verdict(failure())
-    assert not verdict.restart
-    assert not verdict.reason
+FIRST = "restart 1 of 3 within 3600 s"
+TWICE = "the same failure {} twice in a row"
+ERROR = "1: ValueError"
 
 
-def test_a_first_failure_is_worth_another_start():
-    verdict = policy().verdict(failure(step=40))
-    assert verdict.restart
-    assert verdict.reason == "restart 1 of 3 within 3600 s"
-
-
-@pytest.mark.parametrize("exit_code", [2, 130, 143])
-def test_mistakes_and_requests_to_stop_are_not(exit_code):
-    verdict = policy().verdict(failure(exit_code=exit_code))
-    assert not verdict.restart
-    assert f"exit code {exit_code}" in verdict.reason
-
-
-def test_the_same_failure_at_the_same_step_twice_in_a_row_is_not():
-    verdict = policy(failure(step=40)).verdict(failure(100, task=W1, step=40))
-    assert not verdict.restart
-    assert verdict.reason == "the same failure at step 40 twice in a row"
+def by(number):
+    """A failure at its step whose cause has a number that is another each time."""
+    return failure(step=4, cause=f"no answer from 127.0.0.1:{number}, <Thing at 0x{number:x}>")
 
 
 @pytest.mark.parametrize(
-    "now",
+    ("past", "now", "restart", "reason"),
     [
-        failure(100, step=41),
-        failure(100, step=40, cause="killed by SIGSEGV"),
-        failure(100, step=40, exit_code=139),
-        failure(100, step=40, task=CHIEF),
-        failure(100),
+        ([], failure(step=40), True, FIRST),
+        # A mistake, or a request to stop.
+        *(([], failure(exit_code=code), False, f"exit code {code}") for code in (2, 130, 143)),
+        # The same failure as the last one: of another task of its type, at its step.
+        ([failure(step=40)], failure(100, task=W1, step=40), False, TWICE.format("at step 40")),
+        ([failure()], failure(3600), False, TWICE.format("before the first step")),
+        ([failure()], failure(3601), True, FIRST),
+        ([by(61100)], by(63397), False, TWICE.format("at step 4")),
+        (
+            [failure(cause="hangs: silent for 301 s")],
+            *(failure(9, cause="hangs: silent for 300 s"), False, "the same failure"),
+        ),
+        (
+            [failure(cause="ValueError (exit code 1)", exit_code=1, kind=ERROR)],
+            failure(9, cause="ValueError (killed by SIGABRT)", exit_code=134, kind=ERROR),
+            *(False, "the same failure"),
+        ),
+        # Another one: further, or with another cause, code or type of task; or not the last.
+        ([failure(step=40)], failure(100, step=41), True, ""),
+        ([failure(step=40)], failure(100, step=40, cause="killed by SIGSEGV"), True, ""),
+        ([failure(step=40)], failure(100, step=40, exit_code=139), True, ""),
+        ([failure(step=40)], failure(100, step=40, task=CHIEF), True, ""),
+        ([failure(step=40)], failure(100), True, ""),
+        ([failure(step=40), failure(10, step=50)], failure(20, step=40), True, ""),
+        # Three restarts within an hour.
+        ([failure(s, step=s) for s in (0, 1000, 3000)], failure(3500, step=9), False, "used up"),
+        (
+            [failure(s, step=s) for s in (0, 1000, 3000)],
+            *(failure(3700, step=9), True, "restart 3 of 3 within 3600 s"),
+        ),
     ],
-    ids=["further", "another cause", "another code", "another kind of task", "before the steps"],
 )
-def test_another_failure_is(now):
-    assert policy(failure(step=40)).verdict(now).restart
+def test_a_failure_is_worth_another_start_unless_it_would_be_the_same(past, now, restart, reason):
+    verdict = policy(*past).verdict(now)
+    assert verdict.restart is restart
+    assert reason in verdict.reason
 
 
-def test_a_failure_is_compared_with_the_last_one_only():
-    past = (failure(step=40), failure(10, step=50))
-    assert policy(*past).verdict(failure(20, step=40)).restart
-
-
-def test_the_same_failure_before_the_first_step_counts_within_the_window_only():
-    assert not policy(failure()).verdict(failure(3600)).restart
-    assert policy(failure()).verdict(failure(3601)).restart
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("<Thing at 0x7f06f463afc0> is broken", "<Thing at 0x7f06f4456cd0> is broken"),
-        ("no answer from 127.0.0.1:61100", "no answer from 127.0.0.1:63397"),
-        ("hangs: silent for 301 s", "hangs: silent for 300 s"),
-        ("its work unit is not done after 300 s", "its work unit is not done after 301 s"),
-    ],
-)
-def test_what_differs_by_accident_makes_no_other_failure(before, after):
-    verdict = policy(failure(cause=before, step=4)).verdict(failure(9, cause=after, step=4))
-    assert not verdict.restart
-
-
-def test_restarts_are_counted_within_the_window():
-    past = [failure(at_s, step=at_s) for at_s in (0, 1000, 3000)]
-    assert not policy(*past).verdict(failure(3500, step=9)).restart
-    verdict = policy(*past).verdict(failure(3700, step=9))
-    assert verdict.restart
-    assert verdict.reason == "restart 3 of 3 within 3600 s"
-
-
-def test_used_up_restarts_are_said():
+def test_one_restart_is_said_to_be_used_up_and_without_any_nothing_is():
     verdict = policy(failure(step=1), max_restarts=1).verdict(failure(step=2))
-    assert not verdict.restart
-    assert verdict.reason == "the one restart within 3600 s used up"
+    assert (verdict.restart, verdict.reason) == (False, "the one restart within 3600 s used up")
+    verdict = policy(max_restarts=0).verdict(failure())
+    assert (verdict.restart, verdict.reason) == (False, "")
 
 
 def test_workers_that_are_started_again_alone_each_have_a_last_failure():
     assert policy(failure(step=40)).verdict(failure(step=40, task=W1), alone=True).restart
     past = (failure(step=40), failure(step=40, task=W1))
     assert not policy(*past).verdict(failure(step=40), alone=True).restart
-
-
-def test_the_same_error_counts_however_the_process_ended():
-    before = failure(cause="ValueError (exit code 1)", exit_code=1, kind="1: ValueError")
-    after = failure(9, cause="ValueError (killed by SIGABRT)", exit_code=134, kind="1: ValueError")
-    assert not policy(before).verdict(after).restart

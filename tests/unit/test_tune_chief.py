@@ -94,21 +94,6 @@ def test_a_crash_at_any_write_changes_nothing(tmp_path: Path, how: str, parallel
         assert disk.work == work.work, "a finished trial was run again, or a step was"
 
 
-def test_a_crash_at_every_third_write_in_a_row_still_comes_to_the_end(tmp_path: Path) -> None:
-    disk = Disk()
-    for _ in range(50):
-        try:
-            exit_code = make_chief(tmp_path, disk, at=2, how="within").run()
-        except Crash:
-            continue
-        assert exit_code == 0
-        break
-    else:
-        pytest.fail("no end after 50 chiefs")
-    assert {status for status, _ in outcome_of(tmp_path).values()} == {"completed"}
-    assert disk.work == 4 * disk.length
-
-
 def test_a_failed_trial_is_written_down_and_the_sweep_goes_on(tmp_path: Path) -> None:
     failed = Failed(reason="worker-0: ValueError: too wide", last_lines=("Traceback", "ValueError"))
     chief = make_chief(tmp_path, Disk(fates={"1": [failed]}))

@@ -60,15 +60,6 @@ def once(world: World, when: Callable[[], object], then: Callable[[], object]) -
     return had
 
 
-def test_runners_do_all_trials_and_each_is_started_once(tmp_path: Path) -> None:
-    world = World(tmp_path, seed=0)
-    world.add_host()
-    world.add_host()
-    chief = world.run()
-    require_all_once(world, chief)
-    assert world.started == Counter(map(str, range(TRIALS)))
-
-
 @pytest.mark.parametrize("how", ["before", "within", "after"])
 def test_a_chief_that_dies_at_any_write_costs_its_runners_nothing(tmp_path: Path, how: str) -> None:
     """The runners go on, and what ended meanwhile they keep: a failed trial fails once, too."""

@@ -30,6 +30,7 @@ class Best:
         self._name = name
         self._less = name is None or less_is_better(name, mode, where="BackupAndRestore: mode")
         self._value: float | None = None
+        self._before: float | None = None
         self._improved = False
         self._warned = False
 
@@ -49,7 +50,12 @@ class Best:
         value = float(logs[self._name])
         self._improved = is_better(value, self._value, less=self._less)
         if self._improved:
-            self._value = value
+            self._before, self._value = self._value, value
+
+    def not_saved(self) -> None:
+        """Forget the epoch that has ended: no checkpoint is of it."""
+        if self._improved:
+            self._improved, self._value = False, self._before
 
     def get_state(self) -> dict[str, Any] | None:
         """Return what a resumed run needs to go on, as JSON."""

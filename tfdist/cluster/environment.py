@@ -22,7 +22,8 @@ The rules, which docs/hosts.md has for users:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from tfdist.cluster import placement, settings, slurm, tf_config
 from tfdist.cluster.address import expand_hosts, parse_hosts, ranks_of, shown, split_address
@@ -71,8 +72,7 @@ _JOB_NAMES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _World:
+class _World(NamedTuple):
     """What a launcher says of a rank; `names` are the variables of size and rank, then local."""
 
     size: int
@@ -129,9 +129,7 @@ def _world(environ: Mapping[str, str]) -> _World | None:
         size = len(ranks_of(parse_hosts(value, where=HOSTS)))
         rank = needed(environ, _PMIX_RANK, most=size - 1)
         names = (HOSTS, _PMIX_RANK)
-        return _World(
-            size=size, rank=rank, local_size=None, local_rank=None, names=names, local_names=names
-        )
+        return _World(size, rank, None, None, names, names)
     return None
 
 
@@ -166,14 +164,7 @@ def _sized(
     rank = needed(environ, names[1], most=size - 1)
     local_size = integer(environ, local_names[0], least=1, most=size)
     local_rank = integer(environ, local_names[1], most=(local_size or size) - 1)
-    return _World(
-        size=size,
-        rank=rank,
-        local_size=local_size,
-        local_rank=local_rank,
-        names=names,
-        local_names=local_names,
-    )
+    return _World(size, rank, local_size, local_rank, names, local_names)
 
 
 def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> tuple[str, list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import UsageError, near
@@ -11,13 +11,14 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Field:
     """One line of a configuration; `choices` and `least` are what its value must be."""
 
     name: str
     default: Any
     help: str
+    _: KW_ONLY
     choices: tuple[str, ...] = ()
     least: float | None = None
     above: float | None = None
@@ -28,160 +29,141 @@ class Field:
 FIELDS: tuple[Field, ...] = (
     # What is learned from what
     Field(
-        name="dataset",
-        default="tfdist_digits",
-        help="TFDS name; tfdist_digits, scikit-learn's, needs no download",
+        "dataset", "tfdist_digits", "TFDS name; tfdist_digits, scikit-learn's, needs no download"
     ),
-    Field(name="data_dir", default="", help="where TFDS keeps its data; '' for its own default"),
-    Field(name="train_split", default="train", help="TFDS split, slices allowed: 'train[:90%]'"),
-    Field(name="validation_split", default="test", help="TFDS split to validate on; '' for none"),
+    Field("data_dir", "", "where TFDS keeps its data; '' for its own default"),
+    Field("train_split", "train", "TFDS split, slices allowed: 'train[:90%]'"),
+    Field("validation_split", "test", "TFDS split to validate on; '' for none"),
     Field(
-        name="model",
-        default="cnn",
+        "model",
+        "cnn",
+        "the network; see tfdist/app/recipe.py",
         choices=("dense", "cnn", "resnet20"),
-        help="the network; see tfdist/app/recipe.py",
     ),
-    Field(name="dropout", default=0.25, least=0, below=1, help="share of units left out"),
+    Field("dropout", 0.25, "share of units left out", least=0, below=1),
     Field(
-        name="initial_weights",
-        default="",
-        help="a .keras or .weights.h5 file or a checkpoint directory to start from",
+        "initial_weights",
+        "",
+        "a .keras or .weights.h5 file or a checkpoint directory to start from",
     ),
     # How long
+    Field("total_examples", 28_800, "length of the run, in training examples", least=1),
     Field(
-        name="total_examples",
-        default=28_800,
+        "checkpoints",
+        10,
+        "virtual epochs: the run is validated, logged and saved this often",
         least=1,
-        help="length of the run, in training examples",
     ),
     Field(
-        name="checkpoints",
-        default=10,
+        "global_batch_size",
+        64,
+        "examples of a step, over all replicas; under ps, of one worker's step",
         least=1,
-        help="virtual epochs: the run is validated, logged and saved this often",
     ),
     Field(
-        name="global_batch_size",
-        default=64,
-        least=1,
-        help="examples of a step, over all replicas; under ps, of one worker's step",
-    ),
-    Field(
-        name="early_stopping_patience",
-        default=0,
+        "early_stopping_patience",
+        0,
+        "stop after so many virtual epochs without a lower validation loss; 0 never",
         least=0,
-        help="stop after so many virtual epochs without a lower validation loss; 0 never",
     ),
     # How
-    Field(name="optimizer", default="adam", choices=("sgd", "adam", "adamw"), help="optimizer"),
-    Field(name="learning_rate", default=1e-3, above=0, help="highest learning rate"),
+    Field("optimizer", "adam", "optimizer", choices=("sgd", "adam", "adamw")),
+    Field("learning_rate", 1e-3, "highest learning rate", above=0),
     Field(
-        name="schedule",
-        default="constant",
+        "schedule",
+        "constant",
+        "learning rate over the run: to 0 along a cosine or a line, or not at all",
         choices=("constant", "cosine", "linear"),
-        help="learning rate over the run: to 0 along a cosine or a line, or not at all",
     ),
+    Field("warmup_examples", 0, "examples over which the learning rate rises from 0", least=0),
+    Field("momentum", 0.9, "of sgd, Nesterov's", least=0, below=1),
+    Field("weight_decay", 0.0, "apart from the gradient; 0 for none", least=0),
+    Field("clip_norm", 0.0, "highest norm of all gradients; 0 for any", least=0),
+    Field("gradient_accumulation_steps", 1, "steps whose gradients make one update", least=1),
     Field(
-        name="warmup_examples",
-        default=0,
-        least=0,
-        help="examples over which the learning rate rises from 0",
-    ),
-    Field(name="momentum", default=0.9, least=0, below=1, help="of sgd, Nesterov's"),
-    Field(name="weight_decay", default=0.0, least=0, help="apart from the gradient; 0 for none"),
-    Field(name="clip_norm", default=0.0, least=0, help="highest norm of all gradients; 0 for any"),
-    Field(
-        name="gradient_accumulation_steps",
-        default=1,
-        least=1,
-        help="steps whose gradients make one update",
-    ),
-    Field(
-        name="precision",
-        default="float32",
+        "precision",
+        "float32",
+        "Keras dtype policy",
         choices=("float32", "mixed_bfloat16", "mixed_float16"),
-        help="Keras dtype policy",
     ),
     Field(
-        name="seed",
-        default=None,
+        "seed",
+        None,
+        "of weights, order, augmentation and dropout; drawn and written down if not given",
         optional_type=int,
         least=0,
-        help="of weights, order, augmentation and dropout; drawn and written down if not given",
     ),
     # Augmentation and normalisation of images; drawn from (seed, pass, example)
     Field(
-        name="augmentation.random_crop_padding",
-        default=0,
+        "augmentation.random_crop_padding",
+        0,
+        "pixels to pad each side with before a random crop to the old size",
         least=0,
-        help="pixels to pad each side with before a random crop to the old size",
     ),
-    Field(name="augmentation.random_flip", default=False, help="left to right, half of the time"),
-    Field(name="augmentation.mean", default=(0.0,), help="subtracted, per channel or one for all"),
-    Field(name="augmentation.std", default=(1.0,), help="divided by, per channel or one for all"),
+    Field("augmentation.random_flip", False, "left to right, half of the time"),
+    Field("augmentation.mean", (0.0,), "subtracted, per channel or one for all"),
+    Field("augmentation.std", (1.0,), "divided by, per channel or one for all"),
     # Where and how it runs
     Field(
-        name="strategy",
-        default="auto",
+        "strategy",
+        "auto",
+        "auto: the launcher's",
         choices=("auto", "single", "mirrored", "multiworker", "ps", "pipeline"),
-        help="auto: the launcher's",
     ),
-    Field(name="devices_per_worker", default=0, least=0, help="replicas in each task; 0 for all"),
-    Field(name="run_dir", default="", help="where the run writes; '' for the launcher's, or runs/"),
+    Field("devices_per_worker", 0, "replicas in each task; 0 for all", least=0),
+    Field("run_dir", "", "where the run writes; '' for the launcher's, or runs/"),
     Field(
-        name="backup_every_steps",
-        default=0,
+        "backup_every_steps",
+        0,
+        "save also every so many steps; 0 only at the end of each virtual epoch",
         least=0,
-        help="save also every so many steps; 0 only at the end of each virtual epoch",
     ),
     Field(
-        name="backup_every",
-        default="steps",
+        "backup_every",
+        "steps",
+        "auto: save also at intervals chosen from what a save costs and how often runs fail",
         choices=("steps", "auto"),
-        help="auto: save also at intervals chosen from what a save costs and how often runs fail",
     ),
-    Field(name="save_model", default=False, help="save the trained model as model.keras"),
+    Field("save_model", False, "save the trained model as model.keras"),
     Field(
-        name="publish",
-        default="",
-        help="directory of a server's models: the best checkpoints become versions as the run goes",
+        "publish",
+        "",
+        "directory of a server's models: the best checkpoints become versions as the run goes",
     ),
-    Field(name="keep_checkpoints", default=2, least=1, help="checkpoints kept"),
+    Field("keep_checkpoints", 2, "checkpoints kept", least=1),
     Field(
-        name="ledger",
-        default="off",
+        "ledger",
+        "off",
+        "write down which examples each step consumes; hash: sums of hashes, in less room",
         choices=("off", "hash", "full"),
-        help="write down which examples each step consumes; hash: sums of hashes, in less room",
     ),
     Field(
-        name="tracker",
-        default="none",
+        "tracker",
+        "none",
+        "also log the run to MLflow or Weights & Biases",
         choices=("none", "mlflow", "wandb"),
-        help="also log the run to MLflow or Weights & Biases",
     ),
     Field(
-        name="max_staleness",
-        default=None,
+        "max_staleness",
+        None,
+        "under ps: steps of others between a step's reading and its writing; null for any",
         optional_type=int,
         least=0,
-        help="under ps: steps of others between a step's reading and its writing; null for any",
     ),
     Field(
-        name="sharded_optimizer",
-        default=False,
-        help="under multiworker: each worker keeps the optimizer's state of its part alone",
+        "sharded_optimizer",
+        False,
+        "under multiworker: each worker keeps the optimizer's state of its part alone",
     ),
     # To look into a run
     Field(
-        name="overfit_batches",
-        default=0,
+        "overfit_batches",
+        0,
+        "train on the first so many batches only, to see that the model can learn; 0 all",
         least=0,
-        help="train on the first so many batches only, to see that the model can learn; 0 all",
     ),
     Field(
-        name="profile_steps",
-        default=(),
-        help="(first, last) step to record for TensorBoard's profiler; () for none",
+        "profile_steps", (), "(first, last) step to record for TensorBoard's profiler; () for none"
     ),
 )
 

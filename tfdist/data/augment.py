@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -25,13 +25,10 @@ from tfdist.errors import UsageError, require
 _Numbers = np.float64 | np.ndarray[Any, Any]
 
 
-class _Affine(abc.ABC):
-    """``images * scale + offset``, each one number or one per channel."""
+class _Own:
+    """A transform of this module: by itself what it is in a chain of one."""
 
     __slots__ = ()
-
-    @abc.abstractmethod
-    def coefficients(self) -> tuple[_Numbers, _Numbers]: ...
 
     def __call__(
         self, batch: Nest, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int
@@ -39,7 +36,16 @@ class _Affine(abc.ABC):
         return Compose([self])(batch, example_ids=example_ids, epoch=epoch, seed=seed)
 
 
-class _Geometric(abc.ABC):
+class _Affine(_Own, abc.ABC):
+    """``images * scale + offset``, each one number or one per channel."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def coefficients(self) -> tuple[_Numbers, _Numbers]: ...
+
+
+class _Geometric(_Own, abc.ABC):
     """A choice of the row and the column that each pixel comes from.
 
     `rows` is int32[b, height]: the row of the original image that each row shows, -1 for none
@@ -52,11 +58,6 @@ class _Geometric(abc.ABC):
     def move(
         self, rows: tf.Tensor, columns: tf.Tensor, *, draws: Draws
     ) -> tuple[tf.Tensor, tf.Tensor]: ...
-
-    def __call__(
-        self, batch: Nest, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int
-    ) -> Nest:
-        return Compose([self])(batch, example_ids=example_ids, epoch=epoch, seed=seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,16 +182,17 @@ class Compose:
         self, batch: Nest, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int
     ) -> Nest:
         """Return the batch with other images; `example_ids` int64[b], `epoch` int64[] or [b]."""
-        chain = _Chain(example_ids=example_ids, epoch=epoch, seed=seed)
+        by = {"example_ids": example_ids, "epoch": epoch, "seed": seed}
         for kind, group in itertools.groupby(enumerate(self.transforms), key=_kind_of):
             members: list[tuple[int, Any]] = list(group)
             if kind is _Geometric:
-                batch = self._moved(batch, members, chain)
+                batch = self._moved(batch, members, by)
             elif kind is _Affine:
                 images = _scaled(self._images(batch), [member for _, member in members])
                 batch = self._with_images(batch, images)
             else:
-                batch = self._foreign(batch, members, chain)
+                for position, transform in members:
+                    batch = transform(batch, **{**by, "seed": mix(seed + position)})
         return batch
 
     def for_evaluation(self) -> Compose:
@@ -226,38 +228,16 @@ class Compose:
         parts[int(self.key)] = images
         return replace_x(batch, tuple(parts))
 
-    def _foreign(self, batch: Nest, members: list[tuple[int, Any]], chain: _Chain) -> Nest:
-        for position, transform in members:
-            seed = mix(chain.seed + position)
-            batch = transform(batch, example_ids=chain.example_ids, epoch=chain.epoch, seed=seed)
-        return batch
-
-    def _moved(self, batch: Nest, members: list[tuple[int, Any]], chain: _Chain) -> Nest:
+    def _moved(self, batch: Nest, members: list[tuple[int, Any]], by: Mapping[str, Any]) -> Nest:
+        """Return the batch after what moves pixels; `by` is what each draw depends on."""
         images = self._images(batch)
         size = tf.shape(images)
         rows = _identity(images.shape[1] or size[1], count=size[0])
         columns = _identity(images.shape[2] or size[2], count=size[0])
         for position, move in members:
-            rows, columns = move.move(rows, columns, draws=chain.draws(move, position))
+            draws = draws_for(type(move).__name__, position=position, **by)
+            rows, columns = move.move(rows, columns, draws=draws)
         return self._with_images(batch, _pick(images, rows=rows, columns=columns))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Chain:
-    """What every draw of one batch depends on."""
-
-    example_ids: tf.Tensor
-    epoch: tf.Tensor | int
-    seed: int
-
-    def draws(self, transform: object, position: int) -> Draws:
-        return draws_for(
-            type(transform).__name__,
-            example_ids=self.example_ids,
-            epoch=self.epoch,
-            seed=self.seed,
-            position=position,
-        )
 
 
 def for_evaluation(transform: Transform | None) -> Transform | None:

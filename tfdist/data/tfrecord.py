@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist.data.cache import cached_file
 from tfdist.data.source import GraphSource, Nest, Transform
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
 
 _log = logging.getLogger(__name__)
 # A record: length (uint64), checksum of the length (uint32), the bytes, their checksum (uint32).
@@ -37,11 +37,19 @@ class RecordIndex:
 
     def within(self, spans: Sequence[tuple[str, int, int]]) -> RecordIndex:
         """Return the records of these runs only: (file, first record in it, count)."""
-        firsts = np.searchsorted(self.file_numbers, np.arange(len(self.files)))
-        runs = [
-            firsts[self.files.index(_absolute(file))] + np.arange(first, first + count)
-            for file, first, count in spans
-        ]
+        starts = np.searchsorted(self.file_numbers, np.arange(len(self.files) + 1))
+        runs = []
+        for file, first, count in spans:
+            begin, end = starts[self.files.index(_absolute(file)) :][:2]
+            require(
+                0 <= first <= first + count <= end - begin,
+                "TFRecordSource: spans",
+                received=f"{count} records from {first} on of {file}",
+                expected=f"records of its {end - begin}",
+                fix="count from 0, within the file",
+                code="out-of-range",
+            )
+            runs.append(begin + np.arange(first, first + count))
         chosen = np.concatenate(runs)
         return dataclasses.replace(
             self,

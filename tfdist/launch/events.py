@@ -115,9 +115,9 @@ def task_of(name: object) -> Task:
     return Task(match[1], int(match[2]))  # UsageError, which is a ValueError
 
 
-def named(tasks: Iterable[Task], *, most: int = 8) -> str:
-    """Return the tasks as a list for a person, the first ones only where there are many."""
-    names = [str(task) for task in tasks]
+def named(things: Iterable[object], *, most: int = 8) -> str:
+    """Return tasks, say, as a list for a person, the first ones only where there are many."""
+    names = [str(thing) for thing in things]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

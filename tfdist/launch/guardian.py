@@ -208,12 +208,18 @@ def _belongs(pid: int, mark: str | None, sessions: set[int], keep: frozenset[int
 
 def _session(pid: int) -> int:
     """Return the session of a living process, 0 for a dead one."""
+    fields = stat_of(pid)
+    return int(fields[3]) if fields and fields[0] not in (b"Z", b"X") else 0
+
+
+def stat_of(pid: int) -> list[bytes]:
+    """Return what the kernel says of a process, from its state letter on; nothing if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+            # The name before it, in parentheses, may hold spaces and parentheses itself.
+            return file.read().rpartition(b")")[2].split()
     except OSError:
-        return 0
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[3])
+        return []
 
 
 def _is_marked(pid: int, mark: str) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from tfdist.cluster import HeldPort, hold_ports, placement, settings, tf_config
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
+from tfdist.files import write_json
 from tfdist.launch.events import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.live import (
     LIVE_FILE,
@@ -47,6 +48,7 @@ from tfdist.launch.plan import (
 from tfdist.launch.process import isolate, raise_file_limit
 from tfdist.launch.processes import JobProcesses, TaskFactory
 from tfdist.launch.report import (
+    FILE_NAME,
     AttemptReport,
     RunDir,
     attempt_entry,
@@ -57,10 +59,9 @@ from tfdist.launch.report import (
     reserve_room,
     restart_seconds,
     signal_name,
-    write_report,
 )
 from tfdist.launch.screen import JobScreen, show, shows_in_place, standard_screen
-from tfdist.launch.state import JobRules, JobState, RestartPolicy
+from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.target import check_program, file_of_program, imports_tensorflow
 from tfdist.launch.watchdog import Watchdog
@@ -267,41 +268,31 @@ def _run_across(job: JobDescription, group: Group, *, terms: Mapping[str, str]) 
 
 
 def _lead(part: HostPart) -> int:
-    """Run the job, as host 0."""
-    job, screen = part.job, part.screen
-    team = Team(
-        part.group,
-        _hub(part),
-        options=job.options,
-        strategy=job.strategy,
-        screen=screen,
-        signals=part.signals,
-    )
+    """Run the job, as host 0; the other hosts are told how it has ended."""
+    team = Team(part, _hub(part))
     code, why = EXIT_FAILED, "the launcher of host 0 has failed"
     try:
-        asked = team.gather()
+        code = _run_team(part, team)
         why = ""
-        if asked is not None:
-            code = exit_code_for(asked)
-            return code
-        screen.announce(team.roll_call(own=part.own, terms=part.terms))
-        with RunDir(job.run_dir) as run_dir:
-            screen.announce(f"run directory {job.run_dir}")
-            job_run = JobRun(
-                job,
-                ports=part.ports,
-                run_dir=run_dir,
-                screen=screen,
-                signals=part.signals,
-                team=team,
-            )
-            code = job_run.run()
     except TfdistError as error:
         code, why = error.exit_code, str(error)
         raise
     finally:
         team.end(code, why=why)
     return code
+
+
+def _run_team(part: HostPart, team: Team) -> int:
+    job, screen = part.job, part.screen
+    if (asked := team.gather()) is not None:
+        return exit_code_for(asked)
+    screen.announce(team.roll_call())
+    with RunDir(job.run_dir) as run_dir:
+        screen.announce(f"run directory {job.run_dir}")
+        job_run = JobRun(
+            job, ports=part.ports, run_dir=run_dir, screen=screen, signals=part.signals, team=team
+        )
+        return job_run.run()
 
 
 def _hub(part: HostPart) -> Hub:
@@ -356,6 +347,7 @@ class JobRun:
         self._stack = contextlib.ExitStack()
         self._task_factory = TaskFactory(job, screen=screen, signals=signals)
         self._epoch_s = time.time() - time.monotonic()
+        self._report_file = job.run_dir / FILE_NAME
         self._entries = earlier_attempts(job.run_dir)
         self._description = description_of_job(job.strategy, argv=sys.orig_argv)
         self._policy = RestartPolicy(
@@ -384,6 +376,7 @@ class JobRun:
                 return self._run_from(logs)
             except (OSError, TfdistError) as error:  # of the launcher's own
                 self._write(getattr(error, "exit_code", EXIT_FAILED))
+                self._screen.last_words(is_hurried=True)
                 raise
 
     def _run_from(self, logs: Path) -> int:
@@ -408,23 +401,25 @@ class JobRun:
         specs = self._specs()
         if is_first:
             self._screen.announce(f"strategy {self._job.strategy}: {_counted(specs)}")
-        options, chief = self._job.options, specs[0].task
-        is_ps = self._job.strategy == "ps"
+        options, is_ps = self._job.options, self._job.strategy == "ps"
         processes = self._processes(specs, logs=logs)
-        rules = JobRules(
-            chief=chief, is_ps=is_ps, grace_s=options.grace_s, min_workers=options.min_workers
-        )
         watchdog = Watchdog(
             hang_timeout_s=options.hang_timeout_s or math.inf,
             startup_timeout_s=options.startup_timeout_s,
             is_ps=is_ps,
-            chief=chief,
+            chief=specs[0].task,
             state_of=processes.state_of,
             can_speak=processes.can_speak,
             is_held_up=lambda: self._screen.out.is_full,
         )
         state = JobState.of(
-            specs, rules, policy=self._policy, watchdog=watchdog, now_s=time.monotonic()
+            specs,
+            is_ps=is_ps,
+            grace_s=options.grace_s,
+            min_workers=options.min_workers,
+            policy=self._policy,
+            watchdog=watchdog,
+            now_s=time.monotonic(),
         )
         live = self._live_status(logs)
         supervisor = Supervisor(
@@ -524,16 +519,12 @@ class JobRun:
         try:
             self._write_report(exit_code)
         except OSError as error:
-            path = self._job.run_dir / "report.json"
-            self._screen.say(f"{path}: cannot be written: {error.strerror}")
+            self._screen.say(f"{self._report_file}: cannot be written: {error.strerror}")
 
     def _write_report(self, exit_code: int | None) -> None:
-        write_report(
-            self._job.run_dir,
-            exit_code=exit_code,
-            attempts=self._entries,
-            job=self._description,
-        )
+        """Write it in one piece; `exit_code` None means that the job still runs."""
+        content = {"exit_code": exit_code, "job": self._description, "attempts": self._entries}
+        write_json(self._report_file, content)
 
 
 def _counted(specs: Sequence[ProcessSpec]) -> str:

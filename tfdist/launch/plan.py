@@ -143,11 +143,6 @@ class JobDescription:
     """The limits of open files that its tasks get: the launcher raises its own."""
 
     @property
-    def num_ps(self) -> int:
-        """Return how many parameter servers it has."""
-        return self.options.num_ps if self.strategy == "ps" else 0
-
-    @property
     def tasks_with_address(self) -> tuple[Task, ...]:
         """Return the tasks that need a port, in the order in which `specs` takes addresses."""
         return tasks_with_address(self.options, self.strategy)

@@ -34,17 +34,41 @@ _IFREQ = "16sh22x"
 
 
 class Starter:
-    """A way of making a task's process; as it stands, without a helper process of its own."""
+    """Starts each task as a new Python, without a helper process of its own."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        open_files: tuple[int, int],
+        keep_fds: Collection[int] = (),
+    ) -> None:
+        self._clock = clock
+        self._open_files = open_files
+        self._keep_fds = tuple(keep_fds)
+        self._children: dict[Task, subprocess.Popen[bytes]] = {}
 
     def start(
         self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
     ) -> Started | None:
         """Start a task; None if `Started` will come from `collect`. Raises OSError if it cannot."""
-        raise NotImplementedError
+        child = spawn(
+            task_command(spec, notes_fd=notes_fd),
+            env=env,
+            output_fd=output_fd,
+            keep_fds=(notes_fd, *self._keep_fds),
+            open_files=self._open_files,
+        )
+        self._children[spec.task] = child
+        return Started(task=spec.task, pid=child.pid, at_s=self._clock())
 
     def collect(self) -> list[Started | Ended]:
         """Return which tasks have started or ended since the last call."""
-        raise NotImplementedError
+        now_s = self._clock()
+        over = {t: child for t, child in self._children.items() if child.poll() is not None}
+        for task in over:
+            del self._children[task]
+        return [Ended(task=t, status=child.returncode, at_s=now_s) for t, child in over.items()]
 
     def withdraw(self, task: Task) -> bool:
         """Withdraw a start that has not been begun; return whether it could."""
@@ -62,51 +86,8 @@ class Starter:
         """Return the sessions of its own, which live on from one attempt to the next."""
         return frozenset()
 
-    @property
-    def is_over(self) -> bool:
-        """Return whether it can start no task any more."""
-        return False
-
     def close(self) -> None:
         """End what the starter itself has running."""
-
-
-class ExecStarter(Starter):
-    """Starts each task as a new Python."""
-
-    def __init__(
-        self,
-        *,
-        clock: Callable[[], float],
-        open_files: tuple[int, int],
-        keep_fds: Collection[int] = (),
-    ) -> None:
-        self._clock = clock
-        self._open_files = open_files
-        self._keep_fds = tuple(keep_fds)
-        self._children: dict[Task, subprocess.Popen[bytes]] = {}
-
-    def start(
-        self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
-    ) -> Started:
-        """Start a task and return its `Started`. Raises OSError if that fails."""
-        child = spawn(
-            task_command(spec, notes_fd=notes_fd),
-            env=env,
-            output_fd=output_fd,
-            keep_fds=(notes_fd, *self._keep_fds),
-            open_files=self._open_files,
-        )
-        self._children[spec.task] = child
-        return Started(task=spec.task, pid=child.pid, at_s=self._clock())
-
-    def collect(self) -> list[Started | Ended]:
-        """Return the tasks that have ended since the last call."""
-        now_s = self._clock()
-        over = {t: child for t, child in self._children.items() if child.poll() is not None}
-        for task in over:
-            del self._children[task]
-        return [Ended(task=t, status=child.returncode, at_s=now_s) for t, child in over.items()]
 
 
 def task_command(spec: ProcessSpec, *, notes_fd: int) -> list[str]:

@@ -31,7 +31,7 @@ from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient
 from tfdist.launch.multihost.connection import NO_SENSE, event_of
 from tfdist.launch.plan import JobDescription, ProcessSpec
-from tfdist.launch.process import ExecStarter, Starter
+from tfdist.launch.process import Starter
 from tfdist.launch.screen import Console, JobScreen, TaskOutput
 from tfdist.launch.task import STACK_SIGNAL
 from tfdist.launch.watchdog import holds_pipe, proc_state
@@ -67,6 +67,7 @@ class JobProcesses:
         self._owed: dict[Task, int] = {}
         self._pipes: dict[int, tuple[Task, TaskOutput]] = {}
         self._is_patient = True
+        self._is_closed = False
         self._is_paused = False
         self._notes_rest = b""
         self._notes_fd, self._notes_write_fd = os.pipe2(os.O_CLOEXEC)
@@ -262,7 +263,8 @@ class JobProcesses:
                 console.forget_backlog()
             self._watch_console(console)
         out = self._screen.out
-        if out.is_closed and self._is_patient:
+        if out.is_closed and self._is_patient and not self._is_closed:
+            self._is_closed = True  # once: a second request would kill
             self._news.append(StopRequest(signum=signal.SIGPIPE))
         if out.is_full is not self._is_paused:
             self._is_paused = out.is_full
@@ -315,7 +317,7 @@ class TaskFactory:
         self._screen = screen
         self._signals = signals
         self._stack = contextlib.ExitStack()
-        self._starter: Starter | None = None
+        self._starter: ForkStarter | None = None
         self._given = _socket_of(job.options.fork_server)
         self._evidence = KillEvidence()
 
@@ -358,15 +360,9 @@ class TaskFactory:
         if self._starter is not None and not self._starter.is_over:
             return self._starter
         self._close_starter()
-        open_files = self._job.open_files
-        if not specs:  # nothing can be started, and host 0 gets the reason
-            return ExecStarter(clock=time.monotonic, open_files=open_files)
-        keep_fds = self._job.options.kept_fds
-        if self._job.start == "exec":
-            self._starter = ExecStarter(
-                clock=time.monotonic, open_files=open_files, keep_fds=keep_fds
-            )
-            return self._starter
+        open_files, keep_fds = self._job.open_files, self._job.options.kept_fds
+        if self._job.start == "exec" or not specs:  # none: host 0 gets the reason
+            return Starter(clock=time.monotonic, open_files=open_files, keep_fds=keep_fds)
         given, self._given = self._given, None  # the first; another would be started here
         server = ForkStarter(
             environ={**shared_environment(specs), MARK: self._guard.mark},

@@ -12,7 +12,7 @@ import re
 import secrets
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from tfdist.cluster import Task
 from tfdist.errors import UsageError
-from tfdist.files import FileLock, Held, write_json
+from tfdist.files import FileLock, Held
 
 FILE_NAME = "report.json"
 _RESERVE_BYTES = 1 << 20
@@ -94,6 +94,11 @@ def signal_name(signum: int) -> str:
         return signal.Signals(signum).name
     except ValueError:
         return f"signal {signum}"
+
+
+def request_name(signum: int) -> str:
+    """Return by what a job was asked to stop; SIGPIPE stands for its output, which is closed."""
+    return "its output is closed" if signum == signal.SIGPIPE else signal_name(signum)
 
 
 def exit_code_of(status: int) -> int:
@@ -207,21 +212,6 @@ def reserve_room(run_dir: Path) -> IO[bytes]:
     file = tempfile.TemporaryFile(dir=run_dir)  # noqa: SIM115
     os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
     return file
-
-
-def write_report(
-    run_dir: Path,
-    *,
-    exit_code: int | None,
-    attempts: Sequence[dict[str, Any]],
-    job: Mapping[str, Any] | None = None,
-) -> None:
-    """Write the report in one piece; `exit_code` None means that the job still runs.
-
-    `job` says what ran.
-    """
-    content = {"exit_code": exit_code, **({"job": dict(job)} if job else {})}
-    write_json(run_dir / FILE_NAME, {**content, "attempts": list(attempts)})
 
 
 _LOGS = "logs"

@@ -154,23 +154,6 @@ class ShowFailure:
 Action = Start | Signal | KillOne | AskForStacks | Say | ShowFailure
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobRules:
-    """What the options of a job say about its supervision.
-
-    Attributes:
-        chief: The task whose end ends a ps job.
-        is_ps: Whether workers and ps serve the chief; a worker may then fail alone.
-        grace_s: How long a task may take to end before it is killed.
-        min_workers: How many workers a ps job needs before its first step; None: all of them.
-    """
-
-    chief: Task
-    is_ps: bool
-    grace_s: float
-    min_workers: int | None = None
-
-
 @dataclass(kw_only=True, slots=True)
 class TaskState:
     """One task, and the record of each of its processes."""
@@ -215,8 +198,14 @@ class PendingHang:
 class JobState:
     """All that is known of an attempt. Moments are those of the supervisor's clock."""
 
-    rules: JobRules
     tasks: dict[Task, TaskState]
+    """The chief, whose end ends a ps job, is the first."""
+    is_ps: bool
+    """Whether workers and ps serve the chief; a worker may then fail alone."""
+    grace_s: float
+    """How long a task may take to end before it is killed."""
+    min_workers: int | None
+    """How many workers a ps job needs before its first step; None: all of them."""
     policy: RestartPolicy
     """Of the job: it counts the restarts of earlier attempts too."""
     watchdog: Watchdog
@@ -257,22 +246,31 @@ class JobState:
     def of(
         cls,
         specs: Iterable[ProcessSpec],
-        rules: JobRules,
         *,
+        is_ps: bool,
+        grace_s: float,
+        min_workers: int | None = None,
         policy: RestartPolicy,
         watchdog: Watchdog,
         now_s: float,
     ) -> JobState:
         """Return the state of an attempt of which no task has been started."""
         return cls(
-            rules=rules,
             tasks={spec.task: TaskState.of(spec) for spec in specs},
+            is_ps=is_ps,
+            grace_s=grace_s,
+            min_workers=min_workers,
             policy=policy,
             watchdog=watchdog,
-            root_cause=RootCause(patience_s=rules.grace_s),
+            root_cause=RootCause(patience_s=grace_s),
             started_s=now_s,
             now_s=now_s,
         )
+
+    @property
+    def chief(self) -> Task:
+        """Return the task whose end ends a ps job."""
+        return next(iter(self.tasks))
 
     @property
     def running(self) -> list[Task]:
@@ -323,11 +321,11 @@ class JobState:
 
     def is_ps_worker(self, task: Task) -> bool:
         """Return whether a task is a worker of a ps job."""
-        return self.rules.is_ps and task.type == "worker"
+        return self.is_ps and task.type == "worker"
 
     def serves_nobody(self, task: Task) -> bool:
         """Return whether a task is a worker or ps whose chief has ended as it should."""
-        return self.rules.is_ps and self.is_done and task != EVALUATOR
+        return self.is_ps and self.is_done and task != EVALUATOR
 
     def other_workers(self, failed: Container[Task]) -> list[Task]:
         """Return the workers of a ps job that go on."""
@@ -351,5 +349,5 @@ class JobState:
         if failure.task == EVALUATOR:
             return has_begun
         workers = sum(task.type == "worker" for task in self.tasks)
-        needed = 1 if has_begun else self.rules.min_workers or workers
+        needed = 1 if has_begun else self.min_workers or workers
         return len(self.other_workers(failed)) >= needed

@@ -27,7 +27,7 @@ from tfdist.launch.events import (
     named,
 )
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.report import AttemptReport, Failure, signal_name
+from tfdist.launch.report import AttemptReport, Failure, request_name
 from tfdist.launch.state import (
     EVALUATOR,
     RESTART_GRACE_S,
@@ -149,20 +149,20 @@ class _Decision:
         state.tasks[task].is_running = False
         state.tasks[task].record(status=ended.status, ended_at_s=ended.at_s)
         state.watchdog.ended(task)
-        if task == state.rules.chief and (state.is_ending or not ended.status):
+        if task == state.chief and (state.is_ending or not ended.status):
             self._see_chief_done()
         if state.is_ending or self._has_left(task) or state.serves_nobody(task):
             return
         if not ended.status:
             state.root_cause.forget(task)
-            if not state.rules.is_ps or task in (state.rules.chief, EVALUATOR):
+            if not state.is_ps or task in (state.chief, EVALUATOR):
                 return
             ended = replace(ended, cause="ended before the chief (exit code 0)")
         state.root_cause.ended(ended, since_s=self._since_s, now_s=self._now_s)
 
     def _see_chief_done(self) -> None:
         state = self._state
-        state.straggler_deadline_s = self._now_s + STRAGGLER_GRACES * state.rules.grace_s
+        state.straggler_deadline_s = self._now_s + STRAGGLER_GRACES * state.grace_s
         state.is_done = True
         for served in filter(state.serves_nobody, state.root_cause.tasks):
             state.root_cause.forget(served)  # they have seen it before
@@ -184,18 +184,17 @@ class _Decision:
             self._kill()
             return
         state.stop_signal = signum
-        is_closed = signum == signal.SIGPIPE
-        name = "its output is closed" if is_closed else signal_name(signum)
+        name = request_name(signum)
         if state.verdict.restart:
             self._say(f"{name}: not started again")
             return
-        running, grace_s, chief = state.running, state.rules.grace_s, state.rules.chief
+        running, grace_s, chief = state.running, state.grace_s, state.chief
         tasks = f"{len(running)} tasks" if len(running) > 1 else "the task"
         self._say(f"{name}: ending {tasks} within {grace_s:g} s (a second signal kills at once)")
         # The servers of a ps job go on until the chief has saved; its end ends them then.
-        is_saving = state.rules.is_ps and state.is_running(chief)
+        is_saving = state.is_ps and state.is_running(chief)
         servers = set(running) - {chief} if is_saving else set()
-        as_term = is_closed or signum == signal.SIGHUP  # which no program saves at
+        as_term = signum in (signal.SIGPIPE, signal.SIGHUP)  # which no program saves at
         self._stop(signal.SIGTERM if as_term else signum, within_s=grace_s, but=servers)
 
     # what has failed
@@ -260,7 +259,7 @@ class _Decision:
         if first is not failure:
             self._say(f"{failure.task} failed: {failure.cause}; no worker is left")
         self._do(ShowFailure(first.task, first.cause, stacks))
-        within_s = state.rules.grace_s
+        within_s = state.grace_s
         if state.verdict.restart:
             within_s = min(within_s, RESTART_GRACE_S)
         elif state.verdict.reason:
@@ -345,13 +344,13 @@ class _Decision:
         """Tell workers and ps to end, once, when the chief is done and its evaluator too."""
         state = self._state
         is_evaluated = state.is_ending or not state.is_running(EVALUATOR)
-        if state.rules.is_ps and state.is_done and is_evaluated and not state.are_servers_closed:
+        if state.is_ps and state.is_done and is_evaluated and not state.are_servers_closed:
             self._end_served()
 
     def _end_served(self) -> None:
         """Tell what is left to end: it holds nothing to save, and nobody waits for it."""
         self._state.are_servers_closed = True
-        self._stop(signal.SIGTERM, within_s=min(self._state.rules.grace_s, SERVER_GRACE_S))
+        self._stop(signal.SIGTERM, within_s=min(self._state.grace_s, SERVER_GRACE_S))
 
     def _keep_deadlines(self) -> None:
         state, now_s = self._state, self._now_s
@@ -369,16 +368,16 @@ class _Decision:
     def _kill_overdue(self) -> None:
         state = self._state
         # The servers of a ps job that is done may be kept from hearing by TensorFlow.
-        is_served_out = state.rules.is_ps and not state.is_running(state.rules.chief)
+        is_served_out = state.is_ps and not state.is_running(state.chief)
         if not is_served_out and not state.verdict.restart:
             self._say(f"killed, as still running: {named(state.running)}")
         self._kill()
 
     def _end_stragglers(self) -> None:
         state = self._state
-        waited_s = STRAGGLER_GRACES * state.rules.grace_s
+        waited_s = STRAGGLER_GRACES * state.grace_s
         late = [t for t in state.running if t != EVALUATOR and not state.serves_nobody(t)]
-        cause = f"still running {waited_s:g} s after {state.rules.chief} was done"
+        cause = f"still running {waited_s:g} s after {state.chief} was done"
         if late:
             cause += f": {named(late)}"
         task = late[0] if late else EVALUATOR

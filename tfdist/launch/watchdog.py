@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from tfdist.cluster import Task
 from tfdist.launch.events import Beat, TaskPendingWork, named
+from tfdist.launch.guardian import stat_of
 from tfdist.phases import UNTIMED
 
 WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
@@ -78,41 +79,6 @@ class Watched:
         """Return what it does, in words."""
         doing = _DOING.get(self.phase, f"in {self.phase}")
         return doing if self.step is None else f"{doing} after {self.step} steps"
-
-
-def _root_cause(
-    *,
-    silent: Sequence[Watched],
-    owing: Sequence[tuple[Watched, float]],
-    resting: Sequence[Watched],
-    busy: Sequence[Watched],
-    waiting: Sequence[Watched],
-    chief: Task,
-    now_s: float,
-) -> tuple[Watched, str] | None:
-    """Return the task that causes the hang and why, None if there is none.
-
-    First a silent task: a stopped one before others. Then one that owes work, given with the
-    moment since when. Then one that can never go on. Then one that is busy while others wait for
-    it. Then, of those that wait, the one with the fewest steps. Where all are alike, the chief.
-    """
-    if silent:
-        suspect = min(silent, key=lambda task: (not task.is_stopped, task.beat_s))
-        return suspect, _silent_cause(suspect, now_s) + _waits(waiting, but=suspect)
-    if owing:
-        suspect, since_s = min(owing, key=lambda owed: owed[1])
-        return suspect, f"its work unit is not done after {now_s - since_s:.0f} s"
-    if resting:
-        suspect = min(resting, key=lambda task: (task.steps, task.task != chief, task.task))
-        for_ = f"for {now_s - (suspect.rest_s or now_s):.0f} s"
-        cause = f"{suspect.doing}, and all its threads wait for each other {for_}"
-        return suspect, cause + _waits(waiting, but=suspect)
-    if busy:
-        suspect = min(busy, key=lambda task: (task.steps, task.since_s))
-        return suspect, f"{suspect.doing} for {_age(suspect, now_s)}" + _waits(waiting, but=suspect)
-    if waiting:
-        return _last_of(waiting, chief=chief, now_s=now_s)
-    return None
 
 
 def _silent_cause(task: Watched, now_s: float) -> str:
@@ -365,15 +331,7 @@ class Watchdog:
         silent = [task for task in tasks if self._is_silent(task, now_s)]
         if not silent and any(task.has_spoken and task.beat_s < noticed_s for task in tasks):
             return None  # one of them may have stopped just now: its next beat tells
-        found = _root_cause(
-            silent=silent,
-            owing=self._owing(now_s, early_s=LATE_S),  # the chief may have been late first
-            resting=self._resting(now_s),
-            busy=[task for task in tasks if self._busy(task) and self._is_late(task, now_s)],
-            waiting=[task for task in tasks if self._waits(task)],
-            chief=self._chief,
-            now_s=now_s,
-        )
+        found = self._suspect(silent, now_s)
         if found is None:  # the one that was stopped has just gone on
             return None
         suspect, cause = found
@@ -386,6 +344,31 @@ class Watchdog:
             stuck=stuck,
             since_s=suspect.beat_s if has_stopped else suspect.since_s,
         )
+
+    def _suspect(self, silent: Sequence[Watched], now_s: float) -> tuple[Watched, str] | None:
+        """Return the task that causes the hang and why, None if there is none.
+
+        First a silent task: a stopped one before others. Then one that owes work. Then one that can
+        never go on. Then one that is busy while others wait for it. Then, of those that wait, the
+        one with the fewest steps. Where all are alike, the chief.
+        """
+        waiting = [task for task in self._tasks() if self._waits(task)]
+        if silent:
+            suspect = min(silent, key=lambda task: (not task.is_stopped, task.beat_s))
+            return suspect, _silent_cause(suspect, now_s) + _waits(waiting, but=suspect)
+        if owing := self._owing(now_s, early_s=LATE_S):  # the chief may have been late first
+            suspect, since_s = min(owing, key=lambda owed: owed[1])
+            return suspect, f"its work unit is not done after {now_s - since_s:.0f} s"
+        if resting := self._resting(now_s):
+            suspect = min(resting, key=lambda t: (t.steps, t.task != self._chief, t.task))
+            for_ = f"for {now_s - (suspect.rest_s or now_s):.0f} s"
+            cause = f"{suspect.doing}, and all its threads wait for each other {for_}"
+            return suspect, cause + _waits(waiting, but=suspect)
+        if busy := [t for t in self._tasks() if self._busy(t) and self._is_late(t, now_s)]:
+            suspect = min(busy, key=lambda task: (task.steps, task.since_s))
+            cause = f"{suspect.doing} for {_age(suspect, now_s)}"
+            return suspect, cause + _waits(waiting, but=suspect)
+        return _last_of(waiting, chief=self._chief, now_s=now_s) if waiting else None
 
     def _is_silent(self, task: Watched, now_s: float) -> bool:
         """Whether a task of a job that hangs does not speak, and has had the time to."""
@@ -403,13 +386,8 @@ class Watchdog:
 
 def proc_state(pid: int) -> str | None:
     """Return the state letter of a process, T for a stopped one; None if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stat = file.read()
-    except OSError:
-        return None
-    # The name before it, in parentheses, may hold spaces and parentheses itself.
-    return stat[stat.rfind(b")") + 1 :].split()[0].decode()
+    fields = stat_of(pid)
+    return fields[0].decode() if fields else None
 
 
 def holds_pipe(pid: int, *, pipe_fd: int) -> bool:

@@ -161,7 +161,9 @@ class RunDirectory:
         # The configuration goes last: until then the directory is still seen as taken.
         last = self.config_file.name
         kept = {last, *_LAUNCHERS_OWN}
-        names = [n for n in os.listdir(self.path) if n not in kept and not n.startswith("old-")]
+        # What is being written now is so only for a moment, and the launcher writes every second.
+        there = (n for n in os.listdir(self.path) if not n.startswith(("old-", ".partial-")))
+        names = [name for name in there if name not in kept]
         move_aside(self.path, [*names, last])
 
     def _one_line_errors(self) -> contextlib.AbstractContextManager[None]:

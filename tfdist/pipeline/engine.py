@@ -243,7 +243,7 @@ class PipelineEngine:
         if place.options.split_size != "auto" or "split_size" in place.chosen:
             return
         tried = {}
-        for size in staged.sizes_to_try(program.feed.plan.span(step).size):
+        for size in staged.sizes_to_try(len(program.feed.plan.span(step))):
             place.chosen["split_size"] = size
             tried[size] = self._timed(staged, program, step, data)
         fastest = min(tried, key=lambda size: tried[size])  # by the first stage, which ends last

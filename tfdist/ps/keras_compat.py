@@ -1,7 +1,7 @@
 """The workarounds for Keras that only a step with parameter servers needs.
 
 Put in place with those of `tfdist.training.keras_compat`, once `tfdist.ps` is imported, which a ps
-job alone does. `REPLACEMENTS` lists them; what else such a step needs is found here, too.
+job alone does; what else such a step needs is found here, too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from tfdist.errors import require
 from tfdist.ps.messages import sent_together
 from tfdist.ps.split import SplitVariable, parts_of, reading_once, require_by_rows
 from tfdist.strategy.devices import server_of
-from tfdist.training.keras_compat.trace import Replacement, StepTrace, current
+from tfdist.training.keras_compat.trace import Original, StepTrace, replaces
 
+_KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
+_BASE = f"{_KERAS}/optimizers/base_optimizer.py"
 __all__ = [
-    "REPLACEMENTS",
     "SplitVariable",
     "UpdateCounts",
     "hold",
@@ -95,28 +96,12 @@ class UpdateCounts:
 # Ended by: no release, Keras 3.15.1 included.
 
 
-_OPTIMIZERS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
-
-
-def _of_the_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def learning_rate(self: Any) -> Any:
-        trace = current()
-        if trace is None or trace.counts is None:
-            return original(self)
-        with trace.counts.also_in_updates():
-            return original(self)
-
-    return learning_rate
-
-
-_RATES = (
-    Replacement(
-        owner=BaseOptimizer,
-        name="_get_current_learning_rate",
-        make=_of_the_step,
-        issue=f"{_OPTIMIZERS}/base_optimizer.py#L777",
-    ),
-)
+@replaces(BaseOptimizer, "_get_current_learning_rate", issue=f"{_BASE}#L777")
+def _of_the_step(original: Original, trace: StepTrace, self: Any) -> Any:
+    if trace.counts is None:
+        return original(self)
+    with trace.counts.also_in_updates():
+        return original(self)
 
 
 # What the workers of a ps job accumulate is neither lost nor counted twice.
@@ -129,9 +114,6 @@ _RATES = (
 # Ended by: no release, Keras 3.15.1 included.
 
 
-_KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
-
-
 def taken(variable: Any, trace: StepTrace) -> tf.Tensor:
     """What an update takes of a sum of gradients that is in `trace.taken`, read on its server."""
     parts = trace.taken[id(variable)]
@@ -142,44 +124,41 @@ def taken(variable: Any, trace: StepTrace) -> tf.Tensor:
     return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
 
-def _about_to_take(original: Callable[..., Any]) -> Callable[..., Any]:
-    def apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> Any:
-        trace = current()
-        if trace is not None and self.gradient_accumulation_steps:
-            sums = [one for one in self._accumulated_gradients if one is not None]
-            trace.taken.update((id(one), []) for one in sums if _has_servers(one))
-        return original(self, grads, trainable_variables)
-
-    return apply_gradients
-
-
-def _adding(original: Callable[..., Any]) -> Callable[..., Any]:
-    def increment(self: Any, grads: Any, sums: Any) -> Any:
-        trace = current()
-        if trace is None or not trace.taken:
-            return original(self, grads, sums)
-        pairs = zip(grads, (one._value for one in sums), strict=True)
-        for gradient, variable in sent_together(list(pairs)):
-            self._distribution_strategy.extended.update(
-                variable, self.assign_add, args=(gradient,), group=False
-            )
-        return None
-
-    return increment
+@replaces(BaseOptimizer, "_backend_apply_gradients", issue=f"{_BASE}#L535")
+def _about_to_take(
+    original: Original, trace: StepTrace, self: Any, grads: Any, trainable_variables: Any
+) -> Any:
+    if self.gradient_accumulation_steps:
+        sums = [one for one in self._accumulated_gradients if one is not None]
+        trace.taken.update((id(one), []) for one in sums if _has_servers(one))
+    return original(self, grads, trainable_variables)
 
 
-def _subtracting(original: Callable[..., Any]) -> Callable[..., Any]:
-    def reset(self: Any) -> Any:
-        trace = current()
-        if trace is None or not trace.taken:
-            return original(self)
-        for one in self._accumulated_gradients:
-            for part, mine in zip(_parts(one), trace.taken.get(id(one), ()), strict=False):
-                with tf.device(part.device):
-                    _subtract(part, mine)
-        return None
+@replaces(
+    TFOptimizer,
+    "_backend_increment_gradient_accumulators",
+    issue=f"{_KERAS}/backend/tensorflow/optimizer.py#L203",
+)
+def _adding(original: Original, trace: StepTrace, self: Any, grads: Any, sums: Any) -> Any:
+    if not trace.taken:
+        return original(self, grads, sums)
+    pairs = zip(grads, (one._value for one in sums), strict=True)
+    for gradient, variable in sent_together(list(pairs)):
+        self._distribution_strategy.extended.update(
+            variable, self.assign_add, args=(gradient,), group=False
+        )
+    return None
 
-    return reset
+
+@replaces(BaseOptimizer, "_backend_reset_gradient_accumulators", issue=f"{_BASE}#L623")
+def _subtracting(original: Original, trace: StepTrace, self: Any) -> Any:
+    if not trace.taken:
+        return original(self)
+    for one in self._accumulated_gradients:
+        for part, mine in zip(_parts(one), trace.taken.get(id(one), ()), strict=False):
+            with tf.device(part.device):
+                _subtract(part, mine)
+    return None
 
 
 def _subtract(part: Any, mine: tf.Tensor) -> None:
@@ -202,28 +181,6 @@ def _parts(variable: Any) -> tuple[Any, ...]:
     return () if variable is None else parts_of(variable._value)
 
 
-_ACCUMULATION = (
-    Replacement(
-        owner=BaseOptimizer,
-        name="_backend_apply_gradients",
-        make=_about_to_take,
-        issue=f"{_KERAS}/optimizers/base_optimizer.py#L535",
-    ),
-    Replacement(
-        owner=TFOptimizer,
-        name="_backend_increment_gradient_accumulators",
-        make=_adding,
-        issue=f"{_KERAS}/backend/tensorflow/optimizer.py#L203",
-    ),
-    Replacement(
-        owner=BaseOptimizer,
-        name="_backend_reset_gradient_accumulators",
-        make=_subtracting,
-        issue=f"{_KERAS}/optimizers/base_optimizer.py#L623",
-    ),
-)
-
-
 # Averages of weights are taken on the parameter servers, and begin with the first update there.
 #
 # Keras takes them in the step: by way of the worker, which reads weights and averages once more and
@@ -233,42 +190,32 @@ _ACCUMULATION = (
 # Ended by: no release, Keras 3.15.1 included.
 
 
-def _on_their_servers(original: Callable[..., Any]) -> Callable[..., Any]:
-    def update_averages(self: Any, trainable_variables: Any) -> Any:
-        weights = [v.value if isinstance(v, Variable) else v for v in trainable_variables]
-        if current() is None or not all(map(_is_on_servers, weights)):
-            return original(self, trainable_variables)
+@replaces(BaseOptimizer, "_update_model_variables_moving_average", issue=f"{_BASE}#L970")
+def _on_their_servers(
+    original: Original, trace: StepTrace, self: Any, trainable_variables: Any
+) -> Any:
+    weights = [v.value if isinstance(v, Variable) else v for v in trainable_variables]
+    if not all(map(_is_on_servers, weights)):
+        return original(self, trainable_variables)
 
-        def update(weight: Any, average: Any) -> None:
-            # The count is the server's here, as in any update.
-            is_begun = tf.cast(tf.not_equal(self.iterations, 0), weight.dtype)
-            momentum = is_begun * tf.cast(self.ema_momentum, weight.dtype)
-            before, now = tf.convert_to_tensor(average), tf.convert_to_tensor(weight)
-            self.assign(average, momentum * before + (1 - momentum) * now)
+    def update(weight: Any, average: Any) -> None:
+        # The count is the server's here, as in any update.
+        is_begun = tf.cast(tf.not_equal(self.iterations, 0), weight.dtype)
+        momentum = is_begun * tf.cast(self.ema_momentum, weight.dtype)
+        before, now = tf.convert_to_tensor(average), tf.convert_to_tensor(weight)
+        self.assign(average, momentum * before + (1 - momentum) * now)
 
-        averages = self._model_variables_moving_average
-        for weight, average in zip(weights, averages, strict=True):
-            if average is not None:
-                self._distribution_strategy.extended.update(
-                    weight, update, args=(average,), group=False
-                )
-        return None
-
-    return update_averages
+    averages = self._model_variables_moving_average
+    for weight, average in zip(weights, averages, strict=True):
+        if average is not None:
+            self._distribution_strategy.extended.update(
+                weight, update, args=(average,), group=False
+            )
+    return None
 
 
 def _is_on_servers(weight: Any) -> bool:
     return all(server_of(part) is not None for part in parts_of(weight))
-
-
-_AVERAGING = (
-    Replacement(
-        owner=BaseOptimizer,
-        name="_update_model_variables_moving_average",
-        make=_on_their_servers,
-        issue=f"{_OPTIMIZERS}/base_optimizer.py#L970",
-    ),
-)
 
 
 # A variable is constrained on the parameter server that holds it.
@@ -279,29 +226,17 @@ _AVERAGING = (
 # Ended by: no release, Keras 3.15.1 included.
 
 
-def _on_its_server(original: property) -> property:
-    def constraint(self: Any) -> Callable[[Any], Any] | None:
-        own: Callable[[Any], Any] | None = original.fget(self)  # type: ignore[misc]
-        if own is None or current() is None or server_of(self._value) is None:
-            return own
+@replaces(Variable, "constraint", issue=f"{_BASE}#L530")
+def _on_its_server(original: Original, trace: StepTrace, self: Any) -> Callable[[Any], Any] | None:
+    own: Callable[[Any], Any] | None = original(self)
+    if own is None or server_of(self._value) is None:
+        return own
 
-        def on_its_server(variable: Any) -> Any:
-            with tf.device(self._value.device):
-                return own(variable)
+    def on_its_server(variable: Any) -> Any:
+        with tf.device(self._value.device):
+            return own(variable)
 
-        return on_its_server
-
-    return property(constraint, original.fset, doc=original.__doc__)
-
-
-_CONSTRAINTS = (
-    Replacement(
-        owner=Variable,
-        name="constraint",
-        make=_on_its_server,
-        issue=f"{_OPTIMIZERS}/base_optimizer.py#L530",
-    ),
-)
+    return on_its_server
 
 
 # The metrics of a ps job live in the step and not in their variables. A tensor that a condition, a
@@ -324,12 +259,3 @@ def hold(variable: Any, value: tf.Tensor, trace: StepTrace) -> None:
         code="metric-in-step",
     )
     trace.local[id(variable)] = tf.cast(value, trace.local[id(variable)].dtype)
-
-
-REPLACEMENTS: tuple[Replacement, ...] = (
-    *_CONSTRAINTS,
-    *_AVERAGING,
-    *_RATES,
-    *_ACCUMULATION,
-)
-"""All of them, in the order in which they are put in place."""

@@ -106,7 +106,7 @@ class SynchronousEngine(Engine):
         by_index = isinstance(program.feed.source, GraphSource | PythonSource)
         start = first
         for step in range(first + 1, last):
-            sizes = {program.feed.plan.span(s).size for s in (step - 1, step)}
+            sizes = {len(program.feed.plan.span(s)) for s in (step - 1, step)}
             if len(sizes) > 1 or not by_index:
                 yield start, step
                 start = step

@@ -48,19 +48,6 @@ class VirtualEpochs:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StepSpan:
-    """Examples of one step, ``[first_example, last_example)``, counted over the whole run."""
-
-    first_example: int
-    last_example: int
-
-    @property
-    def size(self) -> int:
-        """Number of examples that the step consumes."""
-        return self.last_example - self.first_example
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EpochPlan:
     """Begin of each epoch of one run, in examples and in steps.
 
@@ -120,19 +107,18 @@ class EpochPlan:
         """Return the steps of one epoch."""
         return range(self.step_starts[epoch], self.step_starts[epoch + 1])
 
-    def span(self, step: int) -> StepSpan:
-        """Return the examples that `step` consumes."""
+    def span(self, step: int) -> range:
+        """Return the examples that `step` consumes, counted over the whole run."""
         epoch = self.epoch_of(step)
         first = self.example_starts[epoch]
         first += (step - self.step_starts[epoch]) * self.global_batch_size
-        last = min(first + self.global_batch_size, self.example_starts[epoch + 1])
-        return StepSpan(first_example=first, last_example=last)
+        return range(first, min(first + self.global_batch_size, self.example_starts[epoch + 1]))
 
     def examples_before(self, step: int) -> int:
         """Examples consumed by the steps before `step`."""
         if step >= self.total_steps:
             return self.example_starts[-1]
-        return self.span(step).first_example
+        return self.span(step).start
 
 
 def share_of(position: int, *, parts: int, size: int) -> tuple[int, int]:

@@ -217,6 +217,14 @@ def digest_is_due(step: Any, *, first: int) -> Any:
     return (step == first) | (step % DIGEST_EVERY_STEPS == 0)
 
 
+def ids_of_rows(number: Any, rows: Any, *, batch: int) -> Any:
+    """Return an id for each of the `rows` of a batch that comes ready, by the batch's number.
+
+    No other row of a pass has it, also where batches are larger than the first one, of `batch`.
+    """
+    return rows // batch * 2**40 + number * batch + rows % batch
+
+
 class GraphFeed(Feed):
     """Feeds from a graph-indexed source: a pure function of the step, under every strategy."""
 
@@ -315,6 +323,7 @@ class PythonFeed(Feed):
     def __init__(self, source: Any, plan: EpochPlan, **options: Any) -> None:
         super().__init__(source, plan, **options)
         self._spec = batch_spec(source.element_spec)
+        self._threads = _THREADS
 
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
         """As in `Feed`; read ahead by threads, delivered in order."""
@@ -340,25 +349,20 @@ class PythonFeed(Feed):
         waiting: collections.deque[Future[tuple[Any, ...]]] = collections.deque()
         with ThreadPoolExecutor(threads, thread_name_prefix="tfdist-data") as pool:
             for step in range(first, last):
-                if self._begins_pass(step):
-                    while waiting:
-                        yield waiting.popleft().result()
-                    self._turn_pass(step)
+                hooks = self._hooks_before(step, is_first=step == first)
+                while hooks and waiting:
+                    yield waiting.popleft().result()
+                for hook in hooks:
+                    hook()
                 waiting.append(pool.submit(self._load, step))
                 if len(waiting) > threads:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
 
-    @property
-    def _threads(self) -> int:
-        return _THREADS
-
-    def _begins_pass(self, step: int) -> bool:
-        return False
-
-    def _turn_pass(self, step: int) -> None:
-        """Called between two passes, when nothing is being read."""
+    def _hooks_before(self, step: int, *, is_first: bool) -> Sequence[Callable[[], None]]:
+        """Return what to call before a step is read, the first or another; nothing else is then."""
+        return ()
 
     def _packed(self, part: tuple[Any, ...]) -> tuple[Any, ...]:
         *leaves, ids, passes, share, count = part
@@ -380,8 +384,8 @@ class IndexedFeed(PythonFeed):
         span = self.plan.span(step)
         parts = []
         for replica in self._layout.replica_ids:
-            low, high = share_of(replica, parts=self._layout.num_replicas, size=span.size)
-            positions = span.first_example + np.arange(low, max(high, low + 1))
+            low, high = share_of(replica, parts=self._layout.num_replicas, size=len(span))
+            positions = span.start + np.arange(low, max(high, low + 1))
             ids = example_at_numpy(
                 positions,
                 num_examples=self._order.examples or 1,
@@ -390,7 +394,7 @@ class IndexedFeed(PythonFeed):
             )
             passes = positions // (self._order.examples or 1)
             leaves = _leaves(self.source.fetch(ids))
-            share = np.float32((high - low) / span.size)
+            share = np.float32((high - low) / len(span))
             parts.append((*leaves, ids, passes, share, np.int64(high - low)))
         return tuple(parts)
 
@@ -404,22 +408,18 @@ class BatchFeed(PythonFeed):
     def __init__(self, source: PyDatasetSource, plan: EpochPlan, **options: Any) -> None:
         super().__init__(source, plan, **options)
         self.may_be_empty = True
+        self._threads = source.workers
+        self._batches = self._order.batches or source.num_batches
 
-    @property
-    def _threads(self) -> int:
-        return self.source.workers
-
-    def _begins_pass(self, step: int) -> bool:
-        batches = self._order.batches or self.source.num_batches
-        return batches is not None and step % batches == 0
-
-    def _turn_pass(self, step: int) -> None:
-        if step:
-            self.source.on_epoch_end()
-        self.source.on_epoch_begin()
+    def _hooks_before(self, step: int, *, is_first: bool) -> Sequence[Callable[[], None]]:
+        """As in `PythonFeed`; one that begins within a pass has not been told of it."""
+        begins = self._batches is not None and step % self._batches == 0
+        if step and begins:
+            return self.source.on_epoch_end, self.source.on_epoch_begin
+        return (self.source.on_epoch_begin,) if begins or is_first else ()
 
     def _load(self, step: int) -> tuple[Any, ...]:
-        batches = self._order.batches or self.source.num_batches
+        batches = self._batches
         index, passes = step, 0
         if batches:
             passes = step // batches
@@ -439,7 +439,8 @@ class BatchFeed(PythonFeed):
             low, high = share_of(replica, parts=self._layout.num_replicas, size=size)
             start = min(low, size - 1)
             rows = slice(start, max(high, start + 1))
-            ids = index * self.plan.global_batch_size + np.arange(rows.start, rows.stop)
+            numbers = np.arange(rows.start, rows.stop)
+            ids = ids_of_rows(index, numbers, batch=self.plan.global_batch_size)
             share = np.float32((high - low) / size)
             cut = [leaf[rows] for leaf in leaves]
             parts.append((*cut, ids, np.full(len(ids), passes), share, np.int64(high - low)))

@@ -36,6 +36,7 @@ from tfdist.training.feed import (
     Part,
     digest_is_due,
     digest_of,
+    ids_of_rows,
     require_same_examples,
     share_random_states,
 )
@@ -501,7 +502,7 @@ class StreamFeed(Feed):
 
     def _finished(self, number: tf.Tensor, data: Any) -> Any:
         size = tf.cast(tf.shape(_first(data))[0], tf.int64)
-        ids = number * self.plan.global_batch_size + tf.range(size)
+        ids = ids_of_rows(number, tf.range(size), batch=self.plan.global_batch_size)
         data = self.source.transformed(data, example_ids=ids, epoch=0, seed=self._seed)
         return self._after(data) if self._after else data
 

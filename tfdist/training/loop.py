@@ -310,6 +310,7 @@ class TrainLoop:
             figures = ended or logs or blocks.metrics({})
             if wrong := resume.unfit(model, figures):
                 _LOG.warning("%s at step %d: not saved; the one before it is kept", wrong, step)
+                backup.pass_over()
                 return
             more = resume.epoch_at(step, self._epochs) | resume.kept_logs(logs)
             run = RunState(

@@ -6,6 +6,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.multiprocess.programs.zoo import Ramp, descending, flat
+
+__all__ = ["Ramp", "descending", "flat"]
+
 RNG = np.random.RandomState(0)
 X = RNG.randn(48, 6).astype("float32")
 Y = (X @ RNG.randn(6, 1)).astype("float32")
@@ -14,11 +18,6 @@ LABELS = (IMAGES.mean((1, 2)) * 40).astype("int64") % 10
 USERS = np.array([f"user {i}" for i in RNG.permutation(100)])
 ITEMS = np.array([f"item {i}" for i in RNG.permutation(100)])
 RATINGS = RNG.rand(100, 1).astype("float32") * 5
-
-
-def flat(model):
-    """The weights as one list of numbers."""
-    return np.concatenate([w.ravel() for w in model.get_weights()]).tolist()
 
 
 def digits():
@@ -94,24 +93,6 @@ def two_towers():
     model = keras.Model(inputs, layers.Dense(1)(layers.Multiply()(towers)))
     model.compile(keras.optimizers.Adagrad(0.5), "mse")
     return model
-
-
-def descending(optimizer):
-    """A model of one weight, which begins at 0 and whose gradient is 1; and its data."""
-    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-    model = keras.Sequential([keras.Input((1,)), layer])
-    model.compile(optimizer, lambda y, predicted: tf.reduce_mean(predicted))
-    return model, np.ones((64, 1), "float32")
-
-
-class Ramp(keras.optimizers.schedules.LearningRateSchedule):
-    """1 in the first step, and 1 more in each other."""
-
-    def __call__(self, step):
-        return keras.ops.cast(step, "float32") + 1.0
-
-    def get_config(self):
-        return {}
 
 
 def regression(optimizer):

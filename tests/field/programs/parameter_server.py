@@ -20,14 +20,14 @@ from recorded import record  # noqa: E402
 def keras_18624():
     rate = models.Ramp()
     with strategy.scope():
-        model, ones = models.descending(keras.optimizers.SGD(rate))
+        model, ones = models.descending(keras.optimizers.SGD(rate), examples=64)
     tfdist.fit(model, ones, ones, batch_size=4, epochs=5, seed=3, verbose=0)
     return {"steps": int(model.optimizer.iterations.numpy()), "weights": models.flat(model)}
 
 
 def keras_18668():
     with strategy.scope():
-        model, ones = models.descending(keras.optimizers.SGD(1.0))
+        model, ones = models.descending(keras.optimizers.SGD(1.0), examples=64)
     tfdist.fit(model, ones, ones, batch_size=1, epochs=5, seed=3, verbose=0)
     seen = {"steps": int(model.optimizer.iterations.numpy()), "weights": models.flat(model)}
     with strategy.scope():

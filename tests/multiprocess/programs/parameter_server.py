@@ -81,20 +81,8 @@ def counts():
 
 
 def grid():
-    with strategy.scope():
-        model = zoo.cnn()
-    tfdist.fit(model, zoo.IMAGES, zoo.LABELS, batch_size=16, epochs=3, verbose=2)
-    evaluated = tfdist.evaluate(model, zoo.IMAGES[:37], zoo.LABELS[:37], batch_size=8, verbose=0)
-    predicted = tfdist.predict(model, zoo.IMAGES[:37], batch_size=8, verbose=0)
-    SEEN["cnn evaluated"] = evaluated
-    SEEN["cnn predicted"] = predicted.tolist()
-    model.save(OUT / "cnn.keras")
-    data = {"a": zoo.X, "b": zoo.X[::-1]}
-    targets = {"u": zoo.Y, "v": np.concatenate([zoo.Y, -zoo.Y], 1)}
-    with strategy.scope():
-        model = zoo.two_inputs()
-    history = tfdist.fit(model, data, targets, batch_size=16, epochs=4, verbose=0)
-    SEEN["two inputs"] = history.history["loss"]
+    SEEN.update(zoo.learned(strategy, OUT, verbose=2))
+    SEEN["two inputs"] = zoo.of_two_inputs(strategy, epochs=4)[1]["loss"]
     keras.config.set_dtype_policy("mixed_bfloat16")
     with strategy.scope():
         model = zoo.cnn()
@@ -105,27 +93,20 @@ def grid():
 
 
 def sources():
-    def function(context):
-        data = tf.data.Dataset.from_tensor_slices((zoo.X, zoo.Y))
-        data = data.shard(context.num_input_pipelines, context.input_pipeline_id)
-        return data.batch(context.get_per_replica_batch_size(6), drop_remainder=True)
-
-    dataset = tf.data.Dataset.from_tensor_slices((zoo.X, zoo.Y)).batch(8)
-    for name, data in {"dataset": dataset, "function": function}.items():
-        with strategy.scope():
-            model = zoo.dense()
-        tfdist.fit(model, data, epochs=2, steps_per_epoch=5, verbose=0)
+    found = zoo.sources(6, drop_remainder=True)
+    models, seen = zoo.evaluated(strategy, found)
+    SEEN.update(seen)
+    for name, model in models.items():
         SEEN[f"iterations {name}"] = int(model.optimizer.iterations.numpy())
-        SEEN[f"evaluated {name}"] = tfdist.evaluate(model, dataset, verbose=0)
-        SEEN[f"expected {name}"] = float(((model(zoo.X).numpy() - zoo.Y) ** 2).mean())
-        SEEN[f"predicted {name}"] = tfdist.predict(model, dataset, verbose=0).shape[0]
+        predicted = tfdist.predict(model, found["dataset"], verbose=0)
+        SEEN[f"predicted {name}"] = predicted.shape[0]
 
     def numbered(batch, *, example_ids, epoch, seed):
         return batch[0], tf.cast(example_ids, tf.float32)[:, None]
 
     for name, data in {
-        "dataset": StreamSource(dataset.take(7), transform=numbered),
-        "function": InputFunctionSource(function, transform=numbered),
+        "dataset": StreamSource(found["dataset"].take(7), transform=numbered),
+        "function": InputFunctionSource(found["function"], transform=numbered),
     }.items():
         with strategy.scope():
             model = zoo.dense()
@@ -178,22 +159,7 @@ def resume():
 
 
 def own_step():
-    with strategy.scope():
-        model = zoo.dense()
-        model.optimizer.build(model.trainable_variables)
-        total = keras.metrics.Sum(name="examples")
-
-    def step(data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        total.update_state(tf.ones(tf.shape(x)[0]))
-        return {"loss": loss, "each": tf.stack([loss, 2.0 * loss, 3.0])}
-
-    loop = tfdist.StepLoop(step, (zoo.X, zoo.Y), global_batch_size=8, seed=3, metrics=[total])
-    loop.run(5)
+    loop, _ = zoo.own_loop(strategy)
     logs = loop.run(3)
     assert logs["each"].tolist() == [logs["loss"], 2 * logs["loss"], 3.0]
     SEEN["own step"] = [sorted(logs), loop.step, loop.results()]

@@ -8,9 +8,9 @@ import sys
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import tfdist
+from tests.models import AtStep, Cut
 
 strategy = tfdist.make_strategy()
 
@@ -53,22 +53,8 @@ def overflow():
 
 
 def grid():
-    with strategy.scope():
-        model = zoo.cnn()
-    tfdist.fit(model, zoo.IMAGES, zoo.LABELS, batch_size=16, epochs=3, seed=3, verbose=0)
-    evaluated = tfdist.evaluate(model, zoo.IMAGES[:37], zoo.LABELS[:37], batch_size=8, verbose=0)
-    predicted = tfdist.predict(model, zoo.IMAGES[:37], batch_size=8, verbose=0)
-    SEEN["cnn evaluated"] = evaluated
-    SEEN["cnn predicted"] = predicted.tolist()
-    SEEN["cnn sha"] = zoo.sha(model)
-    if tfdist.is_chief():
-        model.save(OUT / "cnn.keras")
-    data = {"a": zoo.X, "b": zoo.X[::-1]}
-    targets = {"u": zoo.Y, "v": np.concatenate([zoo.Y, -zoo.Y], 1)}
-    with strategy.scope():
-        model = zoo.two_inputs()
-    tfdist.fit(model, data, targets, batch_size=16, seed=3, verbose=0)
-    SEEN["two inputs"] = zoo.flat(model)
+    SEEN.update(zoo.learned(strategy, OUT, seed=3, verbose=0))
+    SEEN["two inputs"] = zoo.flat(zoo.of_two_inputs(strategy, seed=3)[0])
     for policy in ("mixed_bfloat16", "mixed_float16"):
         keras.config.set_dtype_policy(policy)
         with strategy.scope():
@@ -104,30 +90,12 @@ def callbacks():
 
 
 def sources():
-    def function(context):
-        data = tf.data.Dataset.from_tensor_slices((zoo.X, zoo.Y))
-        data = data.shard(context.num_input_pipelines, context.input_pipeline_id)
-        return data.batch(context.get_per_replica_batch_size(12))
-
-    dataset = tf.data.Dataset.from_tensor_slices((zoo.X, zoo.Y)).batch(8)
-    for name, data in {"dataset": dataset, "function": function}.items():
-        with strategy.scope():
-            model = zoo.dense()
-        tfdist.fit(model, data, epochs=2, steps_per_epoch=5, seed=3, verbose=0)
-        SEEN[f"source {name}"] = zoo.sha(model)
-        SEEN[f"evaluated {name}"] = tfdist.evaluate(model, dataset, verbose=0)
-        SEEN[f"expected {name}"] = float(((model(zoo.X).numpy() - zoo.Y) ** 2).mean())
+    models, seen = zoo.evaluated(strategy, zoo.sources(12), seed=3)
+    SEEN.update(seen)
+    SEEN.update({f"source {name}": zoo.sha(model) for name, model in models.items()})
 
 
 def resume():
-    class Cut(Exception):
-        pass
-
-    class CutAt(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if self.model.optimizer.iterations.numpy() == 9:
-                raise Cut
-
     def train(directory, *more):
         with strategy.scope():
             model = zoo.cnn()
@@ -140,30 +108,14 @@ def resume():
 
     whole = train("whole")
     try:
-        train("cut", CutAt())
+        train("cut", AtStep(9))
     except Cut:
         SEEN["resumed equals whole"] = train("cut") == whole
 
 
 def own_step():
-    with strategy.scope():
-        model = zoo.dense()
-        total = keras.metrics.Sum(name="examples")
-
-    def step(data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        total.update_state(tf.ones(tf.shape(x)[0]))
-        return {"loss": loss}
-
-    with strategy.scope():
-        model.optimizer.build(model.trainable_variables)
-    loop = tfdist.StepLoop(step, (zoo.X, zoo.Y), global_batch_size=8, seed=3, metrics=[total])
-    loop.run(5)
-    SEEN["own step"] = [loop.run(3), loop.step, loop.results(), zoo.sha(model)]
+    loop, model = zoo.own_loop(strategy)
+    SEEN["own step"] = [loop.run(3)["loss"], loop.step, loop.results(), zoo.sha(model)]
 
 
 def group():

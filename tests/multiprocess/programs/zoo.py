@@ -129,12 +129,12 @@ class Ramp(keras.optimizers.schedules.LearningRateSchedule):
         return {}
 
 
-def descending(optimizer):
+def descending(optimizer, examples=60):
     """A model of one weight, which begins at 0 and whose gradient is 1; and its data."""
     layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
     model = keras.Sequential([keras.Input((1,)), layer])
     model.compile(optimizer, lambda y, predicted: tf.reduce_mean(predicted))
-    return model, np.ones((60, 1), "float32")
+    return model, np.ones((examples, 1), "float32")
 
 
 def meeting(*, workers):
@@ -335,6 +335,75 @@ def two_inputs():
     model = keras.Model({"a": a, "b": b}, outputs)
     model.compile("sgd", {"u": "mse", "v": "mae"})
     return model
+
+
+def learned(strategy, out, **fit):
+    """What a CNN has learned of the images, and evaluates and predicts; the chief saves it."""
+    with strategy.scope():
+        model = cnn()
+    tfdist.fit(model, IMAGES, LABELS, batch_size=16, epochs=3, **fit)
+    evaluated = tfdist.evaluate(model, IMAGES[:37], LABELS[:37], batch_size=8, verbose=0)
+    predicted = tfdist.predict(model, IMAGES[:37], batch_size=8, verbose=0)
+    if tfdist.is_chief():
+        model.save(out / "cnn.keras")
+    return {
+        "cnn evaluated": evaluated, "cnn predicted": predicted.tolist(), "cnn sha": sha(model),
+    }  # fmt: skip
+
+
+def of_two_inputs(strategy, **fit):
+    """A model of two inputs that was trained, and its history."""
+    with strategy.scope():
+        model = two_inputs()
+    data = {"a": X, "b": X[::-1]}
+    targets = {"u": Y, "v": np.concatenate([Y, -Y], 1)}
+    return model, tfdist.fit(model, data, targets, batch_size=16, verbose=0, **fit).history
+
+
+def sources(batch_size, **batch):
+    """A dataset, and a function of tf.distribute that makes one of so many examples a step."""
+
+    def function(context):
+        data = tf.data.Dataset.from_tensor_slices((X, Y))
+        data = data.shard(context.num_input_pipelines, context.input_pipeline_id)
+        return data.batch(context.get_per_replica_batch_size(batch_size), **batch)
+
+    return {
+        "dataset": tf.data.Dataset.from_tensor_slices((X, Y)).batch(8), "function": function,
+    }  # fmt: skip
+
+
+def evaluated(strategy, sources, **fit):
+    """The models that were trained on such sources, by their names, and what they evaluate."""
+    models, seen = {}, {}
+    for name, data in sources.items():
+        with strategy.scope():
+            model = models[name] = dense()
+        tfdist.fit(model, data, epochs=2, steps_per_epoch=5, verbose=0, **fit)
+        seen[f"evaluated {name}"] = tfdist.evaluate(model, sources["dataset"], verbose=0)
+        seen[f"expected {name}"] = float(((model(X).numpy() - Y) ** 2).mean())
+    return models, seen
+
+
+def own_loop(strategy):
+    """A loop of a step of one's own, which has done 5 steps; and its model."""
+    with strategy.scope():
+        model = dense()
+        model.optimizer.build(model.trainable_variables)
+        total = keras.metrics.Sum(name="examples")
+
+    def step(data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        total.update_state(tf.ones(tf.shape(x)[0]))
+        return {"loss": loss, "each": tf.stack([loss, 2.0 * loss, 3.0])}
+
+    loop = tfdist.StepLoop(step, (X, Y), global_batch_size=8, seed=3, metrics=[total])
+    loop.run(5)
+    return loop, model
 
 
 def sha(model):

@@ -22,6 +22,7 @@ address.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import hmac
 import json
@@ -271,7 +272,10 @@ def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, 
     Of a name with both, that of IPv4: the system puts them in an order that follows from its own
     routes, and host 0 listens at one of them.
     """
-    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # as of a label that is too long
+        raise OSError(errno.EINVAL, f"no name: {error}") from None
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return family, (str(address[0]), int(address[1]))
 

@@ -6,10 +6,9 @@ told to, and tell what happens to it (`tfdist.launch.multihost.node`).
 
 from __future__ import annotations
 
-import select
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfdist.cluster import ClusterSpec, HeldPort, Task, placement
@@ -18,16 +17,15 @@ from tfdist.launch.events import (
     STOP_SIGNALS,
     Ended,
     Event,
-    SignalPipe,
     Started,
     StopRequest,
+    named,
     task_of,
 )
 from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
 from tfdist.launch.multihost.connection import NO_SENSE, Attempt, Message, decode_event, encode
-from tfdist.launch.multihost.hosts import Group
-from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived
-from tfdist.launch.options import LaunchOptions
+from tfdist.launch.multihost.node import HostPart
+from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, readable
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
@@ -41,24 +39,18 @@ class Team:
 
     def __init__(
         self,
-        group: Group,
+        part: HostPart,
         hub: Hub,
         *,
-        options: LaunchOptions,
-        strategy: str,
-        screen: JobScreen,
-        signals: SignalPipe,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._group = group
+        self._part, self._group = part, part.group
         self.hub = hub
-        self._options = options
-        self._strategy = strategy
-        self._screen = screen
-        self._signals = signals
+        self._options, self._strategy = part.job.options, part.job.strategy
+        self._screen, self._signals = part.screen, part.signals
         self._clock = clock
         self._ports: dict[int, list[int]] = {}  # of each host that is ready for an attempt
-        self._others = tuple(range(1, len(group.hosts)))
+        self._others = tuple(range(1, len(part.group.hosts)))
         self._unlike: dict[int, tuple[str, ...]] = {}  # who was sent away, and why
         self._began = False
         self.host_of: dict[Task, int] = {}
@@ -97,15 +89,16 @@ class Team:
             self._do_without(missing)
         return None
 
-    def roll_call(self, *, own: str, terms: Mapping[str, str]) -> str:
+    def roll_call(self) -> str:
         """Return who is there, at which addresses, and what all of them have in common."""
-        at = {0: own} | {rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)}
-        shown = [f"{self.name(rank)} at {at[rank]}" for rank in list(at)[:_MAX_NAMES]]
-        more = f" and {len(at) - len(shown)} more" if len(at) > len(shown) else ""
+        terms = self._part.terms
+        at = {0: self._part.own} | {
+            rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)
+        }
         alike = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
         return (
             f"{len(at)} hosts, alike in {', '.join(alike)}, configuration {fingerprint(terms)}: "
-            f"{', '.join(shown)}{more}"
+            + named(f"{self.name(rank)} at {address}" for rank, address in at.items())
         )
 
     def specs(
@@ -169,10 +162,7 @@ class Team:
         """Wait for news; return a signal to stop, wherever it came from."""
         self._screen.flush()
         left_s = max(0.0, self.hub.next_s - self._clock())
-        poll = select.poll()
-        for fd in (self.hub.fileno(), self._signals.fd):
-            poll.register(fd, select.POLLIN)
-        poll.poll(left_s * 1000)
+        readable([self.hub.fileno(), self._signals.fd], within_s=left_s)
         self.hub.turn()
         for news in self.hub.take_news():
             match news:
@@ -226,9 +216,7 @@ class Team:
         )
 
     def _named(self, ranks: Sequence[int]) -> str:
-        names = ", ".join(f"{self.name(rank)} (rank {rank})" for rank in ranks[:_MAX_NAMES])
-        more = len(ranks) - _MAX_NAMES
-        return names + (f" and {more} more" if more > 0 else "")
+        return named(f"{self.name(rank)} (rank {rank})" for rank in ranks)
 
 
 _MAX_LINES, _MAX_LINE_CHARS = 20, 1000

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import math
 import re
-import select
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -34,10 +33,10 @@ from tfdist.launch.events import (
 )
 from tfdist.launch.multihost.connection import NO_SENSE, Attempt, Message, decode, encode_event
 from tfdist.launch.multihost.hosts import Group
-from tfdist.launch.multihost.rendezvous import Joining, Member
+from tfdist.launch.multihost.rendezvous import Joining, Member, readable
 from tfdist.launch.plan import JobDescription, ProcessSpec
 from tfdist.launch.processes import JobProcesses, TaskFactory
-from tfdist.launch.report import signal_name
+from tfdist.launch.report import request_name
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.state import RESTART_GRACE_S
 
@@ -134,9 +133,10 @@ class NodeTasks:
         states = {str(task): self.processes.state_of(task) for task in self._running}
         member.send({"states": states, "mute": mute})
 
-    def end(self, *, grace_s: float) -> None:
-        """End what still runs: host 0 is lost, or done with it."""
+    def end(self, *, grace_s: float) -> Sequence[StopRequest]:
+        """End what still runs: host 0 is lost, or done with it; return requests to stop."""
         self.processes.unwatch(self._fd)
+        requests = []
         for signum, within_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _GIVE_UP_S)):
             for task in self._running:
                 self.processes.signal(task, signum)
@@ -144,7 +144,9 @@ class NodeTasks:
             while self._running and (left_s := deadline_s - self._clock()) > 0:
                 for event in self.processes.wait(left_s):
                     self.note(event)
+                    requests += [event] if isinstance(event, StopRequest) else []
         self.processes.finish()
+        return requests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,16 +253,13 @@ class Node:
         if self._here is not None:
             return self._here.wait()
         self._screen.flush()
-        poll = select.poll()
-        for fd in (member.fileno(), self._signals.fd):
-            poll.register(fd, select.POLLIN)
-        poll.poll(LOOK_EVERY_S * 1000)
+        readable([member.fileno(), self._signals.fd], within_s=LOOK_EVERY_S)
         return [StopRequest(signum=s) for s in self._signals.read() if s in STOP_SIGNALS]
 
     def _tell(self, member: Member, event: Event) -> None:
         if isinstance(event, StopRequest):
             self._stop_signal = event.signum if self._stop_signal is None else self._stop_signal
-            self._screen.say(f"{_name(event.signum)}: {self._group.hosts[0]} ends the job")
+            self._screen.say(f"{request_name(event.signum)}: {self._group.hosts[0]} ends the job")
             member.send({"stop_request": int(event.signum)})
         elif self._here is not None:
             self._here.note(event)
@@ -318,10 +317,6 @@ class Node:
         here, self._here = self._here, None
         if here is not None:
             options = self._job.options
-            here.end(
-                grace_s=min(options.grace_s, RESTART_GRACE_S if options.max_restarts else math.inf)
-            )
-
-
-def _name(signum: int) -> str:
-    return "its output is closed" if signum == signal.SIGPIPE else signal_name(signum)
+            grace_s = min(options.grace_s, RESTART_GRACE_S if options.max_restarts else math.inf)
+            for request in here.end(grace_s=grace_s):
+                self._stop_signal = self._stop_signal or request.signum

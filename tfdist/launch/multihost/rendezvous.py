@@ -8,7 +8,7 @@ import select
 import selectors
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfdist.cluster.placement import join
@@ -188,7 +188,7 @@ class Hub:
             self.send(rank, message)
         deadline_s = self._clock() + _GOODBYE_S
         while self.present and self._clock() < deadline_s:
-            select.select([self], [], [], 0.1)
+            readable([self.fileno()], within_s=0.1)
             self.turn()
         self.close()
 
@@ -434,7 +434,7 @@ class Joining:
             waited_s = self.clock() - began_s
             if waited_s >= within_s:
                 raise self._too_late(waited_s, why)
-            _wait(wake_fds, timeout_s=min(pause_s, within_s - waited_s))
+            readable(wake_fds, within_s=min(pause_s, within_s - waited_s))
             pause_s = min(2 * pause_s, _MAX_RETRY_S)
         return None
 
@@ -471,7 +471,7 @@ class Joining:
         deadline_s = self.clock() + _GREETING_S
         has_greeted = False
         while self.clock() < deadline_s:
-            ready = _wait((channel.fileno(), *wake_fds), timeout_s=_MAX_RETRY_S)
+            ready = readable((channel.fileno(), *wake_fds), within_s=_MAX_RETRY_S)
             if channel.fileno() not in ready:
                 if ready:
                     raise TimeoutError("asked to stop")
@@ -517,9 +517,9 @@ class Joining:
         )
 
 
-def _wait(fds: Sequence[int], *, timeout_s: float) -> list[int]:
-    """Return which of the descriptors can be read, after `timeout_s` at the latest."""
+def readable(fds: Iterable[int], *, within_s: float) -> list[int]:
+    """Return which descriptors can be read, of any number, after `within_s` at the latest."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
-    return [fd for fd, _ in poll.poll(timeout_s * 1000)]
+    return [fd for fd, _ in poll.poll(within_s * 1000)]

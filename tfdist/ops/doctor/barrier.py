@@ -10,7 +10,6 @@ import contextlib
 import os
 import queue
 import re
-import select
 import socket
 import threading
 import time
@@ -31,6 +30,7 @@ from tfdist.launch.multihost.rendezvous import (
     Member,
     MessageReceived,
     PeerJoined,
+    readable,
 )
 from tfdist.ops.doctor.facts import Absence, Host, PortFacts, PreflightJob, Reach, Wire, reason_of
 
@@ -436,7 +436,7 @@ class HostBarrier:
         deadline_s = time.monotonic() + within_s
         self._turn()
         while not is_done() and time.monotonic() < deadline_s:
-            select.select([self._hub], [], [], _LOOK_S)
+            readable([self._hub.fileno()], within_s=_LOOK_S)
             self._turn()
 
     def _turn(self) -> None:
@@ -546,5 +546,5 @@ def run_steps(
                 raise BarrierFailed(f"it asks for the step {step!r}")
         if member.lost:
             raise BarrierFailed(member.lost)
-        select.select([member], [], [], _AGAIN_S)
+        readable([member.fileno()], within_s=_AGAIN_S)
         member.turn()

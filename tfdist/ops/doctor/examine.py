@@ -73,20 +73,6 @@ _MAX_WHY_CHARS = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PreflightOptions:
-    """Settings of a preflight besides the job.
-
-    Attributes:
-      quick: leave TensorFlow's servers out.
-      startup_timeout_s: how long the hosts wait for each other.
-    """
-
-    shared_dir: str | None = None
-    quick: bool = False
-    startup_timeout_s: float = 60.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PreflightResult:
     """Facts of a preflight, its findings, and how long it took from when all were there."""
 
@@ -96,12 +82,15 @@ class PreflightResult:
 
 
 def lead(
-    job: PreflightJob, options: PreflightOptions, *, environ: Mapping[str, str]
+    job: PreflightJob, *, environ: Mapping[str, str], shared_dir: str | None, quick: bool
 ) -> tuple[PreflightResult, HostBarrier]:
-    """Look at all hosts, as the first one; whoever calls ends the barrier."""
-    with PreflightPeer(job, environ=environ, shared_dir=options.shared_dir) as peer:
+    """Look at all hosts, as the first one; whoever calls ends the barrier.
+
+    `quick` leaves TensorFlow's servers out.
+    """
+    with PreflightPeer(job, environ=environ, shared_dir=shared_dir) as peer:
         barrier = HostBarrier(job, peer.port_listener)
-        barrier.gather(within_s=options.startup_timeout_s)
+        barrier.gather(within_s=job.startup_timeout_s)
         start = time.monotonic()
         known = {index: HostFacts(index=index, machine=_UNSEEN) for index in barrier.present}
         for step, within_s in _STEPS.items():
@@ -112,21 +101,22 @@ def lead(
             hosts=job.hosts,
             present=tuple(host for host in known.values() if host.machine is not _UNSEEN),
             absent=tuple(barrier.absent),
-            shared_dir=options.shared_dir or "",
+            shared_dir=shared_dir or "",
         )
-        facts = _exchanged(facts, options, barrier, peer)
+        if not quick:
+            facts = _exchanged(facts, barrier, peer)
         took_s = time.monotonic() - start
     return PreflightResult(facts=facts, findings=tuple(check(facts)), took_s=took_s), barrier
 
 
 def follow(
-    job: PreflightJob, options: PreflightOptions, *, environ: Mapping[str, str]
+    job: PreflightJob, *, environ: Mapping[str, str], shared_dir: str | None
 ) -> int | PreflightResult:
     """Do what the first host asks for; return its exit code, or what is seen without it."""
     start = time.monotonic()
-    with PreflightPeer(job, environ=environ, shared_dir=options.shared_dir) as peer:
+    with PreflightPeer(job, environ=environ, shared_dir=shared_dir) as peer:
         try:
-            member = join_barrier(job, within_s=options.startup_timeout_s)
+            member = join_barrier(job, within_s=job.startup_timeout_s)
             with contextlib.closing(member):
                 return run_steps(member, peer.steps, hosts=len(job.hosts))
         except BarrierFailed as error:
@@ -166,14 +156,10 @@ def _with_part(host: HostFacts, part: Part) -> HostFacts:
     return replace(host, **{name: getattr(answer, name) for name in part})
 
 
-def _exchanged(
-    facts: JobFacts, options: PreflightOptions, barrier: HostBarrier, peer: PreflightPeer
-) -> JobFacts:
+def _exchanged(facts: JobFacts, barrier: HostBarrier, peer: PreflightPeer) -> JobFacts:
     """Return the facts with what the servers did, or why they were not asked."""
     wrong = [f.code for f in check(facts) if RULES[f.code].severity is Severity.ERROR]
     in_the_way = [code for code in wrong if not code.startswith("D8")]
-    if options.quick:
-        return facts
     if in_the_way:
         return replace(facts, left_out=f"{', '.join(dict.fromkeys(in_the_way))} first")
     for host in facts.present:

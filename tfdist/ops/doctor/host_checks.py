@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from tfdist.launch.events import named
 from tfdist.ops.doctor.facts import Directory, HostFacts, HostFinding, JobFacts, Topic
 from tfdist.ops.rules import rules_of
 
@@ -250,18 +251,15 @@ def _differing(
 ) -> HostFinding:
     """Return the finding that names those who differ from most, the first hosts in doubt."""
     most = max(groups.values(), key=len)
-    groups_named = [f"{what}{value} on {_named(facts, hosts)}" for value, hosts in groups.items()]
+    groups_named = [
+        f"{what}{value} on {named(map(facts.name, hosts))}" for value, hosts in groups.items()
+    ]
     others = [index for hosts in groups.values() if hosts is not most for index in hosts]
     fix = "install the same on all, from one list of versions or one image"
     if code == "D508":
         fix = "take hosts of one kind, where the last bits are to be the same"
     names = tuple(facts.name(index) for index in others)
     return HostFinding(code, names, "; ".join(groups_named), "the same on all hosts", fix)
-
-
-def _named(facts: JobFacts, indices: Sequence[int]) -> str:
-    more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
-    return ", ".join(facts.name(index) for index in indices[:8]) + more
 
 
 def _seen_software(facts: JobFacts) -> str:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from tfdist.cluster.placement import is_name
+from tfdist.launch.events import named
 from tfdist.ops.doctor.facts import (
     Exchange,
     HostFacts,
@@ -230,9 +231,7 @@ def _unreached(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
 
 
 def _ports(ports: list[int]) -> str:
-    listed = ", ".join(str(port) for port in ports[:8])
-    more = f" and {len(ports) - 8} more" if len(ports) > 8 else ""
-    return f"port{'s' * (len(ports) > 1)} {listed}{more}"
+    return f"port{'s' * (len(ports) > 1)} {named(ports)}"
 
 
 def _seen_ports(facts: JobFacts) -> str:

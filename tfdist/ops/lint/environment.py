@@ -10,7 +10,14 @@ from tfdist.cluster import environment, placement, read_environment, settings
 from tfdist.cluster.address import check_address, parse_hosts, shown_json, split_address
 from tfdist.cluster.settings import names_a_secret
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
-from tfdist.cluster.tf_config import VARIABLE, JobOptions, TaskConfig, decode, parse_object
+from tfdist.cluster.tf_config import (
+    STRATEGIES,
+    VARIABLE,
+    JobOptions,
+    TaskConfig,
+    decode,
+    parse_object,
+)
 from tfdist.errors import UsageError
 from tfdist.ops.lint.rules import RULES, Finding, Location, of_error
 from tfdist.ops.rules import Severity
@@ -59,7 +66,7 @@ def check_variables(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Fi
         if name == VARIABLE and value.strip():
             yield from check_tf_config(value, place_of(name))
         elif name.startswith("TFDIST_"):
-            yield from _one(name, value, place_of(name))
+            yield from _one(name, values, place_of(name))
         if names_a_secret(name) and value.strip():
             received = f"a value for {name}, which is not shown here"
             expected = "a reference to a secret, or a file that only its user reads"
@@ -98,9 +105,11 @@ def check_tf_config(text: str, place: Location) -> Iterator[Finding]:
     yield from found or _whole(text, place)
 
 
-def _one(name: str, value: str, place: Location) -> Iterator[Finding]:
+def _one(name: str, values: Mapping[str, str], place: Location) -> Iterator[Finding]:
+    value, strategy = values[name], settings.text(values, settings.STRATEGY)
+    beside = {settings.STRATEGY: strategy} if strategy in STRATEGIES else {}
     try:
-        settings.from_environ({name: value})
+        settings.from_environ({**beside, name: value})
         if name in (settings.NODE_RANK, settings.LOCAL_RANK):
             settings.integer({name: value}, name)
         elif name == settings.CLUSTER:

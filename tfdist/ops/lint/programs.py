@@ -56,7 +56,8 @@ def check_command(
         strategy, arguments = options.strategy, options.program.args
         if strategy == "auto":
             strategy = "multiworker" if options.ps is None else "ps"
-        replicas = options.workers if options.hosts is None and strategy != "ps" else None
+        each = (options.stages or options.workers) if strategy == "pipeline" else 1
+        replicas = options.workers // each if options.hosts is None and strategy != "ps" else None
     arguments, is_whole = _with_files_of_here(arguments)
     answer = _configuration_of(arguments)
     for finding in _findings(answer, place, replicas=replicas, strategy=strategy):

@@ -5,35 +5,19 @@ https://kserve.github.io/website/docs/model-serving/predictive-inference/framewo
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tfdist.argument_parser import Parser
 from tfdist.errors import require, require_int
-from tfdist.ops.submit.kubernetes import text_of
+from tfdist.ops.submit.kubernetes import comments, text_of
 from tfdist.ops.submit.pods import GPU, MANAGED_BY, Manifest, given
 
 KIND = "inferenceservice"
 _NAME = r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?"
 _STORES = ("pvc://", "s3://", "gs://", "https://", "http://", "hdfs://", "oci://")
 _AMOUNT = r"[1-9][0-9]{0,8}(m|[KMGT]i?)?"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Service:
-    """What a command line asks for; None leaves it to KServe."""
-
-    name: str
-    model: str
-    replicas: int
-    max_replicas: int
-    cpus: str | None
-    memory: str | None
-    gpus: int
-    namespace: str | None
-    service_account: str | None
-    dry_run: bool
 
 
 def is_asked_for(argv: Sequence[str]) -> bool:
@@ -43,9 +27,9 @@ def is_asked_for(argv: Sequence[str]) -> bool:
     return words[at] == "--to=kserve" or words[at : at + 2] == ["--to", "kserve"]
 
 
-def parse(argv: Sequence[str]) -> Service:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the service of a command line, `--to kserve` in it; raise UsageError."""
-    values = _parser().parse_args(list(argv))
+    values: argparse.Namespace = _parser().parse_args(list(argv))
     _require_form("--name", values.name, _NAME, "at most 42 small letters, digits and '-'")
     require(
         values.model.startswith(_STORES),
@@ -59,21 +43,11 @@ def parse(argv: Sequence[str]) -> Service:
         if value := getattr(values, flag):
             _require_form(f"--{flag}", value, _AMOUNT, "an amount of Kubernetes, as 500m or 2Gi")
     require_int("--replicas", values.replicas, least=0)
-    most = values.max_replicas if values.max_replicas is not None else max(values.replicas, 1)
-    require_int("--max_replicas", most, least=max(values.replicas, 1))
+    if values.max_replicas is None:
+        values.max_replicas = max(values.replicas, 1)
+    require_int("--max_replicas", values.max_replicas, least=max(values.replicas, 1))
     require_int("--gpus", values.gpus, least=0)
-    return Service(
-        name=values.name,
-        model=values.model,
-        replicas=values.replicas,
-        max_replicas=most,
-        cpus=values.cpus,
-        memory=values.memory,
-        gpus=values.gpus,
-        namespace=values.namespace,
-        service_account=values.service_account,
-        dry_run=values.dry_run,
-    )
+    return values
 
 
 def _parser() -> Parser:
@@ -105,8 +79,8 @@ def _require_form(flag: str, value: str, pattern: str, expected: str) -> None:
     )
 
 
-def render(service: Service) -> str:
-    """Return the manifest of the InferenceService."""
+def render(service: argparse.Namespace) -> str:
+    """Return the manifest of the InferenceService that `parse` returns."""
     amounts = given({"cpu": service.cpus, "memory": service.memory})
     if service.gpus:
         amounts[GPU] = f"{service.gpus}"
@@ -137,9 +111,6 @@ def render(service: Service) -> str:
             )
         },
     }
-    space = f" --namespace {service.namespace}" if service.namespace else ""
-    comments = [
-        f"{service.name}: {service.model}; rendered by python -m tfdist.submit.",
-        f"To remove it: kubectl{space} delete {KIND} {service.name} --ignore-not-found",
-    ]
-    return text_of([manifest], comments=comments)
+    about = f"{service.name}: {service.model}"
+    above = comments(about, kinds=KIND, name=service.name, namespace=service.namespace)
+    return above + text_of([manifest])

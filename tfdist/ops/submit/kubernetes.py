@@ -25,21 +25,18 @@ from tfdist.errors import (
     EXIT_USAGE,
     require_one_of,
 )
-from tfdist.ops.submit.command import Command, wrong
 from tfdist.ops.submit.pods import (
     SERVER_CODES,
     Manifest,
-    PodOptions,
     Role,
     admission,
     all_labels,
     given,
     labels,
     metadata,
-    pod_options,
     template,
 )
-from tfdist.ops.submit.request import JobRequest, request_of
+from tfdist.ops.submit.request import JobRequest, wrong
 
 # An indexed Job with its headless Service, and what all Jobs have in common:
 #
@@ -55,11 +52,11 @@ _JOB_RESTARTS = {
 }
 
 
-def indexed_job(request: JobRequest, options: PodOptions) -> list[Manifest]:
+def indexed_job(request: JobRequest) -> list[Manifest]:
     """Return the Job of all tasks, and the Service by which they find each other."""
     is_ps = request.is_ps
-    if is_ps and request.resources.gpus:
-        received = f"{request.resources.gpus} in a ps job"
+    if is_ps and request.gpus:
+        received = f"{request.gpus} in a ps job"
         expected = "no --gpus: all pods of a Job are alike, the ps and the chief too"
         raise wrong("gpus", received, expected, "use --kind jobset or tfjob")
     variables, subdomain = {}, None
@@ -69,7 +66,7 @@ def indexed_job(request: JobRequest, options: PodOptions) -> list[Manifest]:
     if is_ps:
         variables["TFDIST_PS"] = f"{request.num_ps}"
     role = Role(
-        gpus=request.resources.gpus,
+        gpus=request.gpus,
         variables=variables,
         codes=SERVER_CODES if is_ps else {},
         codes_from_index=1 if is_ps else None,
@@ -83,14 +80,14 @@ def indexed_job(request: JobRequest, options: PodOptions) -> list[Manifest]:
     if is_ps:
         spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
     spec["podFailurePolicy"] = pod_failure_policy(role.container, again="Ignore")
-    spec["template"] = template(request, options, role)
+    spec["template"] = template(request, role)
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": metadata(request, options),
+        "metadata": metadata(request),
         "spec": spec,
     }
-    return [*([_service(request, options)] if subdomain else []), job]
+    return [*([_service(request)] if subdomain else []), job]
 
 
 def indexed(request: JobRequest, count: int) -> Manifest:
@@ -120,12 +117,12 @@ def _on_codes(action: str, values: Sequence[int], container: str) -> Manifest:
     return {"action": action, "onExitCodes": on_codes}
 
 
-def _service(request: JobRequest, options: PodOptions) -> Manifest:
+def _service(request: JobRequest) -> Manifest:
     """Return the headless Service by which pods have names, before they are ready too."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": metadata(request, options),
+        "metadata": metadata(request),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -141,7 +138,7 @@ def _service(request: JobRequest, options: PodOptions) -> Manifest:
 _JOBSET_RESTARTS = {RESTARTS: "jobset.sigs.k8s.io/restart-attempt"}
 
 
-def jobset(request: JobRequest, options: PodOptions) -> list[Manifest]:
+def jobset(request: JobRequest) -> list[Manifest]:
     """Return a set with a Job for each role."""
     name, is_ps = request.name, request.is_ps
     roles = {"worker": request.launch.workers}
@@ -165,13 +162,13 @@ def jobset(request: JobRequest, options: PodOptions) -> list[Manifest]:
             {
                 "name": role,
                 "replicas": 1,
-                "template": _child(request, options, role, count, variables),
+                "template": _child(request, role, count, variables),
             }
             for role, count in roles.items()
         ],
     }
     kind = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
-    return [{**kind, "metadata": metadata(request, options), "spec": spec}]
+    return [{**kind, "metadata": metadata(request), "spec": spec}]
 
 
 def _jobset_failure_policy(request: JobRequest) -> Manifest:
@@ -209,17 +206,15 @@ def _jobset_failure_policy(request: JobRequest) -> Manifest:
     }
 
 
-def _child(
-    request: JobRequest, options: PodOptions, name: str, count: int, variables: Mapping[str, str]
-) -> Manifest:
+def _child(request: JobRequest, name: str, count: int, variables: Mapping[str, str]) -> Manifest:
     """Return the Job of a role, which any failure of a pod ends."""
-    gpus = request.resources.gpus if name == "worker" else 0
+    gpus = request.gpus if name == "worker" else 0
     role = Role(gpus=gpus, variables=variables, codes={}, annotations=_JOBSET_RESTARTS)
     spec = indexed(request, count)
     spec["backoffLimit"] = 0
     spec["podFailurePolicy"] = pod_failure_policy(role.container, again="FailJob")
-    spec["template"] = template(request, options, role)
-    return {"metadata": {"labels": all_labels(request, options)}, "spec": spec}
+    spec["template"] = template(request, role)
+    return {"metadata": {"labels": all_labels(request)}, "spec": spec}
 
 
 # A TFJob, for clusters with Kubeflow's training operator, which sets TF_CONFIG:
@@ -230,7 +225,7 @@ _TFJOB_AGAIN = 138
 """What the operator retries as the user's own choice; it takes 75 for final."""
 
 
-def tfjob(request: JobRequest, options: PodOptions) -> list[Manifest]:
+def tfjob(request: JobRequest) -> list[Manifest]:
     """Return a TFJob with a type of replica for each role."""
     is_ps = request.is_ps
     roles = {"Worker": request.launch.workers}
@@ -241,23 +236,21 @@ def tfjob(request: JobRequest, options: PodOptions) -> list[Manifest]:
         codes = {EXIT_PEER_MISSING: _TFJOB_AGAIN}
         if is_ps and name != "Chief":
             codes = dict.fromkeys([*SERVER_CODES, EXIT_PEER_MISSING], _TFJOB_AGAIN)
-        gpus = request.resources.gpus if name == "Worker" else 0
+        gpus = request.gpus if name == "Worker" else 0
         # By these names the operator finds the container and the port.
         role = Role(container="tensorflow", port="tfjob-port", gpus=gpus, variables={}, codes=codes)
-        made = template(request, options, role)
+        made = template(request, role)
         del made["spec"]["restartPolicy"]  # the operator's own
         replicas[name] = {"replicas": count, "restartPolicy": "ExitCode", "template": made}
     policy = given({"cleanPodPolicy": "Running", "activeDeadlineSeconds": request.time_s})
     spec = {"runPolicy": policy, "tfReplicaSpecs": replicas}
     kind = {"apiVersion": "kubeflow.org/v1", "kind": "TFJob"}
-    return [{**kind, "metadata": metadata(request, options), "spec": spec}]
+    return [{**kind, "metadata": metadata(request), "spec": spec}]
 
 
 # The job, whatever its kind.
 
-_SECRET_PATTERN = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9._-]{1,253}"
-
-KINDS: Mapping[str, Callable[[JobRequest, PodOptions], list[Manifest]]] = {
+KINDS: Mapping[str, Callable[[JobRequest], list[Manifest]]] = {
     "job": indexed_job,
     "jobset": jobset,
     "tfjob": tfjob,
@@ -271,29 +264,16 @@ _MAX_LABEL = 63
 _LABEL = re.compile("[a-z]([a-z0-9-]*[a-z0-9])?")
 
 
-def read(command: Command) -> tuple[JobRequest, PodOptions]:
-    """Return the job of a command line, and what only pods have."""
-    options = pod_options(command)
-    writable = [volume.mount for volume in options.volumes if not volume.read_only]
-    request = request_of(
-        command,
-        runs=writable[0].rstrip("/") if writable else "runs",
-        secret_form="secret/key",
-        secret_pattern=_SECRET_PATTERN,
-    )
-    return request, options
-
-
-def kind_of(command: Command) -> str:
+def kind_of(request: JobRequest) -> str:
     """Return which kind of object the job is to be."""
-    return require_one_of("--kind", command.one("kind") or "job", KINDS)
+    return require_one_of("--kind", request.flags.kind or "job", KINDS)
 
 
-def notes(request: JobRequest, options: PodOptions) -> tuple[str, ...]:
+def notes(request: JobRequest) -> tuple[str, ...]:
     """Return what a user should know of the job, besides what it is."""
     is_kept = any(
         f"{request.run_dir}/".startswith(f"{volume.mount.rstrip('/')}/")
-        for volume in options.volumes
+        for volume in request.volumes
         if not volume.read_only
     )
     if is_kept:
@@ -304,30 +284,26 @@ def notes(request: JobRequest, options: PodOptions) -> tuple[str, ...]:
     )
 
 
-def render(request: JobRequest, options: PodOptions, *, kind: str) -> str:
+def render(request: JobRequest, *, kind: str) -> str:
     """Return the manifests of the job's objects, in the order in which they are to be created.
 
     Raises:
         UsageError: a job that this kind cannot be.
     """
+    if request.flags.image is None:
+        expected = "the image of the pods, with tfdist in it"
+        raise wrong("image", "nothing", expected, "write --image registry/name:tag", "no-value")
     _check_name(request, kind=kind)
     if request.launch.evaluator and kind in _WITHOUT_EVALUATOR:
         received = f"it with --kind {kind}: {_WITHOUT_EVALUATOR[kind]}"
         expected = "--kind jobset, which waits for the last checkpoint and starts all together"
         fix = "use --kind jobset, or leave --evaluator out"
         raise wrong("evaluator", received, expected, fix)
-    made = [admission(request, options), *KINDS[kind](request, options)]
-    return text_of(made, comments=_comments(request, options, kind=kind))
-
-
-def _comments(request: JobRequest, options: PodOptions, *, kind: str) -> list[str]:
-    """Return the lines that stand above the manifests."""
-    namespace = f" --namespace {options.namespace}" if options.namespace else ""
+    made = [admission(request), *KINDS[kind](request)]
     kinds = "networkpolicy,service,job" if kind == "job" else f"networkpolicy,{kind}"
-    return [
-        f"{request.title}; rendered by python -m tfdist.submit.",
-        f"To remove it: kubectl{namespace} delete {kinds} {request.name} --ignore-not-found",
-    ]
+    namespace = request.flags.namespace
+    above = comments(request.title, kinds=kinds, name=request.name, namespace=namespace)
+    return above + text_of(made)
 
 
 def _check_name(request: JobRequest, *, kind: str) -> None:
@@ -374,10 +350,19 @@ def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _string)
 
 
-def text_of(documents: Sequence[Mapping[str, Any]], *, comments: Sequence[str] = ()) -> str:
-    """Return the documents in one file, in their order, after lines of comment."""
+def text_of(documents: Sequence[Mapping[str, Any]]) -> str:
+    """Return the documents in one file, in their order."""
     made = [
         yaml.dump(dict(d), Dumper=_Dumper, sort_keys=False, width=1_000_000, allow_unicode=False)
         for d in documents
     ]
-    return "".join(f"# {line}\n" for line in comments) + "---\n".join(made)
+    return "---\n".join(made)
+
+
+def comments(about: str, *, kinds: str, name: str, namespace: str | None) -> str:
+    """Return the lines above the objects of a job: what they are, and what removes them."""
+    space = f" --namespace {namespace}" if namespace else ""
+    return (
+        f"# {about}; rendered by python -m tfdist.submit.\n"
+        f"# To remove it: kubectl{space} delete {kinds} {name} --ignore-not-found\n"
+    )

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.errors import EXIT_PEER_MISSING
-from tfdist.ops.submit.command import LABEL, Command, wrong
-from tfdist.ops.submit.request import JobRequest
+from tfdist.ops.submit.request import LABEL, JobRequest, pairs, wrong
 
 Manifest = dict[str, Any]
 
@@ -29,40 +28,6 @@ _SHM = "/dev/shm"
 SERVER_CODES = {0: EXIT_PEER_MISSING}
 """A server of a ps job ends with 0 when its chief has gone, also if the chief is to come back: as
 a pod that is done it would not be there then. The job ends with its chief."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Volume:
-    """A claim, or a directory of the node where `source` begins with a slash, seen at `mount`."""
-
-    source: str
-    mount: str
-    read_only: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PodOptions:
-    """What only pods have."""
-
-    image: str
-    namespace: str | None = None
-    node_selector: Mapping[str, str]
-    volumes: tuple[Volume, ...] = ()
-    service_account: str | None = None
-    image_pull_secret: str | None = None
-    tolerations: tuple[Manifest, ...] = ()
-    priority_class: str | None = None
-    uid: int | None = None
-    """Whom tasks run as; None for the image's own user, who must not be root then."""
-    gid: int | None = None
-    """The group of the tasks, which is given the claims too."""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Of all objects and pods, besides those by which they are found."""
-
-    @property
-    def is_root(self) -> bool:
-        """Return whether tasks run as root, which has to be asked for."""
-        return self.uid == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +52,10 @@ def labels(request: JobRequest) -> dict[str, str]:
     return {"app.kubernetes.io/name": "tfdist", INSTANCE: request.name, MANAGED_BY: "tfdist.submit"}
 
 
-def all_labels(request: JobRequest, options: PodOptions) -> dict[str, str]:
+def all_labels(request: JobRequest) -> dict[str, str]:
     """Return the labels of an object or a pod of the job, those that a user wants among them."""
-    return {**labels(request), **options.labels}
+    wanted = _labels_of(request, "label", example="team=vision", without=OWN_LABELS)
+    return {**labels(request), **wanted}
 
 
 def given(manifest: Manifest) -> Manifest:
@@ -97,24 +63,24 @@ def given(manifest: Manifest) -> Manifest:
     return {name: value for name, value in manifest.items() if value not in (None, [], {})}
 
 
-def metadata(request: JobRequest, options: PodOptions) -> Manifest:
+def metadata(request: JobRequest) -> Manifest:
     """Return the metadata of an object of the job."""
-    labels_ = all_labels(request, options)
-    return given({"name": request.name, "namespace": options.namespace, "labels": labels_})
+    namespace, labels_ = request.flags.namespace, all_labels(request)
+    return given({"name": request.name, "namespace": namespace, "labels": labels_})
 
 
-def admission(request: JobRequest, options: PodOptions) -> Manifest:
+def admission(request: JobRequest) -> Manifest:
     """Return the NetworkPolicy by which the job's pods hear each other, and nobody else."""
     selector = {"matchLabels": {name: labels(request)[name] for name in (INSTANCE, MANAGED_BY)}}
     ingress: Manifest = {"from": [{"podSelector": selector}]}
     ports = request.launch.port_range
-    if ports is not None and not request.resources.gpus:  # NCCL has ports of its own choice
+    if ports is not None and not request.gpus:  # NCCL has ports of its own choice
         first, last = ports[0], ports[-1]
         ingress["ports"] = [{"protocol": "TCP", "port": first, "endPort": last}]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": metadata(request, options),
+        "metadata": metadata(request),
         "spec": {
             "podSelector": selector,
             "policyTypes": ["Ingress"],
@@ -123,63 +89,63 @@ def admission(request: JobRequest, options: PodOptions) -> Manifest:
     }
 
 
-def template(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
+def template(request: JobRequest, role: Role) -> Manifest:
     """Return the template of the pods of a role."""
-    secret = options.image_pull_secret
-    storage = _storage(options, role)
+    flags, storage = request.flags, _storage(request, role)
+    secret = flags.image_pull_secret
     spec = {
         "restartPolicy": "Never",
         "subdomain": role.subdomain,
         "terminationGracePeriodSeconds": request.grace_s,
-        "automountServiceAccountToken": options.service_account is not None,
+        "automountServiceAccountToken": flags.service_account is not None,
         "enableServiceLinks": False,
-        "securityContext": _security_of_pod(options),
-        "priorityClassName": options.priority_class,
-        "nodeSelector": dict(options.node_selector),
-        "tolerations": list(options.tolerations),
-        "serviceAccountName": options.service_account,
+        "securityContext": _security_of_pod(request),
+        "priorityClassName": flags.priority_class,
+        "nodeSelector": _labels_of(request, "node_selector", example="disk=ssd"),
+        "tolerations": [_toleration(text) for text in flags.toleration],
+        "serviceAccountName": flags.service_account,
         "imagePullSecrets": [{"name": secret}] if secret else [],
-        "containers": [_container(request, options, role)],
+        "containers": [_container(request, role, mounts=[mount for _, mount in storage])],
         "volumes": [volume for volume, _ in storage],
     }
-    return {"metadata": {"labels": all_labels(request, options)}, "spec": given(spec)}
+    return {"metadata": {"labels": all_labels(request)}, "spec": given(spec)}
 
 
-def _security_of_pod(options: PodOptions) -> Manifest:
+def _security_of_pod(request: JobRequest) -> Manifest:
     """Return what the "restricted" profile of Pod Security asks for, unless it is to be root."""
-    has_group = options.gid is not None
+    uid, gid = _user(request)
     return given(
         {
-            "runAsNonRoot": None if options.is_root else True,
-            "runAsUser": options.uid,
-            "runAsGroup": options.gid,
-            "fsGroup": options.gid,
+            "runAsNonRoot": None if uid == 0 else True,
+            "runAsUser": uid,
+            "runAsGroup": gid,
+            "fsGroup": gid,
             # A claim with this group already is not gone through again at each start.
-            "fsGroupChangePolicy": "OnRootMismatch" if has_group else None,
+            "fsGroupChangePolicy": None if gid is None else "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         }
     )
 
 
-def _container(request: JobRequest, options: PodOptions, role: Role) -> Manifest:
+def _container(request: JobRequest, role: Role, *, mounts: Sequence[Manifest]) -> Manifest:
     ports = request.launch.port_range
     port = {"name": role.port, "containerPort": DEFAULT_PORT if ports is None else ports[0]}
     amounts = _amounts(request, role)
     # Who has none of the capabilities does not get at other people's files.
-    capabilities = {} if options.is_root else {"drop": ["ALL"]}
+    capabilities = {} if _user(request)[0] == 0 else {"drop": ["ALL"]}
     return given(
         {
             "name": role.container,
-            "image": options.image,
-            "command": ["/bin/sh", "-c", literal(_script(request, options, role)), "tfdist"],
-            "args": [literal(word) for word in (request.python, *request.program)],
+            "image": request.flags.image,
+            "command": ["/bin/sh", "-c", literal(_script(request, role)), "tfdist"],
+            "args": [literal(word) for word in request.command],
             "env": _env(request, role),
             "ports": [port] if request.has_several_tasks else [],
             "resources": {"requests": amounts, "limits": amounts} if amounts else {},
             "securityContext": given(
                 {"allowPrivilegeEscalation": False, "capabilities": capabilities}
             ),
-            "volumeMounts": [mount for _, mount in _storage(options, role)],
+            "volumeMounts": list(mounts),
         }
     )
 
@@ -201,24 +167,23 @@ def _env(request: JobRequest, role: Role) -> list[Manifest]:
 
 
 def _amounts(request: JobRequest, role: Role) -> Manifest:
-    has = request.resources
-    mib = has.memory_mib or 0
+    mib = request.memory_mib or 0
     return given(
         {
-            "cpu": f"{has.cpus}" if has.cpus else None,
+            "cpu": f"{request.cpus}" if request.cpus else None,
             "memory": (f"{mib}Mi" if mib % 1024 else f"{mib // 1024}Gi") if mib else None,
             GPU: f"{role.gpus}" if role.gpus else None,
         }
     )
 
 
-def _storage(options: PodOptions, role: Role) -> list[tuple[Manifest, Manifest]]:
+def _storage(request: JobRequest, role: Role) -> list[tuple[Manifest, Manifest]]:
     """Return the volumes of a pod, each with its mount.
 
     A pod with GPUs has shared memory: NCCL wants more than a container's 64 MB.
     """
     made: list[tuple[Manifest, Manifest]] = []
-    for number, volume in enumerate(options.volumes):
+    for number, volume in enumerate(request.volumes):
         name, read_only = {"name": f"volume-{number}"}, volume.read_only or None
         source: Manifest = {"hostPath": {"path": volume.source}}
         if not volume.source.startswith("/"):
@@ -226,7 +191,7 @@ def _storage(options: PodOptions, role: Role) -> list[tuple[Manifest, Manifest]]
             source = {"persistentVolumeClaim": claim}
         mount = given({"mountPath": volume.mount, "readOnly": read_only})
         made.append(({**name, **source}, {**name, **mount}))
-    if role.gpus and all(volume.mount.rstrip("/") != _SHM for volume in options.volumes):
+    if role.gpus and all(volume.mount.rstrip("/") != _SHM for volume in request.volumes):
         memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}
         made.append((memory, {"name": "shm", "mountPath": _SHM}))
     return made
@@ -262,10 +227,11 @@ done
 """
 
 
-def _script(request: JobRequest, options: PodOptions, role: Role) -> str:
+def _script(request: JobRequest, role: Role) -> str:
     """Return what the pod's shell runs, with the program and its arguments as ``$@``."""
     message = shlex.quote(
-        f"image {options.image}: received no tfdist for {request.python}; expected it installed. "
+        f"image {request.flags.image}: received no tfdist for {request.command[0]}; expected it "
+        "installed. "
         "Fix: build it into the image, or name the Python that has it with --python"
     )
     first = role.codes_from_index
@@ -279,41 +245,15 @@ def literal(text: str) -> str:
     return text.replace("$", "$$") if "$(" in text or "$$" in text else text
 
 
-# The flags that only pods have: from their texts to `PodOptions`.
+# The flags that only pods have.
 
 _MAX_ID = 2**31 - 1
 
 
-def pod_options(command: Command) -> PodOptions:
-    """Return what the flags of pods say.
-
-    Raises:
-        UsageError: there is no image, or a value that Kubernetes would not take.
-    """
-    image = command.one("image")
-    if image is None:
-        expected = "the image of the pods, with tfdist in it"
-        raise wrong("image", "nothing", expected, "write --image registry/name:tag", "no-value")
-    uid, gid = _read_user(command.one("run_as_user"))
-    return PodOptions(
-        image=image,
-        namespace=command.one("namespace"),
-        node_selector=_read_labels(command, "node_selector", example="disk=ssd"),
-        volumes=tuple(_read_volume(text) for text in command.all("volume")),
-        service_account=command.one("service_account"),
-        image_pull_secret=command.one("image_pull_secret"),
-        tolerations=tuple(_read_toleration(text) for text in command.all("toleration")),
-        priority_class=command.one("priority_class"),
-        uid=uid,
-        gid=gid,
-        labels=_read_labels(command, "label", example="team=vision", without=OWN_LABELS),
-    )
-
-
-def _read_labels(
-    command: Command, flag: str, *, example: str, without: tuple[str, ...] = ()
+def _labels_of(
+    request: JobRequest, flag: str, *, example: str, without: tuple[str, ...] = ()
 ) -> Mapping[str, str]:
-    labels = command.pairs(flag)
+    labels = pairs(flag, getattr(request.flags, flag))
     for key, value in labels.items():
         text = f"{key}={value}"
         if not re.fullmatch(LABEL, text) or key in without:
@@ -323,7 +263,7 @@ def _read_labels(
     return labels
 
 
-def _read_toleration(text: str) -> Manifest:
+def _toleration(text: str) -> Manifest:
     """Return the taint that ``kubectl taint`` writes so, or its key alone."""
     taint, _, effect = text.partition(":")
     key, equals, value = taint.partition("=")
@@ -333,7 +273,12 @@ def _read_toleration(text: str) -> Manifest:
     return made | ({"effect": effect} if effect else {})
 
 
-def _read_user(text: str | None) -> tuple[int | None, int | None]:
+def _user(request: JobRequest) -> tuple[int | None, int | None]:
+    """Return user and group of the tasks, the group being given the claims too.
+
+    None leaves it to the image, whose own user must not be root then.
+    """
+    text = request.flags.run_as_user
     if text is None:
         return None, None
     uid, colon, gid = text.partition(":")
@@ -341,9 +286,3 @@ def _read_user(text: str | None) -> tuple[int | None, int | None]:
         fix = "write --run_as_user 1000, or 1000:1000"
         raise wrong("run_as_user", repr(text), f"numbers up to {_MAX_ID}", fix)
     return int(uid), int(gid) if colon else None
-
-
-def _read_volume(text: str) -> Volume:
-    source, _, rest = text.partition("=")
-    mount, _, mode = rest.partition(":")
-    return Volume(source=source, mount=mount, read_only=mode == "ro")

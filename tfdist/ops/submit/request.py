@@ -1,54 +1,211 @@
-"""Job request, independent of the scheduler: what the command line says, checked."""
+"""Command line of `tfdist.submit`, and the job that it asks for, whatever the scheduler.
+
+It has flags of its own, those of the launcher, which the launcher checks, and a program.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from tfdist.cluster.settings import FLAGS, RUN_DIR, names_a_secret
-from tfdist.errors import UsageError
-from tfdist.launch.options import LaunchOptions
-from tfdist.ops.submit.command import Command, wrong
+from tfdist.argument_parser import Parser
+from tfdist.cluster import settings
+from tfdist.cluster.settings import RUN_DIR, names_a_secret
+from tfdist.errors import UsageError, require_one_of
+from tfdist.launch import options as launcher
+from tfdist.launch.options import LaunchOptions, begins_program
 
 SEVERAL = ("multiworker", "ps", "pipeline")
 """The strategies of jobs of several tasks."""
 
+SCHEDULERS = ("slurm", "kubernetes")
+EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+
+SLURM_WORD = r"[A-Za-z0-9][A-Za-z0-9_.,:=@+-]*", "a name as Slurm has it"
+_OBJECT = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "the name of an object of Kubernetes"
+_JOB = r"[A-Za-z0-9][A-Za-z0-9_.-]*", "letters, digits, '.', '_' and '-'"
+_COUNT = r"0*[1-9][0-9]{0,4}", "an integer from 1 to 99999"
+_KEY = r"[A-Za-z0-9](?:[A-Za-z0-9_./-]*[A-Za-z0-9])?"
+_VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_IN_ONE_LINE = r"[^\0\n]+", "a value in one line"
+_MEMORY = r"[1-9][0-9]{0,8}[MGT][iB]?", "a number and M, G or T"
+_TIME = (
+    r"(?=.*[1-9])([0-9]{1,6}[smhd]|([0-9]{1,4}-)?[0-9]{1,4}:[0-5]?[0-9]:[0-5]?[0-9])",
+    "30m, 4h, 2d, HH:MM:SS or D-HH:MM:SS",
+)
+_VOLUME = (
+    r"(/[^\0\n:=]*|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)=/[^\0\n:]+(:ro)?",
+    "CLAIM=/PATH or /DIRECTORY=/PATH, and :ro to read only",
+)
+_TAINT = (
+    rf"{_KEY}(=({_VALUE})?)?(:({'|'.join(EFFECTS)}))?",
+    f"KEY, KEY:EFFECT or KEY=VALUE:EFFECT, EFFECT being {' or '.join(EFFECTS)}",
+)
+_IMAGE = r"[A-Za-z0-9][A-Za-z0-9_./:@-]*", "the image of the pods, with tfdist in it"
+_USER = r"[0-9]{1,10}(:[0-9]{1,10})?", "the number of a user, or of a user and a group"
+LABEL = rf"{_KEY}=({_VALUE})?"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag with a value: `form` is the pattern and what is expected of it in words."""
+
+    name: str
+    shown: str
+    help: str
+    form: tuple[str, str] = _IN_ONE_LINE
+    example: str = ""
+    only: str = ""
+    """For which scheduler; empty for both."""
+    repeats: bool = False
+
+
+FLAGS = (
+    Flag("to", "slurm|kubernetes", "which scheduler"),
+    Flag("kind", "job|jobset|tfjob", "what to make (job)", only="kubernetes"),
+    Flag("status", "NAME", "show the state of a job, and submit nothing", _JOB, "mnist"),
+    Flag("logs", "NAME", "show the output of a job, and submit nothing", _JOB, "mnist"),
+    Flag("name", "NAME", "of the job (the program's)"),
+    Flag("python", "PATH", "the Python that has tfdist (python)"),
+    Flag("cpus", "N", "CPUs of each task", _COUNT, "8"),
+    Flag("memory", "16G", "memory of each task", _MEMORY, "16G"),
+    Flag("gpus", "N", "GPUs of each task that computes (0)", ("[0-9]{1,5}", "an integer"), "1"),
+    Flag("time", "4h", "limit: under Slurm of each run, else of the job", _TIME, "4h"),
+    Flag("env", "NAME=VALUE", "a variable for the tasks", repeats=True),
+    Flag(
+        "secret",
+        "NAME=WHERE",
+        "a variable whose value is in a file (Slurm: /path) or a Secret (secret/key)",
+        repeats=True,
+    ),
+    Flag(
+        "node_selector",
+        "KEY=VALUE|FEATURE",
+        "a label of the nodes; under Slurm a feature",
+        repeats=True,
+    ),
+    Flag(
+        "image",
+        "IMAGE",
+        "the container's, with tfdist in it",
+        _IMAGE,
+        "registry/name:tag",
+        only="kubernetes",
+    ),
+    Flag("namespace", "NS", "where (that of kubectl's context)", _OBJECT, only="kubernetes"),
+    Flag(
+        "volume",
+        "CLAIM=/PATH[:ro]",
+        "a claim, or with a leading / a directory of the node, and where it is mounted",
+        _VOLUME,
+        "data=/data, or --volume data=/data:ro",
+        only="kubernetes",
+        repeats=True,
+    ),
+    Flag("service_account", "NAME", "the pods' account", _OBJECT, only="kubernetes"),
+    Flag(
+        "image_pull_secret",
+        "NAME",
+        "the Secret that opens the image's registry",
+        _OBJECT,
+        only="kubernetes",
+    ),
+    Flag(
+        "label",
+        "KEY=VALUE",
+        "a label of all objects and pods, as that of a queue",
+        only="kubernetes",
+        repeats=True,
+    ),
+    Flag(
+        "toleration",
+        "KEY[=VALUE][:EFFECT]",
+        "a taint of nodes that the pods put up with, as kubectl taint writes it",
+        _TAINT,
+        "gpu=yes:NoSchedule",
+        only="kubernetes",
+        repeats=True,
+    ),
+    Flag("priority_class", "NAME", "the pods' PriorityClass", _OBJECT, only="kubernetes"),
+    Flag(
+        "run_as_user",
+        "UID[:GID]",
+        "whom the tasks run as (the image's user, who must not be root)",
+        _USER,
+        "1000, or 1000:1000",
+        only="kubernetes",
+    ),
+    Flag("nodes", "N", "on how many nodes", _COUNT, "2", only="slurm"),
+    Flag("partition", "NAME", "the partition", SLURM_WORD, only="slurm"),
+    Flag("account", "NAME", "whose hours", SLURM_WORD, only="slurm"),
+    Flag("qos", "NAME", "the quality of service", SLURM_WORD, only="slurm"),
+)
+_BY_NAME = {flag.name: flag for flag in FLAGS}
+_LAUNCHER = {flag.name: flag for flag in launcher.FLAGS if flag.name != "help"}
+
+# A cluster's tasks come at different times, and a place in it is lost for longer than a moment.
+_DEFAULTS = {"startup_timeout_s": "300", "grace_s": "60", "max_restarts": "3"}
+_HELP = {
+    "devices_per_worker": "devices of each worker (all that it sees)",
+    "threads_per_task": "CPU threads of each task (--cpus)",
+    "startup_timeout_s": "how long the tasks wait for each other at the start (300)",
+    "grace_s": "how long before its end a task is told to save and stop (60)",
+    "max_restarts": "how often a job that failed is started again (3)",
+    "hang_timeout_s": "how long workers may run on when one has ended, under Slurm (300)",
+    "run_dir": "where the job writes (runs/NAME, in the first --volume)",
+    "ports": "the ports that tasks may have (any)",
+    "dry_run": "print what would be submitted",
+}
+NOT_HERE: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("start", "fork_server", "keep_fds", "isolate", "restart_window_s", "metrics_port"),
+        "a flag that a scheduler has a use for",
+    ),
+    **dict.fromkeys(
+        ("hosts", "node_rank", "rendezvous_port", "rendezvous_token_file", "host_timeout_s"),
+        "no hosts: the scheduler knows them, and each task finds itself",
+    ),
+}
+"""Flags of the launcher that are refused here, and what is expected in their place."""
+
+_SLURM_ALONE = {"hang_timeout_s": "--time: a pod that is done does not end the others"}
+
 _SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
 _VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_SECRETS = {
+    "slurm": ("/path/of/a/file", r"/[^\0\n]+"),
+    "kubernetes": ("secret/key", r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9._-]{1,253}"),
+}
+"""What a --secret refers to, in words and as a pattern."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resources:
-    """What each task is given; None leaves it to the scheduler."""
+class Volume(NamedTuple):
+    """A claim, or a directory of the node where `source` begins with a slash, seen at `mount`."""
 
-    cpus: int | None = None
-    memory_mib: int | None = None
-    gpus: int = 0
-    """Of each task that computes: not of a ps, nor of the chief of a ps job."""
+    source: str
+    mount: str
+    read_only: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
-    """One job. `strategy` is auto only in a job of one task, which decides by its devices.
+    """One job; what a flag says that is not here is in `flags`, None or [] where it was not given.
 
     Raises:
         UsageError: values that no scheduler could take.
     """
 
-    name: str
-    strategy: str
+    flags: argparse.Namespace
     launch: LaunchOptions
     """The launcher's flags, which the launcher has checked."""
-    run_dir: str
-    python: str = "python"
-    resources: Resources = Resources()
-    env: Mapping[str, str] = field(default_factory=dict)
-    secrets: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str]
+    secrets: Mapping[str, str]
     """From a variable to where its value is; never the value."""
-    time_s: int | None = None
 
     def __post_init__(self) -> None:
         if self.launch.evaluator and not self.has_several_tasks:
@@ -64,9 +221,71 @@ class JobRequest:
                 raise wrong("env", received, "each name once", "leave one of them out", "exclusive")
 
     @property
-    def program(self) -> tuple[str, ...]:
-        """Return what follows ``python``: a script or ``-m`` and a module, and its own flags."""
-        return self.launch.program.python_args
+    def name(self) -> str:
+        """Return the name that was given, or else that of the program."""
+        if self.flags.name:
+            return str(self.flags.name)
+        stem = self.launch.program.name.removesuffix(".py").rpartition(".")[2].lower()
+        return re.sub("[^a-z0-9]+", "-", stem).strip("-0123456789") or "tfdist"
+
+    @property
+    def strategy(self) -> str:
+        """Return the strategy; auto only in a job of one task, which decides by its devices."""
+        if self.launch.strategy != "auto":
+            return self.launch.strategy
+        if self.launch.ps is not None:
+            return "ps"
+        return "multiworker" if self.launch.workers > 1 else "auto"
+
+    @property
+    def volumes(self) -> tuple[Volume, ...]:
+        """Return what pods are to see."""
+        made = []
+        for text in self.flags.volume:
+            source, _, rest = text.partition("=")
+            mount, _, mode = rest.partition(":")
+            made.append(Volume(source, mount, mode == "ro"))
+        return tuple(made)
+
+    @property
+    def run_dir(self) -> str:
+        """Return where the job writes: of a name by which one that is started again goes on."""
+        writable = [volume.mount.rstrip("/") for volume in self.volumes if not volume.read_only]
+        return self.launch.run_dir or f"{(writable or ['runs'])[0]}/{self.name}"
+
+    @property
+    def cpus(self) -> int | None:
+        """Return the CPUs of each task; None leaves them to the scheduler."""
+        return int(self.flags.cpus) if self.flags.cpus else None
+
+    @property
+    def gpus(self) -> int:
+        """Return the GPUs of each task that computes: not of a ps, nor of the chief of a ps job."""
+        return int(self.flags.gpus or 0)
+
+    @property
+    def memory_mib(self) -> int | None:
+        """Return the MiB of ``16G``, ``16Gi`` or ``512M`` for each task; None as for `cpus`."""
+        if not (text := self.flags.memory):
+            return None
+        number = text.rstrip("MGTiB")
+        return int(number) << {"M": 0, "G": 10, "T": 20}[text[len(number)]]
+
+    @property
+    def time_s(self) -> int | None:
+        """Return the limit in seconds, given as ``90m``, ``4h``, ``2d`` or ``[D-]HH:MM:SS``."""
+        if not (text := self.flags.time):
+            return None
+        if text[-1] in _SECONDS:
+            return int(text[:-1]) * _SECONDS[text[-1]]
+        days, _, clock = text.rpartition("-")
+        hours, minutes, rest = map(int, clock.split(":"))
+        return 86_400 * int(days or 0) + 3600 * hours + 60 * minutes + rest
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Return what runs a task: a Python, a script or ``-m`` and a module, and its own flags."""
+        return self.flags.python or "python", *self.launch.program.python_args
 
     @property
     def has_several_tasks(self) -> bool:
@@ -113,11 +332,11 @@ class JobRequest:
         if self.strategy != "auto":
             made["TFDIST_STRATEGY"] = self.strategy
         made[RUN_DIR] = self.run_dir
-        for flag, variable in FLAGS.items():
+        for flag, variable in settings.FLAGS.items():
             value = getattr(self.launch, flag)
             if variable != RUN_DIR and value not in (None, False):
                 made[variable] = _text(value)
-        threads = self.launch.threads_per_task or self.resources.cpus
+        threads = self.launch.threads_per_task or self.cpus
         if threads:  # a container sees all CPUs of its node, whatever its share is
             made |= {"TF_NUM_INTRAOP_THREADS": f"{threads}", "OMP_NUM_THREADS": f"{threads}"}
         if self.is_ps:
@@ -127,72 +346,130 @@ class JobRequest:
         return {**made, **self.env}
 
 
-def request_of(command: Command, *, runs: str, secret_form: str, secret_pattern: str) -> JobRequest:
-    """Return the job of a command line.
-
-    Args:
-      command: the command line.
-      runs: where a job without --run_dir writes, in a directory of its name.
-      secret_form: what a --secret refers to, as the scheduler has it.
-      secret_pattern: what such a reference matches.
+def parse(argv: Sequence[str]) -> JobRequest | None:
+    """Return the job of a command line, or None when it asks for the help text.
 
     Raises:
-        UsageError: flags that are wrong.
+        UsageError: an unknown flag, one without its value, or one that is not for this scheduler.
     """
-    launch, env = command.launch, command.pairs("env")
-    _refuse_values(launch.program.python_args, env=env, form=secret_form)
-    secrets = (_reference(t, secret_pattern, secret_form) for t in command.all("secret"))
-    name = command.one("name") or _name_of(launch)
-    time, memory = command.one("time"), command.one("memory")
-    return JobRequest(
-        name=name,
-        strategy=_strategy(launch),
-        launch=launch,
-        run_dir=launch.run_dir or f"{runs}/{name}",  # by which a job that is started again goes on
-        python=command.one("python") or "python",
-        resources=Resources(
-            cpus=command.count("cpus"),
-            memory_mib=_mebibytes(memory) if memory else None,
-            gpus=command.count("gpus") or 0,
-        ),
-        env=env,
-        secrets=dict(secrets),
-        time_s=_seconds(time) if time else None,
-    )
+    words, program = _split(argv)
+    if "-h" in words or "--help" in words:
+        return None
+    values = vars(_parser().parse_args(words))
+    own = {name: values.pop(name) for name in _BY_NAME}
+    fix = "write --to slurm or --to kubernetes"
+    if own["to"] is None:
+        raise wrong("to", "nothing", "slurm or kubernetes", fix, "no-value")
+    to = require_one_of("--to", own["to"], SCHEDULERS, fix=fix)
+    for name, value in own.items():
+        only = _BY_NAME[name].only
+        if only and only != to and value not in (None, []):
+            raise wrong(name, f"it with --to {to}", only, f"leave --{name} out", "exclusive")
+        for text in value if isinstance(value, list) else [value]:
+            if text is not None:
+                _check(_BY_NAME[name], text)
+    launch, env = _launch_options(values, program, to), pairs("env", own["env"])
+    form, pattern = _SECRETS[to]
+    _refuse_values(launch.program.python_args, env=env, form=form)
+    secrets = dict(_reference(text, pattern, form) for text in own["secret"])
+    return JobRequest(flags=argparse.Namespace(**own), launch=launch, env=env, secrets=secrets)
 
 
-def _mebibytes(text: str) -> int:
-    """Return the MiB of an amount of memory like ``16G``, ``16Gi`` or ``512M``."""
-    number = text.rstrip("MGTiB")
-    return int(number) << {"M": 0, "G": 10, "T": 20}[text[len(number)]]
+def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
+    """Return the names and values of a flag that is given as NAME=VALUE, and repeats."""
+    made: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise wrong(flag, repr(key), "a name, = and a value", f"write --{flag} NAME=VALUE")
+        if key in made:
+            raise wrong(flag, f"{key} twice", "each name once", "leave one of them out")
+        made[key] = value
+    return made
 
 
-def _seconds(text: str) -> int:
-    """Return the seconds of ``90m``, ``4h``, ``2d``, ``HH:MM:SS`` or ``D-HH:MM:SS``."""
-    if text[-1] in _SECONDS:
-        return int(text[:-1]) * _SECONDS[text[-1]]
-    days, _, clock = text.rpartition("-")
-    hours, minutes, rest = map(int, clock.split(":"))
-    return 86_400 * int(days or 0) + 3600 * hours + 60 * minutes + rest
+def help_text() -> str:
+    """Return what ``--help`` prints."""
+    lines = [
+        "usage: python -m tfdist.submit --to slurm|kubernetes [--dry_run] [flags]",
+        "           [script.py | -m module] [the program's own flags]",
+        "",
+        "Gives a job to a scheduler; with --dry_run, prints what it would be given.",
+        "A model that was exported: python -m tfdist.submit --to kserve --help",
+        "",
+    ]
+    for flag in FLAGS:
+        only = f"{flag.only}: " if flag.only else ""
+        again = "; may be repeated" if flag.repeats else ""
+        lines += [f"  --{flag.name} {flag.shown}", f"        {only}{flag.help}{again}"]
+    lines += ["", "Flags that python -m tfdist.launch has too:", ""]
+    for name, theirs in _LAUNCHER.items():
+        if name not in NOT_HERE:
+            help_ = _HELP.get(name, theirs.help)
+            lines += [f"  --{name} {theirs.shown}".rstrip(), f"        {help_}"]
+    return "\n".join(lines)
 
 
-def _strategy(launch: LaunchOptions) -> str:
-    if launch.strategy != "auto":
-        return launch.strategy
-    if launch.ps is not None:
-        return "ps"
-    return "multiworker" if launch.workers > 1 else "auto"
+def wrong(flag: str, received: str, expected: str, fix: str, code: str = "bad-value") -> UsageError:
+    """Return the error for the value of a flag."""
+    return UsageError(f"--{flag}", received=received, expected=expected, fix=fix, code=code)
+
+
+def _check(flag: Flag, text: str) -> None:
+    pattern, expected = flag.form
+    fix = f"write --{flag.name} {flag.example or flag.shown}"
+    if not text.strip():
+        raise wrong(flag.name, "no value", expected, fix, "no-value")
+    if not re.fullmatch(pattern, text):
+        raise wrong(flag.name, repr(text), expected, fix)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags, as ``--name=value`` each, and the program, which is left as it is."""
+    words, rest = list[str](), list(argv)
+    while rest and rest[0].startswith("-") and not begins_program(rest[0]):
+        head, equals, value = rest.pop(0).partition("=")
+        name = head.removeprefix("--").replace("-", "_")
+        theirs = _LAUNCHER.get(name)
+        takes_value = name in _BY_NAME or (theirs is not None and theirs.read is not None)
+        if not equals and takes_value and rest:
+            equals, value = "=", rest.pop(0)
+        words.append((f"--{name}" if head.startswith("--") else head) + equals + value)
+    return words, rest
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="tfdist.submit", add_help=False)
+    add = parser.add_argument
+    for flag in FLAGS:
+        if flag.repeats:
+            add(f"--{flag.name}", metavar=flag.shown, action="append", default=[])
+        else:
+            add(f"--{flag.name}", metavar=flag.shown)
+    for name in _LAUNCHER:
+        add(f"--{name}", nargs="?", default=argparse.SUPPRESS)
+    return parser
+
+
+def _launch_options(
+    values: Mapping[str, str | None], program: Sequence[str], to: str
+) -> LaunchOptions:
+    """Return the launcher's flags, checked by the launcher, with the defaults of a cluster."""
+    refused = NOT_HERE if to == "slurm" else {**NOT_HERE, **_SLURM_ALONE}
+    for name, expected in refused.items():
+        if name in values:
+            raise wrong(name, "it", expected, f"leave --{name} out", "not-here")
+    given = {**_DEFAULTS, **values}
+    words = [f"--{name}" if text is None else f"--{name}={text}" for name, text in given.items()]
+    options = launcher.parse([*words, *program])
+    assert options is not None  # --help has been answered
+    return options
 
 
 def _text(value: object) -> str:
     if isinstance(value, bool):
         return f"{value:d}"
     return f"{value:g}" if isinstance(value, float) else f"{value}"
-
-
-def _name_of(launch: LaunchOptions) -> str:
-    stem = launch.program.name.removesuffix(".py").rpartition(".")[2].lower()
-    return re.sub("[^a-z0-9]+", "-", stem).strip("-0123456789") or "tfdist"
 
 
 # Secrets: a job names where they are. Their values are in no flag, script or manifest.

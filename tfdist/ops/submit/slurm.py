@@ -14,8 +14,7 @@ import math
 import re
 import shlex
 
-from tfdist.ops.submit.command import SLURM_WORD, Command, wrong
-from tfdist.ops.submit.request import JobRequest, request_of
+from tfdist.ops.submit.request import SLURM_WORD, JobRequest, wrong
 
 _MAX_SIGNAL_S = 65_535
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -88,23 +87,17 @@ exit "$code"
 """
 
 
-def read(command: Command) -> JobRequest:
-    """Return the job of a command line."""
-    form, pattern = "/path/of/a/file", r"/[^\0\n]+"
-    return request_of(command, runs="runs", secret_form=form, secret_pattern=pattern)
-
-
-def render(request: JobRequest, command: Command) -> str:
-    """Return the batch script; `command` has what only Slurm has.
+def render(request: JobRequest) -> str:
+    """Return the batch script.
 
     Raises:
         UsageError: a job that Slurm cannot be asked for in this way.
     """
-    _check(request, command)
-    components = _components(request)
+    _check(request)
+    components, (python, *program) = _components(request), request.command
     blocks = []
     for number, (_, tasks, gpus) in enumerate(components):
-        lines = _component(request, command, tasks=tasks, gpus=gpus)
+        lines = _component(request, tasks=tasks, gpus=gpus)
         if not number:
             lines = _whole_job(request) + lines
         blocks.append("\n".join(f"#SBATCH {line}" for line in lines))
@@ -114,12 +107,13 @@ def render(request: JobRequest, command: Command) -> str:
         variables="\n".join(_environment(request, groups=[group for group, _, _ in components])),
         name=shlex.quote(request.name),
         max_restarts=request.launch.max_restarts,
-        python=shlex.quote(request.python),
+        python=shlex.quote(python),
     )
-    return f"{head}{_TRAPS}{_step(request, components)} &{_WAIT}{_AFTER}"
+    step = _step(request, components, program=f'"$python" {shlex.join(program)}')
+    return f"{head}{_TRAPS}{step} &{_WAIT}{_AFTER}"
 
 
-def _check(request: JobRequest, command: Command) -> None:
+def _check(request: JobRequest) -> None:
     if not _NAME.fullmatch(request.name):
         expected = "letters, digits, '.', '_' and '-'"
         fix = "write --name mnist, for example"
@@ -129,18 +123,18 @@ def _check(request: JobRequest, command: Command) -> None:
         received = f"1 with --strategy {request.strategy}"
         expected = "2 or more: to Slurm a step of one task is a process by itself"
         raise wrong("workers", received, expected, fix)
-    nodes = command.count("nodes")
-    if nodes is not None and nodes > request.num_tasks:
+    nodes = int(request.flags.nodes or 0)
+    if nodes > request.num_tasks:
         fix = f"use --nodes {request.num_tasks} or fewer"
         received, expected = f"{nodes}", f"at most {request.num_tasks}, the tasks"
         raise wrong("nodes", received, expected, fix)
-    if nodes is not None and len(_components(request)) > 1:
+    if nodes and len(_components(request)) > 1:
         fix = "leave --nodes out: the ps are on nodes of their own"
         received = "it in a ps job with --gpus"
         raise wrong("nodes", received, "no --nodes", fix)
     _check_times(request)
     pattern, expected = SLURM_WORD
-    for feature in command.all("node_selector"):
+    for feature in request.flags.node_selector:
         if not re.fullmatch(pattern, feature):
             raise wrong("node_selector", repr(feature), expected, "correct it")
 
@@ -158,7 +152,7 @@ def _check_times(request: JobRequest) -> None:
 
 def _components(request: JobRequest) -> list[tuple[str, int, int]]:
     """Return type, tasks and GPUs of each component: one, unless ps would hold GPUs in vain."""
-    gpus = request.resources.gpus
+    gpus = request.gpus
     if request.is_ps and gpus:  # the first task of the workers is the chief
         beside = [("evaluator", 1, 0)] * request.launch.evaluator
         return [("worker", 1 + request.launch.workers, gpus), ("ps", request.num_ps, 0), *beside]
@@ -175,10 +169,10 @@ def _whole_job(request: JobRequest) -> list[str]:
     ]
 
 
-def _component(request: JobRequest, command: Command, *, tasks: int, gpus: int) -> list[str]:
+def _component(request: JobRequest, *, tasks: int, gpus: int) -> list[str]:
     lines = [f"--ntasks={tasks}"]
-    cpus, memory_mib = request.resources.cpus, request.resources.memory_mib
-    if nodes := command.count("nodes"):
+    flags, cpus, memory_mib = request.flags, request.cpus, request.memory_mib
+    if nodes := int(flags.nodes or 0):
         lines += [f"--nodes={nodes}", f"--ntasks-per-node={-(-tasks // nodes)}"]
     if cpus:
         lines.append(f"--cpus-per-task={cpus}")
@@ -189,10 +183,10 @@ def _component(request: JobRequest, command: Command, *, tasks: int, gpus: int) 
     if request.time_s:
         lines.append(f"--time={_clock(request.time_s)}")
     for name in ("partition", "account", "qos"):
-        if value := command.one(name):
+        if value := getattr(flags, name):
             lines.append(f"--{name}={value}")
-    if features := command.all("node_selector"):
-        lines.append(f"--constraint={'&'.join(features)}")
+    if flags.node_selector:
+        lines.append(f"--constraint={'&'.join(flags.node_selector)}")
     return lines
 
 
@@ -214,7 +208,7 @@ def _environment(request: JobRequest, *, groups: list[str]) -> list[str]:
     return lines
 
 
-def _step(request: JobRequest, components: list[tuple[str, int, int]]) -> str:
+def _step(request: JobRequest, components: list[tuple[str, int, int]], *, program: str) -> str:
     """Return the line that starts the tasks.
 
     A task that ends does not end the others, which may be saving; where none can go on without it,
@@ -223,9 +217,8 @@ def _step(request: JobRequest, components: list[tuple[str, int, int]]) -> str:
     hang_timeout_s = math.ceil(request.launch.hang_timeout_s)
     wait_s = hang_timeout_s if request.strategy in _TOGETHER else 0
     flags = ["--kill-on-bad-exit=0", f"--wait={wait_s}"]
-    if request.resources.cpus:  # srun does not take it from the script's own since 22.05
-        flags.append(f"--cpus-per-task={request.resources.cpus}")
-    program = '"$python" ' + shlex.join(request.program)
+    if request.cpus:  # srun does not take it from the script's own since 22.05
+        flags.append(f"--cpus-per-task={request.cpus}")
     if len(components) == 1:
         return f"srun {' '.join(flags)} \\\n    {program}"
     parts = [

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.ops.submit.command import wrong
+from tfdist.ops.submit.request import wrong
 
 _DEADLINE_S = 60.0
 _MAX_PODS_OF_LOGS = 10_000
@@ -48,8 +48,8 @@ class Submitted:
 
 def sbatch(script: str, *, name: str, run: Run = run) -> Submitted:
     """Submit a batch script; return a line for the user."""
-    answer = run(["sbatch", "--parsable"], script)
-    job = _output_of(answer, "sbatch").strip().partition(";")[0]
+    answer = _asked(["sbatch", "--parsable"], script, run=run)
+    job = answer.stdout.strip().partition(";")[0]
     text = f"job {job} ({name}); output: {name}-{job}.out"
     return Submitted(text=text, warnings=_lines(answer.stderr))
 
@@ -57,10 +57,8 @@ def sbatch(script: str, *, name: str, run: Run = run) -> Submitted:
 def squeue(name: str, *, run: Run = run) -> str:
     """Return the state of the user's jobs of this name, those that ended lately too."""
     columns = "%.12i %.20j %.10T %.12M %.6D %R"
-    shown = _output_of(
-        run(["squeue", "--me", f"--name={name}", "--states=all", f"--format={columns}"], ""),
-        "squeue",
-    )
+    argv = ["squeue", "--me", f"--name={name}", "--states=all", f"--format={columns}"]
+    shown = _asked(argv, run=run).stdout
     if len(shown.splitlines()) < 2:
         raise _nothing("status", name, "squeue")
     return shown
@@ -70,10 +68,10 @@ def slurm_output(name: str, *, run: Run = run) -> str:
     """Return the path of the output of the latest job of this name."""
     listed = ["squeue", "--me", f"--name={name}", "--states=all", "--noheader", "--format=%i"]
     # 7+1 is a component of job 7, which alone has an output.
-    jobs = re.findall(r"^\s*(\d+)", _output_of(run(listed, ""), "squeue"), re.MULTILINE)
+    jobs = re.findall(r"^\s*(\d+)", _asked(listed, run=run).stdout, re.MULTILINE)
     if not jobs:
         raise _nothing("logs", name, "squeue")
-    shown = _output_of(run(["scontrol", "show", "job", max(jobs, key=int)], ""), "scontrol")
+    shown = _asked(["scontrol", "show", "job", max(jobs, key=int)], run=run).stdout
     output = re.search(r"^\s*StdOut=(.*\S)", shown, re.MULTILINE)
     if output is None:
         raise _nothing("logs", name, "squeue")
@@ -92,22 +90,21 @@ def apply(
     """
     kubectl = _kubectl(namespace)
     is_there = [*kubectl, "get", f"{kind}/{name}", "--ignore-not-found", "--output=name"]
-    if found := _output_of(run(is_there, ""), "kubectl").strip():
+    if found := _asked(is_there, run=run).stdout.strip():
         fix = f"choose another --name, or remove it: {' '.join(kubectl)} delete {found}"
         received = f"{name}: {found} is there"
         raise wrong("name", received, "a name that no job has", fix, "exists")
-    _output_of(run([*kubectl, "apply", "--dry-run=server", "--filename=-"], manifests), "kubectl")
-    answer = run([*kubectl, "apply", "--filename=-"], manifests)
+    _asked([*kubectl, "apply", "--dry-run=server", "--filename=-"], manifests, run=run)
+    answer = _asked([*kubectl, "apply", "--filename=-"], manifests, run=run)
     # Of pods that the namespace will not admit the server warns, and takes the job all the same.
-    return Submitted(text=_output_of(answer, "kubectl"), warnings=_lines(answer.stderr))
+    return Submitted(text=answer.stdout, warnings=_lines(answer.stderr))
 
 
 def pods(name: str, *, kind: str, namespace: str | None, label: str, run: Run = run) -> str:
     """Return the state of a job and of its pods."""
     kubectl = _kubectl(namespace)
-    job = _output_of(run([*kubectl, "get", f"{kind}/{name}"], ""), "kubectl")
-    selector = f"--selector={label}={name}"
-    made = _output_of(run([*kubectl, "get", "pods", selector], ""), "kubectl")
+    job = _asked([*kubectl, "get", f"{kind}/{name}"], run=run).stdout
+    made = _asked([*kubectl, "get", "pods", f"--selector={label}={name}"], run=run).stdout
     why = f"no pods; why: {' '.join(kubectl)} describe {kind}/{name}\n"
     return f"{job}\n{made or why}"
 
@@ -117,7 +114,7 @@ def pod_logs(name: str, *, namespace: str | None, label: str, run: Run = run) ->
     selector = f"--selector={label}={name}"
     many = f"--max-log-requests={_MAX_PODS_OF_LOGS}"
     argv = [*_kubectl(namespace), "logs", selector, "--prefix", "--tail=-1", many]
-    shown = _output_of(run(argv, ""), "kubectl")
+    shown = _asked(argv, run=run).stdout
     if not shown:
         raise _nothing("logs", name, "kubectl")
     return shown
@@ -127,23 +124,20 @@ def _kubectl(namespace: str | None) -> list[str]:
     return ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
 
 
-def _output_of(answer: Result, command: str) -> str:
-    """Return what a command printed; raise its own words, in one line, if it failed."""
+def _asked(argv: Sequence[str], text: str = "", *, run: Run) -> Result:
+    """Return the answer of a command; raise its own words, in one line, if it failed."""
+    answer = run(argv, text)
     if not answer.returncode:
-        return answer.stdout
-    line = _main_line(answer)
+        return answer
+    # The line that says most: the first with an error, past the lines of a log.
+    lines = _lines(answer.stderr or answer.stdout) or ("nothing",)
+    line = next((line for line in lines if "error" in line.lower()), lines[-1])
     fix = "correct what it names"
     if re.search('namespaces "[^"]*" not found', line):
         fix = "correct --namespace, or make it with kubectl create namespace"
     received = f"exit code {answer.returncode}: {line}"
     expected = "it to do as asked"
-    raise UsageError(command, received=received, expected=expected, fix=fix, code="refused")
-
-
-def _main_line(answer: Result) -> str:
-    """Return the line that says most: the first with an error, past the lines of a log."""
-    lines = _lines(answer.stderr or answer.stdout)
-    return next((line for line in lines if "error" in line.lower()), (lines or ("nothing",))[-1])
+    raise UsageError(argv[0], received=received, expected=expected, fix=fix, code="refused")
 
 
 def _lines(text: str) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 The replacements are put in place once, by `install`, and do nothing unless the calling thread is
 tracing a tfdist step (`tracing`): anything else in the process sees stock Keras. `REPLACEMENTS`
-lists them, as `tfdist.ps.keras_compat` does what only a ps job has besides, each with the issue
-it works around and the version that ends it.
+has them, with those of `tfdist.ps.keras_compat` in a ps job, each with the issue it works around
+and the version that ends it.
 `tests/integration/test_keras_compat.py` has one test for each that fails on the day Keras no
 longer needs it. Seen on Keras 3.12 to 3.15, TensorFlow 2.20 and 2.21; no release ends one of them,
 and Keras' code of August 2026, to become 3.16, reads the same in these places.
@@ -30,7 +30,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.training.keras_compat import gradients, losses, variables
+from tfdist.training.keras_compat import gradients, variables  # noqa: F401  (they register)
 from tfdist.training.keras_compat.losses import logs_by_fraction
 from tfdist.training.keras_compat.reduction import (
     all_reduce,
@@ -38,6 +38,7 @@ from tfdist.training.keras_compat.reduction import (
     sum_over_replicas,
 )
 from tfdist.training.keras_compat.trace import (
+    REPLACEMENTS,
     Replacement,
     StepTrace,
     following,
@@ -58,17 +59,11 @@ __all__ = [
     "tracing",
 ]
 
-REPLACEMENTS = (
-    *losses.REPLACEMENTS,
-    *gradients.REPLACEMENTS,
-    *variables.REPLACEMENTS,
-)
-
 
 def install() -> None:
     """Put the replacements in place, each once a process; those of a ps job in one alone."""
-    servers = on_servers()
-    for replacement in (*REPLACEMENTS, *(servers.REPLACEMENTS if servers else ())):
+    on_servers()  # which adds them
+    for replacement in REPLACEMENTS:
         _put_in_place(replacement)
 
 

@@ -11,7 +11,7 @@ Ended by: no release, Keras 3.15.1 included.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -29,48 +29,53 @@ from tfdist.training.keras_compat.reduction import (
     wholes_of,
 )
 from tfdist.training.keras_compat.trace import (
-    Replacement,
+    Original,
     StepTrace,
     comes_of_scaled,
-    current,
     on_servers,
+    replaces,
 )
 
 _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
 
 
-def _gradient_hook(original: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        trace = current()
-        if trace is None or trace.in_hook:
+# Keras asks the first replica alone whether the gradients are finite.
+@replaces(LossScaleOptimizer, "apply", issue=f"{_SOURCE}/loss_scale_optimizer.py#L276")
+@replaces(BaseOptimizer, "apply", issue=f"{_SOURCE}/base_optimizer.py#L588")
+def _gradient_hook(
+    original: Original,
+    trace: StepTrace,
+    self: Any,
+    grads: Sequence[Any],
+    trainable_variables: Any = None,
+) -> Any:
+    if trace.in_hook:
+        return original(self, grads, trainable_variables)
+    if not _in_group():
+        return original(self, [summed_rows(g) for g in grads], trainable_variables)
+    if trace.counts is not None:
+        trace.counts.follow(self._iterations)
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+    if servers := on_servers():
+        servers.require_by_rows(self, trainable_variables or self._trainable_variables)
+    if trace.num_replicas > 1:
+        _require_built(self)
+        grads = _weighted(list(grads), trace)
+    if whole_variables := wholes_of.get(self):
+        trainable_variables = trainable_variables or list(whole_variables)
+        grads = scattered(self, list(grads), trainable_variables, trace)
+    else:
+        grads = reduced(list(grads), trace) if trace.num_replicas > 1 else grads
+        grads = [summed_rows(g) for g in grads]
+    if trace.at_hook is not None:
+        trace.at_hook(grads)
+    trace.in_hook = True
+    try:
+        with _cross_replica_on_ps():
             return original(self, grads, trainable_variables)
-        if not _in_group():
-            return original(self, [summed_rows(g) for g in grads], trainable_variables)
-        if trace.counts is not None:
-            trace.counts.follow(self._iterations)
-        if trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
-        if servers := on_servers():
-            servers.require_by_rows(self, trainable_variables or self._trainable_variables)
-        if trace.num_replicas > 1:
-            _require_built(self)
-            grads = _weighted(list(grads), trace)
-        if whole_variables := wholes_of.get(self):
-            trainable_variables = trainable_variables or list(whole_variables)
-            grads = scattered(self, list(grads), trainable_variables, trace)
-        else:
-            grads = reduced(list(grads), trace) if trace.num_replicas > 1 else grads
-            grads = [summed_rows(g) for g in grads]
-        if trace.at_hook is not None:
-            trace.at_hook(grads)
-        trace.in_hook = True
-        try:
-            with _cross_replica_on_ps():
-                return original(self, grads, trainable_variables)
-        finally:
-            trace.in_hook = False
-
-    return apply
+    finally:
+        trace.in_hook = False
 
 
 def _in_group() -> bool:
@@ -117,75 +122,35 @@ def _weighted(grads: list[Any], trace: StepTrace) -> list[Any]:
     return [g if g is None or comes_of_scaled(g, trace) else times(g, trace.share) for g in grads]
 
 
-def _loss_scaling(original: Callable[..., Any]) -> Callable[..., Any]:
+@replaces(LossScaleOptimizer, "_tf_apply", issue="https://github.com/keras-team/keras/issues/18666")
+def _loss_scaling(
+    original: Original, trace: StepTrace, self: Any, grads: Any, trainable_variables: Any = None
+) -> Any:
     """After the gradient hook replicas find the same gradients finite, without `merge_call`."""
-
-    def tf_apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        trace = current()
-        if trace is not None and trace.in_hook:
-            return self._common_apply(grads, trainable_variables)
-        return original(self, grads, trainable_variables)
-
-    return tf_apply
+    if trace.in_hook:
+        return self._common_apply(grads, trainable_variables)
+    return original(self, grads, trainable_variables)
 
 
-def _scaling_as_it_will_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
+@replaces(LossScaleOptimizer, "scale_loss", issue=f"{_SOURCE}/loss_scale_optimizer.py#L315")
+def _scaling_as_it_will_unscale(original: Original, trace: StepTrace, self: Any, loss: Any) -> Any:
     """Let the scale of the gradients be the one that the loss had; another worker may change it."""
-
-    def scale_loss(self: Any, loss: Any) -> Any:
-        trace = current()
-        if trace is not None and trace.is_in_step() and self.built:
-            scale = tf.convert_to_tensor(self.dynamic_scale)
-            trace.held.setdefault(id(self.dynamic_scale), scale)
-        return original(self, loss)
-
-    return scale_loss
+    if trace.is_in_step() and self.built:
+        scale = tf.convert_to_tensor(self.dynamic_scale)
+        trace.held.setdefault(id(self.dynamic_scale), scale)
+    return original(self, loss)
 
 
-def _already_reduced(original: Callable[..., Any]) -> Callable[..., Any]:
-    def reduce(self: Any, grads_and_vars: Any) -> Any:
-        trace = current()
-        if trace is not None and (trace.in_hook or not _in_group()):
-            servers, pairs = on_servers(), list(grads_and_vars)
-            return servers.sent_together(pairs) if servers else pairs
-        return original(self, grads_and_vars)
-
-    return reduce
-
-
-REPLACEMENTS = (
-    Replacement(
-        owner=BaseOptimizer,
-        name="apply",
-        make=_gradient_hook,
-        issue=f"{_SOURCE}/base_optimizer.py#L588",
-    ),
-    # Keras asks the first replica alone whether the gradients are finite.
-    Replacement(
-        owner=LossScaleOptimizer,
-        name="apply",
-        make=_gradient_hook,
-        issue=f"{_SOURCE}/loss_scale_optimizer.py#L276",
-    ),
-    Replacement(
-        owner=LossScaleOptimizer,
-        name="_tf_apply",
-        make=_loss_scaling,
-        issue="https://github.com/keras-team/keras/issues/18666",
-    ),
-    Replacement(
-        owner=LossScaleOptimizer,
-        name="scale_loss",
-        make=_scaling_as_it_will_unscale,
-        issue=f"{_SOURCE}/loss_scale_optimizer.py#L315",
-    ),
-    # The update sums once more, and has no switch against it. Nothing is done with gradients after
-    # it but the update, so that it is also where they are packed. On one device the sum does
-    # nothing but keep the graph of the step (see `reduction.all_reduce`).
-    Replacement(
-        owner=TFOptimizer,
-        name="_all_reduce_sum_gradients",
-        make=_already_reduced,
-        issue="https://github.com/keras-team/keras/issues/19308",
-    ),
+# The update sums once more, and has no switch against it. Nothing is done with gradients after it
+# but the update, so that it is also where they are packed. On one device the sum does nothing but
+# keep the graph of the step (see `reduction.all_reduce`).
+@replaces(
+    TFOptimizer,
+    "_all_reduce_sum_gradients",
+    issue="https://github.com/keras-team/keras/issues/19308",
 )
+def _already_reduced(original: Original, trace: StepTrace, self: Any, grads_and_vars: Any) -> Any:
+    if trace.in_hook or not _in_group():
+        servers, pairs = on_servers(), list(grads_and_vars)
+        return servers.sent_together(pairs) if servers else pairs
+    return original(self, grads_and_vars)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -26,11 +26,11 @@ from keras.src.trainers.trainer import Trainer
 from tfdist.strategy.job import current_job
 from tfdist.training.keras_compat.reduction import sum_over_replicas
 from tfdist.training.keras_compat.trace import (
-    Replacement,
+    Original,
     StepTrace,
     comes_of_scaled,
-    current,
     ops_behind,
+    replaces,
     scaled,
     unscaled,
 )
@@ -57,46 +57,39 @@ def logs_by_fraction(logs: dict[str, Any], trace: StepTrace) -> dict[str, tf.Ten
     return found
 
 
-def _scale_by_fraction(original: Callable[..., Any]) -> Callable[..., Any]:
-    def scale(value: Any) -> Any:
-        trace = current()
-        if trace is None:
-            return original(value)
+@replaces(keras_loss, "scale_loss_for_distribution", issue=f"{_SOURCE}#L229")
+def _scale_by_fraction(original: Original, trace: StepTrace, value: Any) -> Any:
+    trace.loss_scaled = True
+    # A layer may add a loss that Keras has scaled where it was computed.
+    if trace.num_replicas == 1 or comes_of_scaled(value, trace):
+        return value
+    return scaled(value, by=trace.share, trace=trace)
+
+
+@replaces(keras_loss, "unscale_loss_for_distribution", issue=f"{_SOURCE}#L246")
+def _unscale_by_fraction(original: Original, trace: StepTrace, value: Any) -> Any:
+    # What a `compute_loss` of the user's own has made by hand was never scaled.
+    if trace.num_replicas == 1 or not comes_of_scaled(value, trace):
+        return value
+    return unscaled(value, trace)
+
+
+@replaces(keras_loss.Loss, "__call__", issue=f"{_SOURCE}#L56")
+def _noting_loss(original: Original, trace: StepTrace, self: Any, *args: Any, **kw: Any) -> Any:
+    """Have a Keras loss know the share by itself, also one that is a sum and is never scaled."""
+    if self.reduction not in (None, "none"):
         trace.loss_scaled = True
-        # A layer may add a loss that Keras has scaled where it was computed.
-        if trace.num_replicas == 1 or comes_of_scaled(value, trace):
-            return value
-        return scaled(value, by=trace.share, trace=trace)
-
-    return scale
+    return original(self, *args, **kw)
 
 
-def _unscale_by_fraction(original: Callable[..., Any]) -> Callable[..., Any]:
-    def unscale(value: Any) -> Any:
-        trace = current()
-        if trace is None:
-            return original(value)
-        # What a `compute_loss` of the user's own has made by hand was never scaled.
-        if trace.num_replicas == 1 or not comes_of_scaled(value, trace):
-            return value
-        return unscaled(value, trace)
-
-    return unscale
-
-
-def _noting_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a Keras loss knows the share by itself, also one that is a sum and is never scaled."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        trace = current()
-        if trace is not None and self.reduction not in (None, "none"):
-            trace.loss_scaled = True
-        return original(self, *args, **kwargs)
-
-    return call
-
-
-def _scaling_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
+@replaces(keras_loss, "reduce_values", issue=f"{_SOURCE}#L140")
+def _scaling_the_rest(
+    original: Original,
+    trace: StepTrace,
+    values: Any,
+    sample_weight: Any = None,
+    reduction: Any = _MEAN,
+) -> Any:
     """Scales what Keras never does: one number of a loss function, and sums.
 
     What a loss function returned as one number, and not one for each example, is taken for a mean
@@ -104,46 +97,39 @@ def _scaling_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
     is, but that of an empty batch fraction is of an example which does not count. Of a micro-batch,
     whose whole loss is weighted by its part of the step, it is what makes the sum over the step.
     """
-
-    def reduce_values(values: Any, sample_weight: Any = None, reduction: Any = _MEAN) -> Any:
-        trace = current()
-        if trace is None or reduction in ("none", None):
-            return original(values, sample_weight, reduction)
-        by_weights = reduction == "mean_with_sample_weight" and sample_weight is not None
-        if by_weights and tuple(values.shape) != () and _sums_in_step(trace, "a weighted loss"):
-            whole = _over_replicas(tf.reduce_sum(sample_weight), trace)
-            by = tf.math.divide_no_nan(tf.sign(tf.cast(trace.share, whole.dtype)), whole)
-            return scaled(original(values, sample_weight, "sum"), by=by, trace=trace)
-        reduced = original(values, sample_weight, reduction)
-        if reduction == "sum":
-            reduced /= tf.cast(trace.part, reduced.dtype)
-        if reduction == "sum" and trace.num_replicas > 1:
-            return scaled(reduced, by=tf.sign(trace.share), trace=trace)
-        if reduction == "sum" or tuple(values.shape) != ():
-            return reduced
-        return keras_loss.scale_loss_for_distribution(reduced)
-
-    return reduce_values
+    if reduction in ("none", None):
+        return original(values, sample_weight, reduction)
+    by_weights = reduction == "mean_with_sample_weight" and sample_weight is not None
+    if by_weights and tuple(values.shape) != () and _sums_in_step(trace, "a weighted loss"):
+        whole = _over_replicas(tf.reduce_sum(sample_weight), trace)
+        by = tf.math.divide_no_nan(tf.sign(tf.cast(trace.share, whole.dtype)), whole)
+        return scaled(original(values, sample_weight, "sum"), by=by, trace=trace)
+    reduced = original(values, sample_weight, reduction)
+    if reduction == "sum":
+        reduced /= tf.cast(trace.part, reduced.dtype)
+    if reduction == "sum" and trace.num_replicas > 1:
+        return scaled(reduced, by=tf.sign(trace.share), trace=trace)
+    if reduction == "sum" or tuple(values.shape) != ():
+        return reduced
+    return keras_loss.scale_loss_for_distribution(reduced)
 
 
 # Keras divides by the replica's own number of unmasked entries, or sum of sample weights.
 
 
-def _unmasked_in_all(original: Callable[..., Any]) -> Callable[..., Any]:
+@replaces(keras_loss, "apply_mask", issue=f"{_SOURCE}#L197")
+def _unmasked_in_all(
+    original: Original, trace: StepTrace, sample_weight: Any, mask: Any, dtype: Any, reduction: Any
+) -> Any:
     """Weight unmasked entries such that the mean by the share is that over the whole batch."""
-
-    def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
-        trace = current()
-        is_mean = mask is not None and reduction in (_MEAN, "mean")
-        if trace is None or not is_mean or not _sums_in_step(trace, "a masked loss"):
-            return original(sample_weight, mask, dtype, reduction)
-        weights = original(sample_weight, tf.cast(mask, tf.bool), dtype, "sum")
-        valid = _over_replicas(tf.reduce_sum(tf.cast(mask, tf.float32)), trace)
-        total = tf.cast(tf.size(mask), tf.float32)
-        each = tf.math.divide_no_nan(total, tf.cast(trace.share, tf.float32) * valid)
-        return weights * tf.cast(each, weights.dtype)
-
-    return apply_mask
+    is_mean = mask is not None and reduction in (_MEAN, "mean")
+    if not is_mean or not _sums_in_step(trace, "a masked loss"):
+        return original(sample_weight, mask, dtype, reduction)
+    weights = original(sample_weight, tf.cast(mask, tf.bool), dtype, "sum")
+    valid = _over_replicas(tf.reduce_sum(tf.cast(mask, tf.float32)), trace)
+    total = tf.cast(tf.size(mask), tf.float32)
+    each = tf.math.divide_no_nan(total, tf.cast(trace.share, tf.float32) * valid)
+    return weights * tf.cast(each, weights.dtype)
 
 
 def _sums_in_step(trace: StepTrace, what: str) -> bool:
@@ -191,36 +177,39 @@ def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
     return False
 
 
-def _summing_what_is_added(original: Callable[..., Any]) -> Callable[..., Any]:
-    def aggregate(self: Any, loss: Any) -> Any:
-        trace = current()
-        if trace is None or trace.num_replicas == 1 or comes_of_scaled(loss, trace):
-            return original(self, loss)
-        if not _is_of_examples(loss, trace, "add_loss"):
-            return original(self, loss)
-        trace.loss_scaled = True
-        whole = Trainer._aggregate_additional_loss(self, loss)
-        return scaled(whole, by=tf.sign(trace.share), trace=trace)
+@replaces(
+    TensorFlowTrainer,
+    "_aggregate_additional_loss",
+    issue=f"{_KERAS}/backend/tensorflow/trainer.py#L742",
+)
+def _summing_what_is_added(original: Original, trace: StepTrace, self: Any, loss: Any) -> Any:
+    if trace.num_replicas == 1 or comes_of_scaled(loss, trace):
+        return original(self, loss)
+    if not _is_of_examples(loss, trace, "add_loss"):
+        return original(self, loss)
+    trace.loss_scaled = True
+    whole = Trainer._aggregate_additional_loss(self, loss)
+    return scaled(whole, by=tf.sign(trace.share), trace=trace)
 
-    return aggregate
 
-
-def _summing_by_the_tape(original: Callable[..., Any]) -> Callable[..., Any]:
+@replaces(tf.GradientTape, "gradient", issue=f"{_TAPE}#L960")
+def _summing_by_the_tape(
+    original: Original,
+    trace: StepTrace,
+    self: Any,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    **kwargs: Any,
+) -> Any:
     """Keep gradients by a loss per example, which are sums, from being weighted by the share."""
-
-    def gradient(
-        self: Any, target: Any, sources: Any, output_gradients: Any = None, **kwargs: Any
-    ) -> Any:
-        trace = current()
-        if trace is not None and trace.num_replicas > 1 and output_gradients is None:
-            variables = tf.nest.flatten(sources)
-            if all(isinstance(v, tf.Variable | keras.Variable) for v in variables):
-                targets = tf.nest.flatten(target)
-                _warn_of_pairs(targets, trace)
-                output_gradients = _seeds(targets, trace)
-        return original(self, target, sources, output_gradients, **kwargs)
-
-    return gradient
+    if trace.num_replicas > 1 and output_gradients is None:
+        variables = tf.nest.flatten(sources)
+        if all(isinstance(v, tf.Variable | keras.Variable) for v in variables):
+            targets = tf.nest.flatten(target)
+            _warn_of_pairs(targets, trace)
+            output_gradients = _seeds(targets, trace)
+    return original(self, target, sources, output_gradients, **kwargs)
 
 
 def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor | None] | None:
@@ -279,15 +268,14 @@ class _LayerOfTheStep:
         return getattr(self._layer, name)
 
 
-def _on_lists_of_the_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        trace = current()
-        if trace is None:
-            return original(self, *args, **kwargs)
-        own = trace.layers.setdefault(id(self), _LayerOfTheStep(self))
-        return original(own, *args, **kwargs)
-
-    return method
+@replaces(Layer, "add_loss", issue=f"{_KERAS}/layers/layer.py#L1255")
+@replaces(Layer, "_get_own_losses", issue=f"{_KERAS}/layers/layer.py#L1285")
+@replaces(Layer, "_clear_losses", issue=f"{_KERAS}/layers/layer.py#L1323")
+def _on_lists_of_the_step(
+    original: Original, trace: StepTrace, self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    own = trace.layers.setdefault(id(self), _LayerOfTheStep(self))
+    return original(own, *args, **kwargs)
 
 
 # Means and synchronized statistics count the examples that count.
@@ -300,117 +288,49 @@ def _on_lists_of_the_step(original: Callable[..., Any]) -> Callable[..., Any]:
 # nor in synchronized statistics.
 
 
-def _noting_losses(original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        trace = current()
-        if trace is None:
-            return original(self, y_true, y_pred, sample_weight)
-        trace.in_losses = True
-        try:
-            return original(self, y_true, y_pred, sample_weight)
-        finally:
-            trace.in_losses = False
-
-    return call
+@replaces(CompileLoss, "call", issue=f"{_KERAS}/trainers/compile_utils.py#L836")
+def _noting_losses(original: Original, trace: StepTrace, self: Any, *args: Any, **kw: Any) -> Any:
+    trace.in_losses = True
+    try:
+        return original(self, *args, **kw)
+    finally:
+        trace.in_losses = False
 
 
-def _mean_of_examples(original: Callable[..., Any]) -> Callable[..., Any]:
-    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        trace = current()
-        if trace is None:
-            return original(self, values, sample_weight)
-        if trace.in_losses and sample_weight is None:
-            return original(self, values, trace.examples)
-        if trace.num_replicas == 1:
-            return original(self, values, sample_weight)
-        values = tf.convert_to_tensor(values)
-        if values.shape.rank != 0:
-            return original(self, values, sample_weight)
-        if comes_of_scaled(values, trace):
-            values = unscaled(values, trace)
-        return original(self, values, trace.share if sample_weight is None else sample_weight)
-
-    return update_state
+@replaces(Mean, "update_state", issue=f"{_KERAS}/metrics/reduction_metrics.py#L138")
+def _mean_of_examples(
+    original: Original, trace: StepTrace, self: Any, values: Any, sample_weight: Any = None
+) -> Any:
+    if trace.in_losses and sample_weight is None:
+        return original(self, values, trace.examples)
+    if trace.num_replicas == 1:
+        return original(self, values, sample_weight)
+    values = tf.convert_to_tensor(values)
+    if values.shape.rank != 0:
+        return original(self, values, sample_weight)
+    if comes_of_scaled(values, trace):
+        values = unscaled(values, trace)
+    return original(self, values, trace.share if sample_weight is None else sample_weight)
 
 
-def _of_examples_that_count(original: Callable[..., Any]) -> Callable[..., Any]:
-    def moments(x: tf.Tensor, axes: Any, keepdims: bool) -> tuple[tf.Tensor, tf.Tensor]:
-        """Mean and variance of float `x` over `axes` and all replicas."""
-        trace = current()
-        context = tf.distribute.get_replica_context()
-        if trace is None or trace.num_replicas == 1 or context is None:
-            found: tuple[tf.Tensor, tf.Tensor] = original(x, axes, keepdims)
-            return found
-        counts = tf.cast(tf.convert_to_tensor(trace.examples) > 0, x.dtype)
-        sums = [
-            counts * tf.reduce_sum(values, axis=axes, keepdims=True)
-            for values in (x, tf.square(x), tf.ones_like(x))
-        ]
-        total, of_squares, count = context.all_reduce("SUM", sums)
-        mean = tf.math.divide_no_nan(total, count)
-        variance = tf.math.divide_no_nan(of_squares, count) - tf.square(mean)
-        variance = tf.maximum(variance, 0.0)
-        if keepdims:
-            return mean, variance
-        return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
-
-    return moments
-
-
-REPLACEMENTS = (
-    Replacement(
-        owner=keras_loss,
-        name="scale_loss_for_distribution",
-        make=_scale_by_fraction,
-        issue=f"{_SOURCE}#L229",
-    ),
-    Replacement(
-        owner=keras_loss,
-        name="unscale_loss_for_distribution",
-        make=_unscale_by_fraction,
-        issue=f"{_SOURCE}#L246",
-    ),
-    Replacement(owner=keras_loss.Loss, name="__call__", make=_noting_loss, issue=f"{_SOURCE}#L56"),
-    Replacement(
-        owner=keras_loss, name="reduce_values", make=_scaling_the_rest, issue=f"{_SOURCE}#L140"
-    ),
-    Replacement(
-        owner=keras_loss, name="apply_mask", make=_unmasked_in_all, issue=f"{_SOURCE}#L197"
-    ),
-    Replacement(
-        owner=TensorFlowTrainer,
-        name="_aggregate_additional_loss",
-        make=_summing_what_is_added,
-        issue=f"{_KERAS}/backend/tensorflow/trainer.py#L742",
-    ),
-    Replacement(
-        owner=tf.GradientTape, name="gradient", make=_summing_by_the_tape, issue=f"{_TAPE}#L960"
-    ),
-    *(
-        Replacement(
-            owner=Layer,
-            name=name,
-            make=_on_lists_of_the_step,
-            issue=f"{_KERAS}/layers/layer.py#L{line}",
-        )
-        for name, line in (("add_loss", 1255), ("_get_own_losses", 1285), ("_clear_losses", 1323))
-    ),
-    Replacement(
-        owner=CompileLoss,
-        name="call",
-        make=_noting_losses,
-        issue=f"{_KERAS}/trainers/compile_utils.py#L836",
-    ),
-    Replacement(
-        owner=Mean,
-        name="update_state",
-        make=_mean_of_examples,
-        issue=f"{_KERAS}/metrics/reduction_metrics.py#L138",
-    ),
-    Replacement(
-        owner=nn,
-        name="_compute_moments_sync",
-        make=_of_examples_that_count,
-        issue=f"{_KERAS}/backend/tensorflow/nn.py#L1515",
-    ),
-)
+@replaces(nn, "_compute_moments_sync", issue=f"{_KERAS}/backend/tensorflow/nn.py#L1515")
+def _of_examples_that_count(
+    original: Original, trace: StepTrace, x: tf.Tensor, axes: Any, keepdims: bool
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance of float `x` over `axes` and all replicas."""
+    context = tf.distribute.get_replica_context()
+    if trace.num_replicas == 1 or context is None:
+        found: tuple[tf.Tensor, tf.Tensor] = original(x, axes, keepdims)
+        return found
+    counts = tf.cast(tf.convert_to_tensor(trace.examples) > 0, x.dtype)
+    sums = [
+        counts * tf.reduce_sum(values, axis=axes, keepdims=True)
+        for values in (x, tf.square(x), tf.ones_like(x))
+    ]
+    total, of_squares, count = context.all_reduce("SUM", sums)
+    mean = tf.math.divide_no_nan(total, count)
+    variance = tf.math.divide_no_nan(of_squares, count) - tf.square(mean)
+    variance = tf.maximum(variance, 0.0)
+    if keepdims:
+        return mean, variance
+    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)

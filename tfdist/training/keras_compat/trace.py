@@ -136,6 +136,9 @@ def ops_behind(values: Sequence[Any], *, but: Collection[str] = ()) -> Iterator[
 # Replacement of a name of Keras or TensorFlow while a tfdist step is traced.
 
 
+Original = Callable[..., Any]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
     """Workaround: what it replaces, by what, and why.
@@ -143,8 +146,7 @@ class Replacement:
     Attributes:
       owner: the class or module that has the name.
       name: of a method, property or function.
-      make: gets the original and returns what stands in for it, which must do what the original
-        does wherever no step is traced.
+      instead: called while a step is traced: with the original, the trace, and the arguments.
       issue: the public issue, or the line of the released source where there is none.
       ended_by: the release that needs it no longer, such as ``keras 3.16``; None as long as no
         release does without.
@@ -152,7 +154,7 @@ class Replacement:
 
     owner: Any
     name: str
-    make: Callable[[Any], Any]
+    instead: Callable[..., Any]
     issue: str
     ended_by: str | None = None
 
@@ -163,11 +165,37 @@ class Replacement:
 
     def put_in_place(self) -> None:
         """Replace the name; to be called once a process."""
-        original = getattr(self.owner, self.name)
-        replacement = self.make(original)
-        if not isinstance(replacement, property):
-            replacement = functools.wraps(original)(replacement)
-        setattr(self.owner, self.name, replacement)
+        found = getattr(self.owner, self.name)
+        is_property = isinstance(found, property)
+        original = found.fget if is_property else found
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            trace = current()
+            if trace is None:
+                return original(*args, **kwargs)
+            return self.instead(original, trace, *args, **kwargs)
+
+        made = property(replacement, found.fset, doc=found.__doc__) if is_property else replacement
+        setattr(self.owner, self.name, made)
+
+
+REPLACEMENTS: list[Replacement] = []
+"""All of them: each module of workarounds adds its own; that of a ps job is imported in one alone.
+"""
+
+
+def replaces(
+    owner: Any, name: str, *, issue: str, ended_by: str | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Have the decorated function stand in for a name while a step is traced; see `Replacement`."""
+
+    def register(instead: Callable[..., Any]) -> Callable[..., Any]:
+        one = Replacement(owner=owner, name=name, instead=instead, issue=issue, ended_by=ended_by)
+        REPLACEMENTS.append(one)
+        return instead
+
+    return register
 
 
 def on_servers() -> Any:

@@ -8,8 +8,9 @@ Ended by: no release, Keras 3.15.1 included.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,10 +30,10 @@ from tensorflow.python.distribute import values as tf_values
 
 from tfdist.strategy.devices import server_of
 from tfdist.training.keras_compat.trace import (
-    Replacement,
+    Original,
     StepTrace,
-    current,
     on_servers,
+    replaces,
 )
 
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
@@ -43,19 +44,20 @@ _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 # step.
 
 
-def _noting_writes(original: Callable[..., Any]) -> Callable[..., Any]:
-    def direct_assign(self: Any, value: Any) -> Any:
-        trace = current()
-        if trace is not None and id(self) in trace.local:
-            from tfdist.ps.keras_compat import hold
+@replaces(
+    Variable,
+    "_direct_assign",
+    issue=f"{_KERAS}/layers/normalization/batch_normalization.py#L385",
+)
+def _noting_writes(original: Original, trace: StepTrace, self: Any, value: Any) -> Any:
+    if id(self) in trace.local:
+        from tfdist.ps.keras_compat import hold
 
-            hold(self, value, trace)
-            return None
-        if trace is not None and trace.training and _is_statistic(self, trace):
-            trace.statistics.append(self)
-        return original(self, value)
-
-    return direct_assign
+        hold(self, value, trace)
+        return None
+    if trace.training and _is_statistic(self, trace):
+        trace.statistics.append(self)
+    return original(self, value)
 
 
 def _is_statistic(variable: Any, trace: StepTrace) -> bool:
@@ -73,15 +75,11 @@ def _is_statistic(variable: Any, trace: StepTrace) -> bool:
 # StatelessScope takes either all variables or none.
 
 
-def _local_value(original: property) -> property:
+@replaces(Variable, "value", issue=f"{_KERAS}/backend/common/stateless_scope.py#L82")
+def _local_value(original: Original, trace: StepTrace, self: Any) -> Any:
     """Read a variable that lives in the step; `_noting_writes` is the other half."""
-
-    def value(self: Any) -> Any:
-        trace = current()
-        found = None if trace is None else _in_step(self, trace)
-        return original.fget(self) if found is None else found  # type: ignore[misc]
-
-    return property(value, doc=original.__doc__)
+    found = _in_step(self, trace)
+    return original(self) if found is None else found
 
 
 def _in_step(variable: Any, trace: StepTrace) -> tf.Tensor | None:
@@ -108,28 +106,27 @@ def _where_added(value: Any, variable: Any) -> AbstractContextManager[Any]:
     return device
 
 
-def _in_one_operation(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def assign(self: Any, value: Any) -> Any:
-            trace = current()
-            at_once = (
-                trace is not None
-                and id(self) not in trace.local
-                and (trace.num_replicas == 1 or trace.in_hook or self.synchronization == "on_read")
-            )
-            if trace is None or not at_once or in_stateless_scope():
-                return original(self, value)
-            with _where_added(value, self._value):
-                value = tf.cast(value, self._value.dtype)
-            if value.shape != self._value.shape:
-                return original(self, value)
-            if trace.counts is not None and name == "assign_add":
-                trace.counts.add(self)
-            return getattr(self._value, name)(value)
+def _in_one_operation(
+    name: str, original: Original, trace: StepTrace, self: Any, value: Any
+) -> Any:
+    at_once = id(self) not in trace.local and (
+        trace.num_replicas == 1 or trace.in_hook or self.synchronization == "on_read"
+    )
+    if not at_once or in_stateless_scope():
+        return original(self, value)
+    with _where_added(value, self._value):
+        value = tf.cast(value, self._value.dtype)
+    if value.shape != self._value.shape:
+        return original(self, value)
+    if trace.counts is not None and name == "assign_add":
+        trace.counts.add(self)
+    return getattr(self._value, name)(value)
 
-        return assign
 
-    return make
+for _name in ("assign_add", "assign_sub"):
+    replaces(Variable, _name, issue="https://github.com/keras-team/keras/issues/18668")(
+        functools.partial(_in_one_operation, _name)
+    )
 
 
 # After the gradient hook each replica updates its own copy of a variable.
@@ -147,50 +144,53 @@ def _in_one_operation(name: str) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 _TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute"
-_OPTIMIZERS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
 _ISSUE = "https://github.com/keras-team/keras/issues/20582"
 
 
-def _no_merge_call(original: Callable[..., bool]) -> Callable[..., bool]:
-    def use_merge_call(self: Any) -> bool:
-        trace = current()
-        return False if trace is not None and trace.in_hook else original(self)
-
-    return use_merge_call
-
-
-def _on_own_copy(original: Callable[..., Any]) -> Callable[..., Any]:
-    def update(var: Any, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
-        trace = current()
-        if trace is not None and trace.in_hook:
-            return update_fn(var._get_on_device_or_primary(), value, **kwargs)
-        return original(var, update_fn, value, **kwargs)
-
-    return update
+@replaces(distribute_lib.StrategyExtendedV1, "_use_merge_call", issue=_ISSUE)
+@replaces(mirrored_strategy.MirroredExtended, "_use_merge_call", issue=_ISSUE)
+@replaces(
+    collective_all_reduce_strategy.CollectiveAllReduceExtended, "_use_merge_call", issue=_ISSUE
+)
+def _no_merge_call(original: Original, trace: StepTrace, self: Any) -> bool:
+    return False if trace.in_hook else bool(original(self))
 
 
-def _momentum(original: Callable[..., Any]) -> Callable[..., Any]:
-    def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> Any:
-        if not self.momentum or not _is_ours(gradient, variable):
-            return original(self, gradient, variable, learning_rate)
-        momentum = self.momentums[self._get_variable_index(variable)]
-        return tf.raw_ops.ResourceApplyKerasMomentum(
-            var=variable.handle,
-            accum=momentum.value.handle,
-            lr=tf.cast(learning_rate, variable.dtype),
-            grad=tf.cast(gradient, variable.dtype),
-            momentum=tf.cast(self.momentum, variable.dtype),
-            use_locking=True,
-            use_nesterov=self.nesterov,
-        )
-
-    return update_step
+@replaces(tf_values, "_on_write_update_replica", issue=f"{_TENSORFLOW}/values.py#L52")
+def _on_own_copy(
+    original: Original, trace: StepTrace, var: Any, update_fn: Any, value: Any, **kwargs: Any
+) -> Any:
+    if trace.in_hook:
+        return update_fn(var._get_on_device_or_primary(), value, **kwargs)
+    return original(var, update_fn, value, **kwargs)
 
 
-def _is_ours(gradient: Any, variable: Any) -> bool:
+@replaces(SGD, "update_step", issue=f"{_KERAS}/optimizers/sgd.py#L95")
+def _momentum(
+    original: Original,
+    trace: StepTrace,
+    self: Any,
+    gradient: Any,
+    variable: Any,
+    learning_rate: Any,
+) -> Any:
+    if not self.momentum or not _is_ours(gradient, variable, trace):
+        return original(self, gradient, variable, learning_rate)
+    momentum = self.momentums[self._get_variable_index(variable)]
+    return tf.raw_ops.ResourceApplyKerasMomentum(
+        var=variable.handle,
+        accum=momentum.value.handle,
+        lr=tf.cast(learning_rate, variable.dtype),
+        grad=tf.cast(gradient, variable.dtype),
+        momentum=tf.cast(self.momentum, variable.dtype),
+        use_locking=True,
+        use_nesterov=self.nesterov,
+    )
+
+
+def _is_ours(gradient: Any, variable: Any, trace: StepTrace) -> bool:
     """Return whether this is a dense gradient of a whole variable, in a step's hook."""
-    trace = current()
-    if trace is None or not (trace.num_replicas == 1 or trace.in_hook) or in_stateless_scope():
+    if not (trace.num_replicas == 1 or trace.in_hook) or in_stateless_scope():
         return False
     servers = on_servers()
     is_split = servers is not None and isinstance(variable, servers.SplitVariable)
@@ -205,7 +205,7 @@ def _is_ours(gradient: Any, variable: Any) -> bool:
 
 _LOG = logging.getLogger(__name__)
 _GOLDEN_RATIO = 0x9E3779B9
-_SEEDS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/random/seed_generator.py"
+_SEEDS = f"{_KERAS}/random/seed_generator.py"
 
 
 def random_key(seed: int, *, step: tf.Tensor, replica: tf.Tensor | int) -> tf.Tensor:
@@ -217,12 +217,11 @@ def random_key(seed: int, *, step: tf.Tensor, replica: tf.Tensor | int) -> tf.Te
     return tf.random.stateless_uniform([2], words, minval=None, maxval=None, dtype=tf.int32)
 
 
-def _seed_of_the_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def next_seed(self: Any, ordered: bool = True) -> Any:
-        trace = current()
-        return original(self, ordered) if trace is None else _draw(trace)
-
-    return next_seed
+@replaces(SeedGenerator, "next", issue=f"{_SEEDS}#L98")
+def _seed_of_the_step(
+    original: Original, trace: StepTrace, self: Any, ordered: bool = True
+) -> tf.Tensor:
+    return _draw(trace)
 
 
 def _draw(trace: StepTrace) -> tf.Tensor:
@@ -246,64 +245,16 @@ def _warn_in_loop(trace: StepTrace) -> None:
 # traced, where no variable can be made.
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class _SeedsOfTheStep:
-    """Stands for the global generator; `next` without a trace cannot happen."""
+    """Stands for the global generator."""
+
+    trace: StepTrace
 
     def next(self, ordered: bool = True) -> tf.Tensor:
-        trace = current()
-        assert trace is not None
-        return _draw(trace)
+        return _draw(self.trace)
 
 
-def _no_generator_of_the_thread(original: Callable[[], Any]) -> Callable[[], Any]:
-    def global_seed_generator() -> Any:
-        return original() if current() is None else _SeedsOfTheStep()
-
-    return global_seed_generator
-
-
-REPLACEMENTS = (
-    Replacement(
-        owner=Variable,
-        name="_direct_assign",
-        make=_noting_writes,
-        issue=f"{_KERAS}/layers/normalization/batch_normalization.py#L385",
-    ),
-    Replacement(
-        owner=Variable,
-        name="value",
-        make=_local_value,
-        issue=f"{_KERAS}/backend/common/stateless_scope.py#L82",
-    ),
-    *(
-        Replacement(
-            owner=Variable,
-            name=name,
-            make=_in_one_operation(name),
-            issue="https://github.com/keras-team/keras/issues/18668",
-        )
-        for name in ("assign_add", "assign_sub")
-    ),
-    *(
-        Replacement(owner=extended, name="_use_merge_call", make=_no_merge_call, issue=_ISSUE)
-        for extended in (
-            distribute_lib.StrategyExtendedV1,
-            mirrored_strategy.MirroredExtended,
-            collective_all_reduce_strategy.CollectiveAllReduceExtended,
-        )
-    ),
-    Replacement(
-        owner=tf_values,
-        name="_on_write_update_replica",
-        make=_on_own_copy,
-        issue=f"{_TENSORFLOW}/values.py#L52",
-    ),
-    Replacement(owner=SGD, name="update_step", make=_momentum, issue=f"{_OPTIMIZERS}/sgd.py#L95"),
-    Replacement(owner=SeedGenerator, name="next", make=_seed_of_the_step, issue=f"{_SEEDS}#L98"),
-    Replacement(
-        owner=seed_generator,
-        name="global_seed_generator",
-        make=_no_generator_of_the_thread,
-        issue=f"{_SEEDS}#L121",
-    ),
-)
+@replaces(seed_generator, "global_seed_generator", issue=f"{_SEEDS}#L121")
+def _no_generator_of_the_thread(original: Original, trace: StepTrace) -> _SeedsOfTheStep:
+    return _SeedsOfTheStep(trace)

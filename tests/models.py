@@ -1,0 +1,45 @@
+"""A small model that tests of one process have in common, and a callback that cuts its run."""
+
+from __future__ import annotations
+
+import keras
+
+
+class Cut(Exception):
+    """The process ends here, as far as the training can tell."""
+
+
+class AtStep(keras.callbacks.Callback):
+    """Does something once so many steps are done; cuts the run, if not said otherwise."""
+
+    def __init__(self, step, act=None):
+        super().__init__()
+        self.step, self.act = step, act or self.cut
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.optimizer._iterations.numpy() == self.step:
+            self.act()
+
+    def cut(self):
+        raise Cut
+
+
+def classifier(strategy, optimizer, *, inputs=4, rate=0.5, classes=3):
+    """Two layers with BatchNormalization and Dropout, the same in every process."""
+    keras.backend.clear_session(free_memory=False)
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((inputs,)), layers.Dense(8, activation="relu"),
+             layers.BatchNormalization(), layers.Dropout(rate),
+             layers.Dense(classes, dtype="float32")]
+        )  # fmt: skip
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer(), loss, metrics=["accuracy"])
+    return model
+
+
+def bits(model):
+    """What a run ends with: weights, and all that the optimizer has."""
+    return [v.numpy().tobytes() for v in [*model.weights, *model.optimizer.variables]]
