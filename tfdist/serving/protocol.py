@@ -307,9 +307,9 @@ def status_message(states: Sequence[VersionState]) -> bytes:
     versions = []
     for one in sorted(states, key=lambda one: -one.version):
         status = _field(1, int(one.code)) + _field(2, one.message.encode())
-        parts = (one.version, STATES[one.state], status)
-        versions.append(b"".join(_field(number, part) for number, part in enumerate(parts, 1)))
-    return b"".join(_field(1, version) for version in versions)
+        version = _field(1, one.version) + _field(2, STATES[one.state]) + _field(3, status)
+        versions.append(_field(1, version))
+    return b"".join(versions)
 
 
 def _field(number: int, value: int | bytes) -> bytes:
