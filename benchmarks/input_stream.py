@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import types
 from typing import Any
 
 import harness
@@ -31,14 +32,16 @@ def measure(side: str, args: argparse.Namespace) -> None:
 def _feed(dataset: Any, *, tasks: int) -> Any:
     from tfdist.data.stream import StreamSource
     from tfdist.training.epochs import EpochPlan
-    from tfdist.training.feed import Layout, Order
+    from tfdist.training.feed import Order
     from tfdist.training.inputs import StreamFeed
 
     batch = input_by_index.BATCH
     return StreamFeed(
         StreamSource(dataset),
         EpochPlan.uniform(epochs=1, examples=batch * 10**9, global_batch_size=batch),
-        layout=Layout(num_replicas=1, num_tasks=tasks),
+        job=types.SimpleNamespace(
+            num_replicas=1, replica_ids=(0,), num_tasks=tasks, task_index=0, num_workers=1
+        ),
         seed=7,
         order=Order(examples=None, shuffle=True),
     )

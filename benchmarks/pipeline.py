@@ -89,6 +89,7 @@ def memory(args: argparse.Namespace) -> list[str]:
     for stages in (1, 2):
         command = [harness.PROJECT_PYTHON, "-m", "tfdist.launch", "--strategy=pipeline"]
         command += ["--start=exec", f"--stages={stages}", __file__, f"--sizes={size}"]
+        command += ["--keep=recompute" if stages > 1 else "--keep=tape"]
         command += [f"--image_size={args.image_size}", f"--batch_size={args.batch_size}"]
         found = harness.measure(command, timeout_s=TIMEOUT_S)
         whole[stages] = [record["peak_mib"] for record in found]
@@ -112,7 +113,7 @@ def measure_memory(args: argparse.Namespace) -> None:
 
     import tfdist
 
-    options = tfdist.PipelineOptions(split_size=int(args.sizes), keep="recompute")
+    options = tfdist.PipelineOptions(split_size=int(args.sizes), keep=args.keep)
     strategy = tfdist.make_strategy(pipeline=options, threads=1)
     side = args.image_size
     with strategy.scope():
@@ -216,6 +217,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--one_device", default="12,40", help="of micro-batches, one core")
     parser.add_argument("--torch_size", type=int, default=12, help="of micro-batches, torch")
     parser.add_argument("--transformer_batch", type=int, default=40)
+    parser.add_argument("--keep", default="recompute", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=5, help="that are timed")
     return parser.parse_args()
 

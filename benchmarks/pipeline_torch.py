@@ -104,16 +104,24 @@ def _in_format(module: Any, *, channels_last: bool) -> Any:
 
     if not channels_last:
         return module
+    last = torch.channels_last
+
+    class Change(torch.autograd.Function):  # gloo takes plain tensors alone, of gradients too
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x.contiguous(memory_format=last)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return gradient.contiguous()
 
     class Inside(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = module.to(memory_format=torch.channels_last)
+            self.inner = module.to(memory_format=last)
 
         def forward(self, x: Any) -> Any:
-            if x.dim() == 4:
-                x = x.contiguous(memory_format=torch.channels_last)
-            return self.inner(x).contiguous()
+            return self.inner(Change.apply(x) if x.dim() == 4 else x).contiguous()
 
     return Inside()
 

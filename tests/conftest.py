@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +14,14 @@ LONGEST_FIRST = (
     # Those whose jobs wait most of the time stand between those whose jobs compute.
     *("test_training_ps", "test_hosts", "test_training", "test_tune_hosts", "test_ps_job"),
     *("test_worker_pool", "test_tune", "test_deadlocks", "test_tune_python", "test_placement"),
+    *("test_pipeline_jobs", "test_sharded_optimizer", "test_serve_exported", "test_notebook"),
     *("test_hangs", "test_preemption", "test_launcher", "test_evaluator", "test_missing_peer"),
     *("test_ledger_jobs", "test_train_program", "test_doctor", "test_examples", "test_restarts"),
     # In one process, or in few jobs.
     *("test_jobs", "test_one_process", "test_losses", "test_keras_callbacks", "test_beside_keras"),
     *("test_grid", "test_resume", "test_inputs", "test_equivalence", "test_saving", "test_replay"),
     *("test_randomness", "test_bad_input", "test_stream_graph", "test_keras_compat"),
+    *("test_find", "test_repeated_rows", "test_docs_python", "test_pipeline"),
 )
 """Files whose tests take long, so that of those side by side none is left for the end."""
 
@@ -43,3 +46,22 @@ def at_a_terminal():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def disk_events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
+    """What is brought to the disk, and what is renamed to what, from now on."""
+    events: list[tuple[str, Path]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(descriptor: int) -> None:
+        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def note_replace(source: Path, target: Path) -> None:
+        events.append(("rename", Path(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    return events

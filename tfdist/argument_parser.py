@@ -97,7 +97,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the values and what is left; raise UsageError for a flag that comes twice."""
-        self._refuse_twice(sys.argv[1:] if args is None else args)
+        self._refuse_words(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -121,13 +121,16 @@ class Parser(argparse.ArgumentParser):
             code="unknown-flag",
         )
 
-    def _refuse_twice(self, words: Sequence[str]) -> None:
+    def _refuse_words(self, words: Sequence[str]) -> None:
+        """Refuse a flag that comes twice, or with ``--`` as its value, which argparse drops."""
         seen: set[str] = set()
         for word in words:
             if word == "--":
                 return
-            flag = word.partition("=")[0]
+            flag, _, value = word.partition("=")
             action = self._option_string_actions.get(flag)
+            if action is not None and value == "--":
+                self.error(f"argument {flag}: expected one argument")
             if isinstance(action, argparse._AppendAction):
                 continue  # it repeats
             if action is not None and action.dest in seen:

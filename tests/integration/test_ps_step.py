@@ -17,8 +17,9 @@ from tfdist.ps import messages
 from tfdist.ps.clock import UpdateClock
 from tfdist.ps.messages import Places, outermost, read_together, sent_together
 from tfdist.ps.profile import PsProfile, TrafficLink, traffic
+from tfdist.strategy import job_of
 from tfdist.training.epochs import EpochPlan
-from tfdist.training.feed import GraphFeed, Layout, Order
+from tfdist.training.feed import GraphFeed, Order
 from tfdist.training.keras_compat import variables
 
 PS = "/job:ps/replica:0/task:{}/device:CPU:0".format
@@ -155,7 +156,8 @@ def test_a_worker_makes_its_batches_itself_unless_they_are_transformed(transform
     source = ArraySource(X, transform=transform)
     plan = EpochPlan.uniform(epochs=2, examples=20, global_batch_size=4)
     order = Order(examples=20, shuffle=True)
-    feed = GraphFeed(source, plan, layout=Layout(), seed=1, order=order)
+    job = job_of(tf.distribute.get_strategy())
+    feed = GraphFeed(source, plan, job=job, seed=1, order=order)
     steps = range(3, 9)
 
     @tf.function(autograph=False)

@@ -13,6 +13,8 @@ from tensorflow.python.eager import context
 
 import tfdist
 from tfdist.data.stream_graph import Reading, random_states, read, serialized
+from tfdist.strategy import job_of
+from tfdist.training import inputs
 
 plain = tf.autograph.experimental.do_not_convert
 
@@ -203,6 +205,18 @@ def test_another_process_gets_the_graph_with_the_seeds():
         found.append(values(tf.data.experimental.from_variant(variant, structure=spec)))
     assert found[0] == found[1]
     assert sorted(found[0]) == list(range(20))
+
+
+def test_what_a_pass_to_count_batches_leaves_in_a_cache_follows_the_seed(strategies):
+    def numbers(seed):
+        drawn = tf.data.Dataset.range(8).map(lambda _: tf.random.uniform([])).cache()
+        data = drawn.filter(lambda _: True).batch(4)
+        length = inputs.Length(epochs=1)
+        job = job_of(strategies[1])
+        made = inputs.prepare(data, None, None, job=job, length=length, shuffle=True, seed=seed)
+        return [part[0].tolist() for (part,) in made.feed.dataset(0, 2).as_numpy_iterator()]
+
+    assert numbers(1) == numbers(1) != numbers(2)
 
 
 def test_a_resumed_run_reads_an_unseeded_shuffle_in_the_same_order(strategies, tmp_path):

@@ -204,6 +204,23 @@ def test_a_signal_to_any_launcher_stops_the_job_on_all_with_the_save(both, asked
         job.assert_gone()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_output_that_is_closed_stops_the_job_on_all_with_the_save(both, rank):
+    prints = "    print('here', flush=True); select.select([], [], [], 0.01)\n"
+    source = "import select\n" + SAVE.replace(" signal.pause()\n", "\n" + prints)
+    source = source.replace(
+        "    print('saved'", "    select.select([], [], [], 0.5)\n    print('saved'"
+    )
+    other, first = jobs = both(source, "--grace_s", "60")
+    for job in jobs:
+        job.ready(1)
+    os.close((first, other)[rank].fd)
+    assert [job.process.wait(DEADLINE_S) for job in jobs] == [141, 141]
+    for index in range(2):
+        log = Path(f"run/logs/attempt-1/worker-{index}.log")
+        assert log.read_text().endswith("saved\n")
+
+
 def test_a_second_signal_to_the_same_launcher_kills_on_all(both):
     source = "import signal; signal.signal(15, signal.SIG_IGN)\n" + PAUSE
     other, first = jobs = both(source, "--grace_s", "100")

@@ -73,6 +73,7 @@ def assert_same(seen, expected):
         ("fits", 2, 2),
         ("again", 2, 2),
         ("compiled", 2, 2),
+        ("undivided", 2, 2),
         ("auto", 2, 2),
         ("looks", 2, 2),
         ("scales", 2, 2),
@@ -89,7 +90,7 @@ def test_stages_end_with_what_one_process_ends_with(
     assert len(tasks) == workers
     for seen in tasks:
         assert_same(seen, in_one_process("fits" if does in ("again", "compiled", "auto") else does))
-    whole = in_one_process(does if does in ("scales", "sums") else "fits")["held"]
+    whole = in_one_process(does if does in ("scales", "sums", "undivided") else "fits")["held"]
     for what in ("weights", "slots"):
         each = [seen["held"][what] for seen in tasks[:stages]]
         assert max(each) < whole[what]

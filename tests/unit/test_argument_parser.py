@@ -44,6 +44,7 @@ PROGRAMS = {
         ("scaling", ["--out=o", "--loss=x"], "--loss: received 'x'; expected a number"),
         ("replay", ["a", "--step", "\uff12"], "--step: received '\uff12'; expected an integer"),
         ("replay", ["a", "--step=+2"], "--step: received '+2'; expected an integer"),
+        ("replay", ["a", "--step=--"], "--step: received no value; expected a value. Fix: write"),
         ("replay", ["a", "--step=2", "--step", "3"], "--step: received it twice; expected one"),
         ("ledger", ["--json", "a", "--json"], "--json: received it twice"),
         ("scaling", ["--out=o", "--repeats=\uff12"], "--repeats: received '\uff12'"),

@@ -97,15 +97,13 @@ def lines(*losses: float | None) -> list[dict[str, Any]]:
 def test_the_best_is_the_first_that_was_better_by_enough(
     losses: Any, best: int | None, since: int
 ) -> None:
-    stands = best_so_far(lines(*losses), monitor="val_loss", less=True, min_delta=0.1)
-    assert stands.since == since
-    assert (stands.best and stands.best["step"]) == (None if best is None else 10 * best)
+    found = best_so_far(lines(*losses), monitor="val_loss", less=True, min_delta=0.1)
+    assert found == (None if best is None else lines(*losses)[best], since)
 
 
 def test_more_may_be_better() -> None:
-    stands = best_so_far(lines(0.1, 0.3, 0.2), monitor="val_loss", less=False)
-    assert stands.best is not None
-    assert (stands.best["step"], stands.since) == (10, 1)
+    found = best_so_far(lines(0.1, 0.3, 0.2), monitor="val_loss", less=False)
+    assert found == ({"step": 10, "val_loss": 0.3}, 1)
 
 
 def test_a_figure_that_no_evaluation_has_is_refused_by_a_near_name() -> None:

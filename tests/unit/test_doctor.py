@@ -486,6 +486,8 @@ def test_hosts_come_from_flags_and_a_process_by_itself_is_a_job(
     job = job_of({"TFDIST_PS": "1"}, hosts="a:2,b", node_rank=1)
     assert [(h.name, h.ports) for h in job.hosts] == [("a", (2222, 2223)), ("b", (2222,))]
     assert (job.index, str(job.task), str(job.speaker)) == (1, "ps-0", "ps-0")
+    alone = job_of({"TFDIST_EVALUATOR": "1"}, hosts="a,b", node_rank=1)
+    assert ([h.name for h in alone.hosts], str(alone.task)) == (["a", "b"], "worker-1")
     assert job_of({}).host.ports == ()
     monkeypatch.setattr("socket.gethostname", lambda: "b.example.org")
     assert job_of({}, hosts="a:2,b").index == 1

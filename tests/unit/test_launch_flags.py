@@ -92,7 +92,7 @@ def test_help_after_the_program_is_the_programs():
 
 
 MISTAKES = {
-    ("--workers", "no-value"): ["--workers"],
+    ("--workers", "no-value"): ["--workers", "--workers -- train.py", "--workers=--"],
     ("--workers", "not-an-int"): [
         "--workers=two",
         "--workers=\uff12",

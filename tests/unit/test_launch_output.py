@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
 
@@ -9,6 +11,8 @@ import pytest
 
 from tfdist.cluster import Task
 from tfdist.files import write_json
+from tfdist.launch import job
+from tfdist.launch.options import LaunchOptions, Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.report import (
     AttemptReport,
@@ -313,3 +317,17 @@ def test_tensorflows_own_chatter_is_in_the_log_and_not_on_the_screen(reader, tmp
     lines = ["[worker-0] I 2026 mine", "[worker-0] E0000 00:00:1.2  3 real.cc:1] an error"]
     assert reader.text().splitlines() == lines
     assert (tmp_path / "log").read_bytes().startswith(chatter)
+
+
+def test_what_was_said_before_the_launcher_fails_is_written(tmp_path, monkeypatch, capfd):
+    def fail(*args, **more):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(job, "replace_taken", fail)
+    script, run_dir = tmp_path / "program.py", tmp_path / "run"
+    script.touch()
+    program = Program(target=str(script), is_module=False)
+    with pytest.raises(OSError, match="open files"):
+        job.run_job(LaunchOptions(run_dir=str(run_dir), program=program), environ=dict(os.environ))
+    assert f"run directory {run_dir}\n" in capfd.readouterr().out
+    assert json.loads((run_dir / "report.json").read_text())["exit_code"] == 1

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,54 +40,26 @@ SPEC = ProcessSpec(task=W0, log_path=Path("log"))
 RAISED = {"event": "raised", "task": "worker-0", "at_s": 4.5}
 
 
-class Evidence:
-    def __init__(self, world):
-        self.world = world
-
-    def started(self, pid):
-        pass
-
-    def of_kill(self, pid):
-        return self.world.causes.get(pid, "")
-
-
 class World:
-    """Starter, guardian and signals of a job that has one imaginary task."""
+    """Starter and signals of a job that has one imaginary task, its guardian and the kernel."""
+
+    sessions = frozenset()
 
     def __init__(self):
         self.fd, self.write_fd = os.pipe2(os.O_NONBLOCK)
         self.begun = False
-        self.withdrawn = []
-        self.ended_sessions = []
-        self.sessions = frozenset()
         self.started = []
         self.status = 1
         self.causes = {}
         self.is_asked = self.given_up = self.is_full = False
+        self.guard = Mock(mark="mark")
+        self.guard.end_all.return_value = []
+        self.evidence = Mock(of_kill=lambda pid: self.causes.get(pid, ""))
 
     # the signals
 
     def read(self):
         return list(os.read(self.fd, 100))
-
-    # the guardian
-
-    mark = "mark"
-
-    def add(self, session):
-        self.session = session
-
-    def check(self):
-        pass
-
-    def forget_empty(self):
-        pass
-
-    def end_all(self, *, keep):
-        return []
-
-    def end_session(self, session):
-        self.ended_sessions.append(session)
 
     # the starter
 
@@ -130,8 +103,8 @@ def processes(world, tmp_path):
     made = JobProcesses(
         chief=W0,
         starter=world,
-        guard=world,
-        evidence=Evidence(world),
+        guard=world.guard,
+        evidence=world.evidence,
         screen=screen,
         signals=world,
         clock=lambda: 5.0,
@@ -255,7 +228,7 @@ def test_a_task_that_is_killed_alone_leaves_nothing_in_its_session(world, proces
     os.write(world.write_fd, bytes([signal.SIGCHLD]))
     processes.wait(1)
     processes.kill_one(W0)
-    assert world.ended_sessions == [4711]
+    world.guard.end_session.assert_called_once_with(4711)
 
 
 def test_a_task_that_has_no_group_of_its_own_yet_is_signalled_too(world, processes):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -29,21 +30,24 @@ NOW_S = 100.0
 
 
 class World:
-    """A hub, the processes of host 0, a screen and a team at once. W1 and W2 are on host 1."""
+    """Host 0 with its processes, a hub with news, and a screen. W1 and W2 are on host 1."""
 
     def __init__(self) -> None:
-        self.host_of = {W0: 0, W1: 1, W2: 1}
-        self.present = frozenset({1, 2})
-        self.next_s = NOW_S + 0.5
-        self.hub = self
         self.news: list[Any] = []
-        self.sent: list[tuple[int, Any]] = []
         self.here: list[Any] = []
-        self.signals_here: list[tuple[Task, int]] = []
-        self.lines: dict[Task, tuple[str, ...]] = {}
-        self.ready_ranks: list[int] = []
-        self.waited_s: list[float] = []
-        self.processes = TeamProcesses(self, self, screen=self, clock=lambda: NOW_S)  # type: ignore[arg-type]
+        self.hub = Mock(present=frozenset({1, 2}), next_s=NOW_S + 0.5)
+        self.hub.take_news.side_effect = lambda: [self.news.pop(0) for _ in list(self.news)]
+        self.team = Mock(hub=self.hub, host_of={W0: 0, W1: 1, W2: 1})
+        self.team.name = "host{}".format
+        self.local, self.screen = Mock(), Mock()
+        self.local.wait.side_effect = lambda limit_s: [self.here.pop(0) for _ in list(self.here)]
+        self.processes = TeamProcesses(
+            self.local, self.team, screen=self.screen, clock=lambda: NOW_S
+        )
+
+    @property
+    def sent(self) -> list[tuple[int, Any]]:
+        return [call.args for call in self.hub.send.call_args_list]
 
     def starts(self, task: Task) -> None:
         self.processes.start(ProcessSpec(task=task, log_path=Path(f"{task}.log")))
@@ -51,50 +55,6 @@ class World:
     def hears(self, message: Any, *, rank: int = 1) -> list[Any]:
         self.news.append(MessageReceived(rank=rank, message=message))
         return list(self.processes.wait(None))
-
-    # the hub and the team
-
-    def fileno(self) -> int:
-        return 0
-
-    def turn(self) -> None: ...
-
-    def take_news(self) -> list[Any]:
-        news, self.news = self.news, []
-        return news
-
-    def send(self, rank: int, message: Any) -> None:
-        self.sent.append((rank, message))
-
-    def name(self, rank: int) -> str:
-        return f"host{rank}"
-
-    def lost(self, rank: int) -> None: ...
-
-    def ready(self, rank: int, message: Any) -> None:
-        self.ready_ranks.append(rank)
-
-    # the processes of host 0
-
-    def watch(self, fd: int) -> None: ...
-
-    def wait(self, timeout_s: float) -> list[Any]:
-        self.waited_s.append(timeout_s)
-        here, self.here = self.here, []
-        return here
-
-    def signal(self, task: Task, signum: int) -> None:
-        self.signals_here.append((task, signum))
-
-    def state_of(self, task: Task) -> str:
-        return "R"
-
-    # the screen
-
-    def keep_last_lines(self, task: Task, lines: tuple[str, ...]) -> None:
-        self.lines[task] = lines
-
-    def say(self, text: str) -> None: ...
 
 
 @pytest.fixture
@@ -114,9 +74,9 @@ def test_a_task_is_started_signalled_and_ended_where_it_is(world: World) -> None
     world.processes.signal(W1, signal.SIGTERM)
     world.processes.signal(W0, signal.SIGTERM)
     assert world.sent[1:] == [(1, {"signal": "worker-1", "number": 15})]
-    assert world.signals_here == [(W0, 15)]
+    world.local.signal.assert_called_once_with(W0, 15)
     assert world.hears(ended()) == [Ended(task=W1, status=3, at_s=NOW_S - 2)]
-    assert world.lines[W1] == ("last",)
+    world.screen.keep_last_lines.assert_called_once_with(W1, ("last",))
     world.processes.signal(W1, signal.SIGTERM)  # it is over: its number may be another's
     assert len(world.sent) == 2
 
@@ -155,61 +115,32 @@ def test_it_wakes_in_time_for_the_beats_of_the_hosts(world: World) -> None:
     world.processes.wait(None)
     world.processes.wait(0.2)
     world.processes.wait(100)
-    assert world.waited_s == [0.5, 0.2, 0.5]
+    assert [call.args for call in world.local.wait.call_args_list] == [(0.5,), (0.2,), (0.5,)]
 
 
 def test_a_host_that_is_ready_is_taken_down(world: World) -> None:
     world.hears({"ready": [1]}, rank=2)
-    assert world.ready_ranks == [2]
+    world.team.ready.assert_called_once_with(2, {"ready": [1]})
 
 
 def test_the_other_hosts_are_told_that_the_launcher_of_host_0_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[tuple[int, str]] = []
-
-    class Gathered:
-        def __init__(self, *args: object, **more: object) -> None: ...
-
-        def gather(self) -> None: ...
-
-        def roll_call(self, **more: object) -> str:
-            raise OSError("a disk that is full")
-
-        def end(self, code: int, *, why: str) -> None:
-            told.append((code, why))
-
-    monkeypatch.setattr(job, "Team", Gathered)
-    monkeypatch.setattr(job, "_hub", lambda part: None)
-    part = SimpleNamespace(
-        group=None, own="", terms={}, screen=SimpleNamespace(announce=print), signals=None,
-        job=SimpleNamespace(options=None, strategy="ps"),
-    )  # fmt: skip
+    team = Mock()
+    team.gather.return_value = None
+    team.roll_call.side_effect = OSError("a disk that is full")
+    monkeypatch.setattr(job, "Team", Mock(return_value=team))
+    monkeypatch.setattr(job, "_hub", Mock())
     with pytest.raises(OSError, match="full"):
-        job._lead(part)  # type: ignore[arg-type]
-    assert told == [(EXIT_FAILED, "the launcher of host 0 has failed")]
+        job._lead(Mock())
+    team.end.assert_called_once_with(EXIT_FAILED, why="the launcher of host 0 has failed")
 
 
 def test_a_request_to_stop_counts_while_a_host_that_has_lost_host_0_ends_its_tasks() -> None:
-    request = StopRequest(signum=signal.SIGTERM)
-
-    class Here:
-        def __init__(self) -> None:
-            self.events: list[Any] = [[request], [Ended(task=W1, status=-15, at_s=NOW_S)]]
-
-        def start(self, spec: ProcessSpec) -> None: ...
-
-        def signal(self, task: Task, signum: int) -> None: ...
-
-        def unwatch(self, fd: int) -> None: ...
-
-        def wait(self, timeout_s: float) -> list[Any]:
-            return list(self.events.pop(0))
-
-        def finish(self) -> None: ...
-
+    request, processes = StopRequest(signum=signal.SIGTERM), Mock()
+    processes.wait.side_effect = [[request], [Ended(task=W1, status=-15, at_s=NOW_S)]]
     specs = [ProcessSpec(task=W1, log_path=Path("worker-1.log"))]
-    tasks = NodeTasks(specs, Here(), screen=None, cause="", fd=0)  # type: ignore[arg-type]
+    tasks = NodeTasks(specs, processes, screen=Mock(), cause="", fd=0)
     assert tasks.start(W1, log="worker-1.log") == []
     assert tasks.end(grace_s=60) == [request]
 

@@ -516,24 +516,12 @@ def test_a_kill_at_each_write_of_a_save_leaves_the_old_or_the_new(tmp_path: Path
 
 
 def test_nothing_is_renamed_before_it_is_on_the_disk(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    store: CheckpointStore, disk_events: list[tuple[str, Path]]
 ) -> None:
     write(store, 1)
-    events = []
-    fsync, replace = os.fsync, os.replace
-
-    def note_fsync(descriptor: int) -> None:
-        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
-        fsync(descriptor)
-
-    def note_replace(source: Path, target: Path) -> None:
-        events.append(("rename", Path(target).name))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "replace", note_replace)
+    disk_events.clear()
     path = write(store, 2)
-    assert events == [
+    assert [(what, file.name) for what, file in disk_events] == [
         ("fsync", "arrays.bin"),
         ("fsync", "manifest.json"),
         ("fsync", f".unfinished-{path.name}"),
@@ -543,20 +531,13 @@ def test_nothing_is_renamed_before_it_is_on_the_disk(
 
 
 def test_directories_above_that_were_made_for_it_are_on_the_disk_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, disk_events: list[tuple[str, Path]]
 ) -> None:
-    fsynced, fsync = [], os.fsync
-
-    def note_fsync(descriptor: int) -> None:
-        fsynced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
     store = CheckpointStore(tmp_path / "runs" / "a" / "checkpoints")
     store.prepare()
     store.close()
     above = [tmp_path, tmp_path / "runs", tmp_path / "runs" / "a"]
-    assert [path for path in fsynced if path in above] == above
+    assert [path for what, path in disk_events if what == "fsync" and path in above] == above
 
 
 def test_a_directory_without_permission_is_one_line(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -114,26 +113,12 @@ def less_is_better(name: str, mode: str, *, where: str) -> bool:
     )
 
 
-# Best evaluation so far and how many came after it: the state of early stopping.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BestSoFar:
-    """Best-so-far state of an evaluator's lines.
-
-    Attributes:
-      best: the line with the best value, None where no metric was finite.
-      since: the evaluations after that one.
-    """
-
-    best: Mapping[str, Any] | None
-    since: int
-
-
 def best_so_far(
     lines: Sequence[Mapping[str, Any]], *, monitor: str, less: bool, min_delta: float = 0.0
-) -> BestSoFar:
-    """Return how a run stands; what is not better by more than `min_delta` is no better.
+) -> tuple[Mapping[str, Any] | None, int]:
+    """Return an evaluator's best line, None where no metric was finite, and how many came after it.
+
+    What is not better by more than `min_delta` is no better.
 
     Raises:
       UsageError: no line has the metric.
@@ -147,11 +132,12 @@ def best_so_far(
             fix="name a figure that the evaluation yields",
             code="unknown-value",
         )
-    best, since = None, 0
+    best: Mapping[str, Any] | None = None
+    since = 0
     for line in lines:
         before = best[monitor] if best else None
         if is_better(line.get(monitor), before, less=less, min_delta=min_delta):
             best, since = line, 0
         else:
             since += 1
-    return BestSoFar(best=best, since=since)
+    return best, since

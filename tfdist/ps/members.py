@@ -31,9 +31,15 @@ from tensorflow.python.training import server_lib
 from tfdist import phases
 from tfdist.cluster import ClusterSpec, Task, TaskConfig
 from tfdist.errors import StartupTimeout, require
-from tfdist.strategy.chief_watch import wait_for_chief_to_end
-from tfdist.strategy.rendezvous import answers, missing_peers, named, pause_s
-from tfdist.strategy.versions import own_versions, require_same_versions
+from tfdist.strategy.rendezvous import (
+    answers,
+    missing_peers,
+    named,
+    own_versions,
+    pause_s,
+    require_same_versions,
+    wait_for_chief_to_end,
+)
 
 _LOG = logging.getLogger(__name__)
 _SAY_EVERY_S = 10.0

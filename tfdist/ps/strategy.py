@@ -26,7 +26,6 @@ from tfdist.ps.members import Members, VersionHandshake, serve
 from tfdist.ps.split import SplitVariable, parts_of, standing_for_whole
 from tfdist.strategy import rendezvous
 from tfdist.strategy.devices import server_of
-from tfdist.strategy.versions import own_versions
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ def parameter_server(
     # Without it a call to a task that has died waits for the task to come back.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     members = Members(config.cluster, min_workers=options.min_workers)
-    clients = VersionHandshake(config, versions=own_versions())
+    clients = VersionHandshake(config, versions=rendezvous.own_versions())
     # As the workers ask for this task meanwhile.
     with rendezvous.answering(config) as listener, clients.receiving_at(listener):
         workers = members.wait(timeout_s=timeout_s, clients=clients)

@@ -73,6 +73,25 @@ class Job:
         return 1 if self.kind == "ps" else self.strategy.num_replicas_in_sync
 
     @property
+    def num_tasks(self) -> int:
+        """Tasks that compute one step together; of a pipeline each reads the whole batch."""
+        if self.stages is not None:
+            return self.stages.count * self.stages.pipelines
+        return self.num_replicas // len(self.replica_ids)
+
+    @property
+    def task_index(self) -> int:
+        """Place of this task among them."""
+        if self.stages is not None:
+            return self.stages.pipeline * self.stages.count + self.stages.index
+        return self.replica_ids[0] // len(self.replica_ids)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that take steps by turns under ps, else 1."""
+        return len(self.config.cluster.worker) if self.kind == "ps" and self.config else 1
+
+    @property
     def replica_ids(self) -> tuple[int, ...]:
         """This task's replicas, as ids in the whole group, in the order of its devices."""
         if self.num_replicas == 1:

@@ -27,7 +27,6 @@ from tfdist.cluster import (
 from tfdist.cluster.address import shown
 from tfdist.errors import TfdistError, UsageError, require, require_one_of
 from tfdist.strategy import devices, neighbours, rendezvous, stages
-from tfdist.strategy.chief_watch import chief_watch
 from tfdist.strategy.group import broadcast_initial_values
 from tfdist.strategy.job import KINDS, Job, current_job, remember
 from tfdist.strategy.layer_devices import PlacedStrategy
@@ -126,7 +125,7 @@ def make_strategy(
     remember(job)
     if config is not None and config.task.type == "evaluator":
         # The chief may be done before this task needs to know.
-        chief_watch(config, timeout_s=options.startup_timeout_s)
+        rendezvous.chief_watch(config, timeout_s=options.startup_timeout_s)
     _LOG.info("%s: strategy %s, %d replicas", job.name, kind, job.num_replicas)
     return strategy
 

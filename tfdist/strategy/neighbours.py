@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tfdist.strategy.rendezvous import own_versions, require_same_versions
 from tfdist.strategy.ring import Ring
-from tfdist.strategy.versions import own_versions, require_same_versions
 
 _LOG = logging.getLogger(__name__)
 _SECRET_BYTES = 16

@@ -1,4 +1,4 @@
-"""Wait for peers with a deadline, naming those that are missing.
+"""Wait for peers with a deadline, naming those that are missing; compare versions; watch the chief.
 
 TensorFlow waits for ever for a task that never starts, and names nobody
 (https://github.com/tensorflow/tensorflow/issues/46169). Under multiworker it does so with Python's
@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import logging
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+import tensorflow as tf
+
 from tfdist.cluster import ClusterSpec, Task, TaskConfig
-from tfdist.errors import StartupTimeout, UsageError
+from tfdist.errors import (
+    EXIT_OK,
+    EXIT_PEER_MISSING,
+    EXIT_STOPPED,
+    StartupTimeout,
+    UsageError,
+    require,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -152,3 +163,95 @@ def _message(config: TaskConfig, missing: list[Task], waited_s: float, timeout_s
     return (
         f"{where} {named(config.cluster, missing)}. Fix: start them, or raise --startup_timeout_s"
     )
+
+
+# Versions of TensorFlow and tfdist, compared where the tasks of a job meet.
+#
+# Two versions may understand each other, or end with an error that names neither, or wait. Under ps
+# the chief compares them as the others come (`tfdist.ps.members`), under multiworker all do as they
+# join the ring (`tfdist.strategy.neighbours`).
+
+
+def own_versions() -> str:
+    """Return this process's, as tasks send them: ``TensorFlow 2.21.0, tfdist 0.1.0``."""
+    return f"TensorFlow {tf.__version__}, tfdist {sys.modules['tfdist'].__version__}"
+
+
+def require_same_versions(theirs: str, *, task: str, own: str, own_task: str) -> None:
+    """Raise UsageError with the names of both tasks where `theirs` are not this task's `own`."""
+    pairs = itertools.zip_longest(theirs.split(", "), own.split(", "), fillvalue="nothing")
+    for found, expected in pairs:
+        require(
+            found == expected,
+            task,
+            received=found,
+            expected=f"{expected.partition(' ')[2]}, as {own_task} has",
+            fix="install the same version on every machine",
+            code="version",
+        )
+
+
+# Whether the chief of a job is there: for tasks that it does not lead through the training.
+
+
+_GONE_AFTER_S = 5.0
+
+
+def wait_for_chief_to_end(
+    config: TaskConfig,
+    *,
+    stop: threading.Event,
+    timeout_s: float,
+    met: threading.Event | None = None,
+) -> int:
+    """Return the exit code once the chief came and went, never came, or `stop` was set.
+
+    Where `met` is set once the chief was seen, even if later polls miss it.
+    """
+    address = config.cluster.address(config.cluster.chief_task)
+    seen, last = False, time.monotonic()
+    while not stop.wait(_PROBE_EVERY_S):
+        seen = seen or (met is not None and met.is_set())
+        if answers(address):
+            seen, last = True, time.monotonic()
+        elif seen and time.monotonic() - last > _GONE_AFTER_S:
+            _LOG.info("the chief at %s has ended; so does %s", address, config.task)
+            return EXIT_OK
+        elif not seen and time.monotonic() - last > timeout_s:
+            print(
+                f"tfdist: {config.task}: waited {timeout_s:.0f} s for {config.cluster.chief_task}"
+                f" ({address}). Fix: start it, or raise --startup_timeout_s",
+                file=sys.stderr,
+                flush=True,
+            )
+            return EXIT_PEER_MISSING
+    return EXIT_STOPPED
+
+
+class ChiefWatch:
+    """Watches over the chief's port from a thread, for a task that the chief knows nothing of.
+
+    Attributes:
+      exit_code: of this task, once the chief has ended or has not come in time; None before.
+    """
+
+    def __init__(self, config: TaskConfig, *, timeout_s: float) -> None:
+        self.exit_code: int | None = None
+        self._config = config
+        self._timeout_s = timeout_s
+        threading.Thread(target=self._watch, name="tfdist-chief-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        self.exit_code = wait_for_chief_to_end(
+            self._config, stop=threading.Event(), timeout_s=self._timeout_s
+        )
+
+
+_watches: list[ChiefWatch] = []
+
+
+def chief_watch(config: TaskConfig, *, timeout_s: float) -> ChiefWatch:
+    """Return the one watch of this process; begun with the first call."""
+    if not _watches:
+        _watches.append(ChiefWatch(config, timeout_s=timeout_s))
+    return _watches[0]

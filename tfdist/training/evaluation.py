@@ -14,14 +14,14 @@ from keras.src.utils.python_utils import pythonify_logs
 
 from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore, save_whole
-from tfdist.checkpoint.best import BestSoFar, best_so_far, less_is_better
+from tfdist.checkpoint.best import best_so_far, less_is_better
 from tfdist.checkpoint.store import CheckpointStore
 from tfdist.checkpoint.warm_start import set_weights
 from tfdist.errors import EXIT_OK, Stopped, UsageError, require_int
 from tfdist.outputs.display import ScalarWriter
 from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import Job, broadcast
-from tfdist.strategy.chief_watch import ChiefWatch, chief_watch
+from tfdist.strategy.rendezvous import ChiefWatch, chief_watch
 from tfdist.training import building
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
 from tfdist.training.callbacks import callback_list, wants_every_batch
@@ -241,10 +241,6 @@ class Evaluator(keras.callbacks.Callback):
             self.has_stopped = self.model.stop_training = True
             _LOG.info("the evaluator asks to stop (%s)", self.files.stop_file)
 
-    def best_so_far(self, lines: Sequence[Any]) -> BestSoFar:
-        """Return how a run with these evaluations stands."""
-        return best_so_far(lines, monitor=self.monitor, less=self.less, min_delta=self.min_delta)
-
 
 def evaluator_of(callbacks: Any, *, job: Job, validation_data: Any) -> Evaluator | None:
     """Return what the evaluator of this job looks at, None in a job without one.
@@ -368,18 +364,21 @@ class _Loop:
 
     def _judge(self, line: dict[str, Any]) -> None:
         lines = self.files.with_line(line)
-        evaluator, stands = self.evaluator, self.evaluator.best_so_far(lines)
-        is_best = not stands.since and stands.best is not None
+        evaluator = self.evaluator
+        best, since = best_so_far(
+            lines, monitor=evaluator.monitor, less=evaluator.less, min_delta=evaluator.min_delta
+        )
+        is_best = not since and best is not None
         figure = line.get(evaluator.monitor)
         _LOG.info("step %d: %s %s%s", line["step"], evaluator.monitor, figure, ", best" * is_best)
         if is_best:
             save_whole(self.model, self.files.best_file)
         # Last: a checkpoint that has its line is not looked at again.
         self.files.write(lines)
-        is_hopeless = evaluator.patience is not None and stands.since >= evaluator.patience
+        is_hopeless = evaluator.patience is not None and since >= evaluator.patience
         if is_hopeless and not self.files.is_stop_requested:
-            best = stands.best["step"] if stands.best else None
-            self.files.ask_to_stop({"step": line["step"], "best_step": best})
+            best_step = best["step"] if best else None
+            self.files.ask_to_stop({"step": line["step"], "best_step": best_step})
 
 
 def _backups(callbacks: Sequence[Any]) -> list[BackupAndRestore]:

@@ -37,41 +37,6 @@ Digest = tuple[int, int]
 """Of a whole batch, and of its targets alone; 64 bits each."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """Place of this task's replicas in the group that computes a step.
-
-    Attributes:
-      num_replicas: replicas of the whole group.
-      replica_ids: this task's, in the order of its devices.
-      num_tasks: tasks that compute a step together.
-      task_index: of this task among them.
-      num_workers: workers that take steps by turns (ps), else 1.
-    """
-
-    num_replicas: int = 1
-    replica_ids: tuple[int, ...] = (0,)
-    num_tasks: int = 1
-    task_index: int = 0
-    num_workers: int = 1
-
-    @classmethod
-    def of(cls, job: Job) -> Layout:
-        """Return the layout of this task in its job."""
-        if job.stages is not None:  # each reads the whole batch
-            place = job.stages
-            index = place.pipeline * place.count + place.index
-            return cls(num_tasks=place.count * place.pipelines, task_index=index)
-        workers = len(job.config.cluster.worker) if job.kind == "ps" and job.config else 1
-        return cls(
-            num_replicas=job.num_replicas,
-            replica_ids=job.replica_ids,
-            num_tasks=job.num_replicas // len(job.replica_ids),
-            task_index=job.replica_ids[0] // len(job.replica_ids),
-            num_workers=workers,
-        )
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
     """One replica's part of a step.
@@ -150,7 +115,7 @@ class Feed(abc.ABC):
         source: Any,
         plan: EpochPlan,
         *,
-        layout: Layout,
+        job: Job,
         seed: int,
         order: Order,
         after: Callable[[Any], Any] | None = None,
@@ -158,8 +123,8 @@ class Feed(abc.ABC):
         self.source = source
         self.plan = plan
         self.digests: dict[int, Digest] = {}
-        self.may_be_empty = plan.smallest_step < layout.num_replicas
-        self._layout = layout
+        self.may_be_empty = plan.smallest_step < job.num_replicas
+        self._job = job
         self._seed = seed
         self._order = order
         self._after = after
@@ -239,7 +204,7 @@ class GraphFeed(Feed):
         """As in `Feed`; with `arrays` (of `GraphSource.arrays`) only those are read."""
         first, last = graph_span(self.plan, step)
         size: Any = self.plan.global_batch_size if self.plan.all_full else last - first
-        return [self._part(replica, first, size, arrays) for replica in self._layout.replica_ids]
+        return [self._part(replica, first, size, arrays) for replica in self._job.replica_ids]
 
     def dataset(self, first: Any, last: Any, arrays: Any = None) -> tf.data.Dataset:
         """As in `Feed`."""
@@ -267,7 +232,7 @@ class GraphFeed(Feed):
         return lambda _: Part(*batches.get_next()[0])
 
     def _part(self, replica: int, first: tf.Tensor, size: Any, arrays: Any) -> Part:
-        low, high = share_of(replica, parts=self._layout.num_replicas, size=size)
+        low, high = share_of(replica, parts=self._job.num_replicas, size=size)
         count: Any = high - low
         if isinstance(count, int):
             positions = first + low + tf.range(max(count, 1), dtype=tf.int64)
@@ -330,7 +295,7 @@ class PythonFeed(Feed):
         leaves = [spec for spec in tf.nest.flatten(self._spec) if spec is not None]
         one = (*leaves, tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.int64),
                tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.int64))  # fmt: skip
-        signature = tuple(one for _ in self._layout.replica_ids)
+        signature = tuple(one for _ in self._job.replica_ids)
         raw = tf.data.Dataset.from_generator(
             lambda: self._read(int(first), int(last)), output_signature=signature
         )
@@ -383,8 +348,8 @@ class IndexedFeed(PythonFeed):
     def _load(self, step: int) -> tuple[Any, ...]:
         span = self.plan.span(step)
         parts = []
-        for replica in self._layout.replica_ids:
-            low, high = share_of(replica, parts=self._layout.num_replicas, size=len(span))
+        for replica in self._job.replica_ids:
+            low, high = share_of(replica, parts=self._job.num_replicas, size=len(span))
             positions = span.start + np.arange(low, max(high, low + 1))
             ids = example_at_numpy(
                 positions,
@@ -430,13 +395,13 @@ class BatchFeed(PythonFeed):
                 )[0]
             )
         batch = self.source.fetch_batch(index)
-        if self._layout.num_tasks > 1 and digest_is_due(step, first=self._first):
+        if self._job.num_tasks > 1 and digest_is_due(step, first=self._first):
             self.digests[step] = digests_of(batch)
         leaves = _leaves(batch)
         size = len(leaves[0])
         parts = []
-        for replica in self._layout.replica_ids:
-            low, high = share_of(replica, parts=self._layout.num_replicas, size=size)
+        for replica in self._job.replica_ids:
+            low, high = share_of(replica, parts=self._job.num_replicas, size=size)
             start = min(low, size - 1)
             rows = slice(start, max(high, start + 1))
             numbers = np.arange(rows.start, rows.stop)
@@ -474,7 +439,7 @@ def share_random_states(job: Job, source: Source) -> None:
 
     Such as the seed of a `RandomFlip` that a dataset maps: each process has drawn one of its own.
     """
-    if not isinstance(source, StreamSource) or Layout.of(job).num_tasks == 1:
+    if not isinstance(source, StreamSource) or job.num_tasks == 1:
         return
     for handle in random_states(source.dataset_for()):
         dtype = tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
@@ -490,7 +455,7 @@ def require_same_examples(job: Job, source: Source) -> None:
       UsageError: the tasks do not have the same number of examples, or not the same targets or, of
         arrays, inputs at the same indices.
     """
-    if Layout.of(job).num_tasks == 1 or not isinstance(source, GraphSource | PythonSource):
+    if job.num_tasks == 1 or not isinstance(source, GraphSource | PythonSource):
         return
     count = source.num_examples or 0
     most = _EXAMPLES_BY_GRAPH if isinstance(source, GraphSource) else _EXAMPLES_BY_PYTHON
@@ -542,9 +507,8 @@ def _hex(row: np.ndarray) -> str:
 
 def _of_all_tasks(job: Job, values: Sequence[float]) -> np.ndarray:
     """Return each task's numbers, float64 ``[tasks, len(values)]``. A collective."""
-    layout = Layout.of(job)
-    table = np.zeros((layout.num_tasks, len(values)))
-    table[layout.task_index] = values
+    table = np.zeros((job.num_tasks, len(values)))
+    table[job.task_index] = values
     whole = sum_over_tasks(job, table.reshape(-1), of="digests of the data")
     return whole.reshape(table.shape)
 

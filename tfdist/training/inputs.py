@@ -31,7 +31,6 @@ from tfdist.training.feed import (
     Feed,
     GraphFeed,
     IndexedFeed,
-    Layout,
     Order,
     Part,
     digest_is_due,
@@ -130,19 +129,21 @@ def prepare(
     """
     _check(length)
     _require_class_weight(class_weight)
-    source, layout = _source_of(x, y, sample_weight, job=job, shuffle=shuffle), Layout.of(job)
-    sizes = _sizes_of(source, length, layout=layout)
-    _require_enough(sizes.batch, job)
-    order = _order_of(sizes, length, shuffle=shuffle)
-    plan = _plan(length, batch=sizes.batch, examples=order.examples)
-    if sizes.ready and length.virtual_epochs and not plan.all_full:
-        raise _cut_batches(sizes.batch)
+    source = _source_of(x, y, sample_weight, job=job, shuffle=shuffle)
+    batch, examples = _sizes_of(source, length, job=job, seed=seed)
+    _require_enough(batch, job)
+    order = _order_of(examples, length, batch=batch, shuffle=shuffle)
+    plan = _plan(length, batch=batch, examples=order.examples)
+    ready = not isinstance(source, GraphSource | PythonSource)  # the user has made the batches
+    if ready and length.virtual_epochs and not plan.all_full:
+        raise _cut_batches(batch)
     kind = next(feed for kind, feed in _FEEDS if isinstance(source, kind))
     weigh = _class_weights(class_weight)
-    feed = kind(source, plan, layout=layout, seed=seed, order=order, after=weigh)
+    feed = kind(source, plan, job=job, seed=seed, order=order, after=weigh)
     _LOG.info("%s", source.describe())
-    spec = sizes.spec if class_weight is None else _with_weight(sizes.spec)
-    rows = sizes.batch if sizes.ready and not isinstance(source, InputFunctionSource) else None
+    spec = batch_spec(source.element_spec)
+    spec = spec if class_weight is None else _with_weight(spec)
+    rows = batch if ready and not isinstance(source, InputFunctionSource) else None
     return Data(source=source, feed=feed, order=order, plan=plan, batch_spec=spec, rows=rows)
 
 
@@ -158,13 +159,12 @@ def _source_of(x: Any, y: Any, sample_weight: Any, *, job: Job, shuffle: bool) -
     return source
 
 
-def _order_of(sizes: Sizes, length: Length, *, shuffle: bool) -> Order:
+def _order_of(examples: int | None, length: Length, *, batch: int, shuffle: bool) -> Order:
     """Return the order of the examples, of which `overfit_batches` may leave a few."""
-    examples, few = sizes.examples, length.overfit_batches
+    few = length.overfit_batches
     if few:
-        few_examples = few * sizes.batch
-        examples = few_examples if examples is None else min(examples, few_examples)
-        few = -(-examples // sizes.batch)
+        examples = few * batch if examples is None else min(examples, few * batch)
+        few = -(-examples // batch)
     return Order(examples=examples, shuffle=shuffle, batches=few)
 
 
@@ -320,36 +320,22 @@ _COUNTING = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """Sizes of a source.
+def _sizes_of(source: Source, length: Length, *, job: Job, seed: int) -> tuple[int, int | None]:
+    """Return the examples of a global batch, and of one pass, None where that is not known.
 
-    Attributes:
-      batch: examples of a global batch.
-      examples: examples in one pass; a last batch that is smaller counts as whole where batches
-        come ready. None where it is not known.
-      spec: nest of `tf.TensorSpec` of a batch.
-      ready: batches come ready, made by the user, and cannot be cut.
+    Of a source by index as asked, of batches as they come; a last one that is smaller counts as
+    whole.
     """
-
-    batch: int
-    examples: int | None
-    spec: Any
-    ready: bool = False
-
-
-def _sizes_of(source: Source, length: Length, *, layout: Layout) -> Sizes:
-    """Return the sizes of a source: of one by index as asked, of batches as they come."""
-    spec, whole = batch_spec(source.element_spec), source.num_examples
+    whole = source.num_examples
     if isinstance(source, GraphSource | PythonSource):
         batch, steps = length.batch_size, length.steps_per_epoch
         if batch is None and steps and whole and steps <= whole:
             batch = -(-whole // steps)  # as Keras has it
-        return Sizes(batch=batch or _DEFAULT_BATCH_SIZE, examples=whole, spec=spec)
-    batch = _size_of_first(source, num_replicas=layout.num_replicas)
+        return batch or _DEFAULT_BATCH_SIZE, whole
+    batch = _size_of_first(source, num_replicas=job.num_replicas)
     batches = getattr(source, "num_batches", None)
     if batches is None and isinstance(source, StreamSource) and not source.is_endless:
-        batches = _counted(source, length, layout=layout)
+        batches = _counted(source, length, job=job, seed=seed)
     if batches == 0:
         raise UsageError(
             "data",
@@ -358,21 +344,20 @@ def _sizes_of(source: Source, length: Length, *, layout: Layout) -> Sizes:
             fix="check the files it reads, and drop_remainder",
             code="no-data",
         )
-    examples = None if batches is None else batches * batch
-    return Sizes(batch=batch, examples=examples, spec=spec, ready=True)
+    return batch, None if batches is None else batches * batch
 
 
-def _counted(source: StreamSource, length: Length, *, layout: Layout) -> int | None:
+def _counted(source: StreamSource, length: Length, *, job: Job, seed: int) -> int | None:
     """Return how many batches of a stream there are for an epoch, None where nobody has to know.
 
-    It is read once for that, as far as it is used.
+    It is read once for that, as far as it is used, and as the run will: it may fill a cache.
     """
     known = length.steps_per_epoch is not None or length.virtual_epochs is not None
     if known and not length.once:
         return None
-    if layout.task_index == 0:
+    if job.task_index == 0:
         _LOG.warning(_COUNTING)
-    whole = read(source.dataset_for(), Reading(in_step=layout.num_tasks > 1))
+    whole = read(source.dataset_for(), _reading_of(job, seed))
     most = (length.steps_per_epoch or -1) if length.once else -1
     return int(whole.take(most).reduce(np.int64(0), lambda n, *_: n + 1))
 
@@ -406,6 +391,10 @@ _SAY_EVERY_BATCHES = 16
 _plain = tf.autograph.experimental.do_not_convert
 
 
+def _reading_of(job: Job, seed: int) -> Reading:
+    return Reading(seed=seed, in_step=job.num_tasks > 1 or job.num_workers > 1)
+
+
 class StreamFeed(Feed):
     """Feed of a stream: every task reads the same batches and takes its replicas' slices.
 
@@ -417,10 +406,9 @@ class StreamFeed(Feed):
 
     def __init__(self, source: StreamSource, plan: EpochPlan, **options: Any) -> None:
         super().__init__(source, plan, **options)
-        layout, batches = self._layout, self._order.batches
-        in_step = layout.num_tasks > 1 or layout.num_workers > 1
-        self._reading = Reading(seed=self._seed, in_step=in_step)
-        self.may_be_empty = layout.num_replicas > 1
+        batches = self._order.batches
+        self._reading = _reading_of(self._job, self._seed)
+        self.may_be_empty = self._job.num_replicas > 1
         self._in_order = not self._order.shuffle
         self._is_endless = source.is_endless and batches is None
         self._take = -1 if batches is None else batches
@@ -439,7 +427,7 @@ class StreamFeed(Feed):
         batches = self._endless(read(self.source.dataset_for(), reading))
         batches = _from_step(first, batches).take(last - first)
         numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), batches))
-        if self._layout.num_tasks > 1 and not reading.peek:
+        if self._job.num_tasks > 1 and not reading.peek:
             numbered = numbered.map(_plain(functools.partial(self._with_digest, first)))
         return numbered.map(_plain(self._parts)).prefetch(AHEAD_STEPS)
 
@@ -468,7 +456,7 @@ class StreamFeed(Feed):
             return tf.data.Dataset.from_tensors(graph).repeat()
         index = tf.distribute.coordinator.experimental_get_current_worker_index()
         batches = _from_graph(graph, self.source)
-        return self._endless(batches.shard(self._layout.num_workers, index))
+        return self._endless(batches.shard(self._job.num_workers, index))
 
     def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
         """As in `Feed`."""
@@ -484,12 +472,12 @@ class StreamFeed(Feed):
     def _parts(self, step: tf.Tensor, data: Any) -> tuple[Any, ...]:
         data = self._finished(step, data)
         size = tf.cast(tf.shape(_first(data))[0], tf.int64)
-        return tuple(self._part(data, size, replica) for replica in self._layout.replica_ids)
+        return tuple(self._part(data, size, replica) for replica in self._job.replica_ids)
 
     def _part(self, data: Any, size: tf.Tensor, replica: int) -> tuple[Any, Any, Any]:
-        if self._layout.num_replicas == 1:
+        if self._job.num_replicas == 1:
             return data, tf.constant(1.0), size
-        low, high = share_of(replica, parts=self._layout.num_replicas, size=size)
+        low, high = share_of(replica, parts=self._job.num_replicas, size=size)
         start = tf.minimum(low, size - 1)
         stop = tf.maximum(high, start + 1)
         share = tf.cast((high - low) / size, tf.float32)
@@ -520,19 +508,19 @@ class InputFunctionFeed(StreamFeed):
 
     def _dataset(self, first: int, last: int, reading: Reading) -> tf.data.Dataset:
         """As in `StreamFeed`; a task with several devices reads its stream once for each."""
-        layout = self._layout
+        job = self._job
         context = tf.distribute.InputContext(
-            num_input_pipelines=layout.num_tasks,
-            input_pipeline_id=layout.task_index,
-            num_replicas_in_sync=layout.num_replicas,
+            num_input_pipelines=job.num_tasks,
+            input_pipeline_id=job.task_index,
+            num_replicas_in_sync=job.num_replicas,
         )
         batches = self._endless(read(self.source.dataset_for(context), reading))
-        local = len(layout.replica_ids)
+        local = len(job.replica_ids)
         shards = tuple(batches.shard(local, i) if local > 1 else batches for i in range(local))
         steps = _from_step(first, tf.data.Dataset.zip(shards)).take(last - first)
 
         def parts(step: tf.Tensor, each: Any) -> tuple[Any, ...]:
-            numbers = [step * layout.num_replicas + replica for replica in layout.replica_ids]
+            numbers = [step * job.num_replicas + replica for replica in job.replica_ids]
             return tuple(self._whole(n, d)[0] for n, d in zip(numbers, each, strict=True))
 
         numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), steps))
@@ -541,7 +529,7 @@ class InputFunctionFeed(StreamFeed):
     def worker_dataset(self) -> tf.data.Dataset:
         """As in `Feed`: the function's dataset for this worker."""
         context = tf.distribute.InputContext(
-            num_input_pipelines=self._layout.num_workers,
+            num_input_pipelines=self._job.num_workers,
             input_pipeline_id=(tf.distribute.coordinator.experimental_get_current_worker_index()),
             num_replicas_in_sync=1,
         )

@@ -107,7 +107,7 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     held, looked = {}, []
     options = PipelineOptions(
-        split_size="auto" if DOES == "tries" else 4,
+        split_size={"tries": "auto", "undivided": len(X)}.get(DOES, 4),
         cut={"auto": None, "tries": None, "wrong": ["addz"]}.get(DOES, CUTS[STAGES]),
         keep={"again": "recompute", "compiled": "compiled"}.get(DOES, "tape"),
     )

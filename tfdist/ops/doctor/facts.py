@@ -355,7 +355,7 @@ def _job_of(
         job_settings = settings.from_environ(environ)
         among = among or job_settings.ports
         first = sum(slots for _, slots in listed[:rank])
-        of_hosts = replace(job_settings, ports=None)
+        of_hosts = replace(job_settings, ports=None, evaluator=False)  # it is in no slot
         own = place(ranks_of(listed), rank=first, job_settings=of_hosts)
         job = _placed(own.cluster, own.task, timeout_s=job_settings.startup_timeout_s)
         return job if among is None else _within(job, among)

@@ -105,7 +105,7 @@ CFG021 error: several devices under the strategy single
 CFG022 warning: a config file imports TensorFlow, and so does every check of it
 CFG023 warning: max_staleness in a job without ps
 CFG024 error: a config file fails, or does not end in time
-CFG025 error: sharded_optimizer under mirrored or ps
+CFG025 error: sharded_optimizer under mirrored, ps or pipeline
 CFG026 warning: sharded_optimizer has no effect under single
 LCH001 error: a flag for ps jobs in a job without ps
 LCH002 error: flags that tfdist.launch or tfdist.train refuses

@@ -181,8 +181,7 @@ class Replacement:
 
 
 REPLACEMENTS: list[Replacement] = []
-"""All of them: each module of workarounds adds its own; that of a ps job is imported in one alone.
-"""
+"""All of them; a module of workarounds adds its own as it is imported."""
 
 
 def replaces(
