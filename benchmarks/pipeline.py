@@ -32,7 +32,7 @@ import harness  # noqa: E402
 import machine  # noqa: E402
 
 from tfdist.find import split_size  # noqa: E402
-from tfdist.find.split_size import StepperJob, StepTimes, first_steps, in_turn  # noqa: E402
+from tfdist.find.split_size import StepperJob, StepTimes  # noqa: E402
 
 PAGE = ROOT / "benchmarks" / "PIPELINE.md"
 RAW = ROOT / "benchmarks" / "pipeline.json"
@@ -134,15 +134,10 @@ def _beside_torch(options: Any, request: dict[str, Any]) -> tuple[list[StepTimes
     script = str(ROOT / "benchmarks" / "pipeline_torch.py")
     request = {**request, "steps": options.steps + 1}
     command = [harness.PEER_PYTHON, script, json.dumps(request)]
-    with contextlib.ExitStack() as stack:
-        torch = StepperJob(command, timeout_s=TIMEOUT_S)
-        stack.callback(torch.close)
+    with contextlib.closing(StepperJob(command, timeout_s=TIMEOUT_S)) as torch:
         torch.wait()  # it times its parts before that, and nothing else may run then
-        jobs, cells = split_size.jobs_of(options, stack)
-        found = first_steps(jobs)
-        names = [*(cell.stages for cell in cells), "torch"]
-        seconds = in_turn({**jobs, "torch": torch}, names, rounds=options.steps)
-    return split_size.times_of(cells, seconds, found, batch=options.batch_size), seconds[-1]
+        times, (seconds,) = split_size.measure(options, beside=[torch])
+    return times, seconds
 
 
 def _of_size(measured: Sequence[StepTimes], size: int) -> StepTimes:

@@ -130,17 +130,20 @@ def _publish_each(
 ) -> None:
     """Publish whenever there is another newest one, for the last time once `pause` returns True."""
     last: str | None = None
-    has_ended = False
+    said, has_ended = "", False
     while True:
-        found = newest()
-        if found not in (None, last):
-            try:
+        found = None
+        try:
+            found = newest()
+            if found not in (None, last):
                 publish()
-            except TfdistError as error:
-                if last is None:
-                    raise
-                _LOG.error("%s is not published: %s", found, error)
-            last = found
+        except TfdistError as error:
+            if last is None:
+                raise
+            before, said = said, f"{found or 'the newest'} is not published: {error}"
+            if said != before:  # a directory that cannot be read may be so for long
+                _LOG.error("%s", said)
+        last = found or last
         if has_ended:
             return
         has_ended = pause()

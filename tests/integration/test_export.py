@@ -217,6 +217,19 @@ def test_each_new_one_is_published_and_a_failure_ends_nothing():
         export._publish_each(lambda: "1", publish_nothing, pause=lambda: True)
 
 
+def test_a_source_that_cannot_be_read_for_a_while_ends_nothing(caplog):
+    found, done, pauses = iter(["1", None, None, "2", "2"]), [], iter([False] * 3 + [True])
+
+    def newest():
+        if (step := next(found)) is None:
+            raise TfdistError("checkpoints: Stale file handle")
+        return step
+
+    export._publish_each(newest, lambda: done.append(1), pause=lambda: next(pauses))
+    assert len(done) == 2
+    assert caplog.text.count("Stale file handle") == 1
+
+
 def test_the_checkpoints_of_a_run_that_was_begun_anew_are_published(tmp_path):
     x = keras.Input((3,))
     model = keras.Model(x, layers.Dense(2)(x))

@@ -119,12 +119,30 @@ def test_grpc_requests_are_checked(served, inputs, text) -> None:
     assert text in str(answer)
 
 
-def test_a_small_request_cannot_ask_for_much_memory(served) -> None:
+def test_a_batch_has_no_more_examples_than_it_may(served, monkeypatch) -> None:
+    sizes = list[int]()
+    run_batch = ServedModel._run_batch
+
+    def noting(model: ServedModel, signature: Any, calls: Any) -> Any:
+        sizes.append(sum(call.rows for call in calls))
+        return run_batch(model, signature, calls)
+
+    monkeypatch.setattr(ServedModel, "_run_batch", noting)
+    counts = (3, 5, 1, 9, 2)
+    requests = [grpc_request(features=np.tile(X[:1], (n, 1))) for n in counts]
+    answers = served.answer([(Kind.GRPC_PREDICT, one.SerializeToString()) for one in requests])
+    assert sizes == [8, 1, 9, 2]
+    assert not any(isinstance(answer, RequestError) for answer in answers)
+
+
+@pytest.mark.parametrize("rows", [2**24, 10**12])
+def test_a_small_request_cannot_ask_for_much_memory(served, rows) -> None:
+    """Many of them are one batch, so a part of the machine's memory is too much for one."""
     request = grpc_request(features=X)
     tensor = request.inputs["features"]
     tensor.ClearField("tensor_content")
     tensor.float_val.append(1.0)
-    tensor.tensor_shape.dim[0].size = 10**12
+    tensor.tensor_shape.dim[0].size = rows
     (answer,) = served.answer([(Kind.GRPC_PREDICT, request.SerializeToString())])
     assert "more than a request can hold" in str(answer)
 

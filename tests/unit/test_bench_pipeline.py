@@ -82,7 +82,7 @@ def test_jobs_step_in_turn_and_the_first_round_is_left_out() -> None:
             jobs[name] = job(*({"seconds": first + n} for n in range(3)))
             stack.callback(jobs[name].close)
             jobs[name].wait()
-        assert in_turn(jobs, ["a", "b"], rounds=2) == [[2.0, 3.0], [11.0, 12.0]]
+        assert in_turn([*jobs.values()], rounds=2) == [[2.0, 3.0], [11.0, 12.0]]
 
 
 @pytest.mark.parametrize("program", [ANSWERS, "print('out of memory')"])

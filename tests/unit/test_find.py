@@ -20,6 +20,7 @@ from tfdist.find.batch_size import (
     available_bytes,
     largest,
 )
+from tfdist.launch.plan import memory_groups
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 8, 9, 100, 1000])
@@ -145,9 +146,11 @@ def test_the_smallest_limit_of_all_groups_counts(tmp_path: Path) -> None:
             "job/memory.stat": "anon 300\ninactive_file 200\n",
         },
     )
-    assert available_bytes(root=root, membership=membership, machine=5000) == 700
-    assert available_bytes(root=root, membership=membership, machine=600) == 600
-    assert available_bytes(root=root, membership=tmp_path / "none", machine=600) == 600
+    found = [*memory_groups(root=root, membership=membership)]
+    assert available_bytes(groups=found, machine=5000) == 700
+    assert available_bytes(groups=found, machine=600) == 600
+    none = memory_groups(root=root, membership=tmp_path / "none")
+    assert available_bytes(groups=none, machine=600) == 600
 
 
 def test_groups_of_version_1_count_too(tmp_path: Path) -> None:
@@ -155,7 +158,8 @@ def test_groups_of_version_1_count_too(tmp_path: Path) -> None:
     membership.write_text("3:cpu,memory:/job\n1:name=systemd:/\n")
     limits = {"limit_in_bytes": "900", "usage_in_bytes": "100", "stat": "total_inactive_file 50\n"}
     root = groups(tmp_path, {f"memory/job/memory.{name}": text for name, text in limits.items()})
-    assert available_bytes(root=root, membership=membership, machine=5000) == 850
+    found = memory_groups(root=root, membership=membership)
+    assert available_bytes(groups=found, machine=5000) == 850
 
 
 def test_the_program_refuses_two_subjects(capsys: pytest.CaptureFixture[str]) -> None:

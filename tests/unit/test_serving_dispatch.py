@@ -221,3 +221,29 @@ def test_a_version_that_goes_answers_first_what_waits_for_it() -> None:
     assert (outcomes, model.route()) == ([b"a", b"b"], {1})
     old.lost(1)
     assert (model.route(), set(model.dispatchers)) == (set(), {2})
+
+
+def test_what_waits_where_no_replica_takes_requests_any_more_goes_to_the_version_served() -> None:
+    """A version that went comes back, and goes before a new replica of it is there."""
+    told = {"serving": 1, "served": [1], "labels": {}, "states": [], "draining": []}
+    model, limits, outcomes = ModelRoute(), QueueLimits(), list[Outcome]()
+    model.take({**told, "replicas": [[1, "path", 1]]}, limits)
+    old, replica = model.dispatchers[1], FakeReplica()
+    old.connected(1, replica, version=1)
+
+    def ask(payload: bytes) -> None:
+        old.submit(
+            Ticket(kind=Kind.REST_PREDICT, payload=payload, deadline=60.0, answer=outcomes.append)
+        )
+
+    ask(b"a")
+    gone = {**told, "serving": 2, "served": [2], "replicas": [], "draining": [1]}
+    back = {**gone, "served": [1, 2]}
+    for table in (gone, back):
+        model.take(table, limits)
+        assert model.route() == set()
+    ask(b"b")
+    model.take(gone, limits)
+    assert (model.route(), old.waiting, model.dispatchers[2].waiting) == (set(), 0, 1)
+    old.received(1, Frame(replica.frames[0].id, Kind.ANSWER, b"a"))
+    assert (outcomes, model.route()) == ([b"a"], {1})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -205,6 +207,39 @@ def test_a_label_names_its_old_version_until_the_new_one_is_served() -> None:
     assert (model.served, model.labels) == ({1, 3}, {"stable": 1})
     model = started(model, 2, first_id=3).loaded(3)
     assert (model.served, model.labels, model.actions()) == ({2, 3}, {"stable": 2}, [Drain(2)])
+
+
+def test_a_directory_that_may_not_be_read_is_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_version(tmp_path / "m", "1")
+    (tmp_path / "lost+found").mkdir()
+    iterdir = Path.iterdir
+
+    def refusing(path: Path) -> Iterator[Path]:
+        if path.name == "lost+found":
+            raise PermissionError(13, "Permission denied")
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", refusing)
+    assert find_models(tmp_path) == {"m": tmp_path / "m"}
+
+
+def test_a_cluster_of_ray_that_is_not_there_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**options: object) -> None:
+        raise ConnectionError("cannot reach the cluster\nat 10.0.0.1:6379")
+
+    ray = MagicMock(init=init)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.serve", ray.serve)
+    monkeypatch.delitem(sys.modules, "tfdist.serving.on_ray", raising=False)
+    make_version(tmp_path / "m", "1")
+    assert serve.main([str(tmp_path), "--on", "ray"]) == 1
+    del sys.modules["tfdist.serving.on_ray"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"Ray has not deployed {tmp_path}: at 10.0.0.1:6379")
 
 
 @pytest.mark.parametrize(

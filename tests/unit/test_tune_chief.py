@@ -356,6 +356,15 @@ def test_the_best_is_trained_until_it_has_an_end(
     assert len(disk.started) == starts
 
 
+def test_kills_of_the_best_with_progress_in_between_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = Disk(fates={"best": [KILLED] * 9})
+    monkeypatch.setattr(FakeRunner, "metrics", lambda _, run_dir: [{}] * len(disk.started))
+    assert Retraining(FakeRunner(disk), JOB).run() == 0
+    assert len(disk.started) == 10
+
+
 def test_a_better_trial_that_is_found_later_is_trained_in_place_of_the_first(
     tmp_path: Path,
 ) -> None:

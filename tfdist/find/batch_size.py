@@ -17,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_number
+from tfdist.launch.plan import memory_groups
 
 _LOG = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.05
@@ -342,18 +343,17 @@ def _require_built(model: Any) -> None:
 # Memory that is left for a new process: of its control groups, of the machine, of its GPUs.
 
 
-_ROOT = Path("/sys/fs/cgroup")
-_UNLIMITED = 1 << 60  # version 1 says so by a number near 2**63
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 _MIB = 1 << 20
 
 
 def available_bytes(
-    *, root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup"), machine: int | None = None
+    *, groups: Iterable[tuple[int, int]] | None = None, machine: int | None = None
 ) -> int:
     """Return how many bytes processes may take more, before the kernel ends one of them."""
     left = [psutil.virtual_memory().available if machine is None else machine]
-    left += [max(0, limit - used) for limit, used in _groups(root, membership)]
+    bounds = memory_groups() if groups is None else groups
+    left += [max(0, limit - used) for limit, used in bounds]
     return min(left)
 
 
@@ -368,39 +368,3 @@ def gpu_bytes() -> tuple[int, ...]:
     except (OSError, subprocess.TimeoutExpired):
         return ()
     return tuple(int(line) * _MIB for line in done.stdout.split() if line.isdecimal())
-
-
-def _groups(root: Path, membership: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and use of each control group with a limit that this process is in."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield from _limits(root, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _limits(root / "memory", path, *names)
-
-
-def _limits(root: Path, path: str, limit: str, use: str, cache: str) -> Iterator[tuple[int, int]]:
-    """Yield those of a group and of the groups that it is in."""
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for depth in range(len(parts), -1, -1):
-        group = root.joinpath(*parts[:depth])
-        with contextlib.suppress(OSError, ValueError):  # "max", or not seen from in here
-            most = int((group / limit).read_text())
-            if most < _UNLIMITED:
-                yield most, int((group / use).read_text()) - _cache(group, cache)
-
-
-def _cache(group: Path, name: str) -> int:
-    """Return the bytes of files that the kernel gives back when they are needed."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (group / "memory.stat").read_text().splitlines():
-            key, value = line.split()
-            if key == name:
-                return int(value)
-    return 0

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,6 @@ _AUTO = "auto"
 _POLL_S = 0.5
 _STOP_S = 20.0
 _LAST_LINES = 12
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """A model in so many stages, with micro-batches of so many examples; 0 for the size found."""
-
-    stages: int
-    size: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,7 +189,7 @@ def _sizes(flag: str, text: str | None, batch: int) -> tuple[bool, list[int]]:
 
 def _bench(argv: Sequence[str]) -> int:
     options = parse(argv)
-    measured = measure(options)
+    measured, _ = measure(options)
     if options.json:
         lines = [json.dumps(dataclasses.asdict(one)) for one in measured]
         options.json.write_text("\n".join(lines) + "\n")
@@ -207,67 +199,50 @@ def _bench(argv: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def measure(options: Any) -> list[StepTimes]:
-    """Return the times of all cells, whose steps were run in turn, one of each in a round."""
-    with contextlib.ExitStack() as stack:
-        jobs, cells = jobs_of(options, stack)
-        found = first_steps(jobs)
-        seconds = in_turn(jobs, [cell.stages for cell in cells], rounds=options.steps)
-    return times_of(cells, seconds, found, batch=options.batch_size)
+def measure(
+    options: Any, *, beside: Sequence[StepperJob] = ()
+) -> tuple[list[StepTimes], list[list[float]]]:
+    """Return the times of all sizes, and the seconds of the jobs `beside`, which are ready.
 
-
-def jobs_of(options: Any, stack: contextlib.ExitStack) -> tuple[dict[int, StepperJob], list[Cell]]:
-    """Start the jobs, which end with the stack; return them by their stages, and all cells."""
-    cells = [Cell(stages=options.stages, size=size) for size in options.sizes]
-    cells += [Cell(stages=options.stages, size=0)] * options.auto
-    cells += [Cell(stages=1, size=size) for size in options.one_device]
+    Their steps are run in turn, one of each in a round.
+    """
+    cells = [(options.stages, size) for size in options.sizes]
+    cells += [(options.stages, 0)] * options.auto  # the size that the job finds
+    cells += [(1, size) for size in options.one_device]
     jobs = {}
-    for stages in dict.fromkeys(cell.stages for cell in cells):
-        own = [cell.size for cell in cells if cell.stages == stages]
-        run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-bench-"))
-        jobs[stages] = stepper(options, stages=stages, sizes=own, run_dir=run_dir)
-        stack.callback(jobs[stages].close)
-    return jobs, cells
-
-
-def times_of(
-    cells: Sequence[Cell],
-    seconds: Sequence[Sequence[float]],
-    found: Mapping[int, int],
-    *,
-    batch: int,
-) -> list[StepTimes]:
-    """Return the times of the cells by their seconds, and the split sizes found, by stages."""
-    return [
+    with contextlib.ExitStack() as stack:
+        for stages in dict.fromkeys(stages for stages, _ in cells):
+            own = [size for of, size in cells if of == stages]
+            run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-bench-"))
+            jobs[stages] = stepper(options, stages=stages, sizes=own, run_dir=run_dir)
+            stack.callback(jobs[stages].close)
+        for job in jobs.values():
+            job.wait()
+        found = jobs[options.stages].step()["size"]
+        turns = [*(jobs[stages] for stages, _ in cells), *beside]
+        seconds = in_turn(turns, rounds=options.steps)
+    times = [
         StepTimes(
-            stages=cell.stages,
-            size=cell.size or found[cell.stages],
-            batch=batch,
+            stages=stages,
+            size=size or found,
+            batch=options.batch_size,
             seconds=tuple(taken),
-            found=not cell.size,
+            found=not size,
         )
-        for cell, taken in zip(cells, seconds, strict=False)
+        for (stages, size), taken in zip(cells, seconds, strict=False)
     ]
+    return times, seconds[len(cells) :]
 
 
-def first_steps(jobs: Mapping[int, StepperJob]) -> dict[int, int]:
-    """Wait until all jobs are ready; return the split size that those of several stages found."""
-    for job in jobs.values():
-        job.wait()
-    return {stages: job.step()["size"] for stages, job in jobs.items() if stages > 1}
-
-
-def in_turn(
-    jobs: Mapping[Any, StepperJob], cells: Sequence[Any], *, rounds: int
-) -> list[list[float]]:
-    """Return the seconds of each cell, which are names of jobs, in rounds of a step for each.
+def in_turn(jobs: Sequence[StepperJob], *, rounds: int) -> list[list[float]]:
+    """Return the seconds of the jobs, in rounds of a step for each; one may have several.
 
     The first round, which traces, is left out.
     """
-    seconds: list[list[float]] = [[] for _ in cells]
+    seconds: list[list[float]] = [[] for _ in jobs]
     for number in range(rounds + 1):
-        for name, taken in zip(cells, seconds, strict=True):
-            answer = jobs[name].step()
+        for job, taken in zip(jobs, seconds, strict=True):
+            answer = job.step()
             if number:
                 taken.append(answer["seconds"])
         print(f"round {number} of {rounds}", file=sys.stderr, flush=True)

@@ -1,10 +1,11 @@
 """Plan of a job: one process per task, with its part of this machine's CPUs and GPUs.
 
-Pure, but for `this_machine`, so that ``--dry_run`` can print it.
+Pure, but for `this_machine` and `memory_groups`, so that ``--dry_run`` can print it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -13,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,7 +32,8 @@ from tfdist.errors import UsageError
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.options import LaunchOptions, Program, StartMethod
 
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+_CGROUPS = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60  # version 1 says so by a number near 2**63
 _GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 
@@ -55,10 +57,48 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
 def _cpus() -> int:
     allowed = len(os.sched_getaffinity(0))
     try:
-        quota, period = _CGROUP_LIMIT.read_text().split()
+        quota, period = (_CGROUPS / "cpu.max").read_text().split()
         return max(1, min(allowed, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # no control group, or "max"
         return allowed
+
+
+def memory_groups(
+    *, root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")
+) -> Iterator[tuple[int, int]]:
+    """Yield limit and use, in bytes, of each control group that bounds this process's memory."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _limits(root, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _limits(root / "memory", path, *names)
+
+
+def _limits(root: Path, path: str, limit: str, use: str, cache: str) -> Iterator[tuple[int, int]]:
+    """Yield those of a group and of the groups that it is in."""
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        group = root.joinpath(*parts[:depth])
+        with contextlib.suppress(OSError, ValueError):  # "max", or not seen from in here
+            most = int((group / limit).read_text())
+            if most < _UNLIMITED:
+                yield most, int((group / use).read_text()) - _cache(group, cache)
+
+
+def _cache(group: Path, name: str) -> int:
+    """Return the bytes of files that the kernel gives back when they are needed."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (group / "memory.stat").read_text().splitlines():
+            key, value = line.split()
+            if key == name:
+                return int(value)
+    return 0
 
 
 def _gpus_of_machine(environ: Mapping[str, str]) -> tuple[str, ...]:

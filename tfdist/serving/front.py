@@ -145,17 +145,20 @@ class ModelRoute:
     def route(self) -> set[int]:
         """Give requests to the replicas alone; return the connected others that have none left.
 
-        What waits for a version that is served no more is answered by it, while it has replicas.
+        What waits for a version that is served no more is answered by it, while it has replicas
+        that take requests.
         """
         idle: set[int] = set()
         for version, one in list(self.dispatchers.items()):
             if version in self.served:
                 idle.update(one.route(self.replicas))
-            elif not one.has_links and self.serving is not None:
+                continue
+            if not one.replicas and self.serving is not None:
                 one.move_to(self.dispatchers[self.serving])
-                del self.dispatchers[version]
-            elif not one.waiting:
+            if not one.waiting:
                 idle.update(one.route(()))
+                if not one.has_links:
+                    del self.dispatchers[version]
         return idle
 
     def is_connected(self, id: int) -> bool:

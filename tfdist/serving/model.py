@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ from tfdist.serving import examples, rest
 from tfdist.serving.protocol import Code, Kind, RequestError
 from tfdist.serving.rest import DEFAULT_SIGNATURE, TensorSpec
 
-_MOST_BYTES = 1 << 30  # of an input whose values are given once for all
+_MOST_BYTES = 64 << 20  # of an input whose values are given once for all
+_MOST_OF_A_BYTE = 8  # of an array, by a request: a small int64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,16 +150,28 @@ class ServedModel:
     def answer(self, requests: Sequence[tuple[Kind, bytes]]) -> list[bytes | RequestError]:
         """Return the answers to requests, in their order; those that fit share a call."""
         calls = [self._decoded(kind, payload) for kind, payload in requests]
-        groups: dict[object, list[int]] = {}
+        groups: dict[object, list[tuple[int, Call]]] = {}
         for at, call in enumerate(calls):
             if isinstance(call, Call):
-                groups.setdefault(self._group(at, call), []).append(at)
+                groups.setdefault(self._group(at, call), []).append((at, call))
         answers = [b"" if isinstance(call, Call) else call for call in calls]
         for members in groups.values():
-            batch = [call for at in members if isinstance(call := calls[at], Call)]
-            for at, answer in zip(members, self._run(batch), strict=True):
-                answers[at] = answer
+            for batch in self._batches(members):
+                found = self._run([call for _, call in batch])
+                for (at, _), answer in zip(batch, found, strict=True):
+                    answers[at] = answer
         return answers
+
+    def _batches(self, members: Sequence[tuple[int, Call]]) -> Iterator[list[tuple[int, Call]]]:
+        """Yield calls for one batch after the other; one of more examples is one by itself."""
+        batch, rows = list[tuple[int, Call]](), 0
+        for at, call in members:
+            rows += call.rows
+            if batch and rows > self._sizes[-1]:
+                yield batch
+                batch, rows = [], call.rows
+            batch.append((at, call))
+        yield batch
 
     def _group(self, at: int, call: Call) -> object:
         """Return what calls that can be one batch have in common."""
@@ -357,7 +370,7 @@ def _array(tensor: Any, spec: TensorSpec, name: str) -> np.ndarray:
                 f"input {name}: tensor_content does not have the {size_bytes} bytes of {shape}"
             )
         return np.frombuffer(tensor.tensor_content, spec.dtype).reshape(shape)
-    if size_bytes > _MOST_BYTES:
+    if size_bytes > max(_MOST_BYTES, _MOST_OF_A_BYTE * tensor.ByteSize()):
         raise _invalid(f"input {name}: shape {shape} is more than a request can hold")
     try:
         array: np.ndarray = tf.make_ndarray(tensor)

@@ -176,9 +176,7 @@ def run(options: RayOptions) -> None:
     Raises UsageError where there is no model, TfdistError where Ray cannot deploy them.
     """
     require_models(options.directory, options.name)
-    ray.init(log_to_driver=False, logging_level=logging.WARNING)
     http = {"host": options.host, "port": options.port, "request_timeout_s": options.timeout_s}
-    serve.start(proxy_location="EveryNode", http_options=http)
     deploy = serve.deployment(
         num_replicas=options.replicas,
         max_ongoing_requests=2 * max(options.batch_sizes),
@@ -187,8 +185,10 @@ def run(options: RayOptions) -> None:
         ray_actor_options={"num_cpus": 1},
     )
     try:
+        ray.init(log_to_driver=False, logging_level=logging.WARNING)
+        serve.start(proxy_location="EveryNode", http_options=http)
         serve.run(deploy(RayReplica).bind(options), name=_APPLICATION, route_prefix="/")
-    except RuntimeError as error:
+    except (ConnectionError, RuntimeError) as error:  # of a cluster that is not there, too
         reason = (str(error).strip().splitlines() or ["no reason"])[-1]
         raise TfdistError(f"serve: Ray has not deployed {options.directory}: {reason}") from error
     stop = threading.Event()

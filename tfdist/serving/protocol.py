@@ -1,9 +1,9 @@
 """What front and replicas say to each other, and the part of TensorFlow Serving's protocol that
 needs no model: addresses, status codes, names of the requested model, states of its versions.
 
-Pure, and without TensorFlow or NumPy. The stubs of ``tensorflow-serving-api`` load TensorFlow; so
-the few messages that the front itself reads and writes are described here by their field numbers
-(``tensorflow_serving/apis/model.proto`` and ``get_model_status.proto``).
+Pure, and without TensorFlow or NumPy. Most stubs of ``tensorflow-serving-api`` load TensorFlow, so
+the requests are read here as what they have in common, a message in field 1, and the one answer is
+written by its field numbers (``tensorflow_serving/apis/get_model_status.proto``).
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
+from google.protobuf.wrappers_pb2 import BytesValue
+from tensorflow_serving.apis.model_pb2 import ModelSpec
+from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
 
 INT64_MAX = 2**63 - 1
 
@@ -192,51 +194,10 @@ def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
 # Messages -----------------------------------------------------------------------------------------
 
 
-def _messages() -> dict[str, Any]:
-    """Return the classes of the messages, in a pool of their own beside TensorFlow's."""
-    field = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="tfdist/serving.proto", syntax="proto3")
-    file.package = "tfdist.serving"
-
-    def message(name: str, /, **fields: tuple[int, int | str]) -> None:
-        made = file.message_type.add(name=name)
-        for key, (number, type) in fields.items():
-            label = field.LABEL_REPEATED if key.endswith("_list") else field.LABEL_OPTIONAL
-            added = made.field.add(name=key, number=number, label=label)
-            if isinstance(type, str):
-                added.type, added.type_name = field.TYPE_MESSAGE, f".tfdist.serving.{type}"
-            else:
-                added.type = type
-
-    message("Int64Value", value=(1, field.TYPE_INT64))
-    message(
-        "ModelSpec",
-        name=(1, field.TYPE_STRING),
-        version=(2, "Int64Value"),
-        signature_name=(3, field.TYPE_STRING),
-        version_label=(4, field.TYPE_STRING),
-    )
-    message("Request", model_spec=(1, "ModelSpec"))
-    message("Reload", config=(1, field.TYPE_BYTES))
-    message("Status", error_code=(1, field.TYPE_INT32), error_message=(2, field.TYPE_STRING))
-    message(
-        "Version", version=(1, field.TYPE_INT64), state=(2, field.TYPE_INT32), status=(3, "Status")
-    )
-    message("States", version_list=(1, "Version"))
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    names = [made.name for made in file.message_type]
-    find = pool.FindMessageTypeByName
-    return {n: message_factory.GetMessageClass(find(f"tfdist.serving.{n}")) for n in names}
-
-
-_MESSAGES = _messages()
-
-
 def parse_model_spec(payload: bytes) -> Target:
     """Return the model that a gRPC request names: field 1 of all requests that name one."""
     try:
-        spec = _MESSAGES["Request"].FromString(payload).model_spec
+        spec = ModelSpec.FromString(BytesValue.FromString(payload).value)
     except DecodeError as error:
         raise RequestError(Code.INVALID_ARGUMENT, f"Malformed request: {error}") from None
     if not spec.name:
@@ -247,11 +208,8 @@ def parse_model_spec(payload: bytes) -> Target:
 
 def parse_reload(payload: bytes) -> Any:
     """Return the ``ModelServerConfig`` in a ``ReloadConfigRequest``; raise RequestError."""
-    from tensorflow_serving.config import model_server_config_pb2  # loads no TensorFlow
-
     try:
-        text = _MESSAGES["Reload"].FromString(payload).config
-        return model_server_config_pb2.ModelServerConfig.FromString(text)
+        return ModelServerConfig.FromString(BytesValue.FromString(payload).value)
     except DecodeError as error:
         raise RequestError(Code.INVALID_ARGUMENT, f"Malformed request: {error}") from None
 
@@ -346,10 +304,21 @@ def status_json(states: Iterable[VersionState]) -> dict[str, Any]:
 
 def status_message(states: Sequence[VersionState]) -> bytes:
     """Return the states as a ``GetModelStatusResponse``."""
-    made = _MESSAGES["States"]()
+    versions = []
     for one in sorted(states, key=lambda one: -one.version):
-        version = made.version_list.add(version=one.version, state=STATES[one.state])
-        version.status.error_code = int(one.code)
-        version.status.error_message = one.message
-    data: bytes = made.SerializeToString()
-    return data
+        status = _field(1, int(one.code)) + _field(2, one.message.encode())
+        version = _field(1, one.version) + _field(2, STATES[one.state]) + _field(3, status)
+        versions.append(_field(1, version))
+    return b"".join(versions)
+
+
+def _field(number: int, value: int | bytes) -> bytes:
+    """Return a field of a message, as https://protobuf.dev/programming-guides/encoding has it."""
+    if isinstance(value, int):
+        return _varint(number << 3) + _varint(value)
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+def _varint(number: int) -> bytes:
+    low, high = number & 0x7F, number >> 7
+    return bytes([low | 0x80]) + _varint(high) if high else bytes([low])

@@ -288,7 +288,15 @@ def find_models(directory: Path, name: str | None = None) -> dict[str, Path]:
         return {name or directory.resolve().name: directory}
     below = sorted(path for path in directory.iterdir() if path.is_dir())
     models = {path.name: path for path in below if not path.name.startswith(".")}
-    return {n: path for n, path in models.items() if name in (None, n) and find_versions(path)}
+    return {n: path for n, path in models.items() if name in (None, n) and _has_versions(path)}
+
+
+def _has_versions(directory: Path) -> bool:
+    """Return whether there are any; none where this user may not look, as in a lost+found."""
+    try:
+        return bool(find_versions(directory))
+    except PermissionError:
+        return False
 
 
 def require_models(directory: Path, name: str | None = None) -> dict[str, Path]:

@@ -11,7 +11,6 @@ it does not count. It ends its trial by itself sooner than its lease can end, by
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import os
@@ -21,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +44,6 @@ _MAX_SLOTS = 1024
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _RemoteRunner:
-    name: str
-    places: int
-    """0 for one that leaves, or is gone."""
-
-
 class ServingRunner:
     """Runs trials here, in the places of `here`, and gives others to the runners that have come.
 
@@ -72,7 +63,8 @@ class ServingRunner:
         self._server = server
         self._ownership = ownership
         self._clock = clock
-        self._remote_runners: dict[int, _RemoteRunner] = {}
+        self._names: dict[int, str] = {}
+        self._places: dict[int, int] = {}  # of those that are there and stay
         self._trials: dict[str, RemoteTrial] = {}
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
@@ -83,14 +75,13 @@ class ServingRunner:
 
     def free_slots(self, taken: Collection[Slot]) -> Iterable[Slot]:
         """Return those here first, then one of each runner after the other."""
-        free = [*self._here.free_slots(taken)]
-        most = max((client.places for client in self._remote_runners.values()), default=0)
-        for number in range(most):
-            for rank, client in self._remote_runners.items():
-                place = Slot(number=number, runner=rank)
-                if number < client.places and place not in taken:
-                    free.append(place)
-        return free
+        there = [
+            Slot(number=number, runner=rank)
+            for number in range(max(self._places.values(), default=0))
+            for rank, places in self._places.items()
+            if number < places
+        ]
+        return [*self._here.free_slots(taken), *(slot for slot in there if slot not in taken)]
 
     def start(self, job: TrialJob) -> RunningTrial:
         if job.slot.runner == HERE:
@@ -119,7 +110,7 @@ class ServingRunner:
     def close(self, exit_code: int | None) -> None:
         """End all connections; report how the sweep has ended, if it has."""
         if exit_code is not None:
-            for rank in self._remote_runners:
+            for rank in self._names:
                 self._server.send(rank, {"end": exit_code})
         self._server.close()
 
@@ -138,8 +129,7 @@ class ServingRunner:
 
     def _name_of(self, rank: int) -> str:
         """Return how to call a runner; a chief before this one may have known its name."""
-        known = self._remote_runners.get(rank)
-        return f"runner {known.name}" if known else "its runner"
+        return f"runner {self._names[rank]}" if rank in self._names else "its runner"
 
     def _hear(self, news: News) -> None:
         match news:
@@ -159,13 +149,9 @@ class ServingRunner:
     def _lost(self, news: Lost) -> None:
         for trial in self._leased_to(news.rank):
             trial.lease_ends_s = news.heard_s + LEASE_S
-        if news.rank in self._remote_runners:
+        self._places.pop(news.rank, None)
+        if news.rank in self._names:
             logger.info("%s is gone: %s", self._name_of(news.rank), news.cause)
-            self._close_slots(news.rank)
-
-    def _close_slots(self, rank: int) -> None:
-        known = self._remote_runners[rank]
-        self._remote_runners[rank] = dataclasses.replace(known, places=0)
 
     def _obey(self, rank: int, message: Message) -> None:
         match message:
@@ -173,11 +159,11 @@ class ServingRunner:
                 self._came(rank, name, places, [protocol.decode_lease(one) for one in holds])
             case {"ended": {"lease": lease, "outcome": outcome}}:
                 self._ended(rank, protocol.decode_lease(lease), protocol.decode_outcome(outcome))
-            case {"leaving": True} if rank in self._remote_runners:
-                self._close_slots(rank)
+            case {"leaving": True}:
+                self._places.pop(rank, None)
 
     def _came(self, rank: int, name: str, places: int, holds: Sequence[Lease]) -> None:
-        self._remote_runners[rank] = _RemoteRunner(name=name, places=min(places, _MAX_SLOTS))
+        self._names[rank], self._places[rank] = name, min(places, _MAX_SLOTS)
         logger.info("runner %s is there, with %d places", name, places)
         for trial in self._leased_to(rank):
             if trial.lease not in holds:

@@ -321,15 +321,16 @@ class Retraining:
     def run(self) -> int:
         """Return the exit code; report how it went."""
         outcome: Outcome | None = self._runner.outcome(self._job)
-        kills = 0
+        kills = reached = 0
         while not isinstance(outcome, Completed | Failed):
             if self._stop_signal:
                 return Stopped(self._stop_signal).exit_code
             if kills > _KILLS_AT_MOST:
-                outcome = Failed(reason=f"killed {kills} times")
+                outcome = Failed(reason=f"killed {kills} times without progress")
                 break
             outcome = self._attempt()
-            kills += 1
+            done = len(self._runner.metrics(self._job.run_dir))
+            kills, reached = (kills if done <= reached else 0) + 1, max(done, reached)
         if isinstance(outcome, Failed):
             logger.error("the best trial could not be trained again: %s", outcome.reason)
             return EXIT_FAILED

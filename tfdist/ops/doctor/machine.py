@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from tfdist.files import fsync
-from tfdist.launch.plan import this_machine
+from tfdist.launch.plan import memory_groups, this_machine
 from tfdist.ops.doctor.facts import (
     Directory,
     MachineProbe,
@@ -34,9 +34,6 @@ from tfdist.ops.doctor.facts import (
     reason_of,
 )
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_V1_LIMIT = _CGROUPS / "memory" / "memory.limit_in_bytes"
-_V1_NO_LIMIT = 1 << 60
 _PACKAGES = {
     "tensorflow": ("tensorflow", "tensorflow-cpu"),
     "keras": ("keras",),
@@ -57,7 +54,8 @@ def look(environ: Mapping[str, str]) -> MachineProbe:
     """Return what this process has and may use."""
     usable = this_machine(environ)
     cpu, features = _processor()
-    limit, used = _memory_limit()
+    tightest = min(memory_groups(), key=lambda group: group[0] - group[1], default=None)
+    limit, used = tightest or (None, None)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     own = own_addresses()
     return MachineProbe(
@@ -135,22 +133,6 @@ def _processor() -> tuple[str, tuple[str, ...]]:
     )
 
 
-def _memory_limit() -> tuple[int | None, int | None]:
-    """Return the limit of the control groups this process is in and what is used of it."""
-    own = re.search(r"^0::(/.*)$", _text(Path("/proc/self/cgroup")), re.MULTILINE)
-    directory = _CGROUPS / (own[1].lstrip("/") if own else "")
-    found: list[tuple[int, int]] = []
-    while directory.is_relative_to(_CGROUPS):
-        limit, used = _number(directory / "memory.max"), _number(directory / "memory.current")
-        cached = re.search(r"^inactive_file (\d+)", _text(directory / "memory.stat"), re.MULTILINE)
-        if limit is not None:
-            found.append((limit, (used or 0) - (int(cached[1]) if cached else 0)))
-        directory = directory.parent
-    if not found and (limit := _number(_V1_LIMIT)) is not None and limit < _V1_NO_LIMIT:
-        found.append((limit, _number(_V1_LIMIT.with_name("memory.usage_in_bytes")) or 0))
-    return min(found, key=lambda pair: pair[0] - pair[1], default=(None, None))
-
-
 def _free(directory: str) -> int:
     try:
         state = os.statvfs(directory)
@@ -165,11 +147,6 @@ def _without_password(url: str) -> str:
     except ValueError:
         return "a value that is no URL"
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdecimal() else None
 
 
 def _text(path: Path) -> str:
