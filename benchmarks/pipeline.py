@@ -2,8 +2,8 @@
 
 Beside one core that accumulates over micro-batches, and torch.distributed.pipelining (1F1B, gloo).
 Each process has a core of its own, all run a step in turn, and a figure is the median of `--steps`;
-memory is that of processes of their own. Writes `benchmarks/PIPELINE.md`. Rows that are not
-measured keep the figures of the last run.
+memory is that of processes of their own. Writes `benchmarks/PIPELINE.md` and a picture. Rows that
+are not measured keep the figures of the last run.
 
 Expected before measuring, of ResNet-50 (128x128, batch 120): one core 13.3 s a step, two stages 7.7
 (1.7, of at most 1.82 with ten micro-batches), torch the same to 2 %; without micro-batches 0.97 of
@@ -35,6 +35,7 @@ from tfdist.find import split_size  # noqa: E402
 from tfdist.find.split_size import StepperJob, StepTimes  # noqa: E402
 
 PAGE = ROOT / "benchmarks" / "PIPELINE.md"
+PICTURE = ROOT / "docs" / "images" / "pipeline.png"
 RAW = ROOT / "benchmarks" / "pipeline.json"
 TRANSFORMER = f"{ROOT / 'benchmarks' / 'pipeline_models.py'}:transformer"
 TIMEOUT_S = 600.0
@@ -49,6 +50,7 @@ def sweep(args: argparse.Namespace) -> list[str]:
     torch_size = args.torch_size
     request = {"model": "resnet50", "image": args.image_size, "batch": args.batch_size}
     measured, torch_s = _beside_torch(options, {**request, "size": torch_size})
+    split_size.draw(measured, PICTURE)
     staged = [one for one in measured if one.stages > 1 and not one.found]
     found = next(one for one in measured if one.found)
     core = [one for one in measured if one.stages == 1]
