@@ -14,7 +14,6 @@ import tfdist
 from tfdist.audit.files import merged, read_directory
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
 from tfdist.errors import StartupTimeout, UsageError
-from tfdist.pipeline import timing
 from tfdist.pipeline.cuts import LayerGraph
 from tfdist.pipeline.schedule import passes
 from tfdist.pipeline.stage import MicroBatch, Stage
@@ -483,15 +482,6 @@ def test_the_places_that_are_chosen_cut_the_model():
     with pytest.raises(UsageError) as caught:
         possible_places(graph, num_stages=9)
     assert caught.value.code == "too-many-stages"
-
-
-def test_what_whole_stages_take_corrects_the_times_of_their_parts(monkeypatch):
-    graph = LayerGraph(in_a_row())
-    possible = possible_places(graph, num_stages=2)
-    times = [[1.0, 1.0, 1.0, 1.0, 1.5], [9.0, 1.0]]  # behind the third, and then what that takes
-    monkeypatch.setattr(timing, "_seconds", lambda *_, **__: times.pop(0))
-    (place,) = chosen_places(graph, possible, num_stages=2, rows=4, micros=8)
-    assert place is possible[1]
 
 
 def configs(count):

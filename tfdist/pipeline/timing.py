@@ -49,13 +49,8 @@ def chosen_places(
     seconds = _seconds(graph, [place.position for place in places], rows)
     weights = [place.example_bytes for place in places]
     chosen = balanced(seconds, weights, stages=num_stages)
-    # Parts by themselves take less than in a row: what a stage takes as a whole corrects them.
-    whole = _seconds(graph, [places[i].position for i in chosen], rows, passes_apart=True)
-    for run, taken in zip(_runs(chosen, len(seconds)), whole, strict=True):
-        factor = taken / sum(seconds[run])
-        seconds[run] = [one * factor for one in seconds[run]]
-    chosen = balanced(seconds, weights, stages=num_stages)
-    each = [sum(seconds[run]) for run in _runs(chosen, len(seconds))]
+    bounds = [0, *(i + 1 for i in chosen), len(seconds)]
+    each = [sum(seconds[low:high]) for low, high in itertools.pairwise(bounds)]
     orders = [passes("1f1b", stage=k, stages=num_stages, micros=micros) for k in range(num_stages)]
     _LOG.info(
         "cut behind %s: %s s for a micro-batch of %d; of %d micro-batches the stages wait %.0f %%",
@@ -67,51 +62,30 @@ def chosen_places(
     return [places[i] for i in chosen]
 
 
-def _runs(chosen: Sequence[int], parts: int) -> list[slice]:
-    """Return the parts of each stage."""
-    bounds = [0, *(i + 1 for i in chosen), parts]
-    return [slice(low, high) for low, high in itertools.pairwise(bounds)]
-
-
-def _seconds(
-    graph: LayerGraph, positions: Sequence[int], rows: int, *, passes_apart: bool = False
-) -> list[float]:
-    """Return the seconds of each run of layers between two positions, forward and backward.
-
-    With `passes_apart` they are two calls, as in stages, of all but the last.
-    """
+def _seconds(graph: LayerGraph, positions: Sequence[int], rows: int) -> list[float]:
+    """Return the seconds of each run of layers between two positions, forward and backward."""
     parts = graph.divided(graph.behind(positions), num_stages=len(positions) + 1)
-    return [
-        _seconds_of(
-            part.module, rows, first=part.index == 0, apart=passes_apart and not part.is_last
-        )
-        for part in parts
-    ]
+    return [_seconds_of(part.module, rows, first=part.index == 0) for part in parts]
 
 
-def _seconds_of(module: keras.Model, rows: int, *, first: bool, apart: bool) -> float:
+def _seconds_of(module: keras.Model, rows: int, *, first: bool) -> float:
     inputs = [_example(tensor, rows) for tensor in module.inputs]
-    values = [variable.value for variable in module.trainable_variables]
 
-    def forward(*given: tf.Tensor) -> tf.Tensor:
-        with keras.StatelessScope():  # statistics and seeds stay
-            outputs = tf.nest.flatten(module(one_or_list(list(given)), training=True))
-        outputs = [o for o in outputs if o.dtype.is_floating]
-        return tf.add_n([tf.reduce_sum(tf.cast(o, tf.float32)) for o in outputs])
-
+    @keras_compat.compiled
     def both(*given: tf.Tensor) -> tf.Tensor:
         floats = [] if first else [x for x in given if x.dtype.is_floating]
-        with tf.GradientTape() as tape:
+        with tf.GradientTape() as tape, keras.StatelessScope():  # statistics and seeds stay
             tape.watch(floats)
-            total = (compiled_forward if apart else forward)(*given)
+            outputs = tf.nest.flatten(module(one_or_list(list(given)), training=True))
+            outputs = [o for o in outputs if o.dtype.is_floating]
+            total = tf.add_n([tf.reduce_sum(tf.cast(o, tf.float32)) for o in outputs])
+        values = [variable.value for variable in module.trainable_variables]
         found = tape.gradient(total, [*values, *floats])
         with tf.control_dependencies([tf.convert_to_tensor(g) for g in found if g is not None]):
             return tf.identity(total)
 
-    compiled_forward = keras_compat.compiled(forward)
-    function = both if apart else keras_compat.compiled(both)
-    function(*inputs)
-    return min(_timed(function, inputs) for _ in range(_ROUNDS))
+    both(*inputs)
+    return min(_timed(both, inputs) for _ in range(_ROUNDS))
 
 
 def _timed(function: Callable[..., tf.Tensor], inputs: Sequence[tf.Tensor]) -> float:
