@@ -27,13 +27,14 @@ from tfdist.launch.live import (
 )
 from tfdist.launch.multihost.hosts import (
     Group,
+    HostPart,
     decided_group,
     environment_of_tasks,
     own_address,
     terms,
 )
 from tfdist.launch.multihost.leader import Team, TeamProcesses
-from tfdist.launch.multihost.node import HostPart, Node
+from tfdist.launch.multihost.node import Node
 from tfdist.launch.multihost.rendezvous import Hub, listen
 from tfdist.launch.options import LaunchOptions, Program
 from tfdist.launch.plan import (

@@ -14,15 +14,18 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.cluster import ClusterSpec, Task, placement, settings, slurm
+from tfdist.cluster import ClusterSpec, HeldPort, Task, placement, settings, slurm
 from tfdist.cluster.address import parse_hosts, shown
 from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.cluster.settings import JobSettings
 from tfdist.errors import UsageError, require
+from tfdist.launch.events import SignalPipe
 from tfdist.launch.multihost import agreement
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.multihost.connection import resolve
 from tfdist.launch.options import LaunchOptions
+from tfdist.launch.plan import JobDescription
+from tfdist.launch.screen import JobScreen
 
 _ANY_PORT = 9  # nothing is sent to it
 _OWN_FLAGS = (
@@ -91,6 +94,25 @@ class Group:
             for rank, host in enumerate(self.hosts)
         }
         return self.cluster(at)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostPart:
+    """One host's part of a job.
+
+    Attributes:
+      own: the address of this host.
+      terms: what must be the same on all hosts.
+      ports: held for its tasks.
+    """
+
+    job: JobDescription
+    group: Group
+    own: str
+    terms: Mapping[str, str]
+    ports: Sequence[HeldPort]
+    screen: JobScreen
+    signals: SignalPipe
 
 
 def decided_group(

@@ -24,7 +24,7 @@ from tfdist.launch.events import (
 )
 from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
 from tfdist.launch.multihost.connection import NO_SENSE, Attempt, Message, decode_event, encode
-from tfdist.launch.multihost.node import HostPart
+from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, readable
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses

@@ -12,12 +12,11 @@ import math
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tfdist.cluster import HeldPort, Task, hold_ports
+from tfdist.cluster import Task, hold_ports
 from tfdist.cluster.ports import replace_taken
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
 from tfdist.launch.events import (
@@ -25,16 +24,15 @@ from tfdist.launch.events import (
     Beat,
     Ended,
     Event,
-    SignalPipe,
     Started,
     StopRequest,
     exit_code_for,
     task_of,
 )
 from tfdist.launch.multihost.connection import NO_SENSE, Attempt, Message, decode, encode_event
-from tfdist.launch.multihost.hosts import Group
+from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.multihost.rendezvous import Joining, Member, readable
-from tfdist.launch.plan import JobDescription, ProcessSpec
+from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses, TaskFactory
 from tfdist.launch.report import request_name
 from tfdist.launch.screen import JobScreen
@@ -147,25 +145,6 @@ class NodeTasks:
                     requests += [event] if isinstance(event, StopRequest) else []
         self.processes.finish()
         return requests
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostPart:
-    """One host's part of a job.
-
-    Attributes:
-      own: the address of this host.
-      terms: what must be the same on all hosts.
-      ports: held for its tasks.
-    """
-
-    job: JobDescription
-    group: Group
-    own: str
-    terms: Mapping[str, str]
-    ports: Sequence[HeldPort]
-    screen: JobScreen
-    signals: SignalPipe
 
 
 class Node:
