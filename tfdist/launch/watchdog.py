@@ -350,7 +350,7 @@ class Watchdog:
 
         First a silent task: a stopped one before others. Then one that owes work. Then one that can
         never go on. Then one that is busy while others wait for it. Then, of those that wait, the
-        one with the fewest steps. Where all are alike, the chief.
+        one with the fewest steps. Of equal ones, the chief.
         """
         waiting = [task for task in self._tasks() if self._waits(task)]
         if silent:

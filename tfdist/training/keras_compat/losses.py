@@ -131,7 +131,8 @@ def _one_number_of_all(
     """
     values = tf.convert_to_tensor(values, dtype)
     is_one = values.shape.rank == 0 and mask is not None and sample_weight is None
-    if is_one and reduction != "sum" and _sums_in_step(trace, "a masked loss"):
+    is_mean = reduction in (_MEAN, "mean", "mean_with_sample_weight")
+    if is_one and is_mean and _sums_in_step(trace, "a masked loss"):
         unmasked = _over_replicas(tf.reduce_sum(tf.cast(mask, tf.float32)), trace)
         return original(values * tf.cast(tf.sign(unmasked), values.dtype), reduction=reduction)
     return original(values, sample_weight, mask, reduction, dtype)
