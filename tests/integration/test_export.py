@@ -112,6 +112,26 @@ def test_a_lower_precision_is_measured(trained, tmp_path, precision):
     assert any(v.dtype.name == precision for v in variables)
 
 
+def test_a_lower_precision_that_overflows_is_not_published(tmp_path):
+    scale = layers.Normalization(mean=[2e5], variance=[1e9])
+    model = keras.Sequential([keras.Input((1,)), scale, layers.Dense(2)], name="income")
+    samples = np.array([[1e5], [3e5]], "float32")
+    with pytest.raises(TfdistError, match="not finite, where the model's are"):
+        tfdist.export_model(model, tmp_path, precision="float16", samples=samples)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_outputs_keep_their_names_in_any_order(tmp_path):
+    x = keras.Input((3,), name="x")
+    z, a = (layers.Dense(2, name=name)(x) for name in "za")
+    model = keras.Model(x, [z, a, keras.ops.argmax(a, -1) > 0], name="two")
+    asked = np.ones((2, 3), "float32")
+    for precision in ("float32", "float16"):
+        found = call(tfdist.export_model(model, tmp_path, precision=precision), x=asked)
+        for name, wanted in zip("za", model(asked), strict=False):
+            np.testing.assert_allclose(found[name], wanted, atol=1e-2)
+
+
 def test_a_subclassed_model_with_a_dict_of_inputs(tmp_path):
     model = Halves()
     x = {"left": RNG.rand(6, 5).astype("float32"), "right": RNG.rand(6, 3).astype("float32")}
