@@ -269,6 +269,12 @@ def stateful():
     return LayerGraph(keras.Model(x, L.LSTM(2, stateful=True)(x)))
 
 
+def stateful_inside():
+    x = keras.Input((3, 2), batch_size=4)
+    inner = keras.Sequential([keras.Input((3, 2), batch_size=4), L.LSTM(2, stateful=True)])
+    return LayerGraph(keras.Model(x, inner(x)))
+
+
 def cut_of(**cuts):
     graph = LayerGraph(in_a_row())
     by = graph.behind_layers if "names" in cuts else graph.by_patterns
@@ -281,6 +287,7 @@ def cut_of(**cuts):
         (own_call, "no-layer-graph"),
         (lambda: LayerGraph(keras.Sequential([L.Dense(2)])), "no-layer-graph"),
         (stateful, "stateful-layer"),
+        (stateful_inside, "stateful-layer"),
         (lambda: cut_of(names=["dense9"]), "unknown-layer"),
         (lambda: cut_of(names=["head"]), "empty-stage"),
         (lambda: cut_of(patterns={"dense9": 1}), "unknown-layer"),

@@ -293,9 +293,10 @@ def _functional(model: keras.Model) -> Any:
 
 
 def _require_no_state(operation: Any) -> None:
+    stateful = [x.name for x in _layers_of(operation) if getattr(x, "stateful", False)]
     require(
-        not getattr(operation, "stateful", False),
-        f"layer {getattr(operation, 'name', '')!r}",
+        not stateful,
+        f"layer {stateful[0] if stateful else ''!r}",
         received="stateful=True under strategy pipeline",
         expected="layers that keep no state from one batch to the next",
         fix="leave stateful out, or train under another strategy",
@@ -308,8 +309,13 @@ def _variables(operation: Any) -> list[Any]:
 
 
 def _draws(operation: Any) -> int:
-    layers = [operation, *getattr(operation, "_flatten_layers", lambda **_: ())(include_self=False)]
-    return sum(getattr(layer, "seed_generator", None) is not None for layer in layers)
+    return sum(getattr(x, "seed_generator", None) is not None for x in _layers_of(operation))
+
+
+def _layers_of(operation: Any) -> list[Any]:
+    """Return the operation and the layers inside it."""
+    inner = getattr(operation, "_flatten_layers", lambda **_: ())
+    return [operation, *inner(include_self=False)]
 
 
 def _example_bytes(tensor: Any) -> int:
