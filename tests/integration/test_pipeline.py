@@ -491,6 +491,25 @@ def test_the_places_that_are_chosen_cut_the_model():
     assert caught.value.code == "too-many-stages"
 
 
+def test_parts_that_make_integers_alone_are_timed():
+    x = keras.Input((6,), dtype="int32")
+    ids = L.IntegerLookup(vocabulary=[1, 2, 3])(x)
+    hidden = L.LSTM(3)(L.Embedding(9, 4, mask_zero=True)(ids))
+    graph = LayerGraph(keras.Model(x, L.Dense(1)(hidden)))
+    possible = possible_places(graph, num_stages=2)
+    (place,) = chosen_places(graph, possible, num_stages=2, rows=4, micros=8)
+    assert len(graph.cut(graph.behind([place.position]), num_stages=2)) == 2
+
+
+def test_a_cut_is_that_of_one_model():
+    def graph_of(units, trainable=True):
+        layers = [keras.Input((4,)), L.Dense(units), L.Dense(3, trainable=trainable)]
+        return LayerGraph(keras.Sequential(layers)).digest
+
+    assert graph_of(5) == graph_of(5)
+    assert len({graph_of(5), graph_of(6), graph_of(5, trainable=False)}) == 3
+
+
 def configs(count):
     ports = hold_ports(count)
     cluster = ClusterSpec(worker=tuple(port.address for port in ports))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -97,6 +98,20 @@ class LayerGraph:
         self._made_by = {id(t): i for i, n in enumerate(self.nodes) for t in n.output_tensors}
         for node in self.nodes:
             _require_no_state(node.operation)
+
+    @property
+    def digest(self) -> str:
+        """What tells the model's layers, shapes and trainable weights from those of another."""
+        calls = [
+            [type(node.operation).__name__, [t.shape for t in node.output_tensors]]
+            + [variable.trainable for variable in _variables(node.operation)]
+            for node in self.nodes
+        ]
+        return hashlib.sha256(repr(calls).encode()).hexdigest()[:16]
+
+    def is_trainable(self, low: int, high: int) -> bool:
+        """Return whether the nodes ``[low, high)`` have trainable weights."""
+        return any(v.trainable for n in self.nodes[low:high] for v in _variables(n.operation))
 
     def places(self) -> list[Place]:
         """Return where the model can be cut in two, in order.

@@ -28,7 +28,7 @@ def possible_places(graph: LayerGraph, *, num_stages: int) -> list[Place]:
       UsageError: the model has fewer of them than cuts.
     """
     places = [place for place in graph.places() if place.num_tensors <= _MOST_TENSORS]
-    require_enough(len(places), stages=num_stages)
+    require_enough(_with_weights(graph, places), stages=num_stages)
     return places
 
 
@@ -48,7 +48,7 @@ def chosen_places(
     """
     seconds = _seconds(graph, [place.position for place in places], rows)
     weights = [place.example_bytes for place in places]
-    chosen = balanced(seconds, weights, stages=num_stages)
+    chosen = balanced(seconds, weights, stages=num_stages, trainable=_with_weights(graph, places))
     bounds = [0, *(i + 1 for i in chosen), len(seconds)]
     each = [sum(seconds[low:high]) for low, high in itertools.pairwise(bounds)]
     orders = [passes("1f1b", stage=k, stages=num_stages, micros=micros) for k in range(num_stages)]
@@ -60,6 +60,12 @@ def chosen_places(
         100 * timeline(orders, forward_s=each, backward_s=[2 * s for s in each]).bubble,
     )
     return [places[i] for i in chosen]
+
+
+def _with_weights(graph: LayerGraph, places: Sequence[Place]) -> list[bool]:
+    """Return whether each run of layers between two places has trainable weights."""
+    bounds = [0, *(place.position + 1 for place in places), len(graph.nodes)]
+    return [graph.is_trainable(low, high) for low, high in itertools.pairwise(bounds)]
 
 
 def _seconds(graph: LayerGraph, positions: Sequence[int], rows: int) -> list[float]:
@@ -77,11 +83,11 @@ def _seconds_of(module: keras.Model, rows: int, *, first: bool) -> float:
         with tf.GradientTape() as tape, keras.StatelessScope():  # statistics and seeds stay
             tape.watch(floats)
             outputs = tf.nest.flatten(module(one_or_list(list(given)), training=True))
-            outputs = [o for o in outputs if o.dtype.is_floating]
-            total = tf.add_n([tf.reduce_sum(tf.cast(o, tf.float32)) for o in outputs])
+            sums = [tf.reduce_sum(tf.cast(o, tf.float32)) for o in outputs if o.dtype.is_floating]
+            total = tf.add_n([tf.constant(0.0), *sums])  # there may be integers alone
         values = [variable.value for variable in module.trainable_variables]
-        found = tape.gradient(total, [*values, *floats])
-        with tf.control_dependencies([tf.convert_to_tensor(g) for g in found if g is not None]):
+        found = [g for g in tape.gradient(total, [*values, *floats]) if g is not None]
+        with tf.control_dependencies([*outputs, *map(tf.convert_to_tensor, found)]):
             return tf.identity(total)
 
     both(*inputs)
