@@ -314,7 +314,8 @@ def _lowered(model: keras.Model, precision: str) -> keras.Model:
 
 def _halved(layer: keras.Layer) -> keras.Layer:
     config = layer.get_config()
-    if layer.compute_dtype == "float32" and not isinstance(layer, keras.layers.InputLayer):
+    is_input = isinstance(layer, keras.layers.InputLayer)
+    if getattr(layer, "compute_dtype", "") == "float32" and not is_input:  # operations have none
         config["dtype"] = "float16"
     return type(layer).from_config(config)
 
