@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.models.functional import Functional
 
 from tfdist.checkpoint.publish import saveable
 from tfdist.checkpoint.state import weights_sha256
@@ -313,6 +314,10 @@ def _lowered(model: keras.Model, precision: str) -> keras.Model:
 
 
 def _halved(layer: keras.Layer) -> keras.Layer:
+    if hasattr(layer, "adapt"):  # shared: what it has seen is not in its config
+        return layer
+    if isinstance(layer, keras.Sequential | Functional):
+        return keras.models.clone_model(layer, clone_function=_halved)
     config = layer.get_config()
     is_input = isinstance(layer, keras.layers.InputLayer)
     if getattr(layer, "compute_dtype", "") == "float32" and not is_input:  # operations have none
