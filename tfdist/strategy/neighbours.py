@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tfdist.cluster.address import split_address
 from tfdist.strategy.rendezvous import own_versions, require_same_versions
 from tfdist.strategy.ring import Ring
 
@@ -95,7 +96,7 @@ def connect(
     other arguments as of `join`.
     """
     size, secret = len(addresses), secrets.token_bytes(_SECRET_BYTES)
-    hosts = [address.rpartition(":")[0].strip("[]") for address in addresses]
+    hosts = [split_address(address)[0] for address in addresses]
     with contextlib.ExitStack() as stack:
         near, far = _on_this_machine(secret), _for_other_machines(hosts[rank], ports)
         listeners = [stack.enter_context(one) for one in (near, far) if one is not None]

@@ -245,10 +245,10 @@ def _said(end: socket.socket) -> int:
 
 def _at_chief(config: TaskConfig, index: int, deadline_s: float, timeout_s: float) -> socket.socket:
     chief = config.cluster.chief_task
-    host, port = split_address(config.cluster.address(chief))
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
-            end = socket.create_connection((host.strip("[]"), int(port)), timeout=left_s)
+            address = split_address(config.cluster.address(chief))
+            end = socket.create_connection(address, timeout=left_s)
             end.sendall(_HELLO.pack(_MAGIC, index))
             return end
         except OSError as error:
