@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tfdist.cluster.address import shown
@@ -208,7 +208,12 @@ def _repaired(text: str, *, where: str) -> UsageError | None:
     bare = text.strip("'\" \t\n").replace('\\"', '"')
     if bare == text.strip() and "'" not in bare:
         return None
-    for read in (_loads, lambda bare: _loads(bare.replace("'", '"')), ast.literal_eval):
+    readings: Sequence[Callable[[str], object]] = (
+        _loads,
+        lambda text: _loads(text.replace("'", '"')),
+        ast.literal_eval,
+    )
+    for read in readings:
         try:
             value = read(bare)
             right = json.dumps(value)
