@@ -467,12 +467,13 @@ def test_class_weights_that_cannot_be_are_refused(strategies):
         assert line.startswith("class_weight: received")
 
 
-@pytest.mark.parametrize("targets", ["labels", "column", "float", "one_hot"])
+@pytest.mark.parametrize("targets", ["labels", "column", "float", "bool", "one_hot"])
 def test_class_weights_weigh_as_under_keras(strategies, targets):
     y = {
         "labels": LABELS,
         "column": LABELS[:, None],
         "float": LABELS.astype("float32"),
+        "bool": LABELS == 0,
         "one_hot": np.eye(3, dtype="float32")[LABELS],
     }[targets]
 

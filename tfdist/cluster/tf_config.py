@@ -205,7 +205,7 @@ def _not_json(text: str, error: ValueError, *, where: str) -> UsageError:
 
 def _repaired(text: str, *, where: str) -> UsageError | None:
     """Return the error with the right text in it, when the mistake is a usual one of quoting."""
-    bare = text.strip("'\" \t\n").replace('\\"', '"')
+    bare = text.strip("'\" \t\r\n").replace('\\"', '"')
     if bare == text.strip() and "'" not in bare:
         return None
     readings: Sequence[Callable[[str], object]] = (

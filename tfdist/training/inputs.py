@@ -279,7 +279,7 @@ def _class_weights(class_weight: dict[int, float] | None) -> Callable[[Any], Any
         x, y, _ = unpack(data)
         one_hot = y.shape.rank >= 2 and y.shape[-1] != 1
         classes = tf.argmax(y, axis=-1) if one_hot else tf.reshape(y, [tf.shape(y)[0]])
-        classes = tf.cast(classes if classes.dtype.is_integer else tf.round(classes), tf.int32)
+        classes = tf.cast(tf.round(classes) if classes.dtype.is_floating else classes, tf.int32)
         listed = tf.logical_and(classes >= 0, classes < unlisted)
         return x, y, tf.gather(tf.constant(weights), tf.where(listed, classes, unlisted))
 
