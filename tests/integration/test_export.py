@@ -266,6 +266,7 @@ def publish_nothing():
         ([".", "out", "--model", "none.py:make"], "--model: received none.py:make: no such"),
         ([".", "out", "--step", "3", "--best"], "--step: received it with --best"),
         (["a.keras", "out", "--precison", "int8"], "did you mean '--precision'?"),
+        (["a.keras", "out", "--samples", "none.npy"], "--samples: received none.npy ("),
     ],
 )
 def test_a_wrong_command_line(words, said, capsys, tmp_path, monkeypatch):

@@ -6,7 +6,9 @@ import io
 import json
 import os
 import socket
+import threading
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -27,9 +29,11 @@ from tfdist.launch.live import (
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.watchdog import Watchdog
+from tfdist.loopback import listen, make_server
 from tfdist.report.run import read_run
 from tfdist.top import view
 
+DEADLINE_S = 60
 WORKER = Task("worker", 0)
 
 
@@ -185,6 +189,33 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, pytest.raises(UsageError, match="--metrics_port"):
         MetricsServer(listener.getsockname()[1], tmp_path)
+
+
+def test_metrics_that_do_not_answer_hold_nothing_up(tmp_path):
+    before = psutil.Process().children()
+    with MetricsServer(0, tmp_path / "live.json"):
+        (child,) = (one for one in psutil.Process().children() if one not in before)
+        child.suspend()
+    assert not child.is_running()
+
+
+def test_a_reader_that_leaves_is_no_error(capfd):
+    with listen(0, flag="--port") as listener:
+        address, asked, left = listener.getsockname(), threading.Event(), threading.Event()
+
+        def text():
+            asked.set()
+            left.wait(DEADLINE_S)
+            return "x" * (64 << 20)
+
+        with make_server(listener, text, path="/", content_type="text/plain") as server:
+            server.daemon_threads = False  # their end is waited for
+            with socket.create_connection(address) as reader:
+                reader.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                server.handle_request()
+                assert asked.wait(DEADLINE_S)
+            left.set()
+    assert capfd.readouterr().err == ""
 
 
 def shown(run_dir):

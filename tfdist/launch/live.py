@@ -344,9 +344,8 @@ class MetricsServer:
         pass
 
     def __exit__(self, *error: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        with self._process:  # closes its input, and waits
+            self._process.kill()  # it writes nothing, and may be stopped
 
 
 def serve_metrics(listener_fd: int, live_file: Path) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError
+from tfdist.launch.report import signal_name
 from tfdist.serving.door import Door, address_of, bound, prefer_the_next
 from tfdist.serving.front import ClientOptions, FrontOptions
 from tfdist.serving.replica import ReplicaOptions, ReplicaOrder
@@ -485,5 +486,5 @@ def _spawn(
 def _how(code: int) -> str:
     """Return how a process has ended, as the end of a sentence."""
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by {signal_name(-code)}"
     return f"ended with exit code {code}"
