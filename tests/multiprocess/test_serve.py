@@ -577,7 +577,10 @@ def test_a_spare_process_takes_the_place_of_a_replica(tmp_path: Path) -> None:
         assert running.predict([1])[0] == 200
 
 
-def test_sigterm_answers_what_has_come_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_request_to_stop_answers_what_has_come_and_leaves_nothing(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
     make_version(tmp_path / "m", 1)
     with service(tmp_path, replicas=1) as running:
         (replica,) = running.replicas()
@@ -588,7 +591,7 @@ def test_sigterm_answers_what_has_come_and_leaves_nothing(tmp_path: Path) -> Non
         end_s = time.monotonic() + DEADLINE_S
         while 'outstanding{model="m"} 1.0' not in running.get("/metrics")[1]:
             assert time.monotonic() < end_s
-        running.process.send_signal(signal.SIGTERM)
+        running.process.send_signal(signum)
         running.wait_for("stopping")
         os.kill(replica, signal.SIGCONT)
         client.join(DEADLINE_S)
