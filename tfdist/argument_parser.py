@@ -102,7 +102,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the values; raise UsageError, with the near name, for a flag that is unknown."""
-        values, rest = self.parse_known_args(args, namespace)
+        values, rest = self.parse_known_intermixed_args(args, namespace)
         if rest:
             raise self.unknown(rest[0])
         return values

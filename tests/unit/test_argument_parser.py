@@ -11,7 +11,10 @@ import pytest
 from benchmarks.scaling import __main__ as scaling
 from tfdist import ledger, replay
 from tfdist.argument_parser import run_program
+from tfdist.bench import parse as bench
 from tfdist.errors import PeerLost, Stopped, UsageError
+from tfdist.find.__main__ import parse as find
+from tfdist.lint import parse as lint
 from tfdist.tuning.options import parse as tune
 
 PROGRAMS = {
@@ -20,6 +23,12 @@ PROGRAMS = {
     "scaling": scaling._parser().parse_args,
     "tune": tune,
 }
+
+
+def test_what_is_no_flag_may_stand_between_and_behind_flags() -> None:
+    assert find(["lr", "--steps", "5", "train.py:make"])[1] == ["train.py:make"]
+    assert bench(["batch", "a.py:f", "--sizes", "8", "b.py:g"]).names == ["a.py:f", "b.py:g"]
+    assert lint(["a.json", "--kind", "config", "b.py"]).files == ["a.json", "b.py"]
 
 
 @pytest.mark.parametrize(
