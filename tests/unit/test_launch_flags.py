@@ -130,6 +130,7 @@ MISTAKES = {
     ("--split_bytes", "LCH001"): ["--split_bytes 9"],
     ("--fork_server", "exclusive"): ["--fork_server 3 --isolate", "--fork_server 3 --start exec"],
     ("--keep_fds", "exclusive"): ["--keep_fds 3 --fork_server 4"],
+    ("--metrics_port", "exclusive"): ["--metrics_port 9100 --isolate"],
     ("--keep_fds", "out-of-range"): ["--keep_fds 3,x", "--keep_fds 3,"],
     ("-m", "no-value"): ["-m", "-m --workers"],
     ("program", "empty"): ["", " ", "-- "],
