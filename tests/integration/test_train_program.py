@@ -219,7 +219,7 @@ def test_patience_ends_a_run_that_does_not_get_better_in_a_directory_of_its_own(
     done = train(None, *SHORT, *arguments, "--config.checkpoints=10", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
-    assert re.fullmatch(r"\d{8}-\d{6}-tfdist_digits-cnn", run_dir.name)
+    assert re.fullmatch(r"\d{8}-\d{6}-tfdist_digits-cnn-[0-9a-f]{4}", run_dir.name)
     assert str(run_dir.relative_to(tmp_path)) in done.stdout
     summary = RunDirectory(run_dir).read_summary() or {}
     assert summary["status"] == "done"
