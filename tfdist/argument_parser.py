@@ -102,7 +102,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the values; raise UsageError, with the near name, for a flag that is unknown."""
-        values, rest = self.parse_known_intermixed_args(args, namespace)
+        has_rest = "--" in (sys.argv[1:] if args is None else args)
+        # Without a rest, words may stand between flags, and behind them.
+        parse = self.parse_known_args if has_rest else self.parse_known_intermixed_args
+        values, rest = parse(args, namespace)
         if rest:
             raise self.unknown(rest[0])
         return values
