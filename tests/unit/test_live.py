@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import socket
@@ -71,9 +72,8 @@ def observed(tmp_path, events, **options):
         logs=logs,
         attempt=1,
         strategy="single",
-        epoch_s=1_800_000_000,
+        **{"epoch_s": lambda: 1_800_000_000.0, **options},
         hosts={},
-        **options,
     )
     state = state_of_job(tmp_path)
     for at_s, event in events:
@@ -115,6 +115,16 @@ def test_the_status_of_a_job_that_has_ended_has_no_phases(tmp_path):
     written = json.loads((tmp_path / "live.json").read_text())
     assert written["state"] == "ended"
     assert written["tasks"][0]["phase"] is None
+
+
+def test_the_status_follows_a_clock_that_is_set(tmp_path):
+    """As after the machine has slept: who alarms by the age of the status would always do so."""
+    epochs = itertools.count(1_800_000_000.0, 3600.0)  # it is set at each look
+    events = [(at_s, beat(at_s, "step", 1, at_s)) for at_s in (102.0, 104.0)]
+    observed(tmp_path, events, epoch_s=lambda: next(epochs))
+    told = json.loads((tmp_path / "live.json").read_text())
+    assert told["at"] >= 1_800_003_600 + 104
+    assert told["at"] - told["began_at"] == 4.0
 
 
 def test_memory_is_not_read_of_a_process_on_another_host(tmp_path):
