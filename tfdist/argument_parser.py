@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tfdist.errors import EXIT_INTERRUPTED, Stopped, TfdistError, UsageError, given_twice, near
@@ -65,6 +66,24 @@ def number(text: str) -> float:
     if not is_plain(text):
         raise ValueError(text)
     return float(text)
+
+
+def require_writable(flag: str, path: Path | None) -> None:
+    """Raise UsageError where the file of a flag cannot be written, before minutes of work for it.
+
+    What is in it stays.
+    """
+    try:
+        if path is not None:
+            path.open("ab").close()
+    except OSError as error:
+        raise UsageError(
+            flag,
+            received=f"{path} ({error.strerror})",
+            expected="a file that can be written",
+            fix="correct the path",
+            code="not-writable",
+        ) from None
 
 
 def load_function(text: str, refused: Callable[[str], UsageError]) -> Callable[..., Any]:

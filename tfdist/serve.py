@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser, run_program
+from tfdist.argument_parser import Parser, require_writable, run_program
 from tfdist.errors import (
     EXIT_OK,
     UsageError,
@@ -124,8 +124,7 @@ def _check_files(options: Any) -> None:
             )
             context.load_cert_chain(*pair, password="")
     if options.access_log not in (None, "-"):
-        with _usable("access_log", options.access_log, expected="a file that can be written"):
-            open(options.access_log, "ab").close()
+        require_writable("--access_log", Path(options.access_log))
 
 
 @contextlib.contextmanager
