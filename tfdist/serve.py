@@ -118,11 +118,8 @@ def _check_files(options: Any) -> None:
                 raise ValueError("empty")
     if options.tls_cert:
         with _usable("tls_cert", options.tls_cert, expected="a certificate and its key, in PEM"):
-            context, pair = (
-                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
-                (options.tls_cert, options.tls_key),
-            )
-            context.load_cert_chain(*pair, password="")
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(options.tls_cert, options.tls_key, password="")
     if options.access_log not in (None, "-"):
         require_writable("--access_log", Path(options.access_log))
 
