@@ -114,17 +114,13 @@ class Parser(argparse.ArgumentParser):
         self.register("type", int, integer)
         self.register("type", float, number)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the values and what is left; raise UsageError for a flag that comes twice."""
-        self._refuse_words(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(args, namespace)
-
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the values; raise UsageError, with the near name, for a flag that is unknown."""
-        has_rest = "--" in (sys.argv[1:] if args is None else args)
-        # Without a rest, words may stand between flags, and behind them.
-        parse = self.parse_known_args if has_rest else self.parse_known_intermixed_args
-        values, rest = parse(args, namespace)
+        words = sys.argv[1:] if args is None else args
+        self._refuse_words(words)
+        # Without a rest behind two dashes words may stand between flags, and behind them.
+        parse = self.parse_known_args if "--" in words else self.parse_known_intermixed_args
+        values, rest = parse(words, namespace)
         if rest:
             raise self.unknown(rest[0])
         return values
