@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import types
 from collections.abc import Mapping
@@ -471,6 +472,16 @@ def test_a_hangup_that_is_ignored_stays_so(is_ignored: bool) -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
     assert came == ([] if is_ignored else [signal.SIGHUP])
+
+
+def test_how_trials_end_is_told_where_the_ends_of_processes_were_ignored() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with sweep_module._stop_signals_to(types.SimpleNamespace(stop=print)):  # type: ignore[arg-type]
+            assert subprocess.run([sys.executable, "-c", "exit(3)"], check=False).returncode == 3
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_changed_sweep_is_refused_with_what_has_changed(tmp_path: Path) -> None:

@@ -210,6 +210,8 @@ def _stop_signals_to(stoppable: Chief | Retraining) -> Iterator[None]:
         for signum in STOP_SIGNALS
         if signal.getsignal(signum) != signal.SIG_IGN
     }
+    # Ignored, it would keep from us how the trials have ended.
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:
