@@ -474,6 +474,18 @@ def test_a_hangup_that_is_ignored_stays_so(is_ignored: bool) -> None:
     assert came == ([] if is_ignored else [signal.SIGHUP])
 
 
+def test_a_request_to_stop_is_heard_that_was_blocked() -> None:
+    came: list[int] = []
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        with sweep_module._stop_signals_to(types.SimpleNamespace(stop=came.append)):  # type: ignore[arg-type]
+            assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert came == [signal.SIGTERM]
+
+
 def test_how_trials_end_is_told_where_the_ends_of_processes_were_ignored() -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:

@@ -212,9 +212,11 @@ def _stop_signals_to(stoppable: Chief | Retraining) -> Iterator[None]:
     }
     # Ignored, it would keep from us how the trials have ended.
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
