@@ -29,7 +29,8 @@ MICROS, ROWS = 3, 4
 
 def residual():
     image = keras.Input((8, 8, 2), name="image")
-    x = L.Conv2D(4, 3, padding="same", name="stem")(image)
+    x = L.Conv2D(4, 3, padding="same", activation="relu", name="stem")(image)
+    x = L.MaxPooling2D(3, strides=1, padding="same", name="max")(x)  # of equal values, too
     for block in range(2):
         y = L.BatchNormalization(name=f"norm{block}")(x)
         y = L.Conv2D(4, 3, padding="same", activation="relu", name=f"conv{block}")(y)
@@ -223,6 +224,28 @@ def test_the_sums_are_those_of_a_step_of_keras_with_the_same_draws(whole):
     expected = tape.gradient(loss, [v.value for v in model.trainable_variables])
     for variable, gradient in zip(model.trainable_variables, expected, strict=True):
         np.testing.assert_allclose(whole["in_a_row"][1][variable.path], gradient, atol=1e-7)
+
+
+def test_no_gradient_is_computed_of_what_the_model_is_given():
+    computed = []
+
+    def count(gradient):
+        computed.append(gradient)
+        return gradient
+
+    @tf.custom_gradient
+    def noted(x):
+        return tf.identity(x), lambda gradient: tf.numpy_function(
+            count, [gradient], tf.float32, stateful=False
+        )
+
+    model = keras.Sequential([keras.Input((3,)), L.Lambda(noted), L.Dense(2), L.Dense(3)])
+    first = Stage(stages_of(model, ["dense"])[0])
+    (data, *_) = batches(model)
+    message = first.forward(0, data, first.first())
+    first.backward(0, [tf.ones_like(message[0])])
+    assert len([total for total in first.take_sums() if total is not None]) == 2
+    assert not computed
 
 
 def test_the_model_is_as_it_was_after_a_cut(tmp_path):

@@ -24,6 +24,7 @@ from tfdist.training import keras_compat
 
 KEEPS = ("tape", "recompute", "compiled", "nothing")
 Tensors = list[tf.Tensor]
+_POOL_AGAIN = "TfdistMaxPoolAgain"
 LossOf = Callable[["MicroBatch", Tensors, tf.Tensor], tf.Tensor]
 """Loss of a micro-batch, of what the last stage returns and the losses that layers have added."""
 
@@ -245,6 +246,10 @@ class Stage:
 
     def _traced_forward(self, batch: MicroBatch, received: Received) -> tuple[Tensors, Tensors]:
         """Return the message, and what the backward pass starts from."""
+        with tf.compat.v1.get_default_graph().gradient_override_map({"MaxPool": _POOL_AGAIN}):
+            return self._forward_pass(batch, received)
+
+    def _forward_pass(self, batch: MicroBatch, received: Received) -> tuple[Tensors, Tensors]:
         if self.part.is_last:
             (loss,), _ = self._run(batch, received, training=True, loss_of=self._loss_of)
             loss *= batch.share  # what stages before have added has its gradient there
@@ -292,7 +297,8 @@ class Stage:
         loss_of: LossOf | None = None,
     ) -> tuple[Tensors, tf.Tensor | None]:
         """Return the outputs, or the loss alone, and the sum of the losses that layers add."""
-        inputs = [*received.tensors, *batch.inputs]
+        # An eager tape would have the backward function make gradients of all that a pass is given.
+        inputs = [*received.tensors, *map(tf.stop_gradient, batch.inputs)]
         masks: list[Any] = [None] * len(inputs)
         for index, mask in zip(self._masked, received.masks, strict=True):
             masks[index] = mask
@@ -344,3 +350,15 @@ class Stage:
         own = [None if g is None else tf.convert_to_tensor(g) for g in found[:count]]
         back = zip(found[count:], sources, strict=True)
         return own, [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for g, s in back]
+
+
+@tf.RegisterGradient(_POOL_AGAIN)
+def _gradient_of_pool(op: tf.Operation, gradient: tf.Tensor) -> tf.Tensor:
+    """Return the gradient of a pool of another function, with the pool computed again here.
+
+    oneDNN's kernel needs what its own pool has left; the other one takes 25 times as long.
+    """
+    window = {name: op.get_attr(name) for name in ("ksize", "strides", "padding", "data_format")}
+    (images,) = op.inputs
+    again = tf.raw_ops.MaxPool(input=images, **window)
+    return tf.raw_ops.MaxPoolGrad(orig_input=images, orig_output=again, grad=gradient, **window)
