@@ -11,7 +11,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow_serving.apis import get_model_metadata_pb2, predict_pb2
+from tensorflow_serving.apis import (
+    classification_pb2,
+    get_model_metadata_pb2,
+    predict_pb2,
+    regression_pb2,
+)
 
 import tfdist
 from tfdist.serving.model import ServedModel
@@ -183,6 +188,107 @@ def test_metadata(served) -> None:
     assert "serving_default" in signatures.signature_def
 
 
+def test_classify_says_what_the_signature_is(served) -> None:
+    (answer,) = served.answer([(Kind.REST_CLASSIFY, b'{"examples": [{"x": 1}]}')])
+    assert "Expected classification signature method_name to be" in str(answer)
+
+
+@pytest.fixture(scope="module")
+def of_examples(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    """A model with signatures of the methods classify and regress, as estimators export them."""
+    features = {
+        "age": tf.io.FixedLenFeature([], tf.float32),
+        "city": tf.io.FixedLenFeature([], tf.string, default_value=""),
+    }
+
+    def classify(inputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        age = tf.io.parse_example(inputs, features)["age"]
+        labels = tf.repeat(tf.constant([["young", "old"]]), tf.shape(age)[0], axis=0)
+        return {"classes": labels, "scores": tf.stack([1 - age / 100, age / 100], axis=1)}
+
+    def regress(inputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        parsed = tf.io.parse_example(inputs, features)
+        size = tf.cast(tf.strings.length(parsed["city"]), tf.float32)
+        return {"outputs": (parsed["age"] + size)[:, None]}
+
+    place = tmp_path_factory.mktemp("examples") / "1"
+    graph = tf.Graph()
+    with graph.as_default(), tf.compat.v1.Session(graph=graph) as session:
+        text = tf.compat.v1.placeholder(tf.string, [None])
+        classes, value = classify(text), regress(text)
+        definitions = {
+            "serving_default": tf.compat.v1.saved_model.classification_signature_def(
+                text, classes["classes"], classes["scores"]
+            ),
+            "value": tf.compat.v1.saved_model.regression_signature_def(text, value["outputs"]),
+        }
+        builder = tf.compat.v1.saved_model.Builder(str(place))
+        builder.add_meta_graph_and_variables(session, ["serve"], definitions)
+        builder.save()
+    return ServedModel(place, "people", batch_sizes=(1, 4))
+
+
+def asked(model: ServedModel, kind: Kind, document: Any) -> Any:
+    (answer,) = model.answer([(kind, json.dumps(document).encode())])
+    return answer if isinstance(answer, RequestError) else json.loads(answer)
+
+
+def test_examples_are_classified(of_examples) -> None:
+    answer = asked(of_examples, Kind.REST_CLASSIFY, {"examples": [{"age": 25.0}, {"age": [75.0]}]})
+    assert answer == {
+        "results": [[["young", 0.75], ["old", 0.25]], [["young", 0.25], ["old", 0.75]]]
+    }
+    request = classification_pb2.ClassificationRequest()
+    request.input.example_list.examples.add().features.feature["age"].float_list.value.append(25.0)
+    (data,) = of_examples.answer([(Kind.GRPC_CLASSIFY, request.SerializeToString())])
+    response = classification_pb2.ClassificationResponse.FromString(data)
+    (row,) = response.result.classifications
+    assert [(one.label, one.score) for one in row.classes] == [("young", 0.75), ("old", 0.25)]
+    assert (response.model_spec.name, response.model_spec.version.value) == ("people", 1)
+
+
+def test_examples_have_a_value_and_a_context(of_examples) -> None:
+    document = {
+        "signature_name": "value",
+        "context": {"city": {"b64": "YWI="}},
+        "examples": [{"age": 1.0}, {"age": 2.0, "city": "abcd"}],
+    }
+    assert asked(of_examples, Kind.REST_REGRESS, document) == {"results": [3.0, 6.0]}
+    request = regression_pb2.RegressionRequest()
+    request.model_spec.signature_name = "value"
+    listed = request.input.example_list_with_context
+    listed.context.features.feature["city"].bytes_list.value.append(b"ab")
+    listed.examples.add().features.feature["age"].float_list.value.append(1.0)
+    (data,) = of_examples.answer([(Kind.GRPC_REGRESS, request.SerializeToString())])
+    response = regression_pb2.RegressionResponse.FromString(data)
+    assert [one.value for one in response.result.regressions] == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("document", "text"),
+    [
+        ({}, "key 'examples' is expected and was not found"),
+        ({"examples": {}}, "Expecting 'examples' value to be an list/array"),
+        ({"examples": []}, "'examples' value is an empty array"),
+        ({"examples": [3]}, "Example must be JSON object but got JSON Number"),
+        ({"examples": [{"age": [1.0, 2]}]}, "feature: age expecting type: float"),
+        ({"examples": [{"age": None}]}, "Feature: age has element with unexpected JSON type: Null"),
+        ({"examples": [{"age": 2**63}]}, "Feature: age has uint64 element"),
+        ({"examples": [{"city": "x"}]}, "Feature: age (data type: float) is required"),
+        (
+            {"examples": [{"age": 1.0}], "signature_name": "value"},
+            "Was: tensorflow/serving/regress",
+        ),
+        ({"examples": [{"age": 1.0}], "signature_name": "x"}, "No signature was found"),
+    ],
+)
+def test_examples_are_checked(of_examples, document, text) -> None:
+    answer = asked(of_examples, Kind.REST_CLASSIFY, document)
+    assert isinstance(answer, RequestError)
+    assert answer.code is Code.INVALID_ARGUMENT
+    assert text in str(answer)
+
+
 def mutated(valid: bytes, random: Random) -> bytes:
     data = bytearray(valid)
     for _ in range(random.randrange(1, 8)):
@@ -202,8 +308,10 @@ def mutated(valid: bytes, random: Random) -> bytes:
     return bytes(data)
 
 
-def test_mutated_requests_are_answered_or_refused(served, odd) -> None:
+def test_mutated_requests_are_answered_or_refused(served, odd, of_examples) -> None:
     random = Random(0)
+    example = classification_pb2.ClassificationRequest()
+    example.input.example_list.examples.add().features.feature["age"].float_list.value.append(2.0)
     document = json.dumps({"instances": X[:2].tolist(), "signature_name": "serving_default"})
     text = b'{"signature_name": "text", "inputs": ["ab", {"b64": "/w=="}]}'
     by_grpc = grpc_request(features=X[:2])
@@ -216,6 +324,8 @@ def test_mutated_requests_are_answered_or_refused(served, odd) -> None:
         (served, Kind.GRPC_PREDICT, by_grpc.SerializeToString()),
         (served, Kind.GRPC_PREDICT, in_fields.SerializeToString()),
         (served, Kind.GRPC_METADATA, b"\x0a\x07\x0a\x05small\x12\x0dsignature_def"),
+        (of_examples, Kind.REST_CLASSIFY, b'{"context": {"a": 1}, "examples": [{"age": [1.5]}]}'),
+        (of_examples, Kind.GRPC_CLASSIFY, example.SerializeToString()),
     ]
     for _ in range(300):
         for model, kind, valid in seeds:

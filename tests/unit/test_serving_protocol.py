@@ -41,10 +41,11 @@ def test_an_error_passes_through_a_frame() -> None:
     [
         ("POST", "/v1/models/m:predict", Target(name="m"), Kind.REST_PREDICT),
         ("POST", "/V1/Models/m:predict", Target(name="m"), Kind.REST_PREDICT),
-        ("POST", "/v1/models/m/labels/best:predict", Target(name="m", label="best"), 1),
+        ("POST", "/v1/models/m/versions/3:classify", Target(name="m", version=3), 2),
+        ("POST", "/v1/models/m/labels/best:regress", Target(name="m", label="best"), 3),
         ("GET", "/v1/models/m", Target(name="m"), None),
         ("GET", "/v1/models/m/versions/3", Target(name="m", version=3), None),
-        ("GET", "/v1/models/m/versions/3/metadata", Target(name="m", version=3), 2),
+        ("GET", "/v1/models/m/versions/3/metadata", Target(name="m", version=3), 4),
     ],
 )
 def test_an_address_names_model_version_and_method(
@@ -68,12 +69,6 @@ def test_other_addresses_are_refused(method: str, path: str) -> None:
     with pytest.raises(RequestError) as error:
         protocol.parse_path(method, path)
     assert error.value.code is Code.INVALID_ARGUMENT
-
-
-def test_methods_of_estimators_are_refused() -> None:
-    with pytest.raises(RequestError, match="classify is not served") as error:
-        protocol.parse_path("POST", "/v1/models/m:classify")
-    assert protocol.HTTP_STATUS[error.value.code] == 501
 
 
 def test_what_is_not_served_is_named_in_the_words_of_tensorflow_serving() -> None:

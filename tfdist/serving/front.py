@@ -51,7 +51,12 @@ _LOG = logging.getLogger("tfdist.serve")
 _TICK_S = 0.1
 _PREDICTION = "tensorflow.serving.PredictionService"
 _MODEL = "tensorflow.serving.ModelService"
-_GRPC_KINDS = {"Predict": Kind.GRPC_PREDICT, "GetModelMetadata": Kind.GRPC_METADATA}
+_GRPC_KINDS = {
+    "Predict": Kind.GRPC_PREDICT,
+    "Classify": Kind.GRPC_CLASSIFY,
+    "Regress": Kind.GRPC_REGRESS,
+    "GetModelMetadata": Kind.GRPC_METADATA,
+}
 _GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 _PAGE = (Path(__file__).parent / "page.html").read_bytes()

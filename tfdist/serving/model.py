@@ -26,7 +26,7 @@ from tensorflow_serving.apis import (
     prediction_log_pb2,
 )
 
-from tfdist.serving import rest
+from tfdist.serving import examples, rest
 from tfdist.serving.protocol import Code, Kind, RequestError
 from tfdist.serving.rest import DEFAULT_SIGNATURE, TensorSpec
 
@@ -187,7 +187,9 @@ class ServedModel:
                 return self._decode_grpc(payload)
             if kind is Kind.REST_METADATA:
                 return self._metadata_json()
-            return self._metadata(payload).SerializeToString()
+            if kind is Kind.GRPC_METADATA:
+                return self._metadata(payload).SerializeToString()
+            return self._decode_examples(kind, payload)
         except RequestError as error:
             return error
         except Exception as error:
@@ -225,6 +227,23 @@ class ServedModel:
             )
 
         return self._call(name, arrays, encode)
+
+    def _decode_examples(self, kind: Kind, payload: bytes) -> Call:
+        method = examples.METHODS[kind]
+        is_rest = kind in (Kind.REST_CLASSIFY, Kind.REST_REGRESS)
+        if is_rest:
+            name, rows = examples.decode_json(payload)
+        else:
+            name, rows = examples.decode_message(method, payload)
+        examples.require_method(method, name, self._definitions.get(name))
+        spec = self._spec(name)
+
+        def encode(outputs: Mapping[str, np.ndarray]) -> bytes:
+            if is_rest:
+                return examples.encode_json(method, outputs)
+            return examples.encode_message(method, spec, outputs)
+
+        return Call(signature=name, arrays=(rows,), encode=encode)
 
     def _call(self, name: str, inputs: Mapping[str, np.ndarray], encode: Any) -> Call:
         signature = self.signatures[name]

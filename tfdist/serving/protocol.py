@@ -71,11 +71,15 @@ class Kind(enum.IntEnum):
     """What a frame carries: a request by its form and method, or an answer."""
 
     REST_PREDICT = 1
-    REST_METADATA = 2
-    GRPC_PREDICT = 3
-    GRPC_METADATA = 4
-    ANSWER = 5
-    ERROR = 6
+    REST_CLASSIFY = 2
+    REST_REGRESS = 3
+    REST_METADATA = 4
+    GRPC_PREDICT = 5
+    GRPC_CLASSIFY = 6
+    GRPC_REGRESS = 7
+    GRPC_METADATA = 8
+    ANSWER = 9
+    ERROR = 10
 
 
 # Frames -------------------------------------------------------------------------------------------
@@ -157,6 +161,11 @@ class Target:
 
 
 _MODEL = r"/v1/models/([^/:]+)(?:/(?:versions/(\d+)|labels/([^/:]+)))?"
+_METHODS = {
+    "predict": Kind.REST_PREDICT,
+    "classify": Kind.REST_CLASSIFY,
+    "regress": Kind.REST_REGRESS,
+}
 _CALL = re.compile(f"(?i:{_MODEL}):(predict|classify|regress)")
 _READ = re.compile(f"(?i:{_MODEL})(/metadata)?")
 
@@ -165,7 +174,7 @@ def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
     """Return the model that an HTTP request names and what is to be done with it.
 
     None in place of a kind: the states of its versions. Raises RequestError, as the model server of
-    TensorFlow does, for all other addresses, and for methods of signatures that estimators had.
+    TensorFlow does, for all other addresses.
     """
     pattern = {"POST": _CALL, "GET": _READ}.get(method)
     match = pattern.fullmatch(path) if pattern else None
@@ -178,9 +187,7 @@ def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
         raise RequestError(Code.INVALID_ARGUMENT, message)
     target = Target(name=name, version=number, label=label or "")
     if method == "POST":
-        if what != "predict":
-            raise RequestError(Code.UNIMPLEMENTED, f"{what} is not served, predict is")
-        return target, Kind.REST_PREDICT
+        return target, _METHODS[what]
     return target, Kind.REST_METADATA if what else None
 
 

@@ -263,7 +263,7 @@ def _text(value: Any) -> np.ndarray | None:
     flat = array.reshape(-1)
     for at, leaf in enumerate(_leaves(value)):
         flat[at] = (
-            leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else _from_base64(leaf)
+            leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else from_base64(leaf)
         )
     return flat.reshape(shape)
 
@@ -276,7 +276,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _from_base64(value: Mapping[str, Any]) -> bytes:
+def from_base64(value: Mapping[str, Any]) -> bytes:
     """Return the bytes in ``{"b64": ...}``; raise RequestError."""
     try:
         text = value["b64"].encode("ascii")
@@ -316,9 +316,9 @@ def _walk(value: Any, shape: tuple[int, ...], level: int, dtype: np.dtype[Any]) 
 
 def _check_leaf(value: Any, dtype: np.dtype[Any]) -> None:
     if dtype.kind == "O" and isinstance(value, dict):
-        if not _is_base64(value):
+        if not is_base64(value):
             _invalid(f"JSON Value: {_shown(value)} not formatted correctly for base64 data")
-        _from_base64(value)
+        from_base64(value)
         return
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if dtype.kind == "f" and number:
@@ -331,7 +331,7 @@ def _check_leaf(value: Any, dtype: np.dtype[Any]) -> None:
     fits = isinstance(value, {"O": str, "b": bool}.get(dtype.kind, ()))
     if not fits:
         _invalid(
-            f"JSON Value: {_shown(value)} Type: {_json_type(value)} is not of expected type: "
+            f"JSON Value: {_shown(value)} Type: {json_type(value)} is not of expected type: "
             f"{_type_name(dtype)}"
         )
 
@@ -359,10 +359,10 @@ def _shape_of(value: Any) -> tuple[int, ...]:
 
 
 def _is_object(value: Any) -> bool:
-    return isinstance(value, dict) and not _is_base64(value)
+    return isinstance(value, dict) and not is_base64(value)
 
 
-def _is_base64(value: Mapping[str, Any]) -> bool:
+def is_base64(value: Mapping[str, Any]) -> bool:
     """Return whether an object is ``{"b64": text}``."""
     return len(value) == 1 and isinstance(value.get("b64"), str)
 
@@ -428,7 +428,7 @@ def _type_name(dtype: np.dtype[Any]) -> str:
     return _NAMES.get(dtype.name, dtype.name)
 
 
-def _json_type(value: Any) -> str:
+def json_type(value: Any) -> str:
     """Return TensorFlow Serving's name of a JSON value's type."""
     names = {type(None): "Null", dict: "Object", list: "Array", str: "String"}
     if isinstance(value, bool):
