@@ -32,6 +32,7 @@ from tfdist.ops.doctor.facts import (
     PortFacts,
     Proxy,
     Reach,
+    ReverseFacts,
     Wire,
     job_of,
 )
@@ -57,6 +58,7 @@ def host(index: int) -> HostFacts:
             host_name=NAMES[index],
             versions=tuple(VERSIONS.items()),
             cpus=8,
+            cpu_features=("avx2", "fma"),
             memory_available=16 * GIB,
             shared_memory=8 * GIB,
             open_files=4096,
@@ -66,6 +68,7 @@ def host(index: int) -> HostFacts:
             NameFacts(name=name, addresses=(f"10.0.0.{place + 1}",))
             for place, name in enumerate(NAMES)
         ),
+        reverse=(ReverseFacts(address=address(index), name="x", addresses=(address(index),)),),
         ports=(PortFacts(port=2222),),
         reaches=tuple(Reach(host=other, port=2222, answered=other) for other in others),
         wires=(Wire(host=others[0], latency_s=1e-4, bytes_per_s=1e9),),
@@ -179,6 +182,10 @@ BROKEN: Mapping[str, list[JobFacts]] = {
         unreached(with_name(0, addresses=("127.0.0.1",))),  # one's own
     ],
     "D103": [with_name(1, addresses=("127.0.1.1",))],
+    "D104": [
+        with_b(reverse=(ReverseFacts(address="10.0.0.2", name="old", addresses=("10.9.9.9",)),)),
+        with_b(reverse=(ReverseFacts(address="10.0.0.2", name="old"),)),
+    ],
     "D105": [with_name(0, took_s=5.0)],
     "D201": [
         with_b(ports=(PortFacts(port=2222, error="address already in use", holder="x (7)"),)),
@@ -212,6 +219,7 @@ BROKEN: Mapping[str, list[JobFacts]] = {
         with_versions(nccl="2.21"),
         with_machine(versions=tuple(p for p in VERSIONS.items() if p[0] != "nccl")),
     ],
+    "D508": [with_machine(cpu_features=("avx2", "avx512f", "fma"))],
     "D601": [
         replace(GOOD, present=tuple(less_memory(h) for h in GOOD.present))
         for less_memory in (

@@ -240,10 +240,13 @@ class PreflightPeer:
         found = machine.look(self._environ)
         self._cpus = found.cpus
         resolved = machine.look_up(names if len(names) > 1 else [])
+        own = resolved[self._job.index].addresses if resolved else ()
+        reverse = machine.look_back([a for a in own if a in found.own_addresses])
         ports = self.port_listener.ports[: len(self._job.host.ports)]
         return {
             "machine": encode(found),
             "names": encode(resolved),
+            "reverse": encode(reverse),
             "ports": encode(ports),
         }
 

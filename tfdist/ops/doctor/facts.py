@@ -51,6 +51,15 @@ class NameFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReverseFacts:
+    """The name that one of the host's own addresses has, and what that name leads to."""
+
+    address: str
+    name: str
+    addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PortFacts:
     """State of a port of the job: free, or who has it where that can be told.
 
@@ -88,6 +97,7 @@ class MachineProbe:
 
     Attributes:
       versions: of what the tasks must have alike, by name.
+      cpu_features: of those that change what numerical libraries compute.
       memory_limit: of the control group.
       shared_memory: free in /dev/shm; 0 where it is missing.
       open_files: soft limit; None: no limit.
@@ -98,6 +108,7 @@ class MachineProbe:
     versions: tuple[tuple[str, str], ...] = ()
     cpu: str = ""
     cpus: int = 1
+    cpu_features: tuple[str, ...] = ()
     gpus: int = 0
     memory_available: int | None = None
     memory_limit: int | None = None
@@ -171,6 +182,7 @@ class HostFacts:
     index: int
     machine: MachineProbe
     names: tuple[NameFacts, ...] = ()
+    reverse: tuple[ReverseFacts, ...] = ()
     ports: tuple[PortFacts, ...] = ()
     reaches: tuple[Reach, ...] = ()
     wires: tuple[Wire, ...] = ()

@@ -170,7 +170,7 @@ def _seen_machines(facts: JobFacts) -> str:
 MACHINES = Topic(name="machines", rules=_MACHINES_RULES, check=_check_machines, seen=_seen_machines)
 
 
-# Checks that hosts have the same software.
+# Checks that hosts have the same software and equivalent processors.
 
 NEEDED = ("tensorflow", "keras", "numpy", "tfdist")
 """Packages that a host must have at all."""
@@ -203,6 +203,8 @@ D506 error: versions of tfdist that differ
     Its tasks send each other messages of its own.
 D507 error: versions of CUDA, cuDNN, NCCL or the driver that differ
     NCCL refuses, or waits for ever for, a peer of another version.
+D508 warning: processors that differ in what they can compute
+    Kernels are chosen by it: the same step has other last bits on another host.
 """)
 
 
@@ -218,7 +220,10 @@ def _check_software(facts: JobFacts) -> Iterator[HostFinding]:
         versions = _versions(facts.present, name)
         has = [version for version in versions if version != _NONE]
         if len(has) > 1 or (code == "D507" and len(versions) > 1):
-            yield _differing(facts, code=code, name=name, groups=versions)
+            yield _differing(facts, code=code, what=f"{name} ", groups=versions)
+    features = _features(facts.present)
+    if len(features) > 1:
+        yield _differing(facts, code="D508", what="", groups=features)
 
 
 def _versions(hosts: Sequence[HostFacts], name: str) -> dict[str, list[int]]:
@@ -231,16 +236,28 @@ def _versions(hosts: Sequence[HostFacts], name: str) -> dict[str, list[int]]:
     return groups
 
 
+def _features(hosts: Sequence[HostFacts]) -> dict[str, list[int]]:
+    """Return the hosts by the features that not all of them have."""
+    sets = [set(host.machine.cpu_features) for host in hosts]
+    common = set.intersection(*sets) if sets else set()
+    groups = defaultdict(list)
+    for host, features in zip(hosts, sets, strict=True):
+        groups[" ".join(sorted(features - common)) or "none of them"].append(host.index)
+    return groups
+
+
 def _differing(
-    facts: JobFacts, *, code: str, name: str, groups: Mapping[str, list[int]]
+    facts: JobFacts, *, code: str, what: str, groups: Mapping[str, list[int]]
 ) -> HostFinding:
     """Return the finding that names those who differ from most, the first hosts in doubt."""
     most = max(groups.values(), key=len)
     groups_named = [
-        f"{name} {value} on {named(map(facts.name, hosts))}" for value, hosts in groups.items()
+        f"{what}{value} on {named(map(facts.name, hosts))}" for value, hosts in groups.items()
     ]
     others = [index for hosts in groups.values() if hosts is not most for index in hosts]
     fix = "install the same on all, from one list of versions or one image"
+    if code == "D508":
+        fix = "take hosts of one kind, where the last bits are to be the same"
     names = tuple(facts.name(index) for index in others)
     return HostFinding(code, names, "; ".join(groups_named), "the same on all hosts", fix)
 

@@ -14,10 +14,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import psutil
@@ -29,6 +30,7 @@ from tfdist.ops.doctor.facts import (
     MachineProbe,
     NameFacts,
     Proxy,
+    ReverseFacts,
     reason_of,
 )
 
@@ -41,6 +43,7 @@ _PACKAGES = {
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
 }
 _DRIVER = Path("/proc/driver/nvidia/version")
+_FEATURE = re.compile(r"avx\w*|fma|f16c|sse4_[12]|amx\w*|asimd\w*|sve\w*|i8mm|bf16")
 # As gRPC reads them: in lower case alone, and the first that is set
 # (https://grpc.github.io/grpc/core/md_doc_environment_variables.html).
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
@@ -50,6 +53,7 @@ _NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 def look(environ: Mapping[str, str]) -> MachineProbe:
     """Return what this process has and may use."""
     usable = this_machine(environ)
+    cpu, features = _processor()
     tightest = min(memory_groups(), key=lambda group: group[0] - group[1], default=None)
     limit, used = tightest or (None, None)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -57,8 +61,9 @@ def look(environ: Mapping[str, str]) -> MachineProbe:
     return MachineProbe(
         host_name=socket.gethostname(),
         versions=tuple(_versions()),
-        cpu=_processor(),
+        cpu=cpu,
         cpus=usable.cpus,
+        cpu_features=features,
         gpus=len(usable.gpus),
         memory_available=psutil.virtual_memory().available,
         memory_limit=limit,
@@ -117,9 +122,15 @@ def _versions() -> Iterator[tuple[str, str]]:
         yield "nvidia driver", driver[1]
 
 
-def _processor() -> str:
-    model = re.search(r"^model name\s*: (.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
-    return model[1].strip() if model else platform.machine()
+def _processor() -> tuple[str, tuple[str, ...]]:
+    text = _text(Path("/proc/cpuinfo"))
+    model = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*: (.+)$", text, re.MULTILINE)
+    features = flags[1].split() if flags else []
+    return (
+        model[1].strip() if model else platform.machine(),
+        tuple(sorted(name for name in features if _FEATURE.fullmatch(name))),
+    )
 
 
 def _free(directory: str) -> int:
@@ -145,25 +156,26 @@ def _text(path: Path) -> str:
         return ""
 
 
-# Name resolution on this host, with a deadline.
+# Name resolution on this host, forward and reverse, with a deadline.
 
 _DEADLINE_S = 5.0
+_MAX_REVERSE = 4
+
+T = TypeVar("T")
 
 
 def look_up(names: Sequence[str]) -> tuple[NameFacts, ...]:
-    """Return what each name leads to here, all asked at once; who waits cannot be interrupted."""
-    found = [NameFacts(name=name, error="no answer", took_s=_DEADLINE_S) for name in names]
+    """Return what each name leads to here, all asked at once."""
+    return tuple(
+        found or NameFacts(name=name, error="no answer", took_s=_DEADLINE_S)
+        for name, found in zip(names, _all_at_once(_forward, names), strict=True)
+    )
 
-    def one(index: int) -> None:
-        found[index] = _forward(names[index])
 
-    asking = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(len(names))]
-    for thread in asking:
-        thread.start()
-    deadline_s = time.monotonic() + _DEADLINE_S
-    for thread in asking:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
-    return tuple(found)
+def look_back(addresses: Sequence[str]) -> tuple[ReverseFacts, ...]:
+    """Return the names of addresses, of those that have one, and what these lead to."""
+    found = _all_at_once(_reverse, addresses[:_MAX_REVERSE])
+    return tuple(reverse for reverse in found if reverse is not None)
 
 
 def _forward(name: str) -> NameFacts:
@@ -176,6 +188,18 @@ def _forward(name: str) -> NameFacts:
     return NameFacts(name=name, addresses=addresses, error=error, took_s=took_s)
 
 
+def _reverse(address: str) -> ReverseFacts | None:
+    try:
+        name = socket.gethostbyaddr(address)[0]
+    except OSError:
+        return None
+    try:
+        addresses = addresses_of(name)
+    except OSError:
+        addresses = ()
+    return ReverseFacts(address=address, name=name, addresses=addresses)
+
+
 def addresses_of(name: str) -> tuple[str, ...]:
     """Return the addresses of a name or a number; raise OSError where there is none."""
     try:
@@ -183,6 +207,22 @@ def addresses_of(name: str) -> tuple[str, ...]:
     except UnicodeError as error:
         raise OSError(f"no name: {error}") from None
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _all_at_once(ask: Callable[[str], T], names: Sequence[str]) -> list[T | None]:
+    """Return the answers that came in time; who waits for the others cannot be interrupted."""
+    answers: list[T | None] = [None] * len(names)
+
+    def one(index: int) -> None:
+        answers[index] = ask(names[index])
+
+    asking = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(len(names))]
+    for thread in asking:
+        thread.start()
+    deadline_s = time.monotonic() + _DEADLINE_S
+    for thread in asking:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    return list(answers)
 
 
 # Fixed workload on all CPUs of this host, to find a slower host.

@@ -22,7 +22,7 @@ from tfdist.ops.doctor.facts import (
 )
 from tfdist.ops.rules import rules_of
 
-# Checks of the hosts' name resolution.
+# Checks of the hosts' name resolution, forward and reverse.
 
 _SLOW_LOOK_UP_S = 1.0
 
@@ -33,6 +33,8 @@ D102 error: a name that leads to another host
     Tasks would talk to a machine that is none of theirs, or to themselves.
 D103 warning: a host whose own name is loopback to itself
     What listens at that address, as gloo and MPI may, is not reached from outside.
+D104 warning: an address whose name leads elsewhere
+    Kerberos, MPI and logs go by the name of an address; it names another machine.
 D105 warning: a name that takes long to resolve
     Each task asks for each name when it starts, and again at every new connection.
 """)
@@ -40,8 +42,15 @@ D105 warning: a name that takes long to resolve
 
 def _check_names(facts: JobFacts) -> Iterator[HostFinding]:
     for host in facts.present:
+        here = facts.name(host.index)
         for index, found in enumerate(host.names):
             yield from _wrong_name(facts, host, index, found)
+        for reverse in host.reverse:
+            if reverse.address not in reverse.addresses:
+                leads = ", ".join(reverse.addresses) or "nowhere"
+                received = f"{reverse.address} is called {reverse.name}, which leads to {leads}"
+                fix = f"correct the entry of {reverse.address} in DNS or /etc/hosts"
+                yield HostFinding("D104", (here,), received, "a name that leads back", fix)
 
 
 def _wrong_name(

@@ -1,0 +1,211 @@
+"""Classify and regress: serialized `tf.train.Example`s in; classes with scores, or values, out.
+
+Forms and texts follow ``json_tensor.cc``, ``classifier.cc`` and ``regressor.cc`` of TensorFlow
+Serving. For signatures that name one of the two methods, which exports of tfdist do not have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import tensorflow as tf
+from google.protobuf.message import DecodeError
+from tensorflow_serving.apis import classification_pb2, regression_pb2
+
+from tfdist.serving import rest
+from tfdist.serving.protocol import Code, Kind, RequestError
+
+_INT64 = range(-(2**63), 2**63)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """Classify or regress: what its signatures say, and its messages."""
+
+    title: str
+    method_name: str
+    outputs: tuple[str, ...]
+    request: Any
+    response: Any
+
+
+CLASSIFY = Method(
+    title="classification",
+    method_name="tensorflow/serving/classify",
+    outputs=("classes", "scores"),
+    request=classification_pb2.ClassificationRequest,
+    response=classification_pb2.ClassificationResponse,
+)
+REGRESS = Method(
+    title="regression",
+    method_name="tensorflow/serving/regress",
+    outputs=("outputs",),
+    request=regression_pb2.RegressionRequest,
+    response=regression_pb2.RegressionResponse,
+)
+METHODS = {
+    Kind.REST_CLASSIFY: CLASSIFY,
+    Kind.GRPC_CLASSIFY: CLASSIFY,
+    Kind.REST_REGRESS: REGRESS,
+    Kind.GRPC_REGRESS: REGRESS,
+}
+
+
+def decode_json(body: bytes) -> tuple[str, np.ndarray]:
+    """Return the signature's name and the examples ``[n]`` in a JSON body; raise RequestError."""
+    document = rest.parse(body)
+    name = rest.signature_of(document)
+    if "examples" not in document:
+        _invalid("When method is classify, key 'examples' is expected and was not found")
+    listed = document["examples"]
+    if not isinstance(listed, list):
+        _invalid("Expecting 'examples' value to be an list/array")
+    if not listed:
+        _invalid("'examples' value is an empty array")
+    context = _example(document["context"]) if "context" in document else b""
+    return name, _array([context + _example(one) for one in listed])
+
+
+def decode_message(method: Method, payload: bytes) -> tuple[str, np.ndarray]:
+    """Return the signature's name and the examples ``[n]`` in a request; raise RequestError."""
+    try:
+        request = method.request.FromString(payload)
+    except DecodeError as error:
+        _invalid(f"Malformed request: {error}")
+    kind = request.input.WhichOneof("kind")
+    with_context = kind == "example_list_with_context"
+    listed = getattr(request.input, kind).examples if kind else ()
+    context = request.input.example_list_with_context.context if with_context else None
+    before = context.SerializeToString() if context is not None else b""
+    if not listed:
+        _invalid("Input is empty.")
+    name = request.model_spec.signature_name or rest.DEFAULT_SIGNATURE
+    return name, _array([before + one.SerializeToString() for one in listed])
+
+
+def require_method(method: Method, name: str, definition: Any) -> None:
+    """Raise RequestError unless a signature (None where there is none) is one of a method."""
+    if definition is None:
+        _invalid(f"No signature was found with the name: {name}")
+    if definition.method_name != method.method_name:
+        _invalid(
+            f"Expected {method.title} signature method_name to be {method.method_name}. "
+            f"Was: {definition.method_name}"
+        )
+    if len(definition.inputs) != 1:
+        _invalid("Expected one input Tensor.")
+    if not set(definition.outputs) & set(method.outputs):
+        wanted = " or ".join(f'"{key}"' for key in method.outputs)
+        _invalid(f"Expected {method.title} signature outputs to contain {wanted}")
+
+
+def encode_json(method: Method, outputs: Mapping[str, np.ndarray]) -> bytes:
+    """Return the JSON answer: pairs of label and score for each example, or its value."""
+    if method is REGRESS:
+        values = _values(outputs)
+        return rest.dumps({"results": values}, {"outputs": values})
+    labels, scores = _classes(outputs)
+    rows = [
+        [[label.decode("utf-8", "replace"), score] for label, score in zip(*row, strict=True)]
+        for row in zip(labels, scores, strict=True)
+    ]
+    return rest.dumps({"results": rows}, {"scores": scores})
+
+
+def encode_message(method: Method, spec: Any, outputs: Mapping[str, np.ndarray]) -> bytes:
+    """Return the answer of gRPC; `spec` is the ``ModelSpec`` of what answers."""
+    response = method.response()
+    response.model_spec.CopyFrom(spec)
+    if method is REGRESS:
+        for value in _values(outputs):
+            response.result.regressions.add(value=value)
+    else:
+        for labels, scores in zip(*_classes(outputs), strict=True):
+            row = response.result.classifications.add()
+            for label, score in zip(labels, scores, strict=True):
+                row.classes.add(label=label.decode("utf-8", "replace"), score=score)
+    data: bytes = response.SerializeToString()
+    return data
+
+
+def _classes(outputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return labels and scores ``[n, classes]``; what the signature leaves out is empty or 0."""
+    labels, scores = outputs.get("classes"), outputs.get("scores")
+    for name, array in (("classes", labels), ("scores", scores)):
+        if array is not None and array.ndim != 2:
+            _invalid(
+                f"Expected {name} Tensor shape: [batch_size num_classes] but got {array.shape}"
+            )
+    if labels is None:
+        assert scores is not None
+        labels = np.full(scores.shape, b"", object)
+    if scores is None:
+        scores = np.zeros(labels.shape, np.float32)
+    if labels.shape != scores.shape:
+        _invalid(f"classes {labels.shape} and scores {scores.shape} do not match")
+    return labels, scores
+
+
+def _values(outputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the value of each example ``[n]``."""
+    array = outputs["outputs"]
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.ndim != 1:
+        _invalid(
+            "Expected output Tensor shape to be either [batch_size] or [batch_size, 1] but got "
+            f"{array.shape}"
+        )
+    return np.ascontiguousarray(array)
+
+
+def _array(examples: Sequence[bytes]) -> np.ndarray:
+    array = np.empty(len(examples), object)
+    array[:] = examples
+    return array
+
+
+def _example(value: Any) -> bytes:
+    """Return the serialized Example that a JSON object is."""
+    if not isinstance(value, dict):
+        _invalid(f"Example must be JSON object but got JSON {rest.json_type(value)}")
+    made = tf.train.Example()
+    for name, content in value.items():
+        feature = made.features.feature[name]
+        for one in content if isinstance(content, list) else [content]:
+            _add(feature, name, one)
+    data: bytes = made.SerializeToString()
+    return data
+
+
+def _add(feature: Any, name: str, value: Any) -> None:
+    """Add a JSON value to a feature, which has values of one kind."""
+    kind, converted = _converted(name, value)
+    has = feature.WhichOneof("kind")
+    if has not in (None, kind):
+        expected = has.removesuffix("_list")
+        _invalid(f"Unexpected element type in feature: {name} expecting type: {expected}")
+    getattr(feature, kind).value.append(converted)
+
+
+def _converted(name: str, value: Any) -> tuple[str, Any]:
+    if isinstance(value, bool):
+        return "int64_list", int(value)
+    if isinstance(value, int):
+        if value not in _INT64:
+            _invalid(f"Feature: {name} has uint64 element. Only int64 is supported.")
+        return "int64_list", value
+    if isinstance(value, float):
+        return "float_list", value
+    if isinstance(value, str):
+        return "bytes_list", value.encode("utf-8", "surrogatepass")
+    if isinstance(value, dict) and rest.is_base64(value):
+        return "bytes_list", rest.from_base64(value)
+    _invalid(f"Feature: {name} has element with unexpected JSON type: {rest.json_type(value)}")
+
+
+def _invalid(message: str) -> NoReturn:
+    raise RequestError(Code.INVALID_ARGUMENT, message)
