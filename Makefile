@@ -46,7 +46,7 @@ test: setup  ## every test; make test ARGS="tests/unit -k store" for some
 ifeq ($(strip $(ARGS)),)
 	$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/integration tests/field
 	$(CPU_ONLY) $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone" tests/multiprocess
-	$(CPU_ONLY) $(PY) -m pytest -m alone tests/multiprocess
+	$(CPU_ONLY) $(PY) -m pytest -m alone $$(grep -l pytest.mark.alone tests/multiprocess/test_*.py)
 else
 	$(CPU_ONLY) $(PY) -m pytest $(ARGS)
 endif

@@ -147,6 +147,11 @@ tfdist.fit(model, x, y, epochs=2, validation_data=(xv, yv), callbacks=[Best()])
 """,
     "docs/configs.md": "assert get_config().total_examples == 300_000",
     "docs/data.md": "assert source.num_examples == len(x) and train.num_examples == 1442",
+    "docs/find.md": """
+(trial,) = found.trials
+assert (found.per_replica, found.global_batch_size, trial.batch_size) == (8, 8, 8)
+assert trial.fits and trial.peak_bytes > 100 << 20
+""",
     "docs/ps.md": """
 metric = Mistakes()
 metric.update_state(tf.one_hot([1, 2], 3), tf.one_hot([1, 0], 3))

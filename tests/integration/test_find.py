@@ -210,15 +210,6 @@ def test_an_estimate_is_within_15_percent_of_what_is_measured(what):
     assert abs(error) < 15, done.stdout
 
 
-def test_a_batch_size_is_tried_in_children(strategies):
-    model = make(strategies[1])
-    found = tfdist.find_batch_size(model, X, Y, first=64, most=64, steps=1)
-    assert (found.per_replica, found.global_batch_size) == (64, 64)
-    assert [t.batch_size for t in found.trials] == [64]
-    assert found.trials[0].fits
-    assert found.trials[0].peak_bytes > 100 << 20
-
-
 def test_a_child_that_runs_out_of_memory_leaves_this_process_alone(strategies, monkeypatch):
     from tfdist.find import batch_size
 

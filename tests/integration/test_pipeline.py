@@ -524,6 +524,23 @@ def test_parts_that_make_integers_alone_are_timed():
     assert len(graph.cut(graph.behind([place.position]), num_stages=2)) == 2
 
 
+@pytest.mark.parametrize("behind", ["attention", "sum"])
+def test_a_mask_that_keras_loses_masks_nothing(behind):
+    x = keras.Input((3,), dtype="int32")
+    embedded = L.Embedding(9, 4, mask_zero=True)(x)
+    attended = L.MultiHeadAttention(1, 4, name="attention")(embedded, embedded)
+    hidden = L.Add(name="sum")([attended, embedded])
+    graph = LayerGraph(keras.Model(x, L.Dense(1)(hidden)))
+    part, _ = graph.cut(graph.behind_layers([behind]), num_stages=2)
+    ids = tf.constant([[1, 2, 0]])
+    batch = MicroBatch(inputs=[ids], share=tf.constant(1.0), random_key=tf.zeros([2], tf.int32))
+    stage = Stage(part)
+    message = stage.forward(0, batch, stage.first())
+    tensors, masks = message[: len(part.sent)], message[len(part.sent) : -1]
+    assert [mask.shape for mask in masks] == [tensor.shape[:2] for tensor in tensors]
+    assert masks[-1].numpy().all()
+
+
 def test_a_cut_is_that_of_one_model():
     def graph_of(units, trainable=True):
         layers = [keras.Input((4,)), L.Dense(units), L.Dense(3, trainable=trainable)]

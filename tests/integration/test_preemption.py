@@ -9,9 +9,9 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests import forked_python
 from tests.models import classifier
 from tfdist import phases
 from tfdist.checkpoint import CheckpointStore
@@ -312,38 +313,36 @@ except Exception:
 """
 
 
-def _started(directory: Path, *arguments: str) -> subprocess.Popen[str]:
-    (directory / "program.py").write_text(textwrap.dedent(PROGRAM))
-    process = subprocess.Popen(
-        [sys.executable, "program.py", *arguments],
-        cwd=directory,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(tfdist.__file__).parents[1])},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
+@contextlib.contextmanager
+def _started(directory: Path, *arguments: str) -> Iterator[forked_python.Program]:
+    program = directory / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    read_fd, write_fd = os.pipe()
+    with open(directory / "errors", "w") as errors, open(read_fd) as said:
+        process = forked_python.Program(
+            str(program), *arguments, cwd=directory, stdout=write_fd, stderr=errors
+        )
+        os.close(write_fd)
+        assert said.readline() == "ready\n"
+        yield process
 
 
 def test_ctrl_c_ends_a_plain_script_with_one_line_and_its_exit_code(tmp_path):
-    process = _started(tmp_path)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 130, errors
+    with _started(tmp_path) as process:
+        process.send_signal(signal.SIGINT)
+        code = process.wait(DEADLINE_S)
+    errors = (tmp_path / "errors").read_text()
+    assert code == 130, errors
     assert "stopped by SIGINT at step" in errors
     assert "Traceback" not in errors
     assert len(CheckpointStore(tmp_path / "backup").steps()) == 1
 
 
 def test_a_second_signal_ends_a_program_that_does_not_come_to_stop(tmp_path):
-    process = _started(tmp_path, "stuck")
-    while process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.2)
+    with _started(tmp_path, "stuck") as process:
+        while process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.2)
     assert process.returncode == 143
-    assert process.stderr is not None
-    assert "ended at once" in process.stderr.read()
+    assert "ended at once" in (tmp_path / "errors").read_text()

@@ -52,7 +52,8 @@ def wheel(dist: Path) -> Path:
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    run(*pip, "install", "--no-deps", "--no-index", "--target", site, wheel, cwd=site)
+    flags = ("--no-deps", "--no-index", "--no-compile", "--target", site)
+    run(*pip, "install", *flags, wheel, cwd=site)
     return site
 
 

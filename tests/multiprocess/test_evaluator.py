@@ -14,7 +14,7 @@ import pytest
 
 from tests import forked_python
 from tests.multiprocess.jobs import report
-from tests.multiprocess.trainings import DEADLINE_S, PROGRAMS, TrainingJob, summary_of
+from tests.multiprocess.trainings import DEADLINE_S, PROGRAMS, STEPS, TrainingJob, summary_of
 from tests.multiprocess.warm import QUIET
 from tfdist.cluster import hold_ports
 from tfdist.outputs.run_directory import Evaluations, RunDirectory
@@ -43,14 +43,14 @@ def test_checkpoints_are_evaluated_beside_a_multiworker_training_on_two_hosts(
     assert ended == {**workers, "evaluator-0": (0, hosts[0])}, job.logs()
     files = Evaluations(tmp_path / "checkpoints")
     lines = files.lines()
-    assert (lines[-1]["step"], lines[-1]["examples"]) == (600, 30000), job.logs()
+    assert (lines[-1]["step"], lines[-1]["examples"]) == (STEPS, 50 * STEPS), job.logs()
     assert lines[-1]["val_accuracy"] > 0.95
     assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
     assert keras.models.load_model(files.best_file) is not None
     assert list((tmp_path / "tensorboard" / "evaluator").iterdir())
     assert not [line for line in job.directory.read_metrics() if "val_loss" in line]
     summary = summary_of(tmp_path)
-    assert (summary["status"], summary["steps"]) == ("done", 600)
+    assert (summary["status"], summary["steps"]) == ("done", STEPS)
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.jobs import report
-from tests.multiprocess.trainings import DEADLINE_S, TrainingJob, summary_of
+from tests.multiprocess.trainings import DEADLINE_S, STEPS, TrainingJob, summary_of
 from tfdist.launch.watchdog import proc_state
-
-STEPS = 600
 
 
 def ps_job(run_dir: Path, *flags: str, workers: int = 2) -> TrainingJob:

@@ -37,6 +37,7 @@ def export(directory: Path, seed: int) -> np.ndarray:
     return np.asarray(tfdist.predict(model, X, batch_size=4, verbose=0))
 
 
+ALONE = ("--replicas=1", "--spares=0")
 MAKE = """
 import keras
 
@@ -55,9 +56,8 @@ def predict_request() -> predict_pb2.PredictRequest:
     return request
 
 
-def start(directory: Path, log: Path, *, replicas: int = 1) -> Service:
-    words = ["tfdist.serve", str(directory), f"--replicas={replicas}"]
-    words += ["--rest_port=0", "--grpc_port=0"]
+def start(directory: Path, log: Path, *flags: str) -> Service:
+    words = ["tfdist.serve", str(directory), *flags, "--rest_port=0", "--grpc_port=0"]
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", *words], stdout=subprocess.PIPE, stderr=file, text=True
@@ -71,7 +71,7 @@ def start(directory: Path, log: Path, *, replicas: int = 1) -> Service:
 
 def test_an_export_and_then_the_next_one_is_served(tmp_path: Path) -> None:
     first = export(tmp_path / "served", seed=1)
-    running = start(tmp_path / "served", tmp_path / "log", replicas=2)
+    running = start(tmp_path / "served", tmp_path / "log", "--replicas=2")
     try:
         running.wait_for("m: version 1 is served")
         wait_until_healthy(running)
@@ -119,7 +119,7 @@ def test_a_run_is_published_as_it_goes(tmp_path: Path) -> None:
             train(1)
             assert follows.stdout is not None
             assert follows.stdout.readline().strip() == str(tmp_path / "served" / "m" / "1")
-            running = start(tmp_path / "served", tmp_path / "log")
+            running = start(tmp_path / "served", tmp_path / "log", *ALONE)
             try:
                 running.wait_for("m: version 1 is served")
                 train(2)
@@ -150,7 +150,7 @@ def test_a_run_publishes_its_best_checkpoints_by_itself(tmp_path: Path) -> None:
         return [json.loads(file.read_text())["step"] for file in manifests]
 
     assert train(1) == [1]
-    running = start(tmp_path / "served", tmp_path / "log")
+    running = start(tmp_path / "served", tmp_path / "log", *ALONE)
     try:
         running.wait_for("m: version 1 is served")
         steps = train(3)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.trainings import ended, launch
-from tests.multiprocess.warm import as_it_comes
+from tests.multiprocess.warm import as_it_comes, forked
 from tfdist.outputs.run_directory import RunDirectory
 
 DEADLINE_S = 240
@@ -24,7 +24,8 @@ def test_the_digits_are_learned_and_a_second_start_is_told(kind: str, tmp_path: 
     run_dir = tmp_path / "run"
     job = (*JOBS[kind], "--")
     flags = ("--config.total_examples=14400", "--config.checkpoints=5", "--config.seed=1")
-    said = launch(run_dir, *job, *flags, timeout_s=DEADLINE_S, start=as_it_comes)
+    start = as_it_comes if kind == "multiworker" else forked
+    said = launch(run_dir, *job, *flags, timeout_s=DEADLINE_S, start=start)
     summary = RunDirectory(run_dir).read_summary()
     assert summary is not None
     assert (summary["status"], summary["strategy"]) == ("done", kind)

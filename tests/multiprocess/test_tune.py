@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pytest
 
 from tests import forked_python
@@ -295,6 +294,8 @@ def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(
 
 def runs_in_mlflow(store: Path) -> dict[str, tuple[str | None, list[int]]]:
     """The parent of each run, and the epochs that it has logged."""
+    import mlflow  # takes seconds, and many files import this one
+
     client, found = mlflow.MlflowClient(str(store)), {}
     runs = client.search_runs(["0"])
     names = {run.info.run_id: run.info.run_name for run in runs}

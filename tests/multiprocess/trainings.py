@@ -21,9 +21,9 @@ from tfdist.outputs.run_directory import RunDirectory
 
 PROGRAMS = Path(__file__).parent / "programs"
 DEADLINE_S = 150
-EPOCH_STEPS = 60
+STEPS, EPOCH_STEPS = 360, 60
 FLAGS = (
-    "--config.total_examples=30000", "--config.checkpoints=10",
+    f"--config.total_examples={50 * STEPS}", f"--config.checkpoints={STEPS // EPOCH_STEPS}",
     "--config.global_batch_size=50", "--config.seed=3", "--config.backup_every_steps=7",
 )  # fmt: skip
 

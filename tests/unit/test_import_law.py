@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import forked_python
 
 PACKAGE = Path(__file__).parents[2] / "tfdist"
 MAY_IMPORT = {
@@ -156,8 +159,8 @@ assert not loaded, loaded
 
 
 def test_a_job_that_is_not_ps_loads_neither_its_modules_nor_a_ledger() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OF_ANOTHER_JOB], capture_output=True, text=True, timeout=120
+    done = forked_python.run(
+        "-c", OF_ANOTHER_JOB, timeout=120, env={**os.environ, **forked_python.ENVIRON}
     )
     assert done.returncode == 0, done.stderr
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import forked_python
 from tfdist.serving import protocol
 from tfdist.serving.protocol import Code, Frame, Kind, RequestError, Target, VersionState
 
@@ -106,9 +105,7 @@ assert (second.version, second.State.Name(second.state)) == (1, "AVAILABLE")
 
 def test_messages_are_those_of_the_stubs() -> None:
     # In a process of its own, as the stubs load TensorFlow.
-    done = subprocess.run(
-        [sys.executable, "-c", WITH_STUBS], capture_output=True, text=True, timeout=300
-    )
+    done = forked_python.run("-c", WITH_STUBS, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
