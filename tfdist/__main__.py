@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfdist import __version__
-from tfdist.errors import UsageError, near
+from tfdist.argument_parser import run_program
+from tfdist.errors import EXIT_OK, UsageError, near
 
 PROGRAMS = {
     "demo": "train a CNN on the digits with 4 workers and 1 parameter server, here",
@@ -39,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     first = words[0] if words else "--help"
     if first in ("-h", "--help", "--version"):
-        print(f"tfdist {__version__}" if first == "--version" else _overview())
-        return 0
+        text = f"tfdist {__version__}" if first == "--version" else _overview()
+        return run_program("tfdist", lambda: _show(text), is_report=True)
     if first in PROGRAMS:
         return _run(first, words[1:])
     meant = near(first, PROGRAMS) if first.isidentifier() and not Path(first).exists() else ""
@@ -54,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     return _run("launch", words)
+
+
+def _show(text: str) -> int:
+    print(text, flush=True)
+    return EXIT_OK
 
 
 def _run(name: str, words: list[str]) -> int:

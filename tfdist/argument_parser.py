@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tfdist.errors import EXIT_INTERRUPTED, Stopped, TfdistError, UsageError, given_twice, near
@@ -67,6 +68,24 @@ def number(text: str) -> float:
     return float(text)
 
 
+def require_writable(flag: str, path: Path | None) -> None:
+    """Raise UsageError where the file of a flag cannot be written, before minutes of work for it.
+
+    What is in it stays.
+    """
+    try:
+        if path is not None:
+            path.open("ab").close()
+    except OSError as error:
+        raise UsageError(
+            flag,
+            received=f"{path} ({error.strerror})",
+            expected="a file that can be written",
+            fix="correct the path",
+            code="not-writable",
+        ) from None
+
+
 def load_function(text: str, refused: Callable[[str], UsageError]) -> Callable[..., Any]:
     """Return the function that ``file.py:function`` names; raise what `refused` makes of a reason.
 
@@ -95,14 +114,13 @@ class Parser(argparse.ArgumentParser):
         self.register("type", int, integer)
         self.register("type", float, number)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the values and what is left; raise UsageError for a flag that comes twice."""
-        self._refuse_words(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(args, namespace)
-
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the values; raise UsageError, with the near name, for a flag that is unknown."""
-        values, rest = self.parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else args
+        self._refuse_words(words)
+        # Without a rest behind two dashes words may stand between flags, and behind them.
+        parse = self.parse_known_args if "--" in words else self.parse_known_intermixed_args
+        values, rest = parse(words, namespace)
         if rest:
             raise self.unknown(rest[0])
         return values

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser, run_program
+from tfdist.argument_parser import Parser, require_writable, run_program
 from tfdist.errors import EXIT_OK, require, require_int
 from tfdist.find.__main__ import of_config
 from tfdist.find.batch_size import BatchTrial, MemoryLimits, try_out
@@ -72,6 +72,8 @@ def parse(argv: Sequence[str]) -> Any:
         code="not-an-int",
     )
     require_int("--steps", options.steps, least=1)
+    require_writable("--plot", options.plot)
+    require_writable("--json", options.json)
     if options.plot:
         empty_panels("tfdist.bench --plot")  # before minutes of measuring
     options.sizes = sorted({int(size) for size in sizes})

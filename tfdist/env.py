@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 
-from tfdist.argument_parser import Parser
-from tfdist.errors import TfdistError
+from tfdist.argument_parser import Parser, run_program
+from tfdist.errors import EXIT_OK
 from tfdist.ops.doctor.machine import look
 from tfdist.ops.submit.request import is_secret
 
@@ -33,13 +33,14 @@ _GIB = 1 << 30
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; return the exit code."""
-    try:
-        _parser().parse_args(argv)
-    except TfdistError as error:
-        print(f"tfdist.env: {error}", file=sys.stderr)
-        return error.exit_code
-    print("\n".join(f"{name + ':':<21} {value}" for name, value in report(os.environ)))
-    return 0
+    return run_program("tfdist.env", lambda: _run(argv), is_report=True)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    _parser().parse_args(argv)
+    lines = (f"{name + ':':<21} {value}" for name, value in report(os.environ))
+    print("\n".join(lines), flush=True)
+    return EXIT_OK
 
 
 def report(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

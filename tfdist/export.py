@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.argument_parser import Parser, run_program
-from tfdist.errors import EXIT_OK, TfdistError, mutually_exclusive
+from tfdist.errors import EXIT_OK, TfdistError, UsageError, mutually_exclusive
 
 _LOG = logging.getLogger("tfdist.export")
 _LOOK_EVERY_S = 0.25
@@ -61,9 +61,8 @@ def _export(argv: Sequence[str]) -> int:
 
 def _publish(options: Any) -> Path:
     """Export what the source has now."""
+    samples = _samples(options.samples) if options.samples else None
     # Only now: a wrong flag is answered without the seconds that TensorFlow takes to load.
-    import numpy as np
-
     from tfdist.serving.export import export_model
     from tfdist.serving.sources import read_model
 
@@ -75,10 +74,26 @@ def _publish(options: Any) -> Path:
         options.directory,
         name=options.name,
         version=options.version,
-        samples=np.load(options.samples) if options.samples else None,
+        samples=samples,
         precision=options.precision,
         origin=origin,
     )
+
+
+def _samples(path: Path) -> Any:
+    """Return the array in a file; raise UsageError where there is none."""
+    import numpy as np
+
+    try:
+        return np.load(path)
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(
+            "--samples",
+            received=f"{path} ({getattr(error, 'strerror', None) or error})",
+            expected="an array, as numpy.save writes it",
+            fix="correct the path",
+            code="no-file",
+        ) from None
 
 
 def _follow(options: Any) -> None:

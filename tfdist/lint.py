@@ -117,7 +117,7 @@ def _bytes(name: str) -> bytes:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         folder = Path(name).parent
-        beside = [str(other) for other in folder.glob("*")] if folder.is_dir() else []
+        beside = {str(other) for other in folder.glob("*")} - {name} if folder.is_dir() else set()
         raise UsageError(
             "command line",
             received=f"{name!r}: {why}{near(name, beside)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -50,7 +51,8 @@ def make_server(
                 except TfdistError as error:
                     self._answer(500, str(error))
                 else:
-                    self._answer(200, text)
+                    with contextlib.suppress(ConnectionError):  # a reader that has left
+                        self._answer(200, text)
 
         def _answer(self, status: int, text: str) -> None:
             body = text.encode()

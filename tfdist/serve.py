@@ -7,14 +7,16 @@ at /v1/models/NAME:predict, gRPC by PredictionService and ModelService.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
+import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser, run_program
+from tfdist.argument_parser import Parser, require_writable, run_program
 from tfdist.errors import (
     EXIT_OK,
     UsageError,
@@ -111,14 +113,28 @@ def _check_files(options: Any) -> None:
     )
     for flag in ("token", "tls_cert", "tls_key"):
         path = getattr(options, flag)
-        require(
-            path is None or (path.is_file() and path.read_bytes().strip()),
-            f"--{flag}",
-            received=path,
-            expected="a file that has something in it",
-            fix="correct the path",
-            code="no-file",
-        )
+        with _usable(flag, path, expected="a file that has something in it"):
+            if path and not path.read_bytes().strip():
+                raise ValueError("empty")
+    if options.tls_cert:
+        with _usable("tls_cert", options.tls_cert, expected="a certificate and its key, in PEM"):
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(options.tls_cert, options.tls_key, password="")
+    if options.access_log not in (None, "-"):
+        require_writable("--access_log", Path(options.access_log))
+
+
+@contextlib.contextmanager
+def _usable(flag: str, path: object, *, expected: str) -> Iterator[None]:
+    """Refuse the file of a flag where the block fails: a front would fail again and again."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        received = f"{path} ({getattr(error, 'strerror', None) or error})"
+        fix, code = "correct the path", "no-file"
+        raise UsageError(
+            f"--{flag}", received=received, expected=expected, fix=fix, code=code
+        ) from None
 
 
 async def _run(options: Any) -> None:

@@ -15,6 +15,7 @@ from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
 import tfdist
 from tfdist import export
 from tfdist.errors import TfdistError, UsageError
+from tfdist.files import FileLock
 from tfdist.serving import sources
 
 layers = keras.layers
@@ -82,6 +83,17 @@ def test_a_model_of_two_replicas(trained, tmp_path):
 
     request = PredictionLog.FromString(record.numpy()).predict_log.request
     assert (request.model_spec.name, list(request.inputs)) == ("cnn", ["image"])
+
+
+def test_two_exports_of_one_model_follow_each_other(trained, tmp_path, monkeypatch):
+    """They would take the same number, and each the other's unfinished files away."""
+    home = tmp_path / "m"
+    home.mkdir()
+    monkeypatch.setattr("tfdist.serving.export._OTHERS_S", 0.0)
+    with FileLock(home).acquire(), pytest.raises(TfdistError, match="is locked by process"):
+        tfdist.export_model(trained, tmp_path, name="m")
+    assert list(home.iterdir()) == []
+    assert tfdist.export_model(trained, tmp_path, name="m").name == "1"
 
 
 def test_the_next_version_and_one_that_is_there(trained, tmp_path):
@@ -266,6 +278,7 @@ def publish_nothing():
         ([".", "out", "--model", "none.py:make"], "--model: received none.py:make: no such"),
         ([".", "out", "--step", "3", "--best"], "--step: received it with --best"),
         (["a.keras", "out", "--precison", "int8"], "did you mean '--precision'?"),
+        (["a.keras", "out", "--samples", "none.npy"], "--samples: received none.npy ("),
     ],
 )
 def test_a_wrong_command_line(words, said, capsys, tmp_path, monkeypatch):

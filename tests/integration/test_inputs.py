@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+import threading
+import types
+
 import keras
 import numpy as np
 import pytest
@@ -18,6 +23,7 @@ from tfdist.data import (
 )
 from tfdist.strategy import job_of
 from tfdist.training import inputs
+from tfdist.training.feed import require_same_batches
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(50, 4).astype("float32")
@@ -312,3 +318,28 @@ def test_virtual_epochs_do_not_cut_batches_that_come_ready(strategies):
         train(strategies[1], dataset(), virtual_epochs=tfdist.VirtualEpochs(30, 2))
     model, _ = train(strategies[1], dataset(), virtual_epochs=tfdist.VirtualEpochs(48, 2))
     assert model.optimizer.iterations.numpy() == 6
+
+
+def test_digests_are_looked_through_while_threads_note_more():
+    digests = dict.fromkeys(range(100, 200), (0, 0))  # of steps that are still to come
+    feed = types.SimpleNamespace(digests=digests, digests_cover_inputs=True)
+    over = threading.Event()
+
+    def note():
+        for step in itertools.count(200):
+            if over.is_set():
+                return
+            digests[step] = digests[step - 100]
+            del digests[step - 100]
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=note)
+    thread.start()
+    try:
+        for _ in range(50_000):
+            require_same_batches(None, feed, 0, 1)
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(before)

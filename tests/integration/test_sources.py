@@ -302,6 +302,16 @@ def test_examples_of_different_shapes_are_named():
         PythonSource(Uneven()).fetch(np.array([0, 4]))
 
 
+def test_examples_whose_numbers_the_first_one_s_type_would_cut_are_named():
+    targets = [0, 1, 0.5]  # as of a ratio whose first ones are whole
+    source = PythonSource([(np.zeros(2), target) for target in targets])
+    assert source.fetch(np.array([0, 1]))[1].tolist() == [0, 1]
+    with pytest.raises(UsageError, match="example 2: received numbers of float64; expected int64"):
+        source.fetch(np.array([1, 2]))
+    source = PythonSource([(np.zeros(2), target) for target in reversed(targets)])
+    assert source.fetch(np.array([0, 1, 2]))[1].tolist() == [0.5, 1, 0]
+
+
 def test_a_py_dataset_gives_whole_batches():
     dataset = Batches()
     source = PyDatasetSource(dataset)

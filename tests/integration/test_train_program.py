@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import time
+import types
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -217,11 +219,20 @@ def test_patience_ends_a_run_that_does_not_get_better_in_a_directory_of_its_own(
     done = train(None, *SHORT, *arguments, "--config.checkpoints=10", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
-    assert re.fullmatch(r"\d{8}-\d{6}-tfdist_digits-cnn", run_dir.name)
+    assert re.fullmatch(r"\d{8}-\d{6}-tfdist_digits-cnn-[0-9a-f]{4}", run_dir.name)
     assert str(run_dir.relative_to(tmp_path)) in done.stdout
     summary = RunDirectory(run_dir).read_summary() or {}
     assert summary["status"] == "done"
     assert summary["virtual_epochs"] < 10
+
+
+def test_runs_that_begin_in_one_second_have_directories_of_their_own() -> None:
+    from tfdist.app.run import _run_dir
+
+    config = types.SimpleNamespace(run_dir="", dataset="mnist", model="cnn")
+    assert _run_dir(config, None, now=datetime.now(UTC)).startswith("runs/2")
+    now = datetime.now(UTC)
+    assert _run_dir(config, None, now=now) != _run_dir(config, None, now=now)
 
 
 def test_a_loss_that_is_not_a_number_is_one_line(tmp_path: Path) -> None:

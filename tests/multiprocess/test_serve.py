@@ -502,7 +502,7 @@ def test_clients_that_try_again_lose_nothing_with_the_front(tmp_path: Path) -> N
 
 
 def call_by_grpc(address: str) -> None:
-    """Call by a connection of its own: gRPC has one, and its errors, for all of a process."""
+    """Call by a connection of its own: gRPC's channels share one, and its errors."""
     request = b"\x0a\x03\x0a\x01m"
     own = [("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(address, options=own) as channel:

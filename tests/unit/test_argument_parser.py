@@ -11,7 +11,11 @@ import pytest
 from benchmarks.scaling import __main__ as scaling
 from tfdist import ledger, replay
 from tfdist.argument_parser import run_program
+from tfdist.bench import parse as bench
 from tfdist.errors import PeerLost, Stopped, UsageError
+from tfdist.find.__main__ import parse as find
+from tfdist.find.split_size import parse as split_sizes
+from tfdist.lint import parse as lint
 from tfdist.tuning.options import parse as tune
 
 PROGRAMS = {
@@ -20,6 +24,26 @@ PROGRAMS = {
     "scaling": scaling._parser().parse_args,
     "tune": tune,
 }
+
+
+def test_what_is_no_flag_may_stand_between_and_behind_flags() -> None:
+    assert find(["lr", "--steps", "5", "train.py:make"])[1] == ["train.py:make"]
+    assert bench(["batch", "a.py:f", "--sizes", "8", "b.py:g"]).names == ["a.py:f", "b.py:g"]
+    assert lint(["a.json", "--kind", "config", "b.py"]).files == ["a.json", "b.py"]
+
+
+@pytest.mark.parametrize(
+    ("parse", "words"),
+    [
+        (find, ["lr", "--plot=no/such/lr.png"]),
+        (bench, ["batch", "--json=no/such/sizes.jsonl"]),
+        (split_sizes, ["--plot=no/such/sizes.png"]),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_minutes_of_work(parse, words) -> None:
+    with pytest.raises(UsageError, match="no/such/") as caught:
+        parse(words)
+    assert caught.value.code == "not-writable"
 
 
 @pytest.mark.parametrize(

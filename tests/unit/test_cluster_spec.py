@@ -26,32 +26,20 @@ GOOD_ADDRESSES = [
     "9gag:2222",
 ]
 BAD_ADDRESSES = [
-    ("host", "a port too", "'host:2222'"),
-    ("[::1]", "a port too", "'[::1]:2222'"),
-    ("host:", "a port from 1 to 65535", "'host:2222'"),
-    ("host:http", "a port from 1 to 65535", "'host:2222'"),
-    ("host:0", "a port from 1 to 65535", "'host:2222'"),
-    ("host:65536", "a port from 1 to 65535", "'host:2222'"),
-    ("host:-1", "a port from 1 to 65535", "'host:2222'"),
-    ("host:99999999999", "a port from 1 to 65535", "'host:2222'"),
-    (":2222", "a host too", "'localhost:2222'"),
-    ("http://host:80", "no scheme", "'host:80'"),
-    (" host:80", "no spaces", "'host:80'"),
-    ("ho\nst:80", "no spaces", "'host:80'"),
-    ("a:1,b:1", "one address", "an element of the list"),
-    ("::1:1234", "IPv6 host in brackets", "'[::1]:1234'"),
-    ("::1", "IPv6 host in brackets", "'[::1]:2222'"),
-    ("1:2:3:4:5:6:7:8:80", "IPv6 host in brackets", "'[1:2:3:4:5:6:7:8]:80'"),
-    ("[zz]:80", "IPv6 address in brackets", "'[zz]'"),
-    ("[fe80::1%]:80", "IPv6 address in brackets", "'[fe80::1%]'"),
-    ("999.0.0.1:80", "IPv4 address", "'999.0.0.1'"),
-    ("1.2.3:80", "IPv4 address", "'1.2.3'"),
-    ("a..b:80", "a host name", "'a..b'"),
-    ("a/b:80", "a host name", "'a/b'"),
-    ("x" * 254 + ":80", "a host name", "correct"),
-    (80, '"host:port"', "in quotes"),
-    (None, '"host:port"', "in quotes"),
-    (["host:80"], '"host:port"', "in quotes"),
+    *("host", "[::1]", ":2222", "http://host:80", " host:80", "ho\nst:80", "", " ", ":"),
+    *("a:1,b:1", "::1:1234", "::1", "1:2:3:4:5:6:7:8:80", "[zz]:80", "[fe80::1%]:80", "[::1"),
+    *("999.0.0.1:80", "1.2.3:80", "a..b:80", "a/b:80", "x" * 254 + ":80", "-x:1", "x-:1", "a\0b:1"),
+    *("ipv4:1.2.3.4:80", "user@host:80", "host:1:2", 80, None, ["host:80"]),
+]
+BAD_PORTS = [
+    "host:",
+    "http://",
+    "host:http",
+    "host:0",
+    "host:65536",
+    "host:-1",
+    "host:9999999",
+    "host:\uff18",
 ]
 
 
@@ -84,23 +72,13 @@ def test_an_unknown_type_is_refused_with_the_near_name(type_: str, meant: str) -
     assert f"did you mean {meant!r}?" in message(error)
 
 
-@pytest.mark.parametrize(
-    ("index", "fix"),
-    [
-        ("0", 'write "index": 0 without quotes'),
-        (1.0, 'write "index": 1 without a decimal point'),
-        ("one", "position of the task"),
-        (-1, "position of the task"),
-        (True, "position of the task"),
-        (None, "position of the task"),
-    ],
-)
-def test_an_index_that_is_no_integer_is_refused_with_the_fix(index: object, fix: str) -> None:
+@pytest.mark.parametrize("index", ["0", 1.0, "one", -1, True, None])
+def test_an_index_that_is_no_integer_is_refused_with_the_fix(index: object) -> None:
     with pytest.raises(UsageError) as error:
         Task("worker", index)  # type: ignore[arg-type]
     shown = repr(index) if isinstance(index, str) else json.dumps(index)
     assert f"received {shown}; expected an integer" in message(error)
-    assert fix in message(error)
+    assert 'without quotes, as in "index": 0' in message(error)
 
 
 def test_specs_and_tasks_are_frozen_hashable_and_survive_pickling() -> None:
@@ -168,68 +146,16 @@ def test_an_address_splits_into_host_and_port() -> None:
     assert split_address("host:80") == ("host", 80)
 
 
-@pytest.mark.parametrize(("address", "expected", "fix"), BAD_ADDRESSES)
-def test_a_bad_address_is_refused_with_its_task_and_the_fix(
-    address: object, expected: str, fix: str
-) -> None:
+@pytest.mark.parametrize("address", [*BAD_ADDRESSES, *BAD_PORTS])
+def test_a_bad_address_is_refused_with_its_task_and_the_fix(address: object) -> None:
     with pytest.raises(UsageError) as error:
         ClusterSpec(worker=("good:1", address))  # type: ignore[arg-type]
     assert error.value.where == "cluster worker-1"
-    assert error.value.code == ("TFC011" if "a port from" in expected else "TFC010")
-    assert expected in error.value.expected
-    assert fix in error.value.fix
-
-
-UNREADABLE_ADDRESSES = [
-    *(address for address, _, _ in BAD_ADDRESSES if isinstance(address, str)),
-    *("", " ", ":", ",", "://", "my host", "a:1,b", "a, b c", "a:1,a:1", "host.example"),
-    *(
-        "unix:/tmp/x",
-        "unix:///tmp/x",
-        "http://host",
-        "http://host:80/path",
-        "http://",
-        "http://a b",
-    ),
-    *("dns:///host:80", "ipv4:1.2.3.4:80", "user@host:80", "http://user@host", "a/b:http"),
-    *("fe80::1%eth0", "fe80::1%eth0:80", "fe80::1%", "[fe80::1%]", "::", "::1:0", "[::1"),
-    *(
-        "999.0.0.1",
-        "a..b",
-        "-x",
-        "x-",
-        "host:1:2",
-        "host:\uff18\uff10",
-        "x" * 90,
-        "x" * 300,
-        "a\0b",
-    ),
-    *("a" * 40 + "," + "b" * 40, "1:2:3:4:5:6:7:8:70000"),
-]
-
-
-@pytest.mark.parametrize("address", UNREADABLE_ADDRESSES)
-def test_what_the_fix_says_to_write_is_accepted(address: str) -> None:
-    with pytest.raises(UsageError) as error:
-        check_address(address, where="address")
-    told = error.value.fix
-    quoted = [] if told.startswith("correct ") else re.findall(r"'([^']*)'", told)
-    assert quoted or told.startswith("correct ")
-    for right in quoted:
+    is_port = address in BAD_PORTS
+    assert error.value.code == ("TFC011" if is_port else "TFC010")
+    assert ("a port from 1 to 65535" if is_port else "in brackets") in error.value.expected
+    for right in re.findall(r'"([^"]*)"', error.value.fix):
         check_address(right, where="address")
-    with pytest.raises(UsageError) as error:
-        ClusterSpec.from_dict({"worker": address})
-    listed = json.loads(error.value.fix.partition('"worker": ')[2])
-    assert ClusterSpec.from_dict({"worker": listed}).num_replica_tasks == len(listed)
-
-
-@pytest.mark.parametrize("index", ["0", "007", "00"])
-def test_what_the_fix_says_to_write_for_an_index_is_a_number_of_json(index: str) -> None:
-    with pytest.raises(UsageError) as error:
-        Task("worker", index)  # type: ignore[arg-type]
-    told = re.search(r'"index": (\S+)', error.value.fix)
-    assert told is not None
-    assert Task("worker", json.loads(told[1])).index == int(index)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +201,7 @@ def test_the_same_port_on_different_hosts_is_accepted() -> None:
         ({"chief": ["a:1", "b:1"]}, "2 addresses for chief", "make the others workers"),
         ({"evaluator": ["a:1", "b:1"]}, "2 addresses for evaluator", "keep one evaluator"),
         ({"wokrer": ["a:1"]}, "'wokrer'", "did you mean 'worker'?"),
-        ({"worker": "a:1"}, "'a:1'", '"worker": ["a:1"]'),
+        ({"worker": "a:1"}, "'a:1'", '"worker": ["host:port", ...]'),
         ({"worker": {"0": "a:1"}}, "{'0': 'a:1'}", '"worker": ["host:port", ...]'),
         ({"worker": None}, "null", "leave worker out"),
         ({"worker": []}, "[], and no address", "or unset TF_CONFIG"),

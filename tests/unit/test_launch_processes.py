@@ -331,3 +331,17 @@ def test_ends_of_processes_are_all_told() -> None:
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGCHLD)
         assert signals.read() == [signal.SIGTERM, signal.SIGCHLD, signal.SIGCHLD]
+
+
+def test_signals_that_were_blocked_from_the_start_are_heard_and_blocked_again() -> None:
+    """As of a launcher that a thread without signals has started."""
+    blocked = {signal.SIGTERM, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        with SignalPipe() as signals:
+            signal.raise_signal(signal.SIGCHLD)
+            assert signals.read() == [signal.SIGCHLD]
+            assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & blocked
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= blocked
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

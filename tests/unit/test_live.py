@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import socket
+import threading
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -27,9 +30,11 @@ from tfdist.launch.live import (
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.watchdog import Watchdog
+from tfdist.loopback import listen, make_server
 from tfdist.report.run import read_run
 from tfdist.top import view
 
+DEADLINE_S = 60
 WORKER = Task("worker", 0)
 
 
@@ -67,9 +72,8 @@ def observed(tmp_path, events, **options):
         logs=logs,
         attempt=1,
         strategy="single",
-        epoch_s=1_800_000_000,
+        **{"epoch_s": lambda: 1_800_000_000.0, **options},
         hosts={},
-        **options,
     )
     state = state_of_job(tmp_path)
     for at_s, event in events:
@@ -111,6 +115,16 @@ def test_the_status_of_a_job_that_has_ended_has_no_phases(tmp_path):
     written = json.loads((tmp_path / "live.json").read_text())
     assert written["state"] == "ended"
     assert written["tasks"][0]["phase"] is None
+
+
+def test_the_status_follows_a_clock_that_is_set(tmp_path):
+    """As after the machine has slept: who alarms by the age of the status would always do so."""
+    epochs = itertools.count(1_800_000_000.0, 3600.0)  # it is set at each look
+    events = [(at_s, beat(at_s, "step", 1, at_s)) for at_s in (102.0, 104.0)]
+    observed(tmp_path, events, epoch_s=lambda: next(epochs))
+    told = json.loads((tmp_path / "live.json").read_text())
+    assert told["at"] >= 1_800_003_600 + 104
+    assert told["at"] - told["began_at"] == 4.0
 
 
 def test_memory_is_not_read_of_a_process_on_another_host(tmp_path):
@@ -185,6 +199,33 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, pytest.raises(UsageError, match="--metrics_port"):
         MetricsServer(listener.getsockname()[1], tmp_path)
+
+
+def test_metrics_that_do_not_answer_hold_nothing_up(tmp_path):
+    before = psutil.Process().children()
+    with MetricsServer(0, tmp_path / "live.json"):
+        (child,) = (one for one in psutil.Process().children() if one not in before)
+        child.suspend()
+    assert not child.is_running()
+
+
+def test_a_reader_that_leaves_is_no_error(capfd):
+    with listen(0, flag="--port") as listener:
+        address, asked, left = listener.getsockname(), threading.Event(), threading.Event()
+
+        def text():
+            asked.set()
+            left.wait(DEADLINE_S)
+            return "x" * (64 << 20)
+
+        with make_server(listener, text, path="/", content_type="text/plain") as server:
+            server.daemon_threads = False  # their end is waited for
+            with socket.create_connection(address) as reader:
+                reader.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                server.handle_request()
+                assert asked.wait(DEADLINE_S)
+            left.set()
+    assert capfd.readouterr().err == ""
 
 
 def shown(run_dir):

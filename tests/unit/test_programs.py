@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -27,6 +28,16 @@ def test_the_overview_names_every_program_and_loads_none(words, capsys):
 
 def test_the_version_is_told():
     assert run("--version") == (0, f"tfdist {tfdist.__version__}\n", "")
+
+
+@pytest.mark.parametrize("word", ["--help", "env"])
+def test_who_reads_no_further_is_no_error(word):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "tfdist", word]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize("name", programs.PROGRAMS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -167,6 +168,22 @@ def test_a_mistake_is_one_line(
     error = capsys.readouterr().err
     assert text in error
     assert error.count("\n") == 1
+
+
+def test_what_is_no_server_of_http_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the port of gRPC, taken for that of REST."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def answer() -> None:
+            with listener.accept()[0] as connection:
+                connection.sendall(b"\0\0\x12\x04 no line of HTTP\n\n")
+
+        done = pool.submit(answer)
+        port = listener.getsockname()[1]
+        assert bench.main(["serve", f"http://127.0.0.1:{port}/v1/models/m"]) == 1
+        done.result()
+    assert bench.main(["serve", "http://127.0.0.1:REST/v1/models/m"]) == 1
+    assert len(capsys.readouterr().err.strip().splitlines()) == 2
 
 
 def test_percentiles() -> None:

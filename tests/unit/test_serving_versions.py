@@ -248,6 +248,8 @@ def test_a_cluster_of_ray_that_is_not_there_is_one_line(
         (["--on", "ray"], "Fix: pip install 'ray[serve]' 'tfdist[serving]'"),
         (["--on", "ray", "--token", __file__], "--token: received it with --on ray"),
         (["--versions", "two"], "--versions: received 'two'"),
+        (["--tls_cert", __file__, "--tls_key", __file__], "--tls_cert: received "),
+        (["--access_log", "no/such/directory/log"], "--access_log: received no/such/directory/"),
     ],
 )
 def test_a_service_that_cannot_be_is_one_line(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import linecache
 import os
 import pickle
+import signal
 import sys
 import threading
 
@@ -152,6 +154,23 @@ def test_what_the_launcher_itself_refuses_is_its_line():
     assert isinstance(error, JobFailed)
     assert (error.exit_code, error.task) == (2, "")
     assert str(error).endswith("exit code 2: --run_dir: received y")
+
+
+def test_a_failure_is_told_to_who_ignores_the_ends_of_processes(tmp_path, monkeypatch):
+    """The kernel gives such a program no exit code, and Python 0 for it."""
+
+    def run(flags, *, keep_fds):
+        entry = {"exit_code": 3, "first_failure": None}
+        (tmp_path / "report.json").write_text(json.dumps({"attempts": [entry]}))
+        return 0, False, ["said"]
+
+    monkeypatch.setattr(spawning, "_run", run)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(JobFailed, match="exit code 3: said"):
+            spawning.spawn(len, "x", strategy="single", run_dir=str(tmp_path))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_the_lines_of_cells_go_along_and_those_of_files_do_not(monkeypatch):

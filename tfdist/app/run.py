@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -335,10 +336,13 @@ def _say_finished(directory: RunDirectory) -> dict[str, Any]:
 
 
 def _run_dir(config: Any, task: TaskConfig | None, *, now: datetime) -> str:
-    """Return the configuration's directory, else the launcher's, else a new one under `runs`."""
+    """Return the configuration's directory, else the launcher's, else a new one under `runs`.
+
+    Runs that begin in one second have directories of their own.
+    """
     given = task.options.run_dir if task else None
     name = f"{now:%Y%m%d-%H%M%S}-{config.dataset.replace('/', '-')}-{config.model}"
-    return config.run_dir or given or f"runs/{name}"
+    return config.run_dir or given or f"runs/{name}-{secrets.token_hex(2)}"
 
 
 def _seed(config: Any, directory: RunDirectory, *, overwrite: bool) -> int:

@@ -12,24 +12,19 @@ from collections.abc import Iterator, Sequence
 
 from tfdist.errors import UsageError
 
-_ADDRESS = re.compile(
-    r"(\[[0-9A-Za-z:.%_-]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?):([0-9]{1,5})"
-)
+_HOST = re.compile(r"\[[0-9A-Za-z:.%_-]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 _MAX_HOST_CHARS = 253
 _IPV4_IN_IPV6 = bytes(10) + b"\xff\xff"
-_EXAMPLE_PORT = 2222
 
 
 class _Short(reprlib.Repr):
+    """Writes what Python and JSON have other words for as JSON: null, true, NaN."""
+
     def __init__(self) -> None:
         super().__init__()
         self.maxstring = self.maxother = 80
         self.maxlevel = 2
         self.maxlist = self.maxdict = self.maxtuple = 3
-
-
-class _ShortJson(_Short):
-    """Writes what Python and JSON have other words for as JSON: null, true, NaN."""
 
     def _word(self, value: object, level: int) -> str:
         return json.dumps(value)
@@ -37,17 +32,12 @@ class _ShortJson(_Short):
     repr_NoneType = repr_bool = repr_float = _word  # reprlib looks for type names
 
 
-_short, _short_json = _Short(), _ShortJson()
+_short = _Short()
 
 
 def shown(value: object) -> str:
     """Return `value` as one short line for an error message, whatever it holds."""
     return _short.repr(value)
-
-
-def shown_json(value: object) -> str:
-    """Return what `shown` does, for a value that the user wrote as JSON."""
-    return _short_json.repr(value)
 
 
 def check_address(address: object, *, where: str) -> tuple[str, int]:
@@ -59,15 +49,20 @@ def check_address(address: object, *, where: str) -> tuple[str, int]:
     Raises:
         UsageError: `address` is not ``host:port``; the message says what about it.
     """
-    match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if match is None:
-        raise _mistake(address, where=where)
-    if not _is_port(match[2]):
-        raise _port_mistake(match[0], where=where)
-    key = _host_key(match[1])
-    if key is None:
-        raise _host_mistake(match[0], where=where)
-    return key, int(match[2])
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    key = _host_key(host) if _HOST.fullmatch(host) else None
+    expected, code = "a host name, an IPv4 address, or an IPv6 address in brackets", "TFC010"
+    if key is not None:
+        if re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) <= 65_535:
+            return key, int(port)
+        expected, code = "a port from 1 to 65535", "TFC011"
+    raise UsageError(
+        where,
+        received=shown(address),
+        expected=f'"host:port" with {expected}',
+        fix='write one address, as in "host:2222" or "[fd00::1]:2222"',
+        code=code,
+    )
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -108,100 +103,6 @@ def _packed(host: str, family: socket.AddressFamily) -> bytes | None:
         return socket.inet_pton(family, host)
     except (OSError, ValueError):
         return None
-
-
-def meant(text: str) -> list[str]:
-    """Return the addresses that `text` was probably meant to hold, each one that is accepted.
-
-    They are short enough for an error message. A text that gives no hint has an example.
-    """
-    found = [_repaired(part) for part in text.split(",") if part.strip()]
-    whole = [address for address in found if address is not None]
-    if not whole or len(whole) < len(found) or len(str(whole)) > _short.maxother:
-        return [f"host:{_EXAMPLE_PORT}"]
-    return list(dict.fromkeys(whole))
-
-
-def _mistake(address: object, *, where: str) -> UsageError:
-    """Find what is wrong with an address that has not the form ``host:port``."""
-    if not isinstance(address, str):
-        fix = f'write "host:{_EXAMPLE_PORT}", in quotes'
-        expected = '"host:port"'
-        return UsageError(
-            where, received=shown_json(address), expected=expected, fix=fix, code="TFC010"
-        )
-    listed = meant(address)
-    one = shown(listed[0])
-    if "," in address:
-        fix = f"make each address an element of the list: {', '.join(map(shown, listed))}"
-        return _error(address, where, "one address", fix)
-    if not address.strip():
-        fix = f"write where the task listens, as in {one}"
-        return _error(address, where, "a host and a port", fix)
-    if address.startswith("unix:"):
-        fix = f"write {shown(f'localhost:{_EXAMPLE_PORT}')}"
-        return _error(address, where, "a TCP port: TensorFlow opens no Unix socket", fix)
-    if "://" in address:
-        return _error(address, where, "no scheme", f"write {one}")
-    if any(c.isspace() for c in address):
-        return _error(address, where, "no spaces", f"write {one}")
-    host, colon, port = address.rpartition(":")
-    if _is_ipv6(address) or _is_ipv6(host):
-        added = " and add a port" * (not _is_ipv6(host))
-        fix = f"put the IPv6 host in brackets{added}: {one}"
-        return _error(address, where, "an IPv6 host in brackets", fix)
-    if not colon or address.endswith("]"):
-        fix = f"add the port that the task listens on, as in {one}"
-        return _error(address, where, "a port too", fix)
-    if not host:
-        return _error(address, where, "a host too", f"write {one}")
-    if not _is_port(port):
-        return _port_mistake(address, where=where)
-    return _host_mistake(address, where=where)
-
-
-def _repaired(text: str) -> str | None:
-    """Return the address that was probably meant; None if nothing comes near one."""
-    text = "".join(text.split())
-    if "://" in text:
-        text = text.split("://", 1)[1].lstrip("/").partition("/")[0]
-    host, _, port = text.rpartition(":")
-    if _is_ipv6(text) and not (_is_ipv6(host) and _is_port(port)):
-        text = f"[{text}]"
-    elif _is_ipv6(host):
-        host = f"[{host}]"
-    if text.endswith("]") or ":" not in text:
-        host, port = text, ""
-    made = f"{host or 'localhost'}:{port if _is_port(port) else _EXAMPLE_PORT}"
-    match = _ADDRESS.fullmatch(made)
-    return made if text and match and _host_key(match[1]) else None
-
-
-def _is_ipv6(host: str) -> bool:
-    address, percent, zone = host.partition("%")
-    is_zone = bool(zone) and ":" not in zone
-    return (is_zone or not percent) and _packed(address, socket.AF_INET6) is not None
-
-
-def _is_port(text: str) -> bool:
-    return re.fullmatch("[0-9]{1,5}", text) is not None and 1 <= int(text) <= 65_535
-
-
-def _port_mistake(address: str, *, where: str) -> UsageError:
-    fix = f"give the port that the task listens on, as in {shown(meant(address)[0])}"
-    return _error(address, where, "a port from 1 to 65535", fix, code="TFC011")
-
-
-def _host_mistake(address: str, *, where: str) -> UsageError:
-    expected = "a host name, an IPv4 address, or an IPv6 address in brackets"
-    return _error(address, where, expected, f"correct {shown(address.rpartition(':')[0])}")
-
-
-def _error(
-    address: object, where: str, detail: str, fix: str, *, code: str = "TFC010"
-) -> UsageError:
-    expected = f'"host:port" with {detail}'
-    return UsageError(where, received=shown(address), expected=expected, fix=fix, code=code)
 
 
 # Parsers of lists of hosts: schedulers' node lists, and ours with slots, ``a:2,n[1-4]:8``.

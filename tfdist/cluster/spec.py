@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tfdist.cluster.address import check_address, meant, shown, shown_json
+from tfdist.cluster.address import check_address, shown
 from tfdist.errors import UsageError, near
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
@@ -157,35 +156,25 @@ def check_task_type(type_: object, *, where: str) -> None:
         hint = f" (did you mean {meant!r}?)" if meant else near(plain, TASK_TYPES)
     fix = f"use one of these types{hint}"
     code = "TFC008" if where == "cluster" else "TFC015"
-    raise UsageError(where, received=shown_json(type_), expected=expected, fix=fix, code=code)
+    raise UsageError(where, received=shown(type_), expected=expected, fix=fix, code=code)
 
 
 def _check_index(index: object) -> None:
     if isinstance(index, int) and not isinstance(index, bool) and index >= 0:
         return
-    fix = "give the position of the task in its list"
-    if isinstance(index, str) and index.isascii() and index.isdecimal():
-        fix = (
-            f'write "index": {shown(index)[1:-1].lstrip("0") or 0} without quotes around the number'
-        )
-    elif isinstance(index, float) and index.is_integer() and index >= 0:
-        fix = f'write "index": {shown(index).removesuffix(".0")} without a decimal point'
+    fix = 'give the position of the task in its list, without quotes, as in "index": 0'
     expected = "an integer from 0 on"
-    raise UsageError(
-        "task index", received=shown_json(index), expected=expected, fix=fix, code="TFC016"
-    )
+    raise UsageError("task index", received=shown(index), expected=expected, fix=fix, code="TFC016")
 
 
 def _address_tuple(addresses: object, type_: str) -> tuple[str, ...]:
     if isinstance(addresses, (list, tuple)):
         return tuple(addresses)
     fix = f'write "{type_}": ["host:port", ...], or leave {type_} out if there is none'
-    if isinstance(addresses, str):
-        fix = f'put it in a list: "{type_}": {json.dumps(meant(addresses))}'
     expected = 'a list of "host:port"'
     raise UsageError(
         f"cluster {type_}",
-        received=shown_json(addresses),
+        received=shown(addresses),
         expected=expected,
         fix=fix,
         code="TFC009",

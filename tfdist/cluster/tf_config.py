@@ -6,15 +6,15 @@ options under ``tfdist``, a key that TensorFlow leaves alone.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import json
-import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tfdist.cluster.address import shown, shown_json
+from tfdist.cluster.address import shown
 from tfdist.cluster.spec import ClusterSpec, Task
 from tfdist.errors import UsageError, near
 
@@ -80,7 +80,7 @@ class JobOptions:
                 fix = f"correct the name or take it out{near(name, names)}"
                 expected = "one of " + ", ".join(names)
                 raise UsageError(
-                    "tfdist", received=shown_json(name), expected=expected, fix=fix, code="TFC018"
+                    "tfdist", received=shown(name), expected=expected, fix=fix, code="TFC018"
                 )
         return cls(**values)  # type: ignore[arg-type]  # checked in __post_init__
 
@@ -96,7 +96,7 @@ def check_strategy(strategy: object, *, where: str, code: str) -> None:
     hint = near(strategy.strip().lower(), STRATEGIES) if isinstance(strategy, str) else ""
     raise UsageError(
         where,
-        received=shown_json(strategy),
+        received=shown(strategy),
         expected="one of " + ", ".join(STRATEGIES),
         fix=f"use one of these names{hint}",
         code=code,
@@ -129,15 +129,11 @@ def _check_directory(name: str, value: object) -> None:
 
 def _wrong(name: str, value: object, expected: str, fix: str) -> UsageError:
     where = f"tfdist.{name}"
-    return UsageError(where, received=shown_json(value), expected=expected, fix=fix, code="TFC019")
+    return UsageError(where, received=shown(value), expected=expected, fix=fix, code="TFC019")
 
 
 _MAX_SHOWN_CHARS = 1000
 _AROUND_CHARS = 30
-_SINGLE_QUOTES = "names in single quotes, which is Python and not JSON"
-_DOUBLE_QUOTES = "JSON, which has double quotes"
-_JSON_WORDS = {"None": "null", "True": "true", "False": "false"}
-_PYTHON_WORD = re.compile(r"\b(?:None|True|False)\b")
 
 
 def parse_object(text: str | bytes, *, where: str) -> dict[str, object]:
@@ -164,7 +160,7 @@ def parse_object(text: str | bytes, *, where: str) -> dict[str, object]:
         return value
     raise _repaired(text, where=where) or UsageError(
         where,
-        received=shown_json(value),
+        received=shown(value),
         expected="a JSON object",
         fix='write {"cluster": {...}, "task": {...}}',
         code="TFC004",
@@ -209,42 +205,38 @@ def _not_json(text: str, error: ValueError, *, where: str) -> UsageError:
 
 def _repaired(text: str, *, where: str) -> UsageError | None:
     """Return the error with the right text in it, when the mistake is a usual one of quoting."""
-    for received, expected, repair in _REPAIRS:
+    bare = text.strip("'\" \t\r\n").replace('\\"', '"')
+    if bare == text.strip() and "'" not in bare:
+        return None
+    readings: Sequence[Callable[[str], object]] = (
+        _loads,
+        lambda text: _loads(text.replace("'", '"')),
+        ast.literal_eval,
+    )
+    for read in readings:
         try:
-            value = _loads(repair(text.strip()))
-        except (ValueError, RecursionError, _DuplicateKeyError):
+            value = read(bare)
+            right = json.dumps(value)
+        except (
+            ValueError,
+            TypeError,
+            SyntaxError,
+            MemoryError,
+            RecursionError,
+            _DuplicateKeyError,
+        ):
             continue
         if isinstance(value, dict):
-            right = json.dumps(value)
             if len(right) > _MAX_SHOWN_CHARS:
                 right = right[:_MAX_SHOWN_CHARS] + "..."
-            fix = f"{where}={shlex.quote(right)}"
-            return UsageError(where, received=received, expected=expected, fix=fix, code="TFC002")
+            return UsageError(
+                where,
+                received="an object in the wrong quotes, as of a printed Python dict",
+                expected="JSON, whose names are in double quotes",
+                fix=f"{where}={shlex.quote(right)}",
+                code="TFC002",
+            )
     return None
-
-
-def _unquoted(text: str) -> str:
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
-
-
-def _from_python(text: str) -> str:
-    return _PYTHON_WORD.sub(lambda word: _JSON_WORDS[word[0]], text.replace("'", '"'))
-
-
-_REPAIRS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
-    (
-        "an object in one more pair of quotes, which belong to the value",
-        "the JSON object itself",
-        _unquoted,
-    ),
-    (_SINGLE_QUOTES, _DOUBLE_QUOTES, lambda text: text.replace("'", '"')),
-    (_SINGLE_QUOTES, _DOUBLE_QUOTES, _from_python),
-    (
-        "quotes with backslashes before them",
-        "JSON, whose quotes have none",
-        lambda text: _unquoted(text).replace('\\"', '"'),
-    ),
-)
 
 
 VARIABLE = "TF_CONFIG"
@@ -382,9 +374,7 @@ def _refuse_misspelt_options(fields: Mapping[str, object]) -> None:
         if near(key.lower(), ["tfdist"]):
             expected = "our options under the key 'tfdist'"
             fix = f"write 'tfdist' for {shown(key)}"
-            raise UsageError(
-                "key", received=shown_json(key), expected=expected, fix=fix, code="TFC021"
-            )
+            raise UsageError("key", received=shown(key), expected=expected, fix=fix, code="TFC021")
 
 
 def _section(fields: Mapping[str, object], key: str, example: str) -> dict[str, object]:
@@ -408,7 +398,7 @@ def _object(value: object, key: str) -> dict[str, object]:
     if isinstance(value, dict):
         return value
     fix = f'write "{key}": {{...}}'
-    raise UsageError(key, received=shown_json(value), expected="an object", fix=fix, code="TFC007")
+    raise UsageError(key, received=shown(value), expected="an object", fix=fix, code="TFC007")
 
 
 def _task(fields: Mapping[str, object]) -> Task:

@@ -10,49 +10,19 @@ order           the example at each position and its random numbers, as function
 augment         transforms of a batch of images
 cache           files made once for all processes of a machine
 digits          scikit-learn's digits as a TFDS dataset
-
-The public names are resolved on first use (PEP 562): processes without TensorFlow use `cache`.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from tfdist.errors import near
-
-_HOME_OF = {
-    "ArraySource": "arrays",
-    "Compose": "augment",
-    "GraphSource": "source",
-    "InputFunctionSource": "stream",
-    "Normalize": "augment",
-    "PyDatasetSource": "python_indexed",
-    "PythonSource": "python_indexed",
-    "RandomCrop": "augment",
-    "RandomFlip": "augment",
-    "Rescale": "augment",
-    "Source": "source",
-    "StreamSource": "stream",
-    "TFRecordSource": "tfrecord",
-    "Transform": "source",
-    "as_source": "resolve",
-    "check_supported": "resolve",
-    "example_at": "order",
-    "example_at_numpy": "order",
-    "load": "tfds",
-}
-
-if TYPE_CHECKING:
-    from tfdist.data.arrays import ArraySource
-    from tfdist.data.augment import Compose, Normalize, RandomCrop, RandomFlip, Rescale
-    from tfdist.data.order import example_at, example_at_numpy
-    from tfdist.data.python_indexed import PyDatasetSource, PythonSource
-    from tfdist.data.resolve import as_source, check_supported
-    from tfdist.data.source import GraphSource, Source, Transform
-    from tfdist.data.stream import InputFunctionSource, StreamSource
-    from tfdist.data.tfds import load
-    from tfdist.data.tfrecord import TFRecordSource
+from tfdist.data.arrays import ArraySource
+from tfdist.data.augment import Compose, Normalize, RandomCrop, RandomFlip, Rescale
+from tfdist.data.order import example_at, example_at_numpy
+from tfdist.data.python_indexed import PyDatasetSource, PythonSource
+from tfdist.data.resolve import as_source, check_supported
+from tfdist.data.source import GraphSource, Source, Transform
+from tfdist.data.stream import InputFunctionSource, StreamSource
+from tfdist.data.tfds import load
+from tfdist.data.tfrecord import TFRecordSource
 
 __all__ = [
     "ArraySource",
@@ -75,16 +45,3 @@ __all__ = [
     "example_at_numpy",
     "load",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near(name, _HOME_OF)}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})

@@ -287,21 +287,11 @@ def require_dense(value: Any, *, where: str) -> None:
 
 def _describe_lengths(parts: dict[str, Any]) -> str:
     """Return such as ``x: 100, y['a']: 99`` for the arrays of each part."""
-    found = []
-    for name, part in parts.items():
-        for path, leaf in _with_paths(part, name):
-            found.append(f"{path}: {leaf.shape[0]}")
-    return ", ".join(found)
-
-
-def _with_paths(nest: Any, path: str) -> list[tuple[str, Any]]:
-    if isinstance(nest, dict):
-        pairs = nest.items()
-    elif isinstance(nest, tuple):
-        pairs = enumerate(nest)  # type: ignore[assignment]
-    else:
-        return [] if nest is None else [(path, nest)]
-    return [found for key, part in pairs for found in _with_paths(part, f"{path}[{key!r}]")]
+    return ", ".join(
+        f"{name}{''.join(f'[{key!r}]' for key in keys)}: {leaf.shape[0]}"
+        for (name, *keys), leaf in keras.tree.flatten_with_path(parts)
+        if leaf is not None
+    )
 
 
 def _to_array(value: Any) -> Any:

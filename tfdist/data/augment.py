@@ -197,7 +197,8 @@ class Compose:
 
     def for_evaluation(self) -> Compose:
         """Return the same without what is random: what validation and prediction apply."""
-        return Compose([t for t in self.transforms if not isinstance(t, _Geometric)], key=self.key)
+        kept = [each for each in map(for_evaluation, self.transforms) if each is not None]
+        return Compose(kept, key=self.key)
 
     def __repr__(self) -> str:
         return f"Compose({list(self.transforms)!r}, key={self.key!r})"

@@ -242,5 +242,13 @@ def _stack(
                 fix="pad or crop the examples to one shape",
                 code="shapes-differ",
             )
+        require(
+            np.can_cast(array.dtype, result.dtype, "same_kind"),
+            f"example {indices[row]}",
+            received=f"numbers of {array.dtype}",
+            expected=f"{result.dtype}, as in the first example: others would be cut",
+            fix="convert the examples to one type, as by np.float32(...)",
+            code="types-differ",
+        )
         result[row] = array if array.ndim else array[()]
     return result

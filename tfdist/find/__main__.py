@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser, run_program
+from tfdist.argument_parser import Parser, require_writable, run_program
 from tfdist.errors import EXIT_OK, mutually_exclusive
 from tfdist.find.batch_size import BatchSearch, MemoryLimits
 
@@ -46,6 +46,7 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
     """Return the options, and the words that name the subject; raise UsageError."""
     config, ours = of_config(argv)
     options = _parser().parse_args(ours)
+    require_writable("--plot", options.plot)
     mutually_exclusive({"FILE.py:FUNCTION": options.subject, "--config": " ".join(config)})
     return options, [options.subject] if options.subject else config
 

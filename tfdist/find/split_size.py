@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser, run_program
+from tfdist.argument_parser import Parser, require_writable, run_program
 from tfdist.errors import EXIT_OK, TfdistError, UsageError, require_int, require_one_of
 from tfdist.outputs.display import empty_panels
 
@@ -167,6 +167,8 @@ def parse(argv: Sequence[str]) -> Any:
     options.auto, options.sizes = _sizes("--sizes", options.sizes, options.batch_size)
     one = _sizes("--one_device", options.one_device, options.batch_size)[1]
     options.one_device = one if options.one_device else options.sizes
+    require_writable("--plot", options.plot)
+    require_writable("--json", options.json)
     if options.plot:
         empty_panels("tfdist.bench --plot")  # before minutes of measuring
     return options

@@ -7,6 +7,7 @@ model is a ``.keras`` file, read in Keras' safe mode, or comes from ``file.py:fu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -41,7 +42,8 @@ def main() -> int:
 
 def _be_the_first_to_go() -> None:
     """Have the kernel end this process rather than another one when memory runs out."""
-    Path("/proc/self/oom_score_adj").write_text("1000")
+    with contextlib.suppress(OSError):  # a container may have /proc to read alone
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _run(request: dict[str, Any]) -> dict[str, Any]:

@@ -138,7 +138,8 @@ def exit_code_for(signum: int) -> int:
 class SignalPipe:
     """Delivers SIGCHLD and requests to stop through a descriptor, while it is entered.
 
-    A signal that the launcher was started to ignore, as nohup does, stays ignored.
+    A signal that the launcher was started to ignore, as nohup does, stays ignored. One that whoever
+    started it had blocked, as a thread without signals does, is let through.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -154,9 +155,11 @@ class SignalPipe:
             if signum != signal.SIGCHLD and signal.getsignal(signum) == signal.SIG_IGN:
                 continue
             self._old[signum] = signal.signal(signum, _nothing)
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._old)
         return self
 
     def __exit__(self, *error: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for signum, handler in self._old.items():
             signal.signal(signum, handler)  # type: ignore[arg-type]  # as it was returned
         signal.set_wakeup_fd(self._old_fd)

@@ -347,7 +347,6 @@ class JobRun:
         """Whether the job has ended because it was asked to."""
         self._stack = contextlib.ExitStack()
         self._task_factory = TaskFactory(job, screen=screen, signals=signals)
-        self._epoch_s = time.time() - time.monotonic()
         self._report_file = job.run_dir / FILE_NAME
         self._entries = earlier_attempts(job.run_dir)
         self._description = description_of_job(job.strategy, argv=sys.orig_argv)
@@ -443,7 +442,7 @@ class JobRun:
             logs=logs,
             attempt=self._run_dir.attempt,
             strategy=self._job.strategy,
-            epoch_s=self._epoch_s,
+            epoch_s=_epoch_s,
             hosts=self._screen.hosts,
             is_here=lambda task: team is None or not team.host_of[task],
         )
@@ -508,7 +507,7 @@ class JobRun:
         entry = attempt_entry(
             attempt,
             number=self._run_dir.attempt,
-            epoch_s=self._epoch_s,
+            epoch_s=_epoch_s(),
             hosts=self._screen.hosts,
         )
         self._entries.append(entry)
@@ -526,6 +525,11 @@ class JobRun:
         """Write it in one piece; `exit_code` None means that the job still runs."""
         content = {"exit_code": exit_code, "job": self._description, "attempts": self._entries}
         write_json(self._report_file, content)
+
+
+def _epoch_s() -> float:
+    """Return the time of day when the monotonic clock stood at 0."""
+    return time.time() - time.monotonic()
 
 
 def _counted(specs: Sequence[ProcessSpec]) -> str:

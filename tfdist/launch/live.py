@@ -167,7 +167,8 @@ class LiveStatus:
         logs: The directory of this attempt's logs.
         attempt: Its number.
         strategy: Of the job.
-        epoch_s: The time of day when the clock stood at 0.
+        epoch_s: Returns the time of day when the clock stood at 0, which changes where somebody
+            sets it, or the machine sleeps.
         hosts: Where each task is, in a job on several hosts.
         is_here: Whether a task runs on this machine, so that its memory can be read.
     """
@@ -179,7 +180,7 @@ class LiveStatus:
         logs: Path,
         attempt: int,
         strategy: str,
-        epoch_s: float,
+        epoch_s: Callable[[], float],
         hosts: Mapping[Task, str],
         is_here: Callable[[Task], bool] = lambda task: True,
     ) -> None:
@@ -235,15 +236,16 @@ class LiveStatus:
             write_json(self._path, self._status(state), durable=False)
             if self._written_s - self._history_written_s >= _HISTORY_EVERY_S or state.is_over:
                 self._history_written_s = self._written_s
-                document = history.as_json(epoch_s=self._epoch_s)
+                document = history.as_json(epoch_s=self._epoch_s())
                 write_json(self._history_path, document, durable=False)
 
     def _status(self, state: JobState) -> dict[str, Any]:
         rates = [seen.rate() for seen in self._seen.values()]
+        epoch_s = self._epoch_s()
         return {
-            "at": round(self._epoch_s + state.now_s, 3),
+            "at": round(epoch_s + state.now_s, 3),
             "attempt": self._attempt,
-            "began_at": round(self._epoch_s + state.started_s, 3),
+            "began_at": round(epoch_s + state.started_s, 3),
             "strategy": self._strategy,
             "state": "ended" if state.is_over else "ending" if state.is_ending else "running",
             "step": state.step,
@@ -344,9 +346,8 @@ class MetricsServer:
         pass
 
     def __exit__(self, *error: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        with self._process:  # closes its input, and waits
+            self._process.kill()  # it writes nothing, and may be stopped
 
 
 def serve_metrics(listener_fd: int, live_file: Path) -> None:

@@ -283,6 +283,10 @@ def _check_together(options: LaunchOptions) -> None:
         received = f"a fork server with {'--isolate' if options.isolate else '--start exec'}"
         fix = "leave --fork_server out"
         _refuse("fork_server", received, "one of them", fix, code="exclusive")
+    if options.metrics_port is not None and options.isolate:
+        fix = "leave one of them out; live.json in the run directory says the same"
+        expected = "one of them: nobody reaches into the job's own network"
+        _refuse("metrics_port", "it with --isolate", expected, fix, code="exclusive")
     if workers > 1 and strategy in ("single", "mirrored"):
         fix = "use --strategy multiworker, or leave --workers out"
         received = f"{workers} with --strategy {strategy}"

@@ -26,7 +26,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from tfdist.cluster import read_environment
-from tfdist.errors import JobFailed, TfdistError, UsageError, near
+from tfdist.errors import EXIT_FAILED, JobFailed, TfdistError, UsageError, near
 from tfdist.launch.guardian import MARK, bound_command
 from tfdist.launch.options import FLAGS, parse
 from tfdist.launch.report import chosen_run_dir, earlier_attempts
@@ -87,13 +87,15 @@ def spawn(
         before = len(earlier_attempts(run_dir))
         code, is_interrupted, lines = _run(command, keep_fds=fds)
         answers = _answers(answers_fd)
+    entries = earlier_attempts(run_dir)[before:]
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # the kernel keeps the code to itself
+        code = entries[-1]["exit_code"] if entries else EXIT_FAILED
     if code == 0:
         values = [answer["value"] for answer in answers if answer["kind"] == "result"]
         return pickle.loads(values[-1]) if values else None
     if is_interrupted:
         raise KeyboardInterrupt(f"the job was stopped, exit code {code}")
-    entries = earlier_attempts(run_dir)
-    failure = entries[-1]["first_failure"] if len(entries) > before else None
+    failure = entries[-1]["first_failure"] if entries else None
     raise _failed(code, failure, answers, lines)
 
 

@@ -21,7 +21,7 @@ from tfdist.pipeline.cuts import ModelPart
 from tfdist.strategy import Job
 from tfdist.strategy.group import sum_words
 
-_MESSAGE_BYTES = 2**24
+_MESSAGE_BYTES = 2**22
 _INITIALIZER = "_tfdist_initializer"
 
 Owners = Mapping[int, int]

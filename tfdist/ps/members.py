@@ -30,6 +30,7 @@ from tensorflow.python.training import server_lib
 
 from tfdist import phases
 from tfdist.cluster import ClusterSpec, Task, TaskConfig
+from tfdist.cluster.address import split_address
 from tfdist.errors import StartupTimeout, require
 from tfdist.strategy.rendezvous import (
     answers,
@@ -247,8 +248,7 @@ def send_versions(config: TaskConfig, *, versions: str) -> threading.Event:
     """
     is_known = threading.Event()
     words = f"tfdist {config.task}: {versions}\n".encode()
-    host, _, port = config.cluster.address(config.cluster.chief_task).rpartition(":")
-    chief = host.strip("[]"), int(port)
+    chief = split_address(config.cluster.address(config.cluster.chief_task))
 
     def tell() -> None:
         while not is_known.is_set():

@@ -86,26 +86,6 @@ class ElasticParameterServerStrategy(tf.distribute.experimental.ParameterServerS
         self.members.connect(self._first_workers)
 
 
-class Balance:
-    """The bytes on each parameter server of a job, in the order in which variables are made."""
-
-    def __init__(self, num_ps: int) -> None:
-        self._sizes_bytes = [0] * num_ps
-
-    @property
-    def sizes_bytes(self) -> tuple[int, ...]:
-        """The bytes on each ps, by its index."""
-        return tuple(self._sizes_bytes)
-
-    def next(self) -> int:
-        """Return the index of the ps with the fewest bytes, the first of several."""
-        return self._sizes_bytes.index(min(self._sizes_bytes))
-
-    def add(self, index: int, size_bytes: int) -> None:
-        """Count a variable that was made on a ps."""
-        self._sizes_bytes[index] += size_bytes
-
-
 def rows_of_parts(rows: int, *, size_bytes: int, split_bytes: int, num_ps: int) -> tuple[int, ...]:
     """The rows of each part of a variable of so many rows and bytes; one part: it stays whole.
 
@@ -124,7 +104,7 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
     ) -> None:
         super().__init__(strategy, resolver, None)
         self._split_bytes = split_bytes
-        self._balance = Balance(self._num_ps)
+        self._sizes_bytes = [0] * self._num_ps  # of what is on each ps, by its index
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         beside = kwargs.get("colocate_with")
@@ -165,11 +145,12 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
         variable = super()._create_variable(next_creator, **kwargs)
         index = server_of(variable)
         if index is not None:
-            self._balance.add(index, size_bytes(variable))
+            self._sizes_bytes[index] += size_bytes(variable)
         return variable
 
     def _create_variable_round_robin(self, next_creator: Any, **kwargs: Any) -> Any:
-        self._variable_count = self._balance.next()  # of which TensorFlow takes the remainder
+        # Of which TensorFlow takes the remainder.
+        self._variable_count = self._sizes_bytes.index(min(self._sizes_bytes))
         return super()._create_variable_round_robin(next_creator, **kwargs)
 
     def _may_split(self, kwargs: dict[str, Any]) -> bool:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdist.checkpoint.publish import saveable
 from tfdist.checkpoint.state import weights_sha256
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_one_of
-from tfdist.files import fsync, one_line_errors, write_json
+from tfdist.files import FileLock, fsync, one_line_errors, write_json
 from tfdist.serving.model_server import write_configs
 from tfdist.strategy import Job, broadcast, job_of
 from tfdist.training.evaluation import predict
@@ -33,6 +33,7 @@ MANIFEST = "manifest.json"
 _TOLERANCE = 1e-6
 _EXAMPLES = 2
 _FREE_LENGTH = 16  # of a dimension that the model leaves open
+_OTHERS_S = 600.0  # how long another export of the same model may take
 
 
 def export_model(
@@ -75,7 +76,8 @@ def export_model(
 
     Raises:
       UsageError: the model is not built, or Keras cannot save it; the version is there already.
-      TfdistError: what was exported does not give the model's answers, or cannot be written.
+      TfdistError: what was exported does not give the model's answers, or cannot be written;
+        another export of the model takes more than ten minutes.
     """
     job = job_of(model.distribute_strategy)
     require_one_of("precision", precision, PRECISIONS)
@@ -88,8 +90,10 @@ def export_model(
         measured = _Measured(x=x, y=y, full=predict(model, x, verbose=0))
     path = ""
     if job.is_chief:
-        place = _place(Path(directory), name or model.name, version)
-        with _publishing(place) as unfinished:
+        with contextlib.ExitStack() as stack:
+            home = stack.enter_context(_home_of(Path(directory), name or model.name))
+            place = _place(home, version)
+            unfinished = stack.enter_context(_publishing(place))
             served = _lowered(_local(model, job), precision)
             inputs = _write(served, nest, unfinished)
             export = _Export(unfinished, inputs)
@@ -363,8 +367,9 @@ def _versions() -> dict[str, Any]:
     }
 
 
-def _place(directory: Path, name: str, version: int | None) -> Path:
-    """Return the version directory to make."""
+@contextlib.contextmanager
+def _home_of(directory: Path, name: str) -> Iterator[Path]:
+    """Yield the directory of a model's versions, in which no other export works meanwhile."""
     require(
         re.fullmatch(r"[\w.-]+", name) and not name.startswith("."),
         "name",
@@ -374,6 +379,16 @@ def _place(directory: Path, name: str, version: int | None) -> Path:
         code="not-a-name",
     )
     home = directory / name
+    with one_line_errors(f"export: cannot write {home}"):
+        home.mkdir(parents=True, exist_ok=True)
+    with FileLock(home) as lock:
+        with contextlib.suppress(OSError):  # a file system that has no locks
+            lock.acquire(within_s=_OTHERS_S)
+        yield home
+
+
+def _place(home: Path, version: int | None) -> Path:
+    """Return the version directory to make."""
     there = [int(p.name) for p in home.glob("[0-9]*") if p.name.isdecimal()]
     if version is None:
         return home / str(max(there, default=0) + 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import http.client
 import itertools
 import json
 import ssl
@@ -293,8 +294,9 @@ def _inputs(url: str, token: str) -> dict[str, Any]:
             document = json.load(answer)
         signatures = document["metadata"]["signature_def"]["signature_def"]
         return dict(signatures["serving_default"]["inputs"])
-    except (OSError, ValueError, KeyError) as error:
-        raise TfdistError(f"{url}/metadata: {error}") from error
+    except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise TfdistError(f"{url}/metadata: {said}") from error
 
 
 def _example(tensor: Mapping[str, Any]) -> Any:

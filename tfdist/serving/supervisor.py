@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError
+from tfdist.launch.events import STOP_SIGNALS
+from tfdist.launch.report import signal_name
 from tfdist.serving.door import Door, address_of, bound, prefer_the_next
 from tfdist.serving.front import ClientOptions, FrontOptions
 from tfdist.serving.replica import ReplicaOptions, ReplicaOrder
@@ -137,10 +139,11 @@ class ServiceSupervisor:
         return _address(self._grpc)
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; answer what has come, and end all processes."""
+        """Serve until asked to stop; answer what has come, and end all processes."""
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._stop.set)
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) != signal.SIG_IGN:  # as of nohup
+                loop.add_signal_handler(signum, self._stop.set)
         front = asyncio.create_task(self._keep_front())
         scan = asyncio.create_task(self._keep_scanning())
         door = asyncio.create_task(self._door.run())
@@ -253,13 +256,17 @@ class ServiceSupervisor:
 
     async def _keep_scanning(self) -> None:
         """Look for versions four times a second."""
+        unread: dict[str, str | None] = {}
         while True:
             for name, path in self._paths.items():
                 try:
                     found = find_versions(path)
                 except OSError as error:
-                    _LOG.warning("%s: cannot read %s: %s", name, path, error.strerror)
+                    if unread.get(name) != error.strerror:  # it may be so for long
+                        _LOG.warning("%s: cannot read %s: %s", name, path, error.strerror)
+                    unread[name] = error.strerror
                     continue
+                unread.pop(name, None)
                 self._set(name, self._models[name].scanned(found))
             await asyncio.sleep(_SCAN_S)
 
@@ -485,5 +492,5 @@ def _spawn(
 def _how(code: int) -> str:
     """Return how a process has ended, as the end of a sentence."""
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by {signal_name(-code)}"
     return f"ended with exit code {code}"

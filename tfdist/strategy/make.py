@@ -24,7 +24,6 @@ from tfdist.cluster import (
     resolved_strategy,
     settings,
 )
-from tfdist.cluster.address import shown
 from tfdist.errors import TfdistError, UsageError, require, require_one_of
 from tfdist.strategy import devices, neighbours, rendezvous, stages
 from tfdist.strategy.group import broadcast_initial_values
@@ -176,7 +175,7 @@ def _options(config: TaskConfig | None, **given: Any) -> JobOptions:
             argument = name.removesuffix("_per_task")  # as `threads`
             raise UsageError(
                 f"make_strategy({argument})",
-                received=shown(value),
+                received=repr(value)[:80],
                 expected=error.expected,
                 fix=f"pass {argument} so, or leave it out",
                 code=error.code,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tfdist.cluster.address import split_address
 from tfdist.strategy.rendezvous import own_versions, require_same_versions
 from tfdist.strategy.ring import Ring
 
@@ -68,15 +69,20 @@ def join(
     """
     ends = connect(rank, addresses, names, total=total, timeout_s=timeout_s, ports=ports)
     if ends is not None:
-        to_next, from_previous = ends
-        size = len(addresses)
-        return Ring(rank=rank, size=size, to_next=to_next, from_previous=from_previous, names=names)
+        return ring_of(rank, names, ends)
     if rank == 0:
         _LOG.warning(
             "not every worker reaches the next one beside TensorFlow's own port: gradients go by"
             " TensorFlow's collectives, which on CPUs is slower"
         )
     return None
+
+
+def ring_of(rank: int, names: Sequence[str], ends: tuple[socket.socket, socket.socket]) -> Ring:
+    """Return a worker's place in a ring, of what `connect` has returned."""
+    to_next, from_previous = ends
+    size = len(names)
+    return Ring(rank=rank, size=size, to_next=to_next, from_previous=from_previous, names=names)
 
 
 def connect(
@@ -95,7 +101,7 @@ def connect(
     other arguments as of `join`.
     """
     size, secret = len(addresses), secrets.token_bytes(_SECRET_BYTES)
-    hosts = [address.rpartition(":")[0].strip("[]") for address in addresses]
+    hosts = [split_address(address)[0] for address in addresses]
     with contextlib.ExitStack() as stack:
         near, far = _on_this_machine(secret), _for_other_machines(hosts[rank], ports)
         listeners = [stack.enter_context(one) for one in (near, far) if one is not None]

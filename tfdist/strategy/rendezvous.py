@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, Task, TaskConfig
+from tfdist.cluster.address import split_address
 from tfdist.errors import (
     EXIT_OK,
     EXIT_PEER_MISSING,
@@ -47,9 +48,8 @@ _BACKLOG = 4096  # connections that peers may open before anybody takes them
 
 def answers(address: str) -> bool:
     """Return True when something accepts connections at ``host:port``."""
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
+        with socket.create_connection(split_address(address), timeout=_ANSWER_S):
             return True
     except OSError:
         return False
@@ -110,9 +110,8 @@ def serves(address: str, *, timeout_s: float) -> bool:
 
     False as soon as nothing does.
     """
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as server:
+        with socket.create_connection(split_address(address), timeout=timeout_s) as server:
             server.sendall(_HELLO)
             return bool(server.recv(1))
     except OSError:
@@ -123,7 +122,7 @@ def serves(address: str, *, timeout_s: float) -> bool:
 def answering(config: TaskConfig) -> Iterator[socket.socket]:
     """Accept connections at this task's port on every interface, as TensorFlow's server will."""
     address = config.cluster.address(config.task)
-    port = int(address.rpartition(":")[2])
+    _, port = split_address(address)
     ipv6 = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ipv6 else socket.AF_INET
     try:

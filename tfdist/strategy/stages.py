@@ -109,11 +109,10 @@ def join(
     rank, pipelines = tasks.index(config.task), len(tasks) // count
     pipeline, index = divmod(rank, count)
     names = tuple(_name(str(task), i, count, pipelines) for i, task in enumerate(tasks))
-    mine = names[pipeline * count :][:count]
     place = Stages(
         index=index,
         count=count,
-        names=mine,
+        names=names[pipeline * count :][:count],
         before=None,
         after=None,
         options=options,
@@ -122,28 +121,18 @@ def join(
     )
     if len(tasks) == 1:
         return place, None
-    (to_next, from_previous), (after, before), *more = _connected(
-        config, rank, (1, 1, count) if pipelines > 1 else (1, 1), names, timeout_s, ports
-    )
-    ring = Ring(
-        rank=rank, size=len(tasks), to_next=to_next, from_previous=from_previous, names=names
-    )
-    for to_next, from_previous in more:
-        equal = names[index::count]
-        peers = Ring(
-            rank=pipeline,
-            size=pipelines,
-            to_next=to_next,
-            from_previous=from_previous,
-            names=equal,
-        )
-        place = dataclasses.replace(place, peers=peers)
+    strides = (1, 1, count) if pipelines > 1 else (1, 1)
+    of_all, (after, before), *of_peers = _connected(config, rank, strides, names, timeout_s, ports)
+    peers = [neighbours.ring_of(pipeline, names[index::count], ends) for ends in of_peers]
     for end, is_used in ((before, index > 0), (after, index < count - 1)):
         if not is_used:
             end.close()
     return dataclasses.replace(
-        place, before=before if index else None, after=after if index < count - 1 else None
-    ), ring
+        place,
+        before=before if index else None,
+        after=after if index < count - 1 else None,
+        peers=peers[0] if peers else None,
+    ), neighbours.ring_of(rank, names, of_all)
 
 
 def _connected(
@@ -245,10 +234,10 @@ def _said(end: socket.socket) -> int:
 
 def _at_chief(config: TaskConfig, index: int, deadline_s: float, timeout_s: float) -> socket.socket:
     chief = config.cluster.chief_task
-    host, port = split_address(config.cluster.address(chief))
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
-            end = socket.create_connection((host.strip("[]"), int(port)), timeout=left_s)
+            address = split_address(config.cluster.address(chief))
+            end = socket.create_connection(address, timeout=left_s)
             end.sendall(_HELLO.pack(_MAGIC, index))
             return end
         except OSError as error:

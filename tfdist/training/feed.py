@@ -478,7 +478,7 @@ def require_same_batches(job: Job, feed: Feed, first: int, last: int) -> None:
     Raises:
       UsageError: the tasks have read different batches.
     """
-    for step in sorted(step for step in feed.digests if step < last):
+    for step in sorted(step for step in list(feed.digests) if step < last):  # threads add to it
         digest = feed.digests.pop(step)
         if step >= first:
             _require_same(

@@ -150,7 +150,6 @@ def fit(
         slots="parts" if sharded else "whole",
     )
     building.require_known_variables(model)
-    building.require_examples_first(model, job, "train_step", data.batch_spec, rows=data.rows)
     if initial_weights is not None and saved is None:
         with _draws_nothing():  # a resumed run does not load them
             load_weights(model, initial_weights, job=job)

@@ -53,7 +53,6 @@ class Data:
       order: in which order the examples come.
       plan: the run's epochs, in steps and examples.
       batch_spec: nest of `tf.TensorSpec` of a batch, to build the model from.
-      rows: of the first batch where replicas divide batches that the user has made, else None.
     """
 
     source: Source
@@ -61,7 +60,6 @@ class Data:
     order: Order
     plan: EpochPlan
     batch_spec: Any
-    rows: int | None
 
     def first_batch(self) -> Any:
         """Return this task's first part of the first step, as the step gets it; eager tensors."""
@@ -143,8 +141,7 @@ def prepare(
     _LOG.info("%s", source.describe())
     spec = batch_spec(source.element_spec)
     spec = spec if class_weight is None else _with_weight(spec)
-    rows = batch if ready and not isinstance(source, InputFunctionSource) else None
-    return Data(source=source, feed=feed, order=order, plan=plan, batch_spec=spec, rows=rows)
+    return Data(source=source, feed=feed, order=order, plan=plan, batch_spec=spec)
 
 
 def _source_of(x: Any, y: Any, sample_weight: Any, *, job: Job, shuffle: bool) -> Source:
@@ -282,7 +279,7 @@ def _class_weights(class_weight: dict[int, float] | None) -> Callable[[Any], Any
         x, y, _ = unpack(data)
         one_hot = y.shape.rank >= 2 and y.shape[-1] != 1
         classes = tf.argmax(y, axis=-1) if one_hot else tf.reshape(y, [tf.shape(y)[0]])
-        classes = tf.cast(classes if classes.dtype.is_integer else tf.round(classes), tf.int32)
+        classes = tf.cast(tf.round(classes) if classes.dtype.is_floating else classes, tf.int32)
         listed = tf.logical_and(classes >= 0, classes < unlisted)
         return x, y, tf.gather(tf.constant(weights), tf.where(listed, classes, unlisted))
 

@@ -8,18 +8,17 @@ import importlib
 import itertools
 import json
 import logging
-import math
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError
 from tfdist.tuning.journal import COMPLETED, SweepState, Trial
 
-# Plot of a sweep: scores, effect of each hyperparameter, parallel coordinates.
+# Plot of a sweep: scores, and the effect of each hyperparameter; tfdist.report has the rest.
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +60,8 @@ def _figure(state: SweepState, trials: Sequence[Trial]) -> Any:
 
     names = _names(trials)
     rows = -(-len(names) // _COLUMNS)
-    figure = Figure(figsize=(13.0, 6.8 + 2.7 * rows), dpi=130, layout="constrained")
-    grid = figure.add_gridspec(rows + 2, _COLUMNS, height_ratios=[1.2, *[1.0] * rows, 1.2])
+    figure = Figure(figsize=(13.0, 3.4 + 2.7 * rows), dpi=130, layout="constrained")
+    grid = figure.add_gridspec(rows + 1, _COLUMNS, height_ratios=[1.2, *[1.0] * rows])
     objective = _literal(state.begun.get("objective", "score"))
     is_max = state.begun.get("direction") == "max"
     on_log = {
@@ -75,9 +74,6 @@ def _figure(state: SweepState, trials: Sequence[Trial]) -> Any:
         axes = figure.add_subplot(grid[1 + number // _COLUMNS, number % _COLUMNS])
         _draw_effect(axes, trials, name, is_log=name in on_log)
         axes.set_ylabel(objective)
-    axes = figure.add_subplot(grid[rows + 1, :])
-    colours = _draw_parallel(axes, trials, names, on_log=on_log, is_max=is_max)
-    figure.colorbar(colours, ax=axes, label=objective, pad=0.01)
     tuner = _literal(state.begun.get("tuner"))
     figure.suptitle(f"{tuner} search, {len(trials)} trials", fontsize=12)
     return figure
@@ -118,48 +114,6 @@ def _draw_effect(axes: Any, trials: Sequence[Trial], name: str, *, is_log: bool)
         axes.set_xscale("log")
     axes.set_xlabel(_literal(name))
     _plain_axes(axes)
-
-
-def _draw_parallel(
-    axes: Any, trials: Sequence[Trial], names: Sequence[str], *, on_log: Set[str], is_max: bool
-) -> Any:
-    """Draw a line for each trial through its values, with a gap where it has none; return the map
-    from scores to colours: the better, the darker."""
-    from matplotlib.cm import ScalarMappable
-
-    trials = sorted(trials, key=lambda t: t.score or 0.0, reverse=not is_max)  # the best on top
-    scores = [trial.score or 0.0 for trial in trials]
-    colours = ScalarMappable(cmap="viridis_r" if is_max else "viridis")
-    colours.set_clim(min(scores), max(scores))
-    lines = [[math.nan] * len(names) for _ in trials]
-    for number, name in enumerate(names):
-        values = [t.hyperparameters[name] for t in trials if name in t.hyperparameters]
-        heights = _heights(values, is_log=name in on_log)
-        for trial, line in zip(trials, lines, strict=True):
-            if name in trial.hyperparameters:
-                line[number] = heights[trial.hyperparameters[name]]
-        ends = (min(values), max(values)) if _are_numbers(values) else heights
-        for value in dict.fromkeys(ends):
-            text = f"{value:.3g}" if _are_numbers(values) else _literal(value)
-            axes.text(number + 0.02, heights[value], text, va="center", fontsize=7, color="#444444")
-        axes.axvline(number, color="#bbbbbb", lw=0.8, zorder=0)
-    for score, line in zip(scores, lines, strict=True):
-        axes.plot(line, "-o", color=colours.to_rgba(score), ms=4, lw=1.3, alpha=0.85)
-    axes.set_xticks(range(len(names)), map(_literal, names))
-    axes.set_yticks([])
-    axes.set_xlim(-0.2, len(names) - 0.5)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    return colours
-
-
-def _heights(values: Sequence[Any], *, is_log: bool) -> dict[Any, float]:
-    """Return the height of each value, from 0 to 1: numbers by size, others side by side."""
-    if _are_numbers(values):
-        at = {v: math.log(v) if is_log and min(values) > 0 else float(v) for v in values}
-    else:
-        at = {v: float(i) for i, v in enumerate(sorted(set(values), key=str))}
-    low, high = min(at.values()), max(at.values())
-    return {v: (place - low) / (high - low) if high > low else 0.5 for v, place in at.items()}
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:

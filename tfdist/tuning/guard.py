@@ -98,8 +98,11 @@ def guard_lease() -> None:
     pidfds: set[int] = set()
     is_over = False
     while not is_over or pidfds:
-        ready, _, _ = select.select([*([] if is_over else [0]), *pidfds], [], [], 0.25)
-        for fd in pidfds & set(ready):  # it has ended
+        poll = select.poll()
+        for fd in (*([] if is_over else [0]), *pidfds):
+            poll.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(250)}
+        for fd in pidfds & ready:  # it has ended
             pidfds.discard(fd)
             os.close(fd)
         if 0 in ready:

@@ -291,7 +291,8 @@ class LaunchedTrial:
         return report if isinstance(report, dict) else None
 
     def _last_lines(self) -> tuple[str, ...]:
-        with open(self._log, "rb") as log:
+        text = ""
+        with contextlib.suppress(OSError), open(self._log, "rb") as log:  # its own may remove it
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_from, size - _TAIL_BYTES))
             text = log.read().decode(errors="replace")

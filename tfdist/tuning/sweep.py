@@ -204,14 +204,19 @@ def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> No
 
 @contextmanager
 def _stop_signals_to(stoppable: Chief | Retraining) -> Iterator[None]:
-    """Have signals ask for a stop, and give them back."""
+    """Have signals ask for a stop, but those that are ignored, as of nohup; give them back."""
     before = {
         signum: signal.signal(signum, lambda received, _: stoppable.stop(received))
         for signum in STOP_SIGNALS
+        if signal.getsignal(signum) != signal.SIG_IGN
     }
+    # Ignored, it would keep from us how the trials have ended.
+    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for signum, handler in before.items():
             signal.signal(signum, handler)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdist.launch.multihost.connection import decode, encode
+from tfdist.launch.report import signal_name
 from tfdist.ops.doctor.facts import Exchange
 
 SIZE_BYTES = 4 << 20
@@ -210,7 +210,7 @@ class ServerProcesses:
 
 def _ended(code: int) -> str:
     if code < 0:
-        return f"ended by {signal.Signals(-code).name}"
+        return f"ended by {signal_name(-code)}"
     return f"exit code {code}"
 
 

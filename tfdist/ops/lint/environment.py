@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from tfdist.cluster import environment, placement, read_environment, settings
-from tfdist.cluster.address import check_address, parse_hosts, shown_json, split_address
+from tfdist.cluster.address import check_address, parse_hosts, shown, split_address
 from tfdist.cluster.settings import names_a_secret
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
 from tfdist.cluster.tf_config import (
@@ -233,6 +233,6 @@ def _options(config: TaskConfig, place: Location) -> Iterator[Finding]:
     for name in () if is_ps else ("split_bytes", "profile_ps"):
         if value := getattr(config.options, name):
             at = _inside(place, f"tfdist.{name}")
-            received = f"{shown_json(value)} and a cluster with no ps"
+            received = f"{shown(value)} and a cluster with no ps"
             fix = "take it out, or add ps and a chief to the cluster"
             yield Finding("TFC026", at, received, "a ps job", fix)
