@@ -156,19 +156,20 @@ def test_what_the_launcher_itself_refuses_is_its_line():
     assert str(error).endswith("exit code 2: --run_dir: received y")
 
 
-def test_a_failure_is_told_to_who_ignores_the_ends_of_processes(tmp_path, monkeypatch):
+def test_a_failure_is_told_to_who_ignores_the_ends_of_processes(tmp_path_factory, monkeypatch):
     """The kernel gives such a program no exit code, and Python 0 for it."""
+    run_dir = tmp_path_factory.mktemp("run")
 
     def run(flags, *, keep_fds):
         entry = {"exit_code": 3, "first_failure": None}
-        (tmp_path / "report.json").write_text(json.dumps({"attempts": [entry]}))
+        (run_dir / "report.json").write_text(json.dumps({"attempts": [entry]}))
         return 0, False, ["said"]
 
     monkeypatch.setattr(spawning, "_run", run)
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         with pytest.raises(JobFailed, match="exit code 3: said"):
-            spawning.spawn(len, "x", strategy="single", run_dir=str(tmp_path))
+            spawning.spawn(len, "x", strategy="single", run_dir=str(run_dir))
     finally:
         signal.signal(signal.SIGCHLD, before)
 

@@ -57,11 +57,11 @@ OPTIMIZERS = {
     ),
     "loss_scale_factor": lambda: optimizers.Adam(0.01, loss_scale_factor=8.0),
 }
-OF_MANY_WORKERS = ("momentum", "adam", "ftrl", "clipnorm", "ema", "loss_scaling")
+OF_MANY_WORKERS = ("momentum", "adam", "adagrad", "ftrl", "clipnorm", "ema", "loss_scaling")
+BY_A_NORM = ("clipnorm", "global_clipnorm")
 BY_ROWS = (
     *("momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adamax", "nadam"),
     *("ftrl", "lion", "schedule_free", "clipvalue", "accumulation", "ema", "loss_scaling"),
-    *("clipnorm", "global_clipnorm"),
 )
 REFUSED = {
     "adafactor": lambda: optimizers.Adafactor(0.01),
@@ -70,14 +70,18 @@ REFUSED = {
 }
 
 
-def dense(optimizer):
-    """Sizes that no number of workers divides, and one variable of one element."""
+def made(optimizer, *, by_rows=False):
+    """Sizes that no number of workers divides, and one variable of one element.
+
+    Besides, if asked for, a gradient by rows, some of which occur twice.
+    """
     keras.utils.set_random_seed(1)
     layers = keras.layers
     with strategy.scope():
+        rows = [keras.Input((5,), dtype="int32"), layers.Embedding(203, 3), layers.Flatten()]
         model = keras.Sequential(
             [
-                keras.Input((6,)),
+                *(rows if by_rows else [keras.Input((6,))]),
                 layers.Dense(101, activation="tanh", kernel_constraint="max_norm"),
                 layers.BatchNormalization(),
                 layers.Dropout(0.1),
@@ -89,24 +93,19 @@ def dense(optimizer):
 
 
 def embedding(optimizer):
-    """A gradient by rows, some of which occur twice."""
+    """A gradient by rows before one layer, which a last bit does not grow in."""
     keras.utils.set_random_seed(1)
     layers = keras.layers
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((5,), dtype="int32"),
-                layers.Embedding(203, 3),
-                layers.Flatten(),
-                layers.Dense(1),
-            ]
-        )
+        rows = [keras.Input((5,), dtype="int32"), layers.Embedding(203, 3), layers.Flatten()]
+        model = keras.Sequential([*rows, layers.Dense(1)])
         model.compile(optimizer(), "mse")
     return model
 
 
-def trained(model, x=zoo.X, *, sharded, epochs=3, **options):
+def trained(model, *, sharded, epochs=3, **options):
     """Trains eight steps an epoch."""
+    x = zoo.TOKENS if model.inputs[0].dtype == "int32" else zoo.X
     tfdist.fit(
         model, x, zoo.CALM, batch_size=8, epochs=epochs, seed=3, verbose=0,
         sharded_optimizer=sharded, **options,
@@ -124,43 +123,39 @@ def resumed(first, second):
     """Trains an epoch with the first kind of slots and goes on with the second."""
     directory = OUT / f"resumed-{first}-{second}"
     backups = [tfdist.BackupAndRestore(directory, exact=True)]
-    trained(dense(OPTIMIZERS["adam"]), sharded=first, epochs=1, callbacks=backups)
+    trained(made(OPTIMIZERS["adam"]), sharded=first, epochs=1, callbacks=backups)
     backups = [tfdist.BackupAndRestore(directory, exact=True)]
-    return trained(dense(OPTIMIZERS["adam"]), sharded=second, callbacks=backups)
+    return trained(made(OPTIMIZERS["adam"]), sharded=second, callbacks=backups)
 
 
 def refusal_of(optimizer):
     try:
-        trained(dense(optimizer), sharded=True)
+        trained(made(optimizer), sharded=True)
     except UsageError as error:
         return str(error)
     return ""
 
 
 def weights_seen():
-    """What each optimizer trains, and how many variables and numbers its state has."""
-    weights, state = {}, {}
+    """What each optimizer trains, and how many variables and numbers its state has.
+
+    Where it clips gradients by rows by their norm, which has another last bit: how far apart.
+    """
+    weights, state, apart = {}, {}, {}
     for name, optimizer in OPTIMIZERS.items():
         if current_job().num_replicas > 2 and name not in OF_MANY_WORKERS:
             continue
         for sharded in (False, True):
-            model = dense(optimizer)
+            model = made(optimizer, by_rows=name in BY_ROWS)
             weights.setdefault(name, []).append(trained(model, sharded=sharded))
             sizes = [int(np.prod(variable.shape)) for variable in model.optimizer.variables]
             state.setdefault(name, []).append((len(sizes), sum(sizes)))
-    return {"weights": weights, "state": state}
-
-
-def sparse_seen():
-    """What gradients by rows train, the last ones clipped by a norm to another last bit."""
-    seen = {}
-    for name in BY_ROWS if current_job().num_replicas == 2 else ("adam", "adagrad"):
-        models = [embedding(OPTIMIZERS[name]) for _ in range(2)]
-        for model, sharded in zip(models, (False, True), strict=True):
-            seen.setdefault(name, []).append(trained(model, zoo.TOKENS, sharded=sharded))
-        weights = [np.array(zoo.flat(model)) for model in models]
-        seen[name].append(float(np.abs(weights[0] - weights[1]).max()))
-    return seen
+        if name in BY_A_NORM and current_job().num_replicas == 2:
+            models = [embedding(optimizer) for _ in range(2)]
+            for model, sharded in zip(models, (False, True), strict=True):
+                trained(model, sharded=sharded)
+            apart[name] = float(np.abs(np.subtract(*map(zoo.flat, models))).max())
+    return {"weights": weights, "state": state, "apart": apart}
 
 
 def checkpoints_seen():
@@ -168,7 +163,7 @@ def checkpoints_seen():
     saved = {}
     for sharded in (False, True):
         backup = tfdist.BackupAndRestore(OUT / f"saved-{sharded}")
-        saved["weights"] = trained(dense(OPTIMIZERS["adam"]), sharded=sharded, callbacks=[backup])
+        saved["weights"] = trained(made(OPTIMIZERS["adam"]), sharded=sharded, callbacks=[backup])
         saved[sharded] = arrays_of(OUT / f"saved-{sharded}") if tfdist.is_chief() else None
     goes_on = ((True, True), (True, False), (False, True))
     return {
@@ -209,11 +204,11 @@ def step_loop_seen():
 
 def refusals_seen():
     """Refusals, and whether the file of a sharded model has its weights."""
-    whole = dense(OPTIMIZERS["adam"])
+    whole = made(OPTIMIZERS["adam"])
     trained(whole, sharded=False, epochs=1)
     refused = {name: refusal_of(optimizer) for name, optimizer in REFUSED.items()}
     refused["whole"] = refusal_of(lambda: whole.optimizer)
-    model = dense(OPTIMIZERS["adam"])
+    model = made(OPTIMIZERS["adam"])
     tfdist.evaluate(model, zoo.X, zoo.CALM, batch_size=8, verbose=0)  # leaves it without slots
     trained(model, sharded=True, epochs=1)
     same = None
@@ -226,7 +221,6 @@ def refusals_seen():
 
 SECTIONS = {
     "weights": weights_seen,
-    "sparse": sparse_seen,
     "checkpoints": checkpoints_seen,
     "step_loop": step_loop_seen,
     "refusals": refusals_seen,

@@ -246,10 +246,7 @@ def positions():
 
 
 def tokens(optimizer="adam"):
-    """A model that reads its weights in a lookup, in a loop and twice in a step.
-
-    An LSTM, which takes seconds to trace, is in that of one optimizer.
-    """
+    """A model that reads its weights in a lookup, in loops (adam: an LSTM) and twice in a step."""
     keras.utils.set_random_seed(1)
     layers = keras.layers
     reads = [layers.LSTM(24)] if optimizer == "adam" else [layers.Flatten(), layers.Dense(24)]
