@@ -124,6 +124,42 @@ def test_a_lower_precision_is_measured(trained, tmp_path, precision):
     assert any(v.dtype.name == precision for v in variables)
 
 
+def test_a_lower_precision_that_overflows_is_not_published(tmp_path):
+    scale = layers.Rescaling(1e6)
+    model = keras.Sequential([keras.Input((1,)), scale, layers.Dense(2)], name="income")
+    with pytest.raises(TfdistError, match="not finite, where the model's are"):
+        tfdist.export_model(model, tmp_path, precision="float16")
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_a_lower_precision_of_layers_that_have_seen_data_and_of_models_inside(tmp_path):
+    values, words = RNG.randn(20, 2) * 1e5 + 3e5, np.array([["a"], ["b"], ["a"]])
+    scale, look_up = layers.Normalization(), layers.StringLookup(output_mode="one_hot")
+    scale.adapt(values)
+    look_up.adapt(words)
+    number, word = keras.Input((2,), name="number"), keras.Input((1,), dtype="string", name="word")
+    inner = keras.Sequential([keras.Input((5,)), layers.Dense(8, "tanh"), layers.Dense(3)])
+    x = inner(layers.Concatenate()([scale(number), look_up(word)]))
+    model = keras.Model({"number": number, "word": word}, x, name="mixed")
+    asked = {"number": values[:3].astype("float32"), "word": words}
+    place = tfdist.export_model(model, tmp_path, precision="float16", samples=asked)
+    found = json.loads((place / "manifest.json").read_text())["precision"]
+    assert 0 < found["largest_difference"] < 0.01
+    kernels = [v for v in tf.saved_model.load(str(place)).variables if len(v.shape) == 2]
+    assert {v.dtype for v in kernels[-2:]} == {tf.float16}
+
+
+def test_outputs_keep_their_names_in_any_order(tmp_path):
+    x = keras.Input((3,), name="x")
+    z, a = (layers.Dense(2, name=name)(x) for name in "za")
+    model = keras.Model(x, [z, a, keras.ops.argmax(a, -1) > 0], name="two")
+    asked = np.ones((2, 3), "float32")
+    for precision in ("float32", "float16"):
+        found = call(tfdist.export_model(model, tmp_path, precision=precision), x=asked)
+        for name, wanted in zip("za", model(asked), strict=False):
+            np.testing.assert_allclose(found[name], wanted, atol=1e-2)
+
+
 def test_a_subclassed_model_with_a_dict_of_inputs(tmp_path):
     model = Halves()
     x = {"left": RNG.rand(6, 5).astype("float32"), "right": RNG.rand(6, 3).astype("float32")}

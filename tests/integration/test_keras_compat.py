@@ -141,6 +141,27 @@ def test_stock_losses_of_one_number_count_once_for_each_replica(strategies):
     assert losses == [1.0, 1.0]  # and not halves, as of "mse"
 
 
+def distiller():
+    """A student that learns from a teacher and from classes."""
+    teacher, student = (keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]) for _ in "ts")
+    model = keras.distillation.Distiller(
+        teacher, student, keras.distillation.LogitsDistillation(), student_loss_weight=0.5
+    )
+    entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), entropy, metrics=["accuracy"])
+    return model
+
+
+def test_stock_distillation_mixes_means_by_hand_with_losses_that_are_scaled(strategies):
+    with strategies[2].scope():
+        model = distiller()
+    x, y = tf.constant(X), tf.zeros([8], tf.int32)
+    model.compute_loss(x, y, model(x))
+    parts = [model.student_loss_tracker.result(), model.distillation_loss_tracker.result()]
+    of_replicas = per_replica(strategies[2], lambda: model.compute_loss(x, y, model(x)))
+    np.testing.assert_allclose(of_replicas[0], 0.25 * parts[0] + 0.5 * parts[1], rtol=1e-5)
+
+
 def part_of_a_replica(strategy, values):
     """What a replica has of values that are divided among them."""
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -587,6 +608,9 @@ FAULT_SHOWN_BY = {
     "keras.src.losses.loss.apply_mask": test_stock_replicas_divide_by_their_own_unmasked_entries,
     "TensorFlowTrainer._aggregate_additional_loss": (
         test_stock_vectors_of_add_loss_are_sums_by_the_number_of_replicas
+    ),
+    "Distiller.compute_loss": (
+        test_stock_distillation_mixes_means_by_hand_with_losses_that_are_scaled
     ),
     "GradientTape.gradient": test_stock_tapes_add_up_what_a_step_would_take_for_a_mean,
     "Layer.add_loss": test_stock_replicas_have_the_losses_of_a_layer_in_common,

@@ -44,6 +44,23 @@ def require_equal(strategies, make, x, y=None, *, replicas=3, **fit):
     return one, one_logs
 
 
+@pytest.mark.parametrize("loss", ["sparse_categorical_crossentropy", None])
+def test_distillation(strategies, loss):
+    def make():
+        layers = keras.layers
+        teacher, student = (
+            keras.Sequential([keras.Input((6,)), layers.Dense(4, "softmax")]) for _ in "ts"
+        )
+        model = keras.distillation.Distiller(
+            teacher, student, keras.distillation.LogitsDistillation(), student_loss_weight=0.7
+        )
+        given = loss or keras.losses.SparseCategoricalCrossentropy()
+        model.compile(keras.optimizers.SGD(0.5), given, metrics=["accuracy"])
+        return model
+
+    require_equal(strategies, make, X, NEXT[:, 0])
+
+
 # Masks and weights
 
 

@@ -292,6 +292,12 @@ def stateful():
     return LayerGraph(keras.Model(x, L.LSTM(2, stateful=True)(x)))
 
 
+def stateful_inside():
+    x = keras.Input((3, 2), batch_size=4)
+    inner = keras.Sequential([keras.Input((3, 2), batch_size=4), L.LSTM(2, stateful=True)])
+    return LayerGraph(keras.Model(x, inner(x)))
+
+
 def cut_of(**cuts):
     graph = LayerGraph(in_a_row())
     by = graph.behind_layers if "names" in cuts else graph.by_patterns
@@ -304,6 +310,7 @@ def cut_of(**cuts):
         (own_call, "no-layer-graph"),
         (lambda: LayerGraph(keras.Sequential([L.Dense(2)])), "no-layer-graph"),
         (stateful, "stateful-layer"),
+        (stateful_inside, "stateful-layer"),
         (lambda: cut_of(names=["dense9"]), "unknown-layer"),
         (lambda: cut_of(names=["head"]), "empty-stage"),
         (lambda: cut_of(patterns={"dense9": 1}), "unknown-layer"),
@@ -505,6 +512,42 @@ def test_the_places_that_are_chosen_cut_the_model():
     with pytest.raises(UsageError) as caught:
         possible_places(graph, num_stages=9)
     assert caught.value.code == "too-many-stages"
+
+
+def test_parts_that_make_integers_alone_are_timed():
+    x = keras.Input((6,), dtype="int32")
+    ids = L.IntegerLookup(vocabulary=[1, 2, 3])(x)
+    hidden = L.LSTM(3)(L.Embedding(9, 4, mask_zero=True)(ids))
+    graph = LayerGraph(keras.Model(x, L.Dense(1)(hidden)))
+    possible = possible_places(graph, num_stages=2)
+    (place,) = chosen_places(graph, possible, num_stages=2, rows=4, micros=8)
+    assert len(graph.cut(graph.behind([place.position]), num_stages=2)) == 2
+
+
+@pytest.mark.parametrize("behind", ["attention", "sum"])
+def test_a_mask_that_keras_loses_masks_nothing(behind):
+    x = keras.Input((3,), dtype="int32")
+    embedded = L.Embedding(9, 4, mask_zero=True)(x)
+    attended = L.MultiHeadAttention(1, 4, name="attention")(embedded, embedded)
+    hidden = L.Add(name="sum")([attended, embedded])
+    graph = LayerGraph(keras.Model(x, L.Dense(1)(hidden)))
+    part, _ = graph.cut(graph.behind_layers([behind]), num_stages=2)
+    ids = tf.constant([[1, 2, 0]])
+    batch = MicroBatch(inputs=[ids], share=tf.constant(1.0), random_key=tf.zeros([2], tf.int32))
+    stage = Stage(part)
+    message = stage.forward(0, batch, stage.first())
+    tensors, masks = message[: len(part.sent)], message[len(part.sent) : -1]
+    assert [mask.shape for mask in masks] == [tensor.shape[:2] for tensor in tensors]
+    assert masks[-1].numpy().all()
+
+
+def test_a_cut_is_that_of_one_model():
+    def graph_of(units, trainable=True):
+        layers = [keras.Input((4,)), L.Dense(units), L.Dense(3, trainable=trainable)]
+        return LayerGraph(keras.Sequential(layers)).digest
+
+    assert graph_of(5) == graph_of(5)
+    assert len({graph_of(5), graph_of(6), graph_of(5, trainable=False)}) == 3
 
 
 def configs(count):

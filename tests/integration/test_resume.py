@@ -218,6 +218,21 @@ def test_training_starts_from_given_weights(strategies, tmp_path, source):
             np.testing.assert_array_equal(mine, theirs)
 
 
+def test_slots_that_copy_the_weights_copy_those_given(strategies, tmp_path):
+    made = []
+    for _ in range(2):
+        with strategies[2].scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="out")])
+            model.compile(keras.optimizers.ScheduleFreeAdamW(0.01), "mse")
+        made.append(model)
+    made[0].save_weights(tmp_path / "m.weights.h5")
+    given = {"initial_weights": tmp_path / "m.weights.h5"}
+    for model, options in zip(made, ({}, given), strict=True):
+        tfdist.fit(model, X, Y, batch_size=8, seed=1, verbose=0, **options)
+    for mine, theirs in zip(made[1].get_weights(), made[0].get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_some_layers_are_set_by_name(strategies, tmp_path):
     model = make(strategies[1])
     model.save(tmp_path / "m.keras")

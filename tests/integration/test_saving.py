@@ -9,6 +9,7 @@ import os
 import threading
 import tracemalloc
 import types
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 
 import keras
@@ -424,6 +425,26 @@ def test_an_array_on_its_way_to_the_others_takes_its_memory_once_more(monkeypatc
     tracemalloc.stop()
     assert peak_bytes < 1.1 * array.nbytes
     np.testing.assert_array_equal(came, array)
+
+
+def test_text_of_several_tasks_comes_together(monkeypatch):
+    meeting, given = threading.Barrier(2, timeout=30), {}
+
+    def total(job, mine, of):
+        given[job.is_chief] = mine.copy()
+        meeting.wait()
+        both = given[True] + given[False]
+        meeting.wait()
+        return both
+
+    def came(is_chief, rows):
+        return group.sum_bytes(worker(is_chief=is_chief), np.array(rows, object), of="text")
+
+    monkeypatch.setattr(group, "sum_over_tasks", total)
+    parts = [[b"abc", b""], [0, 0]], [[0, 0], [b"b\0\0", b"\xc4"]]
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(came, (True, False), parts):
+            assert found.tolist() == [[b"abc", b""], [b"b\0\0", b"\xc4"]]
 
 
 @DTYPES

@@ -101,7 +101,15 @@ def test_of_cuts_that_are_as_fast_the_one_that_fewest_bytes_cross():
     assert balanced([1.0, 0.01, 1.0], [10, 100], stages=2) == (0,)
 
 
-def test_more_stages_than_places_are_refused():
+def test_each_stage_has_weights_to_train():
+    assert balanced([9.0, 0.1, 5.0], [1, 1], stages=2) == (0,)
+    assert balanced([9.0, 0.1, 5.0], [1, 1], stages=2, trainable=[False, True, True]) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "trainable"), [([1.0, 1.0], None), ([1.0, 1.0, 1.0], [True, False, True])]
+)
+def test_more_stages_than_places_are_refused(seconds, trainable):
     with pytest.raises(UsageError) as caught:
-        balanced([1.0, 1.0], [1], stages=3)
+        balanced(seconds, [1, 1], stages=3, trainable=trainable)
     assert caught.value.code == "too-many-stages"

@@ -15,6 +15,7 @@ def balanced(
     crossing_bytes: Sequence[int],
     *,
     stages: int,
+    trainable: Sequence[bool] | None = None,
     tolerance: float = _TOLERANCE,
 ) -> tuple[int, ...]:
     """Return which of the places to cut at, in order.
@@ -26,21 +27,26 @@ def balanced(
       seconds: of each run of layers between two places, forward and backward; one more than places.
       crossing_bytes: of each place.
       stages: how many to make.
+      trainable: whether each run has trainable weights, of which each stage needs some; by default
+        all have.
 
     Raises:
       UsageError: there are fewer places than cuts.
     """
-    require_enough(len(seconds) - 1, stages=stages)
-    sums = [0.0, *itertools.accumulate(seconds)]
-    limits = sorted({high - low for low, high in itertools.combinations(sums, 2)} | {sums[-1]})
+    with_weights = [True] * len(seconds) if trainable is None else trainable
+    require_enough(with_weights, stages=stages)
+    # Of each end the seconds, and the runs with weights, that are before it.
+    sums = [(0.0, 0), *zip(*map(itertools.accumulate, (seconds, with_weights)), strict=True)]
+    limits = sorted({high - low for (low, _), (high, _) in itertools.combinations(sums, 2)})
     least = next(limit for limit in limits if _cheapest(sums, crossing_bytes, stages, limit))
     found = _cheapest(sums, crossing_bytes, stages, least * (1 + tolerance))
     assert found is not None
     return found[1]
 
 
-def require_enough(places: int, *, stages: int) -> None:
-    """Raise UsageError where a model has fewer places than cuts."""
+def require_enough(with_weights: Sequence[bool], *, stages: int) -> None:
+    """Raise UsageError where a model has fewer places than cuts, by the runs between places."""
+    places = max(0, sum(with_weights) - 1)
     require(
         stages <= places + 1,
         "stages",
@@ -52,7 +58,7 @@ def require_enough(places: int, *, stages: int) -> None:
 
 
 def _cheapest(
-    sums: Sequence[float], weights: Sequence[int], stages: int, limit: float
+    sums: Sequence[tuple[float, int]], weights: Sequence[int], stages: int, limit: float
 ) -> tuple[int, tuple[int, ...]] | None:
     """Return the fewest bytes, and the cuts, with which no stage takes longer than `limit`."""
     end = len(sums) - 1
@@ -70,7 +76,7 @@ def _cheapest(
 def _extended(
     costs: dict[int, tuple[int, tuple[int, ...]]],
     end: int,
-    sums: Sequence[float],
+    sums: Sequence[tuple[float, int]],
     weights: Sequence[int],
     limit: float,
 ) -> list[tuple[int, tuple[int, ...]]]:
@@ -80,5 +86,5 @@ def _extended(
     return [
         (cost, cuts) if last else (cost + weights[end - 1], (*cuts, end - 1))
         for start, (cost, cuts) in costs.items()
-        if start < end and sums[end] - sums[start] <= within
+        if sums[start][1] < sums[end][1] and sums[end][0] - sums[start][0] <= within
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -97,6 +98,20 @@ class LayerGraph:
         self._made_by = {id(t): i for i, n in enumerate(self.nodes) for t in n.output_tensors}
         for node in self.nodes:
             _require_no_state(node.operation)
+
+    @property
+    def digest(self) -> str:
+        """What tells the model's layers, shapes and trainable weights from those of another."""
+        calls = [
+            [type(node.operation).__name__, [t.shape for t in node.output_tensors]]
+            + [variable.trainable for variable in _variables(node.operation)]
+            for node in self.nodes
+        ]
+        return hashlib.sha256(repr(calls).encode()).hexdigest()[:16]
+
+    def is_trainable(self, low: int, high: int) -> bool:
+        """Return whether the nodes ``[low, high)`` have trainable weights."""
+        return any(v.trainable for n in self.nodes[low:high] for v in _variables(n.operation))
 
     def places(self) -> list[Place]:
         """Return where the model can be cut in two, in order.
@@ -293,9 +308,10 @@ def _functional(model: keras.Model) -> Any:
 
 
 def _require_no_state(operation: Any) -> None:
+    stateful = [x.name for x in _layers_of(operation) if getattr(x, "stateful", False)]
     require(
-        not getattr(operation, "stateful", False),
-        f"layer {getattr(operation, 'name', '')!r}",
+        not stateful,
+        f"layer {stateful[0] if stateful else ''!r}",
         received="stateful=True under strategy pipeline",
         expected="layers that keep no state from one batch to the next",
         fix="leave stateful out, or train under another strategy",
@@ -308,8 +324,13 @@ def _variables(operation: Any) -> list[Any]:
 
 
 def _draws(operation: Any) -> int:
-    layers = [operation, *getattr(operation, "_flatten_layers", lambda **_: ())(include_self=False)]
-    return sum(getattr(layer, "seed_generator", None) is not None for layer in layers)
+    return sum(getattr(x, "seed_generator", None) is not None for x in _layers_of(operation))
+
+
+def _layers_of(operation: Any) -> list[Any]:
+    """Return the operation and the layers inside it."""
+    inner = getattr(operation, "_flatten_layers", lambda **_: ())
+    return [operation, *inner(include_self=False)]
 
 
 def _example_bytes(tensor: Any) -> int:

@@ -333,7 +333,7 @@ class Stage:
 
     def _message(self, outputs: Tensors, received: Received, added: tf.Tensor | None) -> Tensors:
         pairs = zip(self.part.sent, outputs, strict=True)
-        masks = [output._keras_mask for sent, output in pairs if has_mask(sent)]
+        masks = [_mask_of(sent, output) for sent, output in pairs if has_mask(sent)]
         return [*outputs, *masks, received.added if added is None else received.added + added]
 
     def _gradients(
@@ -350,6 +350,17 @@ class Stage:
         own = [None if g is None else tf.convert_to_tensor(g) for g in found[:count]]
         back = zip(found[count:], sources, strict=True)
         return own, [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for g, s in back]
+
+
+def _mask_of(sent: Any, output: tf.Tensor) -> tf.Tensor:
+    """Return the Keras mask of a tensor that has one where it is symbolic.
+
+    Keras loses some where it computes, as behind a MultiHeadAttention: nothing is masked then.
+    """
+    mask = getattr(output, "_keras_mask", None)
+    if mask is None:
+        return tf.fill(tf.shape(output)[: len(sent._keras_mask.shape)], True)
+    return mask
 
 
 @tf.RegisterGradient(_POOL_AGAIN)

@@ -247,7 +247,7 @@ class StagedModel:
 
     def _chosen_cut(self, sizes: list[int]) -> list[int]:
         """Return where the chief cuts by measured times, or has, for good. A collective."""
-        chosen, what = self._place.chosen, [len(self.graph.nodes), self._place.count]
+        chosen, what = self._place.chosen, [self.graph.digest, self._place.count]
         if chosen.get("cut_of") != what:
             count, positions = self._place.count, None
             places = possible_places(self.graph, num_stages=count)

@@ -29,9 +29,10 @@ def possible_places(graph: LayerGraph, *, num_stages: int) -> list[Place]:
       UsageError: the model has fewer of them than cuts.
     """
     places = [place for place in graph.places() if place.num_tensors <= _MOST_TENSORS]
-    require_enough(len(places), stages=num_stages)
+    require_enough(_with_weights(graph, places), stages=num_stages)
     narrow = [place for place in places if place.num_tensors == 1]
-    return narrow if len(narrow) >= _PLACES_A_STAGE * num_stages else places
+    is_enough = sum(_with_weights(graph, narrow)) > _PLACES_A_STAGE * num_stages
+    return narrow if is_enough else places
 
 
 def chosen_places(
@@ -50,7 +51,7 @@ def chosen_places(
     """
     seconds = _seconds(graph, [place.position for place in places], rows)
     weights = [place.example_bytes for place in places]
-    chosen = balanced(seconds, weights, stages=num_stages)
+    chosen = balanced(seconds, weights, stages=num_stages, trainable=_with_weights(graph, places))
     bounds = [0, *(i + 1 for i in chosen), len(seconds)]
     each = [sum(seconds[low:high]) for low, high in itertools.pairwise(bounds)]
     orders = [passes("1f1b", stage=k, stages=num_stages, micros=micros) for k in range(num_stages)]
@@ -62,6 +63,12 @@ def chosen_places(
         100 * timeline(orders, forward_s=each, backward_s=[2 * s for s in each]).bubble,
     )
     return [places[i] for i in chosen]
+
+
+def _with_weights(graph: LayerGraph, places: Sequence[Place]) -> list[bool]:
+    """Return whether each run of layers between two places has trainable weights."""
+    bounds = [0, *(place.position + 1 for place in places), len(graph.nodes)]
+    return [graph.is_trainable(low, high) for low, high in itertools.pairwise(bounds)]
 
 
 def _seconds(graph: LayerGraph, positions: Sequence[int], rows: int) -> list[float]:
@@ -83,7 +90,8 @@ def _seconds_of(module: keras.Model, rows: int, *, first: bool) -> float:
             outputs = tf.nest.flatten(module(one_or_list(given), training=True))
             outputs = [outputs[i] for i in made]
         values = [variable.value for variable in module.trainable_variables]
-        found = tape.gradient(outputs, [*values, *floats], output_gradients=gradients)
+        sources = [*values, *floats] if outputs else []  # there may be integers alone
+        found = tape.gradient(outputs, sources, output_gradients=gradients)
         return [*outputs, *(tf.convert_to_tensor(g) for g in found if g is not None)]
 
     both(inputs, gradients)

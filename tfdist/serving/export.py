@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.models.functional import Functional
 
 from tfdist.checkpoint.publish import saveable
 from tfdist.checkpoint.state import weights_sha256
@@ -95,8 +96,7 @@ def export_model(
             place = _place(home, version)
             unfinished = stack.enter_context(_publishing(place))
             served = _lowered(_local(model, job), precision)
-            inputs = _write(served, nest, unfinished)
-            export = _Export(unfinished, inputs)
+            export = _write(served, nest, unfinished)
             manifest = {"version": int(place.name), "name": place.parent.name, **_versions()}
             manifest |= export.checked(samples, None if measured else wanted)
             if measured:
@@ -114,10 +114,11 @@ def export_model(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Export:
-    """A SavedModel that was written, and the names of its inputs in the order of the nest."""
+    """A SavedModel that was written, and its inputs and outputs in the order of their nests."""
 
     directory: Path
     inputs: Sequence[tf.TensorSpec]
+    outputs: Sequence[str]
 
     def named(self, x: Any) -> dict[str, tf.Tensor]:
         """Return the inputs of a request for `x`, by name."""
@@ -130,7 +131,7 @@ class _Export:
         Raises TfdistError where the two differ, or are not what was `wanted`.
         """
         call = tf.saved_model.load(str(self.directory)).signatures[SIGNATURE]
-        first, again = (_arrays(call(**self.named(samples))) for _ in range(2))
+        first, again = (self._arrays(call(**self.named(samples))) for _ in range(2))
         for name, value in first.items():
             if not np.array_equal(value, again[name], equal_nan=value.dtype.kind == "f"):
                 raise TfdistError(
@@ -150,8 +151,11 @@ class _Export:
         parts = []
         for start in range(0, _count(x), batch_size):
             batch = keras.tree.map_structure(lambda a: a[start : start + batch_size], x)  # noqa: B023
-            parts.append(_arrays(call(**self.named(batch))))
+            parts.append(self._arrays(call(**self.named(batch))))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _arrays(self, answer: Mapping[str, tf.Tensor]) -> dict[str, np.ndarray]:
+        return {name: answer[name].numpy() for name in self.outputs}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +170,12 @@ class _Measured:
         """Return how far the answers of `export` are from the model's own."""
         lower = list(export.answers(self.x).values())
         full = [np.asarray(a) for a in keras.tree.flatten(self.full)]
-        gaps = [np.abs(a - b) for a, b in zip(lower, full, strict=True)]
+        gaps = [_gap(a, b) for a, b in zip(lower, full, strict=True)]
+        if not all(np.isfinite(gap).all() for gap in gaps):
+            raise TfdistError(
+                "export: answers in the lower precision that are not finite, where the model's "
+                "are: leave precision out, or scale the inputs; nothing is published"
+            )
         found: dict[str, Any] = {
             "examples": _count(self.x),
             "largest_difference": float(max(gap.max() for gap in gaps)),
@@ -244,8 +253,11 @@ def _examples(validation_data: Any, samples: Any) -> tuple[Any, Any]:
     return validation_data, None
 
 
-def _arrays(outputs: Mapping[str, tf.Tensor]) -> dict[str, np.ndarray]:
-    return {name: value.numpy() for name, value in sorted(outputs.items())}
+def _gap(lower: np.ndarray, full: np.ndarray) -> np.ndarray:
+    """Return how far numbers are apart; of anything else 1 where it differs."""
+    if full.dtype.kind not in "fiu":
+        return (lower != full).astype(float)
+    return np.where(np.isfinite(full), np.abs(lower.astype(float) - full), 0.0)
 
 
 def _require_equal(found: Mapping[str, np.ndarray], wanted: Any) -> None:
@@ -306,26 +318,34 @@ def _lowered(model: keras.Model, precision: str) -> keras.Model:
 
 
 def _halved(layer: keras.Layer) -> keras.Layer:
+    if hasattr(layer, "adapt"):  # shared: what it has seen is not in its config
+        return layer
+    if isinstance(layer, keras.Sequential | Functional):
+        return keras.models.clone_model(layer, clone_function=_halved)
     config = layer.get_config()
-    if layer.compute_dtype == "float32" and not isinstance(layer, keras.layers.InputLayer):
+    is_input = isinstance(layer, keras.layers.InputLayer)
+    if getattr(layer, "compute_dtype", "") == "float32" and not is_input:  # operations have none
         config["dtype"] = "float16"
     return type(layer).from_config(config)
 
 
-def _write(model: keras.Model, nest: Any, directory: Path) -> list[tf.TensorSpec]:
-    """Write the SavedModel; return what the signature takes, in the order of the nest."""
+def _write(model: keras.Model, nest: Any, directory: Path) -> _Export:
+    """Write the SavedModel, which takes what is in the nest."""
     flat: list[tf.TensorSpec] = keras.tree.flatten(nest)
+    names: list[str] = []
 
     def serve(*inputs: tf.Tensor) -> dict[str, tf.Tensor]:
         outputs = model(keras.tree.pack_sequence_as(nest, list(inputs)), training=False)
-        return _by_name(model, outputs)
+        named = _by_name(model, outputs)
+        names[:] = named
+        return named
 
     archive = keras.export.ExportArchive()
     archive.track(model)
     archive.add_endpoint(SIGNATURE, serve, input_signature=flat)
     with one_line_errors(f"export: cannot write {directory}"):
         archive.write_out(str(directory), verbose=False)
-    return flat
+    return _Export(directory, flat, names)
 
 
 def _by_name(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:

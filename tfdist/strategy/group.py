@@ -113,12 +113,25 @@ def sum_bytes(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:
     """
     if not job.has_peers:
         return array
+    if array.dtype == object:
+        return _sum_texts(job, array, of=of)
     mine = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     words = np.zeros(-(-mine.size // 4), np.int32)
     whole = words.view(np.uint8)[: mine.size]
     whole[:] = mine
     sum_words(job, words, of=of)
     return whole.view(array.dtype).reshape(array.shape)
+
+
+def _sum_texts(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:
+    """Sum arrays of bytes objects, with a 0 where the text is another task's."""
+    texts = [text or b"" for text in array.reshape(-1)]
+    lengths = sum_bytes(job, np.array([len(text) for text in texts], np.int64), of=of)
+    longest = max(1, *lengths)
+    padded = np.array([list(text.ljust(longest, b"\0")) for text in texts], np.uint8)
+    whole = sum_bytes(job, padded.reshape(-1, longest), of=of)
+    found = [row[:length].tobytes() for row, length in zip(whole, lengths, strict=True)]
+    return np.array(found, object).reshape(array.shape)
 
 
 def sum_words(job: Job, words: np.ndarray, *, of: str) -> None:

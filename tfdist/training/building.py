@@ -136,7 +136,7 @@ def build(
     _require_one_scale(model, job)
     if _is_placed(job):
         job.strategy.require_placed(model)
-    if new and job.kind == "ps":
+    if new and slots != "none" and job.kind == "ps":
         from tfdist.ps.strategy import log_placement
 
         log_placement(model, job.strategy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -142,17 +143,15 @@ def fit(
         seed=seed,
         class_weight=class_weight,
     )
-    building.build(
-        model,
-        job,
-        data.batch_spec,
-        first_batch=data.first_batch,
-        slots="parts" if sharded else "whole",
+    build = functools.partial(
+        building.build, model, job, data.batch_spec, first_batch=data.first_batch
     )
-    building.require_known_variables(model)
     if initial_weights is not None and saved is None:
+        build(slots="none")  # slots may begin as copies of the weights
         with _draws_nothing():  # a resumed run does not load them
             load_weights(model, initial_weights, job=job)
+    build(slots="parts" if sharded else "whole")
+    building.require_known_variables(model)
     engine = engine_for(job)
     plan = RunPlan(
         data=data,

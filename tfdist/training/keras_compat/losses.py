@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.distillation.distiller import Distiller
 from keras.src.layers.layer import Layer
 from keras.src.losses import loss as keras_loss
 from keras.src.metrics.reduction_metrics import Mean
@@ -59,6 +60,8 @@ def logs_by_fraction(logs: dict[str, Any], trace: StepTrace) -> dict[str, tf.Ten
 
 @replaces(keras_loss, "scale_loss_for_distribution", issue=f"{_SOURCE}#L229")
 def _scale_by_fraction(original: Original, trace: StepTrace, value: Any) -> Any:
+    if trace.by_hand:
+        return value
     trace.loss_scaled = True
     # A layer may add a loss that Keras has scaled where it was computed.
     if trace.num_replicas == 1 or comes_of_scaled(value, trace):
@@ -80,6 +83,19 @@ def _noting_loss(original: Original, trace: StepTrace, self: Any, *args: Any, **
     if self.reduction not in (None, "none"):
         trace.loss_scaled = True
     return original(self, *args, **kw)
+
+
+@replaces(Distiller, "compute_loss", issue=f"{_KERAS}/distillation/distiller.py#L418")
+def _scaling_the_sum(
+    original: Original, trace: StepTrace, self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Scale a sum of losses as one: of its parts, means by hand, Keras would scale some."""
+    trace.by_hand = True
+    try:
+        loss = original(self, *args, **kwargs)
+    finally:
+        trace.by_hand = False
+    return keras_loss.scale_loss_for_distribution(loss)
 
 
 @replaces(keras_loss, "reduce_values", issue=f"{_SOURCE}#L140")

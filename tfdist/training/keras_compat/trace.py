@@ -56,6 +56,7 @@ class StepTrace:
     sums: int = 0
     in_hook: bool = False
     in_losses: bool = False
+    by_hand: bool = False
     loss_scaled: bool = False
     scaled: set[str] = dataclasses.field(default_factory=set)
     unscaled: set[str] = dataclasses.field(default_factory=set)
