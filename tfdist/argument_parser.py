@@ -10,7 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tfdist.errors import EXIT_INTERRUPTED, Stopped, TfdistError, UsageError, given_twice, near
+from tfdist.errors import (
+    EXIT_INTERRUPTED,
+    Stopped,
+    TfdistError,
+    UsageError,
+    given_twice,
+    near,
+    require,
+)
 
 _EXIT_SIGPIPE = 141
 
@@ -69,21 +77,23 @@ def number(text: str) -> float:
 
 
 def require_writable(flag: str, path: Path | None) -> None:
-    """Raise UsageError where the file of a flag cannot be written, before minutes of work for it.
-
-    What is in it stays.
-    """
-    try:
-        if path is not None:
-            path.open("ab").close()
-    except OSError as error:
-        raise UsageError(
+    """Raise UsageError where the file of a flag cannot be written, before the work for it."""
+    if path is None:
+        return
+    wrong = {
+        "a directory": path.is_dir(),
+        "no such directory": not path.parent.is_dir(),
+        "read-only": not os.access(path if path.exists() else path.parent, os.W_OK),
+    }
+    for reason, applies in wrong.items():
+        require(
+            not applies,
             flag,
-            received=f"{path} ({error.strerror})",
+            received=f"{path} ({reason})",
             expected="a file that can be written",
             fix="correct the path",
             code="not-writable",
-        ) from None
+        )
 
 
 def load_function(text: str, refused: Callable[[str], UsageError]) -> Callable[..., Any]:

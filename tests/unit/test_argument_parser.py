@@ -46,6 +46,11 @@ def test_what_cannot_be_written_is_told_before_minutes_of_work(parse, words) -> 
     assert caught.value.code == "not-writable"
 
 
+def test_a_file_of_a_flag_is_not_made_before_there_is_something_for_it(tmp_path) -> None:
+    split_sizes([f"--plot={tmp_path / 'sizes.png'}"])
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("program", "words", "said"),
     [
