@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 
@@ -509,6 +510,76 @@ def test_two_lengths_of_a_run_are_refused(strategies):
             lambda other=other: fit(regression(strategies[1]), X, Y, virtual_epochs=length, **other)
         )
         assert "virtual_epochs together with" in line
+
+
+class Pairs(keras.utils.PyDataset):
+    """Anchors and positives, one upon the other."""
+
+    def __init__(self, shape=(2, 10, 4)):
+        super().__init__()
+        self.shape = shape
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return np.ones(self.shape, "float32")
+
+
+class OfPairs(keras.Model):
+    """Takes a batch apart along its first axis, in training and in evaluation."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.test_step(data)["loss"]
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+    def test_step(self, data):
+        (data,) = data if isinstance(data, tuple) else (data,)
+        return {"loss": tf.reduce_mean((self(data[0]) - self(data[1])) ** 2)}
+
+
+def of_pairs(strategy):
+    with strategy.scope():
+        x = keras.Input((4,))
+        model = OfPairs(x, keras.layers.Dense(3)(x))
+        model.compile("sgd")
+    return model
+
+
+@pytest.mark.parametrize(("rows", "replicas", "mine"), [(2, 2, 1), (3, 2, 1), (5, 3, 1)])
+def test_a_stack_of_what_is_no_example_is_refused_before_training(strategies, rows, replicas, mine):
+    seen = []
+    callback = keras.callbacks.LambdaCallback(on_train_begin=seen.append)
+    model = of_pairs(strategies[replicas])
+    fits = functools.partial(fit, model, Pairs((rows, 10, 4)), callbacks=[callback])
+    line = refusal(fits)
+    assert line.startswith(f"data: received a batch whose first axis has {rows} rows: train_step ")
+    assert f"fails with the {mine} that one of {replicas} replicas gets" in line
+    assert seen == []
+    line = refusal(lambda: tfdist.evaluate(model, Pairs((rows, 10, 4)), verbose=0))
+    assert f"first axis has {rows} rows: test_step works" in line
+    assert np.isfinite(fit(of_pairs(strategies[1]), Pairs((rows, 10, 4))).history["loss"]).all()
+
+
+def test_small_batches_that_can_be_divided_are_not_refused(strategies):
+    model = of_pairs(strategies[2])
+    assert np.isfinite(fit(model, Pairs((4, 10, 4))).history["loss"]).all()
+
+
+def test_a_step_that_fails_with_any_batch_says_so_itself(strategies):
+    class Failing(OfPairs):
+        def test_step(self, data):
+            raise LookupError("mine")
+
+    with strategies[2].scope():
+        x = keras.Input((4,))
+        model = Failing(x, keras.layers.Dense(1)(x))
+        model.compile("sgd")
+    with pytest.raises(LookupError, match="mine"):
+        fit(model, Pairs())
 
 
 def test_callbacks_that_cannot_be_are_refused(strategies, tmp_path):

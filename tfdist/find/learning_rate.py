@@ -72,6 +72,7 @@ def find_learning_rate(
     data = inputs.prepare(x, y, sample_weight, job=job, length=length, shuffle=True, seed=seed)
     building.build(model, job, data.batch_spec, first_batch=data.first_batch)
     building.require_known_variables(model)
+    building.require_examples_first(model, job, "train_step", data.batch_spec, rows=data.rows)
     rates = exponential_rates(lowest, highest, steps=steps)
     engine = engine_for(job)
     with (

@@ -15,11 +15,14 @@ from tfdist.cluster.settings import LEGACY_KERAS
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of
 from tfdist.strategy.layer_devices import PlacedStrategy
+from tfdist.training import keras_compat
 from tfdist.training.keras_compat import sharding
 from tfdist.training.program import is_own
 
 _A_RING = "multiworker on CPUs, whose workers make a ring"
 Slots = Literal["whole", "parts", "none"]
+_FEW_ROWS = 8
+"""A first axis of no more may be that of a stack, as of an anchor and a positive example."""
 
 
 def job_for(model: keras.Model, *, doing: str) -> Job:
@@ -334,6 +337,67 @@ def _require_one_scale(model: keras.Model, job: Job) -> None:
                 fix="use strategy single, or leave quantize('float8') out",
                 code="unsupported-layer",
             )
+
+
+def require_examples_first(
+    model: keras.Model, job: Job, step: str, batch_spec: Any, *, rows: int | None
+) -> None:
+    """Raise UsageError for batches of few rows that are no examples, and cannot be divided.
+
+    `rows` are those of `inputs.Data`. A step of the model's own is traced, up to its optimizer,
+    with what a replica gets of them; where that fails and all of them do, it stacks something else.
+    """
+    if job.num_replicas == 1 or rows is None or rows > _FEW_ROWS or not is_own(model, step):
+        return
+    specs = [spec for spec in tf.nest.flatten(batch_spec) if spec is not None]
+    mine = rows // job.num_replicas
+    if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
+        return
+    if _traces(model, job, step, batch_spec, rows=mine):
+        return
+    if _traces(model, job, step, batch_spec, rows=rows):
+        raise UsageError(
+            "data",
+            received=f"a batch whose first axis has {rows} rows: {step} works with all of them, "
+            f"and fails with the {mine} that one of {job.num_replicas} replicas gets",
+            expected="examples along the first axis, which replicas divide",
+            fix="give what is stacked as a tuple (a, b), each with its examples first, or use "
+            "strategy single",
+            code="examples-not-first",
+        )
+
+
+def _traces(model: keras.Model, job: Job, step: str, batch_spec: Any, *, rows: int) -> bool:
+    """Return whether a step with so many rows can be traced to its end or an optimizer."""
+    arrived = []
+
+    def at_hook(gradients: Any) -> None:
+        arrived.append(gradients)
+        raise RuntimeError("far enough")
+
+    def run(batch: Any) -> None:
+        def in_replica() -> None:
+            trace = keras_compat.StepTrace(
+                num_replicas=1,
+                share=1.0,
+                examples=rows,
+                random_key=tf.zeros([2], tf.int32),
+                at_hook=at_hook,
+            )
+            with keras_compat.tracing(trace):
+                getattr(model, step)(batch)
+
+        job.strategy.run(in_replica)
+
+    batch = tf.nest.map_structure(
+        lambda spec: None if spec is None else tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype),
+        batch_spec,
+    )
+    try:
+        keras_compat.compiled(run).get_concrete_function(batch)
+    except Exception:
+        return bool(arrived)
+    return True
 
 
 def _require_built_parts(model: keras.Model) -> None:

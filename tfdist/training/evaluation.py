@@ -125,10 +125,11 @@ class Evaluation:
     ) -> None:
         length = _length(batch_size=batch_size, steps=steps)
         prepared = prepare(*data, job=job, length=length, shuffle=False, seed=0)
+        spec = prepared.batch_spec
         # A later fit may have workers divide them.
         slots: building.Slots = "none" if job.kind == "multiworker" and job.ring else "whole"
-        first_batch = prepared.first_batch
-        building.build(model, job, prepared.batch_spec, first_batch=first_batch, slots=slots)
+        building.build(model, job, spec, first_batch=prepared.first_batch, slots=slots)
+        building.require_examples_first(model, job, "test_step", spec, rows=prepared.rows)
         program = program_of(model, job, "test_step", prepared.feed, seed=0)
         self.feed = prepared.feed
         self.steps = prepared.plan.total_steps

@@ -152,6 +152,7 @@ def fit(
             load_weights(model, initial_weights, job=job)
     build(slots="parts" if sharded else "whole")
     building.require_known_variables(model)
+    building.require_examples_first(model, job, "train_step", data.batch_spec, rows=data.rows)
     engine = engine_for(job)
     plan = RunPlan(
         data=data,

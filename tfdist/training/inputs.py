@@ -53,6 +53,7 @@ class Data:
       order: in which order the examples come.
       plan: the run's epochs, in steps and examples.
       batch_spec: nest of `tf.TensorSpec` of a batch, to build the model from.
+      rows: of the first batch where replicas divide batches that the user has made, else None.
     """
 
     source: Source
@@ -60,6 +61,7 @@ class Data:
     order: Order
     plan: EpochPlan
     batch_spec: Any
+    rows: int | None
 
     def first_batch(self) -> Any:
         """Return this task's first part of the first step, as the step gets it; eager tensors."""
@@ -141,7 +143,8 @@ def prepare(
     _LOG.info("%s", source.describe())
     spec = batch_spec(source.element_spec)
     spec = spec if class_weight is None else _with_weight(spec)
-    return Data(source=source, feed=feed, order=order, plan=plan, batch_spec=spec)
+    rows = batch if ready and not isinstance(source, InputFunctionSource) else None
+    return Data(source=source, feed=feed, order=order, plan=plan, batch_spec=spec, rows=rows)
 
 
 def _source_of(x: Any, y: Any, sample_weight: Any, *, job: Job, shuffle: bool) -> Source:
