@@ -49,10 +49,12 @@ V2 = "low 0\nhigh 0\nmax 7\noom 3\noom_kill {}\noom_group_kill 0\n"
 
 
 class Kernel:
-    """A /proc and control groups in a directory."""
+    """A /proc, control groups and a kernel log in a directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.log = root / "kmsg"
+        self.log.write_text("6,1,1,-;Killed process 10 (old) total-vm:1kB\n")
 
     def process(self, pid: int, groups: str) -> None:
         path = self.root / "proc" / str(pid)
@@ -64,8 +66,13 @@ class Kernel:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
 
-    def evidence(self) -> KillEvidence:
-        return KillEvidence(proc=self.root / "proc", root=self.root / "cgroup")
+    def evidence(self, log="kmsg") -> KillEvidence:
+        return KillEvidence(
+            proc=self.root / "proc",
+            v1_root=self.root / "v1",
+            v2_root=self.root / "v2",
+            kernel_log=self.root / log,
+        )
 
 
 @pytest.fixture
@@ -74,16 +81,16 @@ def kernel(tmp_path):
     made.process(10, "9:name=systemd:/\n4:memory:/box\n0::/\n")
     made.process(11, "9:name=systemd:/\n4:memory:/box\n0::/\n")
     made.process(12, "0::/user.slice/box\n")
-    made.count("cgroup/memory/box/memory.oom_control", V1.format(4))
-    made.count("cgroup/user.slice/box/memory.events", V2.format(0))
+    made.count("v1/box/memory.oom_control", V1.format(4))
+    made.count("v2/user.slice/box/memory.events", V2.format(0))
     return made
 
 
 def test_a_counter_that_rose_tells_in_both_versions_of_control_groups(kernel):
     evidence = kernel.evidence()
     for pid, file, text in [
-        (10, "cgroup/memory/box/memory.oom_control", V1.format(5)),
-        (12, "cgroup/user.slice/box/memory.events", V2.format(1)),
+        (10, "v1/box/memory.oom_control", V1.format(5)),
+        (12, "v2/user.slice/box/memory.events", V2.format(1)),
     ]:
         evidence.started(pid)
         kernel.count(file, text)
@@ -91,6 +98,7 @@ def test_a_counter_that_rose_tells_in_both_versions_of_control_groups(kernel):
         assert cause == (
             f"killed by the kernel's out-of-memory killer (oom_kill rose in {kernel.root / file})"
         )
+    evidence.close()
 
 
 def test_a_counter_that_did_not_rise_tells_nothing(kernel):
@@ -103,27 +111,43 @@ def test_a_counter_explains_as_many_deaths_as_it_rose(kernel):
     evidence = kernel.evidence()
     evidence.started(10)
     evidence.started(11)
-    kernel.count("cgroup/memory/box/memory.oom_control", V1.format(5))
+    kernel.count("v1/box/memory.oom_control", V1.format(5))
     assert "oom_kill" in evidence.of_kill(10)
     assert evidence.of_kill(11) == ""
 
 
 def test_inside_a_container_the_root_of_the_control_groups_is_read(kernel):
     kernel.process(13, "0::/../outside\n")
-    kernel.count("cgroup/memory.events", V2.format(2))
+    kernel.count("v2/memory.events", V2.format(2))
     evidence = kernel.evidence()
     evidence.started(13)
-    kernel.count("cgroup/memory.events", V2.format(3))
+    kernel.count("v2/memory.events", V2.format(3))
     assert "oom_kill rose" in evidence.of_kill(13)
 
 
-def test_nothing_readable_is_no_evidence(kernel):
+def test_the_kernels_log_names_the_process_and_what_was_there_before_does_not_count(kernel):
+    kernel.process(14, "0::/nowhere\n")
+    kernel.process(15, "0::/nowhere\n")
     evidence = kernel.evidence()
+    for pid in (10, 14, 15):
+        evidence.started(pid)
+    with open(kernel.log, "a") as log:
+        log.write("3,2,2,-;Memory cgroup out of memory: Killed process 14 (python) total-vm:9kB\n")
+    assert evidence.of_kill(14).endswith("(14 is in the kernel's log)")
+    assert evidence.of_kill(15) == ""
+    assert evidence.of_kill(10) == ""
+
+
+def test_nothing_readable_is_no_evidence(kernel):
+    evidence = kernel.evidence(log="no such log")
     evidence.started(999)
     assert evidence.of_kill(999) == ""
+    evidence.close()
+    evidence.close()
 
 
 def test_the_files_of_this_machine_can_be_read_or_are_passed_over():
     evidence = KillEvidence()
     evidence.started(os.getpid())
     assert evidence.of_kill(os.getpid()) == ""
+    evidence.close()

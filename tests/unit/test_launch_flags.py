@@ -303,7 +303,7 @@ def test_a_module_in_a_namespace_inside_another_one_is_there(tmp_path):
             "import os\nos.environ.setdefault(\"KERAS_BACKEND\", 'tensorflow')\nimport keras\n",
             False,
         ),
-        ("import os\nos.environ['MY_OWN'] = '3'\nimport keras\n", False),
+        ("import os\nos.environ['MY_OWN'] = '3'\nimport keras\n", True),
         ("import os, keras\ntask = json.loads(os.environ['TF_CONFIG'])['task']\n", True),
         ("import os, keras\nif os.environ.get('TF_CONFIG') == 'KERAS_':\n    pass\n", True),
         ("import keras\nfrom os import environ\ndel environ['XLA_FLAGS']\n", False),
@@ -312,6 +312,9 @@ def test_a_module_in_a_namespace_inside_another_one_is_there(tmp_path):
         ("import os, keras\nos.environ.pop(\n    'CUDA_VISIBLE_DEVICES', None\n)\n", False),
         ("import os, keras\nos.putenv('TF_X', '1')\n", False),
         ("import os, keras\nfor name in names:\n    os.environ[name] = '1'\n", False),
+        ("import os, keras\nos.environ.update(MY_OWN='TF')\n", True),
+        ('"""\nimport keras\n"""\n', False),
+        ("import keras\nthis is no Python\n", False),
     ],
 )
 def test_a_program_says_itself_whether_it_imports_tensorflow(tmp_path, source, answer):

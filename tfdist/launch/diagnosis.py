@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import os
 import re
 import signal
 from pathlib import Path
@@ -163,13 +165,37 @@ def root_of(failure: Failure, watchdog: Watchdog) -> Failure:
     return dataclasses.replace(failure, task=task, cause=cause, kind="absent")
 
 
-class KillEvidence:
-    """Tells whether the kernel killed a task for want of memory, by its control group's counter."""
+_V1_ROOT = Path("/sys/fs/cgroup/memory")
+_V2_ROOT = Path("/sys/fs/cgroup")
+_KILLED = re.compile(rb"Killed process (\d+) ")
+_MAX_RECORDS = 10_000
 
-    def __init__(self, *, proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> None:
-        self._proc, self._root = proc, root
+
+class KillEvidence:
+    """Tells why the kernel killed a task, as far as this user may read it.
+
+    The counters of a control group say that some process of it was killed, the kernel's own log
+    says which one; inside a container its numbers may be others than ours, and it is often not
+    readable.
+    """
+
+    def __init__(
+        self,
+        *,
+        proc: Path = Path("/proc"),
+        v1_root: Path = _V1_ROOT,
+        v2_root: Path = _V2_ROOT,
+        kernel_log: Path = Path("/dev/kmsg"),
+    ) -> None:
+        self._proc = proc
+        self._roots = (v1_root, v2_root)
         self._counters: dict[Path, int] = {}
         self._files: dict[int, Path] = {}
+        self._log_fd = -1
+        with contextlib.suppress(OSError):
+            self._log_fd = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._log_fd, 0, os.SEEK_END)
+        self._killed: set[int] = set()
 
     def started(self, pid: int) -> None:
         """Remember where a task's memory is counted, and how many were killed there so far."""
@@ -184,24 +210,35 @@ class KillEvidence:
         A rise of a counter explains one death only.
         """
         path = self._files.pop(pid, None)
-        if path is None:
+        risen = False
+        if path is not None:
+            now, before = _oom_kills(path) or 0, self._counters[path]
+            risen = now > before
+            self._counters[path] = min(now, before + 1)
+        logged = self._is_logged(pid)
+        if not (risen or logged):
             return ""
-        now, before = _oom_kills(path) or 0, self._counters[path]
-        self._counters[path] = min(now, before + 1)
-        where = f"oom_kill rose in {path}"
-        return f"killed by the kernel's out-of-memory killer ({where})" if now > before else ""
+        where = f"oom_kill rose in {path}" if risen else f"{pid} is in the kernel's log"
+        return f"killed by the kernel's out-of-memory killer ({where})"
+
+    def close(self) -> None:
+        """Close the kernel's log."""
+        if self._log_fd >= 0:
+            os.close(self._log_fd)
+            self._log_fd = -1
 
     def _counter_file(self, pid: int) -> Path | None:
         try:
             groups = (self._proc / str(pid) / "cgroup").read_text()
         except OSError:
             return None
+        v1_root, v2_root = self._roots
         for line in groups.splitlines():
             _, controllers, group = line.split(":", 2)
             if "memory" in controllers.split(","):
-                root, name = self._root / "memory", "memory.oom_control"
+                root, name = v1_root, "memory.oom_control"
             elif not controllers:
-                root, name = self._root, "memory.events"
+                root, name = v2_root, "memory.events"
             else:
                 continue
             # Inside a container the group's own path may not be there: its root is mounted.
@@ -209,6 +246,19 @@ class KillEvidence:
                 if _oom_kills(path) is not None:
                     return path
         return None
+
+    def _is_logged(self, pid: int) -> bool:
+        for _ in range(_MAX_RECORDS if self._log_fd >= 0 else 0):
+            try:
+                record = os.read(self._log_fd, 8192)
+            except BrokenPipeError:  # records were lost: go on with the next one there is
+                continue
+            except OSError:
+                break
+            if not record:
+                break
+            self._killed |= {int(found) for found in _KILLED.findall(record)}
+        return pid in self._killed
 
 
 def _oom_kills(path: Path) -> int | None:

@@ -322,6 +322,7 @@ class TaskFactory:
         self._evidence = KillEvidence()
 
     def __enter__(self) -> TaskFactory:
+        self._stack.callback(self._evidence.close)
         self._guard = GuardianClient(
             secrets.token_hex(8), environ=self._job.environ, say=self._screen.say
         )

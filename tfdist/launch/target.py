@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.machinery import BuiltinImporter, ModuleSpec, PathFinder
+from dataclasses import dataclass
+from importlib.machinery import BuiltinImporter, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -15,12 +17,9 @@ from typing import NoReturn
 from tfdist.errors import UsageError, near
 from tfdist.launch.options import DEFAULT_MODULE, Program
 
-_IMPORT = re.compile(rb"^\s*(from|import)\s[^#\n]*\b(tensorflow|keras|tfdist)\b", re.MULTILINE)
-_CHANGED_ENVIRONMENT = re.compile(
-    rb"environ(\[[^]]*\]\s*=[^=]|\.(setdefault|update|pop|clear)\b|\s*\|=)|del\s+[\w.]*environ"
-    rb"|(put|unset|set|del)env\("
-)
+_TENSORFLOW = ("tensorflow", "keras", "tfdist")
 _ADDS_MODULES = re.compile(rb"__path__|declare_namespace|sys\.modules|meta_path")
+_READ_AT_IMPORT = re.compile("(TF|TF2|KERAS|XLA|OMP|CUDA)_")
 
 
 def check_program(program: Program, *, search: Sequence[str]) -> None:
@@ -40,13 +39,52 @@ def imports_tensorflow(program: Program, *, search: Sequence[str]) -> bool:
     """Returns whether a program says that it imports TensorFlow, and leaves its settings alone.
 
     It looks for an import of tensorflow, keras or tfdist in the program's own file. A program that
-    changes its environment may set what TensorFlow or Keras read at their import, before it.
+    sets variables which TensorFlow or Keras read at their import wants to do so before.
     """
+    path = file_of_program(program, search=search)
     try:
-        text = Path(file_of_program(program, search=search)).read_bytes()
-    except OSError:
+        nodes = list(ast.walk(ast.parse(Path(path).read_bytes())))
+    except (OSError, SyntaxError, ValueError):
         return False  # the task says it
-    return bool(_IMPORT.search(text)) and not _CHANGED_ENVIRONMENT.search(text)
+    return any(map(_imports, nodes)) and not any(map(_sets, nodes))
+
+
+def _imports(node: ast.AST) -> bool:
+    match node:
+        case ast.Import(names=names):
+            return any(alias.name.split(".")[0] in _TENSORFLOW for alias in names)
+        case ast.ImportFrom(module=str(module), level=0):
+            return module.split(".")[0] in _TENSORFLOW
+    return False
+
+
+def _sets(node: ast.AST) -> bool:
+    """Return whether code changes a variable that matters, or one whose name it does not say."""
+    match node:
+        case (
+            ast.Subscript(value=target, ctx=ast.Store() | ast.Del())
+            | ast.AugAssign(target=target)
+            | ast.Call(func=ast.Attribute(value=target, attr="setdefault" | "update" | "pop"))
+        ) if _is_environ(target):
+            inside = node
+        case ast.Call(func=ast.Attribute(attr="putenv" | "unsetenv" | "setenv" | "delenv")):
+            inside = node
+        case _:
+            return False
+    names = [name for part in ast.walk(inside) if (name := _name_in(part))]
+    return not names or any(_READ_AT_IMPORT.match(name) for name in names)
+
+
+def _name_in(part: ast.AST) -> str | None:
+    """Return what may be a variable's name: text, or the keyword of an argument."""
+    match part:
+        case ast.Constant(value=str(name)) | ast.keyword(arg=str(name)):
+            return name
+    return None
+
+
+def _is_environ(target: ast.AST) -> bool:
+    return getattr(target, "attr", None) == "environ" or getattr(target, "id", None) == "environ"
 
 
 def file_of_program(program: Program, *, search: Sequence[str]) -> str:
@@ -59,17 +97,20 @@ def file_of_program(program: Program, *, search: Sequence[str]) -> str:
 def _file_of(name: str, *, search: Sequence[str]) -> str:
     """Return the file of a module that is there, of a package its ``__main__``."""
     *_, found = _found(name, search=search)
-    if found is not None and found.submodule_search_locations is not None:
+    if found is not None and found.places is not None:
         *_, found = _found(f"{name}.__main__", search=search)
-    return _origin(found) if found else ""
+    return "" if found is None else found.file
 
 
-def _origin(spec: ModuleSpec) -> str:
-    """Return the file of a module; empty where it has none."""
-    return spec.origin if spec.has_location and spec.origin else ""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Module:
+    file: str
+    """Empty where it has none."""
+    places: Sequence[str] | None
+    """Where the modules of a package are; None for a module."""
 
 
-def _found(name: str, *, search: Sequence[str]) -> Iterator[ModuleSpec | None]:
+def _found(name: str, *, search: Sequence[str]) -> Iterator[_Module | None]:
     """Yield the packages on the way to a module, and it; None, as the last, for what is missing.
 
     All that an import would ask is asked, since an editable install may bring a finder of its own,
@@ -82,20 +123,21 @@ def _found(name: str, *, search: Sequence[str]) -> Iterator[ModuleSpec | None]:
         yield found
         if found is None:
             return
-        places = found.submodule_search_locations or ()  # nothing is inside a module
+        places = found.places or ()  # nothing is inside a module
 
 
-def _find(name: str, places: Sequence[str] | None, *, search: Sequence[str]) -> ModuleSpec | None:
+def _find(name: str, places: Sequence[str] | None, *, search: Sequence[str]) -> _Module | None:
     parent = name.rpartition(".")[0]
     with _present(parent, places):
         for finder in sys.meta_path:
             if finder is BuiltinImporter or not hasattr(finder, "find_spec"):
                 continue  # built-in modules cannot be run
             at = search if finder is PathFinder and places is None else places
-            if (spec := finder.find_spec(name, at)) is not None:
-                if (inside := spec.submodule_search_locations) is not None:
-                    spec.submodule_search_locations = list(inside)
-                return spec
+            spec = finder.find_spec(name, at)
+            if spec is not None:
+                inside = spec.submodule_search_locations
+                file = spec.origin if spec.has_location and spec.origin else ""
+                return _Module(file=file, places=None if inside is None else list(inside))
     return None
 
 
@@ -161,10 +203,8 @@ def _check_module(name: str, *, search: Sequence[str]) -> None:
             if package is None or not _may_have_more(package):
                 _refuse_module(name, inside=inside, part=part, places=places)
             return
-        package, inside = found, f"{inside}.{part}".lstrip(".")
-        places = found.submodule_search_locations or ()
-    is_module = package is None or package.submodule_search_locations is None
-    if package is None or is_module or _may_have_more(package):
+        package, inside, places = found, f"{inside}.{part}".lstrip("."), found.places or ()
+    if package is None or package.places is None or _may_have_more(package):
         return
     *_, main = _found(f"{name}.__main__", search=search)
     if main is None:
@@ -173,10 +213,10 @@ def _check_module(name: str, *, search: Sequence[str]) -> None:
         _refuse(received, "a module to run", fix, code="no-main")
 
 
-def _may_have_more(package: ModuleSpec) -> bool:
+def _may_have_more(package: _Module) -> bool:
     """Return whether a package says that it adds modules to itself when it is imported."""
     try:
-        return bool(_ADDS_MODULES.search(Path(_origin(package)).read_bytes()))
+        return bool(_ADDS_MODULES.search(Path(package.file).read_bytes()))
     except OSError:
         return False
 
