@@ -22,7 +22,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import keras_tuner
 from keras_tuner.src.engine.metrics_tracking import infer_metric_direction
@@ -110,7 +110,7 @@ def _load(path: str) -> _Build:
         fix="copy it from configs/digits_sweep.py",
         code="no-space",
     )
-    return cast(_Build, build)
+    return build
 
 
 def _text(value: object) -> str:
