@@ -111,7 +111,8 @@ def _draw_parallel(axes: Any, sweep: SweepRecord) -> None:
     lines = list(zip(*(heights for _, heights in found), strict=True))
     for rank, line in reversed([*enumerate(lines)]):
         look = {"color": _POINTS if rank else _BEST, "alpha": 1.0 - 0.7 * rank / len(lines)}
-        axes.plot(line, "-o", ms=4, lw=1.3, **look)
+        points = [(x, height) for x, height in enumerate(line) if height is not None]
+        axes.plot(*zip(*points, strict=True), "-o", ms=4, lw=1.3, **look)
     axes.set_xticks(range(len(found)), [_literal(axis.name) for axis, _ in found])
     axes.set_yticks([])
     axes.spines[["top", "right", "left"]].set_visible(False)
