@@ -31,8 +31,8 @@ from tfdist.training.keras_compat.reduction import (
 from tfdist.training.keras_compat.trace import (
     Original,
     StepTrace,
-    comes_of_scaled,
     on_servers,
+    ops_behind,
     replaces,
 )
 
@@ -116,10 +116,12 @@ def _cross_replica_on_ps() -> Iterator[None]:
 
 
 def _weighted(grads: list[Any], trace: StepTrace) -> list[Any]:
-    """Weight by the batch fraction where the step's loss was never scaled: a loss made by hand."""
-    if trace.loss_scaled:
-        return grads
-    return [g if g is None or comes_of_scaled(g, trace) else times(g, trace.share) for g in grads]
+    """Weight by the batch fraction what did not begin with it: not of a tape of variables."""
+    return [g if g is None or _has_fraction(g, trace) else times(g, trace.share) for g in grads]
+
+
+def _has_fraction(gradient: Any, trace: StepTrace) -> bool:
+    return any(op.name in trace.weighted for op in ops_behind([gradient]))
 
 
 @replaces(LossScaleOptimizer, "_tf_apply", issue="https://github.com/keras-team/keras/issues/18666")
