@@ -32,7 +32,6 @@ from tfdist.training.keras_compat.trace import (
     Original,
     StepTrace,
     on_servers,
-    ops_behind,
     replaces,
 )
 
@@ -61,7 +60,7 @@ def _gradient_hook(
         servers.require_by_rows(self, trainable_variables or self._trainable_variables)
     if trace.num_replicas > 1:
         _require_built(self)
-        grads = _weighted(list(grads), trace)
+        grads = [g if g is None else times(g, trace.share) for g in grads]
     if whole_variables := wholes_of.get(self):
         trainable_variables = trainable_variables or list(whole_variables)
         grads = scattered(self, list(grads), trainable_variables, trace)
@@ -113,15 +112,6 @@ def _cross_replica_on_ps() -> Iterator[None]:
         yield
     finally:
         distribute_lib._pop_per_thread_mode()
-
-
-def _weighted(grads: list[Any], trace: StepTrace) -> list[Any]:
-    """Weight by the batch fraction what did not begin with it: not of a tape of variables."""
-    return [g if g is None or _has_fraction(g, trace) else times(g, trace.share) for g in grads]
-
-
-def _has_fraction(gradient: Any, trace: StepTrace) -> bool:
-    return any(op.name in trace.weighted for op in ops_behind([gradient]))
 
 
 @replaces(LossScaleOptimizer, "_tf_apply", issue="https://github.com/keras-team/keras/issues/18666")

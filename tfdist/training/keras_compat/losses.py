@@ -1,8 +1,8 @@
 """A replica's loss counts by its fraction of the global batch.
 
 While a step is traced every loss is a mean over the replica's own part of the batch, and a sum is
-divided by the batch fraction: terms may be added up, whoever made them. The tape begins with the
-batch fraction, and metrics and logs are weighted by it.
+divided by the batch fraction: terms may be added up, whoever made them. Gradients are weighted by
+the fraction at the gradient hook, metrics and logs where they are updated.
 
 Keras takes 1 / replicas, whatever the batch fraction, of some losses, and nothing at all of sums,
 of a loss function that returns one number, and of what is made by hand. Masked entries and sample
@@ -13,7 +13,6 @@ included.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ from keras.src.layers.layer import Layer
 from keras.src.losses import loss as keras_loss
 from keras.src.metrics.reduction_metrics import Mean
 from keras.src.trainers.compile_utils import CompileLoss
-from tensorflow.python.eager import record
 
 from tfdist.strategy.job import current_job
 from tfdist.training.keras_compat.reduction import sum_over_replicas
@@ -211,7 +209,7 @@ def _summing_what_is_added(original: Original, trace: StepTrace, self: Any, loss
 
 
 @replaces(tf.GradientTape, "gradient", issue=f"{_TAPE}#L960")
-def _beginning_with_the_fraction(
+def _summing_by_the_tape(
     original: Original,
     trace: StepTrace,
     self: Any,
@@ -220,40 +218,28 @@ def _beginning_with_the_fraction(
     output_gradients: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Weight gradients by the share where they begin; all others are weighted by the hook."""
-    targets = tf.nest.flatten(target)
-    seeds = output_gradients
-    if trace.num_replicas > 1 and seeds is None and _are_variables(sources):
-        _warn_of_pairs(targets, trace)
-        if all(isinstance(one, tf.Tensor) for one in targets):
-            is_last = trace.is_in_step() and not _others_record(self)
-            seeds = [_seed(one, trace, is_last=is_last) for one in targets]
-    found = original(self, target, sources, seeds, **kwargs)
-    if seeds is not output_gradients and all(seed is not None for seed in seeds):
-        gradients = [gradient for gradient in tf.nest.flatten(found) if gradient is not None]
-        trace.weighted.update(gradient.op.name for gradient in gradients)
-    return found
+    """Have gradients by a loss per example, which are sums, count as such."""
+    if trace.num_replicas > 1 and output_gradients is None:
+        variables = tf.nest.flatten(sources)
+        if all(isinstance(v, tf.Variable | keras.Variable) for v in variables):
+            targets = tf.nest.flatten(target)
+            _warn_of_pairs(targets, trace)
+            output_gradients = _seeds(targets, trace)
+    return original(self, target, sources, output_gradients, **kwargs)
 
 
-def _are_variables(sources: Any) -> bool:
-    kinds = tf.Variable | keras.Variable
-    return all(isinstance(source, kinds) for source in tf.nest.flatten(sources))
-
-
-def _others_record(tape: Any) -> bool:
-    """Return whether another tape may go on with what this one finds, and have a fraction too."""
-    with tape.stop_recording() if tape._recording else contextlib.nullcontext():
-        return bool(record.could_possibly_record())
-
-
-def _seed(target: tf.Tensor, trace: StepTrace, *, is_last: bool) -> tf.Tensor | None:
-    """Return what a tape begins with: the fraction of a mean, one of a loss for each example."""
-    share = tf.cast(trace.share, target.dtype)
-    if _is_of_examples(target, trace, "the gradient of a tensor"):
-        share = tf.sign(share)
-    elif not is_last:
+def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor | None] | None:
+    """Return what a tape begins with; None where no target has a loss for each example."""
+    if not all(isinstance(target, tf.Tensor) for target in targets):
         return None
-    return tf.ones_like(target) * share
+    what = "the gradient of a tensor"
+    of_examples = [_is_of_examples(target, trace, what) for target in targets]
+    if not any(of_examples):
+        return None
+    return [
+        _by_fraction(tf.ones_like(target), trace) if is_sum else None
+        for target, is_sum in zip(targets, of_examples, strict=True)
+    ]
 
 
 def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
@@ -343,14 +329,26 @@ def _of_examples_that_count(
         found: tuple[tf.Tensor, tf.Tensor] = original(x, axes, keepdims)
         return found
     counts = tf.cast(tf.convert_to_tensor(trace.examples) > 0, x.dtype)
+    share = tf.cast(trace.share, x.dtype)
+    # A replica's gradient is weighted at the hook alone; where replicas' meet they are weighted.
     sums = [
-        counts * tf.reduce_sum(values, axis=axes, keepdims=True)
+        _gradient_times(
+            counts * tf.reduce_sum(values, axis=axes, keepdims=True),
+            tf.math.divide_no_nan(tf.ones_like(share), share),
+        )
         for values in (x, tf.square(x), tf.ones_like(x))
     ]
-    total, of_squares, count = context.all_reduce("SUM", sums)
+    wholes = context.all_reduce("SUM", sums)
+    total, of_squares, count = (_gradient_times(whole, share) for whole in wholes)
     mean = tf.math.divide_no_nan(total, count)
     variance = tf.math.divide_no_nan(of_squares, count) - tf.square(mean)
     variance = tf.maximum(variance, 0.0)
     if keepdims:
         return mean, variance
     return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+
+
+def _gradient_times(value: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+    """Return the very value, whose gradient is multiplied by a factor."""
+    more = value * (factor - 1)
+    return value + (more - tf.stop_gradient(more))

@@ -36,7 +36,6 @@ class StepTrace:
       counts: what optimizers have for their counts of updates; None for what is in the variable.
       updated: parts of variables that a sharded optimizer updates, in the order of its gradients.
       layers: what holds the losses that layers have added, by the `id` of the layer.
-      weighted: names of operations that give gradients which count by the batch fraction.
       graph: the step's own.
     """
 
@@ -57,7 +56,6 @@ class StepTrace:
     sums: int = 0
     in_hook: bool = False
     in_losses: bool = False
-    weighted: set[str] = dataclasses.field(default_factory=set)
     statistics: list[Variable] = dataclasses.field(default_factory=list)
     layers: dict[int, Any] = dataclasses.field(default_factory=dict)
     graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
