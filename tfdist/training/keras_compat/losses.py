@@ -228,7 +228,7 @@ def _summing_by_the_tape(
     return original(self, target, sources, output_gradients, **kwargs)
 
 
-def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor | None] | None:
+def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor] | None:
     """Return what a tape begins with; None where no target has a loss for each example."""
     if not all(isinstance(target, tf.Tensor) for target in targets):
         return None
@@ -236,9 +236,10 @@ def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor | None] |
     of_examples = [_is_of_examples(target, trace, what) for target in targets]
     if not any(of_examples):
         return None
+    ones = [tf.ones_like(target) for target in targets]
     return [
-        _by_fraction(tf.ones_like(target), trace) if is_sum else None
-        for target, is_sum in zip(targets, of_examples, strict=True)
+        _by_fraction(one, trace) if is_sum else one
+        for one, is_sum in zip(ones, of_examples, strict=True)
     ]
 
 
