@@ -307,7 +307,7 @@ def test_the_first_failure_stops_the_others(history):
     assert history.sent(W1) == []
     assert record(attempt, W0).stopped
     assert not record(attempt, W1).stopped
-    assert "worker-0" in history.said[0]
+    assert history.said == ["killed, as still running: worker-0"]
 
 
 def test_a_program_that_failed_but_whose_process_stays_is_found_after_the_grace(history):
@@ -436,6 +436,7 @@ def test_servers_live_until_the_chief_has_saved_and_not_much_longer(history):
     assert (attempt.exit_code, attempt.failure, attempt.restarts) == (143, None, [])
     assert history.sent(CHIEF) == [(5, signal.SIGTERM)]
     assert history.sent(PS) == [(9, signal.SIGTERM), (9 + SERVER_GRACE_S, signal.SIGKILL)]
+    assert history.said == ["SIGTERM: ending 4 tasks within 10 s (a second signal kills at once)"]
 
 
 def test_a_signal_seen_together_with_an_end_explains_it(history):
