@@ -254,7 +254,7 @@ def test_a_stream_that_is_read_again_says_on_the_way_that_this_goes_on(strategie
         data = data.map(lambda x: {"x": x})
     length = inputs.Length(steps_per_epoch=50)
     job = job_of(strategies[1])
-    feed = inputs.prepare(data, None, None, job=job, length=length, shuffle=True, seed=3).feed
+    feed = inputs.prepare(data, None, None, job=job, length=length, shuffle=True, seed=3)
     phases.enter("trace")
     said.clear()
     (part,) = next(iter(feed.dataset(40, 41)))

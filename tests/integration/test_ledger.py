@@ -179,13 +179,13 @@ def test_without_a_ledger_nothing_of_it_is_in_the_graph(strategies):
     model = make(strategies[3])
     operations = {}
     for with_ledger in (False, True):
-        data = prepare(X, Y, None, job=job, length=Length(batch_size=8), shuffle=True, seed=1)
+        feed = prepare(X, Y, None, job=job, length=Length(batch_size=8), shuffle=True, seed=1)
         from tfdist.training import building
 
-        building.build(model, job, data.batch_spec, first_batch=data.first_batch)
-        program = program_of(model, job, "train_step", data.feed, seed=1)
+        building.build(model, job, feed)
+        program = program_of(model, job, "train_step", feed, seed=1)
         if with_ledger:
-            program = recorded(program, data, job, mode="full", sink=lambda record: None)
+            program = recorded(program, job, mode="full", sink=lambda record: None)
         function = engine_for(job)._compile_block(program)
         bounds = [tf.constant(0, tf.int64), tf.constant(2, tf.int64)]
         graph = function.get_concrete_function(*bounds).graph.as_graph_def()

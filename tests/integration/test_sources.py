@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import re
 from pathlib import Path
@@ -201,17 +200,15 @@ def test_private_changes_of_a_memory_map_are_kept(tmp_path):
     assert np.array_equal(source.gather([3]), np.full([1, 3], 7))
 
 
-def test_arrays_past_the_limit_are_spilled_and_the_files_end_with_the_source(tmp_path):
-    source = ArraySource(X, Y, memory_limit_bytes=100, cache_dir=tmp_path)
-    assert "2 of 2 arrays mapped" in source.describe()
-    folders = list(tmp_path.glob("run-*"))
-    assert len(folders) == 1
-    x, y = source.gather([2, 9])
-    assert np.array_equal(x, X[[2, 9]].astype(np.float32))
-    assert np.array_equal(y, [2, 9])
-    del source
-    gc.collect()
-    assert not list(tmp_path.glob("run-*"))
+def test_arrays_that_no_message_to_a_ps_worker_carries_are_refused(tmp_path):
+    np.save(tmp_path / "x.npy", X)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    check_supported(ArraySource(mapped, Y, memory_limit_bytes=Y.nbytes), "ps")
+    large = ArraySource(X, Y, memory_limit_bytes=Y.nbytes)
+    check_supported(large, "multiworker")
+    with pytest.raises(UsageError, match=r"np\.load\(file, mmap_mode='r'\)") as error:
+        check_supported(large, "ps")
+    assert error.value.code == "too-large"
 
 
 def test_a_mapped_file_is_sent_as_the_operation_that_maps_it(tmp_path):

@@ -214,7 +214,7 @@ def test_what_a_pass_to_count_batches_leaves_in_a_cache_follows_the_seed(strateg
         length = inputs.Length(epochs=1)
         job = job_of(strategies[1])
         made = inputs.prepare(data, None, None, job=job, length=length, shuffle=True, seed=seed)
-        return [part[0].tolist() for (part,) in made.feed.dataset(0, 2).as_numpy_iterator()]
+        return [part[0].tolist() for (part,) in made.dataset(0, 2).as_numpy_iterator()]
 
     assert numbers(1) == numbers(1) != numbers(2)
 

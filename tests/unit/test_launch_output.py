@@ -14,14 +14,9 @@ from tfdist.files import write_json
 from tfdist.launch import job
 from tfdist.launch.options import LaunchOptions, Program
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.report import (
-    AttemptReport,
-    Failure,
-    TaskRecord,
-    attempt_entry,
-    earlier_attempts,
-)
+from tfdist.launch.report import Failure, attempt_entry, earlier_attempts
 from tfdist.launch.screen import MAX_LINE_BYTES, Console, JobScreen, LineSplitter, TaskOutput
+from tfdist.launch.state import JobState
 
 W0, W1 = Task("worker", 0), Task("worker", 1)
 
@@ -255,28 +250,23 @@ def test_remarks_go_to_standard_error_where_that_is_another(reader, tmp_path):
 
 
 def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
-    attempt = AttemptReport(
-        exit_code=137,
-        tasks=(
-            TaskRecord(task=W0, pid=7, status=-9, started_at_s=0, ended_at_s=2.5),
-            TaskRecord(task=W1, pid=8, status=1, started_at_s=1, ended_at_s=3, stopped=True),
-            TaskRecord(task=Task("ps", 0)),
-        ),
-        first_failure=Failure(
-            task=W0,
-            cause="killed by SIGKILL",
-            exit_code=137,
-            at_s=2.5,
-            step=40,
-            detect_s=0.0214,
-            last_lines=("x",),
-            stacks=((W1, ("File x.py, line 3",)),),
-        ),
-        lost=(Failure(task=W1, cause="gone", exit_code=1, at_s=2, last_lines=("y",)),),
-        started_at_s=0.5,
-        first_step_at_s=1.75,
+    specs = [spec(task, tmp_path) for task in (W0, W1, Task("ps", 0))]
+    attempt = JobState.of(specs, is_ps=False, grace_s=1, policy=None, watchdog=None, now_s=0.5)
+    attempt.tasks[W0].record(pid=7, status=-9, started_at_s=0, ended_at_s=2.5)
+    attempt.tasks[W1].record(pid=8, status=1, started_at_s=1, ended_at_s=3, stopped=True)
+    attempt.failure = Failure(
+        task=W0, cause="killed by SIGKILL", exit_code=137, at_s=2.5, step=40, detect_s=0.0214
     )
-    made = attempt_entry(attempt, number=1, epoch_s=1_800_000_000)
+    attempt.lost = [Failure(task=W1, cause="gone", exit_code=1, at_s=2)]
+    attempt.first_step_s = 1.75
+    made = attempt_entry(
+        attempt,
+        number=1,
+        epoch_s=1_800_000_000,
+        last_lines={W0: ["x"], W1: ["y"]}.get,
+        stacks={W1: ["File x.py, line 3"]},
+        hosts={},
+    )
     write_json(tmp_path / "report.json", {"exit_code": 137, "attempts": [made]})
     (entry,) = earlier_attempts(tmp_path)
     assert entry["attempt"] == 1

@@ -101,7 +101,9 @@ class History:
             now_s=self.now_s,
         )
         supervisor = Supervisor(state, processes=self, screen=self, clock=lambda: self.now_s)
-        return supervisor.run()
+        supervisor.run()
+        self.stacks = supervisor.stacks
+        return state
 
     def sent(self, task):
         """Returns what was sent to a task, and when."""
@@ -188,7 +190,7 @@ def history():
 
 
 def record(attempt, task):
-    return next(record for record in attempt.tasks if record.task == task)
+    return next(record for record in attempt.records if record.task == task)
 
 
 def raised(task, at_s, cause="ValueError: boom", *, exit_code=1, step=None):
@@ -210,7 +212,7 @@ def test_a_job_whose_tasks_all_exit_0_is_done(history):
     history.ends(W0, 5)
     history.ends(W1, 6)
     attempt = history.run([W0, W1])
-    assert (attempt.exit_code, attempt.first_failure) == (0, None)
+    assert (attempt.exit_code, attempt.failure) == (0, None)
     assert not history.signals
     assert record(attempt, W1).ended_at_s == 6
     assert record(attempt, W1).status == 0
@@ -221,7 +223,7 @@ def test_servers_are_ended_after_the_chief_is_done_and_soon_killed(history):
     history.deaf[PS] = {signal.SIGTERM}
     history.ends(CHIEF, 30)
     attempt = history.run(PS_JOB, is_ps=True)
-    assert (attempt.exit_code, attempt.first_failure) == (0, None)
+    assert (attempt.exit_code, attempt.failure) == (0, None)
     assert history.sent(W0) == history.sent(W1) == [(30, signal.SIGTERM)]
     assert history.sent(PS) == [(30, signal.SIGTERM), (30 + SERVER_GRACE_S, signal.SIGKILL)]
     assert record(attempt, W0).stopped
@@ -291,30 +293,29 @@ ABORT, KILL, SEGV = -signal.SIGABRT, -signal.SIGKILL, -signal.SIGSEGV
 def test_the_root_cause_gives_the_exit_code(history, events, code, task, cause):
     history.happens(*events)
     attempt = history.run([W0, W1, W2])
-    assert (attempt.exit_code, attempt.first_failure.task) == (code, task)
-    assert attempt.first_failure.cause.startswith(cause)
-    assert history.failure_shown == (task, attempt.first_failure.cause)
+    assert (attempt.exit_code, attempt.failure.task) == (code, task)
+    assert attempt.failure.cause.startswith(cause)
+    assert history.failure_shown == (task, attempt.failure.cause)
 
 
 def test_the_first_failure_stops_the_others(history):
     history.deaf[W0] = {signal.SIGTERM}
     history.ends(W1, 5, status=3)
     attempt = history.run([W0, W1, W2])
-    assert attempt.first_failure.at_s == 5
-    assert attempt.first_failure.last_lines == ("last line of worker-1",)
+    assert attempt.failure.at_s == 5
     assert history.sent(W0) == [(5, signal.SIGTERM), (5 + GRACE_S, signal.SIGKILL)]
     assert history.sent(W1) == []
     assert record(attempt, W0).stopped
     assert not record(attempt, W1).stopped
-    assert "worker-0" in history.said[0]
+    assert history.said == ["killed, as still running: worker-0"]
 
 
 def test_a_program_that_failed_but_whose_process_stays_is_found_after_the_grace(history):
     history.deaf[W1] = {signal.SIGTERM}
     history.happens(raised(W1, 5))
     attempt = history.run([W0, W1])
-    assert (attempt.exit_code, attempt.first_failure.at_s) == (1, 5)
-    assert "does not end" in attempt.first_failure.cause
+    assert (attempt.exit_code, attempt.failure.at_s) == (1, 5)
+    assert "does not end" in attempt.failure.cause
     assert history.sent(W0) == [(5 + GRACE_S, signal.SIGTERM)]
 
 
@@ -322,8 +323,8 @@ def test_a_program_that_failed_but_whose_process_stays_is_found_after_the_grace(
 def test_a_server_that_ends_before_the_chief_is_a_failure(history, task):
     history.ends(task, 5)
     attempt = history.run(PS_JOB, is_ps=True)
-    assert (attempt.exit_code, attempt.first_failure.task) == (1, task)
-    assert "before the chief" in attempt.first_failure.cause
+    assert (attempt.exit_code, attempt.failure.task) == (1, task)
+    assert "before the chief" in attempt.failure.cause
     assert history.sent(CHIEF) == [(5, signal.SIGTERM)]
 
 
@@ -334,14 +335,14 @@ def test_workers_that_go_on_long_after_their_chief_are_a_failure_that_names_them
     attempt = history.run([W0, *others, W1, W2])
     assert history.sent(W2) == [(10 + STRAGGLER_GRACES * GRACE_S, signal.SIGTERM)]
     assert attempt.exit_code == 1
-    assert attempt.first_failure.cause == "still running 60 s after worker-0 was done: worker-2"
+    assert attempt.failure.cause == "still running 60 s after worker-0 was done: worker-2"
 
 
 def test_a_task_that_cannot_be_started_fails_the_job_and_stops_those_before_it(history):
     history.broken = {W1}
     attempt = history.run([W0, W1, W2])
-    assert (attempt.exit_code, attempt.first_failure.task) == (1, W1)
-    assert "cannot be started: Resource temporarily unavailable" in attempt.first_failure.cause
+    assert (attempt.exit_code, attempt.failure.task) == (1, W1)
+    assert "cannot be started: Resource temporarily unavailable" in attempt.failure.cause
     assert history.sent(W0) == [(0, signal.SIGTERM)]
     assert record(attempt, W2).started_at_s is None
 
@@ -372,17 +373,17 @@ def test_who_lost_or_missed_a_peer_names_it(history, cause, exit_code, is_there,
     history.happens(raised(W0, 5, cause, exit_code=exit_code), ended(W0, 6, exit_code))
     attempt = history.run([W0, W1])
     assert attempt.exit_code == exit_code
-    assert attempt.first_failure.task == (W1 if expected else W0)
-    assert attempt.first_failure.cause.startswith(expected or cause)
+    assert attempt.failure.task == (W1 if expected else W0)
+    assert attempt.failure.cause.startswith(expected or cause)
 
 
 @pytest.mark.parametrize(("tasks", "settle_s"), [([W0, W1], SETTLE_S), ([W0], 0)])
 def test_a_secondary_failure_without_a_culprit_is_named_after_a_moment(history, tasks, settle_s):
     history.happens(raised(W0, 5, LOST), ended(W0, 5.1, 1))
     attempt = history.run(tasks)
-    assert attempt.first_failure.task == W0
+    assert attempt.failure.task == W0
     assert history.sent(W1) == [(5.1 + settle_s, signal.SIGTERM)][: len(tasks) - 1]
-    assert attempt.first_failure.detect_s == pytest.approx(0.1 + settle_s)
+    assert attempt.failure.detect_s == pytest.approx(0.1 + settle_s)
 
 
 def test_a_failure_knows_the_last_step_that_any_task_told_and_the_attempt_its_first(history):
@@ -390,13 +391,13 @@ def test_a_failure_knows_the_last_step_that_any_task_told_and_the_attempt_its_fi
     history.beats(W1, 3.5, step=18, first_step_s=2.75)
     history.ends(W1, 5, status=1)
     attempt = history.run([W0, W1])
-    assert (attempt.first_failure.step, attempt.first_step_at_s) == (20, 2.5)
+    assert (attempt.failure.step, attempt.first_step_s) == (20, 2.5)
 
 
 def test_a_program_that_fails_tells_the_step_itself(history):
     history.beats(W1, 3, step=18)
     history.happens(raised(W1, 5, step=31), ended(W1, 5.5, 1))
-    assert history.run([W0, W1]).first_failure.step == 31
+    assert history.run([W0, W1]).failure.step == 31
 
 
 # requests to stop
@@ -415,7 +416,7 @@ def test_a_program_that_fails_tells_the_step_itself(history):
 def test_a_signal_is_passed_to_every_task_once(history, signum, passed_on, code):
     history.happens(asked(signum, 5))
     attempt = history.run([W0, W1], max_restarts=3)
-    assert (attempt.exit_code, attempt.first_failure, attempt.restart) == (code, None, "")
+    assert (attempt.exit_code, attempt.failure, attempt.restart) == (code, None, "")
     assert history.sent(W0) == history.sent(W1) == [(5, passed_on)]
 
 
@@ -432,15 +433,16 @@ def test_servers_live_until_the_chief_has_saved_and_not_much_longer(history):
     history.happens(asked(signal.SIGTERM, 5), raised(W1, 6), ended(W1, 6, KILL))
     history.ends(CHIEF, 9, status=143)
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=3)
-    assert (attempt.exit_code, attempt.first_failure, attempt.restarts) == (143, None, ())
+    assert (attempt.exit_code, attempt.failure, attempt.restarts) == (143, None, [])
     assert history.sent(CHIEF) == [(5, signal.SIGTERM)]
     assert history.sent(PS) == [(9, signal.SIGTERM), (9 + SERVER_GRACE_S, signal.SIGKILL)]
+    assert history.said == ["SIGTERM: ending 4 tasks within 10 s (a second signal kills at once)"]
 
 
 def test_a_signal_seen_together_with_an_end_explains_it(history):
     history.happens(ended(W0, 5, -15), asked(signal.SIGTERM, 5))
     attempt = history.run([W0, W1])
-    assert (attempt.exit_code, attempt.first_failure) == (143, None)
+    assert (attempt.exit_code, attempt.failure) == (143, None)
 
 
 def test_without_grace_tasks_are_killed_right_after_the_signal(history):
@@ -479,7 +481,7 @@ def test_a_request_to_stop_while_secondary_failures_end_takes_the_restart_back(h
     history.ends(W1, 5, status=KILL)
     history.happens(asked(signal.SIGTERM, 5.25))
     attempt = history.run([W0, W1], max_restarts=3)
-    assert (attempt.exit_code, attempt.restart, attempt.first_failure.task) == (143, "", W1)
+    assert (attempt.exit_code, attempt.restart, attempt.failure.task) == (143, "", W1)
     assert history.said == ["SIGTERM: not started again"]
     assert history.sent(W0) == [(5, signal.SIGTERM), (6, signal.SIGKILL)]
 
@@ -498,10 +500,10 @@ def test_a_second_request_while_secondary_failures_end_kills_at_once(history):
 def test_two_workers_that_die_at_once_both_return(history):
     history.happens(ended(W0, 5, KILL), ended(W1, 5, KILL), ended(CHIEF, 30))
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=2)
-    assert (attempt.exit_code, attempt.first_failure) == (0, None)
+    assert (attempt.exit_code, attempt.failure) == (0, None)
     assert {failure.task for failure in attempt.restarts} == {W0, W1}
     assert history.started_logs[-2:] == ["worker-0.restart-1.log", "worker-1.restart-1.log"]
-    records = [r for r in attempt.tasks if r.task == W1]
+    records = [r for r in attempt.records if r.task == W1]
     assert [(r.restart, r.status) for r in records] == [(0, KILL), (1, -signal.SIGTERM)]
 
 
@@ -517,7 +519,7 @@ def test_a_worker_that_fails_the_same_way_twice_ends_the_job(history):
 def test_a_ps_job_without_chief_or_ps_is_started_again_whole(history, failed):
     history.happens(*(ended(task, 5, KILL) for task in failed))
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
-    assert attempt.first_failure.task == failed[0]
+    assert attempt.failure.task == failed[0]
     assert attempt.restart
     assert not attempt.restarts
 
@@ -539,14 +541,14 @@ def test_a_worker_that_cannot_be_started_again_ends_the_job(history):
     history.ends(W1, 5, status=KILL)
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
     assert attempt.exit_code == 1
-    assert "cannot be started" in attempt.first_failure.cause
+    assert "cannot be started" in attempt.failure.cause
 
 
 def test_a_worker_whose_host_is_gone_is_not_started_again_alone(history):
     history.gone = {W1}
     history.ends(W1, 5, status=75)
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=3)
-    assert (attempt.exit_code, attempt.restarts) == (75, ())
+    assert (attempt.exit_code, attempt.restarts) == (75, [])
     assert attempt.restart
 
 
@@ -557,11 +559,10 @@ def test_a_ps_job_that_trains_goes_on_without_a_worker_and_says_so(history):
     history.beats(CHIEF, 4, step=7)
     history.happens(ended(W1, 5, KILL), ended(CHIEF, 30))
     attempt = history.run(PS_JOB, is_ps=True)
-    assert (attempt.exit_code, attempt.first_failure) == (0, None)
+    assert (attempt.exit_code, attempt.failure) == (0, None)
     assert history.sent(W0) == [(30, signal.SIGTERM)]
     (lost,) = attempt.lost
     assert (lost.task, lost.at_s, lost.step) == (W1, 5, 7)
-    assert lost.last_lines == ("last line of worker-1",)
     assert history.killed_alone == [(5, W1)]  # what it has left behind
     assert history.said == [
         "worker-1 failed: killed by SIGKILL, not by the launcher; going on with worker-0",
@@ -573,7 +574,7 @@ def test_the_end_of_the_last_worker_ends_the_job_by_the_name_of_the_first(histor
     history.beats(CHIEF, 4, step=7)
     history.happens(ended(W1, 5, SEGV), ended(W0, 25, KILL))
     attempt = history.run(PS_JOB, is_ps=True)
-    assert (attempt.exit_code, attempt.first_failure.task) == (139, W1)
+    assert (attempt.exit_code, attempt.failure.task) == (139, W1)
     assert history.failure_shown == (W1, "killed by SIGSEGV")
     assert "worker-0 failed: killed by SIGKILL, not by the launcher; no worker is left" in (
         history.said
@@ -612,8 +613,8 @@ def test_an_error_that_every_worker_raises_at_the_start_ends_the_job_at_once(his
     for at_s, task in ((5.0, W0), (5.2, W1)):
         history.happens(raised(task, at_s), ended(task, at_s + 0.1, 1))
     attempt = history.run(PS_JOB, is_ps=True, min_workers=min_workers)
-    assert (attempt.exit_code, attempt.first_failure.task) == (1, W0)
-    assert attempt.first_failure.cause == "ValueError: boom (exit code 1)"
+    assert (attempt.exit_code, attempt.failure.task) == (1, W0)
+    assert attempt.failure.cause == "ValueError: boom (exit code 1)"
     assert history.sent(CHIEF)[0][0] <= 5.3
 
 
@@ -644,7 +645,7 @@ WITH_EVALUATOR = (*PS_JOB, EVALUATOR)
 def test_the_servers_go_on_until_chief_and_evaluator_are_done(history, events, end_s):
     history.happens(*events)
     attempt = history.run(WITH_EVALUATOR, is_ps=True)
-    assert (attempt.exit_code, attempt.first_failure, attempt.lost) == (0, None, ())
+    assert (attempt.exit_code, attempt.failure, attempt.lost) == (0, None, [])
     assert history.sent(EVALUATOR) == []
     assert history.sent(PS) == [(end_s, signal.SIGTERM)]
     assert not history.said
@@ -683,7 +684,7 @@ def test_the_end_of_an_evaluator_does_not_end_the_training(history, is_ps, max_r
 def test_what_an_evaluator_raises_before_the_first_step_ends_the_job(history):
     history.ends(EVALUATOR, 5, status=1)
     attempt = history.run(WITH_EVALUATOR, is_ps=True)
-    assert (attempt.exit_code, attempt.first_failure.task) == (1, EVALUATOR)
+    assert (attempt.exit_code, attempt.failure.task) == (1, EVALUATOR)
 
 
 def test_an_evaluator_that_fails_on_the_last_checkpoint_is_reported(history):
@@ -704,10 +705,10 @@ def test_a_task_that_hangs_is_a_failure_after_the_stacks_were_asked_for(history)
     history.hangs(20, W1, W0, since_s=3)
     attempt = history.run([W0, W1], max_restarts=1)
     assert history.stacks_asked == [(20, W0)]
-    failure = attempt.first_failure
+    failure = attempt.failure
     assert (failure.task, failure.cause, failure.step) == (W1, "hangs: silent", 7)
     assert (failure.at_s, failure.detect_s) == (3, 17)
-    assert failure.stacks == ((W0, ("last line of worker-0",)),)
+    assert history.stacks == {W0: ("last line of worker-0",)}
     assert history.sent(W0) == [(20 + STACKS_S, signal.SIGTERM)]
     assert history.sent(W1)[-1] == (20 + STACKS_S + RESTART_GRACE_S, signal.SIGKILL)
     assert attempt.exit_code == 1
@@ -718,7 +719,7 @@ def test_tasks_that_end_instead_of_printing_stacks_do_not_hide_the_hang(history)
     history.hangs(20, W1, W0, W1)
     history.happens(ended(W0, 20.1, -signal.SIGQUIT), ended(W1, 20.1, -signal.SIGQUIT))
     attempt = history.run([W0, W1], max_restarts=1)
-    assert attempt.first_failure.cause == "hangs: silent"
+    assert attempt.failure.cause == "hangs: silent"
     assert attempt.restart
 
 
@@ -747,4 +748,4 @@ def test_a_request_to_stop_while_stacks_are_printed_comes_first(history):
     history.hangs(20, W1, W0)
     history.happens(asked(signal.SIGTERM, 20.1))
     attempt = history.run([W0, W1], max_restarts=1)
-    assert (attempt.exit_code, attempt.first_failure) == (143, None)
+    assert (attempt.exit_code, attempt.failure) == (143, None)

@@ -16,7 +16,6 @@ from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.report import Failure
 from tfdist.launch.state import (
     EVALUATOR,
-    RESTART_GRACE_S,
     AskForStacks,
     JobState,
     KillOne,
@@ -118,47 +117,6 @@ def test_a_worker_of_a_ps_job_that_is_killed_is_started_again_alone():
     assert [(r.pid, r.status, r.stopped) for r in records] == [(7, -KILL, False), (8, -TERM, True)]
 
 
-def test_a_restart_budget_that_is_used_up_ends_the_job_by_the_last_failure():
-    state = job(PS_JOB, max_restarts=1)
-    decided = replay(
-        state,
-        *begun(PS_JOB),
-        Awakening(at_s=1.0, events=(ended(W1, 1.0, -KILL),)),
-        Awakening(at_s=1.5, events=(Started(task=W1, pid=8, at_s=1.5),)),
-        Awakening(at_s=3.0, events=(ended(W0, 3.0, 4),)),
-        Awakening(at_s=3.5, events=tuple(ended(t, 3.5, -TERM) for t in (W1, PS, CHIEF))),
-    )
-    at_s, actions = decided[-1]
-    assert at_s == 3.0
-    assert actions == [
-        ShowFailure(W0, "exit code 4"),
-        Say("not started again: the one restart within 3600 s used up"),
-        *(Signal(task, TERM) for task in (CHIEF, W1, PS)),
-    ]
-    assert (state.is_over, state.exit_code, state.verdict.restart) == (True, 4, False)
-
-
-def test_the_first_failure_is_told_from_those_of_its_victims():
-    lost = "UnavailableError: Collective ops is aborted by: Connection reset by peer"
-    state = job(MULTIWORKER_JOB, max_restarts=1)
-    decided = replay(
-        state,
-        *begun(MULTIWORKER_JOB),
-        Awakening(at_s=2.0, events=(beat(W0, 2.0, step=10),)),
-        Awakening(at_s=3.0, events=(Raised(task=W0, exit_code=1, cause=lost, at_s=3.0),)),
-        Awakening(at_s=3.25, events=(ended(W0, 3.25, 1),)),  # of which nobody is named yet
-        Awakening(at_s=3.5, events=(ended(W1, 3.5, -signal.SIGSEGV),)),
-        Awakening(at_s=3.5 + RESTART_GRACE_S),
-        Awakening(at_s=5.0, events=(ended(W2, 5.0, -KILL),)),
-    )
-    assert decided[3:] == [
-        (3.5, [ShowFailure(W1, "killed by SIGSEGV"), Signal(W2, TERM)]),
-        (3.5 + RESTART_GRACE_S, [Signal(W2, KILL)]),
-    ]
-    assert state.failure.step == 10
-    assert (state.is_over, state.exit_code, state.verdict.restart) == (True, 139, True)
-
-
 def test_a_worker_that_hangs_has_its_stacks_printed_and_ends_the_job():
     state = job(MULTIWORKER_JOB, hang_timeout_s=HANG_S, states=dict.fromkeys(MULTIWORKER_JOB, "S"))
     beats = [
@@ -222,38 +180,6 @@ def test_what_a_worker_raises_while_it_is_killed_is_no_failure_of_the_next_proce
     assert decided[4][1] == [KillOne(W1)]
     assert decided[5][1][-1] == Start(spec(W1, restart=1))
     assert len(decided) == 6
-
-
-def test_sigterm_lets_the_chief_save_before_its_servers_end():
-    state = job(PS_JOB, max_restarts=3)
-    decided = replay(
-        state,
-        *begun(PS_JOB),
-        Awakening(at_s=5.0, events=(StopRequest(signum=TERM),)),
-        Awakening(at_s=6.0, events=(ended(W1, 6.0, 1),)),  # no failure any more
-        Awakening(at_s=8.0, events=(ended(CHIEF, 8.0, 143),)),
-        Awakening(at_s=8.5, events=(ended(W0, 8.5, -TERM), ended(PS, 8.5, -TERM))),
-    )
-    said = "SIGTERM: ending 4 tasks within 10 s (a second signal kills at once)"
-    assert decided[4:] == [
-        (5.0, [Say(said), Signal(CHIEF, TERM)]),
-        (8.0, [Signal(W0, TERM), Signal(PS, TERM)]),
-    ]
-    assert (state.is_over, state.exit_code, state.failure) == (True, 143, None)
-
-
-def test_a_task_that_is_deaf_is_killed_when_its_grace_is_over():
-    state = job(MULTIWORKER_JOB)
-    decided = replay(
-        state,
-        *begun(MULTIWORKER_JOB),
-        Awakening(at_s=5.0, events=(StopRequest(signum=TERM),)),
-        Awakening(at_s=5.5, events=(ended(W0, 5.5, 143), ended(W1, 5.5, 143))),
-        Awakening(at_s=15.0),
-        Awakening(at_s=15.1, events=(ended(W2, 15.1, -KILL),)),
-    )
-    assert decided[-1] == (15.0, [Say("killed, as still running: worker-2"), Signal(W2, KILL)])
-    assert (state.is_over, state.exit_code) == (True, 143)
 
 
 class Answers:

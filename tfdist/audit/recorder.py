@@ -23,7 +23,7 @@ from tfdist.strategy.devices import threads_of_an_operation
 from tfdist.strategy.group import sum_over_tasks
 
 if TYPE_CHECKING:
-    from tfdist.training.inputs import Data
+    from tfdist.training.feed import Feed
     from tfdist.training.program import StepProgram
 
 
@@ -45,15 +45,15 @@ class Ledger:
         self._mode = mode
         self._writer: LedgerWriter | None = None
 
-    def recording(self, program: StepProgram, data: Data, job: Job, *, seed: int) -> StepProgram:
+    def recording(self, program: StepProgram, job: Job) -> StepProgram:
         """Return `program` such that it is recorded. A collective: every task calls it alike.
 
         Raises UsageError for data that do not come by index.
         """
         attempt = _of_all_tasks(next_attempt(self._directory), job)
-        header = header_of(data, job, seed=seed, mode=self._mode, attempt=attempt)
+        header = header_of(program, job, mode=self._mode, attempt=attempt)
         self._writer = LedgerWriter(self._directory, header) if _writes(job) else None
-        return recorded(program, data, job, mode=self._mode, sink=self._append)
+        return recorded(program, job, mode=self._mode, sink=self._append)
 
     def close(self) -> None:
         """Close the file of this task."""
@@ -66,14 +66,15 @@ class Ledger:
 
 
 def recorded(
-    program: StepProgram, data: Data, job: Job, *, mode: str, sink: Callable[[Record], None]
+    program: StepProgram, job: Job, *, mode: str, sink: Callable[[Record], None]
 ) -> StepProgram:
     """Return `program` such that `sink` gets the records of each range of steps it runs."""
-    feed, batch = data.feed, data.plan.global_batch_size
-    if not feed.can_record or data.order.examples is None:
+    feed: Feed = program.feed
+    batch, examples = feed.plan.global_batch_size, feed.order.examples
+    if not feed.can_record or examples is None:
         raise UsageError(
             "ledger",
-            received=f"data that come ready: {data.source.describe()}",
+            received=f"data that come ready: {feed.source.describe()}",
             expected="data by index, whose examples have numbers",
             fix="pass arrays, a map-style dataset or a TFDS name, or leave the ledger out",
             code="unsupported-data",
@@ -83,14 +84,15 @@ def recorded(
         mode=mode,
         replicas=len(job.replica_ids),
         width=-(-batch // job.num_replicas),
-        passes=(batch + data.order.examples - 2) // data.order.examples + 1,
+        passes=(batch + examples - 2) // examples + 1,
         sink=sink,
     )
     return dataclasses.replace(program, recorder=recorder)
 
 
-def header_of(data: Data, job: Job, *, seed: int, mode: str, attempt: int) -> Header:
+def header_of(program: StepProgram, job: Job, *, mode: str, attempt: int) -> Header:
     """Return what this task's file says of the run."""
+    feed: Feed = program.feed
     return Header(
         mode=mode,
         attempt=attempt,
@@ -99,11 +101,11 @@ def header_of(data: Data, job: Job, *, seed: int, mode: str, attempt: int) -> He
         strategy=job.kind,
         num_replicas=job.num_replicas,
         threads=threads_of_an_operation(),
-        num_examples=data.order.examples or 0,
-        shuffle=data.order.shuffle,
-        seed=seed,
-        global_batch_size=data.plan.global_batch_size,
-        example_starts=data.plan.example_starts,
+        num_examples=feed.order.examples or 0,
+        shuffle=feed.order.shuffle,
+        seed=program.seed,
+        global_batch_size=feed.plan.global_batch_size,
+        example_starts=feed.plan.example_starts,
     )
 
 

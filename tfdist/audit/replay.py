@@ -26,7 +26,7 @@ from tfdist.strategy import Job, current_job, make_strategy
 from tfdist.training import building
 from tfdist.training.blocks import BlockRunner
 from tfdist.training.engines import engine_for
-from tfdist.training.inputs import Data, Length, prepare
+from tfdist.training.inputs import Length, prepare
 from tfdist.training.program import StepProgram, program_of
 
 
@@ -106,8 +106,8 @@ def replay(
     )
     checkpoint = nearest(store, step)
     with _policy(config.precision):
-        blocks, data = _blocks(config, fresh=checkpoint is None)
-        return _replayed(blocks, data, store, checkpoint, step=step)
+        blocks = _blocks(config, fresh=checkpoint is None)
+        return _replayed(blocks, store, checkpoint, step=step)
 
 
 def config_of(settings: Mapping[str, Any]) -> Any:
@@ -150,8 +150,8 @@ def _policy(name: str) -> Iterator[None]:
         keras.config.set_dtype_policy(before)
 
 
-def _blocks(config: Any, *, fresh: bool) -> tuple[BlockRunner, Data]:
-    """Return the training of the model, and the data, as the run had them before its first step."""
+def _blocks(config: Any, *, fresh: bool) -> BlockRunner:
+    """Return the training of the model as the run had it before its first step."""
     job = current_job()
     assert job is not None
     keras.utils.set_random_seed(config.seed)
@@ -159,7 +159,7 @@ def _blocks(config: Any, *, fresh: bool) -> tuple[BlockRunner, Data]:
     datasets = recipe.load_datasets(config)
     with job.strategy.scope():
         model = recipe.compiled_model(config, datasets, total_steps=plan.total_steps)
-    data = prepare(
+    feed = prepare(
         datasets.training,
         None,
         None,
@@ -172,12 +172,10 @@ def _blocks(config: Any, *, fresh: bool) -> tuple[BlockRunner, Data]:
         shuffle=True,
         seed=config.seed,
     )
-    building.build(model, job, data.batch_spec, first_batch=data.first_batch)
+    building.build(model, job, feed)
     if config.initial_weights and fresh:
         load_weights(model, config.initial_weights, job=job)
-    return _runner(
-        model, job, program_of(model, job, "train_step", data.feed, seed=config.seed)
-    ), data
+    return _runner(model, job, program_of(model, job, "train_step", feed, seed=config.seed))
 
 
 def _runner(model: keras.Model, job: Job, program: StepProgram) -> BlockRunner:
@@ -186,7 +184,6 @@ def _runner(model: keras.Model, job: Job, program: StepProgram) -> BlockRunner:
 
 def _replayed(
     blocks: BlockRunner,
-    data: Data,
     store: CheckpointStore,
     checkpoint: Checkpoint | None,
     *,
@@ -208,7 +205,7 @@ def _replayed(
     after = state.capture(model, job)
     hashes = weights_sha256(model), state_sha256(model)
     state.restore(model, job, before)
-    record, norms = _observed(blocks, data, step=step)
+    record, norms = _observed(blocks, step=step)
     same = _same_bits(after, state.capture(model, job))
     indices, passes = (array[0] for array in record.arrays[:2])
     rows = [row >= 0 for row in indices]
@@ -234,11 +231,11 @@ def _replayed(
     )
 
 
-def _observed(blocks: BlockRunner, data: Data, *, step: int) -> tuple[Record, dict[str, float]]:
+def _observed(blocks: BlockRunner, *, step: int) -> tuple[Record, dict[str, float]]:
     """Run the step with an eye on its gradients and its examples."""
     records: list[Record] = []
     model, job = blocks.model, blocks.job
-    looking = recorded(blocks.program, data, job, mode="full", sink=records.append)
+    looking = recorded(blocks.program, job, mode="full", sink=records.append)
     with _noting_gradients(model) as (names, norms):
         _runner(model, job, looking).run(step, step + 1, looked_at=True)
     return records[0], dict(zip(names, map(float, norms.numpy()), strict=False))

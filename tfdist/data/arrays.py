@@ -17,13 +17,13 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
-from tfdist.data.cache import SpillDirectory, cached_file
+from tfdist.data.cache import cached_file
 from tfdist.data.source import GraphSource, Nest, Transform
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
 
 _log = logging.getLogger(__name__)
 MEMORY_LIMIT_BYTES = 2**31
-"""Past this sum, arrays are mapped from files: a graph or message cannot carry 2 GiB."""
+"""Past this sum, arrays in memory are refused under ps: no message to a worker carries 2 GiB."""
 
 
 class ArraySource(GraphSource):
@@ -32,9 +32,9 @@ class ArraySource(GraphSource):
     `x`, `y` and `sample_weight` are arrays, tensors, pandas frames, or tuples or dicts of them.
     They are packed and converted as Keras does it: floating point becomes `keras.config.floatx()`,
     everything else keeps its type, and `y` of shape `(n,)` stays so. An `np.memmap` is mapped from
-    its own file; when the others pass `memory_limit_bytes` together, they are written to files
-    below `cache_dir` that end with the process, and mapped. Raises `UsageError` for what is not an
-    array and for lengths that differ.
+    its own file, or from a copy below `cache_dir`; of the others ps workers are sent up to
+    `memory_limit_bytes` together. Raises `UsageError` for what is not an array and for lengths that
+    differ.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class ArraySource(GraphSource):
         self.transform = transform
         self._num_examples = _common_length(columns)
         packed = keras.utils.pack_x_y_sample_weight(*columns.values())
-        self._columns = _place(packed, memory_limit_bytes=memory_limit_bytes, cache_dir=cache_dir)
+        self._columns = _map_present(functools.partial(_column, cache_dir=cache_dir), packed)
+        self._memory_limit_bytes = memory_limit_bytes
 
     @property
     def num_examples(self) -> int:
@@ -74,6 +75,19 @@ class ArraySource(GraphSource):
     def size_bytes(self) -> int:
         """The bytes of all arrays, as they are kept."""
         return sum(leaf.size_bytes for leaf in tf.nest.flatten(self._columns) if leaf is not None)
+
+    def require_sendable(self) -> None:
+        """Raise `UsageError` for more in memory than ps workers can be sent."""
+        leaves = [leaf for leaf in tf.nest.flatten(self._columns) if leaf is not None]
+        size_bytes = sum(leaf.size_bytes for leaf in leaves if leaf.file is None)
+        require(
+            size_bytes <= self._memory_limit_bytes,
+            "data under the ps strategy",
+            received=f"arrays of {size_bytes / 1e9:,.2f} GB in memory",
+            expected=f"up to {self._memory_limit_bytes / 1e9:,.2f} GB, which workers can be sent",
+            fix="np.save them where each worker has them, and pass np.load(file, mmap_mode='r')",
+            code="too-large",
+        )
 
     @tf.autograph.experimental.do_not_convert
     def gather(self, indices: tf.Tensor, *, arrays: Nest = None) -> Nest:
@@ -111,11 +125,12 @@ class _Column:
     spec: tf.TensorSpec
     tensor: tf.Tensor | None = None
     file: MappedFile | None = None
-    owner: SpillDirectory | None = None  # its folder lives as long as the column
 
     @property
     def size_bytes(self) -> int:
-        return _size_bytes(self.file or self.tensor)
+        array: Any = self.file or self.tensor
+        item_bytes = 16 if array.dtype == tf.string else array.dtype.size  # a string's handle
+        return math.prod(array.shape) * item_bytes
 
     def held(self) -> tf.Tensor:
         """Return the eager tensor of this process, made on first use; functions capture it."""
@@ -131,35 +146,14 @@ class _Column:
         return self.held()
 
 
-def _place(packed: Nest, *, memory_limit_bytes: int, cache_dir: Path | None) -> Nest:
-    """Decide for each array whether it is kept in memory or mapped; return the columns."""
-    files: dict[int, MappedFile] = {}
-    leaves = [leaf for leaf in tf.nest.flatten(packed) if leaf is not None]
-    for leaf in leaves:
-        if isinstance(leaf, np.memmap) and (file := of_memmap(leaf, cache_dir=cache_dir)):
-            files[id(leaf)] = file
-    in_memory = sum(_size_bytes(leaf) for leaf in leaves if id(leaf) not in files)
-    spill = None
-    if in_memory > memory_limit_bytes:
-        spill = SpillDirectory(cache_dir)
-        _log.info(
-            "arrays of %.2f GB pass the limit of %.2f GB: writing them to %s and mapping them",
-            in_memory / 1e9, memory_limit_bytes / 1e9, spill.path,
-        )  # fmt: skip
-
-    def column(leaf: Any) -> _Column:
-        spec = _spec(leaf)
-        file = files.get(id(leaf))
-        if file is None and spill is not None and spec.dtype != tf.string:
-            array = leaf if isinstance(leaf, np.ndarray) else leaf.numpy()
-            file = of_array(_cast(array, spec.dtype), spill.path / f"{len(files)}.bin")
-            files[id(leaf)] = file
-        if file is not None:
-            return _Column(file=file, spec=spec, owner=spill)
-        with tf.init_scope(), tf.device("/CPU:0"):
-            return _Column(tensor=_to_tensor(leaf, spec.dtype), spec=spec)
-
-    return _map_present(column, packed)
+def _column(leaf: Any, *, cache_dir: Path | None) -> _Column:
+    """Return an array as it is kept: mapped from its file where it has one, else in memory."""
+    spec = _spec(leaf)
+    file = of_memmap(leaf, cache_dir=cache_dir) if isinstance(leaf, np.memmap) else None
+    if file is not None:
+        return _Column(file=file, spec=spec)
+    with tf.init_scope(), tf.device("/CPU:0"):
+        return _Column(tensor=_to_tensor(leaf, spec.dtype), spec=spec)
 
 
 def _spec(leaf: Any) -> tf.TensorSpec:
@@ -172,23 +166,11 @@ def _spec(leaf: Any) -> tf.TensorSpec:
     return tf.TensorSpec(leaf.shape[1:], dtype)
 
 
-def _cast(array: np.ndarray[Any, Any], dtype: tf.DType) -> np.ndarray[Any, Any]:
-    return array.astype(dtype.as_numpy_dtype, copy=False)
-
-
 def _to_tensor(leaf: Any, dtype: tf.DType) -> tf.Tensor:
     if isinstance(leaf, np.ndarray):
-        array = leaf if dtype == tf.string else _cast(leaf, dtype)
+        array = leaf if dtype == tf.string else leaf.astype(dtype.as_numpy_dtype, copy=False)
         return tf.constant(array, dtype)
     return tf.cast(tf.identity(leaf), dtype)
-
-
-def _size_bytes(array: Any) -> int:
-    """Return the bytes of an array, a tensor, or a mapped file; a string counts as its handle."""
-    if isinstance(array, np.ndarray):
-        return int(array.nbytes)
-    size = 16 if array.dtype == tf.string else array.dtype.size
-    return int(np.prod(array.shape)) * size
 
 
 def _map_present(function: Callable[[Any], Any], nest: Nest) -> Nest:
@@ -370,13 +352,6 @@ def of_memmap(array: np.memmap[Any, Any], *, cache_dir: Path | None = None) -> M
     if offset is None or offset % _ALIGNMENT_BYTES or not array.dtype.isnative:
         return _aligned_copy(array, path, dtype=dtype, cache_dir=cache_dir)
     return MappedFile(path=path, dtype=dtype, shape=array.shape, offset_bytes=offset)
-
-
-def of_array(array: np.ndarray[Any, Any], path: Path) -> MappedFile:
-    """Write an array in memory to `path` and return it mapped from there."""
-    np.ascontiguousarray(array).tofile(path)
-    dtype = tf.as_dtype(array.dtype)
-    return MappedFile(path=str(path), dtype=dtype, shape=array.shape)
 
 
 def _map_operations(file: MappedFile) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Cache files, made once and read by every process of a job, and temporary files of a run."""
+"""Cache files, made once and read by every process of a job."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import contextlib
 import hashlib
 import logging
 import os
-import shutil
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from tfdist.files import FileLock, Held, replacing
 _log = logging.getLogger(__name__)
 _REPORT_EVERY_S = 10.0
 _MAKING_S = 3600.0
-_OWNER_LOCK = "owner.lock"
 
 
 def default_cache_dir() -> Path:
@@ -76,38 +73,3 @@ def cached_file(
             with replacing(target) as unfinished:
                 write(unfinished)
     return target
-
-
-class SpillDirectory:
-    """A folder that is deleted with this object, at the latest at the end of the process.
-
-    A process that is killed cannot delete its folder: the next one to make a folder in the same
-    place removes those whose owner no longer holds their lock.
-    """
-
-    def __init__(self, parent: Path | None = None) -> None:
-        parent = parent or default_cache_dir() / "spill"
-        parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(parent)
-        self.path = Path(tempfile.mkdtemp(prefix="run-", dir=parent))
-        # Locked before it is in its place: another process removes a folder whose lock is free.
-        lock = FileLock(parent / f"lock-{self.path.name}").acquire()
-        os.rename(lock.path, self.path / _OWNER_LOCK)
-        self._close = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
-
-    def close(self) -> None:
-        """Delete the folder now. What has been mapped from it stays readable."""
-        self._close()
-
-
-def _remove_own(path: Path, lock: FileLock, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child holds the same object and must not delete it
-        shutil.rmtree(path, ignore_errors=True)
-        lock.release()
-
-
-def _remove_abandoned(parent: Path) -> None:
-    for lock_file in parent.glob(f"run-*/{_OWNER_LOCK}"):
-        with contextlib.suppress(OSError, Held), FileLock(lock_file).acquire(within_s=0):
-            _log.info("removing %s, left by a process that was killed", lock_file.parent)
-            shutil.rmtree(lock_file.parent, ignore_errors=True)

@@ -58,6 +58,8 @@ def check_supported(source: Source, strategy_kind: str) -> None:
         )
     if strategy_kind != "ps":
         return
+    if isinstance(source, ArraySource):
+        source.require_sendable()
     if source.kind == "python":
         raise _needs_python(source, "reads examples by Python code")
     if isinstance(source, StreamSource | InputFunctionSource):

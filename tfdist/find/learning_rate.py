@@ -69,20 +69,20 @@ def find_learning_rate(
     _require_one_rate(model)
     seed = require_int("seed", seed)
     length = Length(batch_size=batch_size, steps_per_epoch=steps)
-    data = inputs.prepare(x, y, sample_weight, job=job, length=length, shuffle=True, seed=seed)
-    building.build(model, job, data.batch_spec, first_batch=data.first_batch)
+    feed = inputs.prepare(x, y, sample_weight, job=job, length=length, shuffle=True, seed=seed)
+    building.build(model, job, feed)
     building.require_known_variables(model)
-    building.require_examples_first(model, job, "train_step", data.batch_spec, rows=data.rows)
+    building.require_examples_first(model, job, "train_step", feed)
     rates = exponential_rates(lowest, highest, steps=steps)
     engine = engine_for(job)
     with (
         StopRequests() as requests,
-        contextlib.closing(data.feed),
+        contextlib.closing(feed),
         _unchanged(model, job),
         contextlib.closing(engine),
         _settable_rate(model, job),
     ):
-        program = program_of(model, job, "train_step", data.feed, seed=seed)
+        program = program_of(model, job, "train_step", feed, seed=seed)
         blocks = BlockRunner(model, job, engine, program, phase="step")
         limits = {"smoothing": smoothing, "diverges_at": diverges_at}
         losses = _losses(blocks, rates, requests=requests, **limits)

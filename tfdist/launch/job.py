@@ -50,7 +50,6 @@ from tfdist.launch.process import isolate, raise_file_limit
 from tfdist.launch.processes import JobProcesses, TaskFactory
 from tfdist.launch.report import (
     FILE_NAME,
-    AttemptReport,
     RunDir,
     attempt_entry,
     chosen_run_dir,
@@ -380,14 +379,15 @@ class JobRun:
                 raise
 
     def _run_from(self, logs: Path) -> int:
-        before: AttemptReport | None = None
+        before: JobState | None = None
         while True:
             attempt = self._run_attempt(logs, is_first=before is None)
-            self._report(attempt, before=before)
+            if before is not None:
+                self._entries[-2]["restart_s"] = restart_seconds(before, attempt)
             ended = self._hindrance() if attempt.restart else None
             next_logs = self._next_logs(attempt) if ended is None else None
             if next_logs is None:
-                was_stopped = attempt.exit_code > 0 and attempt.first_failure is None
+                was_stopped = attempt.exit_code > 0 and attempt.failure is None
                 self.was_requested = was_stopped or ended is not None
                 code = attempt.exit_code if ended is None else ended
                 self._write(code)
@@ -395,7 +395,8 @@ class JobRun:
             self._write(None)
             logs, before = next_logs, attempt
 
-    def _run_attempt(self, logs: Path, *, is_first: bool) -> AttemptReport:
+    def _run_attempt(self, logs: Path, *, is_first: bool) -> JobState:
+        """Run one, and add its entry to the report; return how it has ended."""
         self._task_factory.check()
         self._ports = replace_taken(self._ports, stack=self._stack, hold=self._hold)
         specs = self._specs()
@@ -426,9 +427,19 @@ class JobRun:
             state, processes=processes, screen=self._screen, clock=time.monotonic, observe=live.see
         )
         try:
-            return supervisor.run()
+            supervisor.run()
         finally:
             processes.finish()
+        entry = attempt_entry(
+            state,
+            number=self._run_dir.attempt,
+            epoch_s=_epoch_s(),
+            last_lines=self._screen.last_lines,
+            stacks=supervisor.stacks,
+            hosts=self._screen.hosts,
+        )
+        self._entries.append(entry)
+        return state
 
     def _serve_metrics(self, port: int) -> None:
         live_file = self._job.run_dir / LIVE_FILE
@@ -487,9 +498,9 @@ class JobRun:
         self._screen.say(f"{signal_name(came[0])}: not started again")
         return came[0]
 
-    def _next_logs(self, attempt: AttemptReport) -> Path | None:
+    def _next_logs(self, attempt: JobState) -> Path | None:
         """Return where the next attempt writes; None if there is to be none."""
-        failure = attempt.first_failure
+        failure = attempt.failure
         if not attempt.restart or failure is None:
             return None
         try:
@@ -500,17 +511,6 @@ class JobRun:
         self._policy.restarted(failure)
         self._screen.say(f"started again as attempt {self._run_dir.attempt} ({attempt.restart})")
         return logs
-
-    def _report(self, attempt: AttemptReport, *, before: AttemptReport | None) -> None:
-        if before is not None:
-            self._entries[-1]["restart_s"] = restart_seconds(before, attempt)
-        entry = attempt_entry(
-            attempt,
-            number=self._run_dir.attempt,
-            epoch_s=_epoch_s(),
-            hosts=self._screen.hosts,
-        )
-        self._entries.append(entry)
 
     def _write(self, exit_code: int | None) -> None:
         if exit_code is not None:  # the last one, for which the disk may have become too full

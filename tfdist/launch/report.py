@@ -12,15 +12,18 @@ import re
 import secrets
 import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from tfdist.cluster import Task
 from tfdist.errors import UsageError
 from tfdist.files import FileLock, Held
+
+if TYPE_CHECKING:
+    from tfdist.launch.state import JobState
 
 FILE_NAME = "report.json"
 _RESERVE_BYTES = 1 << 20
@@ -41,9 +44,6 @@ class Failure:
     """The last step that any task had reported."""
     detect_s: float | None = None
     """From the failure to when it was named."""
-    last_lines: tuple[str, ...] = ()
-    stacks: tuple[tuple[Task, tuple[str, ...]], ...] = ()
-    """The last lines of the tasks that were asked for their stacks, after a hang."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,32 +60,6 @@ class TaskRecord:
     """Whether the launcher had asked it to end."""
     restart: int = 0
     """Which restart of this task alone its process was; 0: the one it began with."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttemptReport:
-    """One start of all tasks of a job, and its end."""
-
-    exit_code: int
-    tasks: tuple[TaskRecord, ...]
-    """Every process, in the order of the tasks; one that was started again is followed by the
-    next one of its task."""
-    first_failure: Failure | None = None
-    restarts: tuple[Failure, ...] = ()
-    """Failures after which one task was started again alone."""
-    lost: tuple[Failure, ...] = ()
-    """Failures of workers without which the others went on to the end of the attempt."""
-    restart: str = ""
-    """Why the whole job is to be started again; empty if it is not."""
-    started_at_s: float | None = None
-    first_step_at_s: float | None = None
-
-    @property
-    def all_started_at_s(self) -> float | None:
-        """Return when the last of its tasks was first started; None if one never was."""
-        firsts = [record.started_at_s for record in self.tasks if not record.restart]
-        known = [moment for moment in firsts if moment is not None]
-        return max(known) if known and len(known) == len(firsts) else None
 
 
 def signal_name(signum: int) -> str:
@@ -107,11 +81,23 @@ def exit_code_of(status: int) -> int:
 
 
 def attempt_entry(
-    attempt: AttemptReport, *, number: int, epoch_s: float, hosts: Mapping[Task, str] | None = None
+    attempt: JobState,
+    *,
+    number: int,
+    epoch_s: float,
+    last_lines: Callable[[Task], Sequence[str]],
+    stacks: Mapping[Task, Sequence[str]],
+    hosts: Mapping[Task, str],
 ) -> dict[str, Any]:
-    """Return the report's entry; `epoch_s` is the time of day when the clock stood at 0.
+    """Return the report's entry of an attempt that is over.
 
-    `hosts` says where each task was, in a job on several hosts.
+    Args:
+      attempt: one start of all tasks of a job, and its end.
+      number: of the attempt.
+      epoch_s: the time of day when the clock stood at 0.
+      last_lines: returns those of a task's output.
+      stacks: the last lines of the tasks that were asked for their stacks, after a hang.
+      hosts: where each task was, in a job on several hosts.
     """
 
     def time_of(at_s: float | None) -> str | None:
@@ -121,7 +107,7 @@ def attempt_entry(
         return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
     def host_of(task: Task) -> dict[str, str]:
-        return {"host": hosts[task]} if hosts and task in hosts else {}
+        return {"host": hosts[task]} if task in hosts else {}
 
     def task_entry(record: TaskRecord) -> dict[str, Any]:
         status = record.status
@@ -148,38 +134,42 @@ def attempt_entry(
             "detect_s": _rounded(failure.detect_s),
         }
 
-    failure, restarts, lost = attempt.first_failure, attempt.restarts, attempt.lost
+    failure, restarts, lost = attempt.failure, attempt.restarts, attempt.lost
     return {
         "attempt": number,
         "exit_code": attempt.exit_code,
         "detect_s": _rounded(failure.detect_s) if failure else None,
         "restart_s": None,
-        "first_step_s": _elapsed_s(attempt.started_at_s, attempt.first_step_at_s),
-        "tasks": [task_entry(record) for record in attempt.tasks],
+        "first_step_s": _elapsed_s(attempt.started_s, attempt.first_step_s),
+        "tasks": [task_entry(record) for record in attempt.records],
         "restarts": [
             {**failure_entry(past), "restart_s": _restart_s(attempt, past)} for past in restarts
         ],
-        "lost": [{**failure_entry(past), "last_lines": list(past.last_lines)} for past in lost],
+        "lost": [
+            {**failure_entry(past), "last_lines": list(last_lines(past.task))} for past in lost
+        ],
         "first_failure": failure
         and {
             **failure_entry(failure),
-            "last_lines": list(failure.last_lines),
-            "stacks": {str(task): list(lines) for task, lines in failure.stacks},
+            "last_lines": list(last_lines(failure.task)),
+            "stacks": {str(task): list(lines) for task, lines in stacks.items()},
         },
     }
 
 
-def restart_seconds(failed: AttemptReport, following: AttemptReport) -> float | None:
+def restart_seconds(failed: JobState, following: JobState) -> float | None:
     """Return the seconds from a failure until every task of the next attempt was started."""
-    failure = failed.first_failure
-    return _elapsed_s(failure.at_s if failure else None, following.all_started_at_s)
+    firsts = [record.started_at_s for record in following.records if not record.restart]
+    known = [moment for moment in firsts if moment is not None]
+    all_started_s = max(known) if known and len(known) == len(firsts) else None
+    return _elapsed_s(failed.failure.at_s if failed.failure else None, all_started_s)
 
 
-def _restart_s(attempt: AttemptReport, failure: Failure) -> float | None:
+def _restart_s(attempt: JobState, failure: Failure) -> float | None:
     """Return the seconds from a failure until its task was started again alone."""
     moments = [
         record.started_at_s
-        for record in attempt.tasks
+        for record in attempt.records
         if record.task == failure.task and record.started_at_s is not None
     ]
     after = [moment for moment in moments if moment > failure.at_s]

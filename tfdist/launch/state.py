@@ -301,6 +301,17 @@ class JobState:
         return self.failure.exit_code if self.failure else 0
 
     @property
+    def records(self) -> list[TaskRecord]:
+        """Return that of every process; one started again is followed by the next of its task."""
+        return [record for task in self.tasks.values() for record in task.records]
+
+    @property
+    def restart(self) -> str:
+        """Return why the whole job is to be started again; empty if it is not."""
+        is_worth_it = self.verdict.restart and self.stop_signal is None and not self.has_running
+        return self.verdict.reason if is_worth_it else ""
+
+    @property
     def next_s(self) -> float:
         """Return when there is something to decide without another event."""
         if self.is_ending:

@@ -27,7 +27,7 @@ from tfdist.launch.events import (
     named,
 )
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.report import AttemptReport, Failure, request_name
+from tfdist.launch.report import Failure, request_name
 from tfdist.launch.state import (
     EVALUATOR,
     RESTART_GRACE_S,
@@ -410,7 +410,11 @@ class _Decision:
 
 
 class Supervisor:
-    """Runs one attempt: does what `decide` says, and reports how it went."""
+    """Runs one attempt: does what `decide` says.
+
+    Attributes:
+      stacks: the last lines of the tasks that have printed their stacks, after a hang.
+    """
 
     def __init__(
         self,
@@ -426,9 +430,9 @@ class Supervisor:
         self._processes = processes
         self._screen = screen
         self._clock = clock
-        self._stacks: tuple[tuple[Task, tuple[str, ...]], ...] = ()
+        self.stacks: dict[Task, tuple[str, ...]] = {}
 
-    def run(self) -> AttemptReport:
+    def run(self) -> None:
         """Start every task and return when the last one has ended."""
         state = self._state
         for task in state.tasks:
@@ -441,7 +445,6 @@ class Supervisor:
             self._screen.say(f"cannot be killed: {named(state.running)}")
         if not state.exit_code and state.lost:
             self._screen.say(f"done without {named(lost.task for lost in state.lost)}")
-        return self._report()
 
     def _timeout_s(self) -> float | None:
         next_s = self._state.next_s
@@ -468,7 +471,7 @@ class Supervisor:
             case Say(text=text):
                 self._screen.say(text)
             case ShowFailure(task=task, cause=cause, stacks=stuck):
-                self._stacks = tuple((one, self._screen.last_lines(one)) for one in stuck)
+                self.stacks = {one: self._screen.last_lines(one) for one in stuck}
                 self._screen.show_failure(task, cause)
         return None
 
@@ -479,21 +482,3 @@ class Supervisor:
             cause = f"cannot be started: {error.strerror or error}"
             return Ended(task=spec.task, status=1, at_s=self._clock(), cause=cause)
         return None
-
-    def _report(self) -> AttemptReport:
-        state, last_lines = self._state, self._screen.last_lines
-        failure = state.failure
-        if failure is not None:
-            lines = last_lines(failure.task)
-            failure = replace(failure, last_lines=lines, stacks=self._stacks)
-        is_worth_it = state.verdict.restart and state.stop_signal is None and not state.has_running
-        return AttemptReport(
-            exit_code=state.exit_code,
-            tasks=tuple(record for task in state.tasks.values() for record in task.records),
-            first_failure=failure,
-            restarts=tuple(state.restarts),
-            lost=tuple(replace(lost, last_lines=last_lines(lost.task)) for lost in state.lost),
-            restart=state.verdict.reason if is_worth_it else "",
-            started_at_s=state.started_s,
-            first_step_at_s=state.first_step_s,
-        )

@@ -16,6 +16,7 @@ from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of
 from tfdist.strategy.layer_devices import PlacedStrategy
 from tfdist.training import keras_compat
+from tfdist.training.feed import Feed
 from tfdist.training.keras_compat import sharding
 from tfdist.training.program import is_own
 
@@ -108,28 +109,21 @@ def require_compiled(model: keras.Model, *, doing: str) -> None:
         )
 
 
-def build(
-    model: keras.Model,
-    job: Job,
-    batch_spec: Any,
-    *,
-    first_batch: Callable[[], Any],
-    slots: Slots = "whole",
-) -> None:
+def build(model: keras.Model, job: Job, feed: Feed, *, slots: Slots = "whole") -> None:
     """Make every variable of model, metrics, loss and optimizer inside the scope.
 
-    `batch_spec`: nest of `tf.TensorSpec` of one batch; `first_batch` is called where that does not
-    do. `slots`: of the optimizer, whole, of this worker's part, or none yet. Every task calls it:
-    making a variable is a collective under multiworker.
+    By the specs of a batch, and by the first batch where these do not do. `slots`: of the
+    optimizer, whole, of this worker's part, or none yet. Every task calls it: making a variable is
+    a collective under multiworker.
     """
-    _require_targets(model, batch_spec)
+    _require_targets(model, feed.batch_spec)
     _require_optimizer_of_scope(model, job)
     _require_one_state(model, job)
     optimizer = model.optimizer
     new = not model.built or (optimizer is not None and not optimizer.built)
     with job.strategy.scope(), _making(slots, optimizer, job):
         if _has_call(model):
-            _build_by_a_call(model, batch_spec, first_batch=first_batch)
+            _build_by_a_call(model, feed)
         else:
             _require_built_parts(model)
         if optimizer is not None and not optimizer.built:
@@ -157,9 +151,7 @@ def _making(slots: Slots, optimizer: Any, job: Job) -> AbstractContextManager[No
     return nullcontext()
 
 
-def build_to_predict(
-    model: keras.Model, job: Job, batch_spec: Any, *, first_batch: Callable[[], Any]
-) -> None:
+def build_to_predict(model: keras.Model, job: Job, feed: Feed) -> None:
     """Make every variable of the model inside the scope; it need not be compiled."""
     _require_one_state(model, job)
     if not _has_call(model):
@@ -167,21 +159,19 @@ def build_to_predict(
     elif not all(layer.built for layer in model._flatten_layers()):
         with job.strategy.scope():
             try:
-                _called(model, tf.nest.map_structure(_symbolic, batch_spec))
+                _called(model, tf.nest.map_structure(_symbolic, feed.batch_spec))
             except Exception as error:
-                _or_raise(error, lambda: _called(model, first_batch()))
+                _or_raise(error, lambda: _called(model, feed.first_batch()))
 
 
-def _build_by_a_call(
-    model: keras.Model, batch_spec: Any, *, first_batch: Callable[[], Any]
-) -> None:
+def _build_by_a_call(model: keras.Model, feed: Feed) -> None:
     """Build model, metrics and loss by a call in which nothing is computed.
 
     Keras makes one, of symbols, under a strategy alone; they are dense and do not know the size of
     a batch. Where a model cannot take them, it is called with the first batch itself. Where it
     cannot take that, a step of its own may, which takes a batch apart in its own way.
     """
-    batch = tf.nest.map_structure(_symbolic, batch_spec)
+    batch = tf.nest.map_structure(_symbolic, feed.batch_spec)
     if not all(layer.built for layer in model._flatten_layers()):
         with contextlib.suppress(Exception):  # as where layers talk to those of other replicas
             _called(model, batch, training=True)  # builds what training alone uses, too
@@ -189,7 +179,7 @@ def _build_by_a_call(
         model._symbolic_build(data_batch=batch)
     except Exception as error:
         if not _is_ready_for_its_own_step(model):
-            _or_raise(error, lambda: _build_with(model, first_batch()))
+            _or_raise(error, lambda: _build_with(model, feed.first_batch()))
 
 
 def _or_raise(error: Exception, instead: Callable[[], Any]) -> None:
@@ -339,14 +329,13 @@ def _require_one_scale(model: keras.Model, job: Job) -> None:
             )
 
 
-def require_examples_first(
-    model: keras.Model, job: Job, step: str, batch_spec: Any, *, rows: int | None
-) -> None:
+def require_examples_first(model: keras.Model, job: Job, step: str, feed: Feed) -> None:
     """Raise UsageError for batches of few rows that are no examples, and cannot be divided.
 
-    `rows` are those of `inputs.Data`. A step of the model's own is traced, up to its optimizer,
-    with what a replica gets of them; where that fails and all of them do, it stacks something else.
+    A step of the model's own is traced, up to its optimizer, with what a replica gets of the rows;
+    where that fails and all of them do, it stacks something else.
     """
+    batch_spec, rows = feed.batch_spec, feed.rows
     if job.num_replicas == 1 or rows is None or rows > _FEW_ROWS or not is_own(model, step):
         return
     specs = [spec for spec in tf.nest.flatten(batch_spec) if spec is not None]

@@ -76,12 +76,12 @@ def predict(
     """
     job = building.job_for(model, doing="predict")
     length = _length(batch_size=batch_size, steps=steps)
-    data = prepare(x, None, None, job=job, length=length, shuffle=False, seed=0)
-    building.build_to_predict(model, job, data.batch_spec, first_batch=data.first_batch)
+    feed = prepare(x, None, None, job=job, length=length, shuffle=False, seed=0)
+    building.build_to_predict(model, job, feed)
     # A layer that draws while it predicts draws anew in each call, as under Keras.
     seed = int(broadcast(random.randrange(2**31)))
-    program = program_of(model, job, "predict_step", data.feed, seed=seed)
-    total = data.plan.total_steps
+    program = program_of(model, job, "predict_step", feed, seed=seed)
+    total = feed.plan.total_steps
     listed = callback_list(callbacks, job=job, model=model, verbose=verbose, epochs=1, steps=total)
     model.stop_predicting = False
     listed.on_predict_begin()
@@ -124,15 +124,13 @@ class Evaluation:
         steps: int | None,
     ) -> None:
         length = _length(batch_size=batch_size, steps=steps)
-        prepared = prepare(*data, job=job, length=length, shuffle=False, seed=0)
-        spec = prepared.batch_spec
+        self.feed = prepare(*data, job=job, length=length, shuffle=False, seed=0)
         # A later fit may have workers divide them.
         slots: building.Slots = "none" if job.kind == "multiworker" and job.ring else "whole"
-        building.build(model, job, spec, first_batch=prepared.first_batch, slots=slots)
-        building.require_examples_first(model, job, "test_step", spec, rows=prepared.rows)
-        program = program_of(model, job, "test_step", prepared.feed, seed=0)
-        self.feed = prepared.feed
-        self.steps = prepared.plan.total_steps
+        building.build(model, job, self.feed, slots=slots)
+        building.require_examples_first(model, job, "test_step", self.feed)
+        program = program_of(model, job, "test_step", self.feed, seed=0)
+        self.steps = self.feed.plan.total_steps
         self._blocks = BlockRunner(model, job, engine, program, phase="validate")
 
     def run(self, callbacks: Any, *, requests: StopRequests | None = None) -> dict[str, Any]:

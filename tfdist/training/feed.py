@@ -93,7 +93,10 @@ class Feed(abc.ABC):
 
     Attributes:
       source: where the examples come from.
-      plan: the run's epochs.
+      plan: the run's epochs, in steps and examples.
+      order: in which order the examples come.
+      batch_spec: nest of `tf.TensorSpec` of a batch, to build the model from.
+      rows: of the first batch where replicas divide batches that the user has made, else None.
       may_be_empty: True when a replica's batch fraction of some step can be empty.
       direct: True when the step itself makes its batch by `at`; otherwise batches come from
         `iterator`.
@@ -118,15 +121,19 @@ class Feed(abc.ABC):
         job: Job,
         seed: int,
         order: Order,
+        batch_spec: Any = None,
+        rows: int | None = None,
         after: Callable[[Any], Any] | None = None,
     ) -> None:
         self.source = source
         self.plan = plan
+        self.order = order
+        self.batch_spec = batch_spec
+        self.rows = rows
         self.digests: dict[int, Digest] = {}
         self.may_be_empty = plan.smallest_step < job.num_replicas
         self._job = job
         self._seed = seed
-        self._order = order
         self._after = after
         self._iterator: Any = None
         self._next_step = -1
@@ -151,10 +158,12 @@ class Feed(abc.ABC):
         """
         raise TypeError(f"{type(self).__name__}: Python code does not run on a ps worker")
 
-    def first_parts(self) -> tuple[Any, ...]:
-        """Return the first element of `dataset(0, 1)`, eagerly; a look that changes nothing."""
-        found: tuple[Any, ...] = next(iter(self.dataset(0, 1)))
-        return found
+    def first_batch(self) -> Any:
+        """Return this task's first part of the first step, as the step gets it; eager tensors.
+
+        A look that changes nothing.
+        """
+        return next(iter(self.dataset(0, 1)))[0][0]
 
     def at(self, step: tf.Tensor) -> list[Part]:
         """Return the parts of this task's replicas in `step`, scalar int64; pure graph."""
@@ -245,9 +254,9 @@ class GraphFeed(Feed):
         return Part(data, share, count, examples if self.records else None)
 
     def _gather(self, positions: tf.Tensor, arrays: Any) -> tuple[Any, Any]:
-        size = self._order.examples
+        size = self.order.examples
         indices = example_at(
-            positions, num_examples=size, seed=self._seed, shuffle=self._order.shuffle
+            positions, num_examples=size, seed=self._seed, shuffle=self.order.shuffle
         )
         data = self.source.gather(indices, arrays=arrays)
         passes = positions // size
@@ -353,11 +362,11 @@ class IndexedFeed(PythonFeed):
             positions = span.start + np.arange(low, max(high, low + 1))
             ids = example_at_numpy(
                 positions,
-                num_examples=self._order.examples or 1,
+                num_examples=self.order.examples or 1,
                 seed=self._seed,
-                shuffle=self._order.shuffle,
+                shuffle=self.order.shuffle,
             )
-            passes = positions // (self._order.examples or 1)
+            passes = positions // (self.order.examples or 1)
             leaves = _leaves(self.source.fetch(ids))
             share = np.float32((high - low) / len(span))
             parts.append((*leaves, ids, passes, share, np.int64(high - low)))
@@ -374,7 +383,7 @@ class BatchFeed(PythonFeed):
         super().__init__(source, plan, **options)
         self.may_be_empty = True
         self._threads = source.workers
-        self._batches = self._order.batches or source.num_batches
+        self._batches = self.order.batches or source.num_batches
 
     def _hooks_before(self, step: int, *, is_first: bool) -> Sequence[Callable[[], None]]:
         """As in `PythonFeed`; one that begins within a pass has not been told of it."""
@@ -391,7 +400,7 @@ class BatchFeed(PythonFeed):
             at = np.array([step])
             index = int(
                 example_at_numpy(
-                    at, num_examples=batches, seed=self._seed, shuffle=self._order.shuffle
+                    at, num_examples=batches, seed=self._seed, shuffle=self.order.shuffle
                 )[0]
             )
         batch = self.source.fetch_batch(index)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,7 +124,7 @@ def fit(
     backups = [c for c in keras.tree.flatten(callbacks or []) if isinstance(c, BackupAndRestore)]
     saved = resume.saved_run(backups, job)
     seed = _seed(seed, saved)
-    data = inputs.prepare(
+    feed = inputs.prepare(
         x,
         y,
         sample_weight,
@@ -143,19 +142,16 @@ def fit(
         seed=seed,
         class_weight=class_weight,
     )
-    build = functools.partial(
-        building.build, model, job, data.batch_spec, first_batch=data.first_batch
-    )
     if initial_weights is not None and saved is None:
-        build(slots="none")  # slots may begin as copies of the weights
+        building.build(model, job, feed, slots="none")  # slots may begin as copies of the weights
         with _draws_nothing():  # a resumed run does not load them
             load_weights(model, initial_weights, job=job)
-    build(slots="parts" if sharded else "whole")
+    building.build(model, job, feed, slots="parts" if sharded else "whole")
     building.require_known_variables(model)
-    building.require_examples_first(model, job, "train_step", data.batch_spec, rows=data.rows)
+    building.require_examples_first(model, job, "train_step", feed)
     engine = engine_for(job)
     plan = RunPlan(
-        data=data,
+        feed=feed,
         seed=seed,
         validation=evaluation_in(job, engine) if validation_data is not None else None,
         validation_freq=validation_freq,
@@ -178,13 +174,13 @@ def _train(model: keras.Model, job: Job, engine: Engine, plan: RunPlan) -> keras
             model,
             job,
             "train_step",
-            plan.data.feed,
+            plan.feed,
             seed=plan.seed,
             exact=any(backup.exact for backup in plan.backups),
             max_staleness=plan.max_staleness,
         )
         if plan.ledger is not None:
-            program = plan.ledger.recording(program, plan.data, job, seed=plan.seed)
+            program = plan.ledger.recording(program, job)
         blocks = BlockRunner(model, job, engine, program, phase="step")
         history = TrainLoop(plan, blocks, requests).run()
         if job.config and job.config.options.profile_ps:
@@ -221,7 +217,7 @@ def _closing(engine: Engine, plan: RunPlan) -> Iterator[None]:
             backup.close()
         if plan.ledger is not None:
             plan.ledger.close()
-        plan.data.feed.close()
+        plan.feed.close()
         if plan.validation is not None:
             plan.validation.feed.close()
         phases.enter("done")
@@ -302,13 +298,11 @@ class StepLoop:
         seed = int(broadcast(int(np.random.randint(2**31)) if seed is None else seed))
         length = Length(batch_size=global_batch_size, steps_per_epoch=_ENDLESS_STEPS)
         x, y = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
-        prepared = inputs.prepare(
-            x, y, None, job=self._job, length=length, shuffle=shuffle, seed=seed
-        )
+        feed = inputs.prepare(x, y, None, job=self._job, length=length, shuffle=shuffle, seed=seed)
         self._engine = engine_for(self._job)
         self._program = StepProgram(
             function=plain(step, self._job, where="StepLoop"),
-            feed=prepared.feed,
+            feed=feed,
             seed=seed,
             training=True,
             metrics=tuple(v for metric in metrics for v in metric.variables),

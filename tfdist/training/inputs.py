@@ -44,31 +44,6 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Data:
-    """Data set that is ready for a run.
-
-    Attributes:
-      source: where the examples come from.
-      feed: the batches of this task's replicas.
-      order: in which order the examples come.
-      plan: the run's epochs, in steps and examples.
-      batch_spec: nest of `tf.TensorSpec` of a batch, to build the model from.
-      rows: of the first batch where replicas divide batches that the user has made, else None.
-    """
-
-    source: Source
-    feed: Feed
-    order: Order
-    plan: EpochPlan
-    batch_spec: Any
-    rows: int | None
-
-    def first_batch(self) -> Any:
-        """Return this task's first part of the first step, as the step gets it; eager tensors."""
-        return self.feed.first_parts()[0][0]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Length:
     """Length of a run over some data; see the arguments of `fit`.
 
@@ -121,7 +96,7 @@ def prepare(
     shuffle: bool,
     seed: int,
     class_weight: dict[int, float] | None = None,
-) -> Data:
+) -> Feed:
     """Make data ready for a run. Every task calls it alike.
 
     Raises:
@@ -138,13 +113,19 @@ def prepare(
     if ready and length.virtual_epochs and not plan.all_full:
         raise _cut_batches(batch)
     kind = next(feed for kind, feed in _FEEDS if isinstance(source, kind))
-    weigh = _class_weights(class_weight)
-    feed = kind(source, plan, job=job, seed=seed, order=order, after=weigh)
-    _LOG.info("%s", source.describe())
     spec = batch_spec(source.element_spec)
-    spec = spec if class_weight is None else _with_weight(spec)
-    rows = batch if ready and not isinstance(source, InputFunctionSource) else None
-    return Data(source=source, feed=feed, order=order, plan=plan, batch_spec=spec, rows=rows)
+    feed: Feed = kind(
+        source,
+        plan,
+        job=job,
+        seed=seed,
+        order=order,
+        batch_spec=spec if class_weight is None else _with_weight(spec),
+        rows=batch if ready and not isinstance(source, InputFunctionSource) else None,
+        after=_class_weights(class_weight),
+    )
+    _LOG.info("%s", source.describe())
+    return feed
 
 
 def _source_of(x: Any, y: Any, sample_weight: Any, *, job: Job, shuffle: bool) -> Source:
@@ -406,10 +387,10 @@ class StreamFeed(Feed):
 
     def __init__(self, source: StreamSource, plan: EpochPlan, **options: Any) -> None:
         super().__init__(source, plan, **options)
-        batches = self._order.batches
+        batches = self.order.batches
         self._reading = _reading_of(self._job, self._seed)
         self.may_be_empty = self._job.num_replicas > 1
-        self._in_order = not self._order.shuffle
+        self._in_order = not self.order.shuffle
         self._is_endless = source.is_endless and batches is None
         self._take = -1 if batches is None else batches
 
@@ -417,11 +398,10 @@ class StreamFeed(Feed):
         """As in `Feed`; called eagerly."""
         return self._dataset(first, last, self._reading)
 
-    def first_parts(self) -> tuple[Any, ...]:
+    def first_batch(self) -> Any:
         """As in `Feed`; fills no cache of the user's."""
         reading = dataclasses.replace(self._reading, peek=True)
-        found: tuple[Any, ...] = next(iter(self._dataset(0, 1, reading)))
-        return found
+        return next(iter(self._dataset(0, 1, reading)))[0][0]
 
     def _dataset(self, first: int, last: int, reading: Reading) -> tf.data.Dataset:
         batches = self._endless(read(self.source.dataset_for(), reading))

@@ -38,7 +38,7 @@ from tfdist.training.trackers import Tracker
 if TYPE_CHECKING:
     from tfdist.audit.recorder import Ledger
     from tfdist.training.evaluation import Evaluation
-    from tfdist.training.inputs import Data
+    from tfdist.training.feed import Feed
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class RunPlan:
     """Settings of a run, as `fit` has decided them before its first step.
 
     Attributes:
-      data: the training data, with the run's epochs.
+      feed: of the training data, with the run's epochs.
       seed: of every random draw of the run.
       validation: at the end of an epoch; None for none.
       validation_freq: as in `fit`.
@@ -61,7 +61,7 @@ class RunPlan:
       max_staleness: as in `fit`.
     """
 
-    data: Data
+    feed: Feed
     seed: int
     validation: Evaluation | None = None
     validation_freq: Any = 1
@@ -86,14 +86,14 @@ class TrainLoop:
     def __init__(self, plan: RunPlan, blocks: BlockRunner, requests: StopRequests) -> None:
         self.step = 0
         self._plan = plan
-        self._epochs = plan.data.plan
+        self._epochs = plan.feed.plan
         self._blocks = blocks
         self._model = blocks.model
         self._job = blocks.job
         self._requests = requests
         self._to_restore = plan.saved
         self._saved_step = None if plan.saved is None else plan.saved.step
-        self._fingerprint = resume.fingerprint(plan.data)
+        self._fingerprint = resume.fingerprint(plan.feed)
         self._warned = not self._job.is_chief
         self._callbacks = callback_list(
             plan.callbacks,

@@ -22,7 +22,7 @@ from tfdist.strategy import Job, broadcast
 from tfdist.training.epochs import EpochPlan
 
 if TYPE_CHECKING:
-    from tfdist.training.inputs import Data
+    from tfdist.training.feed import Feed
     from tfdist.training.loop import RunPlan
 
 _LOG = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def _take(backup: BackupAndRestore, job: Job) -> None:
 
 def first_step_and_epoch(plan: RunPlan) -> tuple[int, int]:
     """Return the next step of a run, and the first epoch whose end is still to come."""
-    epochs, saved = plan.data.plan, plan.saved
+    epochs, saved = plan.feed.plan, plan.saved
     first = epochs.step_starts[min(plan.initial_epoch, epochs.num_epochs)]
     if saved is not None:
         first = saved.step
@@ -85,13 +85,13 @@ def first_step_and_epoch(plan: RunPlan) -> tuple[int, int]:
     return first, epoch
 
 
-def fingerprint(data: Data) -> dict[str, Any]:
+def fingerprint(feed: Feed) -> dict[str, Any]:
     """Return what must stay the same in all attempts: which examples a step consumes."""
     return {
-        "global_batch_size": data.plan.global_batch_size,
-        "examples_in_the_data": data.order.examples,
-        "shuffle": data.order.shuffle,
-        "data": type(data.source).__name__,
+        "global_batch_size": feed.plan.global_batch_size,
+        "examples_in_the_data": feed.order.examples,
+        "shuffle": feed.order.shuffle,
+        "data": type(feed.source).__name__,
     }
 
 
@@ -109,13 +109,13 @@ def require_resumable(plan: RunPlan, *, job: Job) -> None:
         between the saved run and this one. A run may be made longer: its examples so far must be
         those of the plan.
     """
-    require_exact(plan.backups, plan.data, job=job)
+    require_exact(plan.backups, plan.feed, job=job)
     if plan.saved is not None:
-        _require_same_run(plan.saved, plan.data, seed=plan.seed)
+        _require_same_run(plan.saved, plan.feed, seed=plan.seed)
 
 
-def _require_same_run(saved: RunState, data: Data, *, seed: int) -> None:
-    mine, plan = fingerprint(data), data.plan
+def _require_same_run(saved: RunState, feed: Feed, *, seed: int) -> None:
+    mine, plan = fingerprint(feed), feed.plan
     before = {**saved.fingerprint, "seed": saved.seed, "examples_so_far": saved.examples}
     so_far = {"examples_so_far": plan.examples_before(saved.step), **epoch_at(saved.step, plan)}
     now = {**mine, "seed": seed, **so_far}
@@ -205,13 +205,13 @@ def unfit(model: keras.Model, figures: Mapping[str, Any]) -> str:
 _OPS_SHOWN = 3
 
 
-def require_exact(backups: Sequence[BackupAndRestore], data: Data, *, job: Job) -> None:
+def require_exact(backups: Sequence[BackupAndRestore], feed: Feed, *, job: Job) -> None:
     """Log once that a run resumes by replay; under exact=True it is refused. Every task calls it.
 
     Raises:
       UsageError: exact=True, and the data are a stream or the job is asynchronous.
     """
-    stream = isinstance(data.source, StreamSource | InputFunctionSource)
+    stream = isinstance(feed.source, StreamSource | InputFunctionSource)
     if any(backup.exact for backup in backups):
         if job.kind == "ps":
             raise _refused(
@@ -225,14 +225,14 @@ def require_exact(backups: Sequence[BackupAndRestore], data: Data, *, job: Job) 
             )
         if stream:
             raise _refused(
-                f"{data.source.describe()}, which a resumed run can only read again",
+                f"{feed.source.describe()}, which a resumed run can only read again",
                 expected="data by index: arrays, TFRecord files, TFDS, or a sequence",
             )
     elif backups and stream and job.is_chief:
         _LOG.info(
             "%s: a resumed run reads it again up to its step (replay), which gives the same "
             "bits only where the stream gives the same batches",
-            data.source.describe(),
+            feed.source.describe(),
         )
 
 
