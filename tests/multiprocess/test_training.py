@@ -115,6 +115,32 @@ def test_a_step_of_the_users_own_runs_on_all_workers(synchronous):
     assert results == {"examples": 64.0}
 
 
+def assert_exported(seen, out):
+    """Fails where an export gives other answers than the model of the job."""
+    place, answers = seen
+    assert place == str(out / "exports" / "mlp" / "1")
+    call = tf.saved_model.load(place).signatures["serving_default"]
+    found = call(features=tf.constant(zoo.X))["logits"].numpy()
+    np.testing.assert_allclose(found, answers, atol=1e-6)
+
+
+def test_a_job_exports_what_it_has_trained(synchronous):
+    out, tasks = synchronous
+    assert_exported(tasks[0]["exported"], out)
+
+
+def assert_left_no_trace(found):
+    """Fails where a range test has not ended as it should."""
+    assert found["same"]
+    assert found["same after an error"]
+    assert found["refused"] == "not-finite"
+    assert len(found["rates"]) == len(found["losses"]) >= 10
+
+
+def test_a_range_test_leaves_no_trace(synchronous):
+    assert_left_no_trace(synchronous[1][0]["range test"])
+
+
 @pytest.mark.parametrize("job", ["multiworker", "ps"])
 def test_what_stock_keras_cannot_do_in_a_job_is_refused_in_one_line(tmp_path, job):
     """https://github.com/keras-team/keras/issues/20585. It fails on the day that Keras can."""

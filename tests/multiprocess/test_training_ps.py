@@ -10,7 +10,11 @@ import pytest
 
 import tfdist
 from tests.multiprocess.programs import zoo
-from tests.multiprocess.test_training import assert_as_on_one_device, on_one_device
+from tests.multiprocess.test_training import (
+    assert_as_on_one_device,
+    assert_left_no_trace,
+    on_one_device,
+)
 from tests.multiprocess.trainings import PROGRAMS, launch
 
 WORKERS = 3
@@ -108,6 +112,10 @@ def test_ps_workers_do_not_wait_for_each_other_between_ranges(parameter_server):
     ages = {int(age): count for age, count in seen["staleness of slow steps"].items()}
     assert sum(ages.values()) == 12
     assert max(ages) >= 1
+
+
+def test_a_range_test_of_a_ps_job_leaves_no_trace(parameter_server):
+    assert_left_no_trace(parameter_server[1]["range test"])
 
 
 def test_ps_puts_metrics_of_every_kind_together(parameter_server):

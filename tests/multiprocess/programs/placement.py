@@ -103,6 +103,7 @@ def split():
         model = zoo.two_updates()
     tfdist.fit(model, zoo.X, zoo.CALM, batch_size=8, epochs=2, seed=3, verbose=0)
     seen["two updates"] = zoo.flat(model)
+    seen["exported"] = zoo.exported(strategy, OUT / "exports")
     keras.config.set_dtype_policy("mixed_bfloat16")
     with strategy.scope():
         model = zoo.tokens(recurrent=True)

@@ -117,6 +117,14 @@ def own_step():
     SEEN["own step"] = [loop.run(3)["loss"], loop.step, loop.results(), zoo.sha(model)]
 
 
+def find():
+    SEEN["range test"] = zoo.range_tested(strategy)
+
+
+def export():
+    SEEN["exported"] = zoo.exported(strategy, OUT / "exports")
+
+
 def group():
     told = tfdist.broadcast({"from": sys.argv, "array": np.arange(3)})
     SEEN["broadcast"] = told["array"].tolist()
@@ -124,7 +132,18 @@ def group():
     tfdist.barrier()
 
 
-for part in (equivalence, overflow, grid, callbacks, sources, resume, own_step, group):
+for part in (
+    equivalence,
+    overflow,
+    grid,
+    callbacks,
+    sources,
+    resume,
+    own_step,
+    find,
+    export,
+    group,
+):
     print(f"doing {part.__name__}", flush=True)
     part()
 index = strategy.cluster_resolver.task_id

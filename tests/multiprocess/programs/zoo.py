@@ -430,6 +430,43 @@ def evaluated(strategy, sources, **fit):
     return models, seen
 
 
+def range_tested(strategy):
+    """What a range test of learning rates finds, and whether the model is then what it was."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        layers = [keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization()]
+        model = keras.Sequential([*layers, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    tfdist.fit(model, X, CALM, batch_size=16, verbose=0, seed=3)
+    state = [*model.weights, *model.optimizer.variables]
+    before = digest(state)
+    found = tfdist.find_learning_rate(model, X, CALM, 16, lowest=1e-4, highest=1.0, steps=20)
+    seen = {"rates": found.rates, "losses": found.losses, "suggestion": found.suggestion}
+    seen["same"] = digest(state) == before
+    try:
+        tfdist.find_learning_rate(model, np.nan * X, CALM, 16, steps=10)
+    except tfdist.UsageError as error:
+        seen["refused"] = error.code
+    return seen | {"same after an error": digest(state) == before}
+
+
+def exported(strategy, out):
+    """Where a model was exported that has been trained a little, and what it answers to `X`."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((6,), name="features"), layers.Dense(80, activation="relu"),
+             layers.BatchNormalization(), layers.Dense(3, name="logits")],
+            name="mlp",
+        )  # fmt: skip
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss)
+    tfdist.fit(model, X, X.argmax(1) // 2, batch_size=16, epochs=2, verbose=0, seed=3)
+    place = tfdist.export_model(model, out)
+    return str(place), tfdist.predict(model, X, verbose=0).tolist()
+
+
 def own_loop(strategy):
     """A loop of a step of one's own, which has done 5 steps; and its model."""
     with strategy.scope():
