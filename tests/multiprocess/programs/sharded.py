@@ -59,6 +59,7 @@ OPTIMIZERS = {
 }
 OF_MANY_WORKERS = ("momentum", "adam", "adagrad", "ftrl", "clipnorm", "ema", "loss_scaling")
 BY_A_NORM = ("clipnorm", "global_clipnorm")
+DENSE = (*BY_A_NORM, "loss_scale_factor")  # by which Keras cannot divide a gradient by rows
 REFUSED = {
     "adafactor": lambda: optimizers.Adafactor(0.01),
     "lamb": lambda: optimizers.Lamb(0.01),
@@ -161,7 +162,7 @@ def weights_seen():
     model = made(OPTIMIZERS["sgd"])
     by_rows, dense = model.trainable_variables, model.trainable_variables[1:]
     names = [name for name in OPTIMIZERS if two or name in OF_MANY_WORKERS]
-    variables = {name: dense if name in BY_A_NORM else by_rows for name in names}
+    variables = {name: dense if name in DENSE else by_rows for name in names}
     variables |= {f"{name} by rows": by_rows for name in BY_A_NORM if two}
     pairs = {
         name: [

@@ -464,7 +464,7 @@ def exported(strategy, out):
         model.compile("adam", loss)
     tfdist.fit(model, X, X.argmax(1) // 2, batch_size=16, epochs=2, verbose=0, seed=3)
     place = tfdist.export_model(model, out)
-    return str(place), tfdist.predict(model, X, verbose=0).tolist()
+    return str(place), tfdist.predict(model, X, batch_size=12, verbose=0).tolist()
 
 
 def own_loop(strategy):
