@@ -96,6 +96,18 @@ def test_no_other_cut_has_a_faster_slowest_stage(stages):
     assert slowest(seconds, chosen) == min(slowest(seconds, cuts) for cuts in every)
 
 
+def test_the_first_stages_may_have_more_where_the_others_wait_for_them():
+    seconds = [1.0] * 21
+    assert balanced(seconds, [1] * 20, stages=2, tolerance=0) in ((9,), (10,))
+    assert balanced(seconds, [1] * 20, stages=2, lead=0.1, tolerance=0) == (10,)
+    orders = [passes("1f1b", stage=k, stages=2, micros=10) for k in (0, 1)]
+    times = [
+        timeline(orders, forward_s=each, backward_s=[2 * s for s in each]).makespan_s
+        for each in ((10, 11), (11, 10))
+    ]
+    assert times[1] < 0.96 * times[0]
+
+
 def test_of_cuts_that_are_as_fast_the_one_that_fewest_bytes_cross():
     assert balanced([1.0, 0.01, 1.0], [100, 10], stages=2) == (1,)
     assert balanced([1.0, 0.01, 1.0], [10, 100], stages=2) == (0,)

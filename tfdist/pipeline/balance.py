@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -16,12 +17,13 @@ def balanced(
     *,
     stages: int,
     trainable: Sequence[bool] | None = None,
+    lead: float = 0.0,
     tolerance: float = _TOLERANCE,
 ) -> tuple[int, ...]:
     """Return which of the places to cut at, in order.
 
-    The slowest stage is as fast as it can be; of the cuts within `tolerance` of that, those that
-    the fewest bytes cross.
+    The slowest stage is as fast as it can be, where each has `lead` of the seconds of those before
+    it besides its own; of the cuts within `tolerance` of that, those that the fewest bytes cross.
 
     Args:
       seconds: of each run of layers between two places, forward and backward; one more than places.
@@ -29,6 +31,9 @@ def balanced(
       stages: how many to make.
       trainable: whether each run has trainable weights, of which each stage needs some; by default
         all have.
+      lead: what a stage waits for those before it, at the start and at the end of a step: of M
+        micro-batches 1 / M.
+      tolerance: as a fraction.
 
     Raises:
       UsageError: there are fewer places than cuts.
@@ -37,9 +42,11 @@ def balanced(
     require_enough(with_weights, stages=stages)
     # Of each end the seconds, and the runs with weights, that are before it.
     sums = [(0.0, 0), *zip(*map(itertools.accumulate, (seconds, with_weights)), strict=True)]
-    limits = sorted({high - low for (low, _), (high, _) in itertools.combinations(sums, 2)})
-    least = next(limit for limit in limits if _cheapest(sums, crossing_bytes, stages, limit))
-    found = _cheapest(sums, crossing_bytes, stages, least * (1 + tolerance))
+    ends = [end for end, _ in sums]
+    limits = sorted({_stage_s(*each, lead) for each in itertools.combinations(ends, 2)})
+    cheapest = functools.partial(_cheapest, sums, crossing_bytes, stages, lead)
+    least = next(limit for limit in limits if cheapest(limit))
+    found = cheapest(least * (1 + tolerance))
     assert found is not None
     return found[1]
 
@@ -57,8 +64,17 @@ def require_enough(with_weights: Sequence[bool], *, stages: int) -> None:
     )
 
 
+def _stage_s(low: float, high: float, lead: float) -> float:
+    """Return the seconds of a stage from `low` to `high` of the model's."""
+    return high - low + lead * low
+
+
 def _cheapest(
-    sums: Sequence[tuple[float, int]], weights: Sequence[int], stages: int, limit: float
+    sums: Sequence[tuple[float, int]],
+    weights: Sequence[int],
+    stages: int,
+    lead: float,
+    limit: float,
 ) -> tuple[int, tuple[int, ...]] | None:
     """Return the fewest bytes, and the cuts, with which no stage takes longer than `limit`."""
     end = len(sums) - 1
@@ -68,7 +84,7 @@ def _cheapest(
         costs = {
             e: min(options)
             for e in ends
-            if (options := list(_extended(costs, e, sums, weights, limit)))
+            if (options := list(_extended(costs, e, sums, weights, lead, limit)))
         }
     return costs.get(end)
 
@@ -78,6 +94,7 @@ def _extended(
     end: int,
     sums: Sequence[tuple[float, int]],
     weights: Sequence[int],
+    lead: float,
     limit: float,
 ) -> list[tuple[int, tuple[int, ...]]]:
     """Return the costs with one more stage, which ends here."""
@@ -86,5 +103,5 @@ def _extended(
     return [
         (cost, cuts) if last else (cost + weights[end - 1], (*cuts, end - 1))
         for start, (cost, cuts) in costs.items()
-        if sums[start][1] < sums[end][1] and sums[end][0] - sums[start][0] <= within
+        if sums[start][1] < sums[end][1] and _stage_s(sums[start][0], sums[end][0], lead) <= within
     ]

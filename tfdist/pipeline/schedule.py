@@ -22,14 +22,14 @@ class Pass(NamedTuple):
     micro: int
 
 
-def passes(kind: str, *, stage: int, stages: int, micros: int, ahead: int = 1) -> list[Pass]:
+def passes(kind: str, *, stage: int, stages: int, micros: int, ahead: int = 2) -> list[Pass]:
     """Return the passes of a stage in a step, in their order.
 
     Backward passes come by the number of their micro-batch in every schedule, so that sums of
     gradients have the same bits in all of them.
 
     Args:
-      kind: ``1f1b`` keeps the activations of about as many micro-batches as there are stages,
+      kind: ``1f1b`` keeps the activations of `ahead` micro-batches more than there are stages left,
         ``gpipe`` of all; ``serial`` runs one micro-batch at a time.
       stage: of `stages`, from 0.
       stages: in a row.

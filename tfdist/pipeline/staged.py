@@ -228,6 +228,8 @@ class StagedModel:
 
     def _parts(self, sizes: list[int]) -> list[ModelPart]:
         count, cut = self._place.count, self._place.options.cut
+        if isinstance(cut, str):
+            cut = None if cut == "auto" else [cut]
         graph = self.graph
         if count == 1:
             return graph.cut(graph.behind([]), num_stages=1)
@@ -254,7 +256,12 @@ class StagedModel:
             if self._job.is_chief:
                 micros = -(-len(sizes) // self._place.pipelines)
                 places = chosen_places(
-                    self.graph, places, num_stages=count, rows=sizes[0], micros=micros
+                    self.graph,
+                    places,
+                    num_stages=count,
+                    rows=sizes[0],
+                    micros=micros,
+                    schedule=self._place.options.schedule,
                 )
                 positions = [place.position for place in places]
             chosen.update(cut_of=what, cut=broadcast(positions))

@@ -13,13 +13,14 @@ import tensorflow as tf
 
 from tfdist.pipeline.balance import balanced, require_enough
 from tfdist.pipeline.cuts import LayerGraph, Place, one_or_list
-from tfdist.pipeline.schedule import passes, timeline
+from tfdist.pipeline.schedule import Pass, Timeline, passes, timeline
 from tfdist.training import keras_compat
 
 _LOG = logging.getLogger(__name__)
 _ROUNDS = 3
 _MOST_TENSORS = 2
 _PLACES_A_STAGE = 8
+_LEADS = (0.0, 0.5, 1.0)
 
 
 def possible_places(graph: LayerGraph, *, num_stages: int) -> list[Place]:
@@ -36,33 +37,71 @@ def possible_places(graph: LayerGraph, *, num_stages: int) -> list[Place]:
 
 
 def chosen_places(
-    graph: LayerGraph, places: Sequence[Place], *, num_stages: int, rows: int, micros: int
+    graph: LayerGraph,
+    places: Sequence[Place],
+    *,
+    num_stages: int,
+    rows: int,
+    micros: int,
+    schedule: str = "1f1b",
 ) -> list[Place]:
-    """Return where to cut so that the slowest stage is as fast as it can be, and log it.
+    """Return where to cut so that a step is as fast as it can be, and log it.
 
-    Weights stay as they are.
+    Under 1F1B the first stages wait less than the last ones at the start and at the end of a step,
+    and have more to do for that. Weights stay as they are.
 
     Args:
       graph: of the model.
       places: of which to choose.
       num_stages: to make.
       rows: examples of a micro-batch, at which the parts are timed.
-      micros: micro-batches of a step, for the time that is said to be lost.
+      micros: micro-batches of a step.
+      schedule: of their passes.
     """
-    seconds = _seconds(graph, [place.position for place in places], rows)
+    positions = [place.position for place in places]
     weights = [place.example_bytes for place in places]
-    chosen = balanced(seconds, weights, stages=num_stages, trainable=_with_weights(graph, places))
-    bounds = [0, *(i + 1 for i in chosen), len(seconds)]
-    each = [sum(seconds[low:high]) for low, high in itertools.pairwise(bounds)]
-    orders = [passes("1f1b", stage=k, stages=num_stages, micros=micros) for k in range(num_stages)]
+    trainable = _with_weights(graph, places)
+    orders = [
+        passes(schedule, stage=stage, stages=num_stages, micros=micros)
+        for stage in range(num_stages)
+    ]
+    seconds = _seconds(graph, positions, rows)
+    chosen, _ = _fastest_cut(seconds, weights, trainable, orders, micros)
+    # Parts have ends that a stage has not, which take time: the more, the larger their tensors are.
+    whole = _seconds(graph, [positions[i] for i in chosen], rows)
+    for run, measured in zip(_runs(chosen, len(seconds)), whole, strict=True):
+        factor = measured / sum(seconds[run])
+        seconds[run] = [factor * each for each in seconds[run]]
+    chosen, step = _fastest_cut(seconds, weights, trainable, orders, micros)
     _LOG.info(
         "cut behind %s: %s s for a micro-batch of %d; of %d micro-batches the stages wait %.0f %%",
         ", ".join(places[i].name for i in chosen),
-        " + ".join(f"{one:.4f}" for one in each),
-        *(rows, micros),
-        100 * timeline(orders, forward_s=each, backward_s=[2 * s for s in each]).bubble,
+        " + ".join(f"{sum(seconds[run]):.4f}" for run in _runs(chosen, len(seconds))),
+        *(rows, micros, 100 * step.bubble),
     )
     return [places[i] for i in chosen]
+
+
+def _fastest_cut(
+    seconds: Sequence[float],
+    crossing_bytes: Sequence[int],
+    trainable: Sequence[bool],
+    orders: Sequence[Sequence[Pass]],
+    micros: int,
+) -> tuple[tuple[int, ...], Timeline]:
+    """Return at which of the places a step is the fastest, and how it goes then."""
+    found = []
+    for share in _LEADS:
+        lead = share / micros
+        cut = balanced(seconds, crossing_bytes, stages=len(orders), trainable=trainable, lead=lead)
+        each = [sum(seconds[run]) for run in _runs(cut, len(seconds))]
+        found.append((cut, timeline(orders, forward_s=each, backward_s=[2 * s for s in each])))
+    return min(found, key=lambda one: one[1].makespan_s)
+
+
+def _runs(cut: Sequence[int], count: int) -> list[slice]:
+    """Return which of `count` parts each stage has."""
+    return list(itertools.starmap(slice, itertools.pairwise([0, *(i + 1 for i in cut), count])))
 
 
 def _with_weights(graph: LayerGraph, places: Sequence[Place]) -> list[bool]:
@@ -74,13 +113,17 @@ def _with_weights(graph: LayerGraph, places: Sequence[Place]) -> list[bool]:
 def _seconds(graph: LayerGraph, positions: Sequence[int], rows: int) -> list[float]:
     """Return the seconds of each run of layers between two positions, forward and backward."""
     parts = graph.divided(graph.behind(positions), num_stages=len(positions) + 1)
-    return [_seconds_of(part.module, rows, first=part.index == 0) for part in parts]
+    timed = [_timed_passes(part.module, rows, first=part.index == 0) for part in parts]
+    for each in timed:  # compiles
+        each()
+    # In turn, as a machine has moments in which all take longer.
+    rounds = [[each() for each in timed] for _ in range(_ROUNDS)]
+    return [min(seconds) for seconds in zip(*rounds, strict=True)]
 
 
-def _seconds_of(module: keras.Model, rows: int, *, first: bool) -> float:
-    inputs = [_example(tensor, rows) for tensor in module.inputs]
+def _timed_passes(module: keras.Model, rows: int, *, first: bool) -> Callable[[], float]:
+    """Return what runs both passes of a part once, and returns their seconds."""
     made = [i for i, o in enumerate(module.outputs) if tf.as_dtype(o.dtype).is_floating]
-    gradients = [_example(module.outputs[i], rows) for i in made]
 
     @keras_compat.compiled
     def both(given: list[tf.Tensor], gradients: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -94,14 +137,14 @@ def _seconds_of(module: keras.Model, rows: int, *, first: bool) -> float:
         found = tape.gradient(outputs, sources, output_gradients=gradients)
         return [*outputs, *(tf.convert_to_tensor(g) for g in found if g is not None)]
 
-    both(inputs, gradients)
-    return min(_timed(lambda: both(inputs, gradients)) for _ in range(_ROUNDS))
+    def timed() -> float:
+        inputs = [_example(tensor, rows) for tensor in module.inputs]
+        gradients = [_example(module.outputs[i], rows) for i in made]
+        start = time.perf_counter()
+        both(inputs, gradients)
+        return time.perf_counter() - start
 
-
-def _timed(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+    return timed
 
 
 def _example(tensor: Any, rows: int) -> tf.Tensor:

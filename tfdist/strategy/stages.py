@@ -43,13 +43,13 @@ class PipelineOptions:
       keep: ``tape`` keeps the activations of micro-batches under way, ``recompute`` computes them
         again, ``compiled`` keeps them inside one compiled call for all passes of a step.
       cut: names of the last layer of each stage but the last one, or a map from regular
-        expressions over layer paths to stages, or None to divide by measured times.
+        expressions over layer paths to stages, or ``auto`` to divide by measured times.
     """
 
     split_size: int | str | None = None
     schedule: str = "1f1b"
     keep: str = "tape"
-    cut: Sequence[str] | Mapping[str, int] | None = None
+    cut: Sequence[str] | Mapping[str, int] | str | None = "auto"
 
     def __post_init__(self) -> None:
         if self.split_size not in (None, "auto"):

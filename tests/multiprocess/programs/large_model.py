@@ -21,7 +21,7 @@ WIDTH, LAYERS = 2048, 10
 L = keras.layers
 
 if __name__ == "__main__":
-    options = tfdist.PipelineOptions(split_size=4, cut=["layer4"] if len(sys.argv) > 1 else None)
+    options = tfdist.PipelineOptions(split_size=4, cut="layer4" if len(sys.argv) > 1 else "auto")
     strategy = tfdist.make_strategy(pipeline=options, threads=1)
     keras.utils.set_random_seed(1)
     with strategy.scope():

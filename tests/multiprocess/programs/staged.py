@@ -142,7 +142,7 @@ if __name__ == "__main__":
     held, looked = {}, []
     options = PipelineOptions(
         split_size={"tries": "auto", "undivided": len(X)}.get(DOES, 4),
-        cut={"auto": None, "tries": None, "wrong": ["addz"]}.get(DOES, CUTS[STAGES]),
+        cut={"auto": "auto", "tries": None, "wrong": ["addz"]}.get(DOES, CUTS[STAGES]),
         keep={"again": "recompute", "compiled": "compiled"}.get(DOES, "tape"),
     )
     strategy = tfdist.make_strategy(pipeline=options)
