@@ -221,7 +221,7 @@ sys.exit(main())
 
 
 class Sweep:
-    """`tfdist.tune` on the digits, two trials of 450 steps and more, a backup at every fifth.
+    """`tfdist.tune` on the digits, two trials of 225 steps and more, a backup at every fifth.
 
     Its trials are forked from the process that has imported for all tests.
     """
@@ -230,7 +230,7 @@ class Sweep:
 
     FLAGS = (
         *("--config", str(ROOT / "configs" / "digits_sweep.py"), "--seed", "5"),
-        *("--config.total_examples=28800", "--config.checkpoints=3", "--config.model=dense"),
+        *("--config.total_examples=14400", "--config.checkpoints=3"),
         "--config.backup_every_steps=5",
     )
 
