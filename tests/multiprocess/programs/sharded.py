@@ -1,6 +1,6 @@
 """A multiworker job with sharded optimizers: ``sharded.py OUT SECTION...``.
 
-Each optimizer trains the same twice, with whole slots and with sharded ones.
+Each optimizer trains the same model twice, with whole slots and with sharded ones.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ OPTIMIZERS = {
 }
 OF_MANY_WORKERS = ("momentum", "adam", "adagrad", "ftrl", "clipnorm", "ema", "loss_scaling")
 BY_A_NORM = ("clipnorm", "global_clipnorm")
-DENSE = (*BY_A_NORM, "loss_scale_factor")  # by which Keras cannot divide a gradient by rows
+BY_ROWS = (
+    *("momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adamax", "nadam"),
+    *("ftrl", "lion", "schedule_free", "clipvalue", "accumulation", "ema", "loss_scaling"),
+)
 REFUSED = {
     "adafactor": lambda: optimizers.Adafactor(0.01),
     "lamb": lambda: optimizers.Lamb(0.01),
@@ -67,16 +70,18 @@ REFUSED = {
 }
 
 
-def made(optimizer):
-    """A gradient by rows, some of which occur twice; sizes that no number of workers divides."""
+def made(optimizer, *, by_rows=False):
+    """Sizes that no number of workers divides, and one variable of one element.
+
+    Besides, if asked for, a gradient by rows, some of which occur twice.
+    """
     keras.utils.set_random_seed(1)
     layers = keras.layers
     with strategy.scope():
+        rows = [keras.Input((5,), dtype="int32"), layers.Embedding(203, 3), layers.Flatten()]
         model = keras.Sequential(
             [
-                keras.Input((5,), dtype="int32"),
-                layers.Embedding(203, 3),
-                layers.Flatten(),
+                *(rows if by_rows else [keras.Input((6,))]),
                 layers.Dense(101, activation="tanh", kernel_constraint="max_norm"),
                 layers.BatchNormalization(),
                 layers.Dropout(0.1),
@@ -87,62 +92,40 @@ def made(optimizer):
     return model
 
 
+def embedding(optimizer):
+    """A gradient by rows before one layer, which a last bit does not grow in."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    with strategy.scope():
+        rows = [keras.Input((5,), dtype="int32"), layers.Embedding(203, 3), layers.Flatten()]
+        model = keras.Sequential([*rows, layers.Dense(1)])
+        model.compile(optimizer(), "mse")
+    return model
+
+
 def trained(model, *, sharded, epochs=3, **options):
     """Trains eight steps an epoch."""
+    x = zoo.TOKENS if model.inputs[0].dtype == "int32" else zoo.X
     tfdist.fit(
-        model, zoo.TOKENS, zoo.CALM, batch_size=8, epochs=epochs, seed=3, verbose=0,
+        model, x, zoo.CALM, batch_size=8, epochs=epochs, seed=3, verbose=0,
         sharded_optimizer=sharded, **options,
     )  # fmt: skip
     return zoo.sha(model)
-
-
-class Training:
-    """An optimizer that has the gradients of some variables, for its own copies of them."""
-
-    def __init__(self, make, variables, *, sharded):
-        self.variables = variables
-        with strategy.scope():
-            self.optimizer = make()
-            self.copies = [keras.Variable(v.numpy(), name=v.name) for v in variables]
-            for copy, variable in zip(self.copies, variables, strict=True):
-                copy.constraint = variable.constraint
-            if not sharded:
-                self.optimizer.build(self.copies)
-
-    def weights(self):
-        return np.concatenate([copy.numpy().ravel() for copy in self.copies])
-
-    def size(self):
-        """How many variables and numbers the optimizer's state has."""
-        sizes = [int(np.prod(variable.shape)) for variable in self.optimizer.variables]
-        return len(sizes), sum(sizes)
-
-
-def train_together(model, trainings):
-    """Does 24 steps of all trainings, with averages at the end."""
-
-    def step(data):
-        x, y = data
-        with tf.GradientTape(persistent=True) as tape:
-            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
-            losses = [training.optimizer.scale_loss(loss) for training in trainings]
-        for training, scaled in zip(trainings, losses, strict=True):
-            gradients = tape.gradient(scaled, training.variables)
-            training.optimizer.apply(gradients, training.copies)
-        return {"loss": loss}
-
-    sharded = [(t.optimizer, t.copies) for t in trainings if not t.optimizer.built]
-    data = (zoo.TOKENS, zoo.CALM)
-    loop = tfdist.StepLoop(step, data, global_batch_size=8, seed=3, sharded_optimizers=sharded)
-    loop.run(24)
-    for training in trainings:
-        training.optimizer.finalize_variable_values(training.copies)
 
 
 def arrays_of(directory):
     """What the newest checkpoint holds, by name."""
     checkpoint = CheckpointStore(directory).read()
     return {name: array.tobytes() for name, array in checkpoint.arrays.items()}
+
+
+def resumed(first, second):
+    """Trains an epoch with the first kind of slots and goes on with the second."""
+    directory = OUT / f"resumed-{first}-{second}"
+    backups = [tfdist.BackupAndRestore(directory, exact=True)]
+    trained(made(OPTIMIZERS["adam"]), sharded=first, epochs=1, callbacks=backups)
+    backups = [tfdist.BackupAndRestore(directory, exact=True)]
+    return trained(made(OPTIMIZERS["adam"]), sharded=second, callbacks=backups)
 
 
 def refusal_of(optimizer):
@@ -154,54 +137,68 @@ def refusal_of(optimizer):
 
 
 def weights_seen():
-    """What each optimizer makes of the same gradients, and how large its state is.
+    """What each optimizer trains, and how many variables and numbers its state has.
 
     Where it clips gradients by rows by their norm, which has another last bit: how far apart.
     """
-    two = current_job().num_replicas == 2
-    model = made(OPTIMIZERS["sgd"])
-    by_rows, dense = model.trainable_variables, model.trainable_variables[1:]
-    names = [name for name in OPTIMIZERS if two or name in OF_MANY_WORKERS]
-    variables = {name: dense if name in DENSE else by_rows for name in names}
-    variables |= {f"{name} by rows": by_rows for name in BY_A_NORM if two}
-    pairs = {
-        name: [
-            Training(OPTIMIZERS[name.partition(" ")[0]], mine, sharded=sharded)
-            for sharded in (False, True)
-        ]
-        for name, mine in variables.items()
-    }
-    train_together(model, [training for pair in pairs.values() for training in pair])
-    weights = {name: [zoo.digest(t.copies) for t in pairs[name]] for name in names}
-    for name in ("ema", "loss_scaling"):
-        weights[f"{name} of a model"] = [
-            trained(made(OPTIMIZERS[name]), sharded=sharded) for sharded in (False, True)
-        ]
-    apart = {
-        name: float(np.abs(whole.weights() - sharded.weights()).max())
-        for name, (whole, sharded) in pairs.items()
-        if name not in names
-    }
-    state = {name: [training.size() for training in pairs[name]] for name in names}
+    weights, state, apart = {}, {}, {}
+    for name, optimizer in OPTIMIZERS.items():
+        if current_job().num_replicas > 2 and name not in OF_MANY_WORKERS:
+            continue
+        for sharded in (False, True):
+            model = made(optimizer, by_rows=name in BY_ROWS)
+            weights.setdefault(name, []).append(trained(model, sharded=sharded))
+            sizes = [int(np.prod(variable.shape)) for variable in model.optimizer.variables]
+            state.setdefault(name, []).append((len(sizes), sum(sizes)))
+        if name in BY_A_NORM and current_job().num_replicas == 2:
+            models = [embedding(optimizer) for _ in range(2)]
+            for model, sharded in zip(models, (False, True), strict=True):
+                trained(model, sharded=sharded)
+            apart[name] = float(np.abs(np.subtract(*map(zoo.flat, models))).max())
     return {"weights": weights, "state": state, "apart": apart}
 
 
 def checkpoints_seen():
-    """Whether a checkpoint is that of whole slots, and what a run ends with that goes on from it.
-
-    That has sharded slots in some epochs, and whole ones in others.
-    """
-    seen, epochs = {}, (True, True, False, True)
+    """Whether a checkpoint is that of whole slots, and what runs that go on from one end with."""
+    saved = {}
     for sharded in (False, True):
         backup = tfdist.BackupAndRestore(OUT / f"saved-{sharded}")
-        model = made(OPTIMIZERS["adam"])
-        seen["expected"] = trained(model, sharded=sharded, epochs=len(epochs), callbacks=[backup])
-        seen[sharded] = arrays_of(OUT / f"saved-{sharded}") if tfdist.is_chief() else None
-    for epoch, sharded in enumerate(epochs):
-        backup = tfdist.BackupAndRestore(OUT / "resumed", exact=True)
-        model = made(OPTIMIZERS["adam"])
-        seen["resumed"] = trained(model, sharded=sharded, epochs=epoch + 1, callbacks=[backup])
-    seen["same checkpoint"] = seen.pop(False) == seen.pop(True)
+        saved["weights"] = trained(made(OPTIMIZERS["adam"]), sharded=sharded, callbacks=[backup])
+        saved[sharded] = arrays_of(OUT / f"saved-{sharded}") if tfdist.is_chief() else None
+    goes_on = ((True, True), (True, False), (False, True))
+    return {
+        "same checkpoint": saved[False] == saved[True],
+        "expected": saved["weights"],
+        "resumed": {f"{first}-{second}": resumed(first, second) for first, second in goes_on},
+    }
+
+
+def step_loop_seen():
+    """What a step function with an optimizer of its own trains, with averages at the end."""
+    seen = []
+    for sharded in (False, True):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.Input((6,)), keras.layers.Dense(101), keras.layers.Dense(1)]
+            )
+            optimizer = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.8)
+            if not sharded:
+                optimizer.build(model.trainable_variables)
+
+        def step(data, model=model, optimizer=optimizer):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x) - y) ** 2)
+            optimizer.apply(tape.gradient(loss, model.trainable_variables))
+            return {"loss": loss}
+
+        built = [(optimizer, model.trainable_variables)] if sharded else []
+        data = (zoo.X, zoo.CALM)
+        loop = tfdist.StepLoop(step, data, global_batch_size=8, seed=3, sharded_optimizers=built)
+        loop.run(20)
+        optimizer.finalize_variable_values(model.trainable_variables)
+        seen.append(zoo.sha(model))
     return seen
 
 
@@ -212,7 +209,7 @@ def refusals_seen():
     refused = {name: refusal_of(optimizer) for name, optimizer in REFUSED.items()}
     refused["whole"] = refusal_of(lambda: whole.optimizer)
     model = made(OPTIMIZERS["adam"])
-    tfdist.evaluate(model, zoo.TOKENS, zoo.CALM, batch_size=8, verbose=0)  # leaves it without slots
+    tfdist.evaluate(model, zoo.X, zoo.CALM, batch_size=8, verbose=0)  # leaves it without slots
     trained(model, sharded=True, epochs=1)
     same = None
     if tfdist.is_chief():
@@ -225,6 +222,7 @@ def refusals_seen():
 SECTIONS = {
     "weights": weights_seen,
     "checkpoints": checkpoints_seen,
+    "step_loop": step_loop_seen,
     "refusals": refusals_seen,
 }
 strategy = tfdist.make_strategy()
