@@ -263,9 +263,9 @@ def test_what_decides_over_epochs_and_rates_takes_effect_as_under_keras(strategi
             patience=2, restore_best_weights=True, **rising
         )
         return [
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5**epoch),
             stoppers[whose],
             keras.callbacks.ReduceLROnPlateau(factor=0.5, patience=1, **rising),
-            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5**epoch),
         ]
 
     ours, theirs = both(strategies[3], make, epochs=9)
