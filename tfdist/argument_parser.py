@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -94,6 +95,30 @@ def require_writable(flag: str, path: Path | None) -> None:
             fix="correct the path",
             code="not-writable",
         )
+
+
+@contextlib.contextmanager
+def reading_file(flag: str, path: object, *, expected: str) -> Iterator[None]:
+    """Raise UsageError where the file of a flag cannot be read in the block, or is none such."""
+    try:
+        yield
+    except (OSError, ValueError, EOFError) as error:
+        received = f"{path} ({getattr(error, 'strerror', None) or error})"
+        fix, code = "correct the path", "no-file"
+        raise UsageError(flag, received=received, expected=expected, fix=fix, code=code) from None
+
+
+def whole_numbers(flag: str, words: Sequence[str]) -> list[int]:
+    """Return the numbers above 0 that the words between commas are; raise UsageError."""
+    require(
+        all(word.isdecimal() and int(word) for word in words),
+        flag,
+        received=",".join(words),
+        expected="whole numbers with commas between them",
+        fix=f"write {flag} 8,12,20",
+        code="not-an-int",
+    )
+    return [int(word) for word in words]
 
 
 def load_function(text: str, refused: Callable[[str], UsageError]) -> Callable[..., Any]:

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser, require_writable, run_program
-from tfdist.errors import EXIT_OK, require, require_int
+from tfdist.argument_parser import Parser, require_writable, run_program, whole_numbers
+from tfdist.errors import EXIT_OK, require_int
 from tfdist.find.__main__ import of_config
 from tfdist.find.batch_size import BatchTrial, MemoryLimits, try_out
 from tfdist.find.split_size import main as split_sizes
@@ -62,21 +62,12 @@ def parse(argv: Sequence[str]) -> Any:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="a picture of it")
     parser.add_argument("--json", type=Path, metavar="FILE.jsonl", help="a line for each size")
     options = parser.parse_args(words)
-    sizes = options.sizes.split(",")
-    require(
-        all(size.isdecimal() and int(size) for size in sizes),
-        "--sizes",
-        received=options.sizes,
-        expected="whole numbers with commas between them",
-        fix="write --sizes 8,16,32",
-        code="not-an-int",
-    )
+    options.sizes = sorted(set(whole_numbers("--sizes", options.sizes.split(","))))
     require_int("--steps", options.steps, least=1)
     require_writable("--plot", options.plot)
     require_writable("--json", options.json)
     if options.plot:
         empty_panels("tfdist.bench --plot")  # before minutes of measuring
-    options.sizes = sorted({int(size) for size in sizes})
     options.subjects = [*([name] for name in options.names), *([config] if config else [])] or [[]]
     return options
 

@@ -6,12 +6,11 @@ any machine, so it leaves GPUs alone.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require_packages
 
 _SHAPE = {"strategy": "ps", "workers": "4", "ps": "1"}
 _HELP = """usage: tfdist demo [flags of tfdist launch] [flags of tfdist train]
@@ -31,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_HELP)
         return 0
     try:
-        _require_digits()
+        require_packages("the demo's data", "sklearn", extra="digits")
     except UsageError as error:
         print(f"tfdist.demo: {error}", file=sys.stderr)
         return error.exit_code
@@ -47,17 +46,6 @@ def command(flags: Sequence[str]) -> list[str]:
     given = {word.removeprefix("--").partition("=")[0] for word in flags if word[:2] == "--"}
     ours = {} if "strategy" in given else _SHAPE
     return [*(f"--{name}={ours[name]}" for name in ours if name not in given), *flags]
-
-
-def _require_digits() -> None:
-    if importlib.util.find_spec("sklearn") is None:
-        raise UsageError(
-            "the demo's data",
-            received="no scikit-learn, which has them",
-            expected="scikit-learn to be installed",
-            fix='pip install "tfdist[digits]"',
-            code="missing-package",
-        )
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ A user's mistake is one line, ``where: received X; expected Y. Fix: Z``, and no 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -184,6 +185,36 @@ def require_one_of(
         fix=fix or "name one of them",
         code=code,
     )
+
+
+def require_packages(where: str, *names: str, extra: str) -> None:
+    """Raise an error unless the packages of an extra of tfdist are installed."""
+    import importlib.util  # here, as this module is loaded by all that must start fast
+
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    require(
+        not missing,
+        where,
+        received=f"an environment without {', '.join(missing)}",
+        expected=f"the packages of the extra {extra!r}",
+        fix=f"pip install 'tfdist[{extra}]'",
+        code="missing-package",
+    )
+
+
+@contextlib.contextmanager
+def opening_port(flag: str, address: object) -> Iterator[None]:
+    """Raise UsageError, of the flag that gives an address, where the block cannot listen there."""
+    try:
+        yield
+    except (OSError, OverflowError) as error:
+        raise UsageError(
+            flag,
+            received=f"{address} ({getattr(error, 'strerror', None) or error})",
+            expected="an address and a free port of this machine",
+            fix="end what listens there, or give another one",
+            code="port-taken",
+        ) from None
 
 
 def mutually_exclusive(given: Mapping[str, object], *, fix: str = "") -> None:

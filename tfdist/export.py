@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser, run_program
-from tfdist.errors import EXIT_OK, TfdistError, UsageError, mutually_exclusive
+from tfdist.argument_parser import Parser, reading_file, run_program
+from tfdist.errors import EXIT_OK, TfdistError, mutually_exclusive
 
 _LOG = logging.getLogger("tfdist.export")
 _LOOK_EVERY_S = 0.25
@@ -84,16 +84,8 @@ def _samples(path: Path) -> Any:
     """Return the array in a file; raise UsageError where there is none."""
     import numpy as np
 
-    try:
+    with reading_file("--samples", path, expected="an array, as numpy.save writes it"):
         return np.load(path)
-    except (OSError, ValueError, EOFError) as error:
-        raise UsageError(
-            "--samples",
-            received=f"{path} ({getattr(error, 'strerror', None) or error})",
-            expected="an array, as numpy.save writes it",
-            fix="correct the path",
-            code="no-file",
-        ) from None
 
 
 def _follow(options: Any) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import TfdistError, opening_port
 
 _ADDRESS = "127.0.0.1"
 _NAMES = (_ADDRESS, "localhost")
@@ -16,16 +16,8 @@ _NAMES = (_ADDRESS, "localhost")
 
 def listen(port: int, *, flag: str) -> socket.socket:
     """Return a socket that listens on `port`, 0 for any; UsageError, of `flag`, where it cannot."""
-    try:
+    with opening_port(flag, port):
         return socket.create_server((_ADDRESS, port))
-    except (OSError, OverflowError) as error:
-        raise UsageError(
-            flag,
-            received=f"{port} ({getattr(error, 'strerror', None) or error})",
-            expected="a port of this machine that is free",
-            fix="give another one",
-            code="port-taken",
-        ) from None
 
 
 def make_server(

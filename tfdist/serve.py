@@ -7,22 +7,21 @@ at /v1/models/NAME:predict, gRPC by PredictionService and ModelService.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import importlib.util
 import logging
 import ssl
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser, require_writable, run_program
+from tfdist.argument_parser import Parser, reading_file, require_writable, run_program
 from tfdist.errors import (
     EXIT_OK,
     UsageError,
     require,
     require_int,
     require_number,
+    require_packages,
 )
 
 _LOCAL_ALONE = ("token", "tls_cert", "tls_key", "access_log")  # of the flags, not of Ray
@@ -75,34 +74,18 @@ def _serve(argv: Sequence[str]) -> int:
 
 
 def _check(options: Any) -> None:
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    require(
-        not missing,
-        "tfdist.serve",
-        received=f"an environment without {', '.join(missing)}",
-        expected="the packages of the extra 'serving'",
-        fix="pip install 'tfdist[serving]'",
-        code="no-extra",
-    )
+    require_packages("tfdist.serve", *_NEEDED, extra="serving")
     for flag in ("replicas", "max_batch", "max_queue", "max_queue_mib", "max_body_mib"):
         require_int(f"--{flag}", getattr(options, flag), least=1)
     require_int("--spares", options.spares, least=0)
     for flag in ("timeout_s", "hang_s"):
         require_number(f"--{flag}", getattr(options, flag), above=0, unit="seconds")
     require_number("--drain_s", options.drain_s, least=0, unit="seconds")
-    for flag in ("rest_port", "grpc_port"):
-        require(
-            0 <= getattr(options, flag) < 65536,
-            f"--{flag}",
-            received=getattr(options, flag),
-            expected="a port from 0 to 65535",
-            fix="name one, or 0 for any that is free",
-            code="not-a-port",
-        )
     _check_files(options)
 
 
 def _check_files(options: Any) -> None:
+    """Refuse files with which a front would fail again and again."""
     require(
         bool(options.tls_cert) == bool(options.tls_key),
         "--tls_cert",
@@ -113,28 +96,16 @@ def _check_files(options: Any) -> None:
     )
     for flag in ("token", "tls_cert", "tls_key"):
         path = getattr(options, flag)
-        with _usable(flag, path, expected="a file that has something in it"):
+        with reading_file(f"--{flag}", path, expected="a file that has something in it"):
             if path and not path.read_bytes().strip():
                 raise ValueError("empty")
     if options.tls_cert:
-        with _usable("tls_cert", options.tls_cert, expected="a certificate and its key, in PEM"):
+        expected = "a certificate and its key, in PEM"
+        with reading_file("--tls_cert", options.tls_cert, expected=expected):
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(options.tls_cert, options.tls_key, password="")
     if options.access_log not in (None, "-"):
         require_writable("--access_log", Path(options.access_log))
-
-
-@contextlib.contextmanager
-def _usable(flag: str, path: object, *, expected: str) -> Iterator[None]:
-    """Refuse the file of a flag where the block fails: a front would fail again and again."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        received = f"{path} ({getattr(error, 'strerror', None) or error})"
-        fix, code = "correct the path", "no-file"
-        raise UsageError(
-            f"--{flag}", received=received, expected=expected, fix=fix, code=code
-        ) from None
 
 
 async def _run(options: Any) -> None:

@@ -125,41 +125,26 @@ def test_stock_metrics_undo_the_number_of_replicas_and_not_the_share(strategies)
     assert value == [2.0, 2.0]
 
 
-def test_stock_sums_are_not_scaled_so_that_a_step_cannot_tell_them(strategies):
-    """A loss that is a sum looks like one made by hand, which the gradient hook would weight."""
+def test_stock_sums_do_not_know_the_share(strategies):
+    """What the tape weights by the share, as it weights means, would not be the sum."""
     loss = keras.losses.MeanSquaredError(reduction="sum")
     ones, zeros = tf.ones([4, 1]), tf.zeros([4, 1])
+
+    def sum_of(**place):
+        with keras_compat.tracing(dataclasses.replace(trace(), **place)):
+            return loss(ones, zeros)
+
     assert per_replica(strategies[2], lambda: loss(ones, zeros)) == [4.0, 4.0]
+    mine = functools.partial(sum_of, num_replicas=2, share=0.5)
+    assert per_replica(strategies[2], mine) == [8.0, 8.0]
 
 
-def test_stock_losses_of_one_number_count_once_for_each_replica(strategies):
-    with strategies[2].scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-        model.compile("sgd", lambda y, predicted: tf.reduce_mean((y - predicted) ** 2))
-    ones, zeros = tf.ones([4, 1]), tf.zeros([4, 1])
-    losses = per_replica(strategies[2], lambda: model.compute_loss(None, ones, zeros))
-    assert losses == [1.0, 1.0]  # and not halves, as of "mse"
-
-
-def distiller():
-    """A student that learns from a teacher and from classes."""
-    teacher, student = (keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]) for _ in "ts")
-    model = keras.distillation.Distiller(
-        teacher, student, keras.distillation.LogitsDistillation(), student_loss_weight=0.5
-    )
-    entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1), entropy, metrics=["accuracy"])
-    return model
-
-
-def test_stock_distillation_mixes_means_by_hand_with_losses_that_are_scaled(strategies):
-    with strategies[2].scope():
-        model = distiller()
-    x, y = tf.constant(X), tf.zeros([8], tf.int32)
-    model.compute_loss(x, y, model(x))
-    parts = [model.student_loss_tracker.result(), model.distillation_loss_tracker.result()]
-    of_replicas = per_replica(strategies[2], lambda: model.compute_loss(x, y, model(x)))
-    np.testing.assert_allclose(of_replicas[0], 0.25 * parts[0] + 0.5 * parts[1], rtol=1e-5)
+def test_stock_averages_of_tensorflow_are_parts_by_the_number_of_replicas(strategies):
+    ones = tf.ones([4])
+    averages = per_replica(strategies[2], lambda: tf.nn.compute_average_loss(ones))
+    assert averages == [0.5, 0.5]
+    parts = per_replica(strategies[2], lambda: tf.nn.scale_regularization_loss(ones))
+    assert parts == [2.0, 2.0]
 
 
 def part_of_a_replica(strategy, values):
@@ -598,9 +583,12 @@ FAULT_SHOWN_BY = {
     "keras.src.losses.loss.unscale_loss_for_distribution": (
         test_stock_metrics_undo_the_number_of_replicas_and_not_the_share
     ),
-    "Loss.__call__": test_stock_sums_are_not_scaled_so_that_a_step_cannot_tell_them,
-    "keras.src.losses.loss.reduce_values": (
-        test_stock_losses_of_one_number_count_once_for_each_replica
+    "keras.src.losses.loss.reduce_values": test_stock_sums_do_not_know_the_share,
+    "tensorflow._api.v2.nn.compute_average_loss": (
+        test_stock_averages_of_tensorflow_are_parts_by_the_number_of_replicas
+    ),
+    "tensorflow._api.v2.nn.scale_regularization_loss": (
+        test_stock_averages_of_tensorflow_are_parts_by_the_number_of_replicas
     ),
     "keras.src.losses.loss.reduce_weighted_values": (
         test_stock_replicas_without_unmasked_entries_leave_one_number_out
@@ -608,9 +596,6 @@ FAULT_SHOWN_BY = {
     "keras.src.losses.loss.apply_mask": test_stock_replicas_divide_by_their_own_unmasked_entries,
     "TensorFlowTrainer._aggregate_additional_loss": (
         test_stock_vectors_of_add_loss_are_sums_by_the_number_of_replicas
-    ),
-    "Distiller.compute_loss": (
-        test_stock_distillation_mixes_means_by_hand_with_losses_that_are_scaled
     ),
     "GradientTape.gradient": test_stock_tapes_add_up_what_a_step_would_take_for_a_mean,
     "Layer.add_loss": test_stock_replicas_have_the_losses_of_a_layer_in_common,

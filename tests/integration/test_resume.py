@@ -10,6 +10,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdist
 from tests.models import AtStep, Cut, bits, classifier
@@ -60,6 +61,55 @@ def test_a_cut_run_ends_with_the_same_bits(strategies, tmp_path):
         history = fit(resumed, directory)
         assert bits(resumed) == bits(whole)
         assert json.dumps(history.history) == json.dumps(expected.history)
+
+
+class Adversaries(keras.Model):
+    """Two models with an optimizer each, as in Keras' guide to such networks."""
+
+    def __init__(self):
+        super().__init__()
+        self.critic, self.maker = keras.layers.Dense(1), keras.layers.Dense(4)
+        self.critic.build((None, 4))
+        self.maker.build((None, 4))
+
+    def compile(self, *optimizers):
+        super().compile()
+        self.critics, self.makers = optimizers[0], [optimizers[1]]
+        self.critics.build(self.critic.trainable_variables)
+        self.makers[0].build(self.maker.trainable_variables)
+
+    def train_step(self, data):
+        x, _ = data
+        for part, optimizer, sign in (
+            (self.critic, self.critics, 1.0),
+            (self.maker, self.makers[0], -1.0),
+        ):
+            with tf.GradientTape() as tape:
+                loss = sign * tf.reduce_mean(self.critic(self.maker(x)) - self.critic(x) ** 2)
+            variables = part.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def test_the_state_of_several_optimizers_is_resumed(strategies, tmp_path):
+    def trained(directory, more=()):
+        keras.utils.set_random_seed(1)
+        with strategies[2].scope():
+            model = Adversaries()
+            model.compile(keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.02))
+        backup = tfdist.BackupAndRestore(directory, every_steps=4)
+        tfdist.fit(model, X, Y, batch_size=8, seed=5, verbose=0, callbacks=[backup, *more])
+        return [*map(np.asarray, model.weights), model.makers[0].iterations.numpy()]
+
+    def cut(batch, logs):
+        if batch == 5:
+            raise Cut
+
+    whole = trained(tmp_path / "whole")
+    with pytest.raises(Cut):
+        trained(tmp_path / "cut", [keras.callbacks.LambdaCallback(on_train_batch_end=cut)])
+    for one, other in zip(trained(tmp_path / "cut"), whole, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("start", [None, "start.keras"])

@@ -31,7 +31,7 @@ from tfdist.tuning import oracle as space_module
 from tfdist.tuning.chief import Chief
 from tfdist.tuning.from_python import TunerSweep, imports_of, own_program
 from tfdist.tuning.journal import Journal
-from tfdist.tuning.options import SearchOptions
+from tfdist.tuning.options import RunOptions
 from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.trial_job import (
     Assignment,
@@ -70,7 +70,7 @@ def make_tuner(tmp_path: Path, model: Any = build, **options: Any) -> Any:
 
 def sweep_of(tuner: Any, sweep_dir: Path, **fitting: Any) -> TunerSweep:
     program = TrialProgram(command=(), name="program", file=__file__)
-    return TunerSweep(tuner, SearchOptions(sweep_dir=sweep_dir), program, fitting)
+    return TunerSweep(tuner, RunOptions(sweep_dir=sweep_dir), program, fitting)
 
 
 def described_by(tuner: Any, sweep_dir: Path, **fitting: Any) -> dict[str, Any]:

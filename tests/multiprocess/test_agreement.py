@@ -52,6 +52,11 @@ def test_workers_that_read_different_data_end_with_both_digests(job, case):
     assert len(digests) == 2, line
 
 
+def test_steps_of_workers_with_one_seed_draw_different_numbers(job):
+    workers, _ = job
+    assert workers[0]["drawn apart"][0] > 1e-3
+
+
 def test_random_inputs_of_a_pydataset_are_warned_of(job):
     _, said = job
     assert said.count("right for random augmentation") == 1, said

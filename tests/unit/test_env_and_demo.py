@@ -56,4 +56,4 @@ def test_the_shape_of_the_demo_may_be_given(flags, shape):
 def test_the_demo_without_its_data_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert demo.main([]) == 2
-    assert 'pip install "tfdist[digits]"' in capsys.readouterr().err
+    assert "pip install 'tfdist[digits]'" in capsys.readouterr().err

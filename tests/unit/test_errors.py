@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import socket
 
 import numpy as np
 import pytest
 
 from tfdist import errors
 from tfdist.errors import UsageError
+from tfdist.loopback import listen
 
 
 @pytest.mark.parametrize("value", [1, np.int64(7), True - 0])
@@ -52,6 +54,21 @@ def test_options_of_which_one_is_given():
     with pytest.raises(UsageError, match="--join: received it with --serve") as caught:
         errors.mutually_exclusive({"--join": "a:1", "--serve": True, "--resume": False})
     assert caught.value.code == "exclusive"
+
+
+def test_an_address_at_which_nothing_can_listen():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for port in (taken.getsockname()[1], 65_536):
+            with pytest.raises(UsageError, match=rf"^--port: received {port} \(.+\)") as caught:
+                listen(port, flag="--port")
+            assert caught.value.code == "port-taken"
+
+
+def test_a_package_that_is_not_installed():
+    errors.require_packages("--tuner bayesian", "json", extra="digits")
+    with pytest.raises(UsageError, match=r"without no_such.*'tfdist\[digits\]'") as caught:
+        errors.require_packages("--tuner bayesian", "json", "no_such", extra="digits")
+    assert caught.value.code == "missing-package"
 
 
 def test_a_condition():

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "ops.submit": {"errors", "argument_parser", "cluster", "launch"},
     "tuning": {
         *("errors", "configs", "outputs", "cluster", "launch", "strategy", "checkpoint"),
-        *("training", "argument_parser"),
+        *("training", "argument_parser", "report"),
     },
     "outputs": {"errors"},
     "report": {"errors", "argument_parser", "outputs", "loopback"},

@@ -263,3 +263,12 @@ def test_a_service_that_cannot_be_is_one_line(
     assert serve.main([str(tmp_path), *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert text in line
+
+
+def test_a_directory_that_is_not_there_is_a_mistake_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--rest_port", "0", "--grpc_port", "0"]
+    assert serve.main([str(tmp_path / "nothere"), *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "nothere (no such directory)" in line

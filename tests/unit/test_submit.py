@@ -212,6 +212,7 @@ def test_only_who_asks_for_root_has_it() -> None:
     [
         ("", "--to slurm or --to kubernetes"),
         ("--to slrum train.py", "did you mean 'slurm'"),
+        ("--to kserv --name x", "did you mean 'kserve'"),
         ("--to", "received no value"),
         ("--to slurm --to slurm train.py", "twice"),
         (SLURM + "--workers 2 --workers=3 train.py", "--workers: received it twice"),

@@ -608,7 +608,8 @@ def test_what_a_user_names_is_shown_as_it_is(
     show(tmp_path)
     said = capsys.readouterr().out
     assert all(text in said for text in ("[/i]: 2 of 2", objective, "$_$ [/c]=[/b] $^", "[relu]"))
-    path = exports.draw_plot(fold(book.lines), tmp_path / "sweep.png")
+    directory.write_json(tmp_path / directory.SWEEP, as_json(fold(book.lines)))
+    path = exports.draw_plot(tmp_path)
     assert path is not None, caplog.text
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -616,7 +617,8 @@ def test_what_a_user_names_is_shown_as_it_is(
 def test_a_picture_that_cannot_be_does_not_fail_the_sweep(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = fold(sweep(tmp_path).lines)
-    assert exports.draw_plot(state, tmp_path / "nowhere" / "sweep.png") is None
-    assert "no plot: FileNotFoundError" in caplog.text
-    assert exports.draw_plot(fold([]), tmp_path / "none.png") is None, "there is no trial"
+    directory.write_json(tmp_path / directory.SWEEP, as_json(fold(sweep(tmp_path).lines)))
+    (tmp_path / directory.PLOT).mkdir()
+    assert exports.draw_plot(tmp_path) is None
+    assert "no plot: IsADirectoryError" in caplog.text
+    assert exports.draw_plot(tmp_path / "nowhere") is None, "there is no trial"

@@ -339,7 +339,7 @@ def test_an_address_that_is_not_of_this_machine_or_taken_is_one_line() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(UsageError, match=rf"^--serve: received {address} \(Address already"):
             listener_of(address)
-    assert refused(lambda: listener_of("192.0.2.1:2")) == ("--serve", "cannot-listen")
+    assert refused(lambda: listener_of("192.0.2.1:2")) == ("--serve", "port-taken")
     assert refused(lambda: listener_of("0.0.0.0:2")) == ("--serve", "unreachable")
 
 

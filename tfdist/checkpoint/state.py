@@ -20,6 +20,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfdist.checkpoint.format import raw_bytes
 from tfdist.errors import UsageError
@@ -36,13 +37,27 @@ Settings = dict[str, Any]
 
 def variables_of(model: keras.Model) -> dict[str, Any]:
     """Return the variables that make up the state of a run, by the name they are stored under."""
-    optimizer = getattr(model, "optimizer", None)  # Keras sets it in compile
+    slots = {id(v): v for one in _all_optimizers(model) for v in one.variables}
     groups = {
         "weights": model.weights,
-        "optimizer": [] if optimizer is None else optimizer.variables,
+        "optimizer": list(slots.values()),
         "metrics": model.metrics_variables,
     }
     return {f"{group}/{i}": v for group, listed in groups.items() for i, v in enumerate(listed)}
+
+
+def _all_optimizers(model: keras.Model) -> Iterator[Any]:
+    """Yield that of `compile`, and those that a step of the model's own may use beside it."""
+    optimizer = getattr(model, "optimizer", None)  # Keras sets it in compile
+    if optimizer is not None:
+        yield optimizer
+    if type(model).train_step is TensorFlowTrainer.train_step:
+        return
+    for layer in model._flatten_layers():
+        for value in vars(layer).values():
+            several = value.values() if isinstance(value, dict) else value
+            several = several if isinstance(value, dict | list | tuple) else [value]
+            yield from (one for one in several if isinstance(one, keras.optimizers.Optimizer))
 
 
 def capture(model: keras.Model, job: Job) -> Arrays:

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser, require_writable, run_program
-from tfdist.errors import EXIT_OK, TfdistError, UsageError, require_int, require_one_of
+from tfdist.argument_parser import Parser, require_writable, run_program, whole_numbers
+from tfdist.errors import EXIT_OK, TfdistError, require_int, require_one_of
 from tfdist.outputs.display import empty_panels
 
 SIZES = (1, 3, 5, 8, 10, 12, 20, 40, 60)
@@ -177,16 +177,8 @@ def parse(argv: Sequence[str]) -> Any:
 def _sizes(flag: str, text: str | None, batch: int) -> tuple[bool, list[int]]:
     """Return whether ``auto`` is among the sizes, and the numbers, the whole batch at the end."""
     words = [word for word in (text or "").split(",") if word]
-    numbers = [word for word in words if word != _AUTO]
-    if not all(word.isdecimal() and int(word) for word in numbers):
-        raise UsageError(
-            flag,
-            received=text,
-            expected="whole numbers with commas between them",
-            fix=f"write {flag} 8,12,20",
-            code="not-an-int",
-        )
-    return _AUTO in words, sorted({batch, *(int(word) for word in numbers if int(word) < batch)})
+    numbers = whole_numbers(flag, [word for word in words if word != _AUTO])
+    return _AUTO in words, sorted({batch, *(number for number in numbers if number < batch)})
 
 
 def _bench(argv: Sequence[str]) -> int:

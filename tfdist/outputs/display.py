@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require_packages
 from tfdist.outputs.run_directory import COUNTERS
 
 logger = logging.getLogger(__name__)
@@ -338,17 +338,10 @@ def empty_panels(where: str, *, columns: int = 1, width: float = 6.4) -> tuple[A
 
     Raises UsageError where matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError(
-            where,
-            received="no matplotlib",
-            expected="it to be installed",
-            fix="pip install 'tfdist[plots]'",
-            code="no-matplotlib",
-        ) from None
+    require_packages(where, "matplotlib", extra="plots")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width * columns, 4.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes_of_panels = list(figure.subplots(1, columns, squeeze=False)[0])

@@ -95,13 +95,16 @@ def ticks(low: float, high: float, *, most: int = 5) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scale:
+class Scale:
+    """Where values from `low` to `high` are, between `begin` and `end`."""
+
     low: float
     high: float
     begin: float
     end: float
 
     def at(self, value: float) -> float:
+        """Return where a value is; in the middle where the ends are one."""
         if self.high <= self.low:
             return (self.begin + self.end) / 2
         return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
@@ -123,8 +126,8 @@ def line_chart(
     ys = [y for one in shown for _, y in one.known]
     low = min(0.0, *ys) if from_zero or min(ys) == max(ys) else min(ys)
     high = max(ys) if max(ys) > low else low + 1
-    x_of = _Scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
-    y_of = _Scale(low, low + (high - low) * 1.04, _HEIGHT - _BOTTOM, _TOP)
+    x_of = Scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT)
+    y_of = Scale(low, low + (high - low) * 1.04, _HEIGHT - _BOTTOM, _TOP)
     parts = [
         *_grid(x_of, y_of, x_label),
         *(_mark(mark, x_of) for mark in marks if x_of.low <= mark.x <= x_of.high),
@@ -141,7 +144,7 @@ def _svg(parts: Sequence[str], *, label: str, width: float, height: float) -> st
     )
 
 
-def _grid(x_of: _Scale, y_of: _Scale, x_label: str) -> list[str]:
+def _grid(x_of: Scale, y_of: Scale, x_label: str) -> list[str]:
     parts = []
     for value in ticks(y_of.low, y_of.high):
         y = y_of.at(value)
@@ -161,7 +164,7 @@ def _grid(x_of: _Scale, y_of: _Scale, x_label: str) -> list[str]:
     return parts
 
 
-def _line(one: Series, x_of: _Scale, y_of: _Scale) -> str:
+def _line(one: Series, x_of: Scale, y_of: Scale) -> str:
     css = "line" + " dashed" * one.is_dashed
     colour = f"color:var(--c{one.colour % NUM_COLOURS})"
     pieces: list[list[tuple[float, float]]] = [[]]
@@ -181,7 +184,7 @@ def _piece(points: Sequence[tuple[float, float]], look: str) -> str:
     return f'<polyline {look} points="{text}"/>'
 
 
-def _mark(mark: Mark, x_of: _Scale) -> str:
+def _mark(mark: Mark, x_of: Scale) -> str:
     x = x_of.at(mark.x)
     return (
         f'<g data-tip="{escape(mark.text)}"><line class="failure" x1="{x:.1f}" x2="{x:.1f}" '
@@ -190,7 +193,7 @@ def _mark(mark: Mark, x_of: _Scale) -> str:
     )
 
 
-def _hits(shown: Sequence[Series], x_of: _Scale, x_label: str) -> list[str]:
+def _hits(shown: Sequence[Series], x_of: Scale, x_label: str) -> list[str]:
     """Return bars that nobody sees: the one under the pointer tells the values there."""
     xs = sorted({x for one in shown for x, _ in one.known})
     xs = xs[:: -(-len(xs) // _MAX_HITS)]
@@ -238,7 +241,7 @@ def axis_of(name: str, values: Sequence[object], *, is_log: bool) -> tuple[Axis,
     def raw(value: float) -> float:
         return math.log10(value) if on_log else value
 
-    scale = _Scale(raw(min(numbers)), raw(max(numbers)), 0.0, 1.0)
+    scale = Scale(raw(min(numbers)), raw(max(numbers)), 0.0, 1.0)
     heights = {str(value): scale.at(raw(value)) for value in numbers}
     at = sorted(set(numbers))
     if len(at) > 5:
@@ -256,7 +259,7 @@ def parallel_coordinates(axes: Sequence[Axis], lines: Sequence[Crossing], *, lab
     width, height, top, bottom = max(400.0, 150.0 * len(axes)), 280.0, 40.0, 16.0
     step = (width - 150) / max(1, len(axes) - 1)
     x_of = [75 + step * i for i in range(len(axes))]
-    y_of = _Scale(0.0, 1.0, height - bottom, top)
+    y_of = Scale(0.0, 1.0, height - bottom, top)
     parts = []
     for line in sorted(lines, key=lambda line: (line.is_best, -line.rank)):
         css = "cross best" if line.is_best else "cross"

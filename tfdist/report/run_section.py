@@ -14,6 +14,7 @@ from tfdist.report.pieces import (
     NUM_COLOURS,
     UNKNOWN,
     Mark,
+    Scale,
     Series,
     badge,
     card,
@@ -337,28 +338,19 @@ def bar(part: str, left: float, right: float, tip: str) -> str:
     return f'<div class="bar" style="{style}" data-tip="{escape(tip)}"></div>'
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    begin: float
-    end: float
-
-    def at(self, moment: float) -> float:
-        return (moment - self.begin) / (self.end - self.begin)
-
-
 def timeline(run: Run, legend: str) -> str:
     """Return the last attempts with their tasks; the empty text where no times are known."""
     ends = [attempt.end for attempt in run.attempts if attempt.end is not None]
     if not run.begin or not ends or max(ends) <= run.begin:
         return ""
-    shown = _Range(run.begin, max(ends))
-    rows = _scale(shown.end - shown.begin)
+    shown = Scale(run.begin, max(ends), 0.0, 1.0)
+    rows = _scale(shown.high - shown.low)
     for attempt in run.attempts[-MAX_ROWS:]:
         rows += _head(attempt)
         rows += "".join(_row(attempt, span, shown) for span in attempt.tasks[:MAX_ROWS])
         if (left_out := len(attempt.tasks) - MAX_ROWS) > 0:
             rows += f'<span></span><span class="soft">and {left_out} more</span>'
-    note = f'<p class="note">From {clock(shown.begin)} to {clock(shown.end)}.</p>'
+    note = f'<p class="note">From {clock(shown.low)} to {clock(shown.high)}.</p>'
     return card(f'{legend}<div class="rows">{rows}</div>{note}')
 
 
@@ -386,10 +378,10 @@ def _head(attempt: AttemptRecord) -> str:
     return f'<div class="head">Attempt {attempt.number} <span>{", ".join(facts)}</span></div>'
 
 
-def _row(attempt: AttemptRecord, span: TaskSpan, shown: _Range) -> str:
+def _row(attempt: AttemptRecord, span: TaskSpan, shown: Scale) -> str:
     if span.begin is None:
         return ""
-    until = span.end or attempt.end or shown.end
+    until = span.end or attempt.end or shown.high
     name = span.task + (f" (restart {span.restart})" if span.restart else "")
     where = f" on {span.host}" if span.host else ""
     tip = f"{name}{where}: {span.outcome}\n{clock(span.begin)} to {clock(until)}"

@@ -15,6 +15,7 @@ from tfdist.errors import TfdistError, require
 from tfdist.files import is_held
 from tfdist.outputs.run_directory import read_json
 from tfdist.report.pieces import (
+    Axis,
     Crossing,
     Series,
     axis_of,
@@ -72,6 +73,16 @@ class SweepRecord:
     def completed(self) -> list[TrialEntry]:
         """Return the trials that have a score."""
         return [trial for trial in self.trials if trial.score is not None]
+
+    @property
+    def scores(self) -> list[float]:
+        """Return the scores of the completed trials, in the order in which they were asked for."""
+        return [trial.score for trial in self.trials if trial.score is not None]
+
+    @property
+    def best_so_far(self) -> list[float]:
+        """Return the best score up to each completed trial."""
+        return list(itertools.accumulate(self.scores, max if self.is_max else min))
 
     @property
     def ranked(self) -> list[TrialEntry]:
@@ -190,18 +201,28 @@ def sweep_section(sweep: SweepRecord, index: int, link_of: Mapping[Path, str]) -
     )
 
 
-def _parallel(sweep: SweepRecord) -> str:
+def coordinates(sweep: SweepRecord, *, most: int) -> list[tuple[Axis, list[float | None]]]:
+    """Return the axes of parallel coordinates, and where the completed trials cross each.
+
+    The trials are as ranked; the axes are those of `most` hyperparameters, and of the score.
+    """
     trials = [trial for trial in sweep.ranked if trial.score is not None]
-    names = sweep.varied[:_MAX_AXES]
-    if not trials or not names:
-        return ""
-    columns = {name: [t.hyperparameters.get(name) for t in trials] for name in names}
-    axes, heights = [], []
+    columns: dict[str, list[Any]] = {
+        name: [t.hyperparameters.get(name) for t in trials] for name in sweep.varied[:most]
+    }
+    found = []
     for name, values in (*columns.items(), (sweep.objective, [t.score for t in trials])):
         known = [value for value in values if value is not None]
         axis, height_of = axis_of(name, known, is_log=name in sweep.on_log_scale)
-        axes.append(axis)
-        heights.append([height_of.get(str(value)) for value in values])
+        found.append((axis, [height_of.get(str(value)) for value in values]))
+    return found
+
+
+def _parallel(sweep: SweepRecord) -> str:
+    trials = [trial for trial in sweep.ranked if trial.score is not None]
+    if not trials or not sweep.varied:
+        return ""
+    axes, heights = zip(*coordinates(sweep, most=_MAX_AXES), strict=True)
     lines = [
         Crossing(
             heights=[column[rank] for column in heights],
@@ -227,12 +248,10 @@ def _tip(trial: TrialEntry, objective: str) -> str:
 
 
 def _scores(sweep: SweepRecord) -> str:
-    scores = [trial.score for trial in sweep.completed if trial.score is not None]
-    pick = max if sweep.is_max else min
-    best = list(itertools.accumulate(scores, pick))
+    points, best = list(enumerate(sweep.scores, 1)), list(enumerate(sweep.best_so_far, 1))
     series = [
-        Series(name="trial", points=list(enumerate(scores, 1)), is_dots=True),
-        Series(name="best so far", points=list(enumerate(best, 1)), colour=1, is_dashed=True),
+        Series(name="trial", points=points, is_dots=True),
+        Series(name="best so far", points=best, colour=1, is_dashed=True),
     ]
     return chart(words(sweep.objective), series, x_label="completed trials", from_zero=False)
 

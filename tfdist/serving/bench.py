@@ -8,20 +8,20 @@ connection sends when it has its answer (closed loop).
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser, run_program
+from tfdist.argument_parser import Parser, reading_file, run_program
 from tfdist.errors import (
     EXIT_OK,
     TfdistError,
     require,
     require_int,
     require_number,
+    require_packages,
 )
 
 
@@ -51,13 +51,11 @@ def _parser() -> Parser:
 def _bench(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     _check(options)
+    token, body = _read("--token", options.token).decode().strip(), _read("--body", options.body)
     from tfdist.serving.load import Load, example_body, example_message, run
 
-    token = options.token.read_text().strip() if options.token else ""
     url = options.url.rstrip("/")
-    if options.body:
-        body = options.body.read_bytes()
-    else:
+    if not options.body:
         make = example_message if options.grpc else example_body
         body = make(url, examples=options.examples, token=token)
     load = Load(
@@ -79,15 +77,13 @@ def _bench(argv: Sequence[str]) -> int:
     return EXIT_OK if not found["failed"] else 1
 
 
+def _read(flag: str, path: Path | None) -> bytes:
+    with reading_file(flag, path, expected="a file"):
+        return path.read_bytes() if path else b""
+
+
 def _check(options: Any) -> None:
-    require(
-        importlib.util.find_spec("httptools"),
-        "tfdist.bench",
-        received="an environment without httptools",
-        expected="the packages of the extra 'serving'",
-        fix="pip install 'tfdist[serving]'",
-        code="no-extra",
-    )
+    require_packages("tfdist.bench", "httptools", "grpc", extra="serving")
     require(
         options.url.startswith(("http://", "https://")) and "/models/" in options.url,
         "URL",
@@ -96,16 +92,6 @@ def _check(options: Any) -> None:
         fix="write http://127.0.0.1:8501/v1/models/NAME",
         code="bad-value",
     )
-    for flag in ("body", "token"):
-        path = getattr(options, flag)
-        require(
-            path is None or path.is_file(),
-            f"--{flag}",
-            received=path,
-            expected="a file",
-            fix="correct the path",
-            code="no-file",
-        )
     require_int("--connections", options.connections, least=1)
     require_int("--tries", options.tries, least=1)
     require_int("--examples", options.examples, least=1)

@@ -106,13 +106,10 @@ class ServedModel:
         )
 
     def warm_up(self, directory: Path) -> int:
-        """Answer the requests in ``assets.extra`` and a batch of each size; return how many.
-
-        Without such requests zeros are sent, where the signature says all that they need.
-        """
+        """Answer the requests in ``assets.extra`` and a batch of each size; return how many."""
         file = directory / "assets.extra" / "tf_serving_warmup_requests"
         if not file.is_file():
-            return self._warm_up_by_zeros()
+            return 0
         count = 0
         for record in tf.compat.v1.io.tf_record_iterator(str(file)):
             log = prediction_log_pb2.PredictionLog.FromString(record)
@@ -123,21 +120,6 @@ class ServedModel:
                     raise answer
                 count += 1 + self._warm_up_sizes(self._decode_grpc(payload))
         return count
-
-    def _warm_up_by_zeros(self) -> int:
-        signature = self.signatures.get(DEFAULT_SIGNATURE)
-        if signature is None or not signature.batches:
-            return 0
-        shapes = [(1, *(spec.shape or ())[1:]) for spec in signature.inputs.values()]
-        kinds = [spec.dtype for spec in signature.inputs.values()]
-        if any(-1 in shape for shape in shapes) or any(kind.kind == "O" for kind in kinds):
-            return 0
-        arrays = tuple(np.zeros(shape, kind) for shape, kind in zip(shapes, kinds, strict=True))
-        try:
-            call = Call(signature=DEFAULT_SIGNATURE, arrays=arrays, encode=lambda _: b"")
-            return self._warm_up_sizes(call)
-        except tf.errors.OpError:  # zeros are no request of its
-            return 0
 
     def _warm_up_sizes(self, call: Call) -> int:
         signature = self.signatures[call.signature]

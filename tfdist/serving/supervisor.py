@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import os
@@ -20,11 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import TfdistError, opening_port
 from tfdist.launch.events import STOP_SIGNALS
 from tfdist.launch.report import signal_name
 from tfdist.serving.door import Door, address_of, bound, prefer_the_next
@@ -83,7 +82,7 @@ def cores_of(index: int, *, replicas: int, cores: Sequence[int]) -> tuple[int, .
     return tuple(cores[index::replicas])
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _ReplicaProcess:
     """A replica's process and what it is reached by."""
 
@@ -91,8 +90,6 @@ class _ReplicaProcess:
     model: str
     version: int
     path: str
-    timeout: asyncio.TimerHandle | None = None
-    said: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,6 +115,7 @@ class ServiceSupervisor:
         self._private = tempfile.mkdtemp(prefix="tfdist-serve-")
         self._ids = 0
         self._replicas: dict[int, _ReplicaProcess] = {}
+        self._following: set[asyncio.Task[None]] = set()
         self._spares: list[_Spare] = []
         self._draining: dict[int, str] = {}
         self._starting: set[tuple[str, int, int]] = set()
@@ -338,10 +336,9 @@ class ServiceSupervisor:
         self._models[name] = self._models[name].started(
             Replica(id=id, version=start.version, index=start.index)
         )
-        loop = asyncio.get_running_loop()
-        kept.timeout = loop.call_later(self._options.load_timeout_s, process.kill)
-        loop.add_reader(spare.status, functools.partial(self._read_status, id, spare.status))
-        self._watch(process, functools.partial(self._ended, id))
+        task = asyncio.create_task(self._follow(id, kept, spare.status))
+        self._following.add(task)
+        task.add_done_callback(self._following.discard)
         _LOG.info("%s: replica %d loads version %d (pid %d)", name, id, start.version, process.pid)
 
     def _ordered(self, order: ReplicaOrder) -> _Spare:
@@ -372,51 +369,37 @@ class ServiceSupervisor:
         finally:
             os.close(theirs)
 
-    def _watch(self, process: subprocess.Popen[bytes], ended: Callable[[], None]) -> None:
-        """Call `ended` once when a process has ended."""
-        descriptor = os.pidfd_open(process.pid)
-        loop = asyncio.get_running_loop()
+    async def _follow(self, id: int, kept: _ReplicaProcess, status: int) -> None:
+        """Take what a replica says of its loading, and that it has ended, as its pipe has then."""
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(status, "rb")
+        )
+        with contextlib.closing(transport):
+            try:
+                async with asyncio.timeout(self._options.load_timeout_s):
+                    said = await reader.readline()
+                    if said.endswith(b"\n"):
+                        self._heard_of(id, kept.model, json.loads(said))
+            except TimeoutError:
+                kept.process.kill()
+            await reader.read()
+        await asyncio.to_thread(kept.process.wait)
+        self._ended(id)
 
-        def readable() -> None:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
-            process.wait()
-            ended()
-
-        loop.add_reader(descriptor, readable)
-
-    def _read_status(self, id: int, status: int) -> None:
-        """Take what a replica says of its loading."""
-        data = os.read(status, 1 << 16)
-        if not data:
-            asyncio.get_running_loop().remove_reader(status)
-            os.close(status)
-            return
-        kept = self._replicas.get(id)
-        if kept is None:
-            return
-        kept.said += data
-        *lines, kept.said = kept.said.split(b"\n")
-        for line in lines:
-            self._heard_of(id, kept, json.loads(line))
-
-    def _heard_of(self, id: int, kept: _ReplicaProcess, said: Mapping[str, Any]) -> None:
-        if kept.timeout:
-            kept.timeout.cancel()
-        model = self._models[kept.model]
+    def _heard_of(self, id: int, name: str, said: Mapping[str, Any]) -> None:
+        model = self._models[name]
         if "failed" in said:
-            self._set(kept.model, model.failed(id, said["failed"]))
+            self._set(name, model.failed(id, said["failed"]))
         else:
-            _LOG.info("%s: replica %d is ready", kept.model, id)
-            self._set(kept.model, model.loaded(id))
+            _LOG.info("%s: replica %d is ready", name, id)
+            self._set(name, model.loaded(id))
             if len(self._spares) < self._options.spares and not self._stop.is_set():
                 self._spares.append(self._spare())  # now, as nothing else is being loaded
 
     def _ended(self, id: int) -> None:
         """Take that a replica's process has ended."""
         kept = self._replicas.pop(id)
-        if kept.timeout:
-            kept.timeout.cancel()
         Path(kept.path).unlink(missing_ok=True)
         how = _how(kept.process.returncode)
         if self._draining.pop(id, None) is None and not self._stop.is_set():
@@ -439,13 +422,13 @@ class ServiceSupervisor:
 
 def _listen(host: str, port: int) -> socket.socket:
     """Return the listening socket of REST, which fronts share, one after the other."""
-    with _free(host, port, "--rest_port"):
+    with opening_port("--rest_port", f"{host}:{port}"):
         return socket.create_server((host, port), backlog=2048)
 
 
 def _reserve(host: str, port: int) -> socket.socket:
     """Return the socket at the port of gRPC to which connections go while no front listens."""
-    with _free(host, port, "--grpc_port"):
+    with opening_port("--grpc_port", f"{host}:{port}"):
         holder = bound(host, port)
     prefer_the_next(holder)
     holder.listen(2048)
@@ -455,21 +438,6 @@ def _reserve(host: str, port: int) -> socket.socket:
 def _address(of: socket.socket) -> str:
     host, port = address_of(of)
     return f"{host}:{port}"
-
-
-@contextlib.contextmanager
-def _free(host: str, port: int, flag: str) -> Iterator[None]:
-    """Raise UsageError for an OSError in the block."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(
-            flag,
-            received=f"{host}:{port} ({error.strerror})",
-            expected="an address of this host with a port that is free",
-            fix="name another one, or 0 for any",
-            code="port-taken",
-        ) from error
 
 
 def _spawn(

@@ -302,6 +302,14 @@ def _has_versions(directory: Path) -> bool:
 def require_models(directory: Path, name: str | None = None) -> dict[str, Path]:
     """Return the models to serve; raise UsageError where there is none."""
     with one_line_errors(f"serve: cannot read {directory}"):
+        require(
+            directory.is_dir(),
+            "DIR",
+            received=f"{directory} (no such directory)",
+            expected="one that has versions of models",
+            fix="correct the path, or write a version with python -m tfdist.export",
+            code="no-directory",
+        )
         models = find_models(directory, name)
     require(
         models,

@@ -127,6 +127,7 @@ class SynchronousEngine(Engine):
     def _compile_block(self, program: StepProgram) -> Any:
         @compiled
         def run_block(first: tf.Tensor, last: tf.Tensor, iterator: Any = None) -> Any:
+            _draw_apart(self._job)
             values: list[dict[str, tf.Tensor]] = []
 
             recorder = program.recorder
@@ -157,6 +158,7 @@ class SynchronousEngine(Engine):
     def _compile_step(self, program: StepProgram) -> Callable[..., Any]:
         @compiled
         def run_step(step: tf.Tensor, iterator: Any = None) -> Any:
+            _draw_apart(self._job)
             parts = _parts(program, step, iterator)
             outputs = self._step(program, step, parts)
             if not program.feed.may_be_empty:
@@ -218,6 +220,13 @@ class SynchronousEngine(Engine):
         start = int(counts[: ids[0]].sum())
         whole[start : start + len(rows)] = rows
         return sum_bytes(self._job, whole, of="a step's outputs")
+
+
+def _draw_apart(job: Job) -> None:
+    """Have `tf.random` draw other numbers in each task, also where all have set the same seed."""
+    graph = tf.compat.v1.get_default_graph()
+    if graph.seed is not None:
+        graph.seed += job.task_index
 
 
 def _arguments(program: StepProgram, first: int, last: int) -> list[Any]:

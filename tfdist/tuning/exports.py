@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import itertools
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError
+from tfdist.report.sweep import SweepRecord, coordinates, read_sweep
+from tfdist.tuning.directory import PLOT
 from tfdist.tuning.journal import COMPLETED, SweepState, Trial
 
-# Plot of a sweep: scores, and the effect of each hyperparameter; tfdist.report has the rest.
+# Plot of a sweep: scores, the effect of each hyperparameter, parallel coordinates.
 
 logger = logging.getLogger(__name__)
 
@@ -34,90 +35,87 @@ def load_plot() -> None:
         import matplotlib.figure  # noqa: F401
 
 
-def draw_plot(state: SweepState, path: str | os.PathLike[str]) -> Path | None:
-    """Draw the completed trials as a PNG; return its path.
+def draw_plot(sweep_dir: Path) -> Path | None:
+    """Draw the completed trials of a sweep as a PNG in its directory; return its path.
 
     Returns None, and says so in the log, where matplotlib is not installed, no trial is there, or
     the picture cannot be drawn or written: it is no reason for a sweep that is done to fail.
     """
-    trials = [t for t in state.trials.values() if t.score is not None]
-    if not trials:
-        logger.info("no plot: no trial was completed")
-        return None
+    path = sweep_dir / PLOT
     try:
-        _figure(state, trials).savefig(path)
+        sweep = read_sweep(sweep_dir)
+        if not sweep.completed:
+            logger.info("no plot: no trial was completed")
+            return None
+        _figure(sweep).savefig(path)
     except ImportError:
         logger.info("no plot: matplotlib is missing; pip install 'tfdist[plots]'")
         return None
     except Exception as error:
         logger.warning("no plot: %s: %s", type(error).__name__, error)
         return None
-    return Path(path)
+    return path
 
 
-def _figure(state: SweepState, trials: Sequence[Trial]) -> Any:
+def _figure(sweep: SweepRecord) -> Any:
     from matplotlib.figure import Figure  # made by hand: neither pyplot nor a display is touched
 
-    names = _names(trials)
+    names = sweep.varied[:_MOST_EFFECTS]
     rows = -(-len(names) // _COLUMNS)
-    figure = Figure(figsize=(13.0, 3.4 + 2.7 * rows), dpi=130, layout="constrained")
-    grid = figure.add_gridspec(rows + 1, _COLUMNS, height_ratios=[1.2, *[1.0] * rows])
-    objective = _literal(state.begun.get("objective", "score"))
-    is_max = state.begun.get("direction") == "max"
-    on_log = {
-        entry["config"]["name"]
-        for entry in state.begun.get("space", ())
-        if "log" in str(entry["config"].get("sampling"))
-    }
-    _draw_scores(figure.add_subplot(grid[0, :]), trials, objective=objective, is_max=is_max)
+    figure = Figure(figsize=(13.0, 6.8 + 2.7 * rows), dpi=130, layout="constrained")
+    grid = figure.add_gridspec(rows + 2, _COLUMNS, height_ratios=[1.2, *[1.0] * rows, 1.2])
+    _draw_scores(figure.add_subplot(grid[0, :]), sweep)
     for number, name in enumerate(names):
-        axes = figure.add_subplot(grid[1 + number // _COLUMNS, number % _COLUMNS])
-        _draw_effect(axes, trials, name, is_log=name in on_log)
-        axes.set_ylabel(objective)
-    tuner = _literal(state.begun.get("tuner"))
-    figure.suptitle(f"{tuner} search, {len(trials)} trials", fontsize=12)
+        place = grid[1 + number // _COLUMNS, number % _COLUMNS]
+        _draw_effect(figure.add_subplot(place), sweep, name)
+    _draw_parallel(figure.add_subplot(grid[rows + 1, :]), sweep)
+    title = f"{_literal(sweep.tuner)} search, {len(sweep.completed)} trials"
+    figure.suptitle(title, fontsize=12)
     return figure
 
 
-def _names(trials: Sequence[Trial]) -> list[str]:
-    """Return the hyperparameters that differ between trials, in the order of the space."""
-    seen: dict[str, list[Any]] = {}
-    for trial in trials:
-        for name, value in trial.hyperparameters.items():
-            seen.setdefault(name, []).append(value)
-    varied = [name for name, values in seen.items() if len(set(values)) > 1]
-    return (varied or list(seen))[:_MOST_EFFECTS]
-
-
-def _draw_scores(axes: Any, trials: Sequence[Trial], *, objective: str, is_max: bool) -> None:
-    scores = [trial.score or 0.0 for trial in trials]
-    best = list(itertools.accumulate(scores, max if is_max else min))
-    numbers = list(range(1, len(scores) + 1))
-    axes.plot(numbers, scores, "o", color=_POINTS, ms=5, label="trial")
+def _draw_scores(axes: Any, sweep: SweepRecord) -> None:
+    best, numbers = sweep.best_so_far, range(1, len(sweep.scores) + 1)
+    axes.plot(numbers, sweep.scores, "o", color=_POINTS, ms=5, label="trial")
     axes.step(numbers, best, where="post", color=_BEST, label=f"best so far, {best[-1]:.4g}")
     axes.set_xlabel("completed trials, in the order in which they were asked for")
-    axes.set_ylabel(objective)
+    axes.set_ylabel(_literal(sweep.objective))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, fontsize=9)
     _plain_axes(axes)
 
 
-def _draw_effect(axes: Any, trials: Sequence[Trial], name: str, *, is_log: bool) -> None:
-    known = [trial for trial in trials if name in trial.hyperparameters]
+def _draw_effect(axes: Any, sweep: SweepRecord, name: str) -> None:
+    known = [trial for trial in sweep.completed if name in trial.hyperparameters]
     values = [trial.hyperparameters[name] for trial in known]
     scores = [trial.score for trial in known]
-    if not _are_numbers(values):
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
         pairs = sorted(zip(map(_literal, values), scores, strict=True))
         values, scores = map(list, zip(*pairs, strict=True))
     axes.plot(values, scores, "o", color=_POINTS, ms=4.5, alpha=0.8)
-    if is_log:
+    if name in sweep.on_log_scale:
         axes.set_xscale("log")
     axes.set_xlabel(_literal(name))
+    axes.set_ylabel(_literal(sweep.objective))
     _plain_axes(axes)
 
 
-def _are_numbers(values: Sequence[Any]) -> bool:
-    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+def _draw_parallel(axes: Any, sweep: SweepRecord) -> None:
+    """Draw a line for each trial through its values, the better the stronger, the best on top."""
+    found = coordinates(sweep, most=_MOST_EFFECTS)
+    for number, (axis, _) in enumerate(found):
+        axes.axvline(number, color="#bbbbbb", lw=0.8, zorder=0)
+        for height, text in axis.ticks:
+            where = {"va": "center", "fontsize": 7, "color": "#444444"}
+            axes.text(number + 0.02, height, _literal(text), **where)
+    lines = list(zip(*(heights for _, heights in found), strict=True))
+    for rank, line in reversed([*enumerate(lines)]):
+        look = {"color": _POINTS if rank else _BEST, "alpha": 1.0 - 0.7 * rank / len(lines)}
+        points = [(x, height) for x, height in enumerate(line) if height is not None]
+        axes.plot(*zip(*points, strict=True), "-o", ms=4, lw=1.3, **look)
+    axes.set_xticks(range(len(found)), [_literal(axis.name) for axis, _ in found])
+    axes.set_yticks([])
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _literal(text: object) -> str:

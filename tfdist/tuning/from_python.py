@@ -29,7 +29,7 @@ from tfdist.launch.options import Program
 from tfdist.launch.target import imports_tensorflow
 from tfdist.tuning import directory, journal, sweep
 from tfdist.tuning.journal import SweepState, Trial
-from tfdist.tuning.options import NONE, RECONNECT_S, SearchOptions, require_no_rule
+from tfdist.tuning.options import NONE, RECONNECT_S, RunOptions, require_no_rule
 from tfdist.tuning.oracle import PROJECT, Search, complete_space, default_dir, of_epochs
 from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.sweep import RETRAINED, Sweep
@@ -236,7 +236,7 @@ def search(
       SystemExit: in a trial, which is done; in a runner; in a sweep that was asked to stop.
     """
     require_known(fit_kwargs, own=inspect.signature(search).parameters, fit=_names_of_fit)
-    options = SearchOptions(
+    options = RunOptions(
         sweep_dir=sweep_dir_of(tuner, sweep_dir),
         strategy=strategy,
         workers=workers,
@@ -283,12 +283,10 @@ class TunerSweep(Sweep):
       fitting: the arguments of the fit.
     """
 
-    options: SearchOptions
-
     def __init__(
         self,
         tuner: Any,
-        options: SearchOptions,
+        options: RunOptions,
         program: TrialProgram,
         fitting: Mapping[str, Any],
     ) -> None:

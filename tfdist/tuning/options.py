@@ -55,6 +55,8 @@ class RunOptions:
     rendezvous_token_file: str | None = None
     reconnect_s: float = RECONNECT_S
     """For how long a runner looks for its chief."""
+    backup_every_steps: int | None = None
+    """How often a trial of `tfdist.tuning.search` saves; a configuration says it by itself."""
 
     def __post_init__(self) -> None:
         require_one_of("--strategy", self.strategy, STRATEGIES)
@@ -64,6 +66,7 @@ class RunOptions:
             1, workers=self.workers, ps=self.ps, max_failed_trials=self.max_failed_trials
         )
         _require_least(1, devices_per_worker=self.devices_per_worker)
+        _require_least(1, backup_every_steps=self.backup_every_steps)
         mutually_exclusive(
             {"--join": self.join, "--serve": self.serve},
             fix="give --serve to the sweep's chief, and --join to its runners",
@@ -94,17 +97,6 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SearchOptions(RunOptions):
-    """What `tfdist.tuning.search` was asked for; raises as `RunOptions`."""
-
-    backup_every_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)  # super() does not know the class that slots made anew
-        _require_least(1, backup_every_steps=self.backup_every_steps)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOptions(RunOptions):
     """What `tfdist.tune` was asked for; raises as `RunOptions`."""
 
@@ -119,7 +111,7 @@ class SweepOptions(RunOptions):
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)
+        RunOptions.__post_init__(self)  # super() does not know the class that slots made anew
         require_one_of("--tuner", self.tuner, TUNERS)
         require_one_of("--objective", self.objective, OBJECTIVES)
         if self.tuner == "hyperband":

@@ -1,14 +1,12 @@
 """KerasTuner in a sweep: the search space, complete before the first trial, and the oracle.
 
-A config file says what is searched in one of two functions::
+A config file says what is searched in a function::
 
     def space(hp, config):
         config.optimizer = hp.Choice("optimizer", ["sgd", "adam"])
         with hp.conditional_scope("optimizer", ["sgd"]):
             if config.optimizer == "sgd":
                 config.momentum = hp.Float("momentum", 0.5, 0.99)
-
-or ``get_search_space()``, which returns a `keras_tuner.HyperParameters` whose names are fields.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ import keras_tuner
 from keras_tuner.src.engine.metrics_tracking import infer_metric_direction
 
 from tfdist.configs import check
-from tfdist.configs.fields import flat, unknown
-from tfdist.errors import TfdistError, UsageError, near, require
+from tfdist.configs.fields import flat
+from tfdist.errors import TfdistError, UsageError, near, require, require_packages
 from tfdist.files import one_line_errors, write_text
 from tfdist.tuning.chief import RUNNING, NextTrial
 
@@ -103,42 +101,16 @@ class SearchSpace:
 
 
 def _load(path: str) -> _Build:
-    names = runpy.run_path(path)  # it has run before, for its configuration
-    if callable(build := names.get("space")):
-        return build
-    if not callable(search_space := names.get("get_search_space")):
-        raise UsageError(
-            path,
-            received="no search space",
-            expected="a function space(hp, config) or get_search_space()",
-            fix="copy it from configs/digits_sweep.py",
-            code="no-space",
-        )
-    given = search_space()
+    build: Any = runpy.run_path(path).get("space")  # it has run before, for its configuration
     require(
-        isinstance(given, keras_tuner.HyperParameters),
+        callable(build),
         path,
-        received=f"a {type(given).__name__} from get_search_space()",
-        expected="a keras_tuner.HyperParameters",
-        fix="make one, and name its hyperparameters after fields",
+        received="no search space",
+        expected="a function space(hp, config)",
+        fix="copy it from configs/digits_sweep.py",
         code="no-space",
     )
-
-    def build_from(hp: Any, config: Any) -> None:
-        hp.merge(given.space, overwrite=False)
-        for one in given.space:
-            if hp.is_active(one):
-                set_field(config, one.name, hp.values[one.name])
-
-    return build_from
-
-
-def set_field(config: Any, name: str, value: object) -> None:
-    """Set ``augmentation.random_flip``; raise UsageError for a field that does not exist."""
-    if name not in flat(config):
-        raise unknown(name, where="search space")
-    group, _, field = name.rpartition(".")
-    (config[group] if group else config)[field] = value
+    return build
 
 
 def _text(value: object) -> str:
@@ -415,16 +387,9 @@ def make_oracle(
         "grid": keras_tuner.oracles.GridSearchOracle,
         "bayesian": keras_tuner.oracles.BayesianOptimizationOracle,
     }
-    try:
-        return kinds[tuner](max_trials=max_trials, **common)
-    except ImportError as error:
-        raise UsageError(
-            "--tuner",
-            received=f"{tuner} without scikit-learn and SciPy",
-            expected="both installed: its model is theirs",
-            fix="pip install 'tfdist[digits]', or use --tuner random",
-            code="missing-package",
-        ) from error
+    if tuner == "bayesian":  # its model is theirs
+        require_packages("--tuner bayesian", "sklearn", "scipy", extra="digits")
+    return kinds[tuner](max_trials=max_trials, **common)
 
 
 def _fits_a_model(oracle: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from tfdist.cluster import tf_config
 from tfdist.cluster.address import split_address
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, opening_port
 from tfdist.launch.multihost import agreement
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.multihost.connection import resolve
@@ -78,18 +78,10 @@ def listener_of(address: str) -> socket.socket:
     Raises UsageError where this machine does not have it, or something else listens there.
     """
     host, port = split_address(address)
-    try:
+    with opening_port("--serve", address):
         _, (number, _) = resolve(host, port)
         _require_reachable(address, host, number)
         return listen(number, port, num_hosts=_MOST_AT_ONCE)
-    except OSError as error:
-        raise UsageError(
-            "--serve",
-            received=f"{address} ({error.strerror or error})",
-            expected="an address and a free port of this machine",
-            fix="end what listens there, or correct it",
-            code="cannot-listen",
-        ) from None
 
 
 def _require_reachable(address: str, host: str, number: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -18,7 +17,7 @@ from typing import Any
 from tfdist.errors import TfdistError, UsageError
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.guardian import bound_command
-from tfdist.outputs.run_directory import RunDirectory
+from tfdist.outputs.run_directory import RunDirectory, read_json
 from tfdist.tuning.journal import Slot
 from tfdist.tuning.trial_job import (
     Completed,
@@ -284,11 +283,9 @@ class LaunchedTrial:
         """Return report.json, None where this start has not written it."""
         if self._report_time() == self._report_before:
             return None
-        try:
-            report = json.loads((self._job.run_dir / "report.json").read_text())
-        except (OSError, ValueError):
-            return None
-        return report if isinstance(report, dict) else None
+        with contextlib.suppress(TfdistError):
+            return read_json(self._job.run_dir / "report.json")
+        return None
 
     def _last_lines(self) -> tuple[str, ...]:
         text = ""

@@ -92,7 +92,7 @@ class SweepScreen:
         """The sweep has ended or was asked to stop: the leaderboard, and the picture."""
         self._stop_live()
         self._write(state)
-        path = exports.draw_plot(state, self._sweep_dir / directory.PLOT)
+        path = exports.draw_plot(self._sweep_dir)
         leaderboard(state, self._sweep_dir, console=self._console)
         if path is not None:
             self._say(f"plot: {path}")

@@ -156,12 +156,32 @@ def counts_of(case, strategy):
     return seen
 
 
+class Draws(keras.Sequential):
+    """How far the draws of `tf.random` in the workers' steps are from each other."""
+
+    def train_step(self, data):
+        context = tf.distribute.get_replica_context()
+        drawn = context.all_gather(tf.random.normal((1,)), axis=0)
+        super().train_step(data)
+        return {"apart": tf.abs(drawn[0] - drawn[1])}
+
+
+def drawn_apart(strategy):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = Draws([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    ones = np.ones((8, 1), "float32")
+    return tfdist.fit(model, ones, ones, verbose=0).history["apart"]
+
+
 def main():
     strategy = tfdist.make_strategy()
     found = {case: counts_of(case, strategy) for case in CASES}
     with strategy.scope():
         identity = keras.Sequential([keras.Input((1,)), keras.layers.Identity()])
     stream = numbered(IDS).shuffle(EXAMPLES).batch(BATCH)
+    found["drawn apart"] = drawn_apart(strategy)
     found["predicted"] = tfdist.predict(identity, stream, verbose=0)[:, 0].tolist()
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     with open(f"{sys.argv[1]}/agreeing-{index}.json", "w") as file:

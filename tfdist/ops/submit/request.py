@@ -357,10 +357,10 @@ def parse(argv: Sequence[str]) -> JobRequest | None:
         return None
     values = vars(_parser().parse_args(words))
     own = {name: values.pop(name) for name in _BY_NAME}
-    fix = "write --to slurm or --to kubernetes"
+    fix = "write --to slurm or --to kubernetes; --to kserve for a service"
     if own["to"] is None:
-        raise wrong("to", "nothing", "slurm or kubernetes", fix, "no-value")
-    to = require_one_of("--to", own["to"], SCHEDULERS, fix=fix)
+        raise wrong("to", "nothing", "slurm, kubernetes or kserve", fix, "no-value")
+    to = require_one_of("--to", own["to"], (*SCHEDULERS, "kserve"), fix=fix)
     for name, value in own.items():
         only = _BY_NAME[name].only
         if only and only != to and value not in (None, []):

@@ -31,7 +31,6 @@ from tfdist.training.keras_compat.reduction import (
 from tfdist.training.keras_compat.trace import (
     Original,
     StepTrace,
-    comes_of_scaled,
     on_servers,
     replaces,
 )
@@ -61,7 +60,7 @@ def _gradient_hook(
         servers.require_by_rows(self, trainable_variables or self._trainable_variables)
     if trace.num_replicas > 1:
         _require_built(self)
-        grads = _weighted(list(grads), trace)
+        grads = [g if g is None else times(g, trace.share) for g in grads]
     if whole_variables := wholes_of.get(self):
         trainable_variables = trainable_variables or list(whole_variables)
         grads = scattered(self, list(grads), trainable_variables, trace)
@@ -113,13 +112,6 @@ def _cross_replica_on_ps() -> Iterator[None]:
         yield
     finally:
         distribute_lib._pop_per_thread_mode()
-
-
-def _weighted(grads: list[Any], trace: StepTrace) -> list[Any]:
-    """Weight by the batch fraction where the step's loss was never scaled: a loss made by hand."""
-    if trace.loss_scaled:
-        return grads
-    return [g if g is None or comes_of_scaled(g, trace) else times(g, trace.share) for g in grads]
 
 
 @replaces(LossScaleOptimizer, "_tf_apply", issue="https://github.com/keras-team/keras/issues/18666")

@@ -1,9 +1,14 @@
 """A replica's loss counts by its fraction of the global batch.
 
-Keras takes 1 / replicas, whatever the batch fraction, and nothing at all of a loss function that
-returns one number. Masked entries and sample weights are counted by each replica for itself. A
-tensor of several losses is summed, by `add_loss` or the tape, and counts as a mean. What layers add
-is in lists that all replicas share. Ended by: no release, Keras 3.15.1 included.
+While a step is traced every loss is a mean over the replica's own part of the batch, and a sum is
+divided by the batch fraction: terms may be added up, whoever made them. Gradients are weighted by
+the fraction at the gradient hook, metrics and logs where they are updated.
+
+Keras takes 1 / replicas, whatever the batch fraction, of some losses, and nothing at all of sums,
+of a loss function that returns one number, and of what is made by hand. Masked entries and sample
+weights are counted by each replica for itself. A tensor of several losses is summed, by `add_loss`
+or the tape. What layers add is in lists that all replicas share. Ended by: no release, Keras 3.15.1
+included.
 """
 
 from __future__ import annotations
@@ -17,117 +22,91 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from keras.src.distillation.distiller import Distiller
 from keras.src.layers.layer import Layer
 from keras.src.losses import loss as keras_loss
 from keras.src.metrics.reduction_metrics import Mean
 from keras.src.trainers.compile_utils import CompileLoss
-from keras.src.trainers.trainer import Trainer
 
 from tfdist.strategy.job import current_job
 from tfdist.training.keras_compat.reduction import sum_over_replicas
-from tfdist.training.keras_compat.trace import (
-    Original,
-    StepTrace,
-    comes_of_scaled,
-    ops_behind,
-    replaces,
-    scaled,
-    unscaled,
-)
+from tfdist.training.keras_compat.trace import Original, StepTrace, ops_behind, replaces
 
 _LOG = logging.getLogger(__name__)
 _PRODUCTS = frozenset(("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"))
 _MEAN = "sum_over_batch_size"
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 _SOURCE = f"{_KERAS}/losses/loss.py"
-_TAPE = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/eager/backprop.py"
+_TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python"
+_TAPE = f"{_TENSORFLOW}/eager/backprop.py"
+_NN = f"{_TENSORFLOW}/ops/nn_impl_distribute.py"
 
 
 def logs_by_fraction(logs: dict[str, Any], trace: StepTrace) -> dict[str, tf.Tensor]:
     """Return one replica's logs such that the sum over replicas is that of one device.
 
-    Exact for means over examples and for losses; a loss that is scaled has its share already.
+    Exact for means over examples and for losses.
     """
-    found = {}
-    for name, log in logs.items():
-        value = tf.cast(tf.convert_to_tensor(log), tf.float32)
-        if trace.num_replicas > 1 and not comes_of_scaled(value, trace):
-            value = tf.math.multiply_no_nan(value, tf.cast(trace.share, value.dtype))
-        found[name] = value
-    return found
+    found = {name: tf.cast(tf.convert_to_tensor(log), tf.float32) for name, log in logs.items()}
+    if trace.num_replicas == 1:
+        return found
+    share = tf.cast(trace.share, tf.float32)
+    return {name: tf.math.multiply_no_nan(value, share) for name, value in found.items()}
 
 
 @replaces(keras_loss, "scale_loss_for_distribution", issue=f"{_SOURCE}#L229")
-def _scale_by_fraction(original: Original, trace: StepTrace, value: Any) -> Any:
-    if trace.by_hand:
-        return value
-    trace.loss_scaled = True
-    # A layer may add a loss that Keras has scaled where it was computed.
-    if trace.num_replicas == 1 or comes_of_scaled(value, trace):
-        return value
-    return scaled(value, by=trace.share, trace=trace)
-
-
 @replaces(keras_loss, "unscale_loss_for_distribution", issue=f"{_SOURCE}#L246")
-def _unscale_by_fraction(original: Original, trace: StepTrace, value: Any) -> Any:
-    # What a `compute_loss` of the user's own has made by hand was never scaled.
-    if trace.num_replicas == 1 or not comes_of_scaled(value, trace):
-        return value
-    return unscaled(value, trace)
-
-
-@replaces(keras_loss.Loss, "__call__", issue=f"{_SOURCE}#L56")
-def _noting_loss(original: Original, trace: StepTrace, self: Any, *args: Any, **kw: Any) -> Any:
-    """Have a Keras loss know the share by itself, also one that is a sum and is never scaled."""
-    if self.reduction not in (None, "none"):
-        trace.loss_scaled = True
-    return original(self, *args, **kw)
-
-
-@replaces(Distiller, "compute_loss", issue=f"{_KERAS}/distillation/distiller.py#L418")
-def _scaling_the_sum(
-    original: Original, trace: StepTrace, self: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Scale a sum of losses as one: of its parts, means by hand, Keras would scale some."""
-    trace.by_hand = True
-    try:
-        loss = original(self, *args, **kwargs)
-    finally:
-        trace.by_hand = False
-    return keras_loss.scale_loss_for_distribution(loss)
+def _as_it_is(original: Original, trace: StepTrace, value: Any) -> Any:
+    return value
 
 
 @replaces(keras_loss, "reduce_values", issue=f"{_SOURCE}#L140")
-def _scaling_the_rest(
+def _sums_by_fraction(
     original: Original,
     trace: StepTrace,
     values: Any,
     sample_weight: Any = None,
     reduction: Any = _MEAN,
 ) -> Any:
-    """Scales what Keras never does: one number of a loss function, and sums.
+    """Return what counts as the sum, or the weighted mean, once it is weighted by the fraction.
 
-    What a loss function returned as one number, and not one for each example, is taken for a mean
-    over the batch; its gradient would count once for each replica. A sum is a replica's part as it
-    is, but that of an empty batch fraction is of an example which does not count. Of a micro-batch,
-    whose whole loss is weighted by its part of the step, it is what makes the sum over the step.
+    That of an empty batch fraction is of an example which does not count. Of a micro-batch, whose
+    whole loss is weighted by its part of the step, it is what makes the sum over the step.
     """
-    if reduction in ("none", None):
-        return original(values, sample_weight, reduction)
     by_weights = reduction == "mean_with_sample_weight" and sample_weight is not None
     if by_weights and tuple(values.shape) != () and _sums_in_step(trace, "a weighted loss"):
         whole = _over_replicas(tf.reduce_sum(sample_weight), trace)
-        by = tf.math.divide_no_nan(tf.sign(tf.cast(trace.share, whole.dtype)), whole)
-        return scaled(original(values, sample_weight, "sum"), by=by, trace=trace)
+        mean = tf.math.divide_no_nan(original(values, sample_weight, "sum"), whole)
+        return _by_fraction(mean, trace)
     reduced = original(values, sample_weight, reduction)
-    if reduction == "sum":
-        reduced /= tf.cast(trace.part, reduced.dtype)
-    if reduction == "sum" and trace.num_replicas > 1:
-        return scaled(reduced, by=tf.sign(trace.share), trace=trace)
-    if reduction == "sum" or tuple(values.shape) != ():
-        return reduced
-    return keras_loss.scale_loss_for_distribution(reduced)
+    return _by_fraction(reduced, trace) if reduction == "sum" else reduced
+
+
+def _by_fraction(value: tf.Tensor, trace: StepTrace) -> tf.Tensor:
+    """Return a sum over the examples such that its part by the batch fraction is the sum."""
+    return tf.math.divide_no_nan(value, tf.cast(trace.share * trace.part, value.dtype))
+
+
+# What TensorFlow's guide to custom training writes divides by the number of replicas.
+
+
+@replaces(tf.nn, "compute_average_loss", issue=f"{_NN}#L72")
+def _average_by_fraction(
+    original: Original,
+    trace: StepTrace,
+    per_example_loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: Any = None,
+) -> Any:
+    loss = original(per_example_loss, sample_weight, global_batch_size)
+    if global_batch_size is None:
+        return loss * tf.cast(trace.num_replicas, loss.dtype)
+    return _by_fraction(loss, trace)
+
+
+@replaces(tf.nn, "scale_regularization_loss", issue=f"{_NN}#L29")
+def _regularization_as_it_is(original: Original, trace: StepTrace, regularization_loss: Any) -> Any:
+    part = original(regularization_loss)
+    return part * tf.cast(trace.num_replicas, part.dtype)
 
 
 @replaces(keras_loss, "reduce_weighted_values", issue=f"{_SOURCE}#L164")
@@ -223,13 +202,10 @@ def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
     issue=f"{_KERAS}/backend/tensorflow/trainer.py#L742",
 )
 def _summing_what_is_added(original: Original, trace: StepTrace, self: Any, loss: Any) -> Any:
-    if trace.num_replicas == 1 or comes_of_scaled(loss, trace):
-        return original(self, loss)
-    if not _is_of_examples(loss, trace, "add_loss"):
-        return original(self, loss)
-    trace.loss_scaled = True
-    whole = Trainer._aggregate_additional_loss(self, loss)
-    return scaled(whole, by=tf.sign(trace.share), trace=trace)
+    whole = original(self, loss)
+    if trace.num_replicas == 1 or not _is_of_examples(loss, trace, "add_loss"):
+        return whole
+    return _by_fraction(whole, trace)
 
 
 @replaces(tf.GradientTape, "gradient", issue=f"{_TAPE}#L960")
@@ -242,7 +218,7 @@ def _summing_by_the_tape(
     output_gradients: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Keep gradients by a loss per example, which are sums, from being weighted by the share."""
+    """Have gradients by a loss per example, which are sums, count as such."""
     if trace.num_replicas > 1 and output_gradients is None:
         variables = tf.nest.flatten(sources)
         if all(isinstance(v, tf.Variable | keras.Variable) for v in variables):
@@ -252,24 +228,18 @@ def _summing_by_the_tape(
     return original(self, target, sources, output_gradients, **kwargs)
 
 
-def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor | None] | None:
+def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor] | None:
     """Return what a tape begins with; None where no target has a loss for each example."""
     if not all(isinstance(target, tf.Tensor) for target in targets):
         return None
-    whole = [comes_of_scaled(target, trace) for target in targets]
-    of_examples = [
-        not done and _is_of_examples(target, trace, "the gradient of a tensor")
-        for target, done in zip(targets, whole, strict=True)
-    ]
+    what = "the gradient of a tensor"
+    of_examples = [_is_of_examples(target, trace, what) for target in targets]
     if not any(of_examples):
         return None
+    ones = [tf.ones_like(target) for target in targets]
     return [
-        None
-        if done
-        else scaled(
-            tf.ones_like(target), by=tf.sign(trace.share) if is_sum else trace.share, trace=trace
-        )
-        for target, done, is_sum in zip(targets, whole, of_examples, strict=True)
+        _by_fraction(one, trace) if is_sum else one
+        for one, is_sum in zip(ones, of_examples, strict=True)
     ]
 
 
@@ -345,11 +315,8 @@ def _mean_of_examples(
         return original(self, values, trace.examples)
     if trace.num_replicas == 1:
         return original(self, values, sample_weight)
-    values = tf.convert_to_tensor(values)
-    if values.shape.rank != 0:
+    if tf.convert_to_tensor(values).shape.rank != 0:
         return original(self, values, sample_weight)
-    if comes_of_scaled(values, trace):
-        values = unscaled(values, trace)
     return original(self, values, trace.share if sample_weight is None else sample_weight)
 
 
@@ -363,14 +330,26 @@ def _of_examples_that_count(
         found: tuple[tf.Tensor, tf.Tensor] = original(x, axes, keepdims)
         return found
     counts = tf.cast(tf.convert_to_tensor(trace.examples) > 0, x.dtype)
+    share = tf.cast(trace.share, x.dtype)
+    # A replica's gradient is weighted at the hook alone; where replicas' meet they are weighted.
     sums = [
-        counts * tf.reduce_sum(values, axis=axes, keepdims=True)
+        _gradient_times(
+            counts * tf.reduce_sum(values, axis=axes, keepdims=True),
+            tf.math.divide_no_nan(tf.ones_like(share), share),
+        )
         for values in (x, tf.square(x), tf.ones_like(x))
     ]
-    total, of_squares, count = context.all_reduce("SUM", sums)
+    wholes = context.all_reduce("SUM", sums)
+    total, of_squares, count = (_gradient_times(whole, share) for whole in wholes)
     mean = tf.math.divide_no_nan(total, count)
     variance = tf.math.divide_no_nan(of_squares, count) - tf.square(mean)
     variance = tf.maximum(variance, 0.0)
     if keepdims:
         return mean, variance
     return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+
+
+def _gradient_times(value: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+    """Return the very value, whose gradient is multiplied by a factor."""
+    more = value * (factor - 1)
+    return value + (more - tf.stop_gradient(more))

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -56,10 +56,6 @@ class StepTrace:
     sums: int = 0
     in_hook: bool = False
     in_losses: bool = False
-    by_hand: bool = False
-    loss_scaled: bool = False
-    scaled: set[str] = dataclasses.field(default_factory=set)
-    unscaled: set[str] = dataclasses.field(default_factory=set)
     statistics: list[Variable] = dataclasses.field(default_factory=list)
     layers: dict[int, Any] = dataclasses.field(default_factory=dict)
     graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
@@ -97,34 +93,9 @@ def following(trace: StepTrace) -> Iterator[None]:
         _thread.trace = None
 
 
-# Losses that count by the batch fraction already, and what is computed from them.
-
-
-def unscaled(value: tf.Tensor, trace: StepTrace) -> tf.Tensor:
-    """Return a scaled loss as one device has it: divided by the batch fraction."""
-    # An empty batch fraction counts nothing, so that any finite number does.
-    whole = tf.math.divide_no_nan(value, tf.cast(trace.share, value.dtype))
-    trace.unscaled.add(whole.op.name)
-    return whole
-
-
-def scaled(value: tf.Tensor, *, by: tf.Tensor | float, trace: StepTrace) -> tf.Tensor:
-    """Return a replica's part of a loss: the sum over the replicas is that of one device."""
-    part = value * tf.cast(by, value.dtype)
-    trace.scaled.add(part.op.name)
-    return part
-
-
-def comes_of_scaled(value: tf.Tensor, trace: StepTrace) -> bool:
-    """Return True when `value` was computed from a loss that is scaled by the batch fraction."""
-    if not trace.scaled:
-        return False
-    return any(op.name in trace.scaled for op in ops_behind([value], but=trace.unscaled))
-
-
-def ops_behind(values: Sequence[Any], *, but: Collection[str] = ()) -> Iterator[tf.Operation]:
-    """Yield the operations that tensors were computed by, without those named or behind them."""
-    seen = set(but)
+def ops_behind(values: Sequence[Any]) -> Iterator[tf.Operation]:
+    """Yield the operations that tensors were computed by."""
+    seen = set()
     waiting = [value.op for value in values]
     while waiting:
         operation = waiting.pop()
