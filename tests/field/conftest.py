@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.conftest import fresh_keras, strategies  # noqa: F401  # fixtures
+from tests.integration.conftest import (  # noqa: F401
+    fresh_keras,
+    pytest_collectstart,
+    strategies,
+)
 
 
 @pytest.fixture

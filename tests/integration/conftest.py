@@ -11,12 +11,20 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "4")
 
-import keras
 import pytest
-import tensorflow as tf
 
-CPU = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(CPU, [tf.config.LogicalDeviceConfiguration()] * 3)
+
+def pytest_collectstart():
+    """Here, and not in the process that has others run the tests, TensorFlow is imported."""
+    _three_devices()
+
+
+@functools.cache
+def _three_devices():
+    import tensorflow as tf
+
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
 
 
 def pytest_collection_finish():
@@ -36,6 +44,8 @@ def what_tensorflow_keeps():
 @pytest.fixture(autouse=True)
 def fresh_keras():
     """Each test starts from the same names, seeds and precision."""
+    import keras
+
     keras.backend.clear_session(free_memory=False)  # a full collection takes 0.3 s
     keras.utils.set_random_seed(1)
     yield
@@ -45,6 +55,8 @@ def fresh_keras():
 @functools.cache
 def _strategies():
     """Made once a process: another one on the same devices would have the same collective keys."""
+    import tensorflow as tf
+
     return {1: tf.distribute.OneDeviceStrategy("/CPU:0"), 2: mirrored(2), 3: mirrored(3)}
 
 
@@ -56,6 +68,7 @@ def strategies():
 
 def mirrored(replicas):
     """A MirroredStrategy whose collectives are not those of another in the same process."""
+    import tensorflow as tf
 
     class Strategy(tf.distribute.MirroredStrategy):
         _collective_key_base = 100 * replicas

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -11,49 +9,17 @@ import tensorflow as tf
 
 import tfdist
 from tests.integration.conftest import mirrored
+from tests.multiprocess.programs import zoo
 from tfdist.training.keras_compat import reduction
 
-RNG = np.random.RandomState(0)
-X = RNG.randn(64, 6).astype("float32")
-Y = (RNG.randn(64, 1) * 3).astype("float32")
-Y[7] *= 20  # an example whose gradient dominates its replica's, so that clipping tells
+X, Y = zoo.X, zoo.Y
 
 
-def loss_scaled():
-    inner = keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, clipnorm=1.0)
-    return keras.optimizers.LossScaleOptimizer(inner)
-
-
-OPTIMIZERS = {
-    "sgd": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
-    "adam": lambda: keras.optimizers.Adam(0.01),
-    "adamw_clipped": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.5),
-    "clipvalue": lambda: keras.optimizers.SGD(0.05, clipvalue=0.1),
-    "clipnorm": lambda: keras.optimizers.SGD(0.05, clipnorm=0.5),
-    "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
-    "accumulation_clipped": lambda: keras.optimizers.SGD(
-        0.05, momentum=0.9, global_clipnorm=0.5, gradient_accumulation_steps=3
-    ),
-    "ema": lambda: keras.optimizers.SGD(0.01, use_ema=True, ema_overwrite_frequency=2),
-    "loss_scaling": loss_scaled,
-    "schedule": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
-    ),
-}
-
-
-def trained(strategy, *, optimizer, loss="mse", examples=64, epochs=1):
-    keras.utils.set_random_seed(1)
+def trained(strategy, *, optimizer, loss="mse", epochs=1):
+    # 60 examples in batches of 8: shares of 2, 3, 3 under three replicas, and a last batch of 4.
     with strategy.scope():
-        layers = [
-            keras.Input((6,)),
-            keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2"),
-            keras.layers.Dense(1, kernel_constraint=keras.constraints.MaxNorm(1.5)),
-        ]
-        model = keras.Sequential(layers)
-        model.compile(OPTIMIZERS[optimizer](), loss)
-    x, y = X[:examples], Y[:examples]
-    history = tfdist.fit(model, x, y, batch_size=8, epochs=epochs, seed=3, verbose=0)
+        model = zoo.penalized(optimizer, loss)
+    history = tfdist.fit(model, X, Y, batch_size=8, epochs=epochs, seed=3, verbose=0)
     return model, history
 
 
@@ -66,32 +32,26 @@ def difference(one, other):
 
 @pytest.fixture(scope="module")
 def on_one_device(strategies):
-    """What one device makes of 60 examples, by optimizer; trained when it is first asked for."""
-    return functools.cache(lambda name: trained(strategies[1], optimizer=name, examples=60))
+    """What one device makes of a few steps of each optimizer, and of an epoch of one."""
+    every = zoo.by_every_optimizer(strategies[1], steps=8)
+    return every, *trained(strategies[1], optimizer="loss_scaling")
 
 
-# Three have shares that differ and one that is empty; two have the same share at every step.
-EVEN = ("sgd", "accumulation_clipped", "loss_scaling")
+@pytest.fixture(params=[1, 2, 3])
+def group(request, strategies):
+    """Replicas; one as of what is left of a job that was resized to one worker."""
+    return strategies[request.param] if request.param > 1 else mirrored(1)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "replicas"), [*((name, 3) for name in OPTIMIZERS), *((name, 2) for name in EVEN)]
-)
-def test_replicas_equal_one_device(strategies, on_one_device, optimizer, replicas):
-    # 60 examples in batches of 8: shares of 2, 3, 3 under three replicas, and a last batch of 4.
-    one, one_history = on_one_device(optimizer)
-    many, many_history = trained(strategies[replicas], optimizer=optimizer, examples=60)
+def test_replicas_equal_one_device(group, on_one_device):
+    expected, one, one_history = on_one_device
+    found = zoo.by_every_optimizer(group, steps=8)
+    for name, (updates, weights) in expected.items():
+        assert found[name][0] == updates > 0
+        np.testing.assert_allclose(found[name][1], weights, rtol=0, atol=1e-6, err_msg=name)
+    many, history = trained(group, optimizer="loss_scaling")
     assert difference(one, many) < 1e-6
-    assert many.optimizer.iterations.numpy() == one.optimizer.iterations.numpy() > 0
-    np.testing.assert_allclose(many_history.history["loss"], one_history.history["loss"], rtol=1e-5)
-
-
-@pytest.mark.parametrize("optimizer", [*EVEN, "ema"])
-def test_a_group_of_one_replica_equals_one_device(on_one_device, optimizer):
-    """As what is left of a job that was resized to one worker."""
-    one, one_history = on_one_device(optimizer)
-    group, history = trained(mirrored(1), optimizer=optimizer, examples=60)
-    assert difference(one, group) < 1e-6
+    assert many.optimizer.iterations.numpy() == one.optimizer.iterations.numpy() == 8
     np.testing.assert_allclose(history.history["loss"], one_history.history["loss"], rtol=1e-5)
 
 
@@ -131,23 +91,22 @@ def test_replicas_equal_one_device_after_a_hundred_steps(strategies):
 
 def test_sum_reduction_is_not_divided_by_the_replicas(strategies):
     losses = [keras.losses.MeanSquaredError(reduction="sum") for _ in range(2)]
-    one, _ = trained(strategies[1], loss=losses[0], optimizer="clipvalue", examples=60)
-    many, _ = trained(strategies[3], loss=losses[1], optimizer="clipvalue", examples=60)
+    one, _ = trained(strategies[1], loss=losses[0], optimizer="clipvalue")
+    many, _ = trained(strategies[3], loss=losses[1], optimizer="clipvalue")
     assert difference(one, many) < 1e-6
 
 
 def test_an_overflow_on_one_replica_is_seen_by_all(strategies):
-    for position in (0, 2, 5):
-        with strategies[3].scope():
-            model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-            model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05)), "mse")
-        y = np.ones((6, 1), "float32")
-        y[position] = 3e38
-        before = model.get_weights()
-        tfdist.fit(model, np.ones((6, 1), "float32"), y, batch_size=6, verbose=0)
-        for old, new in zip(before, model.get_weights(), strict=True):
-            np.testing.assert_array_equal(old, new)
-        assert float(model.optimizer.dynamic_scale.numpy()) == 2.0**14
+    with strategies[3].scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05)), "mse")
+    y = np.ones((18, 1), "float32")
+    y[[0, 6 + 2, 12 + 5]] = 3e38  # in each of three steps on another replica
+    before = model.get_weights()
+    tfdist.fit(model, np.ones_like(y), y, batch_size=6, shuffle=False, verbose=0)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert float(model.optimizer.dynamic_scale.numpy()) == 2.0**12
 
 
 def test_batch_statistics_are_the_same_on_every_replica(strategies):

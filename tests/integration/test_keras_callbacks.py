@@ -253,42 +253,28 @@ def test_evaluate_and_predict_show_their_progress(strategies, capsys):
     assert f"{STEPS}/{STEPS}" in capsys.readouterr().out
 
 
-def test_early_stopping_decides_as_under_keras(strategies):
+def test_what_decides_over_epochs_and_rates_takes_effect_as_under_keras(strategies):
     stoppers = {}
 
     def make(whose):
         # A loss that shall rise: the best epoch is the first.
+        rising = {"monitor": "val_loss", "mode": "max"}
         stoppers[whose] = keras.callbacks.EarlyStopping(
-            "val_loss", mode="max", patience=2, restore_best_weights=True
+            patience=2, restore_best_weights=True, **rising
         )
-        return [stoppers[whose]]
+        return [
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5**epoch),
+            stoppers[whose],
+            keras.callbacks.ReduceLROnPlateau(factor=0.5, patience=1, **rising),
+        ]
 
     ours, theirs = both(strategies[3], make, epochs=9)
     assert stoppers["ours"].stopped_epoch == stoppers["theirs"].stopped_epoch == 2
+    rates = ours.history.history["learning_rate"]
+    np.testing.assert_allclose(rates, [0.05, 0.05 / 2, 0.05 / 2 / 2 / 4])
     assert_same_history(ours.history, theirs.history)
     assert_same_weights(ours, theirs)
     assert ours.optimizer.iterations.numpy() == 3 * STEPS
-
-
-def test_reduce_lr_on_plateau_takes_effect(strategies):
-    def make(_):
-        return [keras.callbacks.ReduceLROnPlateau("val_loss", mode="max", factor=0.5, patience=1)]
-
-    ours, theirs = both(strategies[2], make, epochs=4)
-    rates = ours.history.history["learning_rate"]
-    np.testing.assert_allclose(rates, [0.05, 0.05, 0.025, 0.0125])
-    assert_same_history(ours.history, theirs.history)
-    assert_same_weights(ours, theirs)
-
-
-def test_a_learning_rate_scheduler_takes_effect(strategies):
-    def make(_):
-        return keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5**epoch)
-
-    ours, theirs = both(strategies[2], make)
-    np.testing.assert_allclose(ours.history.history["learning_rate"], [0.05, 0.025, 0.00625])
-    assert_same_history(ours.history, theirs.history)
-    assert_same_weights(ours, theirs)
 
 
 def test_a_variable_is_read_by_numpy_on_any_number_of_replicas(strategies):

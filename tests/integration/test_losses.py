@@ -175,23 +175,18 @@ def test_losses_by_tensorflows_guide(strategies, batch_size):
 # Masks and weights
 
 
-def tagger(**loss):
+def tagger():
     """A class for each token, none for those that are 0."""
-
-    def make():
-        layers = keras.layers
-        model = keras.Sequential(
-            [
-                keras.Input((5,), dtype="int32"),
-                layers.Embedding(20, 8, mask_zero=True),
-                layers.Dense(4),
-            ]
-        )
-        entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True, **loss)
-        model.compile(keras.optimizers.SGD(0.5), entropy, metrics=["accuracy"])
-        return model
-
-    return make
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((5,), dtype="int32"),
+            layers.Embedding(20, 8, mask_zero=True),
+            layers.Dense(4),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.5), entropy(), metrics=["accuracy"])
+    return model
 
 
 # In batches of 4, the last step has one example for three replicas; in batches of 8, two replicas
@@ -200,31 +195,46 @@ def tagger(**loss):
 def test_masked_losses_equal_one_device(strategies, examples, batch_size, replicas):
     data = {"validation_data": (TOKENS[:17], NEXT[:17]), "batch_size": batch_size}
     x, y = TOKENS[:examples], NEXT[:examples]
-    require_equal(strategies, tagger(), x, y, replicas=replicas, **data)
+    require_equal(strategies, tagger, x, y, replicas=replicas, **data)
 
 
-def test_one_number_of_a_loss_function_is_a_mean_that_masks_do_not_weight(strategies):
+def of_several_outputs(losses):
+    """A class for each token by each of several losses, whose heads have weights of their own."""
+
     def make():
-        model = tagger()()
-        entropy = keras.losses.sparse_categorical_crossentropy
-
-        def one_number(y_true, y_pred):
-            return keras.ops.mean(entropy(y_true, y_pred, from_logits=True))
-
-        model.compile(keras.optimizers.SGD(0.5), one_number)
+        x = keras.Input((5,), dtype="int32")
+        h = keras.layers.Embedding(20, 8, mask_zero=True)(x)
+        model = keras.Model(x, {name: keras.layers.Dense(4, name=name)(h) for name in losses})
+        weights = {name: 1.0 / number for number, name in enumerate(losses, 1)}
+        model.compile(keras.optimizers.SGD(0.5), losses, loss_weights=weights)
         return model
 
-    require_equal(strategies, make, TOKENS[:57], NEXT[:57])  # a last batch of one example
+    return make
 
 
-@pytest.mark.parametrize("loss", [{}, {"reduction": "mean_with_sample_weight"}])
-def test_masked_losses_with_sample_weights_equal_one_device(strategies, loss):
-    require_equal(strategies, tagger(**loss), TOKENS, NEXT, sample_weight=WEIGHTS)
+def one_number(y_true, y_pred):
+    """A mean that masks do not weight."""
+    entropy = keras.losses.sparse_categorical_crossentropy
+    return keras.ops.mean(entropy(y_true, y_pred, from_logits=True))
 
 
-def test_classes_that_are_ignored_equal_one_device(strategies):
-    y = np.where(TOKENS > 5, NEXT, 3)
-    require_equal(strategies, tagger(ignore_class=3), TOKENS, y)
+def entropy(**options):
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+
+
+def test_masked_losses_of_several_outputs_equal_one_device(strategies):
+    losses = {"masked": entropy(), "ignoring": entropy(ignore_class=1), "number": one_number}
+    x, y = TOKENS[:57], {name: np.roll(NEXT[:57], n, 0) for n, name in enumerate(losses)}
+    # A last batch of one example.
+    make, data = of_several_outputs(losses), {"validation_data": (x, y)}
+    _, logs = require_equal(strategies, make, x, y, **data)
+    assert {"masked_loss", "number_loss", "val_ignoring_loss"} < logs.keys()
+
+
+def test_masked_losses_with_sample_weights_equal_one_device(strategies):
+    losses = {"mean": entropy(), "weighted": entropy(reduction="mean_with_sample_weight")}
+    y, weights = dict.fromkeys(losses, NEXT), dict.fromkeys(losses, WEIGHTS)
+    require_equal(strategies, of_several_outputs(losses), TOKENS, y, sample_weight=weights)
 
 
 def test_weighted_means_equal_one_device(strategies):
@@ -235,24 +245,6 @@ def test_weighted_means_equal_one_device(strategies):
         return model
 
     require_equal(strategies, make, X, Y, sample_weight=WEIGHTS[:, 0] ** 4)
-
-
-def test_masks_of_several_outputs_equal_one_device(strategies):
-    def make():
-        x = keras.Input((5,), dtype="int32")
-        h = keras.layers.Embedding(20, 8, mask_zero=True)(x)
-        outputs = {name: keras.layers.Dense(4, name=name)(h) for name in "ab"}
-        model = keras.Model(x, outputs)
-        losses = {
-            "a": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            "b": keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1),
-        }
-        model.compile(keras.optimizers.SGD(0.5), losses, loss_weights={"a": 1.0, "b": 0.3})
-        return model
-
-    y = {"a": NEXT, "b": NEXT[::-1]}
-    _, logs = require_equal(strategies, make, TOKENS, y, validation_data=(TOKENS, y))
-    assert {"a_loss", "b_loss", "val_b_loss"} < logs.keys()
 
 
 def test_a_masked_loss_in_a_loop_says_that_replicas_count_for_themselves(strategies, caplog):
@@ -281,27 +273,14 @@ def test_a_masked_loss_in_a_loop_says_that_replicas_count_for_themselves(strateg
 
 
 class SummedByTheTape(keras.Sequential):
-    """A loss per example, as of published siamese networks."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self(x, training=True) - y) ** 2, -1)
-        gradients = tape.gradient(loss, self.trainable_weights)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
-        self.tracker.update_state(loss)
-        return {"mine": self.tracker.result()}
-
-
-class SummedAndMeant(SummedByTheTape):
-    """A sum and a mean in one call of the tape, and a mean in another."""
+    """A loss per example, as of published siamese networks; with a mean; a mean in another call."""
 
     def train_step(self, data):
         x, y = data
         with tf.GradientTape(persistent=True) as tape:
             errors = tf.reduce_mean((self(x, training=True) - y) ** 2, -1)
             mean = tf.reduce_mean(self(x, training=True) ** 2)
-        for target in ([errors, mean], mean):
+        for target in (errors, [errors, mean], mean):
             gradients = tape.gradient(target, self.trainable_weights)
             self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
         self.tracker.update_state(errors)
@@ -312,11 +291,10 @@ class SummedAndMeant(SummedByTheTape):
 UNEVEN, EVEN = (57, 3), (48, 2)
 
 
-@pytest.mark.parametrize("kind", [SummedByTheTape, SummedAndMeant])
 @pytest.mark.parametrize(("examples", "replicas"), [UNEVEN, EVEN])
-def test_a_loss_per_example_is_a_sum(strategies, kind, examples, replicas):
+def test_a_loss_per_example_is_a_sum(strategies, examples, replicas):
     def make():
-        model = kind([keras.Input((6,)), keras.layers.Dense(1)])
+        model = SummedByTheTape([keras.Input((6,)), keras.layers.Dense(1)])
         model.tracker = keras.metrics.Mean(name="mine")
         model.compile(keras.optimizers.SGD(0.001))
         return model

@@ -165,25 +165,24 @@ def assert_uncorrelated(samples):
     assert np.abs(correlations).max() < 5 / np.sqrt(samples.shape[1])
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.8])
-def test_dropout_keeps_its_rate_and_is_independent(strategies, rate):
-    x = np.ones((12, 5000), "float32")
-    layers = drawn(strategies[3], lambda: [keras.layers.Dropout(rate) for _ in range(2)], x, 6)
-    values = np.concatenate(layers)  # rows: 2 layers x 2 steps x 3 replicas x 2 examples
-    kept = values != 0
-    np.testing.assert_allclose(values[kept], 1 / (1 - rate), rtol=1e-5)
-    deviation = np.sqrt(rate * (1 - rate) / kept.size)
-    assert abs(kept.mean() - (1 - rate)) < 5 * deviation
-    assert_uncorrelated(kept.astype(float))
+def test_dropout_and_noise_are_as_told_and_independent(strategies):
+    rates, x = (0.1, 0.5, 0.8), np.ones((12, 5000), "float32")
 
+    def layers():
+        drops = [keras.layers.Dropout(rate) for rate in rates for _ in range(2)]
+        return [*drops, *(keras.layers.GaussianNoise(0.5) for _ in range(2))]
 
-def test_gaussian_noise_has_its_deviation_and_is_independent(strategies):
-    x = np.zeros((12, 5000), "float32")
-    layers = drawn(strategies[3], lambda: [keras.layers.GaussianNoise(0.5) for _ in range(2)], x, 6)
-    values = np.concatenate(layers)
-    assert abs(values.mean()) < 5 * 0.5 / np.sqrt(values.size)
-    assert abs(values.std() - 0.5) < 0.01
-    assert_uncorrelated(values)
+    # Of each layer: 2 steps x 3 replicas x 2 examples.
+    *dropped, noisy, noisier = drawn(strategies[3], layers, x, 6)
+    for rate, values in zip(rates, np.reshape(dropped, (3, 24, 5000)), strict=True):
+        kept = values != 0
+        np.testing.assert_allclose(values[kept], 1 / (1 - rate), rtol=1e-5)
+        deviation = np.sqrt(rate * (1 - rate) / kept.size)
+        assert abs(kept.mean() - (1 - rate)) < 5 * deviation
+    noise = np.concatenate([noisy, noisier]) - 1
+    assert abs(noise.mean()) < 5 * 0.5 / np.sqrt(noise.size)
+    assert abs(noise.std() - 0.5) < 0.01
+    assert_uncorrelated(np.concatenate([*(values != 0 for values in dropped), noise]))
 
 
 def test_random_flip_turns_half_of_the_images_each_by_its_own_draw(strategies):

@@ -345,26 +345,23 @@ class Twins(keras.Model):
         return self.second(self.first(x)) * self.scale
 
 
-@pytest.mark.parametrize("source", ["checkpoint", "twins.weights.h5"])
-def test_every_weight_of_a_model_is_set_whatever_it_is_called(strategies, tmp_path, source):
+def test_every_weight_of_a_model_is_set_whatever_it_is_called(strategies, tmp_path):
     with strategies[1].scope():
-        trained, other = Twins(), Twins()
+        trained, *others = (Twins() for _ in range(3))
         trained.compile("adam", "mse")
     x = np.ones((8, 3), "float32")
-    other(x)
     backup = tfdist.BackupAndRestore(tmp_path / "checkpoint")
     tfdist.fit(trained, x, x, verbose=0, callbacks=[backup])
     trained.save_weights(tmp_path / "twins.weights.h5")
-    assert len(tfdist.load_weights(other, tmp_path / source)) == 5
-    for mine, theirs in zip(other.weights, trained.weights, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for source, other in zip(("checkpoint", "twins.weights.h5"), others, strict=True):
+        other(x)
+        assert len(tfdist.load_weights(other, tmp_path / source)) == 5
+        for mine, theirs in zip(other.weights, trained.weights, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "loss_scaled"])
-@pytest.mark.parametrize("source", ["m.keras", "m.weights.h5", "checkpoint"])
-def test_the_optimizer_stays_as_it_is_when_weights_are_loaded(
-    strategies, tmp_path, source, optimizer
-):
+def test_the_optimizer_stays_as_it_is_when_weights_are_loaded(strategies, tmp_path, optimizer):
     """Else the chief alone would go on with the moments of another run."""
 
     def build():
@@ -376,16 +373,18 @@ def test_the_optimizer_stays_as_it_is_when_weights_are_loaded(
             model.optimizer.build(model.trainable_variables)
         return model
 
-    trained, other = build(), build()
+    trained = build()
     x, backup = np.ones((8, 3), "float32"), tfdist.BackupAndRestore(tmp_path / "checkpoint")
     tfdist.fit(trained, x, x, verbose=0, callbacks=[backup])
     trained.save(tmp_path / "m.keras")
     trained.save_weights(tmp_path / "m.weights.h5")
-    before = [v.numpy() for v in other.optimizer.variables]
-    tfdist.load_weights(other, tmp_path / source)
-    np.testing.assert_array_equal(other.layers[0].kernel, trained.layers[0].kernel)
-    for variable, value in zip(other.optimizer.variables, before, strict=True):
-        np.testing.assert_array_equal(variable.numpy(), value)
+    for source in ("m.keras", "m.weights.h5", "checkpoint"):
+        other = build()
+        before = [v.numpy() for v in other.optimizer.variables]
+        tfdist.load_weights(other, tmp_path / source)
+        np.testing.assert_array_equal(other.layers[0].kernel, trained.layers[0].kernel)
+        for variable, value in zip(other.optimizer.variables, before, strict=True):
+            np.testing.assert_array_equal(variable.numpy(), value)
 
 
 def test_weights_are_not_loaded_into_a_model_without_any(strategies, tmp_path):

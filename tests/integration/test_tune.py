@@ -12,7 +12,6 @@ from typing import Any
 import keras_tuner
 import pytest
 
-from tests.integration.conftest import CPU  # noqa: F401  # TensorFlow is set up before it is used
 from tests.unit import sweep_world
 from tests.unit.sweep_world import Crash, Disk, refused
 from tfdist.configs import base

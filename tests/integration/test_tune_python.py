@@ -21,7 +21,6 @@ import sklearn.datasets  # noqa: F401  # seen as imported
 from keras_tuner.src.engine.base_tuner import BaseTuner
 
 import tfdist.tuning
-from tests.integration.conftest import CPU  # noqa: F401  # TensorFlow is set up before it is used
 from tests.integration.test_tune import result
 from tests.unit.sweep_world import BEGUN, Crash, Disk, make_chief, refused
 from tfdist.errors import TfdistError, UsageError

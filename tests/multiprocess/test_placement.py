@@ -12,6 +12,7 @@ import pytest
 
 import tfdist
 from tests.multiprocess.programs import zoo
+from tests.multiprocess.test_training import assert_as_on_one_device, assert_exported
 from tests.multiprocess.trainings import PROGRAMS, launch
 from tests.multiprocess.warm import as_it_comes, forked
 from tfdist.outputs.display import PS_COLUMNS
@@ -60,20 +61,24 @@ def test_more_servers_than_variables_is_said_and_not_refused(two_ps):
 
 
 @pytest.fixture(scope="module")
-def in_parts(tmp_path_factory):
-    return job(
-        tmp_path_factory.mktemp("parts"), "split", ps=2, workers=1, flags=("--split_bytes", "1024")
-    )[0]["split"]
+def out_of_parts(tmp_path_factory):
+    return tmp_path_factory.mktemp("parts")
 
 
-@pytest.mark.parametrize("optimizer", list(zoo.SPLIT_OPTIMIZERS))
-def test_a_model_in_parts_equals_one_device(in_parts, optimizer):
-    model = zoo.tokens(optimizer)
-    fit = {"batch_size": 8, "epochs": 3, "seed": 3, "verbose": 0}
-    history = tfdist.fit(model, zoo.TOKENS, zoo.CALM, **fit)
-    seen = in_parts[optimizer]
-    np.testing.assert_allclose(seen["weights"], zoo.flat(model), atol=1e-5)
-    np.testing.assert_allclose(seen["losses"], history.history["loss"], rtol=1e-5)
+@pytest.fixture(scope="module")
+def in_parts(out_of_parts):
+    flags = ("--split_bytes", "1024")
+    return job(out_of_parts, "split", ps=2, workers=1, flags=flags)[0]["split"]
+
+
+def test_a_model_in_parts_equals_one_device(in_parts):
+    data = (zoo.TOKENS, zoo.CALM)
+    model = zoo.tokens(recurrent=True)
+    history = tfdist.fit(model, *data, batch_size=8, epochs=3, seed=3, verbose=0)
+    np.testing.assert_allclose(in_parts["weights"], zoo.flat(model), atol=1e-5)
+    np.testing.assert_allclose(in_parts["losses"], history.history["loss"], rtol=1e-5)
+    found = in_parts["every optimizer"]
+    assert_as_on_one_device(found, make=zoo.tokens, data=data, steps=24, atol=1e-5)
 
 
 def test_a_step_of_two_updates_in_parts_equals_one_device(in_parts):
@@ -93,6 +98,10 @@ def test_large_variables_are_in_parts_with_their_slots(in_parts):
         assert slots
         assert all(parts[slot] == parts[path] for slot in slots)
     assert {1, 2} == {len(set(servers)) for servers in parts.values()}
+
+
+def test_a_model_in_parts_is_exported(in_parts, out_of_parts):
+    assert_exported(in_parts["exported"], out_of_parts)
 
 
 def test_a_model_in_parts_trains_in_mixed_precision(in_parts):

@@ -8,6 +8,7 @@ import re
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdist
 from tests.multiprocess.programs import zoo
@@ -33,19 +34,27 @@ def synchronous(tmp_path_factory):
     return out, tasks
 
 
-@pytest.mark.parametrize("optimizer", list(zoo.OPTIMIZERS))
-def test_workers_equal_one_device(synchronous, optimizer):
-    expected = on_one_device(optimizer, epochs=2)
-    for task in synchronous[1]:
-        np.testing.assert_allclose(task[f"weights {optimizer}"], expected, atol=1e-6)
+def assert_as_on_one_device(found, *, atol, **options):
+    """Fails where an optimizer has not made the same updates, or not of the same gradients."""
+    expected = zoo.by_every_optimizer(tf.distribute.get_strategy(), **options)
+    for name, (updates, weights) in expected.items():
+        assert found[name][0] == updates, name
+        np.testing.assert_allclose(found[name][1], weights, rtol=0, atol=atol, err_msg=name)
+
+
+def test_workers_equal_one_device(synchronous):
+    task = synchronous[1][0]  # in which all agree
+    assert_as_on_one_device(task["every optimizer"], steps=16, atol=1e-6)
+    expected = on_one_device("loss_scaling", epochs=2)
+    np.testing.assert_allclose(task["weights loss scaling"], expected, atol=1e-6)
 
 
 def test_a_custom_step_and_an_empty_batch_fraction_equal_one_device(synchronous):
-    for task in synchronous[1]:
-        expected = on_one_device(kind=zoo.CustomStep)
-        np.testing.assert_allclose(task["weights custom step"], expected, atol=1e-6)
-        expected = on_one_device(examples=41, batch_size=4)
-        np.testing.assert_allclose(task["weights empty share"], expected, atol=1e-6)
+    task = synchronous[1][0]
+    expected = on_one_device(kind=zoo.CustomStep)
+    np.testing.assert_allclose(task["weights custom step"], expected, atol=1e-6)
+    expected = on_one_device(examples=41, batch_size=4)
+    np.testing.assert_allclose(task["weights empty share"], expected, atol=1e-6)
 
 
 def test_masks_and_losses_per_example_equal_one_device(synchronous):
@@ -104,6 +113,32 @@ def test_a_step_of_the_users_own_runs_on_all_workers(synchronous):
     _, step, results, _ = synchronous[1][0]["own step"]
     assert step == 8
     assert results == {"examples": 64.0}
+
+
+def assert_exported(seen, out):
+    """Fails where an export gives other answers than the model of the job."""
+    place, answers = seen
+    assert place == str(out / "exports" / "mlp" / "1")
+    call = tf.saved_model.load(place).signatures["serving_default"]
+    found = call(features=tf.constant(zoo.X))["logits"].numpy()
+    np.testing.assert_allclose(found, answers, atol=1e-6)
+
+
+def test_a_job_exports_what_it_has_trained(synchronous):
+    out, tasks = synchronous
+    assert_exported(tasks[0]["exported"], out)
+
+
+def assert_left_no_trace(found):
+    """Fails where a range test has not ended as it should."""
+    assert found["same"]
+    assert found["same after an error"]
+    assert found["refused"] == "not-finite"
+    assert len(found["rates"]) == len(found["losses"]) >= 10
+
+
+def test_a_range_test_leaves_no_trace(synchronous):
+    assert_left_no_trace(synchronous[1][0]["range test"])
 
 
 @pytest.mark.parametrize("job", ["multiworker", "ps"])

@@ -10,7 +10,11 @@ import pytest
 
 import tfdist
 from tests.multiprocess.programs import zoo
-from tests.multiprocess.test_training import on_one_device
+from tests.multiprocess.test_training import (
+    assert_as_on_one_device,
+    assert_left_no_trace,
+    on_one_device,
+)
 from tests.multiprocess.trainings import PROGRAMS, launch
 
 WORKERS = 3
@@ -38,14 +42,20 @@ def of_one_worker(tmp_path_factory):
     return job(tmp_path_factory.mktemp("one worker"), *parts, workers=1)
 
 
-@pytest.mark.parametrize("optimizer", list(zoo.OPTIMIZERS))
-def test_ps_counts_every_step_and_example_once(parameter_server, of_one_worker, optimizer):
+def test_ps_counts_every_step_and_example_once(parameter_server, of_one_worker):
     for seen in (parameter_server[1], of_one_worker):
-        assert seen[f"iterations {optimizer}"] == 7 * 15
-        assert seen[f"examples {optimizer}"] == [60.0] * 7
-        assert seen[f"val_examples {optimizer}"] == [41.0] * 7
-    expected = on_one_device(optimizer, batch_size=4, epochs=7)
-    np.testing.assert_allclose(of_one_worker[f"weights {optimizer}"], expected, atol=1e-5)
+        assert seen["iterations"] == 7 * 15
+        assert seen["examples"] == [60.0] * 7
+        assert seen["val_examples"] == [41.0] * 7
+    expected = on_one_device("loss_scaling", batch_size=4, epochs=7)
+    np.testing.assert_allclose(of_one_worker["weights"], expected, atol=1e-5)
+
+
+def test_ps_updates_by_every_optimizer(parameter_server, of_one_worker):
+    found = of_one_worker["every optimizer"]
+    assert_as_on_one_device(found, steps=30, batch_size=4, atol=1e-5)
+    for name, (updates, _) in parameter_server[1]["every optimizer"].items():
+        assert updates == found[name][0], name
 
 
 def test_rows_of_an_embedding_that_repeat_are_summed_for_adam(of_one_worker):
@@ -102,6 +112,10 @@ def test_ps_workers_do_not_wait_for_each_other_between_ranges(parameter_server):
     ages = {int(age): count for age, count in seen["staleness of slow steps"].items()}
     assert sum(ages.values()) == 12
     assert max(ages) >= 1
+
+
+def test_a_range_test_of_a_ps_job_leaves_no_trace(parameter_server):
+    assert_left_no_trace(parameter_server[1]["range test"])
 
 
 def test_ps_puts_metrics_of_every_kind_together(parameter_server):

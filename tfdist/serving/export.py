@@ -84,7 +84,8 @@ def export_model(
     require_one_of("precision", precision, PRECISIONS)
     nest = _inputs_of(model, samples)
     samples = _drawn(nest) if samples is None else samples
-    wanted = predict(model, samples, batch_size=_count(samples), verbose=0)
+    batch_size = max(_count(samples), job.num_replicas)
+    wanted = predict(model, samples, batch_size=batch_size, verbose=0)
     measured = None
     if precision != "float32":
         x, y = _examples(validation_data, samples)

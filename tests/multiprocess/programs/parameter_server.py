@@ -58,22 +58,18 @@ class Examples(keras.metrics.Metric):
 
 
 def counts():
-    for name in zoo.OPTIMIZERS:
-        with strategy.scope():
-            model = zoo.dense(name)
-            model.compile(zoo.OPTIMIZERS[name](), "mse", metrics=[Examples()])
-        history = tfdist.fit(
-            model, zoo.X, zoo.Y, batch_size=4, epochs=7, seed=3, verbose=0,
-            validation_data=(zoo.X[:41], zoo.Y[:41]),
-        )  # fmt: skip
-        SEEN[f"iterations {name}"] = int(
-            model.optimizer._iterations.numpy()
-            if name != "loss_scaling"
-            else model.optimizer.iterations.numpy()
-        )
-        SEEN[f"examples {name}"] = history.history["examples"]
-        SEEN[f"val_examples {name}"] = history.history["val_examples"]
-        SEEN[f"weights {name}"] = zoo.flat(model)
+    SEEN["every optimizer"] = zoo.by_every_optimizer(strategy, steps=30, batch_size=4)
+    with strategy.scope():
+        model = zoo.dense("loss_scaling")
+        model.compile(model.optimizer, "mse", metrics=[Examples()])
+    history = tfdist.fit(
+        model, zoo.X, zoo.Y, batch_size=4, epochs=7, seed=3, verbose=0,
+        validation_data=(zoo.X[:41], zoo.Y[:41]),
+    )  # fmt: skip
+    SEEN["iterations"] = int(model.optimizer.iterations.numpy())
+    SEEN["examples"] = history.history["examples"]
+    SEEN["val_examples"] = history.history["val_examples"]
+    SEEN["weights"] = zoo.flat(model)
     with strategy.scope():
         model = zoo.dense(kind=zoo.CustomStep)
     history = tfdist.fit(model, zoo.X, zoo.Y, batch_size=8, verbose=0)
@@ -142,6 +138,10 @@ def callbacks():
     history = tfdist.fit(model, zoo.X, zoo.Y, batch_size=8, epochs=9, verbose=0, callbacks=listed)
     SEEN["epochs"] = len(history.history["loss"])
     SEEN["batches"] = seen
+
+
+def find():
+    SEEN["range test"] = zoo.range_tested(strategy)
 
 
 def resume():
@@ -338,7 +338,7 @@ def ranges_that_go_on():
 
 PARTS = (
     counts, grid, sources, callbacks, resume, own_step, metrics, steps_of_optimizers, staleness,
-    repeated_rows, ranges_that_go_on,
+    repeated_rows, ranges_that_go_on, find,
 )  # fmt: skip
 for part in PARTS:
     if not sys.argv[2:] or part.__name__ in sys.argv[2:]:

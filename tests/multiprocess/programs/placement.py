@@ -91,23 +91,23 @@ def loopback_bytes():
 
 def split():
     """Models with variables in parts: each optimizer, then what is saved and resumed."""
-    seen = {}
-    for name in zoo.SPLIT_OPTIMIZERS:
-        with strategy.scope():
-            model = zoo.tokens(name)
-        history = tfdist.fit(model, zoo.TOKENS, zoo.CALM, batch_size=8, epochs=3, seed=3, verbose=0)
-        seen[name] = {"weights": zoo.flat(model), "losses": history.history["loss"]}
-        if name == "adam":
-            listed = [*model.weights, *model.optimizer.variables]
-            seen["parts"] = {v.path: [server_of(p) for p in parts_of(v.value)] for v in listed}
+    data = (zoo.TOKENS, zoo.CALM)
+    seen = {"every optimizer": zoo.by_every_optimizer(strategy, zoo.tokens, data, steps=24)}
+    with strategy.scope():
+        model = zoo.tokens(recurrent=True)
+    history = tfdist.fit(model, *data, batch_size=8, epochs=3, seed=3, verbose=0)
+    seen |= {"weights": zoo.flat(model), "losses": history.history["loss"]}
+    listed = [*model.weights, *model.optimizer.variables]
+    seen["parts"] = {v.path: [server_of(p) for p in parts_of(v.value)] for v in listed}
     with strategy.scope():
         model = zoo.two_updates()
     tfdist.fit(model, zoo.X, zoo.CALM, batch_size=8, epochs=2, seed=3, verbose=0)
     seen["two updates"] = zoo.flat(model)
+    seen["exported"] = zoo.exported(strategy, OUT / "exports")
     keras.config.set_dtype_policy("mixed_bfloat16")
     with strategy.scope():
-        model = zoo.tokens()
-    history = tfdist.fit(model, zoo.TOKENS, zoo.CALM, batch_size=8, epochs=3, seed=3, verbose=0)
+        model = zoo.tokens(recurrent=True)
+    history = tfdist.fit(model, *data, batch_size=8, epochs=3, seed=3, verbose=0)
     seen["mixed"] = history.history["loss"]
     keras.config.set_dtype_policy("float32")
     with strategy.scope():

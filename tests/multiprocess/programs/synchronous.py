@@ -22,12 +22,11 @@ SEEN = {}
 
 
 def equivalence():
-    for name in zoo.OPTIMIZERS:
-        with strategy.scope():
-            model = zoo.dense(name)
-        history = tfdist.fit(model, zoo.X, zoo.Y, batch_size=8, epochs=2, seed=3, verbose=0)
-        SEEN[f"weights {name}"] = zoo.flat(model)
-        SEEN[f"loss {name}"] = history.history["loss"]
+    SEEN["every optimizer"] = zoo.by_every_optimizer(strategy, steps=16)
+    with strategy.scope():
+        model = zoo.dense("loss_scaling")
+    history = tfdist.fit(model, zoo.X, zoo.Y, batch_size=8, epochs=2, seed=3, verbose=0)
+    SEEN["weights loss scaling"], SEEN["losses"] = zoo.flat(model), history.history["loss"]
     with strategy.scope():
         model = zoo.dense(kind=zoo.CustomStep)
     tfdist.fit(model, zoo.X, zoo.Y, batch_size=8, seed=3, verbose=0)
@@ -118,6 +117,14 @@ def own_step():
     SEEN["own step"] = [loop.run(3)["loss"], loop.step, loop.results(), zoo.sha(model)]
 
 
+def find():
+    SEEN["range test"] = zoo.range_tested(strategy)
+
+
+def export():
+    SEEN["exported"] = zoo.exported(strategy, OUT / "exports")
+
+
 def group():
     told = tfdist.broadcast({"from": sys.argv, "array": np.arange(3)})
     SEEN["broadcast"] = told["array"].tolist()
@@ -125,7 +132,18 @@ def group():
     tfdist.barrier()
 
 
-for part in (equivalence, overflow, grid, callbacks, sources, resume, own_step, group):
+for part in (
+    equivalence,
+    overflow,
+    grid,
+    callbacks,
+    sources,
+    resume,
+    own_step,
+    find,
+    export,
+    group,
+):
     print(f"doing {part.__name__}", flush=True)
     part()
 index = strategy.cluster_resolver.task_id

@@ -25,16 +25,21 @@ OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(0.01),
     "adamw_clipped": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.5),
+    "clipvalue": lambda: keras.optimizers.SGD(0.05, clipvalue=0.1),
     "accumulation": lambda: keras.optimizers.Adam(
         0.01, clipnorm=0.5, gradient_accumulation_steps=2
     ),
-    "loss_scaling": lambda: keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.05, clipnorm=1.0)
+    "accumulation_clipped": lambda: keras.optimizers.SGD(
+        0.05, momentum=0.9, global_clipnorm=0.5, gradient_accumulation_steps=3
     ),
-}
-SPLIT_OPTIMIZERS = OPTIMIZERS | {
     "averaging": lambda: keras.optimizers.Adam(
         0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
+    ),
+    "loss_scaling": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.05, clipnorm=1.0, momentum=0.9, nesterov=True)
+    ),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
     ),
 }
 
@@ -184,6 +189,45 @@ def dense(optimizer="sgd", kind=keras.Sequential):
     return model
 
 
+def penalized(optimizer, loss="mse"):
+    """A small regression model with a penalty and a constraint."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="tanh", kernel_regularizer="l2"),
+            layers.Dense(1, kernel_constraint=keras.constraints.MaxNorm(1.5)),
+        ]
+    )
+    model.compile(OPTIMIZERS[optimizer](), loss)
+    return model
+
+
+def by_every_optimizer(strategy, make=penalized, data=(X, Y), *, steps, batch_size=8):
+    """What each optimizer makes of a model of its own in one program: its updates, and weights."""
+    with strategy.scope():
+        models = {name: make(name) for name in OPTIMIZERS}
+        for model in models.values():
+            model.optimizer.build(model.trainable_variables)
+
+    def step(data):
+        x, y = data
+        for model in models.values():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x, training=True) - y) ** 2) + sum(model.losses)
+                scaled = model.optimizer.scale_loss(loss)
+            gradients = tape.gradient(scaled, model.trainable_variables)
+            model.optimizer.apply(gradients, model.trainable_variables)
+        return {"loss": loss}
+
+    tfdist.StepLoop(step, data, global_batch_size=batch_size, seed=3).run(steps)
+    return {
+        name: (int(model.optimizer.iterations.numpy()), flat(model))
+        for name, model in models.items()
+    }
+
+
 def cnn(optimizer="adam"):
     """A convolutional network with BatchNormalization and Dropout."""
     keras.utils.set_random_seed(1)
@@ -245,11 +289,11 @@ def positions():
     return model
 
 
-def tokens(optimizer="adam"):
-    """A model that reads its weights in a lookup, in loops (adam: an LSTM) and twice in a step."""
+def tokens(optimizer="adam", recurrent=False):
+    """A model that reads its weights in a lookup, in loops and twice in a step."""
     keras.utils.set_random_seed(1)
     layers = keras.layers
-    reads = [layers.LSTM(24)] if optimizer == "adam" else [layers.Flatten(), layers.Dense(24)]
+    reads = [layers.LSTM(24)] if recurrent else [layers.Flatten(), layers.Dense(24)]
     twice = {"kernel_regularizer": "l2", "kernel_constraint": keras.constraints.MaxNorm(1.0)}
     model = keras.Sequential(
         [
@@ -263,7 +307,7 @@ def tokens(optimizer="adam"):
             layers.Dense(1),
         ]
     )
-    model.compile(SPLIT_OPTIMIZERS[optimizer](), "mse")
+    model.compile(OPTIMIZERS[optimizer](), "mse")
     return model
 
 
@@ -386,6 +430,43 @@ def evaluated(strategy, sources, **fit):
     return models, seen
 
 
+def range_tested(strategy):
+    """What a range test of learning rates finds, and whether the model is then what it was."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        layers = [keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization()]
+        model = keras.Sequential([*layers, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    tfdist.fit(model, X, CALM, batch_size=16, verbose=0, seed=3)
+    state = [*model.weights, *model.optimizer.variables]
+    before = digest(state)
+    found = tfdist.find_learning_rate(model, X, CALM, 16, lowest=1e-4, highest=1.0, steps=20)
+    seen = {"rates": found.rates, "losses": found.losses, "suggestion": found.suggestion}
+    seen["same"] = digest(state) == before
+    try:
+        tfdist.find_learning_rate(model, np.nan * X, CALM, 16, steps=10)
+    except tfdist.UsageError as error:
+        seen["refused"] = error.code
+    return seen | {"same after an error": digest(state) == before}
+
+
+def exported(strategy, out):
+    """Where a model was exported that has been trained a little, and what it answers to `X`."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((6,), name="features"), layers.Dense(80, activation="relu"),
+             layers.BatchNormalization(), layers.Dense(3, name="logits")],
+            name="mlp",
+        )  # fmt: skip
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss)
+    tfdist.fit(model, X, X.argmax(1) // 2, batch_size=16, epochs=2, verbose=0, seed=3)
+    place = tfdist.export_model(model, out)
+    return str(place), tfdist.predict(model, X, batch_size=12, verbose=0).tolist()
+
+
 def own_loop(strategy):
     """A loop of a step of one's own, which has done 5 steps; and its model."""
     with strategy.scope():
@@ -409,7 +490,12 @@ def own_loop(strategy):
 
 def sha(model):
     """SHA-256 of the weights' bytes."""
-    return hashlib.sha256(b"".join(w.tobytes() for w in model.get_weights())).hexdigest()
+    return digest(model.weights)
+
+
+def digest(variables):
+    """SHA-256 of the bytes of variables."""
+    return hashlib.sha256(b"".join(v.numpy().tobytes() for v in variables)).hexdigest()
 
 
 def flat(model):
