@@ -1,7 +1,5 @@
 """What all tests have in common: one process that has imported TensorFlow, and their order."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -49,7 +47,7 @@ def at_a_terminal():
 
 
 @pytest.fixture
-def disk_events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
+def disk_events(monkeypatch):
     """What is brought to the disk, and what is renamed to what, from now on."""
     events: list[tuple[str, Path]] = []
     fsync, replace = os.fsync, os.replace

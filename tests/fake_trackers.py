@@ -3,8 +3,6 @@
 Each is put into `sys.modules`, and notes with `note(run, **what)` what its server would be told.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import types

@@ -8,8 +8,6 @@ There is one such process for all workers of a run of the tests (tests/conftest.
 first starts it, and it ends with the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import gc

@@ -1,7 +1,5 @@
 """A small model that tests of one process have in common, and a callback that cuts its run."""
 
-from __future__ import annotations
-
 import keras
 
 

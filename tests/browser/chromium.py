@@ -1,7 +1,5 @@
 """A headless Chromium that tests steer over a pipe, by the DevTools protocol."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

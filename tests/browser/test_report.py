@@ -1,7 +1,5 @@
 """The report in a headless Chromium: two widths, light and dark, a run that goes on."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

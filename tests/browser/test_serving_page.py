@@ -1,9 +1,6 @@
 """The page of a service in a headless Chromium: figures that move, and a request by its form."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ pytestmark = [
 ]
 
 
-def test_the_page_shows_versions_rates_and_answers(tmp_path: Path) -> None:
+def test_the_page_shows_versions_rates_and_answers(tmp_path):
     make_version(tmp_path / "m", 3)
     with service(tmp_path, replicas=2) as running, Browser(tmp_path / "profile") as browser:
         browser.open(f"http://{running.rest[0]}:{running.rest[1]}/")
@@ -43,7 +40,7 @@ def test_the_page_shows_versions_rates_and_answers(tmp_path: Path) -> None:
         assert not browser.console, browser.console
 
 
-def test_a_token_is_asked_for(tmp_path: Path) -> None:
+def test_a_token_is_asked_for(tmp_path):
     make_version(tmp_path / "m", 1)
     (tmp_path / "token").write_text("secret\n")
     options = {"replicas": 1, "token": str(tmp_path / "token")}

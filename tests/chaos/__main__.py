@@ -4,8 +4,6 @@ Exit code 0 if every run ended as if nothing had happened, 1 if one did not (its
 2 for a plan that cannot be carried out.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import secrets

@@ -1,7 +1,5 @@
 """What the runner does to a job from outside: to its processes, its disk, its network."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """The undisturbed run of each case of a plan, then the placed faults and the random kills."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """The faults of one run, one after the other: when each is due, and what followed from it."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

@@ -1,7 +1,5 @@
 """The faults that a task does to itself: at a step, a phase, or a write of a save."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -3,8 +3,6 @@
 Imported by the job before anything else, so it imports next to nothing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

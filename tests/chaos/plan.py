@@ -7,8 +7,6 @@ files of the second save of an attempt), ``half write`` (in the middle of that s
 had done its first steps).
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import tomllib

@@ -1,7 +1,5 @@
 """The processes of a job, seen from outside through /proc."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

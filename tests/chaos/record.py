@@ -1,7 +1,5 @@
 """What is known of a fault afterwards: when it was noticed, and when the job was back."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 

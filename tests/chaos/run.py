@@ -1,7 +1,5 @@
 """One run of a case: the job, the faults in their order, and another start until it is done."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The table at the end: how many faults of each kind, how soon the job was back, the verdicts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Whether two runs ended alike, and in what they did not."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

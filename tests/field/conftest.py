@@ -1,7 +1,5 @@
 """One process with three logical devices, as for tests/integration; jobs have their own."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.integration.conftest import (  # noqa: F401

@@ -1,7 +1,5 @@
 """Failures of jobs of several tasks, replayed: one job for each strategy runs all their scripts."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

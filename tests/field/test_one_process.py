@@ -3,8 +3,6 @@
 Where a plain Keras of today still fails, the test says how.
 """
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

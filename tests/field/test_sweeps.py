@@ -1,7 +1,5 @@
 """Failures of searches in several processes, replayed: a trial is killed in one search of two."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 

@@ -1,7 +1,5 @@
 """One process, three logical devices: every strategy that needs no second process."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

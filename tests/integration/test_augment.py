@@ -1,7 +1,5 @@
 """Augmentation: the same for an example whatever batch it is in, and evenly spread."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A mistake is one line that names it and the fix; nothing is trained, and the next call works."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

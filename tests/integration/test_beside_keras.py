@@ -1,7 +1,5 @@
 """What users of Keras have besides the plain model, trained beside `keras.Model.fit` itself."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -4,8 +4,6 @@ A block that is marked `py` is the other side of a page in docs/migrate or of Ra
 tests/migrations, where its library is installed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

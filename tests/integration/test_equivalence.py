@@ -1,7 +1,5 @@
 """Replicas against one device: the same weights, whatever the optimizer and the split."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The evaluator in one process: what `fit` does in it, and what it refuses in a job with one."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import shutil

@@ -1,7 +1,5 @@
 """Exports: the SavedModel answers as the model does, or nothing is published."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

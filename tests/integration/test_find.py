@@ -1,7 +1,5 @@
 """Finders with TensorFlow: the range test leaves no trace, memory is as measured, children try."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -277,18 +275,18 @@ def losses_of_a_usual_test() -> list[float]:
     ]
 
 
-def test_rates_grow_by_one_factor() -> None:
+def test_rates_grow_by_one_factor():
     assert RATES[0] == pytest.approx(1e-6)
     assert RATES[-1] == pytest.approx(1.0)
     assert {round(b / a, 9) for a, b in itertools.pairwise(RATES)} == {round(10**0.1, 9)}
 
 
-def test_the_moving_average_of_equal_losses_is_that_loss() -> None:
+def test_the_moving_average_of_equal_losses_is_that_loss():
     assert smoothed([3.0] * 5, smoothing=0.9) == pytest.approx([3.0] * 5)
     assert smoothed([1.0, 2.0], smoothing=0.0) == [1.0, 2.0]
 
 
-def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
+def test_the_suggestion_is_where_the_loss_falls_fastest():
     found = read(RATES, losses_of_a_usual_test(), smoothing=0.0)
     assert found.steepest == pytest.approx(1e-3, rel=0.3)
     assert found.lowest == pytest.approx(1e-1, rel=0.6)
@@ -298,20 +296,20 @@ def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
         found.lowest = 1.0  # type: ignore[misc]
 
 
-def test_the_suggestion_is_no_more_than_a_tenth_of_the_rate_of_the_lowest_loss() -> None:
+def test_the_suggestion_is_no_more_than_a_tenth_of_the_rate_of_the_lowest_loss():
     losses = [2.0] * 40 + [2.0 - 0.1 * n * n for n in range(1, 5)] + [9.0] * 17
     found = read(RATES, losses, smoothing=0.0)
     assert found.suggestion == pytest.approx(RATES[43] / 10)
 
 
-def test_a_loss_that_never_falls_suggests_nothing() -> None:
+def test_a_loss_that_never_falls_suggests_nothing():
     found = read(RATES, [1.0 + n for n in range(61)], smoothing=0.0)
     assert (found.suggestion, found.steepest) == (None, None)
     assert "never fell" in str(found)
 
 
 @pytest.mark.parametrize("last", [math.nan, math.inf, 9.0])
-def test_a_loss_far_above_its_lowest_has_diverged(last: float) -> None:
+def test_a_loss_far_above_its_lowest_has_diverged(last):
     losses = [2.0, 1.5, 1.0, last]
     assert has_diverged(losses, smoothing=0.0, diverges_at=4.0)
     assert not has_diverged(losses[:-1], smoothing=0.0, diverges_at=4.0)
@@ -320,12 +318,12 @@ def test_a_loss_far_above_its_lowest_has_diverged(last: float) -> None:
     assert found.rates == tuple(RATES[:4])
 
 
-def test_a_negative_loss_that_falls_has_not_diverged() -> None:
+def test_a_negative_loss_that_falls_has_not_diverged():
     assert not has_diverged([-1.0, -2.0, -3.0], smoothing=0.0, diverges_at=4.0)
     assert has_diverged([-1.0, 5.0], smoothing=0.0, diverges_at=4.0)
 
 
-def test_the_plot_is_a_file(tmp_path: Path) -> None:
+def test_the_plot_is_a_file(tmp_path):
     pytest.importorskip("matplotlib")
     path = read(RATES, losses_of_a_usual_test(), smoothing=0.5).plot(tmp_path / "rates.png")
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -337,7 +335,7 @@ def operation(
     return Operation(name=name, kind=kind, inputs=inputs, outputs=outputs)
 
 
-def test_a_tensor_is_held_from_its_making_to_its_last_reading() -> None:
+def test_a_tensor_is_held_from_its_making_to_its_last_reading():
     graph = [
         operation("x", "Placeholder", (), (0, 1000)),
         operation("a", "Conv2D", (0,), (1, 10)),
@@ -350,7 +348,7 @@ def test_a_tensor_is_held_from_its_making_to_its_last_reading() -> None:
     assert peak.by_operation == {"a": 10, "b": 20, "c": 5}
 
 
-def test_views_and_operations_in_place_take_nothing() -> None:
+def test_views_and_operations_in_place_take_nothing():
     graph = [
         operation("a", "Conv2D", (), (0, 10)),
         operation("v", "Reshape", (0,), (1, 10)),
@@ -361,7 +359,7 @@ def test_views_and_operations_in_place_take_nothing() -> None:
     assert peak_of(graph).size_bytes == 20  # the second one may not write over what is read again
 
 
-def test_what_is_kept_is_held_to_the_end() -> None:
+def test_what_is_kept_is_held_to_the_end():
     graph = [operation(str(n), "Conv2D", (), (n, 10)) for n in range(3)]
     assert peak_of(graph).size_bytes == 10
     assert peak_of(graph, kept=[0, 1]).size_bytes == 30

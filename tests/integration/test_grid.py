@@ -1,7 +1,5 @@
 """Every kind of model under every strategy of one process: trains, evaluates, predicts, saves."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable

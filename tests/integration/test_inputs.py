@@ -1,7 +1,5 @@
 """Every kind of data, on one device and several: the same examples, the same weights."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Keras' callbacks and a user's own, beside the same run of `keras.Model.fit` on one device."""
 
-from __future__ import annotations
-
 import csv
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ A test here fails on the day its replacement can go. They run after `install`, o
 step, where stock behaviour must be what it was.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Layers on devices of their own: where they compute, and that the bits are those of one device."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """What a run writes down of its examples, against what the model was given."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

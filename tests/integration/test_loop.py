@@ -4,8 +4,6 @@
 methods of `Engine`.
 """
 
-from __future__ import annotations
-
 import signal
 import types
 

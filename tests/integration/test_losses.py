@@ -1,7 +1,5 @@
 """Losses on several replicas: masks, weights, sums by the tape, what layers add."""
 
-from __future__ import annotations
-
 import logging
 
 import keras

@@ -1,7 +1,5 @@
 """The workers of a ps job that the chief is connected to, while others of them die."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """A model in stages computes and trains as it does whole; the stages here are in one process."""
 
-from __future__ import annotations
-
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Stopping by a signal and going on: at any moment, and the end is that of an undisturbed run."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The engine of a ps job, over workers that are threads: what is under way when something ends."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import threading
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Metrics of a ps job: those that add up are taken, others are refused before the first step."""
 
-from __future__ import annotations
-
 import types
 
 import keras

@@ -1,7 +1,5 @@
 """What a step of a ps job sends and makes, without the job."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Every draw of a step comes from (seed, step, replica): different in each, the same again."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,10 +1,7 @@
 """From a configuration to model, optimizer, learning rate and data."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -30,7 +27,7 @@ def config_with(**changes: Any) -> Any:
     return config
 
 
-def test_the_configuration_knows_the_models() -> None:
+def test_the_configuration_knows_the_models():
     field = next(field for field in FIELDS if field.name == "model")
     assert field.choices == tuple(MODELS)
 
@@ -39,9 +36,7 @@ def test_the_configuration_knows_the_models() -> None:
     ("name", "shape", "parameters"),
     [("dense", (8, 8, 1), 50_826), ("cnn", (8, 8, 1), 151_306), ("resnet20", (32, 32, 3), 272_474)],
 )
-def test_models_give_logits_of_float32(
-    name: str, shape: tuple[int, int, int], parameters: int
-) -> None:
+def test_models_give_logits_of_float32(name, shape, parameters):
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         model = build_model(name, image_shape=shape, num_classes=10, dropout=0.5)
@@ -55,12 +50,12 @@ def test_models_give_logits_of_float32(
     assert trainable == parameters
 
 
-def test_an_unknown_model_is_one_line() -> None:
+def test_an_unknown_model_is_one_line():
     with pytest.raises(UsageError, match=r"'resnet2' .did you mean 'resnet20'.."):
         build_model("resnet2", image_shape=(8, 8, 1), num_classes=10)
 
 
-def test_a_constant_learning_rate_is_a_number_that_callbacks_can_set() -> None:
+def test_a_constant_learning_rate_is_a_number_that_callbacks_can_set():
     optimizer = recipe.optimizer_of(config_with(learning_rate=0.5), total_steps=10)
     optimizer.learning_rate = 0.25
     assert float(optimizer.learning_rate) == 0.25
@@ -74,7 +69,7 @@ def test_a_constant_learning_rate_is_a_number_that_callbacks_can_set() -> None:
         ("cosine", [0.1, 0.2, 0.4, 0.2, 0.0, 0.0]),
     ],
 )
-def test_the_learning_rate_over_a_run(kind: str, expected: list[float]) -> None:
+def test_the_learning_rate_over_a_run(kind, expected):
     schedule = WarmupThenDecay(0.4, kind="constant", warmup_steps=4, total_steps=24)
     assert [float(schedule(step)) for step in (0, 1, 3)] == pytest.approx([0.1, 0.2, 0.4])
     schedule = WarmupThenDecay(0.4, kind=kind, warmup_steps=4, total_steps=24)
@@ -82,7 +77,7 @@ def test_the_learning_rate_over_a_run(kind: str, expected: list[float]) -> None:
     assert rates == pytest.approx(expected[2:], abs=1e-7)
 
 
-def test_the_schedule_is_saved_with_its_optimizer() -> None:
+def test_the_schedule_is_saved_with_its_optimizer():
     config = config_with(schedule="cosine", warmup_examples=100, learning_rate=0.5)
     optimizer = recipe.optimizer_of(config, total_steps=50)
     again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
@@ -103,15 +98,13 @@ def test_the_schedule_is_saved_with_its_optimizer() -> None:
         ({}, {"gradient_accumulation_steps": None, "global_clipnorm": None}),
     ],
 )
-def test_the_optimizer_is_as_configured(
-    changes: dict[str, Any], attributes: dict[str, Any]
-) -> None:
+def test_the_optimizer_is_as_configured(changes, attributes):
     optimizer = recipe.optimizer_of(config_with(**changes), total_steps=10)
     assert type(optimizer).__name__.lower() == changes.get("optimizer", "adam")
     assert {name: getattr(optimizer, name) for name in attributes} == attributes
 
 
-def test_length_and_steps_come_from_examples() -> None:
+def test_length_and_steps_come_from_examples():
     config = config_with(total_examples=1000, checkpoints=3, global_batch_size=64)
     plan = recipe.plan_of(config)
     assert plan.example_starts == (0, 333, 666, 1000)
@@ -119,7 +112,7 @@ def test_length_and_steps_come_from_examples() -> None:
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
-def test_image_sets_are_loaded_augmented_and_normalised(name: str, tmp_path: Any) -> None:
+def test_image_sets_are_loaded_augmented_and_normalised(name, tmp_path):
     changes = {
         "dataset": name,
         "data_dir": str(tmp_path),
@@ -143,7 +136,7 @@ def test_image_sets_are_loaded_augmented_and_normalised(name: str, tmp_path: Any
     assert not np.array_equal(first, second)
 
 
-def test_numbers_that_do_not_fit_the_channels_are_one_line(tmp_path: Any) -> None:
+def test_numbers_that_do_not_fit_the_channels_are_one_line(tmp_path):
     changes = {"dataset": "mnist", "data_dir": str(tmp_path), "augmentation.std": (1.0, 2.0)}
     with (
         tfds.testing.mock_data(num_examples=4),
@@ -152,7 +145,7 @@ def test_numbers_that_do_not_fit_the_channels_are_one_line(tmp_path: Any) -> Non
         recipe.load_datasets(config_with(**changes))
 
 
-def test_data_that_are_not_images_are_one_line(tmp_path: Any) -> None:
+def test_data_that_are_not_images_are_one_line(tmp_path):
     changes = {"dataset": "iris", "data_dir": str(tmp_path), "validation_split": ""}
     with (
         tfds.testing.mock_data(num_examples=4),
@@ -161,7 +154,7 @@ def test_data_that_are_not_images_are_one_line(tmp_path: Any) -> None:
         recipe.load_datasets(config_with(**changes))
 
 
-def test_a_schedule_in_examples_does_not_change_with_the_batch_size(tmp_path: Path) -> None:
+def test_a_schedule_in_examples_does_not_change_with_the_batch_size(tmp_path):
     decay = keras.optimizers.schedules.CosineDecay(0.1, decay_steps=1000)
     for size in (1, 10, 250):
         schedule = InExamples(decay, global_batch_size=size)
@@ -187,7 +180,7 @@ class Clock:
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> RunDirectory:
+def directory(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.claim({})
     return directory
@@ -220,7 +213,7 @@ def run_epoch(reporter: RunReporter, clock: Clock, epoch: int, *, first: int = 0
     reporter.on_epoch_end(epoch, {"loss": 0.5, "val_loss": 0.75})
 
 
-def test_a_line_for_each_virtual_epoch(directory: RunDirectory) -> None:
+def test_a_line_for_each_virtual_epoch(directory):
     clock = Clock()
     reporter = reporter_of(directory, clock)
     for epoch in range(3):
@@ -235,14 +228,14 @@ def test_a_line_for_each_virtual_epoch(directory: RunDirectory) -> None:
     assert list(directory.tensorboard.glob("events.*"))
 
 
-def test_a_line_of_a_ps_job_has_the_steps_of_each_worker(directory: RunDirectory) -> None:
+def test_a_line_of_a_ps_job_has_the_steps_of_each_worker(directory):
     clock, steps = Clock(), {"worker-0": 7, "worker-1": 3}
     run_epoch(reporter_of(directory, clock, worker_steps=lambda: steps), clock, 0)
     (line,) = directory.read_metrics()
     assert line["worker_steps"] == steps
 
 
-def test_a_resumed_run_takes_back_what_it_does_again(directory: RunDirectory) -> None:
+def test_a_resumed_run_takes_back_what_it_does_again(directory):
     for step in (10, 20):
         directory.append_metrics({"step": step, "loss": 1.0})
     clock = Clock()
@@ -256,9 +249,7 @@ def test_a_resumed_run_takes_back_what_it_does_again(directory: RunDirectory) ->
     reporter.close()
 
 
-def test_a_run_of_which_only_a_validation_was_left_writes_its_line_once(
-    directory: RunDirectory,
-) -> None:
+def test_a_run_of_which_only_a_validation_was_left_writes_its_line_once(directory):
     for step in (10, 20):
         directory.append_metrics({"step": step, "loss": 1.0})  # of an attempt that was killed next
     reporter = reporter_of(directory, Clock())
@@ -273,7 +264,7 @@ def test_a_run_of_which_only_a_validation_was_left_writes_its_line_once(
     reporter.close()
 
 
-def test_an_epoch_that_was_cut_short_has_no_line(directory: RunDirectory) -> None:
+def test_an_epoch_that_was_cut_short_has_no_line(directory):
     clock = Clock()
     reporter = reporter_of(directory, clock)
     reporter.on_epoch_begin(0)
@@ -284,7 +275,7 @@ def test_an_epoch_that_was_cut_short_has_no_line(directory: RunDirectory) -> Non
     assert reporter.step == 5
 
 
-def test_the_first_range_which_traces_does_not_count(directory: RunDirectory) -> None:
+def test_the_first_range_which_traces_does_not_count(directory):
     clock = Clock()
     reporter = reporter_of(directory, clock)
     reporter.on_epoch_begin(0)
@@ -295,7 +286,7 @@ def test_the_first_range_which_traces_does_not_count(directory: RunDirectory) ->
     reporter.close()
 
 
-def test_keras_takes_it_for_its_bar_and_adds_no_other(directory: RunDirectory) -> None:
+def test_keras_takes_it_for_its_bar_and_adds_no_other(directory):
     reporter = reporter_of(directory, Clock())
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     callbacks = keras.callbacks.CallbackList([reporter], add_progbar=True, model=model, verbose=1)

@@ -1,7 +1,5 @@
 """The order of the ring's sums: the one in which the step was written, wherever they are in it."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

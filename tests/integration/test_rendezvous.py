@@ -1,7 +1,5 @@
 """How the tasks of a multiworker job wait for each other before TensorFlow starts."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -4,8 +4,6 @@ Their gradients are sparse, a slice for each occurrence. What an optimizer squar
 the sign of is the sum of a row's slices, as of a dense gradient on one device.
 """
 
-from __future__ import annotations
-
 import functools
 
 import keras

@@ -1,7 +1,5 @@
 """`python -m tfdist.replay`: a step again is the step."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -66,7 +64,7 @@ def without_checkpoints(run_dir: Path, target: Path, steps: range) -> Path:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trained(request, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / request.param
     done = run("tfdist.train", *LENGTH, *KINDS[request.param], f"--config.run_dir={run_dir}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,9 +72,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return request.param, run_dir
 
 
-def test_a_step_from_an_earlier_checkpoint_gives_the_bits_of_the_run(
-    trained: Any, tmp_path: Path
-) -> None:
+def test_a_step_from_an_earlier_checkpoint_gives_the_bits_of_the_run(trained, tmp_path):
     kind, run_dir = trained
     copy = without_checkpoints(run_dir, tmp_path / "run", range(4, 9))
     before = files(copy)
@@ -93,9 +89,7 @@ def test_a_step_from_an_earlier_checkpoint_gives_the_bits_of_the_run(
     assert files(copy) == before
 
 
-def test_a_step_without_a_checkpoint_starts_from_the_initial_weights(
-    trained: Any, tmp_path: Path
-) -> None:
+def test_a_step_without_a_checkpoint_starts_from_the_initial_weights(trained, tmp_path):
     _, run_dir = trained
     copy = without_checkpoints(run_dir, tmp_path / "a run", range(1, 6))
     found = replayed(copy, 5)
@@ -104,7 +98,7 @@ def test_a_step_without_a_checkpoint_starts_from_the_initial_weights(
     assert found["updated"] is True
 
 
-def test_where_a_step_ran_is_told_by_the_nearest_checkpoint_that_is_whole(tmp_path: Path) -> None:
+def test_where_a_step_ran_is_told_by_the_nearest_checkpoint_that_is_whole(tmp_path):
     directory = RunDirectory(tmp_path)
     store = CheckpointStore(directory.checkpoints)
     for step, replicas in ((5, 2), (9, 3), (12, 4)):
@@ -123,9 +117,7 @@ def test_where_a_step_ran_is_told_by_the_nearest_checkpoint_that_is_whole(tmp_pa
     assert place_at(10) == StepEnvironment(kind="mirrored", replicas=3, threads=4)
 
 
-def test_what_cannot_be_replayed_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_replayed_is_one_line(tmp_path, capsys):
     def says(*arguments: str) -> str:
         assert replay.main(list(arguments)) == 2
         error = capsys.readouterr().err

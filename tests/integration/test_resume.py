@@ -1,7 +1,5 @@
 """BackupAndRestore: a run that is cut anywhere ends like one that was left alone."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

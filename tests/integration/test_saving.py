@@ -1,7 +1,5 @@
 """Saving beside the training: copies, errors, damage, the best, and what is refused."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import json

@@ -1,9 +1,6 @@
 """A version that is loaded answers as the model does, in TensorFlow Serving's forms."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -26,7 +23,7 @@ X = np.random.default_rng(0).random((5, 3)).astype("float32")
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[keras.Model, Path]:
+def exported(tmp_path_factory):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((3,), name="features")
     model = keras.Model(inputs, keras.layers.Dense(2, name="scores")(inputs), name="small")
@@ -34,7 +31,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[keras.Model, Pat
 
 
 @pytest.fixture(scope="module")
-def served(exported: tuple[keras.Model, Path]) -> ServedModel:
+def served(exported):
     _, place = exported
     model = ServedModel(place, "small", batch_sizes=(1, 4, 8))
     assert model.warm_up(place) == 4, "the request of the export, and a batch of each size"
@@ -42,7 +39,7 @@ def served(exported: tuple[keras.Model, Path]) -> ServedModel:
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+def odd(tmp_path_factory):
     """A model of text, of two inputs, with an output that has no rows, and one that fails."""
     module = tf.Module()
     text, number = tf.TensorSpec([None], tf.string), tf.TensorSpec([None], tf.int64)
@@ -76,14 +73,14 @@ def grpc_request(**inputs: np.ndarray) -> predict_pb2.PredictRequest:
     return request
 
 
-def test_answers_are_those_of_the_model(exported, served) -> None:
+def test_answers_are_those_of_the_model(exported, served):
     model, _ = exported
     wanted = tfdist.predict(model, X, batch_size=5, verbose=0)
     (answer,) = rest(served, {"instances": X.tolist()})
     np.testing.assert_allclose(answer["predictions"], wanted, atol=1e-6)
 
 
-def test_requests_of_one_batch_get_their_own_rows(exported, served) -> None:
+def test_requests_of_one_batch_get_their_own_rows(exported, served):
     model, _ = exported
     wanted = tfdist.predict(model, X, batch_size=5, verbose=0)
     answers = rest(served, {"inputs": X[:1].tolist()}, {"instances": X[1:3].tolist()}, {"x": 1})
@@ -92,7 +89,7 @@ def test_requests_of_one_batch_get_their_own_rows(exported, served) -> None:
     assert "Missing 'inputs' or 'instances' key" in str(answers[2])
 
 
-def test_both_protocols_give_one_answer(exported, served) -> None:
+def test_both_protocols_give_one_answer(exported, served):
     (data,) = served.answer([(Kind.GRPC_PREDICT, grpc_request(features=X).SerializeToString())])
     assert isinstance(data, bytes)
     response = predict_pb2.PredictResponse.FromString(data)
@@ -112,14 +109,14 @@ def test_both_protocols_give_one_answer(exported, served) -> None:
         ({"features": X[:, :2]}, "shape [5,2] does not match signature: [?,3]"),
     ],
 )
-def test_grpc_requests_are_checked(served, inputs, text) -> None:
+def test_grpc_requests_are_checked(served, inputs, text):
     (answer,) = served.answer([(Kind.GRPC_PREDICT, grpc_request(**inputs).SerializeToString())])
     assert isinstance(answer, RequestError)
     assert answer.code is Code.INVALID_ARGUMENT
     assert text in str(answer)
 
 
-def test_a_batch_has_no_more_examples_than_it_may(served, monkeypatch) -> None:
+def test_a_batch_has_no_more_examples_than_it_may(served, monkeypatch):
     sizes = list[int]()
     run_batch = ServedModel._run_batch
 
@@ -136,7 +133,7 @@ def test_a_batch_has_no_more_examples_than_it_may(served, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("rows", [2**24, 10**12])
-def test_a_small_request_cannot_ask_for_much_memory(served, rows) -> None:
+def test_a_small_request_cannot_ask_for_much_memory(served, rows):
     """Many of them are one batch, so a part of the machine's memory is too much for one."""
     request = grpc_request(features=X)
     tensor = request.inputs["features"]
@@ -147,7 +144,7 @@ def test_a_small_request_cannot_ask_for_much_memory(served, rows) -> None:
     assert "more than a request can hold" in str(answer)
 
 
-def test_text_and_bytes(odd) -> None:
+def test_text_and_bytes(odd):
     document = {"signature_name": "text", "instances": ["ab", {"b64": "/w=="}]}
     (answer,) = rest(odd, document)
     assert answer["predictions"] == [
@@ -156,7 +153,7 @@ def test_text_and_bytes(odd) -> None:
     ]
 
 
-def test_a_batch_of_which_one_request_fails_answers_the_others(odd) -> None:
+def test_a_batch_of_which_one_request_fails_answers_the_others(odd):
     documents = [{"signature_name": "picky", "instances": [value]} for value in (1, 9, 3)]
     first, second, third = rest(odd, *documents)
     assert (first, third) == ({"predictions": [1]}, {"predictions": [3]})
@@ -164,17 +161,17 @@ def test_a_batch_of_which_one_request_fails_answers_the_others(odd) -> None:
     assert second.code is Code.INVALID_ARGUMENT
 
 
-def test_outputs_without_rows_are_computed_for_each_request(odd) -> None:
+def test_outputs_without_rows_are_computed_for_each_request(odd):
     documents = [{"signature_name": "total", "inputs": values} for values in ([1, 2], [5])]
     assert rest(odd, *documents) == [{"outputs": 3}, {"outputs": 5}]
 
 
-def test_inputs_of_different_length_are_refused(odd) -> None:
+def test_inputs_of_different_length_are_refused(odd):
     (answer,) = rest(odd, {"signature_name": "pair", "inputs": {"a": [1], "b": [1, 2]}})
     assert "inputs differ in their first dimension (a: 1, b: 2)" in str(answer)
 
 
-def test_metadata(served) -> None:
+def test_metadata(served):
     as_json, as_message = served.answer([(Kind.REST_METADATA, b""), (Kind.GRPC_METADATA, b"")])
     assert isinstance(as_json, bytes)
     assert isinstance(as_message, bytes)
@@ -188,13 +185,13 @@ def test_metadata(served) -> None:
     assert "serving_default" in signatures.signature_def
 
 
-def test_classify_says_what_the_signature_is(served) -> None:
+def test_classify_says_what_the_signature_is(served):
     (answer,) = served.answer([(Kind.REST_CLASSIFY, b'{"examples": [{"x": 1}]}')])
     assert "Expected classification signature method_name to be" in str(answer)
 
 
 @pytest.fixture(scope="module")
-def of_examples(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+def of_examples(tmp_path_factory):
     """A model with signatures of the methods classify and regress, as estimators export them."""
     features = {
         "age": tf.io.FixedLenFeature([], tf.float32),
@@ -233,7 +230,7 @@ def asked(model: ServedModel, kind: Kind, document: Any) -> Any:
     return answer if isinstance(answer, RequestError) else json.loads(answer)
 
 
-def test_examples_are_classified(of_examples) -> None:
+def test_examples_are_classified(of_examples):
     answer = asked(of_examples, Kind.REST_CLASSIFY, {"examples": [{"age": 25.0}, {"age": [75.0]}]})
     assert answer == {
         "results": [[["young", 0.75], ["old", 0.25]], [["young", 0.25], ["old", 0.75]]]
@@ -247,7 +244,7 @@ def test_examples_are_classified(of_examples) -> None:
     assert (response.model_spec.name, response.model_spec.version.value) == ("people", 1)
 
 
-def test_examples_have_a_value_and_a_context(of_examples) -> None:
+def test_examples_have_a_value_and_a_context(of_examples):
     document = {
         "signature_name": "value",
         "context": {"city": {"b64": "YWI="}},
@@ -282,7 +279,7 @@ def test_examples_have_a_value_and_a_context(of_examples) -> None:
         ({"examples": [{"age": 1.0}], "signature_name": "x"}, "No signature was found"),
     ],
 )
-def test_examples_are_checked(of_examples, document, text) -> None:
+def test_examples_are_checked(of_examples, document, text):
     answer = asked(of_examples, Kind.REST_CLASSIFY, document)
     assert isinstance(answer, RequestError)
     assert answer.code is Code.INVALID_ARGUMENT
@@ -308,7 +305,7 @@ def mutated(valid: bytes, random: Random) -> bytes:
     return bytes(data)
 
 
-def test_mutated_requests_are_answered_or_refused(served, odd, of_examples) -> None:
+def test_mutated_requests_are_answered_or_refused(served, odd, of_examples):
     random = Random(0)
     example = classification_pb2.ClassificationRequest()
     example.input.example_list.examples.add().features.feature["age"].float_list.value.append(2.0)

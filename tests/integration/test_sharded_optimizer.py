@@ -1,7 +1,5 @@
 """Sharded optimizer state in one process: where it has no effect, and what is refused."""
 
-from __future__ import annotations
-
 import types
 
 import keras

@@ -1,7 +1,5 @@
 """Sources: what users pass, by index or as a stream."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

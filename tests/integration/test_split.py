@@ -1,7 +1,5 @@
 """What a step that writes to a variable in parts reads of it then, and its gradients by it."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

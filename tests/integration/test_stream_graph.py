@@ -1,7 +1,5 @@
 """Streams are read in parts without harm to their caches, and alike in every reading."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 

@@ -1,7 +1,5 @@
 """TFDS: prepared once per job, read by index."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """TFRecord files read by the number of the record."""
 
-from __future__ import annotations
-
 import gzip
 import os
 

@@ -1,7 +1,5 @@
 """Callbacks of trackers: real MLflow and W&B, others by their calls."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """`python -m tfdist.train` in one process, from the command line to the run directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -43,7 +41,7 @@ def trained(run_dir: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory):
     """A run of 22 steps; tests that change it copy what they need. It alone is no fork."""
     run_dir = tmp_path_factory.mktemp("runs") / "digits"
     flags = (*SHORT, "--config.seed=5", "--config.save_model=true", f"--config.run_dir={run_dir}")
@@ -52,7 +50,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_the_run_directory_is_that_of_the_design(finished: Path) -> None:
+def test_the_run_directory_is_that_of_the_design(finished):
     names = {"config.json", "metrics.jsonl", "summary.json", "metrics.png"}
     assert names | {"tensorboard", "checkpoints"} <= set(os.listdir(finished))
     config = json.loads((finished / "config.json").read_text())
@@ -84,7 +82,7 @@ def test_the_run_directory_is_that_of_the_design(finished: Path) -> None:
     assert summary["state_sha256"] != summary["weights_sha256"]
 
 
-def test_the_model_that_is_saved_is_the_one_that_was_trained(finished: Path) -> None:
+def test_the_model_that_is_saved_is_the_one_that_was_trained(finished):
     import keras
 
     directory = RunDirectory(finished)
@@ -92,7 +90,7 @@ def test_the_model_that_is_saved_is_the_one_that_was_trained(finished: Path) -> 
     assert weights_sha256(model) == (directory.read_summary() or {})["weights_sha256"]
 
 
-def test_a_run_is_exported_with_its_normalisation_inside(finished: Path, tmp_path: Path) -> None:
+def test_a_run_is_exported_with_its_normalisation_inside(finished, tmp_path):
     import keras
     import numpy as np
     import tensorflow as tf
@@ -113,7 +111,7 @@ def test_a_run_is_exported_with_its_normalisation_inside(finished: Path, tmp_pat
     assert (manifest["run"], manifest["step"]) == (str(finished), 21)
 
 
-def test_a_finished_run_says_so_and_is_not_run_again(finished: Path) -> None:
+def test_a_finished_run_says_so_and_is_not_run_again(finished):
     before = (finished / "summary.json").stat().st_mtime_ns
     done = train(finished, *SHORT, "--config.seed=5")
     assert done.returncode == 0, done.stderr
@@ -122,9 +120,7 @@ def test_a_finished_run_says_so_and_is_not_run_again(finished: Path) -> None:
     assert (finished / "summary.json").stat().st_mtime_ns == before
 
 
-def test_another_run_in_the_directory_is_refused_before_anything_is_written(
-    finished: Path,
-) -> None:
+def test_another_run_in_the_directory_is_refused_before_anything_is_written(finished):
     done = train(finished, *SHORT, "--config.seed=6")
     assert done.returncode == 2
     error = done.stderr.splitlines()[-1]
@@ -132,9 +128,7 @@ def test_another_run_in_the_directory_is_refused_before_anything_is_written(
     assert "Traceback" not in done.stderr
 
 
-def test_a_run_killed_after_a_checkpoint_ends_as_if_it_had_not_been(
-    finished: Path, tmp_path: Path
-) -> None:
+def test_a_run_killed_after_a_checkpoint_ends_as_if_it_had_not_been(finished, tmp_path):
     run_dir = tmp_path / "run"
     often = ("--config.backup_every_steps=4", "--config.backup_every=auto")
     arguments = [*SHORT, "--config.seed=5", *often]
@@ -164,7 +158,7 @@ def without_rate(run_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k != "examples_per_second"} for line in lines]
 
 
-def test_a_run_killed_just_before_its_summary_gets_it(finished: Path, tmp_path: Path) -> None:
+def test_a_run_killed_just_before_its_summary_gets_it(finished, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
     before = json.loads((run_dir / "summary.json").read_text())
@@ -175,9 +169,7 @@ def test_a_run_killed_just_before_its_summary_gets_it(finished: Path, tmp_path: 
     assert without_rate(run_dir) == without_rate(finished)
 
 
-def test_overwrite_runs_again_with_another_seed_and_keeps_the_old(
-    finished: Path, tmp_path: Path
-) -> None:
+def test_overwrite_runs_again_with_another_seed_and_keeps_the_old(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     again = trained(tmp_path / "run", *SHORT, "--config.seed=6", "--overwrite")
     first = RunDirectory(finished).read_summary() or {}
@@ -187,8 +179,8 @@ def test_overwrite_runs_again_with_another_seed_and_keeps_the_old(
 
 
 def test_config_lines_reach_the_training_and_a_tracker_that_cannot_write_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     store = tmp_path / "store"
     store.touch()
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -204,7 +196,7 @@ def test_config_lines_reach_the_training_and_a_tracker_that_cannot_write_is_one_
     assert len(RunDirectory(tmp_path / "run").read_metrics()) == 3
 
 
-def test_overfitting_a_few_batches_learns_them_by_heart(tmp_path: Path) -> None:
+def test_overfitting_a_few_batches_learns_them_by_heart(tmp_path):
     config = Path(__file__).parents[2] / "configs" / "overfit_digits.py"
     flags = ("--config.total_examples=12800", "--config.seed=1")
     summary = trained(tmp_path / "run", f"--config={config}", *flags)
@@ -212,9 +204,7 @@ def test_overfitting_a_few_batches_learns_them_by_heart(tmp_path: Path) -> None:
     assert summary["metrics"]["accuracy"] == 1.0
 
 
-def test_patience_ends_a_run_that_does_not_get_better_in_a_directory_of_its_own(
-    tmp_path: Path,
-) -> None:
+def test_patience_ends_a_run_that_does_not_get_better_in_a_directory_of_its_own(tmp_path):
     arguments = ["--config.early_stopping_patience=1", "--config.learning_rate=1e-30"]
     done = train(None, *SHORT, *arguments, "--config.checkpoints=10", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -226,7 +216,7 @@ def test_patience_ends_a_run_that_does_not_get_better_in_a_directory_of_its_own(
     assert summary["virtual_epochs"] < 10
 
 
-def test_runs_that_begin_in_one_second_have_directories_of_their_own() -> None:
+def test_runs_that_begin_in_one_second_have_directories_of_their_own():
     from tfdist.app.run import _run_dir
 
     config = types.SimpleNamespace(run_dir="", dataset="mnist", model="cnn")
@@ -235,7 +225,7 @@ def test_runs_that_begin_in_one_second_have_directories_of_their_own() -> None:
     assert _run_dir(config, None, now=now) != _run_dir(config, None, now=now)
 
 
-def test_a_loss_that_is_not_a_number_is_one_line(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_a_number_is_one_line(tmp_path):
     wild = ["--config.model=dense", "--config.optimizer=sgd", "--config.learning_rate=1e20"]
     done = train(tmp_path / "run", *SHORT, *wild)
     assert done.returncode == 1
@@ -252,9 +242,7 @@ def test_a_loss_that_is_not_a_number_is_one_line(tmp_path: Path) -> None:
         ("--config.strategy=multiworker", "no cluster in TF_CONFIG"),
     ],
 )
-def test_what_only_data_or_cluster_can_tell_is_one_line_too(
-    tmp_path: Path, argument: str, says: str
-) -> None:
+def test_what_only_data_or_cluster_can_tell_is_one_line_too(tmp_path, argument, says):
     done = train(tmp_path / "run", argument)
     assert done.returncode == 2, done.stderr
     assert says in done.stderr.splitlines()[-1]

@@ -1,7 +1,5 @@
 """KerasTuner's own oracles under the chief, with trials that are cheap: what survives a crash."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -77,7 +75,7 @@ def new_disk(length: int = CHECKPOINTS) -> Disk:
 
 
 @pytest.fixture
-def space(tmp_path: Path) -> SearchSpace:
+def space(tmp_path):
     return space_of(tmp_path, SPACE)
 
 
@@ -154,9 +152,7 @@ def opened(tuner: str, sweep_dir: Path) -> Any:
 
 
 @pytest.mark.parametrize("tuner", TUNERS)
-def test_a_chief_killed_at_every_seventh_write_finds_the_same_trials(
-    tuner: str, tmp_path: Path
-) -> None:
+def test_a_chief_killed_at_every_seventh_write_finds_the_same_trials(tuner, tmp_path):
     space = space_for(tuner, tmp_path)
     assert make_chief(tuner, space, tmp_path / "whole", new_disk()).run() == 0
     trials, crashes = new_disk(), 0
@@ -172,7 +168,7 @@ def test_a_chief_killed_at_every_seventh_write_finds_the_same_trials(
 
 
 @pytest.mark.parametrize("tuner", ["random", "grid"])
-def test_several_at_once_find_the_same_set(tuner: str, space: SearchSpace, tmp_path: Path) -> None:
+def test_several_at_once_find_the_same_set(tuner, space, tmp_path):
     def values(name: str, **options: Any) -> set[str]:
         while True:
             try:
@@ -188,9 +184,7 @@ def test_several_at_once_find_the_same_set(tuner: str, space: SearchSpace, tmp_p
     assert len(one) == 20
 
 
-def test_a_grid_is_searched_in_its_order_in_all_places_at_once(
-    space: SearchSpace, tmp_path: Path
-) -> None:
+def test_a_grid_is_searched_in_its_order_in_all_places_at_once(space, tmp_path):
     at_once: list[int] = []
     disk = new_disk(length=1)
     chief = make_chief("grid", space, tmp_path / "three", disk, parallel=3)
@@ -203,9 +197,7 @@ def test_a_grid_is_searched_in_its_order_in_all_places_at_once(
 
 
 @pytest.mark.parametrize("tuner", TUNERS)
-def test_keras_tuner_opens_what_was_written(
-    tuner: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keras_tuner_opens_what_was_written(tuner, tmp_path, capsys):
     chief = make_chief(tuner, space_for(tuner, tmp_path), tmp_path / "sweep", new_disk())
     chief.run()
     best = chief.state.ranked()[0]
@@ -217,9 +209,7 @@ def test_keras_tuner_opens_what_was_written(
     assert f"Trial {best.id} summary" in capsys.readouterr().out
 
 
-def test_a_metric_that_keras_tuner_cannot_make_is_written_down_as_others_are(
-    space: SearchSpace, tmp_path: Path
-) -> None:
+def test_a_metric_that_keras_tuner_cannot_make_is_written_down_as_others_are(space, tmp_path):
     """KerasTuner makes a MeanIoU to see which way is better, and does not know its classes."""
     chief = make_chief("random", space, tmp_path, new_disk())
     search = chief._search
@@ -233,16 +223,14 @@ def test_a_metric_that_keras_tuner_cannot_make_is_written_down_as_others_are(
     assert [one.value for one in trial.metrics.get_history("mean_io_u")] == [[0.25], [0.5]]
 
 
-def test_results_that_cannot_be_written_are_one_line(space: SearchSpace, tmp_path: Path) -> None:
+def test_results_that_cannot_be_written_are_one_line(space, tmp_path):
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "keras_tuner").touch()
     with pytest.raises(TfdistError, match="sweep/keras_tuner: File exists"):
         make_chief("random", space, tmp_path / "sweep", new_disk()).run()
 
 
-def test_hyperband_goes_on_with_the_run_of_the_trial_it_continues(
-    space: SearchSpace, tmp_path: Path
-) -> None:
+def test_hyperband_goes_on_with_the_run_of_the_trial_it_continues(space, tmp_path):
     make_chief("hyperband", space, tmp_path / "sweep", new_disk()).run()
     trials = fold(read(tmp_path / "sweep" / "journal.jsonl")).trials
     continued = [t for t in trials.values() if "tuner/trial_id" in t.values]
@@ -254,7 +242,7 @@ def test_hyperband_goes_on_with_the_run_of_the_trial_it_continues(
     assert {t.until for t in trials.values()} == {1, 3, None}
 
 
-def test_more_trials_can_be_asked_for_later(space: SearchSpace, tmp_path: Path) -> None:
+def test_more_trials_can_be_asked_for_later(space, tmp_path):
     trials = new_disk()
     make_chief("random", space, tmp_path / "sweep", trials, max_trials=5).run()
     Journal(tmp_path / "sweep" / "journal.jsonl", time_of_day=lambda: 1.0).add(
@@ -266,9 +254,7 @@ def test_more_trials_can_be_asked_for_later(space: SearchSpace, tmp_path: Path) 
     assert values == [row[2] for row in result(tmp_path / "whole")]
 
 
-def test_conditional_and_nested_hyperparameters_are_known_before_the_first_trial(
-    space: SearchSpace,
-) -> None:
+def test_conditional_and_nested_hyperparameters_are_known_before_the_first_trial(space):
     names = [one.name for one in space.hyperparameters.space]
     assert names == ["optimizer", "learning_rate", "momentum", "clip_norm"]
     values = {"optimizer": "sgd", "learning_rate": 0.01, "momentum": 0.5, "tuner/epochs": 3}
@@ -279,7 +265,7 @@ def test_conditional_and_nested_hyperparameters_are_known_before_the_first_trial
     }
 
 
-def test_hyperparameters_under_a_plain_if_are_found_too(tmp_path: Path) -> None:
+def test_hyperparameters_under_a_plain_if_are_found_too(tmp_path):
     source = (
         "def space(hp, config):\n"
         '    config.optimizer = hp.Choice("optimizer", ["adam", "sgd"])\n'
@@ -290,7 +276,7 @@ def test_hyperparameters_under_a_plain_if_are_found_too(tmp_path: Path) -> None:
     assert names == ["optimizer", "momentum"]
 
 
-def test_a_switch_is_written_as_the_program_reads_it(tmp_path: Path) -> None:
+def test_a_switch_is_written_as_the_program_reads_it(tmp_path):
     source = "def space(hp, c):\n    c.augmentation.random_flip = hp.Boolean('flip')\n"
     flags = space_of(tmp_path, source).flags({"flip": True})
     assert flags == ("--config.augmentation.random_flip=true",)
@@ -313,14 +299,12 @@ def test_a_switch_is_written_as_the_program_reads_it(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_space_that_cannot_be_is_refused(
-    tmp_path: Path, source: str, line: str, code: str
-) -> None:
+def test_a_space_that_cannot_be_is_refused(tmp_path, source, line, code):
     where = f"{tmp_path / 'config.py'}{line}"
     assert refused(lambda: space_of(tmp_path, source)) == (where, code)
 
 
-def test_values_out_of_range_are_refused_before_anything_is_started(tmp_path: Path) -> None:
+def test_values_out_of_range_are_refused_before_anything_is_started(tmp_path):
     source = 'def space(hp, config):\n    config.dropout = hp.Float("d", 0.5, 3.0)\n'
     with pytest.raises(UsageError, match=r"config\.dropout: received 2\.5"):
         space_of(tmp_path, source).flags({"d": 2.5})
@@ -343,14 +327,12 @@ def run(options: SweepOptions, config: Any = None) -> int:
     return sweep.run(ConfigSweep(options, config or base(), {}))[0]
 
 
-def test_a_finished_sweep_says_so_and_runs_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_sweep_says_so_and_runs_nothing(tmp_path, capsys):
     assert run(finished(tmp_path)) == 0
     assert "all trials have ended" in capsys.readouterr().out
 
 
-def test_a_changed_space_or_configuration_is_refused_with_the_difference(tmp_path: Path) -> None:
+def test_a_changed_space_or_configuration_is_refused_with_the_difference(tmp_path):
     options = finished(tmp_path)
     config = base()
     config.momentum = 0.1
@@ -361,9 +343,7 @@ def test_a_changed_space_or_configuration_is_refused_with_the_difference(tmp_pat
         run(options)
 
 
-def test_more_processes_than_cpus_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_processes_than_cpus_are_warned_of(tmp_path, caplog):
     def flags(parallel: int, *, workers: int) -> list[str]:
         options = RunOptions(
             sweep_dir=tmp_path, parallel_trials=parallel, strategy="multiworker", workers=workers
@@ -377,7 +357,7 @@ def test_more_processes_than_cpus_are_warned_of(
     assert "3 trials at once are 6 processes that compute, on 4 CPUs" in caplog.text
 
 
-def test_overwrite_is_refused_while_a_sweep_runs(tmp_path: Path) -> None:
+def test_overwrite_is_refused_while_a_sweep_runs(tmp_path):
     options = dataclasses.replace(finished(tmp_path), overwrite=True)
     with chief_lock(options.sweep_dir), pytest.raises(UsageError, match="a second chief"):
         run(options)
@@ -393,9 +373,7 @@ def test_overwrite_is_refused_while_a_sweep_runs(tmp_path: Path) -> None:
         ({"tuner": "hyperband"}, {"checkpoints": 2}, "config.checkpoints"),
     ],
 )
-def test_what_does_not_go_together_is_refused(
-    tmp_path: Path, changes: dict[str, Any], fields: dict[str, Any], where: str
-) -> None:
+def test_what_does_not_go_together_is_refused(tmp_path, changes, fields, where):
     config = base()
     config.update(fields)
     options = dataclasses.replace(finished(tmp_path), **changes)

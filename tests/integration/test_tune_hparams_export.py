@@ -1,7 +1,5 @@
 """What a sweep writes for TensorBoard's HParams, read as TensorBoard reads it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import api_pb2, metadata
 
 from tfdist.tuning.exports import HParamsBoard
-from tfdist.tuning.journal import SweepState, fold
+from tfdist.tuning.journal import fold
 
 SPACE = [{"class_name": "Float", "config": {"name": name}} for name in ("lr", "opt")]
 
@@ -36,7 +34,7 @@ def trial(name: str, *scores: float) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def state() -> SweepState:
+def state():
     begun = {"event": "begun", "objective": "val_accuracy", "direction": "max", "space": SPACE}
     return fold([begun, *trial("0", 0.5, 0.75), *trial("1"), *trial("2", 0.1)[:2]])
 
@@ -47,9 +45,7 @@ def read(path: Path) -> tuple[EventAccumulator, dict[str, bytes]]:
     return events, events.summary_metadata and events.PluginTagToContent("hparams")
 
 
-def test_values_scores_and_ends_are_what_tensorboard_reads(
-    state: SweepState, tmp_path: Path
-) -> None:
+def test_values_scores_and_ends_are_what_tensorboard_reads(state, tmp_path):
     HParamsBoard(tmp_path).update(state)
     events, content = read(tmp_path / "tensorboard" / "0")
     start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
@@ -70,9 +66,7 @@ def test_values_scores_and_ends_are_what_tensorboard_reads(
     assert [info.name.tag for info in experiment.metric_infos] == ["val_accuracy"]
 
 
-def test_a_sweep_that_goes_on_writes_only_what_is_missing(
-    state: SweepState, tmp_path: Path
-) -> None:
+def test_a_sweep_that_goes_on_writes_only_what_is_missing(state, tmp_path):
     HParamsBoard(tmp_path).update(state)
     board = tmp_path / "tensorboard"
     (board / ".0.unfinished").mkdir()  # of a chief that was killed

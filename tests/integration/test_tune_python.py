@@ -1,7 +1,5 @@
 """`tfdist.tuning` in one process: KerasTuner's own search with fits routed to `tfdist.fit`."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json
@@ -78,9 +76,7 @@ def described_by(tuner: Any, sweep_dir: Path, **fitting: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("given", [build, OwnFit()], ids=["build", "own_fit"])
-def test_keras_tuners_own_search_fits_with_tfdist(
-    given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keras_tuners_own_search_fits_with_tfdist(given, tmp_path, monkeypatch):
     calls: list[Any] = []
 
     def counted(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,9 +93,7 @@ def test_keras_tuners_own_search_fits_with_tfdist(
     assert model.evaluate(X, Y, verbose=0)[1] == pytest.approx(best.score)
 
 
-def test_the_tuner_sees_epochs_and_is_not_called_at_each_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tuner_sees_epochs_and_is_not_called_at_each_batch(tmp_path, monkeypatch):
     seen: list[Any] = []
     monkeypatch.setattr(keras_tuner.Tuner, "on_batch_end", lambda *_, **__: seen.append("batch"))
 
@@ -117,7 +111,7 @@ def test_the_tuner_sees_epochs_and_is_not_called_at_each_batch(
     assert seen == [0, 1, 2]
 
 
-def test_what_saves_the_best_epoch_is_resumed_with_the_trial(tmp_path: Path) -> None:
+def test_what_saves_the_best_epoch_is_resumed_with_the_trial(tmp_path):
     objective = keras_tuner.Objective("val_accuracy", "max")
     path = str(tmp_path / "trial_1" / "x")
     Path(path).parent.mkdir()
@@ -138,9 +132,7 @@ def test_what_saves_the_best_epoch_is_resumed_with_the_trial(tmp_path: Path) -> 
     assert json.loads(Path(path).with_name("build_config.json").read_text()) == shapes
 
 
-def test_a_search_in_every_task_of_a_job_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_in_every_task_of_a_job_is_refused(tmp_path, monkeypatch):
     strategy: Any = types.SimpleNamespace()
     monkeypatch.setattr(job, "_made", [Job(strategy=strategy, kind="multiworker")])
     model = tfdist.tuning.HyperModel(build)
@@ -148,7 +140,7 @@ def test_a_search_in_every_task_of_a_job_is_refused(
     assert refused(lambda: model.fit(hp, None, X, Y)) == ("tuner.search", "search-in-a-job")
 
 
-def test_an_interactive_session_is_refused_and_a_program_is_found() -> None:
+def test_an_interactive_session_is_refused_and_a_program_is_found():
     session = types.ModuleType("__main__")
     assert refused(lambda: own_program(session, []))[1] == "no-program"
     script = types.ModuleType("__main__")
@@ -159,7 +151,7 @@ def test_an_interactive_session_is_refused_and_a_program_is_found() -> None:
     assert own_program(script, []).python_args == ("-m", "package")
 
 
-def test_only_what_is_installed_is_imported_for_all_trials() -> None:
+def test_only_what_is_installed_is_imported_for_all_trials():
     source = """
 import sys, keras, keras_tuner.oracles as oracles
 from sklearn.datasets import load_digits
@@ -217,11 +209,11 @@ class Trials:
 
 
 @pytest.fixture
-def trials(tmp_path: Path, strategies: Any) -> Trials:
+def trials(tmp_path, strategies):
     return Trials(tmp_path, strategies[1])
 
 
-def test_a_hyperparameter_that_is_first_asked_for_in_fit_is_named(trials: Trials) -> None:
+def test_a_hyperparameter_that_is_first_asked_for_in_fit_is_named(trials):
     class Late(OwnFit):
         def build(self, hp: Any) -> keras.Model:
             return build(hp)
@@ -233,16 +225,14 @@ def test_a_hyperparameter_that_is_first_asked_for_in_fit_is_named(trials: Trials
     assert refusal == ("search space", "new-hyperparameter")
 
 
-def test_an_objective_that_is_not_reported_is_told_after_the_first_epoch(trials: Trials) -> None:
+def test_an_objective_that_is_not_reported_is_told_after_the_first_epoch(trials):
     tuner = trials.tuner(objective=keras_tuner.Objective("val_acuracy", "max"))
     with pytest.raises(UsageError, match=r"did you mean 'val_accuracy'\?\); expected what the mod"):
         trials.run(tuner, epochs=3)
     assert len(trials.directory().read_metrics()) == 1
 
 
-def test_a_trial_that_is_validated_now_and_then_has_the_best_of_what_was_found(
-    trials: Trials,
-) -> None:
+def test_a_trial_that_is_validated_now_and_then_has_the_best_of_what_was_found(trials):
     objective = keras_tuner.Objective("val_loss", "max")  # so that the first one is the best
     tuner = trials.tuner(objective=objective)
     outcome = trials.run(tuner, validation_freq=2, epochs=5)
@@ -253,12 +243,12 @@ def test_a_trial_that_is_validated_now_and_then_has_the_best_of_what_was_found(
     assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(outcome.score)
 
 
-def test_a_loss_that_is_not_finite_fails_the_trial_whatever_the_objective(trials: Trials) -> None:
+def test_a_loss_that_is_not_finite_fails_the_trial_whatever_the_objective(trials):
     with pytest.raises(TfdistError, match="the loss became nan in epoch 1"):
         trials.run(trials.tuner(), data=(X * np.nan, Y), epochs=3)
 
 
-def test_a_model_that_is_wrapped_for_one_process_is_searched_by_jobs_too(trials: Trials) -> None:
+def test_a_model_that_is_wrapped_for_one_process_is_searched_by_jobs_too(trials):
     tuner = trials.tuner(tfdist.tuning.HyperModel(OwnFit()))
     trials.run(tuner, {"units": 2, "batch": 16}, epochs=2)
     assert [line["step"] for line in trials.directory().read_metrics()] == [4, 8]
@@ -274,9 +264,7 @@ class Alone(keras_tuner.RandomSearch):
         return {"score": sum(trial.hyperparameters.Float(name, -1, 1) ** 2 for name in self.asks)}
 
 
-def test_a_tuner_without_a_model_is_searched_over_what_it_has_named_before(
-    trials: Trials,
-) -> None:
+def test_a_tuner_without_a_model_is_searched_over_what_it_has_named_before(trials):
     space = keras_tuner.HyperParameters()
     space.Float("x", -1, 1)
 
@@ -326,34 +314,25 @@ SEARCH = "tfdist.tuning.search"
         (lambda: build, {"sweep_dir": "s"}, SEARCH, "no-tuner"),
     ],
 )
-def test_what_cannot_be_searched_is_refused(
-    tuner_of: Any,
-    options: dict[str, Any],
-    where: str,
-    code: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_cannot_be_searched_is_refused(tuner_of, options, where, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tuner = tuner_of()
     assert refused(lambda: tfdist.tuning.search(tuner, X, Y, **options)) == (where, code)
 
 
-def test_an_empty_space_is_refused(tmp_path: Path) -> None:
+def test_an_empty_space_is_refused(tmp_path):
     tuner = make_tuner(tmp_path, lambda hp: build(keras_tuner.HyperParameters()))
     assert refused(lambda: described_by(tuner, tmp_path)) == (SEARCH, "empty-space")
 
 
-def test_a_search_from_a_task_of_a_job_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_from_a_task_of_a_job_is_refused(tmp_path, monkeypatch):
     cluster = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
     monkeypatch.setenv("TF_CONFIG", cluster)
     tuner = make_tuner(tmp_path)
     assert refused(lambda: tfdist.tuning.search(tuner, X, Y))[1] == "search-in-a-job"
 
 
-def test_a_trial_imports_nothing_that_all_could_have_shared() -> None:
+def test_a_trial_imports_nothing_that_all_could_have_shared():
     program = f"""
 import importlib, sys
 for name in ("tensorflow", "keras", *{from_python.IMPORTS_OF_TRIALS}):
@@ -385,9 +364,7 @@ def by_layers(hp: Any) -> keras.Model:
 NESTED = {"layers", "kind", "units_0", "units_1", "units_2", "rate", "broken", "lost"}
 
 
-def test_what_is_asked_for_in_a_loop_or_an_if_is_known_before_the_first_trial(
-    trials: Trials,
-) -> None:
+def test_what_is_asked_for_in_a_loop_or_an_if_is_known_before_the_first_trial(trials):
     tuner = make_tuner(trials.path, by_layers)
     assert {one.name for one in tuner.oracle.get_space().space} == {"layers", "kind", "units_0"}
     described = described_by(tuner, trials.path)["space"]
@@ -400,9 +377,7 @@ def test_what_is_asked_for_in_a_loop_or_an_if_is_known_before_the_first_trial(
     assert isinstance(again.run(again.tuner(by_layers), values), Completed)
 
 
-def test_large_models_that_are_built_for_the_space_are_not_there_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_models_that_are_built_for_the_space_are_not_there_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(space_module, "_LARGE", 1)
     models: list[weakref.ref[Any]] = []
     alive: list[int] = []
@@ -421,7 +396,7 @@ def test_large_models_that_are_built_for_the_space_are_not_there_at_once(
     assert not any(alive)
 
 
-def test_a_space_that_is_closed_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_space_that_is_closed_is_left_as_it_is(tmp_path):
     space = keras_tuner.HyperParameters()
     space.Int("layers", 1, 3)
     closed = {"hyperparameters": space, "tune_new_entries": False}
@@ -444,9 +419,7 @@ def test_a_space_that_is_closed_is_left_as_it_is(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_tuner_goes_by_is_part_of_what_the_sweep_is(
-    tmp_path: Path, kind: Any, before: dict[str, Any], now: dict[str, Any], said: str
-) -> None:
+def test_what_a_tuner_goes_by_is_part_of_what_the_sweep_is(tmp_path, kind, before, now, said):
     def described(**options: Any) -> Any:
         options = {"objective": "val_accuracy", **options}
         tuner = kind(build, directory=tmp_path, project_name="p", **options)
@@ -472,18 +445,14 @@ def tells_its_oracle(self: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
 @pytest.mark.parametrize(
     ("run_trial", "score", "best"), [(returns, 0.25, 1), (tells_its_oracle, 0.5, 2)]
 )
-def test_what_a_trial_returns_or_tells_is_its_result(
-    run_trial: Any, score: float, best: int, trials: Trials
-) -> None:
+def test_what_a_trial_returns_or_tells_is_its_result(run_trial, score, best, trials):
     tuner = trials.tuner()
     tuner.__class__ = type("Own", (keras_tuner.RandomSearch,), {"run_trial": run_trial})
     outcome = trials.run(tuner, data=())
     assert (outcome.score, outcome.best_virtual_epoch) == (score, best)
 
 
-def test_a_search_whose_trial_this_is_not_is_read_from_its_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_whose_trial_this_is_not_is_read_from_its_directory(tmp_path, monkeypatch):
     """In a trial of a program's second search, the first one is met again."""
     sweep_dir = tmp_path / "first"
     sweep_dir.mkdir()
@@ -503,9 +472,7 @@ def test_a_search_whose_trial_this_is_not_is_read_from_its_directory(
     assert not (sweep_dir / "keras_tuner" / "oracle.json").exists(), "a trial writes none"
 
 
-def test_a_program_that_does_not_come_to_its_search_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_that_does_not_come_to_its_search_is_told(tmp_path, monkeypatch, capsys):
     program = tmp_path / "program.py"
     program.write_text("import sys; print(__name__, sys.argv[1:])")
     monkeypatch.setattr(trial, "make_strategy", lambda: None)
@@ -516,9 +483,7 @@ def test_a_program_that_does_not_come_to_its_search_is_told(
     assert "__main__ ['--lr', '1']" in capsys.readouterr().out
 
 
-def test_a_tuner_that_is_made_in_a_trial_deletes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tuner_that_is_made_in_a_trial_deletes_nothing(tmp_path, monkeypatch):
     """Tasks that start at once would, and one of them find nothing to delete."""
     monkeypatch.setattr(BaseTuner, "__init__", BaseTuner.__init__)  # to be given back
     trial.have_tuners_overwrite_nothing()
@@ -528,9 +493,7 @@ def test_a_tuner_that_is_made_in_a_trial_deletes_nothing(
     assert (tmp_path / "p" / "kept").exists()
 
 
-def test_the_tuner_of_a_trial_knows_its_space_and_builds_no_model_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tuner_of_a_trial_knows_its_space_and_builds_no_model_for_it(tmp_path, monkeypatch):
     populate = BaseTuner._populate_initial_space
     monkeypatch.setattr(BaseTuner, "_populate_initial_space", populate)  # to be given back
     sweep_dir = tmp_path / "p-sweep"
@@ -551,7 +514,7 @@ def test_the_tuner_of_a_trial_knows_its_space_and_builds_no_model_for_it(
     assert built != []
 
 
-def test_a_trial_that_is_done_ends_as_an_exit_does_but_is_not_taken_apart() -> None:
+def test_a_trial_that_is_done_ends_as_an_exit_does_but_is_not_taken_apart():
     program = """
 import atexit, sys, threading, time, types
 sys.modules["tfdist.strategy"] = types.ModuleType("without TensorFlow")
@@ -611,9 +574,7 @@ def own_chief(kind: Any, sweep_dir: Path, disk: Disk, *, at: int | None = None) 
 
 
 @pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
-def test_a_program_killed_at_every_seventh_write_finds_the_same_trials(
-    kind: Any, tmp_path: Path
-) -> None:
+def test_a_program_killed_at_every_seventh_write_finds_the_same_trials(kind, tmp_path):
     for name in ("whole", "torn"):
         (tmp_path / name).mkdir()
     assert own_chief(kind, tmp_path / "whole", Disk(1, by_rate)).run() == 0
@@ -628,9 +589,7 @@ def test_a_program_killed_at_every_seventh_write_finds_the_same_trials(
     assert result(tmp_path / "torn") == result(tmp_path / "whole")
 
 
-def test_a_trial_of_hyperband_goes_on_from_the_checkpoints_of_the_one_before(
-    tmp_path: Path,
-) -> None:
+def test_a_trial_of_hyperband_goes_on_from_the_checkpoints_of_the_one_before(tmp_path):
     kind = keras_tuner.Hyperband
     chief = own_chief(kind, tmp_path, Disk(1, by_rate))
     assert chief.run() == 0
@@ -647,9 +606,7 @@ def test_a_trial_of_hyperband_goes_on_from_the_checkpoints_of_the_one_before(
 
 
 @pytest.mark.parametrize("patience", [None, 1], ids=["worse", "stopped"])
-def test_a_trial_of_hyperband_that_does_not_better_the_one_before_can_be_loaded(
-    patience: int | None, trials: Trials
-) -> None:
+def test_a_trial_of_hyperband_that_does_not_better_the_one_before_can_be_loaded(patience, trials):
     """Its weights are those of its own best epoch; of the one before, where that was stopped."""
     objective = keras_tuner.Objective("val_loss", "max")  # so that the first epoch is the best
 
@@ -681,9 +638,7 @@ def test_a_trial_of_hyperband_that_does_not_better_the_one_before_can_be_loaded(
         assert last.score == pytest.approx(first.score)
 
 
-def test_a_trial_whose_epochs_are_shorter_than_an_update_keeps_its_lines_when_it_is_resumed(
-    trials: Trials,
-) -> None:
+def test_a_trial_whose_epochs_are_shorter_than_an_update_keeps_its_lines_when_it_is_resumed(trials):
     def accumulated(hp: Any) -> keras.Model:
         model = build(hp)
         model.compile(
@@ -701,9 +656,7 @@ def test_a_trial_whose_epochs_are_shorter_than_an_update_keeps_its_lines_when_it
     assert run(4) == [1, 2, 3, 4]
 
 
-def test_a_trial_of_two_executions_gives_their_mean_and_is_not_trained_twice(
-    trials: Trials,
-) -> None:
+def test_a_trial_of_two_executions_gives_their_mean_and_is_not_trained_twice(trials):
     directory = trials.directory()
 
     def run() -> tuple[Any, Any]:

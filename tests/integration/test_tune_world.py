@@ -1,7 +1,5 @@
 """KerasTuner's bayesian and hyperband with runners that die, hang and are cut off."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path
@@ -26,12 +24,8 @@ def trials_of(world: World) -> dict[str, Trial]:
 @pytest.mark.parametrize("tuner", ["bayesian", "hyperband"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_trials_with_runners_are_those_of_the_oracle_each_once(
-    tuner: str,
-    seed: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    tuner, seed, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr("tfdist.tuning.chief._KILLS_AT_MOST", 99)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     whole = world_of(tuner, tmp_path / "whole", seed=0)

@@ -1,7 +1,5 @@
 """The package as it is installed: built into an sdist, a wheel of that, and used from outside."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -30,7 +28,7 @@ def run(*command: str | Path, cwd: Path, site: Path | None = None) -> str:
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dist(tmp_path_factory):
     """Builds from a copy of what is needed, so that the checkout stays as it is; no network."""
     source = tmp_path_factory.mktemp("source")
     for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
@@ -43,13 +41,13 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(dist: Path) -> Path:
+def wheel(dist):
     (built,) = dist.glob(f"tfdist-{tfdist.__version__}-*.whl")
     return built
 
 
 @pytest.fixture(scope="module")
-def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(wheel, tmp_path_factory):
     site = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     flags = ("--no-deps", "--no-index", "--no-compile", "--target", site)
@@ -57,14 +55,14 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [path for path in (ROOT / "tfdist").rglob("*") if path.is_file()]
     expected = {str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc"}
     assert names == expected
 
 
-def test_the_sdist_holds_what_a_wheel_is_built_of(dist: Path, wheel: Path) -> None:
+def test_the_sdist_holds_what_a_wheel_is_built_of(dist, wheel):
     root = f"tfdist-{tfdist.__version__}"
     with tarfile.open(dist / f"{root}.tar.gz") as sdist:
         names = {name.removeprefix(f"{root}/") for name in sdist.getnames()}
@@ -72,7 +70,7 @@ def test_the_sdist_holds_what_a_wheel_is_built_of(dist: Path, wheel: Path) -> No
     assert modules | {"LICENSE", "README.md", "setup.cfg", "pyproject.toml"} <= names
 
 
-def test_the_installed_demo_trains_the_digits(site: Path, tmp_path: Path) -> None:
+def test_the_installed_demo_trains_the_digits(site, tmp_path):
     where = run(
         sys.executable, "-c", "import tfdist; print(tfdist.__file__)", cwd=tmp_path, site=site
     )
@@ -84,7 +82,7 @@ def test_the_installed_demo_trains_the_digits(site: Path, tmp_path: Path) -> Non
     assert (run_dir / "summary.json").exists()
 
 
-def test_the_console_script_runs_every_program(site: Path, tmp_path: Path) -> None:
+def test_the_console_script_runs_every_program(site, tmp_path):
     program = site / "bin" / "tfdist"
     assert run(program, "--version", cwd=tmp_path, site=site) == f"tfdist {tfdist.__version__}\n"
     flags = run(program, "launch", "--help", cwd=tmp_path, site=site)

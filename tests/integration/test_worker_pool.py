@@ -1,7 +1,5 @@
 """Worker pool of a ps job with workers that are not there: which worker gets what."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time

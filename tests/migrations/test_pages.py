@@ -6,8 +6,6 @@ them, which run in one process in tests/integration/test_docs_python.py, run as 
 launcher's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,12 +1,9 @@
 """Two ranks of a real mpirun are a job by their environment alone; `make test-mpi`."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 from tfdist.errors import EXIT_OK, EXIT_USAGE
 from tfdist.outputs.run_directory import RunDirectory
@@ -31,7 +28,7 @@ def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_two_ranks_train_what_two_tasks_of_the_launcher_train(tmp_path: Path) -> None:
+def test_two_ranks_train_what_two_tasks_of_the_launcher_train(tmp_path):
     ranks, tasks = tmp_path / "mpirun", tmp_path / "launch"
     program = [sys.executable, "-m", "tfdist.train", f"--config.run_dir={ranks}", *DIGITS]
     done = run([*MPIRUN, *program], **ONE_THREAD)
@@ -47,7 +44,7 @@ def test_two_ranks_train_what_two_tasks_of_the_launcher_train(tmp_path: Path) ->
     assert made["weights_sha256"] == same["weights_sha256"]
 
 
-def test_hosts_that_mpirun_did_not_use_are_refused_by_each_rank() -> None:
+def test_hosts_that_mpirun_did_not_use_are_refused_by_each_rank():
     program = "import os; from tfdist.strategy import make_strategy; make_strategy()"
     done = run([*MPIRUN, sys.executable, "-c", program], TFDIST_HOSTS="a,b")
     assert done.returncode == EXIT_USAGE, done.stderr
@@ -56,7 +53,7 @@ def test_hosts_that_mpirun_did_not_use_are_refused_by_each_rank() -> None:
     assert said  # mpirun ends the others at the first that fails
 
 
-def test_the_doctor_looks_at_the_host_of_the_ranks_once() -> None:
+def test_the_doctor_looks_at_the_host_of_the_ranks_once():
     done = run([*MPIRUN, sys.executable, "-m", "tfdist.doctor", "--quick"])
     assert done.stdout.count("1 host of 1") == 1, done.stdout + done.stderr
     assert "2 free" in done.stdout

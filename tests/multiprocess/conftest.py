@@ -1,7 +1,5 @@
 """Starts jobs for the tests here, ends what they leave, and shows all they said."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Jobs through the launcher as a test sees them: what they say, and the processes they have."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

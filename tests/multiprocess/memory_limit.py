@@ -1,7 +1,5 @@
 """Control groups with a limit of memory, below the one that the tests run in."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

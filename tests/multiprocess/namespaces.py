@@ -3,8 +3,6 @@
 They need no root: the namespaces belong to a user namespace of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Data that differ between the processes of a job are made the same, warned of or refused."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -3,8 +3,6 @@
 Of one task, and of one of two: the jobs wait for their limits side by side.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Whole runs of the doctor: one host, two hosts, and two hosts of which one is broken."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

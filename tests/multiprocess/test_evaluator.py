@@ -1,7 +1,5 @@
 """Jobs with an evaluator: beside tfdist.train, and in a program that stops early."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -23,9 +21,7 @@ PROGRAM = PROGRAMS / "evaluated.py"
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_checkpoints_are_evaluated_beside_a_multiworker_training_on_two_hosts(
-    tmp_path: Path,
-) -> None:
+def test_checkpoints_are_evaluated_beside_a_multiworker_training_on_two_hosts(tmp_path):
     hosts = ("127.0.0.1", "127.0.0.2")
     with hold_ports(1)[0] as held:
         job, other = (
@@ -54,7 +50,7 @@ def test_checkpoints_are_evaluated_beside_a_multiworker_training_on_two_hosts(
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_an_evaluator_ends_the_training_of_a_ps_job_and_ends_with_it(tmp_path: Path) -> None:
+def test_an_evaluator_ends_the_training_of_a_ps_job_and_ends_with_it(tmp_path):
     job = TrainingJob(
         tmp_path / "run", "--strategy=ps", "--workers=2", "--evaluator",
         program=(str(PROGRAM), str(tmp_path)),
@@ -72,7 +68,7 @@ def test_an_evaluator_ends_the_training_of_a_ps_job_and_ends_with_it(tmp_path: P
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_an_evaluator_that_a_scheduler_starts_is_one_of_the_job(tmp_path: Path) -> None:
+def test_an_evaluator_that_a_scheduler_starts_is_one_of_the_job(tmp_path):
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(port) for port in hold_ports(3)]
         told = told_by_a_scheduler(*(port.address for port in ports))

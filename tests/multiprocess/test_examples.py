@@ -1,7 +1,5 @@
 """The scripts of docs/examples do what docs/start.md says of them."""
 
-from __future__ import annotations
-
 import os
 import shlex
 

@@ -5,8 +5,6 @@ job wait in its first half, which ends at `yield`, and looks at it in its second
 side by side.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

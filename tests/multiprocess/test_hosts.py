@@ -1,7 +1,5 @@
 """Jobs of two launchers, on two addresses of this machine as two hosts, without TensorFlow."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """With --isolate nobody outside the job reaches its ports; where that cannot be, it says so."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The launcher with real trees of processes: what it shows, what it ends with, what it leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

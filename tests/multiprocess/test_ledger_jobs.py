@@ -1,7 +1,5 @@
 """Ledgers of whole jobs: several tasks write, one proof; and a step of them in one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -33,7 +31,7 @@ def run(*arguments: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trained(tmp_path_factory):
     """Run directories by strategy; each job is run when it is first asked for."""
     found: dict[str, Path] = {}
 
@@ -52,7 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["multiworker", "ps"])
-def test_every_task_writes_and_one_program_proves(trained: Any, kind: str) -> None:
+def test_every_task_writes_and_one_program_proves(trained, kind):
     run_dir = trained(kind)
     done = run("tfdist.ledger", str(run_dir), "--json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -63,14 +61,14 @@ def test_every_task_writes_and_one_program_proves(trained: Any, kind: str) -> No
     assert [p["seen"] for p in told["passes"]] == [1442, 558]
 
 
-def test_two_workers_see_in_each_step_what_one_device_sees(trained: Any) -> None:
+def test_two_workers_see_in_each_step_what_one_device_sees(trained):
     done = run("tfdist.ledger", str(trained("multiworker")), "--same_as", str(trained("single")))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "steps with other examples: none" in done.stdout
     assert "steps with other bits after augmentation: none" in done.stdout
 
 
-def test_a_step_of_two_workers_runs_again_in_one_process(trained: Any) -> None:
+def test_a_step_of_two_workers_runs_again_in_one_process(trained):
     done = run("tfdist.replay", str(trained("multiworker")), "--step", "39", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
@@ -79,14 +77,14 @@ def test_a_step_of_two_workers_runs_again_in_one_process(trained: Any) -> None:
     assert [len(examples) for examples in found["examples"]] == [25, 25]
 
 
-def test_a_step_of_ps_is_not_run_again(trained: Any) -> None:
+def test_a_step_of_ps_is_not_run_again(trained):
     done = run("tfdist.replay", str(trained("ps")), "--step", "3")
     assert done.returncode == 2
     assert "received a run under strategy ps" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
-def test_steps_that_two_workers_did_are_listed(tmp_path: Path) -> None:
+def test_steps_that_two_workers_did_are_listed(tmp_path):
     program = [str(PROGRAMS / "twice.py"), str(tmp_path / "ledger")]
     launch(tmp_path / "run", *JOBS["ps"], *program, timeout_s=DEADLINE_S)
     proof = run("tfdist.ledger", str(tmp_path / "ledger"))

@@ -1,7 +1,5 @@
 """What others see of a job while it runs: `live.json`, Prometheus, `tfdist.top`, and the report."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

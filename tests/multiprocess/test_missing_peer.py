@@ -1,7 +1,5 @@
 """A peer that never comes is named, and the tasks that wait for it give up in time."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -1,7 +1,5 @@
 """Jobs from the cells of a notebook, in a real kernel."""
 
-from __future__ import annotations
-
 import signal
 import time
 

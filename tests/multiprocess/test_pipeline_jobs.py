@@ -1,7 +1,5 @@
 """Whole pipeline jobs through the launcher: what comes out is what one process makes of it."""
 
-from __future__ import annotations
-
 import functools
 import json
 

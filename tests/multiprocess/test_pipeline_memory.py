@@ -1,7 +1,5 @@
 """A model that does not fit into the memory of one process trains on two stages."""
 
-from __future__ import annotations
-
 from tests.multiprocess.memory_limit import limited_groups
 from tests.multiprocess.trainings import PROGRAMS, ended
 from tests.multiprocess.warm import executed

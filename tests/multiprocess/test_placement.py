@@ -1,7 +1,5 @@
 """Where the variables of a ps job are, in jobs of several parameter servers."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole jobs that are asked to stop, and started again by the same command."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -23,9 +21,7 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(5 * DEADLINE_S)
-def test_a_job_that_is_asked_to_stop_ends_like_one_left_alone(
-    tmp_path: Path,
-) -> None:
+def test_a_job_that_is_asked_to_stop_ends_like_one_left_alone(tmp_path):
     run_dir = tmp_path / "cut"
     ways = {
         "SIGTERM of one task": (

@@ -1,7 +1,5 @@
 """Whole ps jobs under the launcher: workers, a ps and the chief die, and somebody asks to stop."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 
@@ -17,7 +15,7 @@ def ps_job(run_dir: Path, *flags: str, workers: int = 2) -> TrainingJob:
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_two_of_three_workers_die_and_the_third_trains_to_the_end(tmp_path: Path) -> None:
+def test_two_of_three_workers_die_and_the_third_trains_to_the_end(tmp_path):
     job = ps_job(tmp_path, workers=3)
     for worker in ("worker-0", "worker-2"):
         job.trained_beyond(max(job.saved_steps(), default=0))
@@ -40,9 +38,7 @@ def test_two_of_three_workers_die_and_the_third_trains_to_the_end(tmp_path: Path
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_a_ps_job_that_was_stopped_goes_on_and_then_by_itself_when_ps_and_chief_die(
-    tmp_path: Path,
-) -> None:
+def test_a_ps_job_that_was_stopped_goes_on_and_then_by_itself_when_ps_and_chief_die(tmp_path):
     job = ps_job(tmp_path, "--max_restarts=2")
     job.trained_beyond(0)
     job.process.send_signal(signal.SIGTERM)

@@ -1,7 +1,5 @@
 """A run that goes on with another number of workers: the same examples, and the same loss."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -28,7 +26,7 @@ def train(out: Path, *, workers: int, kill_at: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def runs(tmp_path_factory):
     """The directories of a run on one device, and of one that was resized twice."""
     whole, resized = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("resized")
     train(whole, workers=1, kill_at=0)
@@ -37,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return whole, resized
 
 
-def test_each_step_sees_the_same_examples_augmented_alike(runs: tuple[Path, Path]) -> None:
+def test_each_step_sees_the_same_examples_augmented_alike(runs):
     whole, resized = (str(directory / "ledger") for directory in runs)
     done = forked_python.run("-m", "tfdist.ledger", resized, "--same_as", whole, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,7 +48,7 @@ def test_each_step_sees_the_same_examples_augmented_alike(runs: tuple[Path, Path
     assert [attempt["first_step"] for attempt in told["attempts"]] == GOES_ON_AT
 
 
-def test_the_loss_is_the_same_over_two_hundred_steps(runs: tuple[Path, Path]) -> None:
+def test_the_loss_is_the_same_over_two_hundred_steps(runs):
     whole, resized = (json.loads((directory / "found.json").read_text()) for directory in runs)
     assert len(whole["loss"]) == 40
     assert whole["loss"][-1] < 0.5 * whole["loss"][0]

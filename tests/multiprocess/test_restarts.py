@@ -1,7 +1,5 @@
 """Jobs that are started again: as a group, a worker of a ps job alone, or not at all."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Gradients by the ring: the bits of TensorFlow's own, and a name for who has gone."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``python -m benchmarks.scaling`` over real jobs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The replicas have a model that needs no TensorFlow and dies when it is asked to.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import http.client
@@ -204,7 +202,7 @@ def wait_for_more(outcomes: Counter[str], more: int = 20) -> None:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def shared(tmp_path_factory):
     directory = tmp_path_factory.mktemp("service")
     make_version(directory / "m", 3)
     (directory / "m" / "3").rename(directory / "m" / "003")  # as TensorFlow Serving takes it too
@@ -213,7 +211,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield running
 
 
-def test_both_protocols_answer(shared: Service) -> None:
+def test_both_protocols_answer(shared):
     status, answer = shared.predict([1, 2])
     assert (status, answer["predictions"], answer["by"][0]) == (200, [1, 2], 3)
     assert shared.predict([1], "/v1/models/m/versions/3:predict")[0] == 200
@@ -229,7 +227,7 @@ def test_both_protocols_answer(shared: Service) -> None:
     assert error.value.details() == str(Target(name="x").not_found())
 
 
-def test_states_of_versions_are_told(shared: Service) -> None:
+def test_states_of_versions_are_told(shared):
     (version,) = shared.get("/v1/models/m")[1]["model_version_status"]
     assert (version["version"], version["state"]) == ("3", "AVAILABLE")
 
@@ -246,15 +244,13 @@ def test_states_of_versions_are_told(shared: Service) -> None:
         ("POST", "/v1/models/m:predict", '{"instances": "fail"}', 400, "failed on purpose"),
     ],
 )
-def test_errors(
-    shared: Service, method: str, path: str, body: str | None, status: int, text: str
-) -> None:
+def test_errors(shared, method, path, body, status, text):
     found, answer = shared.send(method, path, body)
     assert found == status
     assert text in answer["error"]
 
 
-def test_what_is_no_request_costs_nobody_else(shared: Service) -> None:
+def test_what_is_no_request_costs_nobody_else(shared):
     host, port = shared.grpc.split(":")
     addresses = [shared.rest, (host, int(port))]
     random = Random(0)
@@ -296,7 +292,7 @@ def answer_to(address: tuple[str, int], sent: bytes) -> bytes:
     return b""
 
 
-def test_mutated_requests_are_answered_or_let_go_by_rest(shared: Service) -> None:
+def test_mutated_requests_are_answered_or_let_go_by_rest(shared):
     front, random = front_of(shared.process.pid), Random(1)
     body = b'{"instances": [[1, 2], [3, 4]], "signature_name": "serving_default"}'
     valid = f"{HEAD}Host: a\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
@@ -313,7 +309,7 @@ def test_mutated_requests_are_answered_or_let_go_by_rest(shared: Service) -> Non
     assert "Traceback" not in shared.said()
 
 
-def test_mutated_requests_are_answered_or_let_go_by_grpc(shared: Service) -> None:
+def test_mutated_requests_are_answered_or_let_go_by_grpc(shared):
     front, random = front_of(shared.process.pid), Random(2)
     host, port = shared.grpc.split(":")
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9)[:3] + b"\x04\x00" + bytes(4)
@@ -335,14 +331,14 @@ def test_mutated_requests_are_answered_or_let_go_by_grpc(shared: Service) -> Non
 @pytest.mark.parametrize(
     "sent", ["", "POST /v1/models/m:predict HT", f"{HEAD}Content-Length: 9\r\n\r\nhalf"]
 )
-def test_a_client_that_says_nothing_more_is_let_go(shared: Service, sent: str) -> None:
+def test_a_client_that_says_nothing_more_is_let_go(shared, sent):
     with socket.create_connection(shared.rest, timeout=DEADLINE_S) as connection:
         connection.sendall(sent.encode())
         answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert b"The request did not come within 1 s" in answer if "half" in sent else answer == b""
 
 
-def test_each_request_has_a_line_in_the_access_log(shared: Service) -> None:
+def test_each_request_has_a_line_in_the_access_log(shared):
     shared.predict([7, 7, 7])
     size_bytes = len('{"instances": [7, 7, 7]}')
     wanted = {"via": "rest", "model": "m", "code": "200", "bytes": size_bytes}
@@ -354,7 +350,7 @@ def test_each_request_has_a_line_in_the_access_log(shared: Service) -> None:
     assert logged["ms"] > 0
 
 
-def test_metrics(shared: Service) -> None:
+def test_metrics(shared):
     shared.predict([1])
     text = shared.get("/metrics")[1]
     assert re.search(r'tfdist_serving_requests_total\{code="200",model="m",via="rest"\} \d', text)
@@ -366,7 +362,7 @@ def test_metrics(shared: Service) -> None:
     assert 'tfdist_serving_replicas{model="m"} 2.0' in text
 
 
-def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
+def test_no_request_is_lost_with_a_replica(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, replicas=2) as running, load(running) as outcomes:
         for kills in range(1, 5):
@@ -382,7 +378,7 @@ def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
         assert len(running.wait_for("was killed by SIGKILL")) == 6
 
 
-def test_a_hanging_replica_is_replaced_and_its_requests_are_answered(tmp_path: Path) -> None:
+def test_a_hanging_replica_is_replaced_and_its_requests_are_answered(tmp_path):
     make_version(tmp_path / "m", 1)
     options = {"replicas": 2, "limits": {"hang_s": 1.0}}
     with service(tmp_path, **options) as running, load(running) as outcomes:
@@ -393,7 +389,7 @@ def test_a_hanging_replica_is_replaced_and_its_requests_are_answered(tmp_path: P
         wait_for_more(outcomes)
 
 
-def test_versions_come_go_and_break_under_load(tmp_path: Path) -> None:
+def test_versions_come_go_and_break_under_load(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, replicas=2) as running, load(running) as outcomes:
         make_version(tmp_path / "m", 2)
@@ -412,7 +408,7 @@ def test_versions_come_go_and_break_under_load(tmp_path: Path) -> None:
         assert running.predict([1])[1]["by"][0] == 1
 
 
-def test_versions_and_labels_are_served_side_by_side_under_load(tmp_path: Path) -> None:
+def test_versions_and_labels_are_served_side_by_side_under_load(tmp_path):
     make_version(tmp_path / "m", 1)
     make_version(tmp_path / "m", 2)
     options = {"policy": {"latest": 1, "labels": {"stable": 1}}, "spares": 0}
@@ -481,7 +477,7 @@ def wait_until_available(running: Service, versions: set[str]) -> None:
         assert time.monotonic() < end_s, running.said()
 
 
-def test_clients_that_try_again_lose_nothing_with_the_front(tmp_path: Path) -> None:
+def test_clients_that_try_again_lose_nothing_with_the_front(tmp_path):
     make_version(tmp_path / "m", 1)
     with (
         service(tmp_path, replicas=2) as running,
@@ -563,7 +559,7 @@ def spare_of(running: Service) -> int:
     return min(spares)
 
 
-def test_a_spare_process_takes_the_place_of_a_replica(tmp_path: Path) -> None:
+def test_a_spare_process_takes_the_place_of_a_replica(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, replicas=1) as running:
         spare = spare_of(running)
@@ -577,7 +573,7 @@ def test_a_spare_process_takes_the_place_of_a_replica(tmp_path: Path) -> None:
         assert running.predict([1])[0] == 200
 
 
-def test_sigterm_answers_what_has_come_and_leaves_nothing(tmp_path: Path) -> None:
+def test_sigterm_answers_what_has_come_and_leaves_nothing(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, replicas=1) as running:
         (replica,) = running.replicas()
@@ -597,7 +593,7 @@ def test_sigterm_answers_what_has_come_and_leaves_nothing(tmp_path: Path) -> Non
     assert not Path(f"/proc/{replica}").exists()
 
 
-def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
+def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, ended=-signal.SIGKILL, replicas=1) as running:
         processes = [*running.replicas(), front_of(running.process.pid)]
@@ -608,7 +604,7 @@ def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
         assert time.monotonic() < end_s
 
 
-def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path: Path) -> None:
+def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path):
     make_version(tmp_path / "m", 1)
     limits = {"requests": 1, "window": 1, "hang_s": 100.0}
     with service(tmp_path, replicas=1, limits=limits, timeout_s=2.0) as running:
@@ -627,7 +623,7 @@ def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path: Path) -> None:
     assert answers == {504: 2, 429: 2}
 
 
-def test_a_token_is_asked_for(tmp_path: Path) -> None:
+def test_a_token_is_asked_for(tmp_path):
     make_version(tmp_path / "m", 1)
     (tmp_path / "token").write_text("secret\n")
     with service(tmp_path, replicas=1, token=str(tmp_path / "token")) as running:
@@ -645,7 +641,7 @@ def test_a_token_is_asked_for(tmp_path: Path) -> None:
             assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_both_protocols_are_encrypted(tmp_path: Path) -> None:
+def test_both_protocols_are_encrypted(tmp_path):
     make_version(tmp_path / "m", 1)
     pem = str(KEY_AND_CERTIFICATE)
     tls = ssl.create_default_context(cafile=pem)

@@ -1,7 +1,5 @@
 """An export is served as it is: the program, its real replicas, and the clients of others."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -69,7 +67,7 @@ def start(directory: Path, log: Path, *flags: str) -> Service:
     return Service(process, (found[1], int(found[2])), found[3], log)
 
 
-def test_an_export_and_then_the_next_one_is_served(tmp_path: Path) -> None:
+def test_an_export_and_then_the_next_one_is_served(tmp_path):
     first = export(tmp_path / "served", seed=1)
     running = start(tmp_path / "served", tmp_path / "log", "--replicas=2")
     try:
@@ -102,7 +100,7 @@ def test_an_export_and_then_the_next_one_is_served(tmp_path: Path) -> None:
         end(running)
 
 
-def test_a_run_is_published_as_it_goes(tmp_path: Path) -> None:
+def test_a_run_is_published_as_it_goes(tmp_path):
     (tmp_path / "program.py").write_text(MAKE)
     scope: dict[str, Any] = {}
     exec(MAKE, scope)
@@ -135,7 +133,7 @@ def test_a_run_is_published_as_it_goes(tmp_path: Path) -> None:
             follows.kill()
 
 
-def test_a_run_publishes_its_best_checkpoints_by_itself(tmp_path: Path) -> None:
+def test_a_run_publishes_its_best_checkpoints_by_itself(tmp_path):
     scope: dict[str, Any] = {}
     exec(MAKE, scope)
     model, target = scope["make"](), np.ones((3, 2), "float32")
@@ -164,7 +162,7 @@ def test_a_run_publishes_its_best_checkpoints_by_itself(tmp_path: Path) -> None:
         end(running)
 
 
-def test_a_model_that_no_other_process_can_make_is_refused_before_training(tmp_path: Path) -> None:
+def test_a_model_that_no_other_process_can_make_is_refused_before_training(tmp_path):
     class Own(keras.layers.Dense):
         pass
 

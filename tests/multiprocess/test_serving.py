@@ -1,7 +1,5 @@
 """A server of a ps job outlives a scheduler's warning; only its chief, or SIGTERM, ends it."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

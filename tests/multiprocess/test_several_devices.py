@@ -1,7 +1,5 @@
 """Several devices in each of several workers: what one device makes of it."""
 
-from __future__ import annotations
-
 import json
 
 import keras

@@ -1,7 +1,5 @@
 """Sharded optimizer state: the weights of a run without it, and checkpoints that are the same."""
 
-from __future__ import annotations
-
 import functools
 import json
 

@@ -1,7 +1,5 @@
 """Functions as jobs, from a program."""
 
-from __future__ import annotations
-
 import os
 import re
 import select

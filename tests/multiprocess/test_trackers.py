@@ -1,7 +1,5 @@
 """A tracker's run over a kill, in the chief alone, and with another number of workers."""
 
-from __future__ import annotations
-
 import json
 
 from tests.fake_trackers import steps_in_events

@@ -1,9 +1,6 @@
 """tfdist.train under the launcher: what the demo does, and what a second start finds."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +17,7 @@ JOBS = {
 
 @pytest.mark.parametrize("kind", JOBS)
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_the_digits_are_learned_and_a_second_start_is_told(kind: str, tmp_path: Path) -> None:
+def test_the_digits_are_learned_and_a_second_start_is_told(kind, tmp_path):
     run_dir = tmp_path / "run"
     job = (*JOBS[kind], "--")
     flags = ("--config.total_examples=14400", "--config.checkpoints=5", "--config.seed=1")

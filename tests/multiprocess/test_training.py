@@ -1,7 +1,5 @@
 """Whole jobs through the launcher: what comes out is what one device makes of it."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Whole ps jobs through the launcher: each step and example counts once, whoever did it."""
 
-from __future__ import annotations
-
 import json
 
 import keras

@@ -1,7 +1,5 @@
 """Sweeps whose trials are jobs of the launcher: how they end, and a chief that is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -93,7 +91,7 @@ class Trial:
 
 
 @pytest.fixture(autouse=True)
-def _logs(tmp_path: Path) -> Iterator[None]:
+def _logs(tmp_path):
     yield
     for path in sorted(tmp_path.rglob("*.log")):
         print(f"--- {path.relative_to(tmp_path)}\n{path.read_text(errors='replace')}")
@@ -119,15 +117,15 @@ def _logs(tmp_path: Path) -> Iterator[None]:
     ids=["raises", "is_refused", "hangs"],
 )
 def test_a_trial_that_cannot_be_completed_fails_with_reason_and_last_lines(
-    tmp_path: Path, source: str, changes: dict[str, Any], reason: str, line: str
-) -> None:
+    tmp_path, source, changes, reason, line
+):
     outcome = Trial(tmp_path, source, **changes).run()
     assert isinstance(outcome, Failed)
     assert reason in outcome.reason
     assert line in "\n".join(outcome.last_lines)
 
 
-def test_a_trial_whose_task_is_killed_is_worth_another_start(tmp_path: Path) -> None:
+def test_a_trial_whose_task_is_killed_is_worth_another_start(tmp_path):
     trial = Trial(
         tmp_path,
         """
@@ -143,7 +141,7 @@ def test_a_trial_whose_task_is_killed_is_worth_another_start(tmp_path: Path) -> 
     assert isinstance(trial.run(), Completed)
 
 
-def test_a_trial_is_put_aside_at_its_virtual_epoch_and_goes_on_later(tmp_path: Path) -> None:
+def test_a_trial_is_put_aside_at_its_virtual_epoch_and_goes_on_later(tmp_path):
     trial = Trial(
         tmp_path,
         """
@@ -162,7 +160,7 @@ def test_a_trial_is_put_aside_at_its_virtual_epoch_and_goes_on_later(tmp_path: P
     assert outcome.score == 0.3
 
 
-def test_a_trial_is_told_to_stop_when_its_chief_is_killed(tmp_path: Path) -> None:
+def test_a_trial_is_told_to_stop_when_its_chief_is_killed(tmp_path):
     trial = Trial(
         tmp_path,
         """
@@ -265,9 +263,7 @@ def weights(sweep_dir: Path) -> list[Any]:
 
 
 @pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(tmp_path, monkeypatch):
     whole = Sweep(tmp_path / "whole")
     with whole.started() as chief:
         assert chief.wait(SWEEP_DEADLINE_S) == 0, whole.log.read_text()
@@ -308,7 +304,7 @@ def runs_in_mlflow(store: Path) -> dict[str, tuple[str | None, list[int]]]:
 
 
 @pytest.mark.timeout(1.5 * SWEEP_DEADLINE_S)
-def test_two_mirrored_trials_at_once_and_the_best_one_trained_again(tmp_path: Path) -> None:
+def test_two_mirrored_trials_at_once_and_the_best_one_trained_again(tmp_path):
     mirrored = ("--strategy", "mirrored", "--devices_per_worker", "2", "--parallel_trials", "2")
     sweep = Sweep(tmp_path / "sweep", *mirrored, "--retrain_best")
     sweep.program = ("-m", "tfdist.tune")  # with imports of its own

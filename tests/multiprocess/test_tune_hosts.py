@@ -1,7 +1,5 @@
 """A sweep with runners that come, go, hang and are killed, and a chief that is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -9,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -108,7 +106,7 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
+def hosts(tmp_path):
     made = Hosts(tmp_path)
     yield made
     for process in made.processes.values():
@@ -123,7 +121,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.timeout(600)
-def test_runners_come_and_leave_and_outlive_a_chief_that_is_killed(hosts: Hosts) -> None:
+def test_runners_come_and_leave_and_outlive_a_chief_that_is_killed(hosts):
     hosts.trials = 3
     hosts.runner("a")  # before there is a chief
     hosts.chief()
@@ -166,7 +164,7 @@ def test_runners_come_and_leave_and_outlive_a_chief_that_is_killed(hosts: Hosts)
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-def test_a_runner_that_vanishes_or_hangs_loses_its_trial_to_another(hosts: Hosts) -> None:
+def test_a_runner_that_vanishes_or_hangs_loses_its_trial_to_another(hosts):
     hosts.chief()
     hosts.runner("a")
     first = hosts.writer("0")
@@ -203,7 +201,7 @@ def test_a_runner_that_vanishes_or_hangs_loses_its_trial_to_another(hosts: Hosts
 
 
 @pytest.mark.timeout(600)
-def test_who_does_not_belong_to_the_sweep_is_sent_away_with_one_line(hosts: Hosts) -> None:
+def test_who_does_not_belong_to_the_sweep_is_sent_away_with_one_line(hosts):
     hosts.chief()
     hosts.until_said("chief", "runners may come")
     hosts.runner("no-token", token="")
@@ -314,9 +312,7 @@ def space(hp, config):
 
 
 @pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_hyperband_goes_on_with_a_multiworker_trial_on_another_runner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hyperband_goes_on_with_a_multiworker_trial_on_another_runner(tmp_path, monkeypatch):
     """The trial that continues another loses its runner, and is that of one run through."""
     monkeypatch.setenv("TFDIST_RENDEZVOUS_TOKEN", TOKEN)
     flags = ("--strategy", "multiworker", "--workers", "2", "--retrain_best")
@@ -333,9 +329,7 @@ def test_hyperband_goes_on_with_a_multiworker_trial_on_another_runner(
 
 
 @pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_a_bayesian_sweep_of_ps_trials_outlives_a_runner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bayesian_sweep_of_ps_trials_outlives_a_runner(tmp_path, monkeypatch):
     """The last trial, which the model has chosen, loses its runner, and waits for another."""
     monkeypatch.setenv("TFDIST_RENDEZVOUS_TOKEN", TOKEN)
     flags = ("--strategy", "ps", "--workers", "1", "--ps", "1")

@@ -1,7 +1,5 @@
 """Sweeps from Python: a user's tuner, whose trials are jobs that run the user's program again."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -39,7 +37,7 @@ def run(tmp_path: Path, *args: str, **variables: str) -> str:
 
 
 @pytest.mark.timeout(2.5 * DEADLINE_S)
-def test_two_multiworker_trials_at_once_of_which_one_loses_a_worker(tmp_path: Path) -> None:
+def test_two_multiworker_trials_at_once_of_which_one_loses_a_worker(tmp_path):
     said = run(tmp_path, "multiworker", "2")
     state = fold(read(tmp_path / "sweep" / "journal.jsonl"))
     trials, best = state.trials, state.ranked()[0]
@@ -66,9 +64,7 @@ def test_two_multiworker_trials_at_once_of_which_one_loses_a_worker(tmp_path: Pa
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_a_chief_that_is_killed_and_one_whose_trials_another_host_has_find_the_same(
-    tmp_path: Path,
-) -> None:
+def test_a_chief_that_is_killed_and_one_whose_trials_another_host_has_find_the_same(tmp_path):
     torn, served = tmp_path / "torn", tmp_path / "served"
     for path in (torn, served):
         path.mkdir()

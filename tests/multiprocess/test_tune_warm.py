@@ -1,7 +1,5 @@
 """Trials that are forked from one process which imports once: what stays, what ends, what dies."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -54,7 +52,7 @@ def rss_kib(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
-def test_what_imports_once_stays_and_keeps_nothing_of_the_trials(tmp_path: Path) -> None:
+def test_what_imports_once_stays_and_keeps_nothing_of_the_trials(tmp_path):
     with warmed(tmp_path, "x = bytearray(os.urandom(1)) * 50_000_000; done(1); finish()") as trial:
         seen, memory = [], []
         for number in range(5):
@@ -73,7 +71,7 @@ def test_what_imports_once_stays_and_keeps_nothing_of_the_trials(tmp_path: Path)
     assert not Path(f"/proc/{pid}").exists(), "it outlives the sweep"
 
 
-def test_it_imports_before_anything_is_asked_of_it_and_ends_with_its_owner(tmp_path: Path) -> None:
+def test_it_imports_before_anything_is_asked_of_it_and_ends_with_its_owner(tmp_path):
     with warmed(tmp_path, "done(1); finish()") as trial:
         assert trial.runner.warm is not None
         assert trial.runner.warm.pid is None
@@ -92,7 +90,7 @@ def cpu_s_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def test_what_the_trials_have_used_is_counted_as_that_of_the_sweep(tmp_path: Path) -> None:
+def test_what_the_trials_have_used_is_counted_as_that_of_the_sweep(tmp_path):
     source = "import time\nwhile time.process_time() < 0.5: pass\ndone(1); finish()"
     before_s = cpu_s_of_children()
     with warmed(tmp_path, source) as trial:
@@ -102,9 +100,7 @@ def test_what_the_trials_have_used_is_counted_as_that_of_the_sweep(tmp_path: Pat
     assert cpu_s_of_children() - before_s >= 0.5
 
 
-def test_what_cannot_be_shared_is_left_to_the_trials(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_shared_is_left_to_the_trials(tmp_path, monkeypatch):
     (tmp_path / "with_a_thread.py").write_text(
         "import threading, time; threading.Thread(target=time.sleep, args=[99], daemon=1).start()"
     )
@@ -126,7 +122,7 @@ def test_what_cannot_be_shared_is_left_to_the_trials(
             assert "threads after importing colorsys, with_a_thread: begun anew without" in log
 
 
-def test_a_trial_goes_on_without_it_and_the_next_has_another(tmp_path: Path) -> None:
+def test_a_trial_goes_on_without_it_and_the_next_has_another(tmp_path):
     source = """
 import time
 while not (run_dir / "go").exists(): time.sleep(0.05)
@@ -151,9 +147,7 @@ done(1); finish()
 
 
 @pytest.mark.parametrize("victim", ["server", "pid"])
-def test_a_task_or_its_fork_server_that_is_killed_is_worth_another_start(
-    tmp_path: Path, victim: str
-) -> None:
+def test_a_task_or_its_fork_server_that_is_killed_is_worth_another_start(tmp_path, victim):
     source = f"""
 if (run_dir / "again").exists():
     done(1); finish(); sys.exit()
@@ -166,7 +160,7 @@ signal.pause()
         assert isinstance(trial.run(), Completed)
 
 
-def test_nothing_is_left_of_a_trial_whose_launcher_is_killed(tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_trial_whose_launcher_is_killed(tmp_path):
     with warmed(tmp_path, "done(1); signal.pause()") as trial:
 
         def kill() -> None:

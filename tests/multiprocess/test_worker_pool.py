@@ -1,7 +1,5 @@
 """Workers of a ps job come late, die, stay away and return; the others go on."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

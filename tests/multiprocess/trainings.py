@@ -1,7 +1,5 @@
 """Jobs of tfdist.train through the launcher: what the tests wait for, and all they said."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ What a task does is the same however it was started (docs/adr/0011). Tests that 
 itself, or about what a user's own command does, start their jobs without this.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Jobs are started as in the tests of one machine; here each launcher is on a host of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.multiprocess import jobs

@@ -1,7 +1,5 @@
 """Jobs over a network that fails: each goes on, or ends in one line with the host and the port."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A job behind a wire that is as slow as it was told to be, beside the cost model's word for it."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.scaling import cost_model, measure

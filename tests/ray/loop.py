@@ -3,8 +3,6 @@
 Usage: python -m tfdist.launch --strategy multiworker --workers 2 loop.py FOLDER
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

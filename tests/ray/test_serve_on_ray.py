@@ -1,7 +1,5 @@
 """A service on Ray Serve over two nodes of this machine: `make test-ray`, with the real Ray."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import http.client

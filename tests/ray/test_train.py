@@ -1,7 +1,5 @@
 """tfdist inside Ray Train: `make test-ray`, with the real Ray."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

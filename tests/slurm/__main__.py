@@ -3,8 +3,6 @@
 What the cluster and the tests have started is ended however they end, and looked for afterwards.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -5,8 +5,6 @@ by that they are found when they are to end. The nodes are named by their addres
 machine has, so that nothing is written outside the folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os

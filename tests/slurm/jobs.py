@@ -1,7 +1,5 @@
 """Jobs of the cluster as a test sees them: given to Slurm, waited for, compared."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,15 +1,12 @@
 """The doctor as a step of two nodes finds them, and each other, by what Slurm says alone."""
 
-from __future__ import annotations
-
 import json
 import sys
 
 from tests.slurm.cluster import NODES
-from tests.slurm.jobs import Slurm
 
 
-def test_a_step_of_two_nodes_is_looked_at(slurm: Slurm) -> None:
+def test_a_step_of_two_nodes_is_looked_at(slurm):
     doctor = (sys.executable, "-m", "tfdist.doctor", "--quick", "--json", "--shared_dir=.")
     done = slurm.run("srun", "--nodes=2", "--ntasks=2", *doctor)
     printed = json.loads(done.stdout)

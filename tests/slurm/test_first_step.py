@@ -1,7 +1,5 @@
 """How long it takes from the command to the first step."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time
@@ -17,9 +15,7 @@ CONFIG = ("--config.total_examples=64", "--config.checkpoints=1")
 
 @pytest.mark.alone
 @pytest.mark.timeout(2 * ROUNDS * DEADLINE_S)
-def test_it_comes_soon_after_the_one_under_the_launcher(
-    slurm: Slurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_comes_soon_after_the_one_under_the_launcher(slurm, capsys):
     commands = {
         "the launcher": ("-m", "tfdist.launch", "--strategy=multiworker", "--workers=2"),
         "srun": ("srun", "--nodes=2", "--ntasks=2", sys.executable),

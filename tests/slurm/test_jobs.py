@@ -1,14 +1,12 @@
 """Jobs on a real Slurm: started in every way, harmed in every way, and the same bits at the end."""
 
-from __future__ import annotations
-
 import math
 import sys
 
 import pytest
 
 from tests.slurm.cluster import NODES
-from tests.slurm.jobs import CONFIG, DEADLINE_S, PROGRAM, Slurm, assert_same, summary_of
+from tests.slurm.jobs import CONFIG, DEADLINE_S, PROGRAM, assert_same, summary_of
 from tfdist.outputs.run_directory import Evaluations
 
 ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -17,9 +15,7 @@ TWO_NODES = ("--workers", "2", "--nodes", "2", "--cpus", "1", "--run_dir", "run"
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_a_job_of_srun_and_one_of_sbatch_equal_one_of_the_launcher(
-    slurm: Slurm, undisturbed: dict
-) -> None:
+def test_a_job_of_srun_and_one_of_sbatch_equal_one_of_the_launcher(slurm, undisturbed):
     job = slurm.submit(*TWO_NODES, program=TRAIN)
     job.is_in_state("COMPLETED")
     assert job.fact("NodeList") == "127.0.0.[2-3]"
@@ -35,7 +31,7 @@ def test_a_job_of_srun_and_one_of_sbatch_equal_one_of_the_launcher(
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_a_job_is_started_again_or_not_by_the_codes_of_its_tasks(slurm: Slurm) -> None:
+def test_a_job_is_started_again_or_not_by_the_codes_of_its_tasks(slurm):
     program = slurm.folder / "program.py"
     program.write_text(
         "import os, sys; sys.exit(int(sys.argv[1 + int(os.environ['SLURM_PROCID'])]))"
@@ -55,8 +51,8 @@ def test_a_job_is_started_again_or_not_by_the_codes_of_its_tasks(slurm: Slurm) -
 
 @pytest.mark.timeout(6 * DEADLINE_S)
 def test_a_job_that_is_stopped_in_every_way_goes_on_and_ends_like_one_left_alone(
-    slurm: Slurm, undisturbed: dict
-) -> None:
+    slurm, undisturbed
+):
     slurm.hold.touch()
     job = slurm.submit(*TWO_NODES, "--time", "60m", "--grace_s", "75", program=TRAIN)
     job.said("held after")
@@ -96,9 +92,7 @@ def test_a_job_that_is_stopped_in_every_way_goes_on_and_ends_like_one_left_alone
 @pytest.mark.parametrize(
     ("kind", "tasks"), [("one", "killed"), ("both", "killed"), ("one", "alive"), ("both", "alive")]
 )
-def test_a_job_that_loses_a_node_goes_on(
-    kind: str, tasks: str, slurm: Slurm, undisturbed: dict
-) -> None:
+def test_a_job_that_loses_a_node_goes_on(kind, tasks, slurm, undisturbed):
     slurm.hold.touch()
     one = ("--workers", "2", "--cpus", "1", "--run_dir", "run")
     job = slurm.submit(*(one if kind == "one" else TWO_NODES), program=TRAIN)
@@ -124,7 +118,7 @@ def test_a_job_that_loses_a_node_goes_on(
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_a_ps_job_trains_in_one_component_in_two_and_in_a_step_of_srun(slurm: Slurm) -> None:
+def test_a_ps_job_trains_in_one_component_in_two_and_in_a_step_of_srun(slurm):
     ps = ("--strategy", "ps", "--ps", "1", "--cpus", "1")
     program = ("-m", "tfdist.train", *CONFIG)
     # With GPUs the ps is in a component of its own, which holds none.

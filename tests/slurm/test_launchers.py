@@ -1,20 +1,17 @@
 """One launcher on each node of a step: together they run one job."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
 
 from tests.slurm.cluster import NODES
-from tests.slurm.jobs import Slurm
 
 TELL = "import os; os.write(1, b'told %s\\n' % os.environ['TF_CONFIG'].encode())"
 FAIL = "import json, os, sys; sys.exit(7 * json.loads(os.environ['TF_CONFIG'])['task']['index'])"
 STEP = ("srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "tfdist.launch")
 
 
-def test_launchers_of_a_step_find_each_other_without_a_flag(slurm: Slurm) -> None:
+def test_launchers_of_a_step_find_each_other_without_a_flag(slurm):
     program = slurm.folder / "program.py"
     program.write_text(TELL)
     done = slurm.run(*STEP, "--workers", "3", "--run_dir", "run", str(program))
@@ -33,7 +30,7 @@ def test_launchers_of_a_step_find_each_other_without_a_flag(slurm: Slurm) -> Non
     assert (failure["task"], failure["host"]) == ("worker-1", NODES[1])
 
 
-def test_launchers_that_are_to_know_nothing_of_each_other_do_not(slurm: Slurm) -> None:
+def test_launchers_that_are_to_know_nothing_of_each_other_do_not(slurm):
     program = slurm.folder / "program.py"
     program.write_text(TELL)
     done = slurm.run(*STEP, str(program), TFDIST_CLUSTER="none")

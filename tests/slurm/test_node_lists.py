@@ -1,7 +1,5 @@
 """Node lists of every form, with `scontrol show hostnames` as the judge."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -47,7 +45,7 @@ class Lists:
 
 
 @pytest.mark.parametrize("kind", ["written at random", "as Slurm writes them"])
-def test_lists_are_expanded_as_slurm_expands_them(kind: str, cluster: Cluster) -> None:
+def test_lists_are_expanded_as_slurm_expands_them(kind, cluster):
     lists = Lists(kind)
     for _ in range(LISTS):
         text = lists.text()

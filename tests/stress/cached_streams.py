@@ -6,8 +6,6 @@ Prints how many batches each second reading had, of 4, and the sum of an epoch's
 Without `tfdist.data.stream_graph` about a third of the readings is cut here. Exit code 1 if one is.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import os

@@ -5,8 +5,6 @@ killed 3 times, while clients of both protocols try again what a broken connecti
 needs no TensorFlow, so that replicas are back at once. Exit code 1 where a request has failed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

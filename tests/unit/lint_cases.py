@@ -4,8 +4,6 @@ A name begins with the rule and ends as the file would. The good files, which ar
 ``tests/unit/lint``, are what most of the manifests are made of, by one change.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Environments of jobs that schedulers have started, as they were recorded, and what is read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

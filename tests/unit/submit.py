@@ -1,7 +1,5 @@
 """`tfdist.submit` as a user runs it: a command line, and what is printed."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import shlex

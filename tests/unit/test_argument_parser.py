@@ -1,7 +1,5 @@
 """Programs that argparse reads tell a mistake in one line, as the others do."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -26,7 +24,7 @@ PROGRAMS = {
 }
 
 
-def test_what_is_no_flag_may_stand_between_and_behind_flags() -> None:
+def test_what_is_no_flag_may_stand_between_and_behind_flags():
     assert find(["lr", "--steps", "5", "train.py:make"])[1] == ["train.py:make"]
     assert bench(["batch", "a.py:f", "--sizes", "8", "b.py:g"]).names == ["a.py:f", "b.py:g"]
     assert lint(["a.json", "--kind", "config", "b.py"]).files == ["a.json", "b.py"]
@@ -40,13 +38,13 @@ def test_what_is_no_flag_may_stand_between_and_behind_flags() -> None:
         (split_sizes, ["--plot=no/such/sizes.png"]),
     ],
 )
-def test_what_cannot_be_written_is_told_before_minutes_of_work(parse, words) -> None:
+def test_what_cannot_be_written_is_told_before_minutes_of_work(parse, words):
     with pytest.raises(UsageError, match="no/such/") as caught:
         parse(words)
     assert caught.value.code == "not-writable"
 
 
-def test_a_file_of_a_flag_is_not_made_before_there_is_something_for_it(tmp_path) -> None:
+def test_a_file_of_a_flag_is_not_made_before_there_is_something_for_it(tmp_path):
     split_sizes([f"--plot={tmp_path / 'sizes.png'}"])
     assert not list(tmp_path.iterdir())
 
@@ -121,9 +119,7 @@ def test_a_program_ends_with_its_line_and_2(program, capsys):
     ],
     ids=["usage", "peer", "stopped", "Ctrl-C"],
 )
-def test_a_program_ends_with_the_code_of_its_error(
-    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_ends_with_the_code_of_its_error(error, code, said, capsys):
     def run() -> int:
         raise error
 
@@ -131,7 +127,7 @@ def test_a_program_ends_with_the_code_of_its_error(
     assert capsys.readouterr().err.startswith(said)
 
 
-def test_a_closed_output_is_no_error_of_a_report_and_a_closed_socket_is_one_of_others() -> None:
+def test_a_closed_output_is_no_error_of_a_report_and_a_closed_socket_is_one_of_others():
     def run() -> int:
         raise BrokenPipeError
 

@@ -1,7 +1,5 @@
 """How a large variable is divided over parameter servers."""
 
-from __future__ import annotations
-
 import pytest
 
 from tfdist.ps.strategy import rows_of_parts
@@ -21,8 +19,6 @@ from tfdist.ps.strategy import rows_of_parts
         (10, 9000, 1, (10,)),
     ],
 )
-def test_a_variable_is_split_by_rows(
-    rows: int, size_bytes: int, num_ps: int, parts: tuple[int, ...]
-) -> None:
+def test_a_variable_is_split_by_rows(rows, size_bytes, num_ps, parts):
     found = rows_of_parts(rows, size_bytes=size_bytes, split_bytes=1000, num_ps=num_ps)
     assert found == parts

@@ -1,9 +1,6 @@
 """`tfdist.bench batch` without TensorFlow: what is asked for, the table, the lines, the picture."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +18,7 @@ def tried(request: Any, limits: MemoryLimits, *, timeout_s: float) -> BatchTrial
     return BatchTrial(batch_size=size, fits=True, parameters=1234, **measured)
 
 
-def test_each_subject_is_measured_until_a_size_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_subject_is_measured_until_a_size_does_not_fit(monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(bench, "try_out", tried)
     files = ["--plot", str(tmp_path / "b.png"), "--json", str(tmp_path / "b.jsonl")]
@@ -41,13 +36,13 @@ def test_each_subject_is_measured_until_a_size_does_not_fit(
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_subjects_are_functions_or_a_configuration() -> None:
+def test_subjects_are_functions_or_a_configuration():
     assert bench.parse(["batch"]).subjects == [[]]
     flags = ["--config=configs/mnist.py", "--config.model=dense"]
     assert bench.parse(["batch", "a.py:f", *flags]).subjects == [["a.py:f"], flags]
 
 
 @pytest.mark.parametrize("flag", ["--sizes=8,0", "--sizes=8,,9", "--steps=0", "--size=8"])
-def test_what_cannot_be_is_one_line(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_one_line(flag, capsys):
     assert bench.main(["batch", flag]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -1,11 +1,8 @@
 """`tfdist.bench pipeline` without TensorFlow: jobs that step when told to, a table, a picture."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,9 +50,7 @@ class Fake:
         return {"size": size, "seconds": 24 / size / self._stages}
 
 
-def test_all_sizes_are_measured_beside_one_device(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_sizes_are_measured_beside_one_device(monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(split_size, "stepper", Fake)
     files = ["--plot", str(tmp_path / "p.png"), "--json", str(tmp_path / "p.jsonl")]
@@ -75,7 +70,7 @@ def test_all_sizes_are_measured_beside_one_device(
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_jobs_step_in_turn_and_the_first_round_is_left_out() -> None:
+def test_jobs_step_in_turn_and_the_first_round_is_left_out():
     with contextlib.ExitStack() as stack:
         jobs = {}
         for name, first in (("a", 1.0), ("b", 10.0)):
@@ -86,7 +81,7 @@ def test_jobs_step_in_turn_and_the_first_round_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("program", [ANSWERS, "print('out of memory')"])
-def test_a_job_that_ends_early_is_an_error_with_its_last_words(program: str) -> None:
+def test_a_job_that_ends_early_is_an_error_with_its_last_words(program):
     with contextlib.ExitStack() as stack:
         one = job({"seconds": 1.0}, program=program)
         stack.callback(one.close)
@@ -100,7 +95,7 @@ def test_a_job_that_ends_early_is_an_error_with_its_last_words(program: str) -> 
             two_steps()
 
 
-def test_a_step_is_as_fast_as_its_median() -> None:
+def test_a_step_is_as_fast_as_its_median():
     times = StepTimes(stages=2, size=4, batch=12, seconds=(1.0, 9.0, 2.0))
     assert (times.median_s, times.examples_per_second) == (2.0, 6.0)
 
@@ -108,12 +103,12 @@ def test_a_step_is_as_fast_as_its_median() -> None:
 @pytest.mark.parametrize(
     "flag", ["--sizes=8,0", "--sizes=a", "--steps=0", "--stages=1", "--keep=all", "--size=8"]
 )
-def test_what_cannot_be_is_one_line(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_one_line(flag, capsys):
     assert bench.main(["pipeline", flag]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_whole_batch_is_always_among_the_sizes() -> None:
+def test_the_whole_batch_is_always_among_the_sizes():
     options = split_size.parse(["--batch_size=24", "--sizes=60,8"])
     assert (options.auto, options.sizes, options.one_device) == (False, [8, 24], [8, 24])
     with pytest.raises(UsageError):

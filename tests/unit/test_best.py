@@ -1,7 +1,5 @@
 """Which checkpoint is the best, by an epoch's end or by the evaluator's lines."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -30,19 +28,17 @@ def improvements(best: Best, values: list[float], name: str) -> list[bool]:
         ("reward", "min", [True, False, True, False, False]),
     ],
 )
-def test_it_is_better_than_it_ever_was_and_nan_never_is(
-    name: str, mode: str, expected: list[bool]
-) -> None:
+def test_it_is_better_than_it_ever_was_and_nan_never_is(name, mode, expected):
     assert improvements(Best(name, mode), [2.0, 3.0, 1.0, 1.0, math.nan], name) == expected
 
 
-def test_what_is_infinite_is_never_the_best() -> None:
+def test_what_is_infinite_is_never_the_best():
     found = improvements(Best("loss", "auto"), [math.inf, 2.0, -math.inf, 1.0], "loss")
     assert found == [False, True, False, True]
 
 
 @pytest.mark.parametrize(("name", "mode"), [("reward", "auto"), ("loss_accuracy", "least")])
-def test_a_direction_that_is_not_known_is_asked_for(name: str, mode: str) -> None:
+def test_a_direction_that_is_not_known_is_asked_for(name, mode):
     with pytest.raises(UsageError, match='say mode="min" where less'):
         Best(name, mode)
 
@@ -51,12 +47,12 @@ def test_a_direction_that_is_not_known_is_asked_for(name: str, mode: str) -> Non
     ("name", "logs"),
     [("los", {"loss": 1.0}), ("val_los", {"loss": 1.0, "val_loss": 2.0})],
 )
-def test_a_figure_that_is_not_there_is_named_with_those_that_are(name: str, logs: Any) -> None:
+def test_a_figure_that_is_not_there_is_named_with_those_that_are(name, logs):
     with pytest.raises(UsageError, match=rf"received '{name}' \(did you mean .*expected one of"):
         Best(name, "min").epoch_ends(logs)
 
 
-def test_an_epoch_without_validation_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_epoch_without_validation_is_no_error(caplog):
     best = Best("val_loss", "auto")
     for logs in ({"loss": 1.0}, {"loss": 1.0}, {"loss": 1.0, "val_loss": 3.0}):
         best.epoch_ends(logs)
@@ -64,7 +60,7 @@ def test_an_epoch_without_validation_is_no_error(caplog: pytest.LogCaptureFixtur
     assert caplog.text.count("not marked best") == 1
 
 
-def test_a_resumed_run_goes_on_with_the_best_so_far() -> None:
+def test_a_resumed_run_goes_on_with_the_best_so_far():
     first, name = Best("val_loss", "auto"), "val_loss"
     improvements(first, [2.0, 1.0], name)
     resumed, other = Best("val_loss", "auto"), Best("val_accuracy", "auto")
@@ -94,18 +90,16 @@ def lines(*losses: float | None) -> list[dict[str, Any]]:
         ((math.inf,), None, 1),
     ],
 )
-def test_the_best_is_the_first_that_was_better_by_enough(
-    losses: Any, best: int | None, since: int
-) -> None:
+def test_the_best_is_the_first_that_was_better_by_enough(losses, best, since):
     found = best_so_far(lines(*losses), monitor="val_loss", less=True, min_delta=0.1)
     assert found == (None if best is None else lines(*losses)[best], since)
 
 
-def test_more_may_be_better() -> None:
+def test_more_may_be_better():
     found = best_so_far(lines(0.1, 0.3, 0.2), monitor="val_loss", less=False)
     assert found == ({"step": 10, "val_loss": 0.3}, 1)
 
 
-def test_a_figure_that_no_evaluation_has_is_refused_by_a_near_name() -> None:
+def test_a_figure_that_no_evaluation_has_is_refused_by_a_near_name():
     with pytest.raises(UsageError, match=r"'val_los' .did you mean 'val_loss'"):
         best_so_far(lines(1.0), monitor="val_los", less=True)

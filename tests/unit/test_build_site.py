@@ -1,7 +1,5 @@
 """The site has every page once and every public name, and a link that leads nowhere is found."""
 
-from __future__ import annotations
-
 import runpy
 from types import SimpleNamespace
 

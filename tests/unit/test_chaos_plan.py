@@ -1,7 +1,5 @@
 """What the chaos runner does without a job: reading plans, drawing times, judging, counting."""
 
-from __future__ import annotations
-
 import random
 import re
 import sys
@@ -32,7 +30,7 @@ OF_STAGES = 12, {("pipeline", 2, 1), ("pipeline", 4, 1)}
 
 
 @pytest.mark.parametrize("path", sorted(PLANS.glob("*.toml")), ids=lambda path: path.stem)
-def test_the_plans_can_be_read(path: Path) -> None:
+def test_the_plans_can_be_read(path):
     plan = read(path)
     kills, jobs = OF_STAGES if path.stem == "pipeline" else OF_ALL
     assert plan.kills >= kills
@@ -51,19 +49,19 @@ def test_the_plans_can_be_read(path: Path) -> None:
         ({"do": "slow", "at": "write 3"}, "only kill and stop"),
     ],
 )
-def test_a_fault_that_cannot_be_is_refused(fault: dict[str, str], said: str) -> None:
+def test_a_fault_that_cannot_be_is_refused(fault, said):
     with pytest.raises(PlanError, match=said):
         Fault(**fault)
 
 
-def test_a_plan_with_an_unknown_word_is_refused(tmp_path: Path) -> None:
+def test_a_plan_with_an_unknown_word_is_refused(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text('[[case]]\nname = "a"\nstrategy = "single"\nworker = 2\n')
     with pytest.raises(PlanError, match="worker: expected one of name"):
         read(path)
 
 
-def test_the_same_seed_draws_the_same_kills_and_leaves_training_to_kill() -> None:
+def test_the_same_seed_draws_the_same_kills_and_leaves_training_to_kill():
     def drawn(seed: int) -> list[Fault]:
         draw = random.Random(seed)
         return [
@@ -80,12 +78,12 @@ def test_the_same_seed_draws_the_same_kills_and_leaves_training_to_kill() -> Non
     assert max(training) * PAIR.kills_per_run < 8.0
 
 
-def test_cases_take_turns_by_their_share() -> None:
+def test_cases_take_turns_by_their_share():
     cases = [Case(name=n, strategy="single", share=s) for n, s in (("a", 2), ("b", 0), ("c", 1))]
     assert [case.name for case in in_turn(cases)] == ["a", "c", "a"]
 
 
-def test_a_plan_is_divided_by_case_with_its_runs_and_all_of_the_kills() -> None:
+def test_a_plan_is_divided_by_case_with_its_runs_and_all_of_the_kills():
     plan = read(PLANS / "short.toml")
     parts = by_case(plan)
     assert [part.cases for part in parts] == [(case,) for case in plan.cases]
@@ -105,7 +103,7 @@ def test_a_plan_is_divided_by_case_with_its_runs_and_all_of_the_kills() -> None:
     assert [part.kills for part in by_case(idle)] == [0]
 
 
-def test_a_difference_is_named_by_where_it_is() -> None:
+def test_a_difference_is_named_by_where_it_is():
     expected = {"sha": "a", "history": {"loss": ["0.1", "0.2"]}, "metrics": [{"step": 1}]}
     assert differences(expected, expected) == []
     found = {"sha": "a", "history": {"loss": ["0.1", "0.3"]}, "metrics": []}
@@ -115,7 +113,7 @@ def test_a_difference_is_named_by_where_it_is() -> None:
     ]
 
 
-def test_times_are_those_of_the_last_task_after_the_fault() -> None:
+def test_times_are_those_of_the_last_task_after_the_fault():
     fault = Fault(do="kill", at="step 9", task="worker-1")
     record = Record(fault=fault, case="pair", at_s=10.0, attempt=1, tasks=2)
     record.named("worker-1 failed first", 10.2)
@@ -137,7 +135,7 @@ def test_times_are_those_of_the_last_task_after_the_fault() -> None:
     assert "detect 0.20 s, restart 1.50 s, restore -, first_step -" in record.line()
 
 
-def test_the_table_counts_what_ended_identical() -> None:
+def test_the_table_counts_what_ended_identical():
     record = Record(
         fault=Fault(do="kill", at="write 3"), case="single", at_s=1.0, attempt=1, identical=True
     )
@@ -165,12 +163,8 @@ class OfOneCase:
 
 @pytest.mark.parametrize(("cases", "code"), [(["a", "b", "c"], 1), (["a", "c"], 0)])
 def test_what_one_of_the_cases_side_by_side_has_kept_is_named(
-    cases: list[str],
-    code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    cases, code, tmp_path, monkeypatch, capsys
+):
     plan = tmp_path / "plan.toml"
     text = [f'[[case]]\nname = "{n}"\nstrategy = "single"\nkills_per_run = 2\n' for n in cases]
     plan.write_text("".join([f"kills = {2 * len(cases)}\n", *text]))
@@ -184,7 +178,7 @@ def test_what_one_of_the_cases_side_by_side_has_kept_is_named(
     assert len(list(tmp_path.glob("chaos-*"))) == code
 
 
-def test_percentiles_are_of_values_that_were_measured() -> None:
+def test_percentiles_are_of_values_that_were_measured():
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert percentile([3.0, 1.0, 2.0], 0.95) == 3.0
     assert percentile([7.0], 0.5) == 7.0

@@ -1,11 +1,8 @@
 """The interval between two checkpoints: formulas, simulation, what a report says of failures."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
-from pathlib import Path
 
 import pytest
 
@@ -51,9 +48,7 @@ def allowed(save_s: float, mtbf_s: float) -> list[float]:
 
 
 @pytest.mark.parametrize(("save_s", "mtbf_s"), CASES)
-def test_the_choice_is_within_5_percent_of_the_best_of_all_in_simulation(
-    save_s: float, mtbf_s: float
-) -> None:
+def test_the_choice_is_within_5_percent_of_the_best_of_all_in_simulation(save_s, mtbf_s):
     tried = allowed(save_s, mtbf_s)
     best_s = min(simulated_s(s, save_s, mtbf_s, seed=7) for s in tried)
     chosen_s = simulated_s(interval_for(save_s, mtbf_s), save_s, mtbf_s, seed=7)
@@ -61,19 +56,17 @@ def test_the_choice_is_within_5_percent_of_the_best_of_all_in_simulation(
 
 
 @pytest.mark.parametrize(("save_s", "mtbf_s"), CASES)
-def test_the_interval_itself_is_within_5_percent_of_the_optimum(
-    save_s: float, mtbf_s: float
-) -> None:
+def test_the_interval_itself_is_within_5_percent_of_the_optimum(save_s, mtbf_s):
     best_s = min(allowed(save_s, mtbf_s), key=lambda s: expected_share(s, save_s, mtbf_s))
     assert interval_for(save_s, mtbf_s) == pytest.approx(best_s, rel=0.05)
 
 
-def test_the_simulation_is_as_the_expectation_says() -> None:
+def test_the_simulation_is_as_the_expectation_says():
     found_s = simulated_s(60.0, 1.0, 600.0, seed=3)
     assert found_s / (200 * 600.0) == pytest.approx(expected_share(60.0, 1.0, 600.0), rel=0.02)
 
 
-def test_the_formulas_are_those_of_the_papers() -> None:
+def test_the_formulas_are_those_of_the_papers():
     part = math.sqrt(0.01)
     assert daly(2.0, 100.0) == pytest.approx(20.0 * (1 + part / 3 + 0.01 / 9) - 2.0)
     assert daly(300.0, 100.0) == 100.0
@@ -81,7 +74,7 @@ def test_the_formulas_are_those_of_the_papers() -> None:
 
 @pytest.mark.parametrize("save_s", [0.0, 1e-3, 0.1, 5.0, 1e4])
 @pytest.mark.parametrize("mtbf_s", [1e-3, 10.0, 1e6])
-def test_saving_never_costs_more_than_its_bound(save_s: float, mtbf_s: float) -> None:
+def test_saving_never_costs_more_than_its_bound(save_s, mtbf_s):
     assert save_s <= MOST_COST * (1 + 1e-9) * (interval_for(save_s, mtbf_s) + save_s)
 
 
@@ -96,7 +89,7 @@ def attempt(*, exit_code: int, failed: bool, begin: str, end: str | None) -> dic
     }
 
 
-def test_the_report_of_the_launcher_tells_the_mean_time_between_failures(tmp_path: Path) -> None:
+def test_the_report_of_the_launcher_tells_the_mean_time_between_failures(tmp_path):
     attempts = [
         attempt(exit_code=137, failed=True, begin="10:00:00.000", end="10:10:00.000"),
         attempt(exit_code=143, failed=True, begin="10:10:00.000", end="10:20:00.500"),
@@ -110,17 +103,17 @@ def test_the_report_of_the_launcher_tells_the_mean_time_between_failures(tmp_pat
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"attempts": [1]}', '{"attempts": [{}]}'])
-def test_a_report_that_cannot_be_read_says_nothing(tmp_path: Path, text: str) -> None:
+def test_a_report_that_cannot_be_read_says_nothing(tmp_path, text):
     (tmp_path / "report.json").write_text(text)
     assert failures_in(tmp_path) == failures_in(tmp_path / "none") == failures_in(None) == (0, 0.0)
 
 
-def test_a_run_without_a_failure_is_taken_for_a_day() -> None:
+def test_a_run_without_a_failure_is_taken_for_a_day():
     assert AutoInterval().mtbf_s(5.0) == DEFAULT_MTBF_S
     assert AutoInterval().mtbf_s(2 * DEFAULT_MTBF_S) == 2 * DEFAULT_MTBF_S
 
 
-def test_the_interval_follows_what_saves_cost() -> None:
+def test_the_interval_follows_what_saves_cost():
     auto = AutoInterval(mtbf_s=3600.0)
     auto.begin(None, now_s=0.0)
     assert auto.interval_s == FIRST_S
@@ -130,7 +123,7 @@ def test_the_interval_follows_what_saves_cost() -> None:
     assert auto.interval_s == interval_for(0.2, 3600.0)
 
 
-def test_the_line_in_the_log_has_the_choice_and_the_expected_loss() -> None:
+def test_the_line_in_the_log_has_the_choice_and_the_expected_loss():
     assert AutoInterval(mtbf_s=86_400.0).saved(blocked_s=0.5, now_s=9.0) == (
         "a save every 294 s (one blocks for 0.5 s, mean time between failures 86,400 s): "
         "saving takes 0.17% of the time, a failure loses 147 s of work"

@@ -1,7 +1,5 @@
 """What the environment says of a job: schedulers' variables as recorded, and lists of hosts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -37,13 +35,13 @@ SINGLE = [r for r in records() if not r["hosts_of_ranks"]]
 
 
 @pytest.mark.parametrize("record", records(), ids=lambda record: record["name"])
-def test_a_recorded_environment_says_where_it_is_from(record: dict[str, str]) -> None:
+def test_a_recorded_environment_says_where_it_is_from(record):
     assert record["source"].startswith("https://")
     assert record.get("recorded") or record.get("written")
 
 
 @pytest.mark.parametrize("record", JOBS, ids=lambda record: record["name"])
-def test_all_tasks_of_a_job_come_to_the_same_cluster_and_are_where_they_ran(record: Any) -> None:
+def test_all_tasks_of_a_job_come_to_the_same_cluster_and_are_where_they_ran(record):
     configs = read_all([{**record["common"], **own} for own in record["tasks"]])
     assert len(configs) == len(record["hosts_of_ranks"])
     cluster = configs[0].cluster
@@ -56,7 +54,7 @@ def test_all_tasks_of_a_job_come_to_the_same_cluster_and_are_where_they_ran(reco
 
 
 @pytest.mark.parametrize("record", SINGLE, ids=lambda record: record["name"])
-def test_an_allocation_or_an_index_alone_leaves_a_process_by_itself(record: Any) -> None:
+def test_an_allocation_or_an_index_alone_leaves_a_process_by_itself(record):
     assert [read_environment({**record["common"], **own}) for own in record["tasks"]] == [
         None for _ in record["tasks"]
     ]
@@ -65,7 +63,7 @@ def test_an_allocation_or_an_index_alone_leaves_a_process_by_itself(record: Any)
 # Ports
 
 
-def test_the_ports_of_a_job_follow_from_its_number_and_step() -> None:
+def test_the_ports_of_a_job_follow_from_its_number_and_step():
     assert port_of_job("0") == FIRST_PORT
     assert port_of_job("1") == FIRST_PORT + PORTS_PER_JOB
     first_ports = {port_of_job(str(job)) for job in range(1_000_000, 1_000_397)}
@@ -75,7 +73,7 @@ def test_the_ports_of_a_job_follow_from_its_number_and_step() -> None:
     assert port_of_job("prterun-a1-4711@1") in range(FIRST_PORT, 32_704)
 
 
-def test_each_task_of_a_small_job_has_a_port_of_its_own() -> None:
+def test_each_task_of_a_small_job_has_a_port_of_its_own():
     for config in read_all(recorded("slurm_srun_n3")):
         first = port_of_job("1")
         assert config.cluster.worker == (
@@ -85,14 +83,14 @@ def test_each_task_of_a_small_job_has_a_port_of_its_own() -> None:
         )
 
 
-def test_one_variable_sets_the_first_port() -> None:
+def test_one_variable_sets_the_first_port():
     configs = read_all([{**e, "TFDIST_PORT": "5000"} for e in recorded("slurm_srun_n3")])
     assert configs[0].cluster.worker == ("node01:5000", "node01:5001", "node02:5002")
     pods = recorded("kubernetes_indexed_job")
     assert read_all([{**e, "TFDIST_PORT": "80"} for e in pods])[2].cluster.worker[2].endswith(":80")
 
 
-def test_one_variable_says_which_ports_a_job_may_have() -> None:
+def test_one_variable_says_which_ports_a_job_may_have():
     steps = recorded("slurm_srun_n3")  # of job 1
     few = read_all([{**e, "TFDIST_PORTS": "30000-30031"} for e in steps])[0].cluster.worker
     assert few == ("node01:30000", "node01:30001", "node02:30002")
@@ -105,7 +103,7 @@ def test_one_variable_says_which_ports_a_job_may_have() -> None:
     assert worker[2].endswith(":80")
 
 
-def test_a_large_job_has_the_whole_range_on_each_host() -> None:
+def test_a_large_job_has_the_whole_range_on_each_host():
     ports = {"TFDIST_PORTS": "30000-30063"}
     config = read(large_slurm_job(4_800, 48, rank=4_799) | ports)
     assert config.cluster.worker[4_799] == "n100:30047"
@@ -126,7 +124,7 @@ def large_slurm_job(tasks: int, per_node: int, rank: int = 0) -> Environ:
     }
 
 
-def test_ports_of_a_large_job_are_counted_on_each_host() -> None:
+def test_ports_of_a_large_job_are_counted_on_each_host():
     config = read(large_slurm_job(10_000, 8, rank=9_999))
     assert config.task == Task("worker", 9_999)
     assert config.cluster.worker[9_999] == f"n1250:{port_of_job('5') + 7}"
@@ -146,18 +144,18 @@ def test_ports_of_a_large_job_are_counted_on_each_host() -> None:
         {"SLURM_STEP_NUM_TASKS": ""},
     ],
 )
-def test_what_srun_did_not_start_as_one_of_several_is_a_process_by_itself(change: Environ) -> None:
+def test_what_srun_did_not_start_as_one_of_several_is_a_process_by_itself(change):
     assert read_environment({**recorded("slurm_srun_n3")[0], **change}) is None
 
 
-def test_steps_of_a_job_at_the_same_time_have_different_ports() -> None:
+def test_steps_of_a_job_at_the_same_time_have_different_ports():
     environ = recorded("slurm_srun_n3")[0]
     first, second = read_all([environ, {**environ, "SLURM_STEP_ID": "1"}])
     assert not set(first.cluster.worker) & set(second.cluster.worker)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 10**7))
-def test_every_task_of_any_step_comes_to_the_same_cluster(per_node: list[int], job: int) -> None:
+def test_every_task_of_any_step_comes_to_the_same_cluster(per_node, job):
     nodes = [f"n{index}" for index in range(len(per_node))]
     ranks = [node for node, count in zip(nodes, per_node, strict=True) for _ in range(count)]
     step = {
@@ -182,7 +180,7 @@ def test_every_task_of_any_step_comes_to_the_same_cluster(per_node: list[int], j
     assert [host for host, _ in addresses] == ranks
 
 
-def test_a_launcher_on_each_node_learns_which_node_it_is_on() -> None:
+def test_a_launcher_on_each_node_learns_which_node_it_is_on():
     environs = recorded("slurm_srun_three_nodes")
     hosts = ["gpu1", "gpu2", "node01"]
     assert [slurm.node_of(environ) for environ in environs] == [(hosts, rank) for rank in range(3)]
@@ -192,7 +190,7 @@ def test_a_launcher_on_each_node_learns_which_node_it_is_on() -> None:
         slurm.node_of(recorded("slurm_srun_n3")[0])
 
 
-def test_the_last_tasks_of_a_step_are_ps_where_that_is_wished() -> None:
+def test_the_last_tasks_of_a_step_are_ps_where_that_is_wished():
     wish = {"TFDIST_STRATEGY": "ps", "TFDIST_PS": "1"}
     configs = read_all([{**e, **wish} for e in recorded("slurm_salloc_srun")])
     assert [str(config.task) for config in configs] == ["chief-0", "worker-0", "worker-1", "ps-0"]
@@ -201,7 +199,7 @@ def test_the_last_tasks_of_a_step_are_ps_where_that_is_wished() -> None:
     assert [config.cluster for config in alone] == [config.cluster for config in configs]
 
 
-def test_the_very_last_task_is_an_evaluator_where_that_is_wished() -> None:
+def test_the_very_last_task_is_an_evaluator_where_that_is_wished():
     step = [{**e, "TFDIST_EVALUATOR": "1"} for e in recorded("slurm_salloc_srun")]
     configs = [config for e in step if (config := read_environment(e)) is not None]
     assert [str(c.task) for c in configs] == ["worker-0", "worker-1", "worker-2", "evaluator-0"]
@@ -214,7 +212,7 @@ def test_the_very_last_task_is_an_evaluator_where_that_is_wished() -> None:
     assert str(found[0] and found[0].task) == "evaluator-0"
 
 
-def test_components_of_a_heterogeneous_job_are_workers_and_ps() -> None:
+def test_components_of_a_heterogeneous_job_are_workers_and_ps():
     wish = {"TFDIST_HET_GROUPS": "ps,worker"}
     configs = read_all([{**e, **wish} for e in recorded("slurm_het_srun")])
     assert [str(config.task) for config in configs] == ["ps-0", "chief-0", "worker-0", "worker-1"]
@@ -225,14 +223,14 @@ def test_components_of_a_heterogeneous_job_are_workers_and_ps() -> None:
 
 
 @pytest.mark.parametrize("name", ["slurm_srun_n3", "mpi_open_mpi_in_slurm"])
-def test_a_requeued_job_is_another_attempt(name: str) -> None:
+def test_a_requeued_job_is_another_attempt(name):
     environ = {**recorded(name)[0], "SLURM_RESTART_COUNT": "2"}
     config = read(environ)
     assert config.options.attempt == 3
 
 
 @pytest.mark.parametrize("name", ["slurm_srun_n1", "slurm_sbatch_srun_n1", "slurm_sbatch_plain"])
-def test_a_requeued_process_by_itself_is_another_attempt(name: str) -> None:
+def test_a_requeued_process_by_itself_is_another_attempt(name):
     environ = recorded(name)[0]
     again = read({**environ, "SLURM_RESTART_COUNT": "2"})
     assert (again.cluster.tasks(), again.options) == ((), JobOptions(attempt=3))
@@ -242,7 +240,7 @@ def test_a_requeued_process_by_itself_is_another_attempt(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["kubernetes_indexed_job", "kubernetes_stateful_set", "kubernetes_tfjob", "plain_shell"]
 )
-def test_restarts_that_are_told_make_another_attempt(name: str) -> None:
+def test_restarts_that_are_told_make_another_attempt(name):
     environ = recorded(name)[0]
     for counts, attempt in (("1", ""), 2), (("", "2"), 3), (("1", "2"), 4):
         told = dict(zip(("TFDIST_RESTARTS", "TFDIST_RESTARTS_UNCOUNTED"), counts, strict=True))
@@ -251,7 +249,7 @@ def test_restarts_that_are_told_make_another_attempt(name: str) -> None:
         assert config.options.attempt == attempt
 
 
-def test_nodes_of_a_cloud_are_reached_at_their_addresses() -> None:
+def test_nodes_of_a_cloud_are_reached_at_their_addresses():
     alias = {"SLURM_NODE_ALIASES": "node01:10.0.0.1:host1,node02:[fd00::2]:host2"}
     config = read({**recorded("slurm_srun_n3")[0], **alias})
     assert [split_address(a)[0] for a in config.cluster.worker] == [
@@ -272,7 +270,7 @@ def tf_config(cluster: dict[str, list[str]], index: int = 0) -> Environ:
 HERE = {"worker": ["127.0.0.1:7001", "127.0.0.1:7002"]}
 
 
-def test_a_task_of_our_launcher_is_what_the_launcher_says() -> None:
+def test_a_task_of_our_launcher_is_what_the_launcher_says():
     job = ClusterSpec.from_dict(HERE)
     launched = {"TF_CONFIG": encode(TaskConfig(cluster=job, task=Task("worker", 1)))}
     for name in ("slurm_srun_n1", "slurm_sbatch_plain", "slurm_interactive_step", "slurm_srun_n3"):
@@ -285,12 +283,12 @@ def test_a_task_of_our_launcher_is_what_the_launcher_says() -> None:
 @pytest.mark.parametrize(
     "name", ["slurm_srun_n1", "slurm_sbatch_plain", "slurm_salloc_plain", "mpi_open_mpi_one_rank"]
 )
-def test_tf_config_by_hand_on_one_node_of_an_allocation_is_taken(name: str) -> None:
+def test_tf_config_by_hand_on_one_node_of_an_allocation_is_taken(name):
     config = read({**recorded(name)[0], **tf_config(HERE, 1)})
     assert config.task == Task("worker", 1)
 
 
-def test_tf_config_with_other_ports_and_names_of_the_same_tasks_is_taken() -> None:
+def test_tf_config_with_other_ports_and_names_of_the_same_tasks_is_taken():
     for hosts in (["a-ib:1", "a-ib:2", "b-ib:1"], ["node01.site:1", "node01:2", "10.0.0.2:1"]):
         config = read_environment(
             {**recorded("slurm_srun_n3")[1], **tf_config({"worker": hosts}, 1)}
@@ -300,12 +298,12 @@ def test_tf_config_with_other_ports_and_names_of_the_same_tasks_is_taken() -> No
 
 
 @pytest.mark.parametrize("listed", ["node01:2,node02", "node01.site:2,node02.site"])
-def test_the_hosts_of_a_step_may_be_listed_too(listed: str) -> None:
+def test_the_hosts_of_a_step_may_be_listed_too(listed):
     environ = recorded("slurm_srun_n3")[0]
     assert read_environment({**environ, "TFDIST_HOSTS": listed}) == read_environment(environ)
 
 
-def test_an_evaluator_beside_the_step_is_not_counted() -> None:
+def test_an_evaluator_beside_the_step_is_not_counted():
     value = json.dumps({"cluster": HERE, "task": {"type": "evaluator", "index": 0}})
     config = read({**recorded("slurm_srun_n3")[0], "TF_CONFIG": value})
     assert config.task == Task("evaluator", 0)
@@ -314,7 +312,7 @@ def test_an_evaluator_beside_the_step_is_not_counted() -> None:
 # Our own variables
 
 
-def test_the_user_can_name_the_source_or_none() -> None:
+def test_the_user_can_name_the_source_or_none():
     environ = recorded("slurm_srun_n3")[0]
     assert read_environment({**environ, "TFDIST_CLUSTER": "none"}) is None
     assert read_environment({**environ, "TFDIST_CLUSTER": "slurm"}) == read_environment(environ)
@@ -323,7 +321,7 @@ def test_the_user_can_name_the_source_or_none() -> None:
     assert read(other).cluster == ClusterSpec.from_dict(HERE)
 
 
-def test_wishes_beside_tf_config_fill_it_or_agree_with_it() -> None:
+def test_wishes_beside_tf_config_fill_it_or_agree_with_it():
     config = read({**tf_config(HERE), "TFDIST_STRATEGY": "multiworker"})
     assert config.options.strategy == "multiworker"
     assert (
@@ -334,7 +332,7 @@ def test_wishes_beside_tf_config_fill_it_or_agree_with_it() -> None:
     )
 
 
-def test_a_process_by_itself_may_have_a_strategy_of_one_task() -> None:
+def test_a_process_by_itself_may_have_a_strategy_of_one_task():
     config = read({"TFDIST_STRATEGY": "mirrored"})
     assert config == TaskConfig(
         cluster=ClusterSpec(), task=Task("worker", 0), options=JobOptions(strategy="mirrored")
@@ -348,7 +346,7 @@ def test_a_process_by_itself_may_have_a_strategy_of_one_task() -> None:
 # The page
 
 
-def test_the_page_has_every_variable() -> None:
+def test_the_page_has_every_variable():
     page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
     assert [name for name in NAMES if name not in page] == []
     assert f"{FIRST_PORT} + {PORTS_PER_JOB} x (n mod 397)" in page
@@ -371,9 +369,7 @@ def test_the_page_has_every_variable() -> None:
         (" a , b:2 ", [("a", 1), ("b", 2)]),
     ],
 )
-def test_a_list_of_hosts_says_how_many_tasks_each_has(
-    text: str, expected: list[tuple[str, int]]
-) -> None:
+def test_a_list_of_hosts_says_how_many_tasks_each_has(text, expected):
     assert parse_hosts(text) == expected
 
 
@@ -381,7 +377,7 @@ def test_a_list_of_hosts_says_how_many_tasks_each_has(
     "text",
     ["", "a,", "a:0", "a:x", "a:", ":2", "a:2222", "fd00::1", "fd00::1:2", "a b", "a/b", "n[1-"],
 )
-def test_a_list_of_hosts_that_is_none_is_refused(text: str) -> None:
+def test_a_list_of_hosts_that_is_none_is_refused(text):
     with pytest.raises(UsageError) as error:
         parse_hosts(text)
     assert error.value.where == "--hosts"
@@ -390,23 +386,23 @@ def test_a_list_of_hosts_that_is_none_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["fd00::1", "fd00::1:2", "a,fd00::1"])
-def test_an_ipv6_address_without_brackets_is_told_how_it_is_written(text: str) -> None:
+def test_an_ipv6_address_without_brackets_is_told_how_it_is_written(text):
     with pytest.raises(UsageError, match=r"\[fd00::1\]:2"):
         parse_hosts(text)
 
 
-def test_a_host_that_is_listed_twice_goes_on_counting_its_ports() -> None:
+def test_a_host_that_is_listed_twice_goes_on_counting_its_ports():
     hosts = {"TFDIST_HOSTS": "a:1,b:1,a:1", "TFDIST_NODE_RANK": "2", "TFDIST_PORT": "5000"}
     config = read(hosts)
     assert config.cluster.worker == ("a:5000", "b:5000", "a:5001")
     assert config.task == Task("worker", 2)
 
 
-def test_ranks_fill_host_after_host() -> None:
+def test_ranks_fill_host_after_host():
     assert ranks_of([("a", 2), ("b", 1)]) == ["a", "a", "b"]
 
 
-def test_one_host_alone_is_a_process_by_itself_unless_more_is_wished() -> None:
+def test_one_host_alone_is_a_process_by_itself_unless_more_is_wished():
     environ = {"TFDIST_HOSTS": "a", "TFDIST_NODE_RANK": "0"}
     assert read_environment(environ) is None
     config = read({**environ, "TFDIST_STRATEGY": "multiworker"})
@@ -416,13 +412,13 @@ def test_one_host_alone_is_a_process_by_itself_unless_more_is_wished() -> None:
 # Kubernetes
 
 
-def test_a_pod_may_say_its_place_itself() -> None:
+def test_a_pod_may_say_its_place_itself():
     environ = {**recorded("kubernetes_indexed_job")[0], "HOSTNAME": "any", "TFDIST_NODE_RANK": "2"}
     config = read(environ)
     assert config.task == Task("worker", 2)
 
 
-def test_a_pod_with_its_full_name_finds_itself() -> None:
+def test_a_pod_with_its_full_name_finds_itself():
     environ = recorded("kubernetes_indexed_job")[1]
     environ["HOSTNAME"] = "example-job-1.headless-svc.default.svc.cluster.local"
     config = read(environ)
@@ -432,28 +428,28 @@ def test_a_pod_with_its_full_name_finds_itself() -> None:
 # mpirun
 
 
-def test_local_ranks_of_pals_are_read_too() -> None:
+def test_local_ranks_of_pals_are_read_too():
     environ = {"PMI_SIZE": "2", "PMI_RANK": "1", "PMI_LOCAL_SIZE": "2", "PMI_LOCAL_RANK": "1"}
     config = read(environ)
     assert config.cluster.worker == ("127.0.0.1:20000", "127.0.0.1:20001")
     assert config.task == Task("worker", 1)
 
 
-def test_ranks_of_different_jobs_have_different_ports() -> None:
+def test_ranks_of_different_jobs_have_different_ports():
     ranks = {"PMI_SIZE": "2", "PMI_RANK": "1", "PMI_LOCAL_SIZE": "2", "PMI_LOCAL_RANK": "1"}
     jobs = ({}, {"PALS_APID": "b7a5"}, {"SLURM_JOB_ID": "7"}, {"PBS_JOBID": "7.server"})
     first_ports = {str(read_environment({**ranks, **job})) for job in jobs}
     assert len(first_ports) == len(jobs)
 
 
-def test_a_step_of_a_component_under_cray_is_read_from_slurm() -> None:
+def test_a_step_of_a_component_under_cray_is_read_from_slurm():
     own = {"PMI_SIZE": "4", "PMI_RANK": "1", "PMI_JOBID": "11", "PALS_APID": "11.0"}
     plain = recorded("slurm_het_srun")[1]
     assert plain["SLURM_JOB_ID"] == "10"
     assert read_environment({**plain, **own}) == read_environment(plain)
 
 
-def test_an_interactive_step_with_pmix_of_slurm_is_a_process_by_itself() -> None:
+def test_an_interactive_step_with_pmix_of_slurm_is_a_process_by_itself():
     own = {
         "PMIX_NAMESPACE": "slurm.pmix.23.4294967290",
         "PMIX_RANK": "0",

@@ -1,7 +1,5 @@
 """Environments that are wrong: each is refused by the variable that is wrong, with the rule."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -181,16 +179,16 @@ REFUSED: dict[str, list[tuple[Environ, str, str]]] = {
     ("name", "change", "variable", "code"),
     [(name, *refused) for name, listed in REFUSED.items() for refused in listed],
 )
-def test_it_is_refused(name: str, change: Environ, variable: str, code: str) -> None:
+def test_it_is_refused(name, change, variable, code):
     refusal({**recorded(name)[0], **change}, variable, code=code)
 
 
-def test_a_distribution_that_no_task_is_told_is_refused_in_each() -> None:
+def test_a_distribution_that_no_task_is_told_is_refused_in_each():
     for environ in recorded("refused_slurm_arbitrary"):
         assert "--distribution=block" in refusal(environ, "SLURM_DISTRIBUTION").fix
 
 
-def test_a_node_that_is_not_in_the_list_is_told_apart_from_one_that_is() -> None:
+def test_a_node_that_is_not_in_the_list_is_told_apart_from_one_that_is():
     environ = recorded("slurm_srun_n3")[0]
     error = refusal({**environ, "SLURMD_NODENAME": "node07"}, "SLURMD_NODENAME")
     assert error.expected == "a node of SLURM_STEP_NODELIST='node[01-02]'"
@@ -198,14 +196,14 @@ def test_a_node_that_is_not_in_the_list_is_told_apart_from_one_that_is() -> None
     assert error.expected == "node01 for SLURM_PROCID=0"
 
 
-def test_ranks_dealt_out_over_hosts_are_refused_with_the_flag_that_helps() -> None:
+def test_ranks_dealt_out_over_hosts_are_refused_with_the_flag_that_helps():
     environ = recorded("mpi_open_mpi_two_hosts")[1]  # mpirun --map-by node
     environ |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMIX_HOSTNAME": "a2"}
     environ["OMPI_COMM_WORLD_LOCAL_SIZE"] = "2"
     assert "--map-by slot" in refusal(environ, "OMPI_COMM_WORLD_LOCAL_RANK").fix
 
 
-def test_tf_config_that_puts_this_task_on_another_host_is_refused() -> None:
+def test_tf_config_that_puts_this_task_on_another_host_is_refused():
     cluster = {"worker": ["node01:1", "node01:2", "node02:1"]}
     told = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
     error = refusal({**recorded("slurm_srun_n3")[2], "TF_CONFIG": told}, "TF_CONFIG", code="ENV006")
@@ -221,28 +219,26 @@ def test_tf_config_that_puts_this_task_on_another_host_is_refused() -> None:
         ("hosts_by_hand", "TFDIST_HOSTS"),
     ],
 )
-def test_another_number_of_tasks_in_tf_config_is_an_error_that_shows_both(
-    name: str, variable: str
-) -> None:
+def test_another_number_of_tasks_in_tf_config_is_an_error_that_shows_both(name, variable):
     error = refusal({**recorded(name)[0], "TF_CONFIG": TWO_WORKERS}, "TF_CONFIG", code="ENV006")
     has = f"2 training tasks in TF_CONFIG, and {len(recorded(name))} in {variable}"
     assert error.received == has
 
 
 @pytest.mark.parametrize("listed", ["a:2,b", "node01,node02", "node01:2,node03", "node[01-03]"])
-def test_hosts_that_a_step_does_not_have_are_an_error_that_shows_both(listed: str) -> None:
+def test_hosts_that_a_step_does_not_have_are_an_error_that_shows_both(listed):
     environ = {**recorded("slurm_srun_n3")[0], "TFDIST_HOSTS": listed, "TFDIST_NODE_RANK": "0"}
     received = str(refusal(environ, "TFDIST_HOSTS", code="ENV006").received)
     assert f"'{listed}'" in received
     assert "3 tasks on 'node01,node02'" in received
 
 
-def test_a_strategy_beside_another_in_tf_config_is_refused() -> None:
+def test_a_strategy_beside_another_in_tf_config_is_refused():
     told = json.dumps({**json.loads(TWO_WORKERS), "tfdist": {"strategy": "multiworker"}})
     refusal({"TF_CONFIG": told, "TFDIST_STRATEGY": "ps"}, "TFDIST_STRATEGY", code="ENV006")
 
 
-def test_the_page_shows_the_message_as_it_is() -> None:
+def test_the_page_shows_the_message_as_it_is():
     page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
     environ = {**recorded("slurm_srun_n3")[0], "SLURM_STEP_TASKS_PER_NODE": "2"}
     assert str(refusal(environ, "SLURM_STEP_TASKS_PER_NODE")) in page

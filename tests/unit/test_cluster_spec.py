@@ -1,7 +1,5 @@
 """Task, ClusterSpec and the cluster of a whole job."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle
@@ -50,11 +48,11 @@ def message(error: pytest.ExceptionInfo[UsageError]) -> str:
     return text
 
 
-def test_a_task_is_named_after_its_type_and_index() -> None:
+def test_a_task_is_named_after_its_type_and_index():
     assert str(Task("worker", 3)) == "worker-3"
 
 
-def test_tasks_sort_in_the_order_in_which_they_start() -> None:
+def test_tasks_sort_in_the_order_in_which_they_start():
     expected = [Task("chief", 0), Task("worker", 2), Task("worker", 10), Task("ps", 0)]
     expected.append(Task("evaluator", 0))
     assert sorted(reversed(expected)) == expected
@@ -65,7 +63,7 @@ def test_tasks_sort_in_the_order_in_which_they_start() -> None:
     ("type_", "meant"),
     [("wroker", "worker"), ("Worker", "worker"), ("master", "chief"), ("parameter-server", "ps")],
 )
-def test_an_unknown_type_is_refused_with_the_near_name(type_: str, meant: str) -> None:
+def test_an_unknown_type_is_refused_with_the_near_name(type_, meant):
     with pytest.raises(UsageError) as error:
         Task(type_, 0)
     assert f"received {type_!r}" in message(error)
@@ -73,7 +71,7 @@ def test_an_unknown_type_is_refused_with_the_near_name(type_: str, meant: str) -
 
 
 @pytest.mark.parametrize("index", ["0", 1.0, "one", -1, True, None])
-def test_an_index_that_is_no_integer_is_refused_with_the_fix(index: object) -> None:
+def test_an_index_that_is_no_integer_is_refused_with_the_fix(index):
     with pytest.raises(UsageError) as error:
         Task("worker", index)  # type: ignore[arg-type]
     shown = repr(index) if isinstance(index, str) else json.dumps(index)
@@ -81,25 +79,25 @@ def test_an_index_that_is_no_integer_is_refused_with_the_fix(index: object) -> N
     assert 'without quotes, as in "index": 0' in message(error)
 
 
-def test_specs_and_tasks_are_frozen_hashable_and_survive_pickling() -> None:
+def test_specs_and_tasks_are_frozen_hashable_and_survive_pickling():
     with pytest.raises(dataclasses.FrozenInstanceError):
         PS_JOB.chief = ()  # type: ignore[misc]
     assert len({PS_JOB, pickle.loads(pickle.dumps(PS_JOB))}) == 1
     assert len({Task("ps", 0), pickle.loads(pickle.dumps(Task("ps", 0)))}) == 1
 
 
-def test_lists_of_addresses_become_tuples() -> None:
+def test_lists_of_addresses_become_tuples():
     assert ClusterSpec.from_dict({"worker": ["a:1"]}) == ClusterSpec(worker=("a:1",))
 
 
-def test_a_dict_holds_only_the_types_that_have_tasks() -> None:
+def test_a_dict_holds_only_the_types_that_have_tasks():
     cluster = ClusterSpec(worker=("a:1", "b:1"))
     assert cluster.as_dict() == {"worker": ["a:1", "b:1"]}
     assert ClusterSpec().as_dict() == {}
     assert ClusterSpec.from_dict(PS_JOB.as_dict()) == PS_JOB
 
 
-def test_tasks_and_addresses_of_a_job() -> None:
+def test_tasks_and_addresses_of_a_job():
     names = [str(task) for task in PS_JOB.tasks()]
     assert names == ["chief-0", "worker-0", "worker-1", "ps-0", "evaluator-0"]
     assert [str(task) for task in PS_JOB.training_tasks()] == names[:-1]
@@ -120,14 +118,14 @@ def test_tasks_and_addresses_of_a_job() -> None:
     ],
 )
 def test_the_kind_the_chief_and_the_replicas_follow_from_the_addresses(
-    cluster: ClusterSpec, kind: str, chief: str, replica_tasks: int
-) -> None:
+    cluster, kind, chief, replica_tasks
+):
     assert cluster.kind == kind
     assert str(cluster.chief_task) == chief
     assert cluster.num_replica_tasks == replica_tasks
 
 
-def test_a_task_that_the_cluster_does_not_have_is_refused() -> None:
+def test_a_task_that_the_cluster_does_not_have_is_refused():
     with pytest.raises(UsageError) as error:
         PS_JOB.address(Task("worker", 2))
     assert "received worker-2; expected an index from 0 to 1" in message(error)
@@ -137,17 +135,17 @@ def test_a_task_that_the_cluster_does_not_have_is_refused() -> None:
 
 
 @pytest.mark.parametrize("address", GOOD_ADDRESSES)
-def test_an_address_of_any_usual_form_is_accepted(address: str) -> None:
+def test_an_address_of_any_usual_form_is_accepted(address):
     assert ClusterSpec(worker=(address,)).address(Task("worker", 0)) == address
 
 
-def test_an_address_splits_into_host_and_port() -> None:
+def test_an_address_splits_into_host_and_port():
     assert split_address("[::1]:1234") == ("::1", 1234)
     assert split_address("host:80") == ("host", 80)
 
 
 @pytest.mark.parametrize("address", [*BAD_ADDRESSES, *BAD_PORTS])
-def test_a_bad_address_is_refused_with_its_task_and_the_fix(address: object) -> None:
+def test_a_bad_address_is_refused_with_its_task_and_the_fix(address):
     with pytest.raises(UsageError) as error:
         ClusterSpec(worker=("good:1", address))  # type: ignore[arg-type]
     assert error.value.where == "cluster worker-1"
@@ -173,7 +171,7 @@ def test_a_bad_address_is_refused_with_its_task_and_the_fix(address: object) -> 
         ("[::1%lo]:1", "[::1]:1"),
     ],
 )
-def test_two_tasks_at_one_address_are_both_named(first: str, second: str) -> None:
+def test_two_tasks_at_one_address_are_both_named(first, second):
     with pytest.raises(UsageError) as error:
         ClusterSpec(chief=(first,), worker=("other:1", second))
     assert error.value.code == "TFC012"
@@ -181,12 +179,12 @@ def test_two_tasks_at_one_address_are_both_named(first: str, second: str) -> Non
     assert error.value.fix == "give worker-1 another port"
 
 
-def test_an_evaluator_at_a_trainings_address_is_refused() -> None:
+def test_an_evaluator_at_a_trainings_address_is_refused():
     with pytest.raises(UsageError, match="for both worker-0 and evaluator-0"):
         ClusterSpec(worker=("a:1",), evaluator=("a:1",))
 
 
-def test_the_same_port_on_different_hosts_is_accepted() -> None:
+def test_the_same_port_on_different_hosts_is_accepted():
     hosts = ["a", "b", "10.0.0.1", "10.0.0.2", "[fd00::1]", "[fd00::2]", "localhost"]
     hosts += ["[fe80::1%eth0]", "[fe80::1%eth1]"]  # zones tell links, and machines, apart
     cluster = ClusterSpec(worker=tuple(f"{host}:2222" for host in hosts))
@@ -209,9 +207,7 @@ def test_the_same_port_on_different_hosts_is_accepted() -> None:
         ({"worker": [], "evaluator": ["e:1"]}, "[], and no address", "or unset TF_CONFIG"),
     ],
 )
-def test_a_cluster_that_cannot_work_is_refused_with_the_fix(
-    addresses: dict[str, object], received: str, fix: str
-) -> None:
+def test_a_cluster_that_cannot_work_is_refused_with_the_fix(addresses, received, fix):
     with pytest.raises(UsageError) as error:
         ClusterSpec.from_dict(addresses)
     assert f"received {received}" in message(error)
@@ -227,12 +223,10 @@ def test_a_cluster_that_cannot_work_is_refused_with_the_fix(
         ({"chief": ["c:1"], "worker": []}, "multiworker"),
     ],
 )
-def test_an_empty_list_beside_others_is_a_type_without_tasks(
-    addresses: dict[str, object], kind: str
-) -> None:
+def test_an_empty_list_beside_others_is_a_type_without_tasks(addresses, kind):
     assert ClusterSpec.from_dict(addresses).kind == kind
 
 
-def test_equal_keys_mean_that_two_servers_cannot_both_listen() -> None:
+def test_equal_keys_mean_that_two_servers_cannot_both_listen():
     assert check_address("localhost:7", where="") == check_address("[::1]:7", where="")
     assert check_address("localhost:7", where="") != check_address("localhost:8", where="")

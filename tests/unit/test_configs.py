@@ -1,7 +1,5 @@
 """Configurations and the command line of tfdist.train, without TensorFlow."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +32,7 @@ def refused(arguments: list[str]) -> str:
     return message
 
 
-def test_every_field_has_a_default_that_is_right_and_a_line_of_help() -> None:
+def test_every_field_has_a_default_that_is_right_and_a_line_of_help():
     config = base()
     check(config)
     assert set(flat(config)) == {field.name for field in FIELDS}
@@ -47,20 +45,20 @@ def test_every_field_has_a_default_that_is_right_and_a_line_of_help() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_file_is_right(path: Path) -> None:
+def test_every_config_file_is_right(path):
     config = parse(["--config", str(path)]).config
     assert config.is_locked
     assert path.stem.split("_")[0] in (config.dataset, "overfit", "digits")
 
 
-def test_without_a_file_it_is_the_digits() -> None:
+def test_without_a_file_it_is_the_digits():
     command = parse([])
     assert command.config.dataset == "tfdist_digits"
     assert not command.overwrite
     assert not command.help
 
 
-def test_a_file_is_read_and_then_the_overrides(tmp_path: Path) -> None:
+def test_a_file_is_read_and_then_the_overrides(tmp_path):
     path = config_file(tmp_path, "c.global_batch_size = 32; c.dropout = 0")
     arguments = [
         f"--config={path}",
@@ -117,11 +115,11 @@ def test_a_file_is_read_and_then_the_overrides(tmp_path: Path) -> None:
         ("--config.profile_steps=5", "received (5,); expected (first, last)"),
     ],
 )
-def test_a_wrong_flag_is_one_line(argument: str, says: str) -> None:
+def test_a_wrong_flag_is_one_line(argument, says):
     assert says in refused([argument])
 
 
-def test_patience_needs_something_to_be_patient_about() -> None:
+def test_patience_needs_something_to_be_patient_about():
     assert "0 without a validation_split" in refused(
         ["--config.early_stopping_patience=2", "--config.validation_split="]
     )
@@ -142,18 +140,18 @@ def test_patience_needs_something_to_be_patient_about() -> None:
         ("c.unlock(); c.extra = 1", "received unknown field 'extra'"),
     ],
 )
-def test_a_wrong_config_file_is_one_line(tmp_path: Path, body: str, says: str) -> None:
+def test_a_wrong_config_file_is_one_line(tmp_path, body, says):
     assert says in refused(["--config", config_file(tmp_path, body)])
 
 
 @pytest.mark.parametrize("content", [b"x = 1\n", b"\x89PNG\x00\x00", b""])
-def test_a_file_that_is_no_config_is_one_line(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_config_is_one_line(tmp_path, content):
     path = tmp_path / "config.py"
     path.write_bytes(content)
     assert str(path) in refused(["--config", str(path)])
 
 
-def test_a_near_file_is_hinted_at() -> None:
+def test_a_near_file_is_hinted_at():
     near = str(CONFIGS[0]).replace(".py", "s.py")
     assert f"(did you mean '{CONFIGS[0]}'?)" in refused(["--config", near])
 
@@ -167,7 +165,7 @@ def run_program(*arguments: str) -> Any:
     )
 
 
-def test_the_program_answers_a_wrong_flag_with_exit_code_2_and_without_tensorflow() -> None:
+def test_the_program_answers_a_wrong_flag_with_exit_code_2_and_without_tensorflow():
     done = run_program("--config.glbal_batch_size=3")
     assert done.returncode == 2
     assert done.stdout == ""
@@ -175,7 +173,7 @@ def test_the_program_answers_a_wrong_flag_with_exit_code_2_and_without_tensorflo
     assert done.stderr.startswith("tfdist.train: config: received unknown field")
 
 
-def test_help_is_on_standard_output() -> None:
+def test_help_is_on_standard_output():
     done = run_program("--help")
     assert done.returncode == 0
     assert done.stdout.strip() == help_text()

@@ -1,7 +1,5 @@
 """Files made once for all processes, and the lock of who makes them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

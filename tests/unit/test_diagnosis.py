@@ -1,7 +1,5 @@
 """Errors of a lost peer, and why the kernel killed a process. Who failed first: test_supervisor."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

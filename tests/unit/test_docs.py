@@ -1,7 +1,5 @@
 """What the pages promise exists: links, files, names, fields; and their Python is Python."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -11,7 +9,7 @@ import pytest
 
 import tfdist
 from tfdist.configs import FIELDS
-from tfdist.configs.fields import FREE, Field
+from tfdist.configs.fields import FREE
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -55,7 +53,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_relative_link_leads_somewhere(page: Path) -> None:
+def test_every_relative_link_leads_somewhere(page):
     broken = []
     for link in _LINK.findall(_CODE.sub("", prose(page))):
         if _SCHEME.match(link):
@@ -69,13 +67,13 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_file_that_is_named_is_there(page: Path) -> None:
+def test_every_file_that_is_named_is_there(page):
     missing = [path for path in _PATH.findall(prose(page)) if not (ROOT / path).exists()]
     assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_python_in_the_pages_is_python(page: Path) -> None:
+def test_python_in_the_pages_is_python(page):
     for line, code in [*python_blocks(page), *python_blocks(page, "py")]:
         try:
             ast.parse(code)
@@ -84,7 +82,7 @@ def test_python_in_the_pages_is_python(page: Path) -> None:
             pytest.fail(f"{name_of(page)}, line {at}: {error.msg}: {(error.text or '').strip()}")
 
 
-def test_python_that_does_not_run_here_runs_where_its_library_is() -> None:
+def test_python_that_does_not_run_here_runs_where_its_library_is():
     tests = (ROOT / "tests" / "migrations" / "test_pages.py").read_text()
     others = [name_of(page) for page in PAGES if any(python_blocks(page, "py"))]
     assert len(others) == 5
@@ -93,12 +91,12 @@ def test_python_that_does_not_run_here_runs_where_its_library_is() -> None:
 
 
 @pytest.mark.parametrize("name", tfdist.__all__)
-def test_every_public_name_is_in_the_docs(name: str) -> None:
+def test_every_public_name_is_in_the_docs(name):
     text = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
     assert re.search(rf"\btfdist\.{re.escape(name)}\b", text)
 
 
-def test_the_docs_name_nothing_that_tfdist_does_not_have() -> None:
+def test_the_docs_name_nothing_that_tfdist_does_not_have():
     modules = {path.stem for path in (ROOT / "tfdist").iterdir()}
     known = {*tfdist.__all__, *modules}
     for page in PAGES:
@@ -106,21 +104,21 @@ def test_the_docs_name_nothing_that_tfdist_does_not_have() -> None:
             assert name in known, f"{name_of(page)}: tfdist.{name}"
 
 
-def test_the_reading_list_is_an_afternoons() -> None:
+def test_the_reading_list_is_an_afternoons():
     text = (DOCS / "architecture.md").read_text().split("## The reading list")[1]
     files = [ROOT / name for name in re.findall(r"^\d+\. `([\w/]+\.py)`$", text, re.MULTILINE)]
     assert 0 < len(files) <= 13
     assert sum(len(file.read_text().splitlines()) for file in files) <= 4000
 
 
-def test_every_page_is_in_the_index() -> None:
+def test_every_page_is_in_the_index():
     index = (DOCS / "index.md").read_text()
     pages = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if page.name != "index.md"]
     assert [page for page in pages if f"({page})" not in index] == []
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
-def test_every_field_of_a_configuration_is_in_the_table_as_it_is(field: Field) -> None:
+def test_every_field_of_a_configuration_is_in_the_table_as_it_is(field):
     bounds = [", ".join(f"`{choice}`" for choice in field.choices)] if field.choices else []
     bounds += [f"{field.least} or more"] if field.least is not None else []
     bounds += [f"more than {field.above}"] if field.above is not None else []
@@ -129,7 +127,7 @@ def test_every_field_of_a_configuration_is_in_the_table_as_it_is(field: Field) -
     assert row in (DOCS / "configs.md").read_text().splitlines()
 
 
-def test_the_fields_that_may_differ_are_named() -> None:
+def test_the_fields_that_may_differ_are_named():
     text = " ".join((DOCS / "configs.md").read_text().split())
     named = text.partition("these fields may differ: ")[2].partition(".")[0]
     assert set(re.findall(r"`(\w+)`", named)) == FREE

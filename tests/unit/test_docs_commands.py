@@ -1,7 +1,5 @@
 """What the pages tell a user to type is understood; every flag and option is in its page."""
 
-from __future__ import annotations
-
 import ast
 import configparser
 import dataclasses
@@ -79,18 +77,16 @@ def commands() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("page", "name", "rest"), list(commands()))
-def test_every_command_in_the_pages_is_understood(
-    page: str, name: str, rest: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_in_the_pages_is_understood(page, name, rest, monkeypatch):
     monkeypatch.chdir(ROOT)
     READ[name](shlex.split(rest))
 
 
-def test_commands_were_found_of_every_program() -> None:
+def test_commands_were_found_of_every_program():
     assert {name for _, name, _ in commands()} == set(READ) == set(programs.PROGRAMS)
 
 
-def test_every_program_is_in_the_index() -> None:
+def test_every_program_is_in_the_index():
     index = (DOCS / "index.md").read_text()
     assert [name for name in programs.PROGRAMS if f"`tfdist {name}`" not in index] == []
 
@@ -130,12 +126,12 @@ def _flags_by_page() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("page", "flag"), list(_flags_by_page()))
-def test_every_flag_is_in_its_page(page: str, flag: str) -> None:
+def test_every_flag_is_in_its_page(page, flag):
     assert f"--{flag}" in (DOCS / page).read_text()
 
 
 @pytest.mark.parametrize("option", dataclasses.fields(JobOptions), ids=lambda option: option.name)
-def test_every_option_of_tf_config_is_in_the_table(option: dataclasses.Field[Any]) -> None:
+def test_every_option_of_tf_config_is_in_the_table(option):
     rows = [row.split("|") for row in (DOCS / "strategies.md").read_text().splitlines()]
     told = {row[1].strip(): row[2].strip(" `") for row in rows if len(row) > 3}
     assert told[f"`{option.name}`"] == json.dumps(option.default).removesuffix(".0")
@@ -148,14 +144,14 @@ def test_every_option_of_tf_config_is_in_the_table(option: dataclasses.Field[Any
         ("training/fitting.py", "fit", "training.md"),
     ],
 )
-def test_every_argument_of_our_own_is_in_its_page(module: str, function: str, page: str) -> None:
+def test_every_argument_of_our_own_is_in_its_page(module, function, page):
     tree = ast.parse((ROOT / "tfdist" / module).read_text())
     found = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function)
     text = (DOCS / page).read_text()
     assert [a.arg for a in found.args.kwonlyargs if f"| `{a.arg}` |" not in text] == []
 
 
-def test_every_dependency_has_its_reason() -> None:
+def test_every_dependency_has_its_reason():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"].values()
@@ -166,14 +162,14 @@ def test_every_dependency_has_its_reason() -> None:
     assert [name for name in names if name not in text] == []
 
 
-def test_every_test_that_the_readme_names_is_there() -> None:
+def test_every_test_that_the_readme_names_is_there():
     tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     named = re.findall(r"\btest_\w+\.py", (ROOT / "README.md").read_text())
     assert named
     assert set(named) <= tests
 
 
-def test_every_message_of_the_troubleshooting_page_is_one_of_ours() -> None:
+def test_every_message_of_the_troubleshooting_page_is_one_of_ours():
     """In backticks, in the first column; an ellipsis stands for what differs."""
     text = (DOCS / "troubleshooting.md").read_text()
     sources = " ".join(path.read_text() for path in sorted((ROOT / "tfdist").rglob("*.py")))

@@ -1,7 +1,5 @@
 """The doctor's checks: facts with one thing broken are caught by its rule and no other."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -261,9 +259,7 @@ def examined(facts: JobFacts) -> PreflightResult:
 
 
 @pytest.mark.parametrize(("code", "facts"), CASES, ids=IDS)
-def test_what_is_broken_is_caught_by_its_rule_alone_and_told_with_hosts_and_fix(
-    code: str, facts: JobFacts
-) -> None:
+def test_what_is_broken_is_caught_by_its_rule_alone_and_told_with_hosts_and_fix(code, facts):
     result = examined(facts)
     assert {finding.code for finding in result.findings} == {code}
     for finding in result.findings:
@@ -279,7 +275,7 @@ def test_what_is_broken_is_caught_by_its_rule_alone_and_told_with_hosts_and_fix(
     assert "Fix: " in lines[at + 1]
 
 
-def test_every_rule_has_broken_facts_and_every_topic_a_number_of_its_own() -> None:
+def test_every_rule_has_broken_facts_and_every_topic_a_number_of_its_own():
     assert set(BROKEN) == set(RULES)
     assert len(RULES) == sum(len(topic.rules) for topic in TOPICS)
     for number, topic in enumerate(TOPICS):
@@ -287,7 +283,7 @@ def test_every_rule_has_broken_facts_and_every_topic_a_number_of_its_own() -> No
     assert not set(RULES) & set(LINT_RULES)
 
 
-def test_every_topic_is_in_the_docs() -> None:
+def test_every_topic_is_in_the_docs():
     topics = re.findall(r"(?m)^\| D(\d) \|", DOCS.read_text())
     assert topics == [str(number) for number in range(len(TOPICS))]
 
@@ -311,12 +307,12 @@ NOT_BROKEN = {
 
 
 @pytest.mark.parametrize("name", NOT_BROKEN)
-def test_what_a_job_can_have_is_no_finding(name: str) -> None:
+def test_what_a_job_can_have_is_no_finding(name):
     result = examined(NOT_BROKEN[name])
     assert (result.findings, examine.exit_code(result.findings)) == ((), 0)
 
 
-def test_speed_is_compared_with_the_connection() -> None:
+def test_speed_is_compared_with_the_connection():
     slow = [replace(h, wires=(replace(h.wires[0], bytes_per_s=1e7),)) for h in GOOD.present]
     took = Exchange(size_bytes=4 << 20, reduce_s=0.8, push_s=0.8, pull_s=0.8)
     assert check(replace(GOOD, present=tuple(slow), exchange=took)) == []
@@ -335,9 +331,7 @@ def test_speed_is_compared_with_the_connection() -> None:
         ("NODE1", ["node1"], True),
     ],
 )
-def test_exceptions_are_read_as_grpc_reads_them(
-    host: str, exceptions: list[str], is_excepted: bool
-) -> None:
+def test_exceptions_are_read_as_grpc_reads_them(host, exceptions, is_excepted):
     assert excepted(host, exceptions) == is_excepted
 
 
@@ -353,7 +347,7 @@ def test_exceptions_are_read_as_grpc_reads_them(
         ),
     ],
 )
-def test_the_proxy_is_the_one_that_grpc_takes(environ: dict[str, str], expected: Any) -> None:
+def test_the_proxy_is_the_one_that_grpc_takes(environ, expected):
     found = machine.proxy_of(environ)
     seen = found and (found.name, found.value, found.excepted_by, found.exceptions)
     assert seen == expected
@@ -362,7 +356,7 @@ def test_the_proxy_is_the_one_that_grpc_takes(environ: dict[str, str], expected:
 # Facts on their way
 
 
-def test_facts_come_through_as_they_were() -> None:
+def test_facts_come_through_as_they_were():
     for facts in (GOOD, *(facts for _, facts in CASES)):
         assert decode(JobFacts, json.loads(json.dumps(encode(facts)))) == facts
 
@@ -381,7 +375,7 @@ def test_facts_come_through_as_they_were() -> None:
         {"unknown": 1},
     ],
 )
-def test_what_is_no_fact_is_refused(changes: dict[str, object]) -> None:
+def test_what_is_no_fact_is_refused(changes):
     good: Any = json.loads(json.dumps(encode(host(1))))
     with pytest.raises(ValueError, match=r"."):
         decode(HostFacts, {**good, **changes})
@@ -390,7 +384,7 @@ def test_what_is_no_fact_is_refused(changes: dict[str, object]) -> None:
 # Gathering
 
 
-def test_a_port_that_is_taken_has_a_holder() -> None:
+def test_a_port_that_is_taken_has_a_holder():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with PortListener("x", [port]) as opened:
@@ -402,7 +396,7 @@ def test_a_port_that_is_taken_has_a_holder() -> None:
         assert barrier.holder_of(taken.getsockname()[1]) == (found.holder, False)
 
 
-def test_the_other_end_says_who_it_is() -> None:
+def test_the_other_end_says_who_it_is():
     with hold_ports(1)[0] as held, hold_ports(1)[0] as silent:
         hosts = (Host(name="x", ports=(1,)), Host(name="127.0.0.1", ports=(held.port, silent.port)))
         for line, answered in [
@@ -416,7 +410,7 @@ def test_the_other_end_says_who_it_is() -> None:
             assert second.error == "connection refused"
 
 
-def test_a_plain_connection_is_measured() -> None:
+def test_a_plain_connection_is_measured():
     with hold_ports(1)[0] as held, PortListener("x", [held.port]):
         found = barrier.measure("127.0.0.1", held.port, host=0)
     assert found.error == ""
@@ -424,7 +418,7 @@ def test_a_plain_connection_is_measured() -> None:
     assert found.bytes_per_s > 1e6
 
 
-def test_what_the_gradient_hook_is_asked_is_bounded() -> None:
+def test_what_the_gradient_hook_is_asked_is_bounded():
     with hold_ports(1)[0] as held, PortListener("x", [held.port]):
         with barrier.connected("127.0.0.1", held.port) as (sock, _):
             sock.sendall(b"sink\n" + (barrier.MAX_PIECE_BYTES + 1).to_bytes(8, "big"))
@@ -434,7 +428,7 @@ def test_what_the_gradient_hook_is_asked_is_bounded() -> None:
             assert sock.recv(1) == b""
 
 
-def test_a_directory_is_looked_at_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_directory_is_looked_at_and_left_as_it_was(tmp_path):
     first, second = (Storage(str(tmp_path), mark="m", index=index) for index in (0, 1))
     written = [first.write(), second.write()]
     for storage, before in zip((first, second), written, strict=True):
@@ -447,7 +441,7 @@ def test_a_directory_is_looked_at_and_left_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_written_in_place_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_written_in_place_is_torn(tmp_path, monkeypatch):
     def in_place(page: Path, number: int) -> None:
         page.write_bytes(b"")
         page.write_bytes(bytes([number]) * (64 << 10))
@@ -458,9 +452,7 @@ def test_a_file_written_in_place_is_torn(tmp_path: Path, monkeypatch: pytest.Mon
     storage.clean()
 
 
-def test_files_of_a_host_that_has_another_directory_are_not_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_a_host_that_has_another_directory_are_not_seen(tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.ops.doctor.machine._SEEN_WITHIN_S", 0.0)
     storage = Storage(str(tmp_path), mark="m", index=1)
     assert storage.read(storage.write(), present=[0, 1]).unseen == (0,)
@@ -470,7 +462,7 @@ def test_files_of_a_host_that_has_another_directory_are_not_seen(
 # The job
 
 
-def test_hosts_and_ports_come_from_tf_config() -> None:
+def test_hosts_and_ports_come_from_tf_config():
     cluster = {"chief": ["a:1"], "worker": ["a:2", "b:2"], "ps": ["c:9"]}
     for task, index, speaks in [("chief", 0, True), ("worker", 0, False), ("ps", 0, True)]:
         config = json.dumps({"cluster": cluster, "task": {"type": task, "index": index}})
@@ -480,9 +472,7 @@ def test_hosts_and_ports_come_from_tf_config() -> None:
     assert job.index == 2
 
 
-def test_hosts_come_from_flags_and_a_process_by_itself_is_a_job(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_hosts_come_from_flags_and_a_process_by_itself_is_a_job(monkeypatch):
     job = job_of({"TFDIST_PS": "1"}, hosts="a:2,b", node_rank=1)
     assert [(h.name, h.ports) for h in job.hosts] == [("a", (2222, 2223)), ("b", (2222,))]
     assert (job.index, str(job.task), str(job.speaker)) == (1, "ps-0", "ps-0")
@@ -493,7 +483,7 @@ def test_hosts_come_from_flags_and_a_process_by_itself_is_a_job(
     assert job_of({}, hosts="a:2,b").index == 1
 
 
-def test_a_range_of_ports_comes_from_a_flag_or_a_variable() -> None:
+def test_a_range_of_ports_comes_from_a_flag_or_a_variable():
     job = job_of({"TFDIST_PORTS": "2000-2007"}, hosts="a:2,b", node_rank=1)
     assert {h.ports for h in job.hosts} == {tuple(range(2000, 2008))}
     assert [h.needed for h in job.hosts] == [2, 1]
@@ -514,16 +504,14 @@ def test_a_range_of_ports_comes_from_a_flag_or_a_variable() -> None:
         (["--shared_dir", ""], "the path of a directory"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_line_is_one_line(argv, said, capsys):
     assert main(argv) == EXIT_USAGE
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tfdist.doctor: ")
     assert said in line
 
 
-def test_an_evaluator_is_told_to_leave_it() -> None:
+def test_an_evaluator_is_told_to_leave_it():
     cluster = {"worker": ["a:1"], "evaluator": ["b:1"]}
     config = json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}})
     with pytest.raises(UsageError, match="an evaluator"):
@@ -533,7 +521,7 @@ def test_an_evaluator_is_told_to_leave_it() -> None:
 # The answer
 
 
-def test_json_has_the_findings_the_topics_that_are_well_and_the_facts() -> None:
+def test_json_has_the_findings_the_topics_that_are_well_and_the_facts():
     printed = json.loads(examine.as_json(examined(with_versions(keras="3.0"))))
     assert printed["exit_code"] == EXIT_USAGE
     (finding,) = printed["findings"]
@@ -545,12 +533,12 @@ def test_json_has_the_findings_the_topics_that_are_well_and_the_facts() -> None:
     assert printed["facts"]["present"][1]["machine"]["host_name"] == "b"
 
 
-def test_what_others_send_does_not_write_over_the_terminal() -> None:
+def test_what_others_send_does_not_write_over_the_terminal():
     text = examine.as_text(examined(with_name(2, error="\x1b[2Jgone\n")))
     assert "\x1b" not in text
 
 
-def test_a_list_of_rules_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_of_rules_is_printed(capsys):
     assert main(["--list", "--json"]) == EXIT_OK
     assert {rule["code"] for rule in json.loads(capsys.readouterr().out)} == set(RULES)
 
@@ -572,9 +560,7 @@ def test_a_list_of_rules_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=["fails", "is killed", "hangs"],
 )
-def test_servers_that_come_to_no_result_are_a_finding(
-    program: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_that_come_to_no_result_are_a_finding(program, error, tmp_path, monkeypatch):
     package = tmp_path / "tfdist" / "ops" / "doctor"
     package.mkdir(parents=True)
     for directory in (package.parents[1], package.parent, package):

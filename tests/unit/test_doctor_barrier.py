@@ -1,7 +1,5 @@
 """The hosts' meeting: who is let in, who is named as missing, and what nobody can do to it."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import resource
@@ -30,7 +28,7 @@ LONG_S = 60.0
 
 
 @pytest.fixture
-def held() -> Iterator[list[HeldPort]]:
+def held():
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(port) for port in hold_ports(3)]
 
@@ -79,7 +77,7 @@ def member_of(first: PreflightJob) -> Iterator[Member]:
         yield member
 
 
-def test_hosts_come_together_answer_and_are_let_go(held: list[HeldPort]) -> None:
+def test_hosts_come_together_answer_and_are_let_go(held):
     codes: list[int] = []
     steps = {"look": lambda present: {"saw": list(present)}}
 
@@ -97,14 +95,14 @@ def test_hosts_come_together_answer_and_are_let_go(held: list[HeldPort]) -> None
     assert codes == [2]
 
 
-def test_who_does_not_come_is_named(held: list[HeldPort]) -> None:
+def test_who_does_not_come_is_named(held):
     with opened(job(held, 0, hosts=3)) as barrier:
         barrier.gather(within_s=SOON_S)
         assert [(a.index, a.is_other_job) for a in barrier.absent] == [(1, False), (2, False)]
         assert "did not come" in barrier.absent[0].why
 
 
-def test_a_host_of_another_job_is_told_so_and_named(held: list[HeldPort]) -> None:
+def test_a_host_of_another_job_is_told_so_and_named(held):
     refused: list[str] = []
 
     def second() -> None:
@@ -119,7 +117,7 @@ def test_a_host_of_another_job_is_told_so_and_named(held: list[HeldPort]) -> Non
     assert "another job" in refused[0]
 
 
-def test_a_host_that_finds_nobody_says_where_it_looked(held: list[HeldPort]) -> None:
+def test_a_host_that_finds_nobody_says_where_it_looked(held):
     with pytest.raises(BarrierFailed, match=f"port {held[0].port}: connection refused, for 0 s"):
         join_barrier(job(held, 1), within_s=SOON_S)
 
@@ -128,9 +126,7 @@ def test_a_host_that_finds_nobody_says_where_it_looked(held: list[HeldPort]) -> 
     ("line", "who"),
     [("tfdist doctor 1 0 abc", "a doctor of another version"), ("SSH-2.0", "something else")],
 )
-def test_what_is_no_doctor_of_this_version_is_named(
-    line: str, who: str, held: list[HeldPort]
-) -> None:
+def test_what_is_no_doctor_of_this_version_is_named(line, who, held):
     with (
         PortListener(line, [held[0].port]),
         pytest.raises(BarrierFailed, match=f"port {held[0].port}: {who} answers"),
@@ -138,7 +134,7 @@ def test_what_is_no_doctor_of_this_version_is_named(
         join_barrier(job(held, 1), within_s=0.0)
 
 
-def test_they_meet_at_the_next_port_where_the_first_is_taken(held: list[HeldPort]) -> None:
+def test_they_meet_at_the_next_port_where_the_first_is_taken(held):
     with socket.create_server(("", held[0].port)), opened(job(held, 0)) as barrier:
 
         def second() -> None:
@@ -150,9 +146,7 @@ def test_they_meet_at_the_next_port_where_the_first_is_taken(held: list[HeldPort
 
 
 @pytest.mark.parametrize("answered", [["look"], []])
-def test_a_host_that_goes_is_named_with_the_step_that_it_did_not_do(
-    answered: list[str], held: list[HeldPort]
-) -> None:
+def test_a_host_that_goes_is_named_with_the_step_that_it_did_not_do(answered, held):
     def second() -> None:
         with member_of(job(held, 1)) as member:
             first_word(member)
@@ -167,7 +161,7 @@ def test_a_host_that_goes_is_named_with_the_step_that_it_did_not_do(
         assert barrier.clocks() == {}
 
 
-def test_a_host_that_never_answers_is_given_up_on(held: list[HeldPort]) -> None:
+def test_a_host_that_never_answers_is_given_up_on(held):
     done = threading.Event()
 
     def second() -> None:
@@ -180,7 +174,7 @@ def test_a_host_that_never_answers_is_given_up_on(held: list[HeldPort]) -> None:
     assert [(a.index, a.why) for a in barrier.absent] == [(1, "no answer in time")]
 
 
-def test_whoever_has_another_token_is_turned_away_and_counted(held: list[HeldPort]) -> None:
+def test_whoever_has_another_token_is_turned_away_and_counted(held):
     def second() -> None:
         with pytest.raises(BarrierFailed, match="another token"):
             join_barrier(job(held, 1, token=b"guessed"), within_s=LONG_S)
@@ -191,7 +185,7 @@ def test_whoever_has_another_token_is_turned_away_and_counted(held: list[HeldPor
         assert "(turned away: 127.0.0.1: a wrong token)" in barrier.absent[0].why
 
 
-def test_random_bytes_neither_end_it_nor_keep_others_out(held: list[HeldPort]) -> None:
+def test_random_bytes_neither_end_it_nor_keep_others_out(held):
     source = random.Random(1)
 
     def second() -> None:
@@ -219,9 +213,7 @@ class Noticed(threading.Event):
         return super().wait(timeout)
 
 
-def test_who_comes_while_no_descriptor_is_free_is_answered_when_there_is_one(
-    held: list[HeldPort],
-) -> None:
+def test_who_comes_while_no_descriptor_is_free_is_answered_when_there_is_one(held):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with PortListener("hello", [held[0].port]) as entry, contextlib.ExitStack() as stack:
         entry._is_closed = noticed = Noticed()
@@ -244,9 +236,7 @@ def test_who_comes_while_no_descriptor_is_free_is_answered_when_there_is_one(
     ],
     ids=["asks for another", "goes"],
 )
-def test_a_host_takes_no_steps_but_its_own_and_notices_that_the_first_has_gone(
-    does: Callable[[HostBarrier], object], refusal: str, held: list[HeldPort]
-) -> None:
+def test_a_host_takes_no_steps_but_its_own_and_notices_that_the_first_has_gone(does, refusal, held):
     def second() -> None:
         with member_of(job(held, 1)) as member, pytest.raises(BarrierFailed, match=refusal):
             run_steps(member, {}, hosts=2)
@@ -256,7 +246,7 @@ def test_a_host_takes_no_steps_but_its_own_and_notices_that_the_first_has_gone(
         assert barrier.present == [0]
 
 
-def test_nobody_has_the_rank_of_another(held: list[HeldPort]) -> None:
+def test_nobody_has_the_rank_of_another(held):
     def others() -> None:
         with member_of(job(held, 1, hosts=3)):
             with pytest.raises(BarrierFailed, match=r"rank 1 is that of 127\.0\.0\.1 already"):

@@ -1,7 +1,5 @@
 """`tfdist env` tells what an issue needs and no secret; `tfdist demo` starts a job."""
 
-from __future__ import annotations
-
 import pytest
 
 import tfdist

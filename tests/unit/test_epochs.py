@@ -1,7 +1,5 @@
 """Steps, examples and epochs: every example once, whatever the sizes."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

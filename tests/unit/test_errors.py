@@ -1,7 +1,5 @@
 """The checks of arguments: what passes, and the line and code of what does not."""
 
-from __future__ import annotations
-
 import pickle
 import socket
 

@@ -1,7 +1,5 @@
 """Files against the machine: failed writes, kills, second holders, forks."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -10,7 +8,6 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,9 +23,7 @@ def names_in(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-def test_a_file_is_on_the_disk_before_it_is_renamed_and_its_directory_after(
-    tmp_path: Path, disk_events: list[tuple[str, Path]]
-) -> None:
+def test_a_file_is_on_the_disk_before_it_is_renamed_and_its_directory_after(tmp_path, disk_events):
     path = tmp_path / "a.json"
     files.write_json(path, {"b": 1})
     beside = tmp_path / ".partial-a.json"
@@ -42,9 +37,7 @@ def test_a_file_is_on_the_disk_before_it_is_renamed_and_its_directory_after(
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
-def test_a_write_that_fails_half_way_leaves_the_old_file_alone(
-    tmp_path: Path, error: BaseException
-) -> None:
+def test_a_write_that_fails_half_way_leaves_the_old_file_alone(tmp_path, error):
     path = tmp_path / "model.keras"
     files.write_text(path, "old")
 
@@ -60,7 +53,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_file_alone(
     assert names_in(tmp_path) == ["model.keras"]
 
 
-def test_what_a_kill_left_is_overwritten(tmp_path: Path) -> None:
+def test_what_a_kill_left_is_overwritten(tmp_path):
     child = os.fork()
     if child == 0:
         with files.replacing(tmp_path / "a") as unfinished:
@@ -74,9 +67,7 @@ def test_what_a_kill_left_is_overwritten(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a"]
 
 
-def test_a_file_system_without_fsync_of_directories_will_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_fsync_of_directories_will_do(tmp_path, monkeypatch):
     def refuse_directories(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -86,7 +77,7 @@ def test_a_file_system_without_fsync_of_directories_will_do(
     assert (tmp_path / "a").read_text() == "x"
 
 
-def test_an_error_names_where_in_one_line(tmp_path: Path) -> None:
+def test_an_error_names_where_in_one_line(tmp_path):
     with (
         pytest.raises(TfdistError, match=r"^run directory x: No such file or directory$"),
         files.one_line_errors("run directory x"),
@@ -107,7 +98,7 @@ with FileLock(pathlib.Path(sys.argv[1])).acquire():
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def holder(tmp_path):
     """A process that holds `tmp_path / "lock"`, and has a child that lives until its input ends."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, tmp_path / "lock"],
@@ -121,9 +112,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_lock_names_its_holder_and_ends_with_it_though_a_child_lives_on(
-    tmp_path: Path, holder: subprocess.Popen[str]
-) -> None:
+def test_a_lock_names_its_holder_and_ends_with_it_though_a_child_lives_on(tmp_path, holder):
     lock = FileLock(tmp_path / "lock")
     assert is_held(lock.path)
     with pytest.raises(Held, match=f"lock is locked by process {holder.pid}$"):
@@ -138,7 +127,7 @@ def test_a_lock_names_its_holder_and_ends_with_it_though_a_child_lives_on(
     assert not is_held(lock.path)
 
 
-def test_a_fork_does_not_let_go_of_its_parents_lock(tmp_path: Path) -> None:
+def test_a_fork_does_not_let_go_of_its_parents_lock(tmp_path):
     with FileLock(tmp_path / "lock").acquire() as lock:
         child = os.fork()
         if child == 0:
@@ -147,14 +136,14 @@ def test_a_fork_does_not_let_go_of_its_parents_lock(tmp_path: Path) -> None:
         assert is_held(lock.path)
 
 
-def test_a_lock_ends_with_its_object(tmp_path: Path) -> None:
+def test_a_lock_ends_with_its_object(tmp_path):
     lock = FileLock(tmp_path / "lock").acquire()
     assert is_held(tmp_path / "lock")
     del lock
     assert not is_held(tmp_path / "lock")
 
 
-def test_a_lock_is_waited_for(tmp_path: Path) -> None:
+def test_a_lock_is_waited_for(tmp_path):
     first, second = FileLock(tmp_path / "lock").acquire(), FileLock(tmp_path / "lock")
     with pytest.raises(Held):
         second.acquire(within_s=0)
@@ -165,9 +154,7 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
     second.release()
 
 
-def test_a_file_that_its_holder_removed_is_not_taken_for_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_its_holder_removed_is_not_taken_for_the_lock(tmp_path, monkeypatch):
     """The file is removed between opening and locking it: the lock must be on the new one."""
     flock, held = fcntl.flock, []
 
@@ -183,7 +170,7 @@ def test_a_file_that_its_holder_removed_is_not_taken_for_the_lock(
         assert is_held(tmp_path / "lock")
 
 
-def test_a_directory_is_locked_too(tmp_path: Path) -> None:
+def test_a_directory_is_locked_too(tmp_path):
     with FileLock(tmp_path).acquire():
         assert is_held(tmp_path)
         with pytest.raises(Held, match="locked by process unknown"):
@@ -191,9 +178,7 @@ def test_a_directory_is_locked_too(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_what_cannot_be_locked_is_an_error_and_is_not_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_locked_is_an_error_and_is_not_held(tmp_path, monkeypatch):
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -1,7 +1,5 @@
 """Finders without TensorFlow: what fits, and what is left."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -24,21 +22,21 @@ from tfdist.launch.plan import memory_groups
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 8, 9, 100, 1000])
-def test_the_largest_size_is_found_to_an_eighth(limit: int) -> None:
+def test_the_largest_size_is_found_to_an_eighth(limit):
     tried: list[int] = []
     found = largest(lambda n: bool(tried.append(n)) or n <= limit, first=8, most=4096)
     assert limit * 7 / 8 - 1 <= found <= limit
     assert len(tried) == len(set(tried)) <= 14
 
 
-def test_no_size_above_the_largest_is_tried() -> None:
+def test_no_size_above_the_largest_is_tried():
     tried: list[int] = []
     assert largest(lambda n: not tried.append(n), first=8, most=50) == 50
     assert tried == [8, 16, 32, 50]
     assert largest(lambda n: False, first=8, most=50) == 0
 
 
-def test_a_batch_of_one_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_of_one_that_does_not_fit_is_an_error(monkeypatch):
     def try_out(request: Any, limits: MemoryLimits, *, timeout_s: float) -> BatchTrial:
         return BatchTrial(batch_size=request["batch_size"], fits=False, cause="took too much")
 
@@ -48,15 +46,13 @@ def test_a_batch_of_one_that_does_not_fit_is_an_error(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("gpus", "process", "gpu"), [((), 300, None), ((800, 400), 900, 360)])
-def test_replicas_share_the_machine_and_have_a_gpu_each(
-    monkeypatch: pytest.MonkeyPatch, gpus: tuple[int, ...], process: int, gpu: int | None
-) -> None:
+def test_replicas_share_the_machine_and_have_a_gpu_each(monkeypatch, gpus, process, gpu):
     monkeypatch.setattr(batch_size, "available_bytes", lambda: 1000)
     monkeypatch.setattr(batch_size, "gpu_bytes", lambda: gpus)
     assert MemoryLimits.of_this_machine(0.9, replicas=3) == MemoryLimits(process=process, gpu=gpu)
 
 
-def test_the_line_of_a_result_has_the_limits() -> None:
+def test_the_line_of_a_result_has_the_limits():
     found = BatchSizes(
         per_replica=8, global_batch_size=16, limit_bytes=5 << 20, gpu_limit_bytes=3 << 20, trials=()
     )
@@ -79,13 +75,13 @@ def run_child(monkeypatch: pytest.MonkeyPatch, code: str, **options: Any) -> Bat
 ANSWER = "import json, os, sys; r = json.load(sys.stdin); f = os.fdopen(r['answer_fd'], 'w');"
 
 
-def test_what_a_child_answers_is_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_child_answers_is_the_trial(monkeypatch):
     answer = {"peak_bytes": 5, "gpu_peak_bytes": None, "examples_per_second": 2.0, "cores": 1.5}
     trial = run_child(monkeypatch, f"{ANSWER} json.dump({answer}, f)")
     assert trial == BatchTrial(batch_size=4, fits=True, **answer)  # type: ignore[arg-type]
 
 
-def test_a_child_that_takes_too_much_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_takes_too_much_is_ended(monkeypatch):
     code = "x = b'1' * (200 << 20); import signal; signal.pause()"
     trial = run_child(monkeypatch, code, limit_bytes=100 << 20)
     assert (trial.fits, trial.cause) == (False, "took more than 100 MiB")
@@ -99,7 +95,7 @@ def test_a_child_that_takes_too_much_is_ended(monkeypatch: pytest.MonkeyPatch) -
         ANSWER + " json.dump({'out_of_memory': 'OOM when allocating'}, f)",
     ],
 )
-def test_a_child_without_memory_does_not_fit(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+def test_a_child_without_memory_does_not_fit(monkeypatch, code):
     trial = run_child(monkeypatch, code)
     assert not trial.fits
     assert trial.cause
@@ -113,14 +109,12 @@ def test_a_child_without_memory_does_not_fit(monkeypatch: pytest.MonkeyPatch, co
         ("import os; os.abort()", "status -6"),
     ],
 )
-def test_a_child_that_fails_for_something_else_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, code: str, said: str
-) -> None:
+def test_a_child_that_fails_for_something_else_is_an_error(monkeypatch, code, said):
     with pytest.raises(TfdistError, match=f"trial with 4 examples failed: .*{said}.*Fix: "):
         run_child(monkeypatch, code)
 
 
-def test_what_a_child_refuses_is_refused_in_the_same_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_child_refuses_is_refused_in_the_same_line(monkeypatch):
     parts = {name: name for name in ("where", "received", "expected", "fix", "code")}
     with pytest.raises(UsageError, match="where: received received") as error:
         run_child(monkeypatch, f"{ANSWER} json.dump({{'refused': {parts}}}, f)")
@@ -134,7 +128,7 @@ def groups(root: Path, values: dict[str, str]) -> Path:
     return root
 
 
-def test_the_smallest_limit_of_all_groups_counts(tmp_path: Path) -> None:
+def test_the_smallest_limit_of_all_groups_counts(tmp_path):
     membership = tmp_path / "cgroup"
     membership.write_text("0::/job/task\n")
     root = groups(
@@ -153,7 +147,7 @@ def test_the_smallest_limit_of_all_groups_counts(tmp_path: Path) -> None:
     assert available_bytes(groups=none, machine=600) == 600
 
 
-def test_groups_of_version_1_count_too(tmp_path: Path) -> None:
+def test_groups_of_version_1_count_too(tmp_path):
     membership = tmp_path / "cgroup"
     membership.write_text("3:cpu,memory:/job\n1:name=systemd:/\n")
     limits = {"limit_in_bytes": "900", "usage_in_bytes": "100", "stat": "total_inactive_file 50\n"}
@@ -162,14 +156,14 @@ def test_groups_of_version_1_count_too(tmp_path: Path) -> None:
     assert available_bytes(groups=found, machine=5000) == 850
 
 
-def test_the_program_refuses_two_subjects(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_refuses_two_subjects(capsys):
     assert program.main(["lr", "a.py:f", "--config.model=cnn"]) == 2
     line = capsys.readouterr().err
     assert line.startswith("tfdist.find: FILE.py:FUNCTION: received it with --config;")
     assert line.count("\n") == 1
 
 
-def test_flags_of_a_configuration_go_with_their_values() -> None:
+def test_flags_of_a_configuration_go_with_their_values():
     flags = ["--config", "configs/mnist.py", "--config.model=cnn"]
     options, words = program.parse(["lr", "--steps", "20", *flags])
     assert (options.what, options.steps, options.subject, words) == ("lr", 20, None, flags)
@@ -180,13 +174,13 @@ def test_flags_of_a_configuration_go_with_their_values() -> None:
 @pytest.mark.parametrize(
     "flag", ["--first=0", "--most=0", "--steps=-1", "--use=0", "--timeout_s=0"]
 )
-def test_the_program_refuses_what_cannot_be(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_refuses_what_cannot_be(flag, capsys):
     assert program.main(["batch", "a.py:f", flag]) == 2
     line = capsys.readouterr().err
     assert line.startswith(f"tfdist.find: {flag[2:].partition('=')[0]}: received")
     assert line.count("\n") == 1
 
 
-def test_json_takes_an_estimate() -> None:
+def test_json_takes_an_estimate():
     trial = BatchTrial(batch_size=1, fits=True)
     assert json.loads(json.dumps(dataclasses.asdict(trial)))["fits"]

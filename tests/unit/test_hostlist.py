@@ -1,7 +1,5 @@
 """Node lists: every form that schedulers write, the order of the names, and every mistake."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -86,17 +84,17 @@ WRONG = [
 
 
 @pytest.mark.parametrize("text", AS_SLURM)
-def test_a_list_is_expanded_as_slurm_expands_it(text: str) -> None:
+def test_a_list_is_expanded_as_slurm_expands_it(text):
     assert expand_hosts(text, where="X") == AS_SLURM[text].split()
 
 
 @pytest.mark.parametrize("text", OURS)
-def test_text_after_a_bracket_is_part_of_each_name(text: str) -> None:
+def test_text_after_a_bracket_is_part_of_each_name(text):
     assert expand_hosts(text, where="X") == OURS[text].split()
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_is_no_node_list_is_one_line_that_names_the_variable(text: str) -> None:
+def test_what_is_no_node_list_is_one_line_that_names_the_variable(text):
     with pytest.raises(UsageError) as error:
         expand_hosts(text, where="SLURM_STEP_NODELIST")
     assert (error.value.where, error.value.code) == ("SLURM_STEP_NODELIST", "bad-node-list")
@@ -105,7 +103,7 @@ def test_what_is_no_node_list_is_one_line_that_names_the_variable(text: str) -> 
 
 
 @pytest.mark.parametrize("text", ["n[1-3", "n1-3]", "n[[1-2]]", "n[1-2],m[3"])
-def test_brackets_that_do_not_pair_are_shown_with_the_list(text: str) -> None:
+def test_brackets_that_do_not_pair_are_shown_with_the_list(text):
     with pytest.raises(UsageError, match="expected a node list with brackets in pairs") as error:
         expand_hosts(text, where="X")
     assert error.value.received == repr(text)
@@ -127,9 +125,7 @@ def brackets() -> st.SearchStrategy[tuple[str, list[str]]]:
 
 
 @given(st.lists(st.tuples(brackets(), brackets()), min_size=1, max_size=4))
-def test_two_brackets_are_every_pair_with_the_last_fastest(
-    elements: list[tuple[tuple[str, list[str]], tuple[str, list[str]]]],
-) -> None:
+def test_two_brackets_are_every_pair_with_the_last_fastest(elements):
     text = ",".join(f"a{one}b{two}" for (one, _), (two, _) in elements)
     expected = [f"a{i}b{j}" for (_, one), (_, two) in elements for i in one for j in two]
     assert expand_hosts(text, where="X") == expected
@@ -141,9 +137,7 @@ ELEMENTS = st.lists(st.one_of(PLAIN.map(lambda name: (name, [name])), BRACKETED)
 
 
 @given(ELEMENTS, st.sampled_from(["", "-ib"]))
-def test_brackets_and_names_without_may_alternate(
-    elements: list[tuple[str, list[str]]], suffix: str
-) -> None:
+def test_brackets_and_names_without_may_alternate(elements, suffix):
     text = ",".join(element + suffix for element, _ in elements)
     assert expand_hosts(text, where="X") == [
         name + suffix for _, names in elements for name in names
@@ -151,7 +145,7 @@ def test_brackets_and_names_without_may_alternate(
 
 
 @given(st.text(alphabet="n1-9[],x 0", max_size=12))
-def test_any_text_is_expanded_to_names_or_refused(text: str) -> None:
+def test_any_text_is_expanded_to_names_or_refused(text):
     try:
         names = expand_hosts(text, where="X")
     except UsageError:
@@ -168,27 +162,27 @@ LARGE = {
 
 
 @pytest.mark.parametrize("form", LARGE)
-def test_a_list_of_the_nodes_of_the_largest_machine_takes_less_than_a_second(form: str) -> None:
+def test_a_list_of_the_nodes_of_the_largest_machine_takes_less_than_a_second(form):
     start_s = time.process_time()  # of this process alone, however busy the machine is
     names = expand_hosts(LARGE[form], where="X")
     assert time.process_time() - start_s < 1
     assert len(set(names)) == 158_976  # Fugaku's, the most of the TOP500
 
 
-def test_counts_are_repeated_as_often_as_they_say() -> None:
+def test_counts_are_repeated_as_often_as_they_say():
     assert expand_counts("2(x3),1", where="X") == [2, 2, 2, 1]
     assert expand_counts("16 ", where="X") == [16]
     assert expand_counts("1,0,3(x1)", where="X") == [1, 0, 3]
 
 
 @pytest.mark.parametrize("text", ["", "2(3)", "2(x0)", "x", "-1", "2,,1", "2(x99999999)"])
-def test_what_is_no_list_of_counts_is_refused(text: str) -> None:
+def test_what_is_no_list_of_counts_is_refused(text):
     with pytest.raises(UsageError) as error:
         expand_counts(text, where="SLURM_STEP_TASKS_PER_NODE")
     assert (error.value.where, error.value.code) == ("SLURM_STEP_TASKS_PER_NODE", "bad-node-list")
 
 
-def test_too_many_names_are_refused_before_they_are_made() -> None:
+def test_too_many_names_are_refused_before_they_are_made():
     for text in (f"n[0-{10**17}]", f"n[1-{MAX_HOSTS + 1}]"):
         with pytest.raises(UsageError, match="at most 1048576 names"):
             expand_hosts(text, where="X")

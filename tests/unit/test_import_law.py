@@ -1,7 +1,5 @@
 """A room imports the rooms to its left, and those that promise it load no TensorFlow."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess
@@ -106,7 +104,7 @@ def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
-def test_a_room_imports_only_the_rooms_to_its_left(path: Path) -> None:
+def test_a_room_imports_only_the_rooms_to_its_left(path):
     room = room_of(path)
     if room not in MAY_IMPORT:  # tfdist itself and the programs
         return
@@ -118,13 +116,13 @@ def test_a_room_imports_only_the_rooms_to_its_left(path: Path) -> None:
         assert imported in allowed, f"{path}:{line}: {room} imports {imported or 'tfdist'}"
 
 
-def test_every_room_is_in_the_law() -> None:
+def test_every_room_is_in_the_law():
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert rooms <= set(MAY_IMPORT)
 
 
 @pytest.mark.parametrize("room", WITHOUT_TENSORFLOW)
-def test_these_rooms_load_neither_tensorflow_nor_keras(room: str) -> None:
+def test_these_rooms_load_neither_tensorflow_nor_keras(room):
     # `__main__` runs a program, and so is not imported; it is in the law above.
     names = [dotted(p) for p in MODULES if room_of(p) == room and p.name != "__main__.py"]
     heavy = {"tensorflow", "keras"} | (
@@ -158,7 +156,7 @@ assert not loaded, loaded
 """
 
 
-def test_a_job_that_is_not_ps_loads_neither_its_modules_nor_a_ledger() -> None:
+def test_a_job_that_is_not_ps_loads_neither_its_modules_nor_a_ledger():
     done = forked_python.run(
         "-c", OF_ANOTHER_JOB, timeout=120, env={**os.environ, **forked_python.ENVIRON}
     )
@@ -203,7 +201,7 @@ BEGINS_WITHOUT = {
 
 
 @pytest.mark.parametrize(("program", "unwanted"), BEGINS_WITHOUT.values(), ids=BEGINS_WITHOUT)
-def test_a_program_begins_without(program: str, unwanted: set[str]) -> None:
+def test_a_program_begins_without(program, unwanted):
     program += f"\nimport sys; loaded = {unwanted} & set(sys.modules); assert not loaded, loaded"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60

@@ -1,7 +1,5 @@
 """How many steps of others a work unit may see applied, counted before any is."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The launcher's command line: its own flags, the program's, and every mistake in one line."""
 
-from __future__ import annotations
-
 import errno
 import inspect
 import os

@@ -1,7 +1,5 @@
 """A job on several hosts, decided before anybody is spoken to: whose are which tasks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

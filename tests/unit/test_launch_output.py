@@ -1,7 +1,5 @@
 """What tasks print: whole in the log, line by line on the screen, never without bound."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

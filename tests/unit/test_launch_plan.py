@@ -1,7 +1,5 @@
 """The plan of a job: which processes, in which environment, on which part of the machine."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """The loop over the processes of a job, where the order of what it sees matters."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json
@@ -121,7 +119,7 @@ def write_note(processes, *lines):
 
 
 def test_why_a_task_failed_is_told_before_its_end_and_after_its_last_words(
-    world, processes, tmp_path: Path
+    world, processes, tmp_path
 ):
     os.write(world.write_fd, bytes([signal.SIGCHLD]))
     raised, ended = processes.wait(1)
@@ -311,7 +309,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT])
-def test_a_request_that_is_delivered_twice_is_one_and_a_later_one_another(again: int) -> None:
+def test_a_request_that_is_delivered_twice_is_one_and_a_later_one_another(again):
     clock = Clock()
     with SignalPipe(clock=clock) as signals:
         signal.raise_signal(signal.SIGTERM)
@@ -325,7 +323,7 @@ def test_a_request_that_is_delivered_twice_is_one_and_a_later_one_another(again:
         assert signals.read() == [again]
 
 
-def test_ends_of_processes_are_all_told() -> None:
+def test_ends_of_processes_are_all_told():
     with SignalPipe(clock=Clock()) as signals:
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
@@ -333,7 +331,7 @@ def test_ends_of_processes_are_all_told() -> None:
         assert signals.read() == [signal.SIGTERM, signal.SIGCHLD, signal.SIGCHLD]
 
 
-def test_signals_that_were_blocked_from_the_start_are_heard_and_blocked_again() -> None:
+def test_signals_that_were_blocked_from_the_start_are_heard_and_blocked_again():
     """As of a launcher that a thread without signals has started."""
     blocked = {signal.SIGTERM, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)

@@ -1,10 +1,8 @@
 """Host 0 without a network: who it begins with, and what counts of what the others tell it."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +56,7 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
+def world():
     made = World()
     made.starts(W1)
     return made
@@ -69,7 +67,7 @@ def ended(task: Task = W1, **more: Any) -> dict[str, Any]:
     return {**known, "lines": ["last"], **more}
 
 
-def test_a_task_is_started_signalled_and_ended_where_it_is(world: World) -> None:
+def test_a_task_is_started_signalled_and_ended_where_it_is(world):
     assert world.sent == [(1, {"start": "worker-1", "log": "worker-1.log"})]
     world.processes.signal(W1, signal.SIGTERM)
     world.processes.signal(W0, signal.SIGTERM)
@@ -81,7 +79,7 @@ def test_a_task_is_started_signalled_and_ended_where_it_is(world: World) -> None
     assert len(world.sent) == 2
 
 
-def test_what_a_host_says_of_the_tasks_of_others_is_left_out(world: World) -> None:
+def test_what_a_host_says_of_the_tasks_of_others_is_left_out(world):
     assert world.hears(ended(), rank=2) == []
     assert world.hears(ended(W0), rank=2) == []
     assert world.hears(ended(W2)) == []  # not started
@@ -89,7 +87,7 @@ def test_what_a_host_says_of_the_tasks_of_others_is_left_out(world: World) -> No
     assert world.processes.state_of(W1) == "S"
 
 
-def test_a_host_that_is_gone_is_the_end_of_its_tasks_and_starts_none(world: World) -> None:
+def test_a_host_that_is_gone_is_the_end_of_its_tasks_and_starts_none(world):
     world.news.append(Lost(rank=1, cause="no word for 5 s"))
     gone = Ended(
         task=W1, status=EXIT_PEER_MISSING, at_s=NOW_S,
@@ -103,7 +101,7 @@ def test_a_host_that_is_gone_is_the_end_of_its_tasks_and_starts_none(world: Worl
     assert (end.task, end.status) == (W2, EXIT_PEER_MISSING)
 
 
-def test_requests_to_stop_that_come_together_count_once(world: World) -> None:
+def test_requests_to_stop_that_come_together_count_once(world):
     world.here = [StopRequest(signum=15)]
     world.news.append(MessageReceived(rank=1, message={"stop_request": 15}))
     assert world.processes.wait(None) == [StopRequest(signum=15)]
@@ -111,21 +109,19 @@ def test_requests_to_stop_that_come_together_count_once(world: World) -> None:
     assert world.hears({"stop_request": 15}, rank=2) == [StopRequest(signum=15)]  # it means it
 
 
-def test_it_wakes_in_time_for_the_beats_of_the_hosts(world: World) -> None:
+def test_it_wakes_in_time_for_the_beats_of_the_hosts(world):
     world.processes.wait(None)
     world.processes.wait(0.2)
     world.processes.wait(100)
     assert [call.args for call in world.local.wait.call_args_list] == [(0.5,), (0.2,), (0.5,)]
 
 
-def test_a_host_that_is_ready_is_taken_down(world: World) -> None:
+def test_a_host_that_is_ready_is_taken_down(world):
     world.hears({"ready": [1]}, rank=2)
     world.team.ready.assert_called_once_with(2, {"ready": [1]})
 
 
-def test_the_other_hosts_are_told_that_the_launcher_of_host_0_has_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_other_hosts_are_told_that_the_launcher_of_host_0_has_failed(monkeypatch):
     team = Mock()
     team.gather.return_value = None
     team.roll_call.side_effect = OSError("a disk that is full")
@@ -136,7 +132,7 @@ def test_the_other_hosts_are_told_that_the_launcher_of_host_0_has_failed(
     team.end.assert_called_once_with(EXIT_FAILED, why="the launcher of host 0 has failed")
 
 
-def test_a_request_to_stop_counts_while_a_host_that_has_lost_host_0_ends_its_tasks() -> None:
+def test_a_request_to_stop_counts_while_a_host_that_has_lost_host_0_ends_its_tasks():
     request, processes = StopRequest(signum=signal.SIGTERM), Mock()
     processes.wait.side_effect = [[request], [Ended(task=W1, status=-15, at_s=NOW_S)]]
     specs = [ProcessSpec(task=W1, log_path=Path("worker-1.log"))]
@@ -160,7 +156,7 @@ JSON = st.recursive(
         JSON | st.sampled_from(["ended", "started", "beat", "raised", "worker-1", 15]),
     )
 )
-def test_what_makes_no_sense_changes_nothing(message: dict[str, Any]) -> None:
+def test_what_makes_no_sense_changes_nothing(message):
     world = World()
     world.starts(W1)
     for event in world.hears(message):
@@ -215,7 +211,7 @@ Gather = Callable[..., Arrivals]
 
 
 @pytest.fixture
-def gather() -> Iterator[Gather]:
+def gather():
     """Gathers the hosts a to e while these news come in."""
     readable, other_end = os.pipe()
     os.close(other_end)  # what is watched is ready at once
@@ -244,11 +240,11 @@ def ready(*ranks: int) -> list[News]:
     return [MessageReceived(rank=rank, message={"ready": [1]}) for rank in ranks]
 
 
-def test_all_hosts_that_are_there_may_begin(gather: Gather) -> None:
+def test_all_hosts_that_are_there_may_begin(gather):
     assert gather(ready(2), ready(1, 3), ready(4)).now_s == 3.0
 
 
-def test_every_host_that_differs_is_named_with_what_it_differs_in(gather: Gather) -> None:
+def test_every_host_that_differs_is_named_with_what_it_differs_in(gather):
     unlike = [Differs(rank=3, what=OLD_NUMPY)], [Differs(rank=1, what=RESTARTS)]
     more = [Differs(rank=4, what=OLD_NUMPY)]
     assert told(gather, *unlike, [*more, PeerJoined(rank=2)]).startswith(
@@ -258,7 +254,7 @@ def test_every_host_that_differs_is_named_with_what_it_differs_in(gather: Gather
     )
 
 
-def test_where_all_differ_in_the_same_it_is_said_once(gather: Gather) -> None:
+def test_where_all_differ_in_the_same_it_is_said_once(gather):
     every = [Differs(rank=rank, what=RESTARTS) for rank in (4, 3, 2, 1)]
     assert told(gather, every).startswith(
         "hosts b (rank 1), c (rank 2), d (rank 3), e (rank 4): received "
@@ -266,12 +262,12 @@ def test_where_all_differ_in_the_same_it_is_said_once(gather: Gather) -> None:
     )
 
 
-def test_a_rank_that_no_host_has_is_named_as_one(gather: Gather) -> None:
+def test_a_rank_that_no_host_has_is_named_as_one(gather):
     strange = Differs(rank=7, what=("rank 7 there, 0 to 4 here",))
     alike: list[News] = [PeerJoined(rank=rank) for rank in (1, 2, 3, 4)]
     assert told(gather, [strange, *alike]).startswith("rank 7: received rank 7 there, 0 to 4 here;")
 
 
-def test_who_is_late_is_not_waited_for_where_another_differs(gather: Gather) -> None:
+def test_who_is_late_is_not_waited_for_where_another_differs(gather):
     said = told(gather, [Differs(rank=1, what=RESTARTS)], [], [PeerJoined(rank=2)])
     assert said.startswith("host b (rank 1): received --max_restarts 2 there, 1 here; expected ")

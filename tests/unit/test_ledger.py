@@ -1,7 +1,5 @@
 """The ledger's files and what they prove, without a run."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

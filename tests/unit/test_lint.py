@@ -1,14 +1,11 @@
 """The linter: each broken file is caught by its rule and no other, and good ones by none."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +31,7 @@ MANIFEST = (HERE / "good_indexed_job.yaml").read_text()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def light_tensorflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def light_tensorflow(tmp_path_factory):
     """A module of this name that takes no seconds to import, for the config file that does."""
     folder = tmp_path_factory.mktemp("modules")
     (folder / "tensorflow.py").touch()
@@ -57,7 +54,7 @@ def findings(text: str, name: str = "-", kind: str | None = None) -> list[Findin
     return lint([LintSource(name=name, data=text.encode(), kind=kind)])
 
 
-def test_stages_are_right_where_the_strategy_beside_them_is_pipeline() -> None:
+def test_stages_are_right_where_the_strategy_beside_them_is_pipeline():
     hosts = "TFDIST_HOSTS=a,b\nTFDIST_NODE_RANK=0\nTFDIST_STAGES=2\n"
     assert findings(f"{hosts}TFDIST_STRATEGY=pipeline\n", "job.env") == []
     assert {f.code for f in findings(hosts, "job.env")} == {"ENV001"}
@@ -77,7 +74,7 @@ def config(*lines: str) -> str:
 
 
 @pytest.mark.parametrize("path", [*GOOD, *OURS], ids=name_of)
-def test_a_good_file_has_no_finding(path: Path) -> None:
+def test_a_good_file_has_no_finding(path):
     assert lint([LintSource(name=str(path), data=path.read_bytes())]) == []
 
 
@@ -86,9 +83,7 @@ OF_WHOLE_FILES += ("TFC001", "TFC002", "TFC003", "TFC004")
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_caught_by_its_rule_alone_in_one_line_that_names_the_place(
-    name: str,
-) -> None:
+def test_a_broken_file_is_caught_by_its_rule_alone_in_one_line_that_names_the_place(name):
     assert {finding.code for finding in of_broken(name)} == {name.partition("_")[0]}
     for finding in of_broken(name):
         assert re.match(rf"{re.escape(name)}(:[1-9]\d*)?( \S|: )", str(finding))
@@ -98,14 +93,14 @@ def test_a_broken_file_is_caught_by_its_rule_alone_in_one_line_that_names_the_pl
         assert finding.fix
 
 
-def test_there_is_a_broken_file_for_each_rule() -> None:
+def test_there_is_a_broken_file_for_each_rule():
     assert {name.partition("_")[0] for name in BROKEN} == set(RULES)
 
 
 # Places
 
 
-def test_the_place_is_the_line_of_the_mistake() -> None:
+def test_the_place_is_the_line_of_the_mistake():
     held = 0
     for name in BROKEN:
         text = BROKEN[name].decode("utf-8", "replace").splitlines()
@@ -117,7 +112,7 @@ def test_the_place_is_the_line_of_the_mistake() -> None:
     assert held > 10
 
 
-def test_addresses_are_named_by_their_path() -> None:
+def test_addresses_are_named_by_their_path():
     text = json.dumps({"cluster": {"worker": ["a:1", "b"]}, "task": {"type": "x", "index": 0}})
     assert [(f.code, f.place.path) for f in findings(text)] == [
         ("TFC010", "$.cluster.worker[1]"),
@@ -129,7 +124,7 @@ def test_addresses_are_named_by_their_path() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in BROKEN if n.startswith("TFC") and n.endswith("json")])
-def test_the_rule_is_that_of_the_error_that_a_task_would_get(name: str) -> None:
+def test_the_rule_is_that_of_the_error_that_a_task_would_get(name):
     code = name.partition("_")[0]
     if RULES[code].severity is Severity.WARNING or code == "TFC025":
         decode(BROKEN[name])
@@ -142,7 +137,7 @@ def test_the_rule_is_that_of_the_error_that_a_task_would_get(name: str) -> None:
 # Several files, replicas, kinds
 
 
-def test_a_service_in_another_file_counts() -> None:
+def test_a_service_in_another_file_counts():
     service, _, rest = MANIFEST.partition("---\n")
     together = [
         LintSource(name="job.yaml", data=rest.encode()),
@@ -160,14 +155,14 @@ def test_a_service_in_another_file_counts() -> None:
         ("backoffLimitPerIndex: 3", {"K8S024"}),
     ],
 )
-def test_a_job_without_restarts_needs_no_rule_for_mistakes(limit: str, found: set[str]) -> None:
+def test_a_job_without_restarts_needs_no_rule_for_mistakes(limit, found):
     policy = re.compile("  podFailurePolicy:.*(?=  template:)", re.DOTALL)
     text = policy.sub(f"  {limit}\n", MANIFEST)
     assert text != MANIFEST
     assert codes(text, "x.yaml") == found
 
 
-def test_replicas_are_held_against_the_global_batch() -> None:
+def test_replicas_are_held_against_the_global_batch():
     path = ROOT / "configs" / "digits_single.py"
     source = LintSource(name=path.name, data=path.read_bytes())
     assert lint([source], replicas=64) == []
@@ -190,20 +185,18 @@ def test_replicas_are_held_against_the_global_batch() -> None:
     ],
 )
 def test_a_config_file_is_run_and_its_mistakes_are_found_where_they_are(
-    lines: tuple[str, ...], code: str, line: int | None, tmp_path: Path
-) -> None:
+    lines, code, line, tmp_path
+):
     path = tmp_path / "c.py"
     path.write_text(config(*lines))
     assert [(f.code, f.place.line) for f in findings(path.read_text(), str(path))] == [(code, line)]
 
 
-def test_a_config_file_comes_from_standard_input_as_well() -> None:
+def test_a_config_file_comes_from_standard_input_as_well():
     assert codes(config("c.model = 'x'")) == {"CFG005"}
 
 
-def test_a_config_file_that_does_not_end_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_file_that_does_not_end_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.ops.lint.programs._TIMEOUT_S", 0.1)
     (finding,) = findings(config("while True: pass"))
     assert (finding.code, finding.received) == ("CFG024", "no end within 0 s")
@@ -245,21 +238,19 @@ LAUNCH, TRAIN = "python -m tfdist.launch ", "python -m tfdist.train "
         (TRAIN + "--config.dropout=$RATE", set()),
     ],
 )
-def test_a_command_is_checked_as_the_program_would_read_it(
-    command: str, expected: set[str]
-) -> None:
+def test_a_command_is_checked_as_the_program_would_read_it(command, expected):
     found = lint([], command=command.split())
     assert {finding.code for finding in found} == expected, found
 
 
-def test_a_command_is_given_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_is_given_after_two_dashes(capsys):
     assert main(["--", *(LAUNCH + "--workers 2 --profile_ps train.py").split()]) == 2
     out = capsys.readouterr().out
     assert out.startswith("command line --profile_ps: LCH001 error: received True in a job")
     assert out.endswith("1 file: 1 error, 0 warnings\n")
 
 
-def test_a_grace_period_outlasts_the_launcher_in_the_pod() -> None:
+def test_a_grace_period_outlasts_the_launcher_in_the_pod():
     text = BROKEN["K8S026_launcher.yaml"].decode()
     assert codes(text.replace("Seconds: 120", "Seconds: 121"), "x.yaml") == set()
     unsaid = text.replace("      terminationGracePeriodSeconds: 120\n", "")
@@ -281,11 +272,11 @@ def test_a_grace_period_outlasts_the_launcher_in_the_pod() -> None:
         ("hello", None),
     ],
 )
-def test_standard_input_is_known_by_its_text(text: str, kind: str | None) -> None:
+def test_standard_input_is_known_by_its_text(text, kind):
     assert kind_of("-", text) == kind
 
 
-def test_anchors_that_multiply_cost_nothing() -> None:
+def test_anchors_that_multiply_cost_nothing():
     lines = ["a0: &a0 [x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
     assert codes("\n".join(lines), "a.yaml") == set()
@@ -294,9 +285,7 @@ def test_anchors_that_multiply_cost_nothing() -> None:
 # The program
 
 
-def test_the_exit_code_is_the_worst_finding(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exit_code_is_the_worst_finding(tmp_path, capsys):
     doubtful, wrong = tmp_path / "TFC024_low.json", tmp_path / "TFC010_no_port.json"
     for path in doubtful, wrong:
         path.write_bytes(BROKEN[path.name])
@@ -320,16 +309,14 @@ def test_the_exit_code_is_the_worst_finding(
         (["a\0b"], "null"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_line_is_one_line(arguments, said, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
 
 
-def test_json_has_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_all_parts(tmp_path, capsys):
     path = tmp_path / "K8S011_two_at_a_time.yaml"
     path.write_bytes(BROKEN[path.name])
     assert main(["--json", str(path)]) == 2
@@ -342,7 +329,7 @@ def test_json_has_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert set(finding) >= {"title", "file", "path", "received", "expected", "fix"}
 
 
-def test_the_list_has_every_rule_and_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_has_every_rule_and_its_meaning(capsys):
     assert main(["--list"]) == 0
     text = capsys.readouterr().out
     for code, rule in RULES.items():
@@ -352,15 +339,13 @@ def test_the_list_has_every_rule_and_its_meaning(capsys: pytest.CaptureFixture[s
     assert [rule["code"] for rule in json.loads(capsys.readouterr().out)] == list(RULES)
 
 
-def test_the_environment_is_checked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_environment_is_checked(monkeypatch, capsys):
     monkeypatch.setenv("TF_CONFIG", "{'cluster': {}}")
     assert main(["--environ"]) == 2
     assert "environment TF_CONFIG: TFC002 error" in capsys.readouterr().out
 
 
-def test_nothing_heavy_is_loaded() -> None:
+def test_nothing_heavy_is_loaded():
     program = (
         "import sys; from tfdist.lint import main; code = main(sys.argv[1:]);"
         "heavy = {'tensorflow', 'keras', 'numpy'} & set(sys.modules); assert not heavy, heavy;"
@@ -385,14 +370,14 @@ def test_nothing_heavy_is_loaded() -> None:
 
 @given(st.binary(max_size=200), st.sampled_from([kind for kind in KINDS if kind != "config"]))
 @settings(deadline=None, max_examples=200)
-def test_random_bytes_end_nothing(data: bytes, kind: str) -> None:
+def test_random_bytes_end_nothing(data, kind):
     for finding in lint([LintSource(name="x", data=data, kind=kind)]):
         assert finding.code in RULES
 
 
 @given(st.sampled_from(PLAIN), st.floats(0, 1), st.text(max_size=4), st.integers(0, 12))
 @settings(deadline=None, max_examples=400)
-def test_a_damaged_file_ends_nothing(name: str, where: float, put: str, cut: int) -> None:
+def test_a_damaged_file_ends_nothing(name, where, put, cut):
     data = TEXTS[name][:8000]
     at = int(where * len(data))
     damaged = data[:at] + put.encode("utf-8", "surrogatepass") + data[at + cut :]

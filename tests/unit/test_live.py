@@ -1,7 +1,5 @@
 """Live status of a job: phases by heartbeats, the history's size, and Prometheus' text."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

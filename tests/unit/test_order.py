@@ -1,7 +1,5 @@
 """The order of the examples: permutations by index."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -1,13 +1,10 @@
 """What a run shows: hashes, plot, table and progress."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import struct
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +63,7 @@ SUMMARY = {
 # Hashes
 
 
-def test_the_hash_is_over_little_endian_bytes_in_order() -> None:
+def test_the_hash_is_over_little_endian_bytes_in_order():
     kernel = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
     model = SimpleNamespace(weights=[kernel.T, np.array(7, ">i4")], optimizer=None)
     expected = hashlib.sha256(struct.pack("<4fi", 1, 3, 2, 4, 7)).hexdigest()
@@ -74,7 +71,7 @@ def test_the_hash_is_over_little_endian_bytes_in_order() -> None:
     assert state_sha256(model) == expected
 
 
-def test_the_state_adds_the_optimizers_variables() -> None:
+def test_the_state_adds_the_optimizers_variables():
     optimizer = SimpleNamespace(variables=[np.array(5, np.int64)])
     weights = [np.ones(2, ml_dtypes.bfloat16)]
     model = SimpleNamespace(weights=weights, optimizer=optimizer)
@@ -96,9 +93,7 @@ def test_the_state_adds_the_optimizers_variables() -> None:
         lines(3, f1=0.5, recall=0.1, precision=0.9),
     ],
 )
-def test_the_plot_is_one_png_with_a_panel_for_each_metric(
-    tmp_path: Path, metrics: list[dict[str, Any]]
-) -> None:
+def test_the_plot_is_one_png_with_a_panel_for_each_metric(tmp_path, metrics):
     path = draw_plot(metrics, tmp_path / "metrics.png", title="digits, ps")
     assert path is not None
     height, width, _ = matplotlib.image.imread(path).shape
@@ -109,7 +104,7 @@ def test_the_plot_is_one_png_with_a_panel_for_each_metric(
     assert height == 600
 
 
-def test_without_matplotlib_or_a_log_there_is_no_plot(tmp_path: Path) -> None:
+def test_without_matplotlib_or_a_log_there_is_no_plot(tmp_path):
     assert draw_plot([], tmp_path / "metrics.png", title="") is None
     assert not (tmp_path / "metrics.png").exists()
     program = (
@@ -177,9 +172,7 @@ def shown(*, terminal: bool, **changes: Any) -> str:
         ),
     ],
 )
-def test_without_a_terminal_the_table_is_plain_text(
-    changes: dict[str, Any], rows: list[str]
-) -> None:
+def test_without_a_terminal_the_table_is_plain_text(changes, rows):
     text = shown(terminal=False, **changes)
     assert text.isascii()
     assert "\x1b" not in text
@@ -187,7 +180,7 @@ def test_without_a_terminal_the_table_is_plain_text(
     assert ("staleness" in text) == ("staleness" in changes)
 
 
-def test_a_terminal_gets_the_same_rows() -> None:
+def test_a_terminal_gets_the_same_rows():
     text = shown(terminal=True)
     for label, value in result_rows(SUMMARY, run_dir="runs/a", plot="runs/a/metrics.png"):
         assert label in text
@@ -217,20 +210,20 @@ def progress_lines(*, step_s: float, steps: int) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_the_last() -> None:
+def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_the_last():
     shown = progress_lines(step_s=1, steps=25)
     assert [line.split()[1] for line in shown] == ["1", "11", "21", "25"]
     assert shown[1] == "step 11 of 25 (44 %)  64 examples/s  loss 0.5000  0:14 left"
     assert shown[-1].endswith("done")
 
 
-def test_a_run_shorter_than_that_still_says_that_it_began_and_ended() -> None:
+def test_a_run_shorter_than_that_still_says_that_it_began_and_ended():
     assert [line.split()[1] for line in progress_lines(step_s=0.01, steps=30)] == ["1", "30"]
     assert len(progress_lines(step_s=0.01, steps=1)) == 1
     ProgressDisplay(total_steps=1).end()  # one that never began
 
 
-def test_under_a_launcher_on_a_terminal_each_line_takes_the_place_of_the_last() -> None:
+def test_under_a_launcher_on_a_terminal_each_line_takes_the_place_of_the_last():
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, force_terminal=False, width=40, soft_wrap=True)
     display = ProgressDisplay(total_steps=3, console=console, clock=clock, in_place=True)
@@ -245,7 +238,7 @@ def test_under_a_launcher_on_a_terminal_each_line_takes_the_place_of_the_last() 
     assert last.endswith("done\n")
 
 
-def test_the_rate_is_of_the_last_seconds_and_not_of_the_start() -> None:
+def test_the_rate_is_of_the_last_seconds_and_not_of_the_start():
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, force_terminal=False, soft_wrap=True)
     display = ProgressDisplay(total_steps=100_000, console=console, clock=clock)
@@ -257,7 +250,7 @@ def test_the_rate_is_of_the_last_seconds_and_not_of_the_start() -> None:
     assert " 640 examples/s" in out.getvalue().splitlines()[-1]
 
 
-def test_a_terminal_gets_a_bar_with_the_same_words() -> None:
+def test_a_terminal_gets_a_bar_with_the_same_words():
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, force_terminal=True, width=120, color_system=None)
     display = ProgressDisplay(total_steps=200, console=console, clock=clock)
@@ -293,9 +286,7 @@ class Recorder:
         ([(12, 20), (20, 25)], "start 12-20 20-25 stop"),
     ],
 )
-def test_the_profiler_records_the_ranges_that_were_asked_for(
-    ranges: list[tuple[int, int]], expected: str
-) -> None:
+def test_the_profiler_records_the_ranges_that_were_asked_for(ranges, expected):
     events: list[str] = []
     profiler = StepProfiler("somewhere", first=10, last=30, profiler=Recorder(events))
     for first, last in ranges:
@@ -310,7 +301,7 @@ def test_the_profiler_records_the_ranges_that_were_asked_for(
 # TensorBoard
 
 
-def test_training_and_validation_share_a_chart() -> None:
+def test_training_and_validation_share_a_chart():
     assert tag("loss") == "train/loss"
     assert tag("val_loss") == "validation/loss"
     assert tag("learning_rate") == "learning_rate"

@@ -1,7 +1,5 @@
 """What a process says that it is doing."""
 
-from __future__ import annotations
-
 import _thread
 import threading
 

@@ -1,7 +1,5 @@
 """Links between stages: each end here is in the same process."""
 
-from __future__ import annotations
-
 import socket
 import struct
 

@@ -1,7 +1,5 @@
 """Flags and options of a pipeline job, and its plan."""
 
-from __future__ import annotations
-
 import pytest
 
 from tfdist.cluster import ClusterSpec, JobOptions, job_configs, resolved_strategy

@@ -1,7 +1,5 @@
 """Schedules of a pipeline: every one ends, whatever the number of stages and micro-batches."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,14 +1,11 @@
 """Ports that are held until their task starts."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -76,7 +73,7 @@ def listening(
         yield server
 
 
-def test_ports_are_distinct_and_have_an_address() -> None:
+def test_ports_are_distinct_and_have_an_address():
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(port) for port in hold_ports(200)]
         assert len({port.port for port in held}) == 200
@@ -84,30 +81,30 @@ def test_ports_are_distinct_and_have_an_address() -> None:
         assert repr(held[0]) == f"HeldPort('{held[0].address}')"
 
 
-def test_the_address_has_the_host_that_peers_use() -> None:
+def test_the_address_has_the_host_that_peers_use():
     for host, written in [("::1", "[::1]"), ("node-3.cluster", "node-3.cluster")]:
         (port,) = hold_ports(1, host=host)
         with port:
             assert port.address == f"{written}:{port.port}"
 
 
-def test_a_host_that_is_none_is_refused() -> None:
+def test_a_host_that_is_none_is_refused():
     with pytest.raises(UsageError, match=r"^host: received"):
         hold_ports(1, host="no host")
 
 
 @pytest.mark.parametrize("text", ["", "20000", "20000-", "20-10", "0-9", "1-65536", "a-b", "-1-2"])
-def test_a_range_that_is_none_is_refused(text: str) -> None:
+def test_a_range_that_is_none_is_refused(text):
     with pytest.raises(UsageError, match=r"^--ports: received .* expected first-last"):
         parse_ports(text, where="--ports")
 
 
-def test_a_range_has_both_its_ends() -> None:
+def test_a_range_has_both_its_ends():
     assert parse_ports(" 20000-20001 ", where="--ports") == range(20_000, 20_002)
     assert as_text(parse_ports("7-7", where="--ports")) == "7-7"
 
 
-def test_ports_of_a_range_are_taken_in_order_and_those_of_others_skipped() -> None:
+def test_ports_of_a_range_are_taken_in_order_and_those_of_others_skipped():
     with contextlib.ExitStack() as stack:
         # Three in a row that are free, of which somebody has the second.
         among = next(
@@ -123,7 +120,7 @@ def test_ports_of_a_range_are_taken_in_order_and_those_of_others_skipped() -> No
             hold_ports(1, among=among)
 
 
-def test_a_held_port_is_refused_to_a_stranger_and_free_once_released() -> None:
+def test_a_held_port_is_refused_to_a_stranger_and_free_once_released():
     (port,) = hold_ports(1)
     with port:
         assert other_process_listens(port, reuse_address=False) == errno.EADDRINUSE
@@ -131,20 +128,20 @@ def test_a_held_port_is_refused_to_a_stranger_and_free_once_released() -> None:
     port.release()
 
 
-def test_a_task_can_listen_while_its_port_is_still_held() -> None:
+def test_a_task_can_listen_while_its_port_is_still_held():
     (port,) = hold_ports(1)
     with port:
         assert other_process_listens(port, reuse_address=True) == 0
         assert other_process_listens(port, reuse_address=True) == 0
 
 
-def test_a_held_port_does_not_answer() -> None:
+def test_a_held_port_does_not_answer():
     (port,) = hold_ports(1)
     with port, socket.socket() as client:
         assert client.connect_ex(("127.0.0.1", port.port)) == errno.ECONNREFUSED
 
 
-def test_jobs_at_the_same_time_never_get_the_same_port() -> None:
+def test_jobs_at_the_same_time_never_get_the_same_port():
     jobs, each = 4, 500  # of 4,536 that are tried first: by chance they would meet
     command = [sys.executable, "-c", HOLD_MANY, str(each)]
     with contextlib.ExitStack() as stack:
@@ -171,9 +168,7 @@ def test_jobs_at_the_same_time_never_get_the_same_port() -> None:
         ("::1", socket.AF_INET6),
     ],
 )
-def test_a_port_on_which_anyone_listens_is_not_free(
-    host: str, family: socket.AddressFamily
-) -> None:
+def test_a_port_on_which_anyone_listens_is_not_free(host, family):
     (port,) = hold_ports(1)
     with port:
         with listening(port, host, family=family):
@@ -181,13 +176,13 @@ def test_a_port_on_which_anyone_listens_is_not_free(
         assert is_port_free(port.address)
 
 
-def test_a_held_port_counts_as_free_for_its_task() -> None:
+def test_a_held_port_counts_as_free_for_its_task():
     (port,) = hold_ports(1)
     with port:
         assert is_port_free(port.address)
 
 
-def test_a_port_is_free_again_while_an_old_connection_fades() -> None:
+def test_a_port_is_free_again_while_an_old_connection_fades():
     (port,) = hold_ports(1)
     with listening(port, "127.0.0.1") as server:
         port.release()
@@ -199,27 +194,25 @@ def test_a_port_is_free_again_while_an_old_connection_fades() -> None:
     assert is_port_free(port.address)
 
 
-def test_asking_about_a_bad_address_is_a_usage_error() -> None:
+def test_asking_about_a_bad_address_is_a_usage_error():
     with pytest.raises(UsageError, match="host:port"):
         is_port_free("localhost")
 
 
-def test_outgoing_connections_never_get_the_preferred_ports() -> None:
+def test_outgoing_connections_never_get_the_preferred_ports():
     preferred = list(ports.preferred_ports(EPHEMERAL))
     assert len(set(preferred)) == len(preferred)
     assert not set(preferred) & set(EPHEMERAL)
     assert all(1024 <= port <= 65_535 for port in preferred)
 
 
-def test_ports_above_the_ephemeral_ones_come_first() -> None:
+def test_ports_above_the_ephemeral_ones_come_first():
     preferred = list(ports.preferred_ports(range(32_768, 61_000)))
     assert set(preferred[:4_536]) == set(range(61_000, 65_536))
     assert set(preferred[4_536:]) == set(range(20_000, 30_000))
 
 
-def test_the_system_chooses_where_all_ports_are_ephemeral(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_system_chooses_where_all_ports_are_ephemeral(monkeypatch, tmp_path):
     everything = tmp_path / "range"
     everything.write_text("1024\t65535\n")
     monkeypatch.setattr(ports, "_RANGE_FILE", everything)
@@ -230,16 +223,14 @@ def test_the_system_chooses_where_all_ports_are_ephemeral(
 
 
 @pytest.mark.parametrize("text", [None, "", "many few"])
-def test_an_unreadable_range_counts_as_the_default(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None
-) -> None:
+def test_an_unreadable_range_counts_as_the_default(monkeypatch, tmp_path, text):
     if text is not None:
         (tmp_path / "range").write_text(text)
     monkeypatch.setattr(ports, "_RANGE_FILE", tmp_path / "range")
     assert ports.ephemeral_ports() == range(32_768, 61_000)
 
 
-def test_a_system_without_ipv6_holds_ports_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_ipv6_holds_ports_too(monkeypatch):
     real = socket.socket
 
     def ipv4_only(family: int, kind: int) -> socket.socket:
@@ -255,7 +246,7 @@ def test_a_system_without_ipv6_holds_ports_too(monkeypatch: pytest.MonkeyPatch) 
         assert other_process_listens(port, reuse_address=False) == errno.EADDRINUSE
 
 
-def test_a_child_process_does_not_keep_the_port() -> None:
+def test_a_child_process_does_not_keep_the_port():
     (port,) = hold_ports(1)
     command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
     with (
@@ -271,7 +262,7 @@ def test_a_child_process_does_not_keep_the_port() -> None:
         child.communicate(timeout=DEADLINE_S)
 
 
-def test_too_many_ports_are_a_usage_error_and_none_is_kept() -> None:
+def test_too_many_ports_are_a_usage_error_and_none_is_kept():
     done = python(HOLD_TOO_MANY)
     assert done.returncode == 0, done.stderr
     assert "ports: received 100 to hold (Too many open files)" in done.stdout

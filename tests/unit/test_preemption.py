@@ -1,7 +1,5 @@
 """Requests to stop by signals, without TensorFlow: heard, told apart, and everything given back."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os
@@ -44,7 +42,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
-def test_a_signal_is_heard_and_answered_by_stopped(signum: signal.Signals) -> None:
+def test_a_signal_is_heard_and_answered_by_stopped(signum):
     stopped = Stopped(signum)
     assert stopped.code == (130 if signum == signal.SIGINT else 143)
     with contextlib.suppress(Stopped), StopRequests() as requests:
@@ -55,7 +53,7 @@ def test_a_signal_is_heard_and_answered_by_stopped(signum: signal.Signals) -> No
         raise stopped  # or the signal would come again
 
 
-def test_a_second_signal_ends_the_process_at_once_but_a_repetition_is_the_same_one() -> None:
+def test_a_second_signal_ends_the_process_at_once_but_a_repetition_is_the_same_one():
     times, ends = iter([0.0, 0.05, 5.0]), Ends()
     with (
         contextlib.suppress(Stopped),
@@ -71,7 +69,7 @@ def test_a_second_signal_ends_the_process_at_once_but_a_repetition_is_the_same_o
     assert ends.codes == [128 + signal.SIGINT]
 
 
-def test_a_task_that_stops_for_another_takes_its_first_own_signal_as_the_same_request() -> None:
+def test_a_task_that_stops_for_another_takes_its_first_own_signal_as_the_same_request():
     heard: list[int] = []
     before = {s: signal.signal(s, lambda signum, _: heard.append(signum)) for s in SIGNALS}
     try:
@@ -93,7 +91,7 @@ def test_a_task_that_stops_for_another_takes_its_first_own_signal_as_the_same_re
             signal.signal(signum, handler)
 
 
-def test_a_signal_that_nobody_answered_goes_to_the_handler_of_before() -> None:
+def test_a_signal_that_nobody_answered_goes_to_the_handler_of_before():
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda signum, _: heard.append(signum))
     try:
@@ -107,7 +105,7 @@ def test_a_signal_that_nobody_answered_goes_to_the_handler_of_before() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_an_error_while_stopping_is_told_before_the_signal_ends_the_process() -> None:
+def test_an_error_while_stopping_is_told_before_the_signal_ends_the_process():
     """As a save that fails on a full disk: SIGTERM's own answer ends a process without a word."""
     program = """
         import signal, time
@@ -125,7 +123,7 @@ def test_an_error_while_stopping_is_told_before_the_signal_ends_the_process() ->
     assert done.stderr == said
 
 
-def test_handlers_of_python_and_of_c_and_the_wakeup_descriptor_are_given_back() -> None:
+def test_handlers_of_python_and_of_c_and_the_wakeup_descriptor_are_given_back():
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK)
     with open(os.devnull, "w") as nowhere:
         faulthandler.register(signal.SIGUSR1, file=nowhere, chain=False)
@@ -156,7 +154,7 @@ def _readable(fd: int) -> bytes:
         return b""
 
 
-def test_what_the_program_was_started_to_ignore_stays_ignored() -> None:
+def test_what_the_program_was_started_to_ignore_stays_ignored():
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         with StopRequests() as requests:
@@ -167,7 +165,7 @@ def test_what_the_program_was_started_to_ignore_stays_ignored() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_in_another_thread_signals_stay_as_they_are() -> None:
+def test_in_another_thread_signals_stay_as_they_are():
     seen: list[object] = []
 
     def enter() -> None:
@@ -180,7 +178,7 @@ def test_in_another_thread_signals_stay_as_they_are() -> None:
     assert seen == [signal.default_int_handler, [0.0, 0.0, 0.0]]
 
 
-def test_it_is_heard_while_the_main_thread_is_in_a_call_that_runs_no_python() -> None:
+def test_it_is_heard_while_the_main_thread_is_in_a_call_that_runs_no_python():
     program = """
         import hashlib, itertools, os, signal, threading
         from tfdist.training.stop_requests import StopRequests
@@ -200,7 +198,7 @@ def test_it_is_heard_while_the_main_thread_is_in_a_call_that_runs_no_python() ->
     assert "ended at once" in done.stderr
 
 
-def test_a_forked_child_answers_signals_as_before_and_does_not_tell_its_parent() -> None:
+def test_a_forked_child_answers_signals_as_before_and_does_not_tell_its_parent():
     program = """
         import os, signal
         from tfdist.training.stop_requests import StopRequests
@@ -216,7 +214,7 @@ def test_a_forked_child_answers_signals_as_before_and_does_not_tell_its_parent()
     assert done.returncode == 0, done.stderr
 
 
-def test_uncaught_it_ends_a_program_with_its_code_and_no_traceback() -> None:
+def test_uncaught_it_ends_a_program_with_its_code_and_no_traceback():
     program = """
         from tfdist.errors import Stopped
         try:
@@ -228,7 +226,7 @@ def test_uncaught_it_ends_a_program_with_its_code_and_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (143, "")
 
 
-def test_it_is_whole_after_a_journey_between_processes() -> None:
+def test_it_is_whole_after_a_journey_between_processes():
     stopped = pickle.loads(pickle.dumps(Stopped(signal.SIGUSR1, "stopped at step 3")))
     assert (stopped.signum, stopped.exit_code, str(stopped)) == (10, 143, "stopped at step 3")
 

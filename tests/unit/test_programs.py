@@ -1,7 +1,5 @@
 """`tfdist` names every program and runs each; what names none is the launcher's."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`import tfdist` is cheap, and its names are found on first use."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess
@@ -13,13 +11,13 @@ import pytest
 import tfdist
 
 
-def test_a_name_that_is_close_is_hinted_at() -> None:
+def test_a_name_that_is_close_is_hinted_at():
     with pytest.raises(AttributeError, match=r"no attribute 'brodcast' \(did you mean 'broad"):
         tfdist.brodcast  # noqa: B018
     assert not hasattr(tfdist, "nothing_like_it")
 
 
-def test_dir_and_all_name_everything_public() -> None:
+def test_dir_and_all_name_everything_public():
     assert set(tfdist.__all__) <= set(dir(tfdist))
     tree = ast.parse(Path(tfdist.__file__).read_text())
     checking = next(node for node in tree.body if isinstance(node, ast.If))
@@ -32,9 +30,7 @@ def test_dir_and_all_name_everything_public() -> None:
     ("flags", "variables"),
     [(["--no_such_flag"], {}), ([], {"TFDIST_STRATEGY": "ps"}), ([], {"TF_CONFIG": "{"})],
 )
-def test_the_program_refuses_flags_and_variables_without_tensorflow(
-    flags: list[str], variables: dict[str, str]
-) -> None:
+def test_the_program_refuses_flags_and_variables_without_tensorflow(flags, variables):
     program = (
         "import sys; from tfdist import train; code = train.main(sys.argv[1:]);"
         "assert not {'tensorflow', 'keras', 'numpy'} & set(sys.modules); sys.exit(code)"

@@ -1,7 +1,5 @@
 """Host 0 and those who come to it, over loopback and in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
@@ -12,7 +10,7 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -110,7 +108,7 @@ class Rendezvous:
 
 
 @pytest.fixture
-def meeting() -> Iterator[Rendezvous]:
+def meeting():
     made = Rendezvous()
     yield made
     for member in made.members:
@@ -118,7 +116,7 @@ def meeting() -> Iterator[Rendezvous]:
     made.hub.close()
 
 
-def test_those_who_come_are_in_and_both_sides_hear_each_other(meeting: Rendezvous) -> None:
+def test_those_who_come_are_in_and_both_sides_hear_each_other(meeting):
     member = meeting.join(2, source="127.0.0.3")
     assert meeting.news == [PeerJoined(rank=2)]
     assert meeting.hub.present == {2}
@@ -130,7 +128,7 @@ def test_those_who_come_are_in_and_both_sides_hear_each_other(meeting: Rendezvou
     assert meeting.first_word_to(member) == {"start": "worker-1"}
 
 
-def test_what_host_0_says_right_after_the_welcome_is_not_lost(meeting: Rendezvous) -> None:
+def test_what_host_0_says_right_after_the_welcome_is_not_lost(meeting):
     greet = meeting.hub._greet
 
     def and_at_once(client, message):  # type: ignore[no-untyped-def]
@@ -142,7 +140,7 @@ def test_what_host_0_says_right_after_the_welcome_is_not_lost(meeting: Rendezvou
     assert meeting.first_word_to(member) == {"first": True}
 
 
-def test_who_ends_is_lost_at_once(meeting: Rendezvous) -> None:
+def test_who_ends_is_lost_at_once(meeting):
     meeting.join(1).close()
     meeting.members.clear()
     meeting.until(lambda: len(meeting.news) == 2)
@@ -152,7 +150,7 @@ def test_who_ends_is_lost_at_once(meeting: Rendezvous) -> None:
     assert meeting.hub.present == {1}
 
 
-def test_who_is_silent_is_lost_after_the_timeout(meeting: Rendezvous) -> None:
+def test_who_is_silent_is_lost_after_the_timeout(meeting):
     silent = meeting.join(1)
     meeting.join(2)
     meeting.members.remove(silent)
@@ -166,7 +164,7 @@ def test_who_is_silent_is_lost_after_the_timeout(meeting: Rendezvous) -> None:
     silent.close()
 
 
-def test_a_member_misses_a_silent_host_0(meeting: Rendezvous) -> None:
+def test_a_member_misses_a_silent_host_0(meeting):
     member = meeting.join(1)
     for _ in range(100):  # where this thread is held up between two looks, it begins anew
         meeting.clock.ahead_s += 1
@@ -176,7 +174,7 @@ def test_a_member_misses_a_silent_host_0(meeting: Rendezvous) -> None:
     assert member.lost == "no word for 5 s"
 
 
-def test_time_in_which_nobody_looked_is_not_silence(meeting: Rendezvous) -> None:
+def test_time_in_which_nobody_looked_is_not_silence(meeting):
     member = meeting.join(1)
     meeting.clock.ahead_s += 100  # we were stopped
     member.turn()
@@ -185,25 +183,25 @@ def test_time_in_which_nobody_looked_is_not_silence(meeting: Rendezvous) -> None
     assert meeting.hub.present == {1}
 
 
-def test_who_differs_is_told_in_what(meeting: Rendezvous) -> None:
+def test_who_differs_is_told_in_what(meeting):
     with pytest.raises(UsageError, match=r"received python 3\.12 there, 3\.11 here"):
         meeting.join(1, terms={"python": "3.12"})
     assert meeting.news == [Differs(rank=1, what=("python 3.12 there, 3.11 here",))]
 
 
-def test_a_rank_that_is_not_in_the_list_differs(meeting: Rendezvous) -> None:
+def test_a_rank_that_is_not_in_the_list_differs(meeting):
     with pytest.raises(UsageError, match="rank 3 there, 0 to 2 here"):
         meeting.join(3)
 
 
-def test_a_second_one_of_a_rank_waits_and_gives_up(meeting: Rendezvous) -> None:
+def test_a_second_one_of_a_rank_waits_and_gives_up(meeting):
     meeting.join(1, source="127.0.0.2")
     with pytest.raises(StartupTimeout, match=r"rank 1 is that of 127\.0\.0\.2 already"):
         meeting.join(1, within_s=1)
     assert meeting.hub.present == {1}
 
 
-def test_a_host_0_that_is_not_there_is_named_with_its_port() -> None:
+def test_a_host_0_that_is_not_there_is_named_with_its_port():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     clock = Clock()
@@ -218,7 +216,7 @@ def test_a_host_0_that_is_not_there_is_named_with_its_port() -> None:
     assert joining.join(within_s=100, is_over=lambda: True) is None
 
 
-def test_what_is_no_launcher_is_said_to_be_none() -> None:
+def test_what_is_no_launcher_is_said_to_be_none():
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -237,7 +235,7 @@ def test_what_is_no_launcher_is_said_to_be_none() -> None:
         thread.join()
 
 
-def test_unauthenticated_peers_neither_stay_nor_pile_up(meeting: Rendezvous) -> None:
+def test_unauthenticated_peers_neither_stay_nor_pile_up(meeting):
     meeting.hub._max_unauthenticated = len(HOSTS) + 7
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(meeting.raw()) for _ in range(25)]
@@ -252,7 +250,7 @@ def test_unauthenticated_peers_neither_stay_nor_pile_up(meeting: Rendezvous) -> 
         meeting.until(lambda: len(meeting.hub._clients) <= 1)
 
 
-def test_a_job_with_many_files_open_ends_as_any_other() -> None:
+def test_a_job_with_many_files_open_ends_as_any_other():
     """The tasks of a host take five each, and `select` knows no number from 1024 on."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack, open("/dev/null") as file:
@@ -268,9 +266,7 @@ def test_a_job_with_many_files_open_ends_as_any_other() -> None:
         assert not many.hub.present
 
 
-def test_without_a_free_descriptor_it_waits_and_accepts_when_there_is_one(
-    meeting: Rendezvous,
-) -> None:
+def test_without_a_free_descriptor_it_waits_and_accepts_when_there_is_one(meeting):
     meeting.join(1)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
@@ -296,9 +292,7 @@ def test_without_a_free_descriptor_it_waits_and_accepts_when_there_is_one(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(chunks=st.lists(st.binary(min_size=1, max_size=2000), max_size=5))
-def test_random_bytes_end_only_their_own_connection(
-    meeting: Rendezvous, chunks: list[bytes]
-) -> None:
+def test_random_bytes_end_only_their_own_connection(meeting, chunks):
     if not meeting.members:
         meeting.join(1)
     with meeting.raw() as sock:
@@ -312,7 +306,7 @@ def test_random_bytes_end_only_their_own_connection(
     assert len(meeting.hub.turned_away) <= 16
 
 
-def test_random_bytes_from_many_do_not_make_it_grow(meeting: Rendezvous) -> None:
+def test_random_bytes_from_many_do_not_make_it_grow(meeting):
     meeting.join(1)
     source = random.Random(0)
 

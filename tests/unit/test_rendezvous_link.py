@@ -1,7 +1,5 @@
 """The wire between two hosts: greeting, seals and frames, and the messages in them."""
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json
@@ -47,7 +45,7 @@ def greeted(**tokens: bytes) -> tuple[Link, Link]:
 
 
 @pytest.mark.parametrize("token", [TOKEN, b""])
-def test_messages_go_both_ways_once_both_have_shown_the_token(token: bytes) -> None:
+def test_messages_go_both_ways_once_both_have_shown_the_token(token):
     host, client = greeted(host=token, client=token)
     for message in ({"a": 1}, {"b": ["ü", None]}):
         host.send(message)
@@ -56,7 +54,7 @@ def test_messages_go_both_ways_once_both_have_shown_the_token(token: bytes) -> N
         assert carry(client, host)[0] == [message]
 
 
-def test_the_token_never_goes_over_the_wire() -> None:
+def test_the_token_never_goes_over_the_wire():
     host, client = pair()
     sent = b"".join(
         carry(*ends)[1] for ends in ((host, client), (client, host), (host, client), (client, host))
@@ -67,7 +65,7 @@ def test_the_token_never_goes_over_the_wire() -> None:
 
 @settings(max_examples=50)
 @given(st.data())
-def test_messages_arrive_whole_however_the_network_cuts_them(data: st.DataObject) -> None:
+def test_messages_arrive_whole_however_the_network_cuts_them(data):
     host, client = greeted()
     messages: list[Message] = [{"n": n, "text": "x" * n} for n in range(5)]
     for message in messages:
@@ -80,7 +78,7 @@ def test_messages_arrive_whole_however_the_network_cuts_them(data: st.DataObject
     assert arrived == messages
 
 
-def test_a_client_with_another_token_is_refused_and_told_so() -> None:
+def test_a_client_with_another_token_is_refused_and_told_so():
     host, client = pair(client=b"another")
     carry(host, client)
     with pytest.raises(WrongToken):
@@ -90,9 +88,7 @@ def test_a_client_with_another_token_is_refused_and_told_so() -> None:
         carry(host, client)
 
 
-def test_what_shows_the_token_is_compared_in_constant_time_and_by_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_shows_the_token_is_compared_in_constant_time_and_by_nothing_else(monkeypatch):
     compared: list[tuple[bytes, bytes]] = []
 
     def equal(one: bytes, other: bytes) -> bool:
@@ -107,7 +103,7 @@ def test_what_shows_the_token_is_compared_in_constant_time_and_by_nothing_else(
     assert all(one != other for one, other in compared)
 
 
-def test_a_host_that_does_not_know_the_token_is_found_out_by_its_guest() -> None:
+def test_a_host_that_does_not_know_the_token_is_found_out_by_its_guest():
     host, client = pair()
     carry(host, client)
     with pytest.raises(WrongToken):
@@ -115,7 +111,7 @@ def test_a_host_that_does_not_know_the_token_is_found_out_by_its_guest() -> None
     assert not client.is_open
 
 
-def test_a_greeting_that_was_overheard_opens_nothing() -> None:
+def test_a_greeting_that_was_overheard_opens_nothing():
     host, client = pair()
     carry(host, client)
     _, overheard = carry(client, host)
@@ -124,12 +120,12 @@ def test_a_greeting_that_was_overheard_opens_nothing() -> None:
         other.receive(overheard)
 
 
-def test_what_is_no_launcher_is_seen_by_its_first_byte() -> None:
+def test_what_is_no_launcher_is_seen_by_its_first_byte():
     with pytest.raises(Violation, match="no launcher"):
         Link(TOKEN, accepts=False).receive(b"HTTP")
 
 
-def test_a_message_that_comes_twice_is_refused() -> None:
+def test_a_message_that_comes_twice_is_refused():
     host, client = greeted()
     host.send({"stop": 1})
     _, data = carry(host, client)
@@ -137,7 +133,7 @@ def test_a_message_that_comes_twice_is_refused() -> None:
         client.receive(data)
 
 
-def test_a_message_that_was_sent_back_is_refused() -> None:
+def test_a_message_that_was_sent_back_is_refused():
     host, client = greeted()
     host.send({"stop": 1})
     with pytest.raises(Violation, match="changed on its way"):
@@ -147,7 +143,7 @@ def test_a_message_that_was_sent_back_is_refused() -> None:
 
 @settings(max_examples=100)
 @given(st.integers(0, 10_000), st.integers(1, 255))
-def test_a_message_that_was_changed_is_refused_or_never_comes(place: int, change: int) -> None:
+def test_a_message_that_was_changed_is_refused_or_never_comes(place, change):
     host, client = greeted()
     host.send({"signal": "worker-1", "number": 15})
     data = bytearray(host.outgoing)
@@ -156,13 +152,13 @@ def test_a_message_that_was_changed_is_refused_or_never_comes(place: int, change
         assert client.receive(bytes(data)) == []  # its size was changed: the rest is awaited
 
 
-def test_a_message_without_end_is_refused_by_its_first_bytes() -> None:
+def test_a_message_without_end_is_refused_by_its_first_bytes():
     host, _ = greeted()
     with pytest.raises(Violation, match="a message of"):
         host.receive((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
 
 
-def test_a_message_that_is_too_long_is_not_sent() -> None:
+def test_a_message_that_is_too_long_is_not_sent():
     host, _ = greeted()
     with pytest.raises(ValueError, match="a message of"):
         host.send({"text": "x" * MAX_FRAME_BYTES})
@@ -170,7 +166,7 @@ def test_a_message_that_is_too_long_is_not_sent() -> None:
 
 @settings(max_examples=300)
 @given(st.lists(st.binary(max_size=300), max_size=8))
-def test_random_bytes_open_nothing_and_are_not_kept(chunks: list[bytes]) -> None:
+def test_random_bytes_open_nothing_and_are_not_kept(chunks):
     host = Link(TOKEN, accepts=True)
     answer = len(host.outgoing)
     for chunk in chunks:
@@ -185,7 +181,7 @@ def test_random_bytes_open_nothing_and_are_not_kept(chunks: list[bytes]) -> None
 
 @settings(max_examples=100)
 @given(st.lists(st.binary(max_size=300), max_size=8))
-def test_random_bytes_after_the_greeting_say_nothing(chunks: list[bytes]) -> None:
+def test_random_bytes_after_the_greeting_say_nothing(chunks):
     host, _ = greeted()
     for chunk in chunks:
         try:

@@ -1,10 +1,7 @@
 """The token, the terms and the own address: what is decided before anybody is spoken to."""
 
-from __future__ import annotations
-
 import importlib
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +21,7 @@ SECRET = "a secret that nobody must see"
 
 
 @pytest.fixture
-def token_file(tmp_path: Path) -> Path:
+def token_file(tmp_path):
     path = tmp_path / "token"
     path.write_text(SECRET + "\n")
     return path
@@ -40,17 +37,17 @@ def refusal(**how: object) -> str:
     return said
 
 
-def test_a_token_comes_from_a_file_or_the_environment(token_file: Path) -> None:
+def test_a_token_comes_from_a_file_or_the_environment(token_file):
     assert read_token({TOKEN_VARIABLE: SECRET}, path=None, hosts=["a", "b"]) == SECRET.encode()
     assert read_token({}, path=str(token_file), hosts=["a", "b"]) == SECRET.encode()
 
 
-def test_a_file_goes_before_the_environment(token_file: Path) -> None:
+def test_a_file_goes_before_the_environment(token_file):
     found = read_token({TOKEN_VARIABLE: "x" * 20}, path=str(token_file), hosts=["a"])
     assert found == SECRET.encode()
 
 
-def test_a_token_that_cannot_be_used_is_one_line_without_it(tmp_path: Path) -> None:
+def test_a_token_that_cannot_be_used_is_one_line_without_it(tmp_path):
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff" * 40)
     assert "No such file" in refusal(path=str(tmp_path / "none"))
@@ -61,16 +58,14 @@ def test_a_token_that_cannot_be_used_is_one_line_without_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("given", [SECRET, f"sub/{SECRET}", SECRET + "x" * 300, f"{__file__}/x"])
-def test_a_token_in_the_place_of_its_file_is_not_repeated(given: str) -> None:
+def test_a_token_in_the_place_of_its_file_is_not_repeated(given):
     assert "a path at which nothing is, not shown (" in refusal(path=given)
     assert given not in refusal(path=given)
 
 
 @pytest.mark.parametrize("program", ["launch", "doctor", "submit", "tune"])
 @pytest.mark.parametrize("between", ["=", " "])
-def test_no_command_line_takes_a_token_or_repeats_it(
-    program: str, between: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_command_line_takes_a_token_or_repeats_it(program, between, capsys):
     words = f"--rendezvous_token{between}correct-horse-battery-staple".split()
     first = ["--to", "slurm"] if program == "submit" else []
     main = importlib.import_module(f"tfdist.{program}{'.__main__' * (program == 'launch')}").main
@@ -81,11 +76,11 @@ def test_no_command_line_takes_a_token_or_repeats_it(
     assert "correct-horse" not in printed.out + printed.err
 
 
-def test_hosts_that_are_alike_do_not_differ() -> None:
+def test_hosts_that_are_alike_do_not_differ():
     assert differences({"python": "3.11"}, {"python": "3.11"}) == []
 
 
-def test_each_difference_is_said_from_both_sides() -> None:
+def test_each_difference_is_said_from_both_sides():
     ours = {"python": "3.11", "tensorflow": "2.21.0", "env.TF_X": "1"}
     theirs = {"python": "3.12", "tensorflow": "2.21.0", "env.TF_Y": "a\nb"}
     assert differences(ours, theirs) == [
@@ -95,11 +90,11 @@ def test_each_difference_is_said_from_both_sides() -> None:
     ]
 
 
-def test_of_many_differences_the_first_are_shown() -> None:
+def test_of_many_differences_the_first_are_shown():
     assert summary([f"d{n}" for n in range(7)]) == "d0; d1; d2; d3; d4; and 2 more"
 
 
-def test_the_values_of_secrets_are_marked_and_still_compared() -> None:
+def test_the_values_of_secrets_are_marked_and_still_compared():
     args = ["--lr", "0.1", f"--api_key={SECRET}", "--token", SECRET, "x"]
     shown = without_secrets(args, key=b"k")
     assert SECRET not in " ".join(shown)
@@ -110,12 +105,12 @@ def test_the_values_of_secrets_are_marked_and_still_compared() -> None:
     assert shown != without_secrets(args, key=b"another")
 
 
-def test_names_loopback_and_addresses_of_others_are_not_its_own() -> None:
+def test_names_loopback_and_addresses_of_others_are_not_its_own():
     hosts = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "[::]", "192.0.2.1", "[2001:db8::1]")
     assert [host for host in hosts if is_own_address(host)] == []
 
 
-def test_own_addresses_are_bound_to_and_others_refused() -> None:
+def test_own_addresses_are_bound_to_and_others_refused():
     assert own_address("127.0.0.2", other="127.0.0.1") == "127.0.0.2"
     with pytest.raises(UsageError, match=r"192\.0\.2\.1, no address of this machine"):
         own_address("192.0.2.1", other="127.0.0.1")
@@ -124,9 +119,7 @@ def test_own_addresses_are_bound_to_and_others_refused() -> None:
             own_address(name, other="127.0.0.1")
 
 
-def test_a_name_with_addresses_of_both_kinds_is_one_address_whatever_their_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_name_with_addresses_of_both_kinds_is_one_address_whatever_their_order(monkeypatch):
     both = {
         socket.AF_INET: (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 7)),
         socket.AF_INET6: (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", 7, 0, 0)),
@@ -138,7 +131,7 @@ def test_a_name_with_addresses_of_both_kinds_is_one_address_whatever_their_order
     assert resolve("host", 7) == (socket.AF_INET6, ("fd00::1", 7))
 
 
-def test_it_listens_at_one_address_alone() -> None:
+def test_it_listens_at_one_address_alone():
     with listen("127.0.0.2", 0, num_hosts=2) as listener:
         port = listener.getsockname()[1]
         socket.create_connection(("127.0.0.2", port), timeout=60).close()

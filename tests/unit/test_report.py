@@ -1,7 +1,5 @@
 """The report of a run, from directories that jobs have left: what is shown, and what is refused."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

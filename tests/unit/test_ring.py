@@ -1,7 +1,5 @@
 """The ring of workers, each here a thread: its sums, and what it says when one has gone."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,13 +1,9 @@
 """The run directory and the files of an evaluator: whose they are, and that they are whole."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
 import os
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +15,11 @@ CONFIG = {"seed": 3, "optimizer": "adam", "augmentation": {"random_flip": False}
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> RunDirectory:
+def directory(tmp_path):
     return RunDirectory(tmp_path / "runs" / "one")
 
 
-def test_a_new_directory_is_claimed_with_its_configuration(directory: RunDirectory) -> None:
+def test_a_new_directory_is_claimed_with_its_configuration(directory):
     assert directory.read_config() is None
     assert not directory.path.exists()
     assert directory.claim(CONFIG) is Claim.NEW
@@ -31,7 +27,7 @@ def test_a_new_directory_is_claimed_with_its_configuration(directory: RunDirecto
     assert json.loads((directory.path / "config.json").read_text()) == CONFIG
 
 
-def test_an_unfinished_run_is_resumed_and_a_finished_one_said_so(directory: RunDirectory) -> None:
+def test_an_unfinished_run_is_resumed_and_a_finished_one_said_so(directory):
     directory.claim(CONFIG)
     assert directory.claim(CONFIG) is Claim.RESUMED
     directory.write_summary({"status": "stopped"})
@@ -49,9 +45,7 @@ def test_an_unfinished_run_is_resumed_and_a_finished_one_said_so(directory: RunD
         ({"seed": True}, None),
     ],
 )
-def test_another_runs_directory_is_refused_with_the_difference(
-    directory: RunDirectory, change: dict[str, Any], says: str | None
-) -> None:
+def test_another_runs_directory_is_refused_with_the_difference(directory, change, says):
     directory.claim(CONFIG)
     with pytest.raises(UsageError) as caught:
         directory.claim(CONFIG | change)
@@ -60,7 +54,7 @@ def test_another_runs_directory_is_refused_with_the_difference(
     assert directory.read_config() == CONFIG
 
 
-def test_a_claim_is_withdrawn_without_a_trace_of_its_own(directory: RunDirectory) -> None:
+def test_a_claim_is_withdrawn_without_a_trace_of_its_own(directory):
     directory.claim(CONFIG)
     directory.withdraw()
     assert not directory.path.exists()
@@ -71,7 +65,7 @@ def test_a_claim_is_withdrawn_without_a_trace_of_its_own(directory: RunDirectory
     assert directory.claim({"seed": 9}) is Claim.NEW
 
 
-def test_keys_that_are_free_may_differ_and_tuples_are_lists(directory: RunDirectory) -> None:
+def test_keys_that_are_free_may_differ_and_tuples_are_lists(directory):
     directory.claim({**CONFIG, "mean": (0.5, 0.25)})
     assert directory.claim({**CONFIG, "mean": (0.5, 0.25)}) is Claim.RESUMED
     other = {"mean": (0.5, 0.25), "seed": None, "augmentation": {"random_flip": True}}
@@ -80,9 +74,7 @@ def test_keys_that_are_free_may_differ_and_tuples_are_lists(directory: RunDirect
     assert directory.read_config() == {**CONFIG, "mean": [0.5, 0.25]}
 
 
-def test_overwrite_moves_the_old_run_aside_and_leaves_the_launchers_files(
-    directory: RunDirectory,
-) -> None:
+def test_overwrite_moves_the_old_run_aside_and_leaves_the_launchers_files(directory):
     for number in (1, 2):
         (directory.path / "logs").mkdir(parents=True, exist_ok=True)
         (directory.path / ".partial-live.json").touch()
@@ -101,7 +93,7 @@ def test_overwrite_moves_the_old_run_aside_and_leaves_the_launchers_files(
         assert old.read_summary() == {"status": "done"}
 
 
-def test_metrics_are_strict_json_lines(directory: RunDirectory) -> None:
+def test_metrics_are_strict_json_lines(directory):
     directory.claim(CONFIG)
     directory.append_metrics({"step": np.int64(5), "loss": np.float32(0.5), "val_loss": 1e-30})
     directory.append_metrics({"step": 10, "loss": float("nan"), "confusion": np.eye(2)})
@@ -114,7 +106,7 @@ def test_metrics_are_strict_json_lines(directory: RunDirectory) -> None:
     }
 
 
-def test_a_line_cut_short_is_left_out_and_gone_after_the_resume(directory: RunDirectory) -> None:
+def test_a_line_cut_short_is_left_out_and_gone_after_the_resume(directory):
     directory.claim(CONFIG)
     assert directory.read_metrics() == []
     directory.drop_metrics_after(0)
@@ -131,9 +123,7 @@ def test_a_line_cut_short_is_left_out_and_gone_after_the_resume(directory: RunDi
     assert directory.metrics_file.read_text() == '{"step": 5}\n'
 
 
-def test_a_line_is_on_the_disk_before_the_checkpoint_that_follows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_is_on_the_disk_before_the_checkpoint_that_follows_it(tmp_path, monkeypatch):
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
     directory = RunDirectory(tmp_path)
@@ -141,9 +131,7 @@ def test_a_line_is_on_the_disk_before_the_checkpoint_that_follows_it(
     assert synced == [directory.metrics_file.stat().st_size]
 
 
-def test_a_summary_is_whole_or_the_old_one(
-    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_summary_is_whole_or_the_old_one(directory, monkeypatch):
     directory.claim(CONFIG)
     directory.write_summary({"status": "stopped"})
 
@@ -158,7 +146,7 @@ def test_a_summary_is_whole_or_the_old_one(
     assert sorted(os.listdir(directory.path)) == ["config.json", "summary.json"]
 
 
-def test_a_file_in_the_way_and_a_config_that_is_not_json_are_one_line(tmp_path: Path) -> None:
+def test_a_file_in_the_way_and_a_config_that_is_not_json_are_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TfdistError, match="Not a directory"):
         RunDirectory(tmp_path / "file" / "run").claim(CONFIG)
@@ -170,7 +158,7 @@ def test_a_file_in_the_way_and_a_config_that_is_not_json_are_one_line(tmp_path: 
 # The files of an evaluator
 
 
-def test_a_step_that_is_done_again_takes_back_the_lines_from_it_on(tmp_path: Path) -> None:
+def test_a_step_that_is_done_again_takes_back_the_lines_from_it_on(tmp_path):
     files = Evaluations(tmp_path)
     assert files.lines() == []
     for step in (7, 14, 21, 14):
@@ -180,7 +168,7 @@ def test_a_step_that_is_done_again_takes_back_the_lines_from_it_on(tmp_path: Pat
     assert files.lines() == [{"step": step, "val_loss": None} for step in (7, 14)]
 
 
-def test_all_of_it_goes_where_the_checkpoints_go(tmp_path: Path) -> None:
+def test_all_of_it_goes_where_the_checkpoints_go(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     files = Evaluations(folder)

@@ -1,7 +1,5 @@
 """The cost model: the queues, what it recovers of jobs it is shown, what it says past them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -29,7 +27,7 @@ def flow(*stations: Station, think_s: float = 0.0, customers: int) -> float:
 
 
 @pytest.mark.parametrize(("stations", "customers"), [(1, 3), (3, 1), (4, 7)])
-def test_stations_alike_come_out_as_their_closed_form(stations: int, customers: int) -> None:
+def test_stations_alike_come_out_as_their_closed_form(stations, customers):
     """N customers at K stations of D seconds, none thinking: N / (D (N + K - 1)) a second."""
     alike = Station(name="alike", demand_s=0.25, copies=stations)
     apart = [Station(name=str(i), demand_s=0.25) for i in range(stations)]
@@ -42,9 +40,7 @@ def test_stations_alike_come_out_as_their_closed_form(stations: int, customers: 
 @pytest.mark.parametrize(
     ("servers", "customers"), [(1, 4), (2, 5), (1.5, 6), (2.25, 7), (4, 16), (8, 40)]
 )
-def test_several_servers_are_as_the_sum_over_all_states_says(
-    servers: float, customers: int
-) -> None:
+def test_several_servers_are_as_the_sum_over_all_states_says(servers, customers):
     """Against the product form itself (Gordon and Newell), every state counted."""
 
     def states(total: int) -> float:
@@ -64,7 +60,7 @@ def test_several_servers_are_as_the_sum_over_all_states_says(
     assert said == pytest.approx(states(customers - 1) / states(customers), rel=1e-6)
 
 
-def test_one_customer_waits_for_nobody_and_many_fill_the_scarce_station() -> None:
+def test_one_customer_waits_for_nobody_and_many_fill_the_scarce_station():
     stations = [
         Station(name="two", demand_s=0.3, servers=2),
         Station(name="links", demand_s=0.05, copies=3),
@@ -99,13 +95,13 @@ def jobs(noise: float = 0.0) -> list[Point]:
     return [measured(w, p, noise=noise) for w, p in ((1, 1), (2, 1), (3, 1), (2, 2), (6, 1))]
 
 
-def test_the_costs_of_a_job_are_recovered() -> None:
+def test_the_costs_of_a_job_are_recovered():
     found = cost_model.fit(jobs())
     assert astuple(found.costs) == pytest.approx(astuple(TRUE), rel=0.05)
     assert found.spread < 0.01
 
 
-def test_the_errors_hold_what_noise_does() -> None:
+def test_the_errors_hold_what_noise_does():
     """Of the four parameters, each lies within its two standard errors, and noise widens them."""
     found, quiet = cost_model.fit(jobs(noise=0.05)), cost_model.fit(jobs(noise=0.005))
     errors = astuple(found.errors())
@@ -114,7 +110,7 @@ def test_the_errors_hold_what_noise_does() -> None:
     assert all(e > q for e, q in zip(errors, astuple(quiet.errors()), strict=True))
 
 
-def test_what_the_jobs_do_not_tell_apart_has_a_wide_error_and_does_not_run_away() -> None:
+def test_what_the_jobs_do_not_tell_apart_has_a_wide_error_and_does_not_run_away():
     """Two workers never queue for many cores: an exchange may be processing or round trips."""
     many = replace(TRUE, cores=64)
     shapes = ((1, 1), (2, 1), (2, 2))
@@ -125,7 +121,7 @@ def test_what_the_jobs_do_not_tell_apart_has_a_wide_error_and_does_not_run_away(
     assert exchange_s == pytest.approx(TRUE.serve_s + cost_model.TRIPS * TRUE.trip_s, rel=0.1)
 
 
-def test_a_machine_works_on_one_step_at_least() -> None:
+def test_a_machine_works_on_one_step_at_least():
     """With less than one, the same jobs would be as well explained by any length of a step."""
     shapes = ((1, 1), (2, 1), (3, 1), (2, 2))
     points = []
@@ -139,7 +135,7 @@ def test_a_machine_works_on_one_step_at_least() -> None:
     assert found.errors().compute_s < 0.5
 
 
-def test_a_wire_is_known_without_being_fitted() -> None:
+def test_a_wire_is_known_without_being_fitted():
     """12 Mbit/s carry 1.2 MB in 0.84 s: one worker waits for it, and more are no faster."""
     costs = cost_model.fit(jobs()).costs
     slow = replace(HERE, mbit=12.0)
@@ -153,7 +149,7 @@ def test_a_wire_is_known_without_being_fitted() -> None:
     assert cost_model.fit(jobs()).limit(many, slow) == cost_model.WIRE
 
 
-def test_with_a_machine_each_the_links_of_the_ps_are_full_and_a_second_ps_doubles_them() -> None:
+def test_with_a_machine_each_the_links_of_the_ps_are_full_and_a_second_ps_doubles_them():
     place = Place(cores=2, mbit=100.0, apart=True)
     one, two = (measured(64, ps).work for ps in (1, 2))
     link_s = 6e5 * 8 / 100e6 / cost_model.PAYLOAD
@@ -181,7 +177,7 @@ def ring_jobs(true: Ring, *counts: int) -> list[Point]:
     ]
 
 
-def test_a_ring_is_recovered_and_known_behind_a_wire() -> None:
+def test_a_ring_is_recovered_and_known_behind_a_wire():
     true = Ring(compute_s=0.02, round_s=0.0015)
     points = ring_jobs(true, 1, 2, 4)
     found, work = fit_ring(points), points[-1].work
@@ -195,7 +191,7 @@ def test_a_ring_is_recovered_and_known_behind_a_wire() -> None:
     assert apart == pytest.approx(64 / step_s)
 
 
-def test_rounds_that_cost_nothing_are_not_below_nothing() -> None:
+def test_rounds_that_cost_nothing_are_not_below_nothing():
     points = ring_jobs(Ring(compute_s=0.02, round_s=0.0), 1, 2, 4)
     faster = [replace(p, examples_per_s=p.examples_per_s * p.work.workers**0.2) for p in points]
     assert fit_ring(faster).round_s == 0.0

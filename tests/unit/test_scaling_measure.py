@@ -1,7 +1,5 @@
 """Jobs of several sizes beside each other: which, what is read of them, what is shown."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +21,23 @@ from benchmarks.scaling.measure import Shape, parse_shapes, seconds_to_loss
         ("2W@2.5", "--strategy multiworker --workers 2"),
     ],
 )
-def test_a_shape_is_flags_of_the_launcher(word: str, flags: str) -> None:
+def test_a_shape_is_flags_of_the_launcher(word, flags):
     shape = Shape.parse(word)
     assert shape.flags == tuple(flags.split())
     assert shape.name == word.upper()
 
 
-def test_a_shape_twice_is_measured_once() -> None:
+def test_a_shape_twice_is_measured_once():
     assert parse_shapes("1W1PS, 1w1ps,2W") == (Shape(workers=1, ps=1), Shape(workers=2))
 
 
 @pytest.mark.parametrize("word", ["", "0W1PS", "2PS", "1W0PS", "two", "2W@", "2W@0", "2W@-1"])
-def test_what_is_no_shape_is_refused(word: str, capsys: Any, tmp_path: Path) -> None:
+def test_what_is_no_shape_is_refused(word, capsys, tmp_path):
     assert main(["--shapes", word, "--out", str(tmp_path / "new")]) == 2
     assert f"--shapes: received {word!r}" in capsys.readouterr().err
 
 
-def test_runs_of_before_are_not_taken_for_new_ones(capsys: Any, tmp_path: Path) -> None:
+def test_runs_of_before_are_not_taken_for_new_ones(capsys, tmp_path):
     (tmp_path / "runs").mkdir()
     assert main(["--out", str(tmp_path)]) == 2
     assert "name another directory" in capsys.readouterr().err
@@ -49,7 +47,7 @@ def epochs(*rows: tuple[int, float, float | None]) -> list[dict[str, Any]]:
     return [{"examples": e, "loss": loss, "examples_per_second": rate} for e, loss, rate in rows]
 
 
-def test_the_time_to_a_loss_is_read_between_two_virtual_epochs() -> None:
+def test_the_time_to_a_loss_is_read_between_two_virtual_epochs():
     lines = epochs((100, 2.0, 50.0), (200, 1.0, 100.0), (300, 0.5, 100.0))
     assert seconds_to_loss(lines, 2.5) == 2.0
     assert seconds_to_loss(lines, 1.0) == 3.0
@@ -90,7 +88,7 @@ def table(tmp_path: Path, *, loss: float | None = None) -> tuple[dict[str, Any],
     return measure.measure(shapes, repeats=2, loss=loss, out=tmp_path, run=run), order
 
 
-def test_shapes_run_in_turn_and_the_loss_is_what_all_reach(tmp_path: Path) -> None:
+def test_shapes_run_in_turn_and_the_loss_is_what_all_reach(tmp_path):
     found, order = table(tmp_path)
     assert order == ["1W1PS-0", "2W-0", "1W1PS-1", "2W-1"]
     assert found["loss"] == 0.6
@@ -107,9 +105,7 @@ def test_shapes_run_in_turn_and_the_loss_is_what_all_reach(tmp_path: Path) -> No
     assert shown[1].split()[:5] == ["1W1PS", "102", "101", "to", "103"]
 
 
-def test_what_a_step_costs_is_that_of_all_steps_in_the_middle_of_the_repeats(
-    tmp_path: Path,
-) -> None:
+def test_what_a_step_costs_is_that_of_all_steps_in_the_middle_of_the_repeats(tmp_path):
     found, _ = table(tmp_path)
     of_ps, of_multiworker = (row["step_ms"] for row in found["shapes"])
     assert of_multiworker is None
@@ -122,7 +118,7 @@ def test_what_a_step_costs_is_that_of_all_steps_in_the_middle_of_the_repeats(
     assert shown[-1].split()[:4] == ["1W1PS", "0.00", "3.00", "15.00"]
 
 
-def test_a_loss_that_was_not_reached_has_no_time_and_a_picture_all_the_same(tmp_path: Path) -> None:
+def test_a_loss_that_was_not_reached_has_no_time_and_a_picture_all_the_same(tmp_path):
     found, _ = table(tmp_path, loss=0.55)
     assert [row["seconds_to_loss"] is None for row in found["shapes"]] == [True, False]
     path = plot.draw(found, tmp_path / "scaling.png", title="digits")

@@ -1,7 +1,5 @@
 """The cost model of a measurement: what is fitted and judged, the curves, the advice, mistakes."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -57,7 +55,7 @@ def errors(model: dict[str, Any], *, held_out: bool) -> dict[str, float]:
     return {point["shape"]: point["relative_error"] for point in points}
 
 
-def test_the_most_workers_and_what_a_wire_limits_are_held_out() -> None:
+def test_the_most_workers_and_what_a_wire_limits_are_held_out():
     model = predict(table())
     assert model["fitted"] == ["1W1PS", "2W1PS", "3W1PS", "2W2PS", "1W", "2W"]
     held = errors(model, held_out=True)
@@ -65,7 +63,7 @@ def test_the_most_workers_and_what_a_wire_limits_are_held_out() -> None:
     assert max(map(abs, held.values())) < 0.02
 
 
-def test_what_was_named_is_held_out_and_never_fitted() -> None:
+def test_what_was_named_is_held_out_and_never_fitted():
     """The one that is named is out by what it is faster, and the others not at all."""
     model = predict(table(_2W2PS=1.5), "2w2ps, 4W")
     assert errors(model, held_out=True)["2W2PS"] == pytest.approx(1 / 1.5 - 1, abs=0.02)
@@ -74,7 +72,7 @@ def test_what_was_named_is_held_out_and_never_fitted() -> None:
     assert "4W1PS" in model["fitted"]
 
 
-def test_error_bars_hold_what_was_held_out_and_widen_with_each_doubling_past_it() -> None:
+def test_error_bars_hold_what_was_held_out_and_widen_with_each_doubling_past_it():
     curve = predict(table(_4W1PS=1.2))["curves"][0]
     assert (curve["place"], curve["most_workers_fitted"]) == ("this machine", 3)
     wide = {point["workers"]: point["most"] / point["value"] for point in curve["points"]}
@@ -96,9 +94,7 @@ def test_error_bars_hold_what_was_held_out_and_widen_with_each_doubling_past_it(
         ("a machine a task, 100 Mbit/s", "links from the ps", "twice the batch x 2.00"),
     ],
 )
-def test_the_advice_names_what_is_full_and_the_change_that_helps_most(
-    place: str, full: str, best: str
-) -> None:
+def test_the_advice_names_what_is_full_and_the_change_that_helps_most(place, full, best):
     model = predict(table())
     (line,) = [line for line in model["advice"] if line.startswith(f"{place}, 1 ps: ")]
     curve = next(c for c in model["curves"] if (c["place"], c["job"]) == (place, "1 ps"))
@@ -113,13 +109,13 @@ def test_the_advice_names_what_is_full_and_the_change_that_helps_most(
     assert limits == [full if n >= first else cost_model.OWN_STEP for n in numbers]
 
 
-def test_more_ps_help_where_the_links_of_the_ps_are_full() -> None:
+def test_more_ps_help_where_the_links_of_the_ps_are_full():
     (line,) = [line for line in predict(table())["advice"] if line.startswith("a machine")]
     gain = float(line.split("twice the ps x ")[1].split(",")[0])
     assert 1.5 < gain <= 2
 
 
-def test_without_multiworker_jobs_there_is_a_model_of_ps_jobs() -> None:
+def test_without_multiworker_jobs_there_is_a_model_of_ps_jobs():
     model = predict(table("1W1PS,2W1PS,3W1PS,4W1PS,2W"))
     assert [point["shape"] for point in model["points"]] == ["1W1PS", "2W1PS", "3W1PS", "4W1PS"]
     assert {curve["job"] for curve in model["curves"]} == {"1 ps"}
@@ -136,7 +132,7 @@ def test_without_multiworker_jobs_there_is_a_model_of_ps_jobs() -> None:
         ("1W,2W,4W", None, "received no ps job to fit a model to"),
     ],
 )
-def test_what_cannot_be_fitted_is_refused(shapes: str, hold_out: str | None, said: str) -> None:
+def test_what_cannot_be_fitted_is_refused(shapes, hold_out, said):
     with pytest.raises(UsageError) as raised:
         predictions.divide(parse_shapes(shapes), hold_out)
     assert said in str(raised.value)
@@ -148,7 +144,7 @@ def again(tmp_path: Path, text: str, *flags: str) -> int:
     return main(["--from", str(file), "--out", str(tmp_path / "out"), *flags])
 
 
-def test_a_measurement_is_read_back_and_fitted_again(capsys: Any, tmp_path: Path) -> None:
+def test_a_measurement_is_read_back_and_fitted_again(capsys, tmp_path):
     assert again(tmp_path, json.dumps(table()), "--hold_out", "3W1PS", "--link_mbit", "7") == 0
     said = capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "scaling.json").read_text())
@@ -188,32 +184,26 @@ def broken(found: dict[str, Any]) -> dict[str, Any]:
         (json.dumps(table("1W1PS,2W")), "--shapes: received 1W1PS to fit a model to"),
     ],
 )
-def test_a_file_that_is_not_ours_is_one_line(
-    text: str, said: str, capsys: Any, tmp_path: Path
-) -> None:
+def test_a_file_that_is_not_ours_is_one_line(text, said, capsys, tmp_path):
     assert again(tmp_path, text) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_that_is_not_there_is_one_line(capsys: Any, tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_one_line(capsys, tmp_path):
     missing = str(tmp_path / "none.json")
     assert main(["--from", missing, "--out", str(tmp_path / "out")]) == 2
     assert f"--from {missing}: received" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [("--rate_mbit", "0"), ("--link_mbit", "-1"), ("--repeats", "0")])
-def test_nothing_is_measured_with_a_number_that_is_none(
-    flags: tuple[str, str], capsys: Any, tmp_path: Path
-) -> None:
+def test_nothing_is_measured_with_a_number_that_is_none(flags, capsys, tmp_path):
     assert main(["--out", str(tmp_path / "new"), *flags]) == 2
     assert f"{flags[0]}: received" in capsys.readouterr().err
 
 
-def test_an_unknown_job_to_hold_out_is_refused_before_anything_runs(
-    capsys: Any, tmp_path: Path
-) -> None:
+def test_an_unknown_job_to_hold_out_is_refused_before_anything_runs(capsys, tmp_path):
     out = tmp_path / "new"
     assert main(["--out", str(out), "--hold_out", "9W1PS"]) == 2
     assert "--hold_out: received '9W1PS'" in capsys.readouterr().err
@@ -235,16 +225,14 @@ REAL = json.loads((Path(__file__).parent / "data" / "scaling_digits.json").read_
         ("2W2PS", {"2W2PS": 0.2, "1W1PS@100": 0.1, "2W1PS@100": 0.35}),
     ],
 )
-def test_real_jobs_are_foretold_within_an_error(
-    hold_out: str | None, within: dict[str, float]
-) -> None:
+def test_real_jobs_are_foretold_within_an_error(hold_out, within):
     """As docs/placement.md says of them; what the machine did besides is in the errors."""
     found = errors(predict(REAL, hold_out), held_out=True)
     assert set(found) == set(within)
     assert all(abs(error) < within[shape] for shape, error in found.items()), found
 
 
-def test_the_bars_of_real_jobs_hold_what_was_measured_past_those_fitted() -> None:
+def test_the_bars_of_real_jobs_hold_what_was_measured_past_those_fitted():
     rates = {row["shape"]: row["examples_per_second"]["median"] for row in REAL["shapes"]}
     model = predict(REAL)
     for job, shape in (("1 ps", "4W1PS"), ("multiworker", "4W")):
@@ -254,7 +242,7 @@ def test_the_bars_of_real_jobs_hold_what_was_measured_past_those_fitted() -> Non
 
 
 @pytest.fixture
-def measured(monkeypatch: Any) -> list[str]:
+def measured(monkeypatch):
     """The jobs that were run, none of them really."""
     names: list[str] = []
 
@@ -272,17 +260,15 @@ def measure_all(tmp_path: Path) -> int:
     return main(["--out", str(tmp_path / "out"), *flags])
 
 
-def test_ps_jobs_are_measured_once_more_behind_a_wire(
-    measured: list[str], monkeypatch: Any, tmp_path: Path
-) -> None:
+def test_ps_jobs_are_measured_once_more_behind_a_wire(measured, monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "possible", lambda rate_mbit: True)
     assert measure_all(tmp_path) == 0
     assert measured == ["1W1PS", "2W", "2W1PS@30", "1W1PS@20", "2W1PS@20"]
 
 
 def test_where_no_wire_can_be_had_the_other_jobs_are_measured_and_a_line_says_so(
-    measured: list[str], monkeypatch: Any, caplog: Any, tmp_path: Path
-) -> None:
+    measured, monkeypatch, caplog, tmp_path
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert measure_all(tmp_path) == 0
     assert measured == ["1W1PS", "2W"]

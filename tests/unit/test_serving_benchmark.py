@@ -1,7 +1,5 @@
 """What the serving benchmark makes of its measurements."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.serving import Figure
@@ -12,7 +10,7 @@ def answered(per_s: float, p99_ms: float) -> Answered:
     return Answered(connections=1, per_s=per_s, p99_ms=p99_ms, failed=0, processor_us=1.0)
 
 
-def test_only_rates_within_the_limit_of_p99_count() -> None:
+def test_only_rates_within_the_limit_of_p99_count():
     slow, fast = answered(100.0, P99_MS), answered(900.0, P99_MS + 1)
     assert best([slow, fast]) == slow
     assert best([fast]) is None
@@ -31,7 +29,5 @@ def test_only_rates_within_the_limit_of_p99_count() -> None:
         ([], {"least": 2.0}, "no"),
     ],
 )
-def test_a_target_is_held_against_the_middle_round(
-    values: list[float], limits: dict[str, float], met: str
-) -> None:
+def test_a_target_is_held_against_the_middle_round(values, limits, met):
     assert Figure(what="w", against="a", values=values, **limits).cells[-1] == met

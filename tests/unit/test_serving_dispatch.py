@@ -1,7 +1,5 @@
 """Requests and replicas: histories without a socket."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -70,14 +68,14 @@ def code_of(outcome: Outcome) -> Code:
     return outcome.code
 
 
-def test_requests_go_to_the_replica_that_has_the_fewest() -> None:
+def test_requests_go_to_the_replica_that_has_the_fewest():
     bench = Bench(1, 2)
     for payload in (b"a", b"b", b"c", b"d"):
         bench.ask(payload)
     assert (bench.has(1), bench.has(2)) == ([b"a", b"c"], [b"b", b"d"])
 
 
-def test_requests_wait_for_the_first_replica() -> None:
+def test_requests_wait_for_the_first_replica():
     bench = Bench()
     bench.ask(b"a")
     bench.connect(1)
@@ -85,7 +83,7 @@ def test_requests_wait_for_the_first_replica() -> None:
     assert bench.outcomes == {b"a": b"re:a"}
 
 
-def test_bytes_are_bounded_until_they_are_answered() -> None:
+def test_bytes_are_bounded_until_they_are_answered():
     bench = Bench(1, size_bytes=10)
     bench.ask(b"12345678")
     with pytest.raises(RequestError):
@@ -94,7 +92,7 @@ def test_bytes_are_bounded_until_they_are_answered() -> None:
     bench.ask(b"1234567890")
 
 
-def test_what_is_tried_again_has_a_replica_for_itself() -> None:
+def test_what_is_tried_again_has_a_replica_for_itself():
     bench = Bench(1, 2)
     for payload in (b"a", b"b", b"c"):
         bench.ask(payload)
@@ -108,7 +106,7 @@ def test_what_is_tried_again_has_a_replica_for_itself() -> None:
     assert bench.has(2) == [b"d"]
 
 
-def test_while_one_is_tried_again_the_other_replicas_work() -> None:
+def test_while_one_is_tried_again_the_other_replicas_work():
     bench = Bench(1, 2, 3)
     bench.ask(b"a")
     bench.dispatcher.lost(1)
@@ -118,7 +116,7 @@ def test_while_one_is_tried_again_the_other_replicas_work() -> None:
     assert (bench.has(2), bench.has(3)) == ([b"a"], [b"b", b"c"])
 
 
-def test_a_request_that_kills_two_replicas_is_answered_and_its_neighbours_live() -> None:
+def test_a_request_that_kills_two_replicas_is_answered_and_its_neighbours_live():
     bench = Bench(1)
     for payload in (b"a", b"poison", b"c"):
         bench.ask(payload)
@@ -134,7 +132,7 @@ def test_a_request_that_kills_two_replicas_is_answered_and_its_neighbours_live()
     assert replica == 3, "two replicas, no more"
 
 
-def test_a_deadline_ends_the_wait_in_the_queue_and_at_a_replica() -> None:
+def test_a_deadline_ends_the_wait_in_the_queue_and_at_a_replica():
     bench = Bench(1, window=1)
     bench.ask(b"a", deadline=5.0)
     bench.ask(b"b", deadline=5.0)
@@ -147,7 +145,7 @@ def test_a_deadline_ends_the_wait_in_the_queue_and_at_a_replica() -> None:
     assert bench.has(1) == [b"c"]
 
 
-def test_a_request_whose_client_has_gone_is_not_sent() -> None:
+def test_a_request_whose_client_has_gone_is_not_sent():
     bench = Bench()
     bench.ask(b"a").abandoned = True
     bench.ask(b"b")
@@ -155,7 +153,7 @@ def test_a_request_whose_client_has_gone_is_not_sent() -> None:
     assert bench.has(1) == [b"b"]
 
 
-def test_a_replica_hangs_that_has_requests_and_answers_none_for_too_long() -> None:
+def test_a_replica_hangs_that_has_requests_and_answers_none_for_too_long():
     bench = Bench(1, 2, hang_s=10.0)
     for payload in (b"a", b"b", b"c"):
         bench.ask(payload)
@@ -167,7 +165,7 @@ def test_a_replica_hangs_that_has_requests_and_answers_none_for_too_long() -> No
     assert bench.dispatcher.hanging() == [1]
 
 
-def test_a_replica_that_is_not_routed_to_ends_what_it_has() -> None:
+def test_a_replica_that_is_not_routed_to_ends_what_it_has():
     bench = Bench(1, 2)
     bench.ask(b"a")
     assert bench.dispatcher.route([2]) == []
@@ -177,7 +175,7 @@ def test_a_replica_that_is_not_routed_to_ends_what_it_has() -> None:
     assert bench.dispatcher.route([2]) == [1]
 
 
-def test_a_request_for_a_version_is_never_answered_by_another() -> None:
+def test_a_request_for_a_version_is_never_answered_by_another():
     bench = Bench(1)
     bench.ask(b"a", version=1)
     bench.ask(b"b")
@@ -188,7 +186,7 @@ def test_a_request_for_a_version_is_never_answered_by_another() -> None:
     assert bench.outcomes == {b"b": b"re:b"}
 
 
-def test_what_waits_for_a_version_that_has_no_replica_left_moves_to_another() -> None:
+def test_what_waits_for_a_version_that_has_no_replica_left_moves_to_another():
     old, new = Bench(), Bench(1)
     old.ask(b"a")
     old.ask(b"b", version=1)
@@ -202,7 +200,7 @@ def test_what_waits_for_a_version_that_has_no_replica_left_moves_to_another() ->
     assert old.outcomes[b"a"] == b"re:a"
 
 
-def test_a_version_that_goes_answers_first_what_waits_for_it() -> None:
+def test_a_version_that_goes_answers_first_what_waits_for_it():
     told = {"serving": 1, "served": [1], "labels": {}, "states": [], "draining": []}
     model, limits, outcomes = ModelRoute(), QueueLimits(window=1), list[Outcome]()
     model.take({**told, "replicas": [[1, "path", 1]]}, limits)
@@ -223,7 +221,7 @@ def test_a_version_that_goes_answers_first_what_waits_for_it() -> None:
     assert (model.route(), set(model.dispatchers)) == (set(), {2})
 
 
-def test_what_waits_where_no_replica_takes_requests_any_more_goes_to_the_version_served() -> None:
+def test_what_waits_where_no_replica_takes_requests_any_more_goes_to_the_version_served():
     """A version that went comes back, and goes before a new replica of it is there."""
     told = {"serving": 1, "served": [1], "labels": {}, "states": [], "draining": []}
     model, limits, outcomes = ModelRoute(), QueueLimits(), list[Outcome]()

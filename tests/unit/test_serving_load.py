@@ -1,17 +1,13 @@
 """The load generator counts what it should: answers, failures, and time from when one was due."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -68,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
+def url():
     Handler.delay_s, Handler.picky = 0.0, False
     Handler.bodies.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -79,7 +75,7 @@ def url() -> Iterator[str]:
         thread.join()
 
 
-def test_a_closed_loop_has_as_many_requests_under_way_as_connections(url: str) -> None:
+def test_a_closed_loop_has_as_many_requests_under_way_as_connections(url):
     Handler.delay_s = 0.05
     load = Load(url=url, body=b"{}", connections=2, seconds=1.0, warm_up_s=0.1)
     found = asyncio.run(run(load)).summary()
@@ -88,7 +84,7 @@ def test_a_closed_loop_has_as_many_requests_under_way_as_connections(url: str) -
     assert found["ms"]["p50"] >= 50
 
 
-def test_an_open_loop_counts_from_when_a_request_was_due(url: str) -> None:
+def test_an_open_loop_counts_from_when_a_request_was_due(url):
     Handler.delay_s = 0.1
     load = Load(url=url, body=b"{}", connections=1, seconds=1.0, warm_up_s=0.0, rate=50)
     start = time.perf_counter()
@@ -99,9 +95,7 @@ def test_an_open_loop_counts_from_when_a_request_was_due(url: str) -> None:
     assert time.perf_counter() - start > 4.5
 
 
-def test_failures_are_counted_by_what_they_are(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_are_counted_by_what_they_are(url, capsys):
     Handler.picky = True
     words = ["serve", url, "--seconds", "0.5", "--warm_up_s", "0", "--connections", "2", "--json"]
     assert bench.main(words) == 1
@@ -110,7 +104,7 @@ def test_failures_are_counted_by_what_they_are(
     assert Handler.bodies[0] == b'{"instances": [[0.5, 0.5]]}', "made from the signature"
 
 
-def test_load_by_grpc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_by_grpc(tmp_path, capsys):
     came: list[bytes] = []
 
     def predict(request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -138,9 +132,7 @@ def test_load_by_grpc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert failed == len(came) // 10 > 0
 
 
-def test_a_server_that_never_answers_is_a_failure(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_never_answers_is_a_failure(url, monkeypatch):
     Handler.delay_s = 1.0
     monkeypatch.setattr("tfdist.serving.load._CALL_S", 0.2)
     load = Load(url=url, body=b"{}", connections=1, seconds=0.3, warm_up_s=0.0, tries=3)
@@ -148,7 +140,7 @@ def test_a_server_that_never_answers_is_a_failure(
     assert (found["requests"], set(found["failed"])) == (0, {"TimeoutError"})
 
 
-def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_there(capsys):
     assert bench.main(["serve", "http://127.0.0.1:9/v1/models/m"]) == 1
     assert "Connection refused" in capsys.readouterr().err
 
@@ -161,16 +153,14 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "http://a/v1/models/m", "--connections", "0"], "--connections"),
     ],
 )
-def test_a_mistake_is_one_line(
-    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_line(words, text, capsys):
     assert bench.main(words) == 2
     error = capsys.readouterr().err
     assert text in error
     assert error.count("\n") == 1
 
 
-def test_what_is_no_server_of_http_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_server_of_http_is_one_line(capsys):
     """As the port of gRPC, taken for that of REST."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
 
@@ -186,7 +176,7 @@ def test_what_is_no_server_of_http_is_one_line(capsys: pytest.CaptureFixture[str
     assert len(capsys.readouterr().err.strip().splitlines()) == 2
 
 
-def test_percentiles() -> None:
+def test_percentiles():
     ordered = [float(number) for number in range(1, 101)]
     assert [percentile(ordered, share) for share in (0.5, 0.9, 0.99, 1.0)] == [50, 90, 99, 100]
     assert percentile([7.0], 0.5) == 7.0

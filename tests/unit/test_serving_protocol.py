@@ -1,7 +1,5 @@
 """Frames, addresses and the messages of TensorFlow Serving that the front reads and writes."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -18,7 +16,7 @@ FRAMES = st.lists(
 
 
 @given(FRAMES, st.integers(1, 40))
-def test_frames_come_whole_out_of_a_stream_cut_anywhere(frames: list[Frame], cut: int) -> None:
+def test_frames_come_whole_out_of_a_stream_cut_anywhere(frames, cut):
     stream = b"".join(map(protocol.encode_frame, frames))
     buffer, found = protocol.FrameBuffer(), list[Frame]()
     for start in range(0, len(stream), cut):
@@ -26,7 +24,7 @@ def test_frames_come_whole_out_of_a_stream_cut_anywhere(frames: list[Frame], cut
     assert found == frames
 
 
-def test_an_error_passes_through_a_frame() -> None:
+def test_an_error_passes_through_a_frame():
     sent = protocol.encode_error(7, RequestError(Code.NOT_FOUND, "no such signature"))
     (frame,) = protocol.FrameBuffer().feed(sent)
     error = protocol.decode_error(frame.payload)
@@ -48,9 +46,7 @@ def test_an_error_passes_through_a_frame() -> None:
         ("GET", "/v1/models/m/versions/3/metadata", Target(name="m", version=3), 4),
     ],
 )
-def test_an_address_names_model_version_and_method(
-    method: str, path: str, target: Target, kind: Kind | None
-) -> None:
+def test_an_address_names_model_version_and_method(method, path, target, kind):
     assert protocol.parse_path(method, path) == (target, kind)
 
 
@@ -65,13 +61,13 @@ def test_an_address_names_model_version_and_method(
         ("POST", "/v1/models/m/versions/99999999999999999999:predict"),
     ],
 )
-def test_other_addresses_are_refused(method: str, path: str) -> None:
+def test_other_addresses_are_refused(method, path):
     with pytest.raises(RequestError) as error:
         protocol.parse_path(method, path)
     assert error.value.code is Code.INVALID_ARGUMENT
 
 
-def test_what_is_not_served_is_named_in_the_words_of_tensorflow_serving() -> None:
+def test_what_is_not_served_is_named_in_the_words_of_tensorflow_serving():
     latest, third = Target(name="m"), Target(name="m", version=3)
     assert str(latest.not_found()) == "Servable not found for request: Latest(m)"
     assert str(third.not_found()) == "Servable not found for request: Specific(m, 3)"
@@ -103,19 +99,19 @@ assert (second.version, second.State.Name(second.state)) == (1, "AVAILABLE")
 """
 
 
-def test_messages_are_those_of_the_stubs() -> None:
+def test_messages_are_those_of_the_stubs():
     # In a process of its own, as the stubs load TensorFlow.
     done = forked_python.run("-c", WITH_STUBS, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
 @given(st.binary(max_size=60))
-def test_bytes_that_are_no_request_are_refused(payload: bytes) -> None:
+def test_bytes_that_are_no_request_are_refused(payload):
     with contextlib.suppress(RequestError):
         assert protocol.parse_model_spec(payload).name
 
 
-def test_states_in_json_are_newest_first() -> None:
+def test_states_in_json_are_newest_first():
     states = [
         VersionState(version=1, state="AVAILABLE"),
         VersionState(version=2, state="END", message="broken"),

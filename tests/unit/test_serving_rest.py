@@ -1,7 +1,5 @@
 """TensorFlow Serving's JSON, read and written."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -32,21 +30,21 @@ def decode(document: Any) -> rest.JsonRequest:
     return rest.decode_predict(body, SIGNATURES)
 
 
-def test_rows_of_one_input() -> None:
+def test_rows_of_one_input():
     request = decode({"instances": [[1, 2.5], [3, 4]]})
     assert (request.signature, request.row) == ("serving_default", True)
     assert request.inputs["x"].dtype == np.float32
     np.testing.assert_array_equal(request.inputs["x"], [[1, 2.5], [3, 4]])
 
 
-def test_rows_that_name_their_inputs() -> None:
+def test_rows_that_name_their_inputs():
     rows = [{"a": 1, "b": [1, 2]}, {"b": [3, 4], "a": 2}]
     inputs = decode({"signature_name": "pair", "instances": rows}).inputs
     np.testing.assert_array_equal(inputs["a"], [1, 2])
     np.testing.assert_array_equal(inputs["b"], [[1, 2], [3, 4]])
 
 
-def test_columns() -> None:
+def test_columns():
     request = decode({"inputs": [[1, 2]]})
     assert not request.row
     np.testing.assert_array_equal(request.inputs["x"], [[1, 2]])
@@ -54,13 +52,13 @@ def test_columns() -> None:
     np.testing.assert_array_equal(inputs["b"], [[3, 4]])
 
 
-def test_text_and_base64() -> None:
+def test_text_and_base64():
     rows = ["a", {"b64": "/wA="}, "ü"]
     found = decode({"signature_name": "text", "instances": rows}).inputs["t"]
     assert list(found) == [b"a", b"\xff\x00", "ü".encode()]
 
 
-def test_nan_and_infinity() -> None:
+def test_nan_and_infinity():
     found = decode(b'{"instances": [[NaN, -Infinity]]}').inputs["x"]
     assert np.isnan(found[0, 0])
     assert found[0, 1] == -np.inf
@@ -120,7 +118,7 @@ def test_nan_and_infinity() -> None:
         ({"signature_name": "flag", "inputs": [1]}, "is not of expected type: bool"),
     ],
 )
-def test_bad_requests_have_the_words_of_tensorflow_serving(document: Any, text: str) -> None:
+def test_bad_requests_have_the_words_of_tensorflow_serving(document, text):
     with pytest.raises(RequestError) as error:
         decode(document)
     assert error.value.code is Code.INVALID_ARGUMENT
@@ -142,7 +140,7 @@ JSON = st.recursive(
     st.sampled_from(["serving_default", "text", "pair", "flag"]),
     JSON,
 )
-def test_any_json_is_read_or_refused(key: str, signature: str, value: Any) -> None:
+def test_any_json_is_read_or_refused(key, signature, value):
     try:
         request = decode({"signature_name": signature, key: value})
     except RequestError:
@@ -153,12 +151,12 @@ def test_any_json_is_read_or_refused(key: str, signature: str, value: Any) -> No
 
 
 @given(st.binary(max_size=40))
-def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+def test_any_bytes_are_read_or_refused(body):
     with pytest.raises(RequestError):
         decode(body)
 
 
-def test_nesting_without_end_is_refused() -> None:
+def test_nesting_without_end_is_refused():
     for depth in (70, 200, 1000, 100_000):
         body = b'{"instances": ' + b"[" * depth + b"NaN" + b"]" * depth + b"}"
         with pytest.raises(RequestError):
@@ -167,12 +165,12 @@ def test_nesting_without_end_is_refused() -> None:
             decode(body.replace(b"NaN", b"1"))
 
 
-def test_predictions_of_one_output_are_its_rows() -> None:
+def test_predictions_of_one_output_are_its_rows():
     answer = rest.encode_predict({"y": np.array([[0.5], [1.0]], "float32")}, row=True)
     assert json.loads(answer) == {"predictions": [[0.5], [1.0]]}
 
 
-def test_predictions_of_several_outputs_name_them() -> None:
+def test_predictions_of_several_outputs_name_them():
     outputs = {"y": np.array([1, 2]), "t": np.array([b"a", b"b"], object)}
     assert json.loads(rest.encode_predict(outputs, row=True)) == {
         "predictions": [{"y": 1, "t": "a"}, {"y": 2, "t": "b"}]
@@ -182,7 +180,7 @@ def test_predictions_of_several_outputs_name_them() -> None:
     }
 
 
-def test_a_float_is_answered_with_the_digits_of_its_type() -> None:
+def test_a_float_is_answered_with_the_digits_of_its_type():
     outputs = {"y": np.array([0.1, np.nan], "float32")}
     assert rest.encode_predict(outputs, row=False) == b'{"outputs":[0.1,NaN]}'
     outputs = {"y": np.array([0.1], "float32"), "z": np.array([0.1])}
@@ -191,11 +189,11 @@ def test_a_float_is_answered_with_the_digits_of_its_type() -> None:
     assert rest.encode_predict(scalar, row=False) == b'{"outputs":{"y":0.1,"z":[[0.1]]}}'
 
 
-def test_bytes_are_answered_as_base64() -> None:
+def test_bytes_are_answered_as_base64():
     answer = rest.encode_predict({"raw_bytes": np.array([b"\xff\x00"], object)}, row=False)
     assert json.loads(answer) == {"outputs": [{"b64": "/wA="}]}
 
 
-def test_what_is_not_finite_is_answered_as_it_is() -> None:
+def test_what_is_not_finite_is_answered_as_it_is():
     answer = rest.encode_predict({"y": np.array([np.nan, np.inf])}, row=False)
     assert answer == b'{"outputs":[NaN,Infinity]}'

@@ -1,7 +1,5 @@
 """Versions of a model: histories without a process, and directories."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +39,7 @@ def served(version: int, replicas: int = 2) -> Model:
     return model
 
 
-def test_the_newest_version_is_started_and_served_when_all_replicas_are_ready() -> None:
+def test_the_newest_version_is_started_and_served_when_all_replicas_are_ready():
     model = Model(replicas_wanted=2).scanned({1: "a", 10: "a", 9: "a"})
     assert model.actions() == [StartReplica(10, 0, 0.0), StartReplica(10, 1, 0.0)]
     model = started(model, 10, first_id=1).loaded(1)
@@ -49,7 +47,7 @@ def test_the_newest_version_is_started_and_served_when_all_replicas_are_ready() 
     assert model.loaded(2).serving == 10
 
 
-def test_a_new_version_is_loaded_beside_the_old_one_and_then_takes_over() -> None:
+def test_a_new_version_is_loaded_beside_the_old_one_and_then_takes_over():
     model = served(1).scanned({1: "a", 2: "a"})
     assert model.actions() == [StartReplica(2, 0, 0.0), StartReplica(2, 1, 0.0)]
     model = started(model, 2, first_id=3).loaded(3)
@@ -58,7 +56,7 @@ def test_a_new_version_is_loaded_beside_the_old_one_and_then_takes_over() -> Non
     assert (model.serving, model.actions()) == (2, [Drain(1), Drain(2)])
 
 
-def test_a_version_that_does_not_load_is_refused_with_its_reason() -> None:
+def test_a_version_that_does_not_load_is_refused_with_its_reason():
     model = started(served(1).scanned({1: "a", 2: "a"}), 2, first_id=3)
     model = model.failed(3, "no variables")
     assert (model.serving, max(model.targets)) == (1, 1)
@@ -68,7 +66,7 @@ def test_a_version_that_does_not_load_is_refused_with_its_reason() -> None:
     assert max(model.scanned({1: "a", 2: "a"}).targets) == 1
 
 
-def test_a_refused_version_is_tried_again_when_its_files_are_others() -> None:
+def test_a_refused_version_is_tried_again_when_its_files_are_others():
     model = started(served(1).scanned({1: "a", 2: "a"}), 2, first_id=3)
     model = model.failed(3, "no variables").draining(3).draining(4)
     assert model.scanned({1: "a", 2: "b"}).actions() == [
@@ -77,7 +75,7 @@ def test_a_refused_version_is_tried_again_when_its_files_are_others() -> None:
     ]
 
 
-def test_a_version_whose_replicas_keep_dying_while_they_load_is_refused() -> None:
+def test_a_version_whose_replicas_keep_dying_while_they_load_is_refused():
     model = served(1).scanned({1: "a", 2: "a"})
     for id in (3, 4, 5):
         assert max(model.targets) == 2
@@ -87,7 +85,7 @@ def test_a_version_whose_replicas_keep_dying_while_they_load_is_refused() -> Non
     assert "SIGSEGV" in model.refused[2]
 
 
-def test_removing_the_newest_rolls_back() -> None:
+def test_removing_the_newest_rolls_back():
     model = served(2).scanned({1: "a"})
     assert (model.serving, max(model.targets)) == (2, 1)
     assert model.actions() == [StartReplica(1, 0, 0.0), StartReplica(1, 1, 0.0)]
@@ -95,12 +93,12 @@ def test_removing_the_newest_rolls_back() -> None:
     assert (model.serving, model.actions()) == (1, [Drain(1), Drain(2)])
 
 
-def test_when_all_versions_are_removed_the_last_one_goes_on() -> None:
+def test_when_all_versions_are_removed_the_last_one_goes_on():
     model = served(1).scanned({})
     assert (model.serving, max(model.targets), model.actions()) == (1, 1, [])
 
 
-def test_a_dead_replica_is_replaced_and_waits_longer_each_time() -> None:
+def test_a_dead_replica_is_replaced_and_waits_longer_each_time():
     model = served(1).ended(2, "was killed")
     waits = list[float]()
     for id in range(3, 12):
@@ -120,7 +118,7 @@ def make_version(directory: Path, version: str) -> None:
     (directory / version / "saved_model.pb").write_bytes(b"")
 
 
-def test_versions_are_directories_that_are_numbers_and_hold_a_model(tmp_path: Path) -> None:
+def test_versions_are_directories_that_are_numbers_and_hold_a_model(tmp_path):
     for name in ("1", "20", ".partial-3", "x4", "99999999999999999999"):
         make_version(tmp_path, name)
     (tmp_path / "5").mkdir()
@@ -128,7 +126,7 @@ def test_versions_are_directories_that_are_numbers_and_hold_a_model(tmp_path: Pa
     assert set(find_versions(tmp_path)) == {1, 20}
 
 
-def test_other_files_of_one_version_have_another_mark(tmp_path: Path) -> None:
+def test_other_files_of_one_version_have_another_mark(tmp_path):
     make_version(tmp_path, "1")
     marks = [find_versions(tmp_path)]
     (tmp_path / "1" / "saved_model.pb").write_bytes(b"more")
@@ -139,7 +137,7 @@ def test_other_files_of_one_version_have_another_mark(tmp_path: Path) -> None:
     assert len({mark[1] for mark in marks}) == 3
 
 
-def test_a_directory_is_a_model_or_holds_models(tmp_path: Path) -> None:
+def test_a_directory_is_a_model_or_holds_models(tmp_path):
     make_version(tmp_path / "digits", "1")
     make_version(tmp_path / "letters", "1")
     (tmp_path / "empty").mkdir()
@@ -160,7 +158,7 @@ def test_a_directory_is_a_model_or_holds_models(tmp_path: Path) -> None:
         ("4", ["stable=3", "gone=2"], {3, 4}),
     ],
 )
-def test_a_policy_chooses_versions(versions: str, labels: list[str], chosen: set[int]) -> None:
+def test_a_policy_chooses_versions(versions, labels, chosen):
     assert parse_policy(versions, labels).choose([1, 3, 4, 5]) == chosen
 
 
@@ -174,13 +172,13 @@ def test_a_policy_chooses_versions(versions: str, labels: list[str], chosen: set
         ("all", "a/b=1", "not-a-label"),
     ],
 )
-def test_what_is_no_policy(versions: str, label: str, code: str) -> None:
+def test_what_is_no_policy(versions, label, code):
     with pytest.raises(UsageError) as error:
         parse_policy(versions, [label])
     assert error.value.code == code
 
 
-def test_of_two_versions_the_older_one_stays_until_the_new_one_is_ready() -> None:
+def test_of_two_versions_the_older_one_stays_until_the_new_one_is_ready():
     model = Model(replicas_wanted=1, policy=Policy(latest=2)).scanned({1: "a", 2: "a"})
     for version in (1, 2):
         model = started(model, version, first_id=version).loaded(version)
@@ -191,7 +189,7 @@ def test_of_two_versions_the_older_one_stays_until_the_new_one_is_ready() -> Non
     assert (model.serving, model.served, model.actions()) == (3, {2, 3}, [Drain(1)])
 
 
-def test_a_label_that_is_moved_keeps_its_version() -> None:
+def test_a_label_that_is_moved_keeps_its_version():
     model = served(1, replicas=1).scanned({1: "a", 2: "a"})
     model = model.governed(Policy(labels={"stable": 1}))
     model = started(model, 2, first_id=2).loaded(2)
@@ -200,7 +198,7 @@ def test_a_label_that_is_moved_keeps_its_version() -> None:
     assert (moved.served, moved.labels, moved.actions()) == ({2}, {"stable": 2}, [Drain(1)])
 
 
-def test_a_label_names_its_old_version_until_the_new_one_is_served() -> None:
+def test_a_label_names_its_old_version_until_the_new_one_is_served():
     model = served(3, replicas=1).scanned({1: "a", 2: "a", 3: "a"})
     model = model.governed(Policy(labels={"stable": 1}))
     model = started(model, 1, first_id=2).loaded(2).governed(Policy(labels={"stable": 2}))
@@ -209,9 +207,7 @@ def test_a_label_names_its_old_version_until_the_new_one_is_served() -> None:
     assert (model.served, model.labels, model.actions()) == ({2, 3}, {"stable": 2}, [Drain(2)])
 
 
-def test_a_directory_that_may_not_be_read_is_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_may_not_be_read_is_no_model(tmp_path, monkeypatch):
     make_version(tmp_path / "m", "1")
     (tmp_path / "lost+found").mkdir()
     iterdir = Path.iterdir
@@ -225,9 +221,7 @@ def test_a_directory_that_may_not_be_read_is_no_model(
     assert find_models(tmp_path) == {"m": tmp_path / "m"}
 
 
-def test_a_cluster_of_ray_that_is_not_there_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_of_ray_that_is_not_there_is_one_line(tmp_path, capsys, monkeypatch):
     def init(**options: object) -> None:
         raise ConnectionError("cannot reach the cluster\nat 10.0.0.1:6379")
 
@@ -252,22 +246,14 @@ def test_a_cluster_of_ray_that_is_not_there_is_one_line(
         (["--access_log", "no/such/directory/log"], "--access_log: received no/such/directory/"),
     ],
 )
-def test_a_service_that_cannot_be_is_one_line(
-    tmp_path: Path,
-    flags: list[str],
-    text: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_service_that_cannot_be_is_one_line(tmp_path, flags, text, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert serve.main([str(tmp_path), *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert text in line
 
 
-def test_a_directory_that_is_not_there_is_a_mistake_of_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_that_is_not_there_is_a_mistake_of_the_command_line(tmp_path, capsys):
     flags = ["--rest_port", "0", "--grpc_port", "0"]
     assert serve.main([str(tmp_path / "nothere"), *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()

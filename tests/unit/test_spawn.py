@@ -1,7 +1,5 @@
 """What `tfdist.spawn` refuses before anything is started, and what it makes of a job's answers."""
 
-from __future__ import annotations
-
 import json
 import linecache
 import os

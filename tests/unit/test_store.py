@@ -3,8 +3,6 @@
 Kill -9 at each write, full and read-only disks, damage, and second writers included.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import logging
@@ -14,7 +12,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -58,7 +56,7 @@ def hidden_leftovers(directory: Path) -> list[str]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[CheckpointStore]:
+def store(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
     yield store
     store.close()
@@ -67,7 +65,7 @@ def store(tmp_path: Path) -> Iterator[CheckpointStore]:
 # What is written is read
 
 
-def test_what_was_written_is_read(store: CheckpointStore) -> None:
+def test_what_was_written_is_read(store):
     write(store, 7)
     assert_is(store.read(), 7)
     assert_is(CheckpointStore(store.directory).read(7), 7)
@@ -83,9 +81,7 @@ def test_what_was_written_is_read(store: CheckpointStore) -> None:
     ],
 )
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)])
-def test_every_number_comes_back_with_its_bytes(
-    store: CheckpointStore, dtype: Any, shape: tuple[int, ...]
-) -> None:
+def test_every_number_comes_back_with_its_bytes(store, dtype, shape):
     array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
     store.write(1, {"before": np.zeros(3, np.int8), "x": array}, meta={})
     read = store.read().arrays["x"]
@@ -94,7 +90,7 @@ def test_every_number_comes_back_with_its_bytes(
     np.testing.assert_array_equal(read, array)
 
 
-def test_the_format_is_that_of_every_version(store: CheckpointStore) -> None:
+def test_the_format_is_that_of_every_version(store):
     """The checkpoint in `data` is of a run before the modules of the format were joined."""
     (golden,) = EARLIER.glob("step-*")
     checkpoint = CheckpointStore(EARLIER).read()
@@ -105,7 +101,7 @@ def test_the_format_is_that_of_every_version(store: CheckpointStore) -> None:
         assert (again / name).read_bytes() == (golden / name).read_bytes()
 
 
-def test_views_are_written_as_they_look(store: CheckpointStore) -> None:
+def test_views_are_written_as_they_look(store):
     base = np.arange(24, dtype=np.int32).reshape(4, 6)
     views = {"transposed": base.T, "strided": base[::2, ::-1], "fortran": np.asfortranarray(base)}
     store.write(1, views, meta={})
@@ -114,9 +110,7 @@ def test_views_are_written_as_they_look(store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize("array", [np.array(["a"]), np.array([b"a"]), np.array([None])])
-def test_strings_and_objects_are_refused_and_leave_nothing(
-    store: CheckpointStore, array: np.ndarray
-) -> None:
+def test_strings_and_objects_are_refused_and_leave_nothing(store, array):
     write(store, 1)
     with pytest.raises(UsageError, match=r"array 'name': received dtype .* Fix: "):
         store.write(2, {"name": array}, meta={})
@@ -124,7 +118,7 @@ def test_strings_and_objects_are_refused_and_leave_nothing(
     assert hidden_leftovers(store.directory) == []
 
 
-def test_metadata_is_json_with_its_odd_ends(store: CheckpointStore) -> None:
+def test_metadata_is_json_with_its_odd_ends(store):
     meta = {"2": 1, "10": [float("inf"), None], "name": "größer", "nested": {"best": -1e-300}}
     store.write(1, {}, meta=meta)
     assert store.read().meta == meta
@@ -135,7 +129,7 @@ def test_metadata_is_json_with_its_odd_ends(store: CheckpointStore) -> None:
     assert store.steps() == [1, 2]
 
 
-def test_reading_needs_the_arrays_once(store: CheckpointStore) -> None:
+def test_reading_needs_the_arrays_once(store):
     size = 32 << 20
     arrays = {name: np.ones(size // 4, np.uint8) for name in "abcd"}
     store.write(1, arrays, meta={})
@@ -150,14 +144,14 @@ def test_reading_needs_the_arrays_once(store: CheckpointStore) -> None:
 # What is kept
 
 
-def test_the_last_ones_are_kept(store: CheckpointStore) -> None:
+def test_the_last_ones_are_kept(store):
     for step in (1, 2, 3, 4):
         write(store, step)
     assert store.steps() == [3, 4]
     assert hidden_leftovers(store.directory) == []
 
 
-def test_the_best_is_kept_until_a_better_one(store: CheckpointStore) -> None:
+def test_the_best_is_kept_until_a_better_one(store):
     for step in range(1, 7):
         write(store, step, best=step in (2, 5))
         assert store.best() == (None if step < 2 else 2 if step < 5 else 5)
@@ -168,7 +162,7 @@ def test_the_best_is_kept_until_a_better_one(store: CheckpointStore) -> None:
     assert store.read(5).best
 
 
-def test_a_step_written_again_replaces_the_old_one(store: CheckpointStore) -> None:
+def test_a_step_written_again_replaces_the_old_one(store):
     write(store, 5)
     store.write(5, {"x": np.ones(3)}, meta={})
     assert list(store.read(5).arrays) == ["x"]
@@ -178,7 +172,7 @@ def test_a_step_written_again_replaces_the_old_one(store: CheckpointStore) -> No
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_keeping_none_is_refused(tmp_path: Path, keep: int) -> None:
+def test_keeping_none_is_refused(tmp_path, keep):
     with pytest.raises(UsageError, match="keep: received"):
         CheckpointStore(tmp_path, keep=keep)
 
@@ -216,9 +210,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_newest_is_named_and_the_one_before_used(
-    store: CheckpointStore, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], Any]
-) -> None:
+def test_a_damaged_newest_is_named_and_the_one_before_used(store, caplog, damage):
     write(store, 1)
     path = write(store, 2)
     damage(path)
@@ -236,8 +228,8 @@ def test_a_damaged_newest_is_named_and_the_one_before_used(
     [(errno.EACCES, UsageError), (errno.ESTALE, TfdistError), (errno.EMFILE, TfdistError)],
 )
 def test_one_that_may_be_whole_and_cannot_be_read_is_no_damage(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, file: str, number: int, raised: Any
-) -> None:
+    store, monkeypatch, file, number, raised
+):
     """A run that took it for damaged would start over, and remove it."""
     paths = [write(store, 1), write(store, 2)]
     _refuse_reading(monkeypatch, paths[1] / file, number)
@@ -251,9 +243,7 @@ def test_one_that_may_be_whole_and_cannot_be_read_is_no_damage(
     assert store.steps() == [2, 3]
 
 
-def test_one_that_the_disk_does_not_give_back_is_damaged(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_the_disk_does_not_give_back_is_damaged(store, monkeypatch):
     write(store, 1)
     _refuse_reading(monkeypatch, write(store, 2) / "arrays.bin", errno.EIO)
     assert_is(store.read(), 1)
@@ -276,7 +266,7 @@ def _refuse_reading(monkeypatch: pytest.MonkeyPatch, refused: Path, number: int)
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
 
 
-def test_one_is_read_by_its_name_or_none_at_all(store: CheckpointStore) -> None:
+def test_one_is_read_by_its_name_or_none_at_all(store):
     old, new, last = write(store, 1), store.write(1, {}, meta={}), store.write(1, {}, meta={})
     assert store.read_named(old.name) is None  # no longer kept
     assert store.read_named(new.name) is not None
@@ -285,9 +275,7 @@ def test_one_is_read_by_its_name_or_none_at_all(store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize("step", [None, 1])
-def test_one_that_its_writer_removes_meanwhile_is_not_called_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None
-) -> None:
+def test_one_that_its_writer_removes_meanwhile_is_not_called_damaged(tmp_path, monkeypatch, step):
     writer, reader = CheckpointStore(tmp_path, keep=1), CheckpointStore(tmp_path)
     write(writer, 1)
     listdir = os.listdir
@@ -306,7 +294,7 @@ def test_one_that_its_writer_removes_meanwhile_is_not_called_damaged(
             reader.read(step)
 
 
-def test_a_damaged_one_does_not_count_among_those_kept(store: CheckpointStore) -> None:
+def test_a_damaged_one_does_not_count_among_those_kept(store):
     write(store, 1)
     _flip(_shard(write(store, 2)), 8)
     assert store.read().step == 1
@@ -314,7 +302,7 @@ def test_a_damaged_one_does_not_count_among_those_kept(store: CheckpointStore) -
     assert store.steps() == [1, 3]
 
 
-def test_all_damaged_names_each(store: CheckpointStore) -> None:
+def test_all_damaged_names_each(store):
     paths = [write(store, 1), write(store, 2)]
     for path in paths:
         os.truncate(_shard(path), 3)
@@ -325,7 +313,7 @@ def test_all_damaged_names_each(store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize("step", [None, 4])
-def test_nothing_to_read_is_one_line(store: CheckpointStore, step: int | None) -> None:
+def test_nothing_to_read_is_one_line(store, step):
     assert store.latest() is None
     with pytest.raises(UsageError, match="received"):
         store.read(step)
@@ -334,9 +322,7 @@ def test_nothing_to_read_is_one_line(store: CheckpointStore, step: int | None) -
         store.read(4)
 
 
-def test_a_newer_format_is_refused_and_left_alone(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newer_format_is_refused_and_left_alone(store, monkeypatch):
     with monkeypatch.context() as later:
         later.setattr(format_module, "VERSION", format_module.VERSION + 1)
         path = write(store, 1)
@@ -352,7 +338,7 @@ def test_a_newer_format_is_refused_and_left_alone(
 # One writer
 
 
-def test_a_second_writer_is_refused_with_the_first_ones_pid(store: CheckpointStore) -> None:
+def test_a_second_writer_is_refused_with_the_first_ones_pid(store):
     write(store, 1)
     second = CheckpointStore(store.directory)
     with pytest.raises(UsageError, match=f"a second writer while process {os.getpid()} writes"):
@@ -363,7 +349,7 @@ def test_a_second_writer_is_refused_with_the_first_ones_pid(store: CheckpointSto
     second.close()
 
 
-def test_threads_may_write_at_once(tmp_path: Path) -> None:
+def test_threads_may_write_at_once(tmp_path):
     store = CheckpointStore(tmp_path, keep=10)
     threads = [threading.Thread(target=write, args=(store, step)) for step in range(1, 7)]
     for thread in threads:
@@ -429,7 +415,7 @@ def _error_of(call: Callable[[], Any]) -> str | None:
     return None
 
 
-def test_an_error_at_any_point_is_one_line_and_loses_nothing(tmp_path: Path) -> None:
+def test_an_error_at_any_point_is_one_line_and_loses_nothing(tmp_path):
     errors = {
         errno.ENOSPC: "No space left",
         errno.EROFS: "Read-only",
@@ -486,7 +472,7 @@ def newest_whole(directory: Path) -> int:
     return checkpoint.step
 
 
-def test_a_kill_at_each_write_of_a_save_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+def test_a_kill_at_each_write_of_a_save_leaves_the_old_or_the_new(tmp_path):
     seen = []
     for point in range(1, 200):
         directory = tmp_path / str(point)
@@ -515,9 +501,7 @@ def test_a_kill_at_each_write_of_a_save_leaves_the_old_or_the_new(tmp_path: Path
     assert len(seen) > 30
 
 
-def test_nothing_is_renamed_before_it_is_on_the_disk(
-    store: CheckpointStore, disk_events: list[tuple[str, Path]]
-) -> None:
+def test_nothing_is_renamed_before_it_is_on_the_disk(store, disk_events):
     write(store, 1)
     disk_events.clear()
     path = write(store, 2)
@@ -530,9 +514,7 @@ def test_nothing_is_renamed_before_it_is_on_the_disk(
     ]
 
 
-def test_directories_above_that_were_made_for_it_are_on_the_disk_too(
-    tmp_path: Path, disk_events: list[tuple[str, Path]]
-) -> None:
+def test_directories_above_that_were_made_for_it_are_on_the_disk_too(tmp_path, disk_events):
     store = CheckpointStore(tmp_path / "runs" / "a" / "checkpoints")
     store.prepare()
     store.close()
@@ -540,9 +522,7 @@ def test_directories_above_that_were_made_for_it_are_on_the_disk_too(
     assert [path for what, path in disk_events if what == "fsync" and path in above] == above
 
 
-def test_a_directory_without_permission_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_without_permission_is_one_line(tmp_path, monkeypatch):
     def refuse(*args: Any, **kwargs: Any) -> int:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -573,7 +553,7 @@ class _Budget:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def small_disk(tmp_path, monkeypatch):
     """A directory with room for two checkpoints and a half."""
     place = tmp_path / "disk"
     place.mkdir()
@@ -591,9 +571,7 @@ def _mount(*arguments: str) -> bool:
     return subprocess.run(["mount", *arguments], capture_output=True).returncode == 0
 
 
-def test_a_full_disk_in_the_middle_of_a_save_is_one_line_and_loses_nothing(
-    small_disk: Path,
-) -> None:
+def test_a_full_disk_in_the_middle_of_a_save_is_one_line_and_loses_nothing(small_disk):
     store = CheckpointStore(small_disk, keep=3)
     store.prepare()
     arrays = {"x": np.zeros(25_000, np.float32)}  # 100 kB
@@ -617,9 +595,7 @@ def _fill(descriptor: int) -> None:
         os.write(descriptor, b"x" * 4096)
 
 
-def test_a_disk_that_is_full_already_is_an_error_before_any_training(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_already_is_an_error_before_any_training(small_disk, monkeypatch):
     if os.path.ismount(small_disk):
         filler = os.open(small_disk / "filler", os.O_WRONLY | os.O_CREAT)
         with pytest.raises(OSError, match="No space"):
@@ -635,7 +611,7 @@ def test_a_disk_that_is_full_already_is_an_error_before_any_training(
 
 
 @pytest.fixture
-def read_only(tmp_path: Path) -> Iterator[Path]:
+def read_only(tmp_path):
     """A directory with one checkpoint, then made read-only, for root too."""
     place = tmp_path / "read-only"
     place.mkdir()
@@ -654,14 +630,14 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
         place.chmod(0o755)
 
 
-def test_a_read_only_directory_is_a_usage_error_at_once(read_only: Path) -> None:
+def test_a_read_only_directory_is_a_usage_error_at_once(read_only):
     store = CheckpointStore(read_only)
     with pytest.raises(UsageError, match=r"received (Read-only file system|Permission denied);"):
         store.prepare()
     assert_is(store.read(), 1)
 
 
-def test_a_path_below_a_file_is_a_usage_error(tmp_path: Path) -> None:
+def test_a_path_below_a_file_is_a_usage_error(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "checkpoints"):
         with pytest.raises(UsageError, match=r"received Not a directory; .*Fix: choose another"):
@@ -680,9 +656,7 @@ def _lose_the_files(source: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize("replace", [_refuse, _lose_the_files, lambda source, target: None])
-def test_a_file_system_that_does_not_rename_directories_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: Callable[..., None]
-) -> None:
+def test_a_file_system_that_does_not_rename_directories_is_refused(tmp_path, monkeypatch, replace):
     directory = tmp_path / "checkpoints"
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", replace)
@@ -691,9 +665,7 @@ def test_a_file_system_that_does_not_rename_directories_is_refused(
     assert not directory.exists()
 
 
-def test_a_store_that_could_not_be_prepared_lets_others_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_could_not_be_prepared_lets_others_write(tmp_path, monkeypatch):
     refused = CheckpointStore(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", _refuse)
@@ -706,7 +678,7 @@ def test_a_store_that_could_not_be_prepared_lets_others_write(
     other.close()
 
 
-def test_a_directory_that_was_only_tried_out_is_given_back(tmp_path: Path) -> None:
+def test_a_directory_that_was_only_tried_out_is_given_back(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     store.prepare()
     store.close()
@@ -725,7 +697,7 @@ def test_a_directory_that_was_only_tried_out_is_given_back(tmp_path: Path) -> No
 # A write beside the training: one at a time, errors come back, no thread is left
 
 
-def test_the_next_piece_waits_for_the_one_before() -> None:
+def test_the_next_piece_waits_for_the_one_before():
     before = set(threading.enumerate())
     background, may_end, events = Background("test"), threading.Event(), []
 
@@ -743,7 +715,7 @@ def test_the_next_piece_waits_for_the_one_before() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_an_error_is_had_once_and_by_default_where_the_next_piece_begins() -> None:
+def test_an_error_is_had_once_and_by_default_where_the_next_piece_begins():
     background, ran = Background("test"), []
     background.start(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -775,7 +747,7 @@ raise {end}
 
 
 @pytest.mark.parametrize("end", ["RuntimeError", "KeyboardInterrupt", "SystemExit(4)"])
-def test_a_program_that_ends_lets_the_write_end_first(tmp_path: Path, end: str) -> None:
+def test_a_program_that_ends_lets_the_write_end_first(tmp_path, end):
     program = PROGRAM.replace("{end}", end)
     ended = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], capture_output=True, timeout=60

@@ -1,7 +1,5 @@
 """What tfdist.submit renders of a command line, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -72,22 +70,22 @@ def examples() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_rendered_is_what_it_was(name: str) -> None:
+def test_what_is_rendered_is_what_it_was(name):
     assert printed("--dry_run " + CASES[name]) == (GOLDEN / name).read_text()
 
 
-def test_every_golden_file_is_compared() -> None:
+def test_every_golden_file_is_compared():
     assert {path.name for path in GOLDEN.glob("*.*") if path.suffix in (".yaml", ".sbatch")} == set(
         CASES
     )
 
 
 @pytest.mark.parametrize(("path", "arguments"), list(examples()))
-def test_the_examples_are_what_the_command_renders_now(path: str, arguments: str) -> None:
+def test_the_examples_are_what_the_command_renders_now(path, arguments):
     assert printed(arguments) == (ROOT / path).read_text()
 
 
-def test_every_example_is_rendered_by_a_command_of_its_page() -> None:
+def test_every_example_is_rendered_by_a_command_of_its_page():
     there = {
         str(path.relative_to(ROOT))
         for page in ("slurm", "kubernetes")
@@ -100,7 +98,7 @@ def test_every_example_is_rendered_by_a_command_of_its_page() -> None:
 @pytest.mark.parametrize(
     "path", [*GOLDEN.glob("*.sbatch"), *(ROOT / "launch" / "slurm").glob("*.sbatch")], ids=str
 )
-def test_bash_can_read_the_scripts(path: Path) -> None:
+def test_bash_can_read_the_scripts(path):
     done = subprocess.run(["bash", "-n", path], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -123,7 +121,7 @@ def environ_of(arguments: str) -> dict[str, str]:
     }
 
 
-def test_those_of_a_job_of_several_tasks() -> None:
+def test_those_of_a_job_of_several_tasks():
     flags = FLAGS + "--strategy ps --workers 2 --split_bytes 4000000 --profile_ps train.py"
     config = read_environment({**environ_of(flags), "HOSTNAME": "train-1"})
     assert config is not None
@@ -132,7 +130,7 @@ def test_those_of_a_job_of_several_tasks() -> None:
     )
 
 
-def test_those_of_stages() -> None:
+def test_those_of_stages():
     """Two pipelines of two stages, whose tasks find each other as those of any other job do."""
     flags = "--stages 2 --workers 4 --run_dir /runs/x train.py"
     config = read_environment({**environ_of(flags), "HOSTNAME": "train-3"})
@@ -145,7 +143,7 @@ def test_those_of_stages() -> None:
     )
 
 
-def test_those_of_a_process_by_itself() -> None:
+def test_those_of_a_process_by_itself():
     flags = FLAGS.replace("--min_workers 1 ", "") + "train.py"
     config = read_environment(environ_of(flags))
     assert config is not None
@@ -153,7 +151,7 @@ def test_those_of_a_process_by_itself() -> None:
     assert config.cluster.tasks() == ()
 
 
-def test_those_of_a_task_whose_tf_config_the_operator_sets() -> None:
+def test_those_of_a_task_whose_tf_config_the_operator_sets():
     environ = environ_of("--kind tfjob --run_dir /runs/x --workers 2 train.py")
     cluster = {"worker": ["train-worker-0.ml.svc:2222", "train-worker-1.ml.svc:2222"]}
     told = {"cluster": cluster, "task": {"type": "worker", "index": 1}, "environment": "cloud"}
@@ -171,7 +169,7 @@ def pod_of(arguments: str) -> Any:
     return manifest(arguments)["spec"]["template"]["spec"]
 
 
-def test_shared_memory_of_the_users_own_is_not_replaced() -> None:
+def test_shared_memory_of_the_users_own_is_not_replaced():
     pod = pod_of("--gpus 2 --volume /dev/shm=/dev/shm/ train.py")
     assert pod["volumes"] == [{"name": "volume-0", "hostPath": {"path": "/dev/shm"}}]
     (container,) = pod["containers"]
@@ -185,7 +183,7 @@ def test_shared_memory_of_the_users_own_is_not_replaced() -> None:
         ("spot=yes", {"operator": "Equal", "value": "yes"}),
     ],
 )
-def test_a_toleration_is_written_as_the_taint(text: str, toleration: dict[str, str]) -> None:
+def test_a_toleration_is_written_as_the_taint(text, toleration):
     pod = pod_of(f"--toleration {text} train.py")
     assert pod["tolerations"] == [{"key": "spot", **toleration}]
 
@@ -193,12 +191,12 @@ def test_a_toleration_is_written_as_the_taint(text: str, toleration: dict[str, s
 SECCOMP = {"seccompProfile": {"type": "RuntimeDefault"}}
 
 
-def test_a_user_without_a_group_has_the_images() -> None:
+def test_a_user_without_a_group_has_the_images():
     pod = pod_of("--run_as_user 10 train.py")
     assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": 10, **SECCOMP}
 
 
-def test_only_who_asks_for_root_has_it() -> None:
+def test_only_who_asks_for_root_has_it():
     pod = pod_of("--run_as_user 0 train.py")
     assert pod["securityContext"] == {"runAsUser": 0, **SECCOMP}
     assert pod["containers"][0]["securityContext"] == {"allowPrivilegeEscalation": False}
@@ -283,7 +281,7 @@ def test_only_who_asks_for_root_has_it() -> None:
         ("--to slurm --logs=-x", "--logs"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments: str, says: str) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, says):
     assert says in refused(arguments)
 
 
@@ -306,7 +304,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: str, says: str) -> Non
         PODS + "-- --password=hunter2",
     ],
 )
-def test_a_secret_on_the_command_line_is_refused_and_not_shown(arguments: str) -> None:
+def test_a_secret_on_the_command_line_is_refused_and_not_shown(arguments):
     line = refused(arguments)
     assert "hunter2" not in line
     assert "--secret" in line
@@ -321,12 +319,12 @@ def test_a_secret_on_the_command_line_is_refused_and_not_shown(arguments: str) -
         "train.py --risk-free sk-learn",
     ],
 )
-def test_what_only_resembles_a_secret_passes(arguments: str) -> None:
+def test_what_only_resembles_a_secret_passes(arguments):
     words = shlex.split(arguments)
     assert shlex.join(words) in printed(SLURM + arguments)
 
 
-def test_secrets_are_references() -> None:
+def test_secrets_are_references():
     script = printed(SLURM + "--secret HF_TOKEN=/home/me/.hf train.py")
     assert "HF_TOKEN=$(cat /home/me/.hf) || exit 2\nexport HF_TOKEN\n" in script
     env = pod_of("--secret HF_TOKEN=hub/token train.py")["containers"][0]["env"]
@@ -344,7 +342,7 @@ def test_secrets_are_references() -> None:
         ("", "-m tfdist.train"),
     ],
 )
-def test_the_programs_own_flags_reach_the_program(arguments: str, program: str) -> None:
+def test_the_programs_own_flags_reach_the_program(arguments, program):
     assert f'"$python" {program} &\n' in printed(SLURM + arguments)
 
 
@@ -365,7 +363,7 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("to", [SLURM, PODS], ids=["slurm", "kubernetes"])
 @pytest.mark.parametrize("flag", [f.name for f in LAUNCHER if f.name not in ("help", "dry_run")])
-def test_a_flag_of_the_launcher_reaches_the_job_or_is_refused(flag: str, to: str) -> None:
+def test_a_flag_of_the_launcher_reaches_the_job_or_is_refused(flag, to):
     others, value = EXAMPLES.get(flag, ("", "7"))
     to += "--kind jobset " * (to == PODS and flag == "evaluator")
     line = f"{to} {others} --{flag} {value} train.py"
@@ -376,7 +374,7 @@ def test_a_flag_of_the_launcher_reaches_the_job_or_is_refused(flag: str, to: str
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset", "tfjob"])
-def test_a_range_of_ports_is_that_of_the_pods_and_of_their_policy(kind: str) -> None:
+def test_a_range_of_ports_is_that_of_the_pods_and_of_their_policy(kind):
     flags = f"{PODS} --kind {kind} --workers 2 --ports 20000-20100 "
     text = printed(flags + "train.py")
     policy: Any = next(yaml.safe_load_all(text))
@@ -390,7 +388,7 @@ def test_a_range_of_ports_is_that_of_the_pods_and_of_their_policy(kind: str) -> 
     assert "ports" not in policy["spec"]["ingress"][0]
 
 
-def test_the_help_has_the_launchers_flags_too() -> None:
+def test_the_help_has_the_launchers_flags_too():
     text = printed("--to slurm --help")
     for flag in LAUNCHER:
         left_out = flag.name in (*NOT_HERE, "help")
@@ -410,7 +408,7 @@ def test_the_help_has_the_launchers_flags_too() -> None:
         ("--memory 1TB", "--mem-per-cpu=1048576M"),
     ],
 )
-def test_times_and_memory(flag: str, line: str) -> None:
+def test_times_and_memory(flag, line):
     assert f"#SBATCH {line}\n" in printed(f"{SLURM} {flag} train.py")
 
 
@@ -423,7 +421,7 @@ def test_times_and_memory(flag: str, line: str) -> None:
         ("7.py", "tfdist"),
     ],
 )
-def test_a_job_is_named_after_its_program(program: str, name: str) -> None:
+def test_a_job_is_named_after_its_program(program, name):
     assert f"#SBATCH --job-name={name}\n" in printed(SLURM + program)
 
 
@@ -457,26 +455,26 @@ def expanded(text: str) -> str:
 
 
 @given(st.dictionaries(st.text(min_size=1), st.one_of(st.text(), st.integers(), st.booleans())))
-def test_yaml_is_read_as_it_was_written(document: dict[str, object]) -> None:
+def test_yaml_is_read_as_it_was_written(document):
     assert yaml.safe_load(text_of([document])) == document
 
 
 @pytest.mark.parametrize("text", DOUBTFUL)
-def test_what_a_reader_might_take_for_something_else_is_quoted(text: str) -> None:
+def test_what_a_reader_might_take_for_something_else_is_quoted(text):
     assert text_of([{"name": text}]) == f'name: "{text}"\n'
 
 
-def test_what_occurs_twice_is_written_twice() -> None:
+def test_what_occurs_twice_is_written_twice():
     labels = {"job": "train"}
     assert text_of([{"one": labels, "two": labels}]).count("job: train") == 2
 
 
 @given(st.text(alphabet="$()aB {", max_size=12))
-def test_kubernetes_replaces_nothing_in_what_a_user_wrote(text: str) -> None:
+def test_kubernetes_replaces_nothing_in_what_a_user_wrote(text):
     assert expanded(literal(text)) == text
 
 
-def test_arguments_and_variables_reach_the_tasks_of_slurm(tmp_path: Path) -> None:
+def test_arguments_and_variables_reach_the_tasks_of_slurm(tmp_path):
     for name, body in {"python": "exit 0", "srun": r'printf "%s\0" "$NOTE" "$@"'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)

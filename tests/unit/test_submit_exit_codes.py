@@ -3,8 +3,6 @@
 The Slurm script and the pods' script are run for real, by the shells that will run them.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -197,20 +195,20 @@ def container_of(template: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("code", OUTCOMES)
-def test_slurm_does_what_the_table_says(code: int, tmp_path: Path) -> None:
+def test_slurm_does_what_the_table_says(code, tmp_path):
     script = printed(SLURM + "--workers 2 train.py")
     assert of_slurm(tmp_path, script, code=code) == OUTCOMES[code][0]
 
 
 @pytest.mark.parametrize("code", OUTCOMES)
 @pytest.mark.parametrize("arguments", ["--workers 2 train.py", "train.py", PS + "train.py"])
-def test_a_job_does_what_the_table_says(code: int, arguments: str) -> None:
+def test_a_job_does_what_the_table_says(code, arguments):
     assert of_job(manifest(arguments)["spec"], code=code) == OUTCOMES[code][1]
 
 
 @pytest.mark.parametrize("code", OUTCOMES)
 @pytest.mark.parametrize("arguments", ["--workers 2 train.py", PS + "train.py"])
-def test_a_job_set_does_what_the_table_says(code: int, arguments: str) -> None:
+def test_a_job_set_does_what_the_table_says(code, arguments):
     spec = manifest("--kind jobset " + arguments)["spec"]
     assert of_job_set(spec, code=code) == OUTCOMES[code][2]
 
@@ -219,9 +217,7 @@ def test_a_job_set_does_what_the_table_says(code: int, arguments: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "role"), [("--workers 2 train.py", "Worker"), (PS + "train.py", "Chief")]
 )
-def test_a_tfjob_does_what_the_table_says(
-    code: int, arguments: str, role: str, tmp_path: Path
-) -> None:
+def test_a_tfjob_does_what_the_table_says(code, arguments, role, tmp_path):
     spec = manifest("--kind tfjob " + arguments)["spec"]
     replica = spec["tfReplicaSpecs"][role]
     environ = fakes(tmp_path, python=f'[ "$1" = train.py ] && exit {code}\nexit 0')
@@ -229,7 +225,7 @@ def test_a_tfjob_does_what_the_table_says(
     assert of_tfjob(replica, code=ended) == OUTCOMES[code][3]
 
 
-def test_every_other_code_is_one_of_the_tables_rows() -> None:
+def test_every_other_code_is_one_of_the_tables_rows():
     """Below 128 it is that of a program that failed, and 128 + n that of one that was killed."""
     job = manifest("--workers 2 train.py")["spec"]
     job_set = manifest("--kind jobset --workers 2 train.py")["spec"]
@@ -240,7 +236,7 @@ def test_every_other_code_is_one_of_the_tables_rows() -> None:
         assert (*of_all, of_tfjob(replica, code=code)) == OUTCOMES[1 if code < 128 else 137][1:]
 
 
-def test_each_job_of_a_set_ends_by_the_same_codes() -> None:
+def test_each_job_of_a_set_ends_by_the_same_codes():
     spec = manifest("--kind jobset --gpus 1 --evaluator " + PS + "train.py")["spec"]
     children = [job["template"]["spec"] for job in spec["replicatedJobs"]]
     assert len(children) == 4
@@ -248,21 +244,21 @@ def test_each_job_of_a_set_ends_by_the_same_codes() -> None:
         assert (policy_of(child), child["backoffLimit"]) == (policy_of(children[0]), 0)
 
 
-def test_the_table_is_in_the_docs() -> None:
+def test_the_table_is_in_the_docs():
     rows = re.findall(r"^\| (\d+) \| [^|]+ \|(.+)\|$", DOCS.read_text(), re.MULTILINE)
     table = {int(code): tuple(cell.strip() for cell in cells.split("|")) for code, cells in rows}
     assert table == OUTCOMES
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset"])
-def test_a_pod_that_is_drained_is_started_again(kind: str) -> None:
+def test_a_pod_that_is_drained_is_started_again(kind):
     spec = manifest(f"--kind {kind} --workers 2 train.py")["spec"]
     evaluate = {"job": of_job, "jobset": of_job_set}[kind]
     assert evaluate(spec, code=137, conditions=["DisruptionTarget"]) == "again"
     assert evaluate(spec, code=2, conditions=["DisruptionTarget"]) == "failed"
 
 
-def test_a_job_set_that_is_late_has_failed() -> None:
+def test_a_job_set_that_is_late_has_failed():
     spec = manifest("--kind jobset --time 1h --workers 2 train.py")["spec"]
     assert spec["replicatedJobs"][0]["template"]["spec"]["activeDeadlineSeconds"] == 3600
     late = "DeadlineExceeded", "Job was active longer than specified deadline"
@@ -272,7 +268,7 @@ def test_a_job_set_that_is_late_has_failed() -> None:
 @pytest.mark.parametrize(
     ("code", "ended"), [(1, "counted"), (2, "failed"), (137, "counted"), (143, "again")]
 )
-def test_a_failure_of_a_job_set_is_the_cause_and_not_who_has_lost_it(code: int, ended: str) -> None:
+def test_a_failure_of_a_job_set_is_the_cause_and_not_who_has_lost_it(code, ended):
     spec = manifest("--kind jobset " + PS + "train.py")["spec"]
     child = spec["replicatedJobs"][0]["template"]["spec"]
     cause, follows = failure(child, code=code), failure(child, code=75)
@@ -280,7 +276,7 @@ def test_a_failure_of_a_job_set_is_the_cause_and_not_who_has_lost_it(code: int, 
         assert of_failed_jobs(spec["failurePolicy"], failures) == ended
 
 
-def test_no_restarts_are_none(tmp_path: Path) -> None:
+def test_no_restarts_are_none(tmp_path):
     flags = "--max_restarts 0 --workers 2 train.py"
     assert of_job(manifest(flags)["spec"], code=1) == "failed"
     assert of_job_set(manifest("--kind jobset " + flags)["spec"], code=1) == "failed"
@@ -291,8 +287,8 @@ def test_no_restarts_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [1, 2, 7])
 @pytest.mark.parametrize("max_restarts", [0, 1, 5])
 def test_a_job_is_started_again_as_often_as_asked_for_however_many_tasks_fail(
-    workers: int, max_restarts: int
-) -> None:
+    workers, max_restarts
+):
     flags = f"--max_restarts {max_restarts} --strategy multiworker --workers {workers} train.py"
     assert runs(manifest(flags)["spec"]) == 1 + max_restarts
     assert runs({"completions": 7, "backoffLimit": 5}) == 1  # as it would be without indexes
@@ -302,9 +298,7 @@ def test_a_job_is_started_again_as_often_as_asked_for_however_many_tasks_fail(
 
 
 @pytest.mark.parametrize(("index", "ended"), [("0", 0), ("1", 75), ("3", 75)])
-def test_a_server_of_a_job_comes_back_if_its_chief_does(
-    index: str, ended: int, tmp_path: Path
-) -> None:
+def test_a_server_of_a_job_comes_back_if_its_chief_does(index, ended, tmp_path):
     spec = manifest(PS + "train.py")["spec"]
     fakes(tmp_path, python="exit 0")
     container = container_of(spec["template"])
@@ -312,7 +306,7 @@ def test_a_server_of_a_job_comes_back_if_its_chief_does(
     assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
 
 
-def test_a_server_of_a_tfjob_comes_back_if_its_chief_does(tmp_path: Path) -> None:
+def test_a_server_of_a_tfjob_comes_back_if_its_chief_does(tmp_path):
     replicas = manifest("--kind tfjob " + PS + "train.py")["spec"]["tfReplicaSpecs"]
     fakes(tmp_path, python="exit 0")
     ended = {n: run_pod(tmp_path, container_of(r["template"])) for n, r in replicas.items()}
@@ -325,7 +319,7 @@ WAITED_FOR = 'until read -r _ _ state _ </proc/$PPID/stat && [ "$state" = S ]; d
 """In a step or a task: waits until the script that has started it sleeps in its wait."""
 
 
-def test_slurms_warning_is_passed_on_and_the_job_is_queued_again(tmp_path: Path) -> None:
+def test_slurms_warning_is_passed_on_and_the_job_is_queued_again(tmp_path):
     script = printed(SLURM + "--workers 2 train.py")
     # The step warns its parent itself, as Slurm would.
     step = f"trap 'exit 143' USR1\n{WAITED_FOR}kill -USR1 $PPID\nwhile :; do sleep 0.05; done"
@@ -335,7 +329,7 @@ def test_slurms_warning_is_passed_on_and_the_job_is_queued_again(tmp_path: Path)
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
-def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path) -> None:
+def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path):
     script = printed(SLURM + "--workers 2 train.py")
     step = f"trap 'touch twice' USR1 TERM\n{WAITED_FOR}kill -TERM $PPID\n"
     step += "[ -e twice ] && exit 1\nexit 143"
@@ -347,7 +341,7 @@ def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", ["train.py", "--workers 2 train.py", PS + "train.py"])
 @pytest.mark.parametrize("has_handler", [True, False])
-def test_a_pods_signal_reaches_its_task(arguments: str, has_handler: bool, tmp_path: Path) -> None:
+def test_a_pods_signal_reaches_its_task(arguments, has_handler, tmp_path):
     """Also one that has no handler yet; in the place of the shell, as process 1, it were deaf."""
     spec = manifest(arguments)["spec"]
     told = tmp_path / "told"
@@ -359,13 +353,13 @@ def test_a_pods_signal_reaches_its_task(arguments: str, has_handler: bool, tmp_p
     assert told.exists() == has_handler
 
 
-def test_a_pods_signal_before_its_task_has_begun_ends_it(tmp_path: Path) -> None:
+def test_a_pods_signal_before_its_task_has_begun_ends_it(tmp_path):
     spec = manifest("train.py")["spec"]
     fakes(tmp_path, python=f"[ $1 = -c ] || exit 1\n{WAITED_FOR}kill -TERM $PPID")
     assert run_pod(tmp_path, container_of(spec["template"])) == 143
 
 
-def test_without_tfdist_the_first_line_says_so(tmp_path: Path) -> None:
+def test_without_tfdist_the_first_line_says_so(tmp_path):
     environ = fakes(tmp_path, python="echo no such module >&2; exit 1", srun="exit 0")
     batch = printed(SLURM + "train.py")
     assert_says_so(run_batch(tmp_path, batch, environ))
@@ -412,9 +406,7 @@ OF_SET = "jobset.sigs.k8s.io/restart-attempt"
     ],
 )
 @pytest.mark.parametrize("arguments", ["train.py", "--workers 2 train.py", PS + "train.py"])
-def test_a_pod_is_told_how_often_it_was_started(
-    kind: str, annotations: dict[str, str], attempt: int, arguments: str
-) -> None:
+def test_a_pod_is_told_how_often_it_was_started(kind, annotations, attempt, arguments):
     made = manifest(f"--kind {kind} {arguments}")
     spec, pod = made["spec"], made["metadata"]["name"]
     if kind == "jobset":
@@ -426,7 +418,7 @@ def test_a_pod_is_told_how_often_it_was_started(
     assert config.options.attempt == attempt
 
 
-def test_who_knows_better_how_often_a_task_was_started_says_so() -> None:
+def test_who_knows_better_how_often_a_task_was_started_says_so():
     spec = manifest("--env TFDIST_RESTARTS=7 train.py")["spec"]
     container = container_of(spec["template"])
     assert [e for e in container["env"] if e["name"] == "TFDIST_RESTARTS"] == [
@@ -442,7 +434,7 @@ def test_who_knows_better_how_often_a_task_was_started_says_so() -> None:
         ("--strategy multiworker ", ["worker"]),
     ],
 )
-def test_the_pods_of_a_job_find_their_places(arguments: str, types: list[str]) -> None:
+def test_the_pods_of_a_job_find_their_places(arguments, types):
     job = manifest(arguments + "train.py")
     spec, found = job["spec"], []
     for index in range(spec["completions"]):
@@ -456,7 +448,7 @@ def test_the_pods_of_a_job_find_their_places(arguments: str, types: list[str]) -
     assert found == types
 
 
-def test_the_pods_of_a_job_set_find_their_places() -> None:
+def test_the_pods_of_a_job_set_find_their_places():
     jobset = manifest("--kind jobset --gpus 1 --evaluator " + PS + "train.py")
     name, found = jobset["metadata"]["name"], []
     for replicated in jobset["spec"]["replicatedJobs"]:

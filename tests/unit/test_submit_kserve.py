@@ -4,8 +4,6 @@ Names and types of the fields are those of its CustomResourceDefinition
 (config/crd/full/serving.kserve.io_inferenceservices.yaml in kserve/kserve), of v1beta1.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -40,9 +38,7 @@ def rendered(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("more", [[], [*MORE.split(), "--service_account=reader"]])
-def test_the_manifest_has_the_published_shape(
-    more: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_manifest_has_the_published_shape(more, capsys):
     manifest = rendered(capsys, *more)
     assert (manifest["apiVersion"], manifest["kind"]) == (
         "serving.kserve.io/v1beta1",
@@ -51,7 +47,7 @@ def test_the_manifest_has_the_published_shape(
     assert list(faults(manifest["spec"], SERVICE)) == []
 
 
-def test_what_is_asked_for_is_in_the_manifest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_asked_for_is_in_the_manifest(capsys):
     manifest = rendered(capsys, *MORE.split())
     predictor = manifest["spec"]["predictor"]
     assert (predictor["minReplicas"], predictor["maxReplicas"]) == (2, 4)
@@ -76,15 +72,13 @@ def test_what_is_asked_for_is_in_the_manifest(capsys: pytest.CaptureFixture[str]
         ([*FLAGS, "train.py"], "train.py"),
     ],
 )
-def test_a_mistake_is_one_line(
-    argv: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_line(argv, text, capsys):
     assert main([*argv, "--dry_run"]) == 2
     error = capsys.readouterr().err
     assert text in error
     assert error.count("\n") == 1
 
 
-def test_a_program_may_have_the_flag_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_may_have_the_flag_too(capsys):
     assert main(["--to", "slurm", "--dry_run", "train.py", "--to", "kserve"]) == 0
     assert "#SBATCH" in capsys.readouterr().out

@@ -6,8 +6,6 @@ and types are here, as in their CustomResourceDefinitions: JobSet v0.10.0
 v1.9.0 (manifests/base/crds/kubeflow.org_tfjobs.yaml in kubeflow/training-operator).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -111,13 +109,13 @@ def core_parts(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("document", documents())
-def test_core_kinds_are_valid(document: dict[str, Any], version: str) -> None:
+def test_core_kinds_are_valid(document, version):
     for part in core_parts(document):
         kubernetes_validate.validate(copy.deepcopy(part), version, strict=True)
 
 
 @pytest.mark.parametrize("document", documents())
-def test_the_other_kinds_have_the_published_shape(document: dict[str, Any]) -> None:
+def test_the_other_kinds_have_the_published_shape(document):
     shapes = {
         "JobSet": ("jobset.x-k8s.io/v1alpha2", JOB_SET),
         "TFJob": ("kubeflow.org/v1", TF_JOB),
@@ -130,7 +128,7 @@ def test_the_other_kinds_have_the_published_shape(document: dict[str, Any]) -> N
         assert document["apiVersion"] in ("v1", "batch/v1", "networking.k8s.io/v1")
 
 
-def test_a_shape_that_is_wrong_is_found() -> None:
+def test_a_shape_that_is_wrong_is_found():
     wrong = {"network": {"dns": True}, "failurePolicy": {"maxRestarts": "3", "rules": [{}]}}
     assert sorted(faults(wrong, JOB_SET)) == [
         "spec.failurePolicy.maxRestarts: '3'",
@@ -141,7 +139,7 @@ def test_a_shape_that_is_wrong_is_found() -> None:
 
 
 @pytest.mark.parametrize("document", documents())
-def test_names_that_the_operator_looks_for(document: dict[str, Any]) -> None:
+def test_names_that_the_operator_looks_for(document):
     if document["kind"] == "TFJob":
         for replica in document["spec"]["tfReplicaSpecs"].values():
             (container,) = replica["template"]["spec"]["containers"]
@@ -150,7 +148,7 @@ def test_names_that_the_operator_looks_for(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset", "tfjob"])
-def test_a_label_is_that_of_every_object_and_pod(kind: str) -> None:
+def test_a_label_is_that_of_every_object_and_pod(kind):
     made = objects(f"--kind {kind} --workers 2 --label team=vision train.py")
     parts = [part for document in made for part in core_parts(document)]
     templates = [part.get("template") or part["spec"].get("template") for part in parts]
@@ -191,7 +189,7 @@ def not_admitted(pod: Mapping[str, Any]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("document", documents())
-def test_pods_are_admitted_by_the_restricted_profile(document: dict[str, Any]) -> None:
+def test_pods_are_admitted_by_the_restricted_profile(document):
     for part in jobs(document):
         pod = (part.get("template") or part["spec"]["template"])["spec"]
         # A --volume with a leading slash is the one thing that no profile but the widest admits.
@@ -199,7 +197,7 @@ def test_pods_are_admitted_by_the_restricted_profile(document: dict[str, Any]) -
         assert list(not_admitted(pod)) == of_node
 
 
-def test_a_pod_that_says_nothing_is_not_admitted() -> None:
+def test_a_pod_that_says_nothing_is_not_admitted():
     assert list(not_admitted({"containers": [{}], "hostNetwork": True})) == [
         "hostNetwork",
         "allowPrivilegeEscalation",
@@ -210,7 +208,7 @@ def test_a_pod_that_says_nothing_is_not_admitted() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
-def test_only_the_jobs_own_pods_are_let_in(path: Path) -> None:
+def test_only_the_jobs_own_pods_are_let_in(path):
     made = list(yaml.safe_load_all(path.read_text()))
     (policy,) = [d["spec"] for d in made if d["kind"] == "NetworkPolicy"]
     assert policy["policyTypes"] == ["Ingress"]

@@ -1,11 +1,8 @@
 """What is asked of sbatch and kubectl, and what their answers become."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
@@ -40,21 +37,21 @@ def fails(text: str) -> Result:
     return CompletedProcess([], 1, "", text)
 
 
-def test_a_script_is_given_to_sbatch() -> None:
+def test_a_script_is_given_to_sbatch():
     ask = Recorded(sbatch=says("42;cluster\n"))
     submitted = tools.sbatch("#!/bin/bash\n", name="x", run=ask)
     assert submitted == tools.Submitted(text="job 42 (x); output: x-42.out")
     assert (ask.asked, ask.texts) == (["sbatch --parsable"], ["#!/bin/bash\n"])
 
 
-def test_what_sbatch_says_is_one_line() -> None:
+def test_what_sbatch_says_is_one_line():
     words = "sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job failed\n"
     with pytest.raises(UsageError, match="invalid partition specified: nope; expected") as caught:
         tools.sbatch("", name="x", run=Recorded(sbatch=fails(words)))
     assert "\n" not in str(caught.value)
 
 
-def test_manifests_are_created_only_if_all_would_be() -> None:
+def test_manifests_are_created_only_if_all_would_be():
     ask = Recorded(apply=says("job.batch/x created\n"))
     shown = tools.apply("kind: Job\n", name="x", kind="job", namespace="ml", run=ask)
     assert shown == tools.Submitted(text="job.batch/x created\n")
@@ -66,9 +63,7 @@ def test_manifests_are_created_only_if_all_would_be() -> None:
     assert ask.texts == ["", "kind: Job\n", "kind: Job\n"]
 
 
-def test_warnings_of_those_who_take_the_job_are_passed_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warnings_of_those_who_take_the_job_are_passed_on(monkeypatch, capsys):
     refused = 'Warning: would violate PodSecurity "restricted:latest": runAsNonRoot != true'
     log = "W1120 14:51:30.399739   31516 warnings.go:70] unknown field"
     created = says("job.batch/x created\n", errors=f"{log}\n{refused}\n\n")
@@ -83,7 +78,7 @@ def test_warnings_of_those_who_take_the_job_are_passed_on(
     assert err == "tfdist.submit: sbatch: 3 hours are left\n"
 
 
-def test_a_namespace_that_is_not_there_is_one_line_and_nothing_is_created() -> None:
+def test_a_namespace_that_is_not_there_is_one_line_and_nothing_is_created():
     line = 'Error from server (NotFound): error when creating "STDIN": namespaces "ml" not found'
     ask = Recorded(dry_run=fails(f"{line}\n{line}\n"))
     with pytest.raises(UsageError, match='namespaces "ml" not found') as caught:
@@ -93,21 +88,21 @@ def test_a_namespace_that_is_not_there_is_one_line_and_nothing_is_created() -> N
     assert all("--dry-run=server" in asked for asked in ask.asked if " apply " in asked)
 
 
-def test_the_log_of_kubectl_itself_is_passed_over() -> None:
+def test_the_log_of_kubectl_itself_is_passed_over():
     log = 'E1120 14:51:30.399739   31516 memcache.go:265] "Unhandled Error"'
     ask = Recorded(get=fails(f"{log}\n{log}\nThe connection to the server was refused\n"))
     with pytest.raises(UsageError, match="exit code 1: The connection to the server was refused;"):
         tools.apply("", name="x", kind="job", namespace=None, run=ask)
 
 
-def test_a_job_that_is_there_is_left_alone() -> None:
+def test_a_job_that_is_there_is_left_alone():
     ask = Recorded(get=says("job.batch/x\n"))
     with pytest.raises(UsageError, match=r"kubectl delete job\.batch/x"):
         tools.apply("", name="x", kind="job", namespace=None, run=ask)
     assert len(ask.asked) == 1
 
 
-def test_the_state_of_a_job() -> None:
+def test_the_state_of_a_job():
     ask = Recorded(squeue=says("JOBID NAME\n 7 x\n"))
     assert tools.squeue("x", run=ask) == "JOBID NAME\n 7 x\n"
     with pytest.raises(UsageError, match="a job that squeue still knows"):
@@ -121,7 +116,7 @@ def test_the_state_of_a_job() -> None:
     assert shown == "x 0/2\n\nno pods; why: kubectl --namespace=ml describe job/x\n"
 
 
-def test_the_output_of_the_latest_job_is_found() -> None:
+def test_the_output_of_the_latest_job_is_found():
     job = "JobId=10 JobName=x\n   Command=x\n   StdIn=/dev/null\n   StdOut=/a b/x-10.out\n"
     for more in ("   Power=\n", "", "   TresPerTask=gres/gpu=1\n\nJobId=11 JobName=x\n"):
         ask = Recorded(squeue=says("10+0\n10+1\n9\n"), scontrol=says(job + more))
@@ -132,7 +127,7 @@ def test_the_output_of_the_latest_job_is_found() -> None:
             tools.slurm_output("x", run=Recorded(**answers))
 
 
-def test_the_output_of_pods() -> None:
+def test_the_output_of_pods():
     ask = Recorded(logs=says("[pod/x-0/tfdist] step 1\n"))
     assert tools.pod_logs("x", namespace="ml", label="a/b", run=ask).endswith("step 1\n")
     assert ask.asked[0].startswith(
@@ -152,12 +147,8 @@ def test_the_output_of_pods() -> None:
     ],
 )
 def test_without_the_schedulers_commands_it_is_one_line_and_exit_code_2(
-    arguments: str,
-    command: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    arguments, command, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(shlex.split(arguments)) == 2
     out, err = capsys.readouterr()
@@ -165,9 +156,7 @@ def test_without_the_schedulers_commands_it_is_one_line_and_exit_code_2(
     assert f"received no {command}; expected the command {command} on PATH" in err
 
 
-def test_a_command_that_does_not_answer_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
     command = tmp_path / "sbatch"
     command.write_text("#!/bin/sh\nexec sleep 600\n")
     command.chmod(0o755)

@@ -1,7 +1,5 @@
 """The supervisor on histories: events at set times, a clock that jumps, no process."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Recorded histories of whole attempts, given to `decide` again: no process, clock or screen."""
 
-from __future__ import annotations
-
 import math
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A task's process: its program, its signs of life, and whether it is at rest."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

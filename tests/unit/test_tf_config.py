@@ -1,12 +1,8 @@
 """TF_CONFIG and the job options in it: encode, decode, and every mistake."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -97,7 +93,7 @@ def configs(draw: st.DrawFn) -> TaskConfig:
 
 @given(configs())
 @settings(deadline=None)
-def test_what_is_encoded_is_decoded_again(config: TaskConfig) -> None:
+def test_what_is_encoded_is_decoded_again(config):
     text = encode(config)
     assert text.isascii()
     assert text.isprintable()
@@ -105,31 +101,31 @@ def test_what_is_encoded_is_decoded_again(config: TaskConfig) -> None:
     assert decode(text.encode()) == config
 
 
-def test_tensorflow_finds_its_part_where_it_looks_for_it() -> None:
+def test_tensorflow_finds_its_part_where_it_looks_for_it():
     config = TaskConfig(cluster=ClusterSpec.from_dict(PS), task=Task("ps", 0))
     value = json.loads(encode(config))
     assert value["cluster"] == PS
     assert value["task"] == {"type": "ps", "index": 0}
 
 
-def test_a_run_dir_that_is_not_utf8_survives() -> None:
+def test_a_run_dir_that_is_not_utf8_survives():
     options = JobOptions(run_dir=b"run\xff".decode("utf-8", "surrogateescape"))
     config = TaskConfig(cluster=ClusterSpec(), task=Task("worker", 0), options=options)
     assert decode(encode(config)) == config
 
 
-def test_keys_that_schedulers_add_are_left_alone() -> None:
+def test_keys_that_schedulers_add_are_left_alone():
     task = {**WORKER_0, "trial": "1", "cloud": "x"}
     text = config_text(task=task, environment="cloud", rpc_layer="grpc", job={"a": 1})
     assert decode(text) == decode(GOOD)
 
 
-def test_options_that_are_not_given_have_their_defaults() -> None:
+def test_options_that_are_not_given_have_their_defaults():
     assert decode(GOOD).options == JobOptions()
     assert decode(config_text(tfdist={"attempt": 2})).options == JobOptions(attempt=2)
 
 
-def test_ten_thousand_tasks_take_less_than_a_tenth_of_a_second() -> None:
+def test_ten_thousand_tasks_take_less_than_a_tenth_of_a_second():
     cluster = {"worker": [f"worker-{i}.job.svc.cluster.local:2222" for i in range(10_000)]}
     text = config_text(cluster=cluster, task={"type": "worker", "index": 9_999})
     durations_s = []
@@ -144,7 +140,7 @@ def test_ten_thousand_tasks_take_less_than_a_tenth_of_a_second() -> None:
 
 
 @pytest.mark.parametrize("read", [from_environ, read_environment])
-def test_no_tf_config_means_no_job(read: Callable[..., TaskConfig | None]) -> None:
+def test_no_tf_config_means_no_job(read):
     assert read({}) is None
     assert read({"TF_CONFIG": ""}) is None
     assert read({"TF_CONFIG": " \n"}) is None
@@ -154,7 +150,7 @@ def test_no_tf_config_means_no_job(read: Callable[..., TaskConfig | None]) -> No
 # The evaluator
 
 
-def test_a_training_task_never_sees_the_evaluator() -> None:
+def test_a_training_task_never_sees_the_evaluator():
     with_evaluator = {**PS, "evaluator": ["e:1"]}
     chief = decode(config_text(cluster=with_evaluator, task={"type": "chief", "index": 0}))
     assert chief.cluster == ClusterSpec.from_dict(PS)
@@ -164,20 +160,20 @@ def test_a_training_task_never_sees_the_evaluator() -> None:
 
 
 @pytest.mark.parametrize("cluster", [PS, {**PS, "evaluator": ["e:1"]}, WORKERS])
-def test_an_evaluator_may_stand_in_its_cluster_or_not(cluster: dict[str, Any]) -> None:
+def test_an_evaluator_may_stand_in_its_cluster_or_not(cluster):
     config = decode(config_text(cluster=cluster, task={"type": "evaluator", "index": 0}))
     assert config.cluster == ClusterSpec.from_dict(cluster)
     assert resolved_strategy(config) == "auto"
 
 
-def test_only_one_evaluator_is_known() -> None:
+def test_only_one_evaluator_is_known():
     assert "evaluator-1" in refusal(config_text(task={"type": "evaluator", "index": 1}))
 
 
 # A whole job
 
 
-def test_each_task_of_a_job_gets_its_config_in_order() -> None:
+def test_each_task_of_a_job_gets_its_config_in_order():
     cluster = ClusterSpec(**{k: tuple(v) for k, v in PS.items()}, evaluator=("e:1",))
     options = JobOptions(strategy="ps", attempt=3)
     made = list(job_configs(cluster, options=options))
@@ -187,7 +183,7 @@ def test_each_task_of_a_job_gets_its_config_in_order() -> None:
     assert all(config.options == with_evaluator for config in made)
 
 
-def test_a_job_of_one_process_is_worker_0_without_a_cluster() -> None:
+def test_a_job_of_one_process_is_worker_0_without_a_cluster():
     (config,) = job_configs(ClusterSpec(), options=JobOptions(strategy="mirrored"))
     assert (config.task, config.cluster) == (Task("worker", 0), ClusterSpec())
     with_evaluator = job_configs(ClusterSpec(evaluator=("e:1",)), options=JobOptions())
@@ -208,9 +204,7 @@ def test_a_job_of_one_process_is_worker_0_without_a_cluster() -> None:
         ({}, "mirrored", "mirrored"),
     ],
 )
-def test_auto_is_resolved_by_the_cluster(
-    cluster: dict[str, object], asked: str, resolved: str
-) -> None:
+def test_auto_is_resolved_by_the_cluster(cluster, asked, resolved):
     spec, options = ClusterSpec.from_dict(cluster), JobOptions(strategy=asked)
     config = TaskConfig(cluster=spec, task=Task("worker", 0), options=options)
     assert resolved_strategy(config) == resolved
@@ -227,9 +221,7 @@ def test_auto_is_resolved_by_the_cluster(
         (PS, "mirrored", "'mirrored' and a cluster with 3 training tasks"),
     ],
 )
-def test_a_strategy_that_the_cluster_is_not_for_is_refused(
-    cluster: dict[str, object], asked: str, received: str
-) -> None:
+def test_a_strategy_that_the_cluster_is_not_for_is_refused(cluster, asked, received):
     text = json.dumps({"cluster": cluster, "task": WORKER_0, "tfdist": {"strategy": asked}})
     said = refusal(text)
     assert f"tfdist.strategy: received {received};" in said
@@ -239,7 +231,7 @@ def test_a_strategy_that_the_cluster_is_not_for_is_refused(
 # Mistakes in the text
 
 
-def test_a_printed_python_dict_is_repaired_with_its_none_and_true() -> None:
+def test_a_printed_python_dict_is_repaired_with_its_none_and_true():
     said = refusal(str({"cluster": {}, "task": WORKER_0, "tfdist": {"run_dir": None}, "x": True}))
     assert '"run_dir": null' in said
     assert '"x": true' in said
@@ -252,13 +244,13 @@ def test_a_printed_python_dict_is_repaired_with_its_none_and_true() -> None:
         *(f"'{GOOD}'", f'"{GOOD}"', json.dumps(GOOD), GOOD.replace('"', '\\"')),
     ],
 )
-def test_usual_mistakes_of_quoting_are_shown_repaired(text: str) -> None:
+def test_usual_mistakes_of_quoting_are_shown_repaired(text):
     said = refusal(text)
     assert "received an object in the wrong quotes" in said
     assert f"Fix: TF_CONFIG='{GOOD[:-1]}" in said
 
 
-def test_a_long_repaired_text_is_cut() -> None:
+def test_a_long_repaired_text_is_cut():
     cluster = {"worker": [f"host-{i}:1" for i in range(1000)]}
     assert len(refusal(str({"cluster": cluster, "task": WORKER_0}))) < 1500
 
@@ -280,7 +272,7 @@ def test_a_long_repaired_text_is_cut() -> None:
         ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}', "the key 'worker' twice"),
     ],
 )
-def test_text_that_is_no_json_object_is_refused(text: str | bytes, received: str) -> None:
+def test_text_that_is_no_json_object_is_refused(text, received):
     assert received in refusal(text)
 
 
@@ -309,9 +301,7 @@ def test_text_that_is_no_json_object_is_refused(text: str | bytes, received: str
         ({"cluster": WORKERS, "task": WORKER_0, "tfdist": 3}, "tfdist: received 3"),
     ],
 )
-def test_a_mistake_in_the_object_is_one_line_with_its_place_and_fix(
-    value: dict[str, object], said: str
-) -> None:
+def test_a_mistake_in_the_object_is_one_line_with_its_place_and_fix(value, said):
     assert said in refusal(json.dumps(value))
 
 
@@ -345,9 +335,7 @@ def test_a_mistake_in_the_object_is_one_line_with_its_place_and_fix(
         ({"strategy": ["ps"]}, "tfdist.strategy", "received ['ps']"),
     ],
 )
-def test_a_wrong_option_is_refused_with_its_name(
-    options: dict[str, object], place: str, said: str
-) -> None:
+def test_a_wrong_option_is_refused_with_its_name(options, place, said):
     text = refusal(config_text(tfdist=options))
     assert text.startswith(f"TF_CONFIG {place}: ")
     assert said in text
@@ -355,7 +343,7 @@ def test_a_wrong_option_is_refused_with_its_name(
         JobOptions.from_dict(options)
 
 
-def test_a_whole_number_of_seconds_is_accepted() -> None:
+def test_a_whole_number_of_seconds_is_accepted():
     assert JobOptions(startup_timeout_s=60) == JobOptions(startup_timeout_s=60.0)
 
 
@@ -375,7 +363,7 @@ def only_usage_errors(text: str | bytes) -> None:
 
 @given(st.binary())
 @settings(deadline=None)
-def test_random_bytes_raise_nothing_but_usage_errors(data: bytes) -> None:
+def test_random_bytes_raise_nothing_but_usage_errors(data):
     only_usage_errors(data)
     only_usage_errors(data.decode("utf-8", "surrogateescape"))
 
@@ -409,12 +397,12 @@ ALMOST = st.fixed_dictionaries(
 
 @given(JSON | ALMOST)
 @settings(deadline=None, max_examples=300)
-def test_random_json_raises_nothing_but_usage_errors(value: object) -> None:
+def test_random_json_raises_nothing_but_usage_errors(value):
     only_usage_errors(json.dumps(value))
     only_usage_errors(str(value))
 
 
 @given(st.integers(0, len(GOOD) - 1), st.text(max_size=3), st.integers(0, 3))
 @settings(deadline=None, max_examples=300)
-def test_a_damaged_text_raises_nothing_but_usage_errors(at: int, put: str, cut: int) -> None:
+def test_a_damaged_text_raises_nothing_but_usage_errors(at, put, cut):
     only_usage_errors(GOOD[:at] + put + GOOD[at + cut :])

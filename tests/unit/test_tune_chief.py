@@ -1,12 +1,9 @@
 """The chief of a sweep with trials that are no processes: every order of events, every crash."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
 import signal
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +43,7 @@ KILLED = Killed(reason="chief-0: killed by SIGKILL")
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
@@ -59,8 +56,8 @@ def outcome_of(tmp_path: Path) -> dict[str, tuple[str, float | None]]:
     ("parallel", "ahead", "at_once"), [(1, 99, 1), (3, 99, 3), (3, 1, 1)], ids=str
 )
 def test_all_trials_run_once_as_many_at_once_as_there_are_places_and_the_search_gives(
-    tmp_path: Path, parallel: int, ahead: int, at_once: int
-) -> None:
+    tmp_path, parallel, ahead, at_once
+):
     disk = Disk()
     search_of = partial(FakeSearch, ahead=ahead)
     chief = make_chief(tmp_path, disk, parallel=parallel, search_of=search_of)
@@ -75,7 +72,7 @@ def test_all_trials_run_once_as_many_at_once_as_there_are_places_and_the_search_
 
 @pytest.mark.parametrize("how", ["before", "within", "after"])
 @pytest.mark.parametrize("parallel", [1, 2])
-def test_a_crash_at_any_write_changes_nothing(tmp_path: Path, how: str, parallel: int) -> None:
+def test_a_crash_at_any_write_changes_nothing(tmp_path, how, parallel):
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
     work = Disk()
@@ -94,7 +91,7 @@ def test_a_crash_at_any_write_changes_nothing(tmp_path: Path, how: str, parallel
         assert disk.work == work.work, "a finished trial was run again, or a step was"
 
 
-def test_a_failed_trial_is_written_down_and_the_sweep_goes_on(tmp_path: Path) -> None:
+def test_a_failed_trial_is_written_down_and_the_sweep_goes_on(tmp_path):
     failed = Failed(reason="worker-0: ValueError: too wide", last_lines=("Traceback", "ValueError"))
     chief = make_chief(tmp_path, Disk(fates={"1": [failed]}))
     assert chief.run() == 0
@@ -104,7 +101,7 @@ def test_a_failed_trial_is_written_down_and_the_sweep_goes_on(tmp_path: Path) ->
     assert len(chief.state.ranked()) == 3
 
 
-def test_a_sweep_of_which_no_trial_was_completed_has_failed(tmp_path: Path) -> None:
+def test_a_sweep_of_which_no_trial_was_completed_has_failed(tmp_path):
     fates: dict[str, list[Outcome]] = {name: [Failed(reason="no")] for name in "0123"}
     chief = make_chief(tmp_path, Disk(fates=fates))
     assert chief.run() == 1
@@ -112,7 +109,7 @@ def test_a_sweep_of_which_no_trial_was_completed_has_failed(tmp_path: Path) -> N
     assert chief.state.is_complete, "there is nothing to go on with"
 
 
-def test_values_that_make_no_configuration_fail_their_trial_only(tmp_path: Path) -> None:
+def test_values_that_make_no_configuration_fail_their_trial_only(tmp_path):
     def flags(trial: Trial) -> tuple[str, ...]:
         if trial.id == "2":
             raise UsageError("config.dropout", received=2, expected="less than 1", fix="lower it")
@@ -125,7 +122,7 @@ def test_values_that_make_no_configuration_fail_their_trial_only(tmp_path: Path)
     assert disk.started == ["0", "1", "3"]
 
 
-def test_too_many_failed_trials_end_the_sweep_with_the_reason(tmp_path: Path) -> None:
+def test_too_many_failed_trials_end_the_sweep_with_the_reason(tmp_path):
     fates = {name: [Failed(reason="no")] for name in "012"}
     chief = make_chief(tmp_path, Disk(fates=fates), max_failed_trials=2)
     assert chief.run() == 1
@@ -137,7 +134,7 @@ def test_too_many_failed_trials_end_the_sweep_with_the_reason(tmp_path: Path) ->
     assert [t.status for t in more.state.trials.values()] == ["failed"] * 3 + ["completed"]
 
 
-def test_a_killed_trial_goes_on_and_one_that_is_always_killed_fails(tmp_path: Path) -> None:
+def test_a_killed_trial_goes_on_and_one_that_is_always_killed_fails(tmp_path):
     disk = Disk(fates={"0": [KILLED] * 2, "1": [KILLED] * 9})
     chief = make_chief(tmp_path, disk)
     assert chief.run() == 0
@@ -147,7 +144,7 @@ def test_a_killed_trial_goes_on_and_one_that_is_always_killed_fails(tmp_path: Pa
     assert "killed 4 times without progress" in chief.state.trials["1"].reason
 
 
-def test_kills_with_progress_in_between_are_not_counted(tmp_path: Path) -> None:
+def test_kills_with_progress_in_between_are_not_counted(tmp_path):
     disk = Disk(length=20)
     chief = make_chief(tmp_path, disk)
     polls = itertools.count()
@@ -163,9 +160,7 @@ def test_kills_with_progress_in_between_are_not_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_chief_that_is_asked_to_stop_leaves_trials_to_go_on(
-    tmp_path: Path, signum: int, code: int
-) -> None:
+def test_a_chief_that_is_asked_to_stop_leaves_trials_to_go_on(tmp_path, signum, code):
     disk = Disk()
     chief = make_chief(tmp_path, disk, parallel=2)
     disk.on_wait = lambda: chief.stop(signum)
@@ -177,7 +172,7 @@ def test_a_chief_that_is_asked_to_stop_leaves_trials_to_go_on(
     assert disk.work == 4 * disk.length
 
 
-def test_trials_left_by_a_chief_with_more_at_once_wait_for_their_turn(tmp_path: Path) -> None:
+def test_trials_left_by_a_chief_with_more_at_once_wait_for_their_turn(tmp_path):
     disk = Disk()
     with pytest.raises(Crash):  # three have been asked for and started, none has ended
         make_chief(tmp_path, disk, at=6, parallel=3).run()
@@ -187,7 +182,7 @@ def test_trials_left_by_a_chief_with_more_at_once_wait_for_their_turn(tmp_path: 
     assert len(outcome_of(tmp_path)) == 4
 
 
-def test_a_trial_that_a_runner_elsewhere_has_is_not_started_but_taken_over(tmp_path: Path) -> None:
+def test_a_trial_that_a_runner_elsewhere_has_is_not_started_but_taken_over(tmp_path):
     book = Journal(tmp_path / "journal.jsonl", time_of_day=lambda: 1.0)
     book.add("begun", **BEGUN)
     for name in ("0", "1"):
@@ -205,7 +200,7 @@ def test_a_trial_that_a_runner_elsewhere_has_is_not_started_but_taken_over(tmp_p
     assert disk.most_at_once == 3, "its place is not one of those here"
 
 
-def test_a_chief_that_does_not_serve_leaves_trials_elsewhere_alone(tmp_path: Path) -> None:
+def test_a_chief_that_does_not_serve_leaves_trials_elsewhere_alone(tmp_path):
     runner = LauncherRunner(
         program=(), launch_flags=(), gpus=(), places=1, environ={}, timeout_s=1.0
     )
@@ -253,23 +248,18 @@ NAN = math.nan
         ((0.3, 0.3), [(NAN, NAN)] * 5, "max", None),
     ],
 )
-def test_a_trial_is_hopeless_by_the_median_rule(
-    values: Sequence[float | None],
-    others: Sequence[Sequence[float]],
-    direction: str,
-    last: int | None,
-) -> None:
+def test_a_trial_is_hopeless_by_the_median_rule(values, others, direction, last):
     goal = Goal(objective="val_accuracy", direction=direction, medians=medians_of(others))
     assert goal.last(lines(*values)) == last
 
 
-def test_what_is_not_reported_is_no_value() -> None:
+def test_what_is_not_reported_is_no_value():
     found = values_of([{"x": 1}, {"x": None}, {}], "x")
     assert found[0] == 1.0
     assert [math.isnan(value) for value in found] == [False, True, True]
 
 
-def test_a_trial_that_went_further_before_it_was_seen_is_judged_by_what_counts() -> None:
+def test_a_trial_that_went_further_before_it_was_seen_is_judged_by_what_counts():
     goal = Goal(objective="val_accuracy", direction="max", medians=medians_of(OTHERS))
     seen_late = lines(0.1, 0.2, 0.99)
     for summary in (None, {"status": "stopped"}, {"status": "done"}):
@@ -291,9 +281,7 @@ EIGHT = partial(FakeSearch, count=8)
 
 
 @pytest.mark.parametrize("early_stop", ["none", MEDIAN])
-def test_the_chief_measures_a_trial_by_those_that_have_ended(
-    tmp_path: Path, early_stop: str
-) -> None:
+def test_the_chief_measures_a_trial_by_those_that_have_ended(tmp_path, early_stop):
     disk = Disk(result=one_bad)
     chief = make_chief(tmp_path, disk, search_of=EIGHT, early_stop=early_stop)
     assert chief.run() == 0
@@ -302,9 +290,7 @@ def test_the_chief_measures_a_trial_by_those_that_have_ended(
     assert chief.state.trials["5"].score == (0.2 if early_stop == MEDIAN else 0.99)
 
 
-def test_a_trial_begun_again_is_measured_by_those_that_had_ended_when_it_first_began(
-    tmp_path: Path,
-) -> None:
+def test_a_trial_begun_again_is_measured_by_those_that_had_ended_when_it_first_began(tmp_path):
     book = Journal(tmp_path / "journal.jsonl", time_of_day=lambda: 1.0)
     book.add("begun", **BEGUN)
 
@@ -348,26 +334,20 @@ JOB = TrialJob(run_dir=Path("best"), flags=("--config.x=1",), goal=GOAL)
     ],
     ids=["done", "done_before", "killed", "failed", "killed_too_often"],
 )
-def test_the_best_is_trained_until_it_has_an_end(
-    fates: list[Outcome], done: int, code: int, starts: int
-) -> None:
+def test_the_best_is_trained_until_it_has_an_end(fates, done, code, starts):
     disk = Disk(fates={"best": [*fates]}, done={"best": done})
     assert Retraining(FakeRunner(disk), JOB).run() == code
     assert len(disk.started) == starts
 
 
-def test_kills_of_the_best_with_progress_in_between_are_not_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kills_of_the_best_with_progress_in_between_are_not_counted(monkeypatch):
     disk = Disk(fates={"best": [KILLED] * 9})
     monkeypatch.setattr(FakeRunner, "metrics", lambda _, run_dir: [{}] * len(disk.started))
     assert Retraining(FakeRunner(disk), JOB).run() == 0
     assert len(disk.started) == 10
 
 
-def test_a_better_trial_that_is_found_later_is_trained_in_place_of_the_first(
-    tmp_path: Path,
-) -> None:
+def test_a_better_trial_that_is_found_later_is_trained_in_place_of_the_first(tmp_path):
     journal = Journal(tmp_path / "journal.jsonl", time_of_day=lambda: 1.0)
 
     def begin(best: str) -> None:
@@ -387,7 +367,7 @@ def test_a_better_trial_that_is_found_later_is_trained_in_place_of_the_first(
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_the_best_is_told_to_stop_and_the_same_command_goes_on(signum: int, code: int) -> None:
+def test_the_best_is_told_to_stop_and_the_same_command_goes_on(signum, code):
     disk = Disk(length=9)
     runner = FakeRunner(disk)
     retraining = Retraining(runner, JOB)

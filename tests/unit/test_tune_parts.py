@@ -1,7 +1,5 @@
 """The parts of a sweep that load no KerasTuner: options, journal, lock, results, directory."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -101,7 +99,7 @@ def local_runner() -> LauncherRunner:
 # --- options
 
 
-def test_the_command_line_of_the_page_is_read() -> None:
+def test_the_command_line_of_the_page_is_read():
     job = ["--strategy", "ps", "--workers", "4", "--ps", "1", "--config.dropout=0.1"]
     search = ["--tuner", "bayesian", "--max_trials", "30", "--parallel_trials", "2"]
     options = parse(["--config", "configs/digits_sweep.py", *search, *job])
@@ -112,7 +110,7 @@ def test_the_command_line_of_the_page_is_read() -> None:
     assert options.tasks_per_trial == 5
 
 
-def test_show_needs_no_config() -> None:
+def test_show_needs_no_config():
     assert parse(["--show", "runs/x"]) == Show(sweep_dir=Path("runs/x"))
 
 
@@ -139,7 +137,7 @@ def test_show_needs_no_config() -> None:
         (["--join", "a:1", "--reconnect_s", "0"], "--reconnect_s", "not-a-number"),
     ],
 )
-def test_a_wrong_flag_is_refused(flags: list[str], where: str, code: str) -> None:
+def test_a_wrong_flag_is_refused(flags, where, code):
     assert refused(lambda: parse(["--config", "c.py", *flags])) == (where, code)
 
 
@@ -154,20 +152,20 @@ def test_a_wrong_flag_is_refused(flags: list[str], where: str, code: str) -> Non
         ("strategy", None),
     ],
 )
-def test_what_is_no_number_or_name_is_refused_from_python_too(name: str, value: Any) -> None:
+def test_what_is_no_number_or_name_is_refused_from_python_too(name, value):
     with pytest.raises(UsageError) as caught:
         RunOptions(sweep_dir=Path("s"), **{name: value})
     assert (caught.value.where, caught.value.received) == (f"--{name}", repr(value))
 
 
-def test_a_sweep_needs_a_config() -> None:
+def test_a_sweep_needs_a_config():
     assert refused(lambda: parse(["--tuner", "grid"])) == ("--config", "missing")
 
 
 # --- journal
 
 
-def test_a_line_that_was_cut_short_is_gone_and_the_next_is_whole(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_short_is_gone_and_the_next_is_whole(tmp_path):
     first = journal(tmp_path)
     first.add("begun", seed=1)
     with open(first.path, "a") as file:
@@ -177,9 +175,7 @@ def test_a_line_that_was_cut_short_is_gone_and_the_next_is_whole(tmp_path: Path)
     assert [line["event"] for line in read(first.path)] == ["begun", "finished"]
 
 
-def test_a_line_for_which_there_is_no_room_is_not_there_in_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_for_which_there_is_no_room_is_not_there_in_part(tmp_path, monkeypatch):
     """The chief has its trials end then, and writes that down where there is room again."""
 
     class Full(FileIO):
@@ -199,7 +195,7 @@ def test_a_line_for_which_there_is_no_room_is_not_there_in_part(
     assert [line["event"] for line in book.lines] == ["begun", "finished"]
 
 
-def test_a_file_that_is_no_journal_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_file_that_is_no_journal_is_named_with_its_line(tmp_path):
     (tmp_path / "journal.jsonl").write_text('{"event": "begun"}\nhello\n')
     with pytest.raises(UsageError, match=r"journal\.jsonl, line 2: received 'hello'"):
         journal(tmp_path)
@@ -208,7 +204,7 @@ def test_a_file_that_is_no_journal_is_named_with_its_line(tmp_path: Path) -> Non
 # --- trials at once
 
 
-def test_a_program_with_many_open_files_waits_for_its_trials() -> None:
+def test_a_program_with_many_open_files_waits_for_its_trials():
     runner = local_runner()
     with contextlib.ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, raise_file_limit(2048))
@@ -219,7 +215,7 @@ def test_a_program_with_many_open_files_waits_for_its_trials() -> None:
 # --- lock
 
 
-def test_a_second_chief_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
+def test_a_second_chief_is_refused_with_the_first_ones_pid(tmp_path):
     with (
         directory.chief_lock(tmp_path),
         pytest.raises(UsageError, match=f"a second chief while process {os.getpid()} runs"),
@@ -234,14 +230,14 @@ def test_a_second_chief_is_refused_with_the_first_ones_pid(tmp_path: Path) -> No
 # --- results
 
 
-def test_the_score_is_the_best_virtual_epochs() -> None:
+def test_the_score_is_the_best_virtual_epochs():
     outcome = completed(GOAL, summary={"status": "done"}, metrics=LINES)
     assert isinstance(outcome, Completed)
     assert (outcome.score, outcome.best_virtual_epoch) == (0.9, 2)
     assert outcome.history[2] == {"virtual_epoch": 3, "val_accuracy": 0.8}
 
 
-def test_a_trial_with_a_shorter_goal_is_judged_by_what_it_had_done_by_then() -> None:
+def test_a_trial_with_a_shorter_goal_is_judged_by_what_it_had_done_by_then():
     goal = Goal(objective="val_accuracy", direction="max", until=1)
     outcome = completed(goal, summary={"status": "stopped"}, metrics=LINES)
     assert isinstance(outcome, Completed)
@@ -250,7 +246,7 @@ def test_a_trial_with_a_shorter_goal_is_judged_by_what_it_had_done_by_then() -> 
     assert completed(GOAL, summary={"status": "stopped"}, metrics=LINES) is None
 
 
-def test_an_objective_that_is_not_reported_or_never_finite_fails_the_trial() -> None:
+def test_an_objective_that_is_not_reported_or_never_finite_fails_the_trial():
     goal = Goal(objective="val_f1", direction="max")
     outcome = completed(goal, summary={"status": "done"}, metrics=LINES)
     assert isinstance(outcome, Failed)
@@ -266,7 +262,7 @@ def report(signal: str | None, *, cause: str = "exit code 1") -> Mapping[str, An
     return {"attempts": [{"tasks": tasks, "first_failure": failure}]}
 
 
-def test_a_program_that_failed_failed_and_one_that_was_killed_goes_on() -> None:
+def test_a_program_that_failed_failed_and_one_that_was_killed_goes_on():
     failed = ended(1, report=report(None, cause="ValueError: no"), last_lines=["x"])
     assert failed == Failed(reason="worker-1: ValueError: no", last_lines=("a", "b"))
     assert ended(137, report=report("SIGKILL", cause="killed"), last_lines=[]) == Killed(
@@ -287,7 +283,7 @@ def test_a_program_that_failed_failed_and_one_that_was_killed_goes_on() -> None:
 # --- directory
 
 
-def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_directory_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
     for overwrite in (False, True):
         with pytest.raises(UsageError, match=r"with thesis\.tex and no journal\.jsonl"):
@@ -295,7 +291,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
-def test_what_a_start_leaves_that_came_to_no_journal_is_no_hindrance(tmp_path: Path) -> None:
+def test_what_a_start_leaves_that_came_to_no_journal_is_no_hindrance(tmp_path):
     with directory.chief_lock(tmp_path):
         (tmp_path / directory.FORK_LOG).touch()
         directory.require_own(tmp_path)
@@ -303,7 +299,7 @@ def test_what_a_start_leaves_that_came_to_no_journal_is_no_hindrance(tmp_path: P
     assert not (tmp_path / "old-1").exists()
 
 
-def test_overwrite_moves_the_old_sweep_aside(tmp_path: Path) -> None:
+def test_overwrite_moves_the_old_sweep_aside(tmp_path):
     for _ in range(2):
         journal(tmp_path).add("begun", seed=1)
         (tmp_path / "trials").mkdir()
@@ -333,9 +329,7 @@ class ImpossibleSweep(Sweep):
         raise NotImplementedError
 
 
-def test_imports_begin_before_a_sweep_is_described_and_end_where_it_cannot_be(
-    tmp_path: Path,
-) -> None:
+def test_imports_begin_before_a_sweep_is_described_and_end_where_it_cannot_be(tmp_path):
     said: list[str] = []
     book = journal(tmp_path)
     book.add("begun", seed=1)
@@ -350,7 +344,7 @@ def test_imports_begin_before_a_sweep_is_described_and_end_where_it_cannot_be(
     assert said == ["described", "closed"]
 
 
-def test_a_finished_sweep_of_which_no_trial_was_completed_has_failed_again(tmp_path: Path) -> None:
+def test_a_finished_sweep_of_which_no_trial_was_completed_has_failed_again(tmp_path):
     book = journal(tmp_path)
     book.add("begun", **begun())
     add_trial(book, "0", score=None)
@@ -379,7 +373,7 @@ def begun(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("held", ["logs", "checkpoints/.lock"])
-def test_a_sweep_is_not_moved_aside_while_a_trial_of_it_runs(tmp_path: Path, held: str) -> None:
+def test_a_sweep_is_not_moved_aside_while_a_trial_of_it_runs(tmp_path, held):
     """A runner's trial outlives a chief that was killed, and would write among the new ones."""
     sweep(tmp_path)
     path = tmp_path / "trials" / "1" / held
@@ -395,9 +389,7 @@ def test_a_sweep_is_not_moved_aside_while_a_trial_of_it_runs(tmp_path: Path, hel
     assert (tmp_path / "old-1" / "journal.jsonl").exists()
 
 
-def test_a_trial_that_ends_while_its_directory_is_waited_for_is_not_run_again(
-    tmp_path: Path,
-) -> None:
+def test_a_trial_that_ends_while_its_directory_is_waited_for_is_not_run_again(tmp_path):
     """What a killed chief had started comes to its end under the next one."""
     logs = tmp_path / "trials" / "0" / "logs"
     logs.mkdir(parents=True)
@@ -416,9 +408,7 @@ def test_a_trial_that_ends_while_its_directory_is_waited_for_is_not_run_again(
     assert trial.pid is None
 
 
-def test_a_trial_waits_for_who_still_writes_the_checkpoints_that_it_goes_on_from(
-    tmp_path: Path,
-) -> None:
+def test_a_trial_waits_for_who_still_writes_the_checkpoints_that_it_goes_on_from(tmp_path):
     """Of hyperband from Python: they are those of the bracket's first trial."""
     trials = tmp_path / "trials"
     held = trials / "0" / "checkpoints" / ".lock"
@@ -441,16 +431,14 @@ def test_a_trial_waits_for_who_still_writes_the_checkpoints_that_it_goes_on_from
         assert trial.pid is None, "it would find them locked, and fail"
 
 
-def test_a_trial_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_a_trial_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "trials" / "0" / "launch.log").mkdir(parents=True)
     runner = local_runner()
     with pytest.raises(TfdistError, match=r"trials/0: Is a directory$"):
         runner.start(TrialJob(run_dir=tmp_path / "trials" / "0", flags=(), goal=GOAL))
 
 
-def test_a_trial_that_removes_its_directory_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_that_removes_its_directory_has_failed(tmp_path, monkeypatch):
     run_dir = tmp_path / "trials" / "0"
     remove = [sys.executable, "-c", f"import shutil; shutil.rmtree({str(run_dir)!r}); exit(3)"]
     monkeypatch.setattr(LauncherRunner, "command", lambda *_, **__: remove)
@@ -462,7 +450,7 @@ def test_a_trial_that_removes_its_directory_has_failed(
 
 
 @pytest.mark.parametrize("is_ignored", [True, False])
-def test_a_hangup_that_is_ignored_stays_so(is_ignored: bool) -> None:
+def test_a_hangup_that_is_ignored_stays_so(is_ignored):
     """As of ``nohup``, whose sweep goes on when the terminal is closed."""
     came: list[int] = []
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
@@ -474,7 +462,7 @@ def test_a_hangup_that_is_ignored_stays_so(is_ignored: bool) -> None:
     assert came == ([] if is_ignored else [signal.SIGHUP])
 
 
-def test_a_request_to_stop_is_heard_that_was_blocked() -> None:
+def test_a_request_to_stop_is_heard_that_was_blocked():
     came: list[int] = []
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
@@ -486,7 +474,7 @@ def test_a_request_to_stop_is_heard_that_was_blocked() -> None:
     assert came == [signal.SIGTERM]
 
 
-def test_how_trials_end_is_told_where_the_ends_of_processes_were_ignored() -> None:
+def test_how_trials_end_is_told_where_the_ends_of_processes_were_ignored():
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         with sweep_module._stop_signals_to(types.SimpleNamespace(stop=print)):  # type: ignore[arg-type]
@@ -496,7 +484,7 @@ def test_how_trials_end_is_told_where_the_ends_of_processes_were_ignored() -> No
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_changed_sweep_is_refused_with_what_has_changed(tmp_path: Path) -> None:
+def test_a_changed_sweep_is_refused_with_what_has_changed(tmp_path):
     directory.require_same(tmp_path, begun(), begun(seed=None))
     wider = json.loads(json.dumps(SPACE))
     wider[0]["config"]["max_value"] = 0.9
@@ -510,7 +498,7 @@ def test_a_changed_sweep_is_refused_with_what_has_changed(tmp_path: Path) -> Non
     assert "--overwrite" in said
 
 
-def test_new_and_gone_hyperparameters_are_named() -> None:
+def test_new_and_gone_hyperparameters_are_named():
     other = json.loads(json.dumps(SPACE).replace("dropout", "momentum"))
     assert differences(SPACE, other) == ["momentum is new", "dropout is gone"]
     assert differences(SPACE, SPACE) == []
@@ -519,9 +507,7 @@ def test_new_and_gone_hyperparameters_are_named() -> None:
 # --- what a person sees
 
 
-def test_the_leaderboard_of_a_directory_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_leaderboard_of_a_directory_is_shown(tmp_path, capsys):
     sweep(tmp_path)
     before = sorted(tmp_path.iterdir())
     show(tmp_path)
@@ -535,7 +521,7 @@ def test_the_leaderboard_of_a_directory_is_shown(
 
 
 @pytest.mark.parametrize("gone", [0, 1], ids=["begun", "asked"])
-def test_a_journal_of_which_a_line_is_gone_is_one_line(tmp_path: Path, gone: int) -> None:
+def test_a_journal_of_which_a_line_is_gone_is_one_line(tmp_path, gone):
     path = sweep(tmp_path).path
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:gone] + lines[gone + 1 :]))
@@ -549,8 +535,8 @@ def test_a_journal_of_which_a_line_is_gone_is_one_line(tmp_path: Path, gone: int
 
 
 def test_a_running_sweep_is_shown_as_one_also_where_nothing_can_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capsys, monkeypatch
+):
     def read_only(path: Any, flags: int, mode: int = 0o777, **where: Any) -> int:
         if flags & (os.O_RDWR | os.O_WRONLY):
             raise OSError(errno.EROFS, "Read-only file system")
@@ -564,7 +550,7 @@ def test_a_running_sweep_is_shown_as_one_also_where_nothing_can_be_written(
     assert "not finished: its chief is running; best 0.3000" in capsys.readouterr().out
 
 
-def test_sweep_json_has_every_trial_and_the_best(tmp_path: Path) -> None:
+def test_sweep_json_has_every_trial_and_the_best(tmp_path):
     state = fold(sweep(tmp_path).lines)
     content = as_json(state)
     assert content["best"]["trial"] == "1"
@@ -574,7 +560,7 @@ def test_sweep_json_has_every_trial_and_the_best(tmp_path: Path) -> None:
     )
 
 
-def test_a_terminal_shows_one_table_that_follows_the_sweep(tmp_path: Path) -> None:
+def test_a_terminal_shows_one_table_that_follows_the_sweep(tmp_path):
     book = sweep(tmp_path)
     running = {"trial": "3", "values": {"lr": 0.25}, "run": "3", "until": None}
     book.add("asked", asker="r", status="RUNNING", **running)
@@ -596,9 +582,7 @@ def test_a_terminal_shows_one_table_that_follows_the_sweep(tmp_path: Path) -> No
     assert json.loads((tmp_path / "sweep.json").read_text())["trials"][3]["status"] == "running"
 
 
-def test_what_a_user_names_is_shown_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_user_names_is_shown_as_it_is(tmp_path, capsys, caplog):
     """No name and no value is markup of a table or a formula of a picture."""
     book = journal(tmp_path)
     objective = "$val$ [/b]"
@@ -614,9 +598,7 @@ def test_what_a_user_names_is_shown_as_it_is(
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_that_cannot_be_does_not_fail_the_sweep(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_picture_that_cannot_be_does_not_fail_the_sweep(tmp_path, caplog):
     directory.write_json(tmp_path / directory.SWEEP, as_json(fold(sweep(tmp_path).lines)))
     (tmp_path / directory.PLOT).mkdir()
     assert exports.draw_plot(tmp_path) is None

@@ -1,7 +1,5 @@
 """Leases, fencing and the guard, with a clock that is turned by hand; and 500 runners at once."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools
@@ -62,7 +60,7 @@ GREETING = {"sweep": "s", "chief": "c"}
 # --- the guard
 
 
-def test_the_trials_have_ended_before_the_lease_can() -> None:
+def test_the_trials_have_ended_before_the_lease_can():
     assert SAVE_AFTER_S < KILL_AFTER_S < LEASE_S
     rule = LeaseGuard(0.0)
     rule.renew(100.0)
@@ -80,7 +78,7 @@ def test_the_trials_have_ended_before_the_lease_can() -> None:
 # --- messages
 
 
-def test_a_trial_and_its_outcomes_are_the_same_on_the_other_side() -> None:
+def test_a_trial_and_its_outcomes_are_the_same_on_the_other_side():
     for goal in (
         Goal(objective="loss", direction="min", until=3, medians=(None, 0.25)),
         Goal(objective="loss", direction="min"),
@@ -97,9 +95,7 @@ def test_a_trial_and_its_outcomes_are_the_same_on_the_other_side() -> None:
         assert protocol.decode_outcome(_sent(protocol.encode_outcome(outcome))) == outcome
 
 
-def test_a_trial_with_a_trackers_variables_is_run_and_one_that_is_none_has_failed(
-    tmp_path: Path,
-) -> None:
+def test_a_trial_with_a_trackers_variables_is_run_and_one_that_is_none_has_failed(tmp_path):
     """The chief waits for what it has given away, so a runner must not pass over it."""
     world = World(tmp_path)
     runner = world.add_host().runner
@@ -193,7 +189,7 @@ class Served:
         return self.hear(MessageReceived(rank=rank, message={"ended": told}))
 
 
-def test_a_runner_is_given_trials_for_its_places_until_it_leaves() -> None:
+def test_a_runner_is_given_trials_for_its_places_until_it_leaves():
     served = Served()
     assert list(served.runner.free_slots(set())) == []
     assert served.come(A, places=2) == [(A, GREETING)]
@@ -207,7 +203,7 @@ def test_a_runner_is_given_trials_for_its_places_until_it_leaves() -> None:
     assert list(served.runner.free_slots(set())) == []
 
 
-def test_what_a_runner_reports_is_taken_once_it_is_written_down() -> None:
+def test_what_a_runner_reports_is_taken_once_it_is_written_down():
     served = Served()
     served.come(A)
     trial = served.runner.start(served.job("0", 1))
@@ -221,7 +217,7 @@ def test_what_a_runner_reports_is_taken_once_it_is_written_down() -> None:
     assert served.hear() == [(A, {"taken": ["0", 1]})]
 
 
-def test_a_late_report_under_a_lost_lease_does_not_count() -> None:
+def test_a_late_report_under_a_lost_lease_does_not_count():
     served = Served()
     served.come(A)
     served.come(B)
@@ -245,7 +241,7 @@ def test_a_late_report_under_a_lost_lease_does_not_count() -> None:
     assert again.poll() == DONE
 
 
-def test_a_new_chief_waits_for_the_runners_of_the_one_before() -> None:
+def test_a_new_chief_waits_for_the_runners_of_the_one_before():
     served = Served()
     kept = served.runner.take_over(served.job("0", 3))
     release = served.runner.take_over(served.job("1", 1))
@@ -260,7 +256,7 @@ def test_a_new_chief_waits_for_the_runners_of_the_one_before() -> None:
     assert kept.poll() == DONE
 
 
-def test_a_runner_that_is_back_keeps_its_trial_while_the_chief_thinks() -> None:
+def test_a_runner_that_is_back_keeps_its_trial_while_the_chief_thinks():
     """An answer of the search takes longer than a lease, in which nobody is asked what he holds."""
     served = Served()
     kept = served.runner.take_over(served.job("0", 3))
@@ -278,7 +274,7 @@ def test_a_runner_that_is_back_keeps_its_trial_while_the_chief_thinks() -> None:
     assert kept.poll() == DONE
 
 
-def test_a_trial_that_is_to_stop_while_its_runner_is_away_is_stopped_when_it_is_back() -> None:
+def test_a_trial_that_is_to_stop_while_its_runner_is_away_is_stopped_when_it_is_back():
     served = Served()
     served.come(A)
     trial = served.runner.start(served.job("0", 1))
@@ -300,7 +296,7 @@ def test_a_trial_that_is_to_stop_while_its_runner_is_away_is_stopped_when_it_is_
         {"leaving": True},
     ],
 )
-def test_what_makes_no_sense_is_not_heard(message: Message) -> None:
+def test_what_makes_no_sense_is_not_heard(message):
     served = Served()
     assert served.hear(MessageReceived(rank=A, message=message)) == []
     assert list(served.runner.free_slots(set())) == []
@@ -315,7 +311,7 @@ def _config_flags(*flags: str) -> SweepOptions:
     return options
 
 
-def test_tf_config_says_who_serves_and_who_joins() -> None:
+def test_tf_config_says_who_serves_and_who_joins():
     cluster = '{"cluster": {"chief": ["a:1"], "worker": ["b:2", "c:3"]}, "task": %s}'
 
     def of(type_: str, *flags: str) -> tuple[SweepOptions, dict[str, str]]:
@@ -334,7 +330,7 @@ def test_tf_config_says_who_serves_and_who_joins() -> None:
     assert refused(lambda: placed(_config_flags(), environ))[1] == "no-part-in-a-sweep"
 
 
-def test_an_address_that_is_not_of_this_machine_or_taken_is_one_line() -> None:
+def test_an_address_that_is_not_of_this_machine_or_taken_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(UsageError, match=rf"^--serve: received {address} \(Address already"):
@@ -343,7 +339,7 @@ def test_an_address_that_is_not_of_this_machine_or_taken_is_one_line() -> None:
     assert refused(lambda: listener_of("0.0.0.0:2")) == ("--serve", "unreachable")
 
 
-def test_a_token_is_needed_on_one_machine_too_and_is_in_no_terms(tmp_path: Path) -> None:
+def test_a_token_is_needed_on_one_machine_too_and_is_in_no_terms(tmp_path):
     options = RunOptions(sweep_dir=tmp_path, serve="127.0.0.1:2")
 
     def meet(environ: dict[str, str]) -> SweepAddress | None:
@@ -359,7 +355,7 @@ def test_a_token_is_needed_on_one_machine_too_and_is_in_no_terms(tmp_path: Path)
     assert TOKEN.decode() not in str(sweep_address)
 
 
-def test_the_ownership_file_is_the_sweeps_and_says_where_its_chief_is_now(tmp_path: Path) -> None:
+def test_the_ownership_file_is_the_sweeps_and_says_where_its_chief_is_now(tmp_path):
     assert directory.read_ownership(tmp_path) is None
     first = directory.write_ownership(tmp_path, address="a:1")
     moved = directory.write_ownership(tmp_path, address="b:2")
@@ -370,7 +366,7 @@ def test_the_ownership_file_is_the_sweeps_and_says_where_its_chief_is_now(tmp_pa
     assert directory.read_ownership(tmp_path) is None
 
 
-def test_a_copy_of_the_directory_and_another_sweep_in_it_are_refused(tmp_path: Path) -> None:
+def test_a_copy_of_the_directory_and_another_sweep_in_it_are_refused(tmp_path):
     here, copy = tmp_path / "here", tmp_path / "copy"
     here.mkdir()
     directory.write_ownership(here, address="a:1")
@@ -391,9 +387,7 @@ def test_a_copy_of_the_directory_and_another_sweep_in_it_are_refused(tmp_path: P
     assert refusal == ("--sweep_dir", "another-sweep")
 
 
-def test_the_runner_and_its_guard_count_the_time_in_which_the_machine_sleeps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_runner_and_its_guard_count_the_time_in_which_the_machine_sleeps(monkeypatch):
     """Another clock would let a runner that wakes up go on with what is another's by now."""
     monkeypatch.setattr(time, "clock_gettime", {time.CLOCK_BOOTTIME: 5.0}.__getitem__)
     assert guard.now_s() == 5.0
@@ -401,9 +395,7 @@ def test_the_runner_and_its_guard_count_the_time_in_which_the_machine_sleeps(
         assert inspect.signature(made).parameters["clock"].default is guard.now_s
 
 
-def test_a_chief_that_does_not_answer_may_be_there_and_one_that_is_refused_is_not(
-    tmp_path: Path,
-) -> None:
+def test_a_chief_that_does_not_answer_may_be_there_and_one_that_is_refused_is_not(tmp_path):
     """Only what is known of the chief renews a lease on the runner's side."""
     renewed: list[float] = []
     now_s = itertools.count(0.0, 10.0)
@@ -429,7 +421,7 @@ def test_a_chief_that_does_not_answer_may_be_there_and_one_that_is_refused_is_no
     assert client.address == "127.0.0.1:1"
 
 
-def test_a_runner_loads_neither_tensorflow_nor_keras_tuner_and_gives_up_in_one_line() -> None:
+def test_a_runner_loads_neither_tensorflow_nor_keras_tuner_and_gives_up_in_one_line():
     program = (
         "import sys; from tfdist.tune import main;"
         "code = main(['--config', 'c.py', '--join', '127.0.0.1:1', '--reconnect_s', '0.6']);"
@@ -496,9 +488,7 @@ class Client:
         self.channel.send({"runner": {"name": str(self.rank), "places": 1, "holds": []}})
 
 
-def test_five_hundred_runners_that_ask_at_once_are_all_served_exactly_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_five_hundred_runners_that_ask_at_once_are_all_served_exactly_once(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * COUNT)), hard))

@@ -1,11 +1,8 @@
 """No trial is lost, run twice or counted twice, whoever dies, hangs or is cut off."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +24,7 @@ SEEDS = range(40)
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
@@ -61,7 +58,7 @@ def once(world: World, when: Callable[[], object], then: Callable[[], object]) -
 
 
 @pytest.mark.parametrize("how", ["before", "within", "after"])
-def test_a_chief_that_dies_at_any_write_costs_its_runners_nothing(tmp_path: Path, how: str) -> None:
+def test_a_chief_that_dies_at_any_write_costs_its_runners_nothing(tmp_path, how):
     """The runners go on, and what ended meanwhile they keep: a failed trial fails once, too."""
     for at in range(3 * TRIALS):
         path = tmp_path / str(at)
@@ -89,9 +86,7 @@ def is_suspended(host: Host) -> None:
 
 @pytest.mark.parametrize("happens", [stands_still, is_cut_off, is_suspended])
 @pytest.mark.parametrize("ticks", [18, 19, 20, 21, 22, 30])
-def test_a_runner_that_lives_on_and_reports_after_its_lease_is_not_heard(
-    tmp_path: Path, happens: Callable[[Host], None], ticks: int
-) -> None:
+def test_a_runner_that_lives_on_and_reports_after_its_lease_is_not_heard(tmp_path, happens, ticks):
     """Around the lease's end, and long after it."""
     world = World(tmp_path, seed=0, trials=2)
     late = world.add_host()
@@ -110,9 +105,7 @@ def test_a_runner_that_lives_on_and_reports_after_its_lease_is_not_heard(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_whatever_happens_no_trial_is_lost_run_twice_or_counted_twice(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_happens_no_trial_is_lost_run_twice_or_counted_twice(tmp_path, seed, monkeypatch):
     monkeypatch.setattr("tfdist.tuning.chief._KILLS_AT_MOST", 99)  # which is another test's
     world = World(tmp_path, seed=seed)
     world.add_host()
@@ -121,7 +114,7 @@ def test_whatever_happens_no_trial_is_lost_run_twice_or_counted_twice(
     require_all_once(world, world.run(pause=60))
 
 
-def test_the_ends_of_a_trial_that_fails_are_counted_once(tmp_path: Path) -> None:
+def test_the_ends_of_a_trial_that_fails_are_counted_once(tmp_path):
     """The connection is lost with the report in it; the runner says it again."""
     world = World(tmp_path, seed=1)
     host = world.add_host()
@@ -132,7 +125,7 @@ def test_the_ends_of_a_trial_that_fails_are_counted_once(tmp_path: Path) -> None
     assert world.failures == 1
 
 
-def test_a_sweep_whose_last_runner_has_gone_waits_for_another(tmp_path: Path) -> None:
+def test_a_sweep_whose_last_runner_has_gone_waits_for_another(tmp_path):
     """And does not call itself finished with a trial that waits."""
     world = World(tmp_path, seed=0, trials=2)
     world.add_host()
@@ -150,7 +143,7 @@ def test_a_sweep_whose_last_runner_has_gone_waits_for_another(tmp_path: Path) ->
     assert world.started["1"] == 2
 
 
-def test_a_runner_that_hears_of_a_trial_too_late_does_not_start_it(tmp_path: Path) -> None:
+def test_a_runner_that_hears_of_a_trial_too_late_does_not_start_it(tmp_path):
     """It hung with the message in its socket; the trial is with another when it reads it."""
     world = World(tmp_path, seed=0, trials=1)
     late = world.add_host()
@@ -170,7 +163,7 @@ def test_a_runner_that_hears_of_a_trial_too_late_does_not_start_it(tmp_path: Pat
     assert world.processes[1].host is world.hosts[2]
 
 
-def test_what_goes_on_elsewhere_is_refused_where_nothing_of_it_is(tmp_path: Path) -> None:
+def test_what_goes_on_elsewhere_is_refused_where_nothing_of_it_is(tmp_path):
     """A runner that has not the chief's directory would begin anew; the next one goes on."""
     world = World(tmp_path / "shared", trials=2, search_of=lambda lines: Continuing(lines))
     world.path.mkdir()
@@ -213,7 +206,7 @@ class Continuing(FakeSearch):
         return NextTrial(status=RUNNING, asker="r", trial=name, values={"x": 1, **part})
 
 
-def test_two_runners_of_one_name_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runners_of_one_name_are_two(tmp_path, monkeypatch):
     """As in two containers: the same host name and the same process id."""
     monkeypatch.setattr("socket.gethostname", lambda: "node")
     world = World(tmp_path, seed=0)

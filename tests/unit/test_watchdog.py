@@ -1,7 +1,5 @@
 """The watchdog on histories of beats: whom it blames, when, and when it blames nobody."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Models and data that the replayed jobs and the tests that judge them have in common."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

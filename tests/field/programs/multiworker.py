@@ -1,7 +1,5 @@
 """One job of three workers, in which the scripts of several issues run one after the other."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """One ps job of two workers, in which the scripts of several issues run one after the other."""
 
-from __future__ import annotations
-
 import pathlib
 import sys
 

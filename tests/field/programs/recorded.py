@@ -1,7 +1,5 @@
 """Runs the scripts of a job one after the other, and writes what each saw as a line of JSON."""
 
-from __future__ import annotations
-
 import json
 import traceback
 

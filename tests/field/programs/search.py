@@ -1,7 +1,5 @@
 """A search of two trials, whose first is killed once in its second epoch: search.py DIRECTORY."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import signal

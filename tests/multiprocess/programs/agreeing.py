@@ -3,8 +3,6 @@
 agreeing.py OUT
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

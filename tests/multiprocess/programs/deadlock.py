@@ -4,8 +4,6 @@ The last worker does ``before`` and ``after`` the training, in a ``callback``, i
 in a ``py_function`` of the step; ``nowhere`` is an attempt that ends.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

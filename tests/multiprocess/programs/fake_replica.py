@@ -3,8 +3,6 @@
 A file ``saved_model.pb`` that says ``broken`` does not load.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A ps job that does everything the tests look at, or the parts that are named; see PARTS."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import sys

@@ -1,7 +1,5 @@
 """A ps job that trains one model; the chief writes where its variables are and what they hold."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

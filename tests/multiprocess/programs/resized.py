@@ -4,8 +4,6 @@ SGD, synchronized BatchNormalization, crops and flips, no Dropout. At step KILL_
 itself; 0 lets the run come to its end, and the chief writes what came out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

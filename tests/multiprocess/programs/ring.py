@@ -3,8 +3,6 @@
 Arguments: where to write, and ``ring``, ``collectives``, or that worker 1 ``dies`` or ``differs``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 Its trials are runs of `stepping.py`. All else is as in `tfdist.tune`.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

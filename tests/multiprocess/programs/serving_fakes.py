@@ -1,7 +1,5 @@
 """The service of a directory with replicas that need no TensorFlow; options as JSON."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -3,8 +3,6 @@
 TensorFlow takes all GPUs of a worker and one CPU; here it takes two logical CPUs.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 import sys

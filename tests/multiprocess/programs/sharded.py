@@ -3,8 +3,6 @@
 Each optimizer trains the same model twice, with whole slots and with sharded ones.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 import sys

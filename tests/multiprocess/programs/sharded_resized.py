@@ -1,7 +1,5 @@
 """A run that other numbers of workers go on with: ``sharded_resized.py OUT SHARDED EPOCHS``."""
 
-from __future__ import annotations
-
 import pathlib
 import sys
 

@@ -11,8 +11,6 @@ batches; ``sums`` sums losses, accumulates gradients and keeps a ledger;
 and in ``differs`` each task has targets of its own.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -3,8 +3,6 @@
 Each look is a line of ``steps``, with the step and who takes it, so that two at once are seen.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Keras' own `fit` and its like in a job of several tasks; the chief writes what came of them."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import sys

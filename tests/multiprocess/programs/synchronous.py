@@ -1,7 +1,5 @@
 """One multiworker job that does everything the tests look at; each task writes what it saw."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import sys

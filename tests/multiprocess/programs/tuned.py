@@ -4,8 +4,6 @@ Usage: tuned.py SWEEP_DIR STRATEGY WORKERS. The first waits while there is a fil
 The variables SERVE and JOIN make it a chief or a runner of several hosts.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A ps job in which one work unit is begun again, as after the death of its worker."""
 
-from __future__ import annotations
-
 import sys
 
 import keras

@@ -1,7 +1,5 @@
 """Models and data that the jobs and the tests that judge them have in common."""
 
-from __future__ import annotations
-
 import hashlib
 
 import keras

@@ -4,8 +4,6 @@ While HOLD names a file that exists, the chief waits at the end of each virtual 
 that asks it to stop, or for the file to go. What is computed is the same.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
