@@ -1,5 +1,6 @@
 """Exports: the SavedModel answers as the model does, or nothing is published."""
 
+import io
 import json
 import shutil
 
@@ -11,6 +12,7 @@ from google.protobuf import text_format
 from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
 
 import tfdist
+from tests.refusals import refusal
 from tfdist import export
 from tfdist.errors import TfdistError, UsageError
 from tfdist.files import FileLock
@@ -100,9 +102,7 @@ def test_the_next_version_and_one_that_is_there(trained, tmp_path):
     with pytest.raises(UsageError) as caught:
         tfdist.export_model(trained, tmp_path, name="m", version=7)
     assert caught.value.code == "version-exists"
-    with pytest.raises(UsageError) as caught:
-        tfdist.export_model(trained, tmp_path, name="../m")
-    assert caught.value.code == "not-a-name"
+    assert refusal(lambda: tfdist.export_model(trained, tmp_path, name="../m")).code == "not-a-name"
     config = text_format.Parse((tmp_path / "models.config").read_text(), ModelServerConfig())
     (listed,) = config.model_config_list.config
     assert (listed.name, listed.base_path) == ("m", "/models/m")
@@ -162,9 +162,7 @@ def test_a_subclassed_model_with_a_dict_of_inputs(tmp_path):
     model = Halves()
     x = {"left": RNG.rand(6, 5).astype("float32"), "right": RNG.rand(6, 3).astype("float32")}
     model(x)
-    with pytest.raises(UsageError) as caught:
-        tfdist.export_model(model, tmp_path)
-    assert caught.value.code == "no-samples"
+    assert refusal(lambda: tfdist.export_model(model, tmp_path)).code == "no-samples"
     place = tfdist.export_model(model, tmp_path, samples=x)
     found = call(place, **{name: tf.constant(value[:2]) for name, value in x.items()})
     np.testing.assert_allclose(found["sum"], model(x)["sum"][:2], atol=1e-6)
@@ -276,6 +274,14 @@ def test_a_source_that_cannot_be_read_for_a_while_ends_nothing(caplog):
     assert caplog.text.count("Stale file handle") == 1
 
 
+def test_a_source_that_is_not_there_yet_is_waited_for(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    words = [str(tmp_path / "none"), str(tmp_path), "--follow", "--until_eof"]
+    assert export.main(words) == 0
+    assert "none is not there yet" in caplog.text
+
+
 def test_the_checkpoints_of_a_run_that_was_begun_anew_are_published(tmp_path):
     x = keras.Input((3,))
     model = keras.Model(x, layers.Dense(2)(x))
@@ -308,6 +314,7 @@ def publish_nothing():
     [
         (["none.keras", "out"], "none.keras: received no such file"),
         (["none", "out"], "none: received no such directory"),
+        ([__file__, "out"], "test_export.py: received no such directory"),
         ([".", "out"], ".: received a directory without config.json"),
         ([".", "out", "--model", "none.py:make"], "--model: received none.py:make: no such"),
         ([".", "out", "--step", "3", "--best"], "--step: received it with --best"),

@@ -434,6 +434,37 @@ def test_a_model_without_call_trains_by_its_own_step(strategies):
         train(strategies[1].scope(), tfdist.fit, built=False)
 
 
+class Siamese(Halves):
+    """Its `call` takes pairs, of which a batch gives one as x and the other as y."""
+
+    def call(self, pair):
+        return self.second(self.first(pair[0])) - self.second(self.first(pair[1]))
+
+    def loss_of(self, data):
+        return tf.reduce_mean(self(data) ** 2)
+
+
+def test_a_call_that_takes_more_than_x_does_without_metrics_of_compile(strategies):
+    def train(scope, fit, **compiled):
+        keras.utils.set_random_seed(1)
+        with scope:
+            first = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+            model = Siamese(first, keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+            model.compile(keras.optimizers.SGD(0.05), **compiled)
+        options = {"batch_size": BATCH_SIZE, "epochs": 2, "shuffle": False, "verbose": 0}
+        fit(model, ROWS[:48], ROWS[48:0:-1], **options)
+        return model.get_weights()
+
+    expected = train(contextlib.nullcontext(), keras.Model.fit, weighted_metrics=[])
+    for replicas in (1, 2):
+        found = train(strategies[replicas].scope(), tfdist.fit, weighted_metrics=[])
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
+    with pytest.raises(tfdist.UsageError, match="those of compile, for a model whose call") as told:
+        train(strategies[1].scope(), tfdist.fit, metrics=["mae"])
+    assert told.value.code == "metrics-of-compile"
+
+
 def scalar_loss(y, predicted):
     return tf.reduce_mean((y - predicted) ** 2)
 

@@ -10,8 +10,9 @@ from typing import Any
 import keras_tuner
 import pytest
 
+from tests.refusals import refused
 from tests.unit import sweep_world
-from tests.unit.sweep_world import Crash, Disk, refused
+from tests.unit.sweep_world import Crash, Disk
 from tfdist.configs import base
 from tfdist.errors import TfdistError, UsageError
 from tfdist.tuning import sweep

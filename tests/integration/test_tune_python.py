@@ -20,7 +20,8 @@ from keras_tuner.src.engine.base_tuner import BaseTuner
 
 import tfdist.tuning
 from tests.integration.test_tune import result
-from tests.unit.sweep_world import BEGUN, Crash, Disk, make_chief, refused
+from tests.refusals import refused
+from tests.unit.sweep_world import BEGUN, Crash, Disk, make_chief
 from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, job
@@ -514,9 +515,32 @@ def test_the_tuner_of_a_trial_knows_its_space_and_builds_no_model_for_it(tmp_pat
     assert built != []
 
 
+class Declares(keras_tuner.HyperModel):
+    """Names what its `fit` asks for, as KerasTuner has it."""
+
+    def declare_hyperparameters(self, hp):
+        self.batch = hp.Choice("batch", [8, 16])
+
+    def build(self, hp):
+        return by_layers(hp)
+
+
+def test_a_hypermodel_that_declares_has_the_values_of_its_trial(tmp_path, monkeypatch):
+    populate = BaseTuner._populate_initial_space
+    monkeypatch.setattr(BaseTuner, "_populate_initial_space", populate)  # to be given back
+    sweep_dir = tmp_path / "p-sweep"
+    sweep_dir.mkdir()
+    described = described_by(make_tuner(tmp_path, Declares()), sweep_dir)
+    Journal(sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0).add("begun", **described)
+    trial.have_the_tuner_know_its_space(assigned(sweep_dir, batch=16))
+    tuner = make_tuner(tmp_path, Declares())
+    assert tuner.hypermodel.batch == 16
+    assert "batch" in {one.name for one in tuner.oracle.get_space().space}
+
+
 def test_a_trial_that_is_done_ends_as_an_exit_does_but_is_not_taken_apart():
     program = """
-import atexit, sys, threading, time, types
+import atexit, sys, threading, types
 sys.modules["tfdist.strategy"] = types.ModuleType("without TensorFlow")
 sys.modules["tfdist.strategy"].current_job = sys.modules["tfdist.strategy"].make_strategy = None
 from tfdist.tuning import trial
@@ -525,8 +549,8 @@ class Kept:
     def __del__(self): print("taken apart", flush=True)
 
 kept = Kept()
-atexit.register(lambda: (time.sleep(0.1), print("registered")))
-threading.Thread(target=lambda: (time.sleep(0.1), print("joined"))).start()
+atexit.register(print, "registered")
+threading.Thread(target=lambda: (threading.main_thread().join(), print("joined"))).start()
 print("begun")
 trial._end()
 """

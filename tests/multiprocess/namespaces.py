@@ -4,10 +4,9 @@ They need no root: the namespaces belong to a user namespace of their own.
 """
 
 import contextlib
-import os
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 DEADLINE_S = 60
@@ -24,9 +23,8 @@ class TwoHosts:
         first, second = names
         spaces = ("unshare", "--net", "--mount")
         try:
-            self._holders[first] = _holder((*spaces, "--map-root-user"), "self")
-            parent = str(self._holders[first].pid)
-            self._holders[second] = _holder((*self.inside(first), *spaces), parent)
+            self._holders[first] = _holder(*spaces, "--map-root-user")
+            self._holders[second] = _holder(*self.inside(first), *spaces)
             wire = ("ip", "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE)
             self.on(first, *wire, "netns", str(self._holders[second].pid))
             for host, address in self.addresses.items():
@@ -87,17 +85,12 @@ class TwoHosts:
             self.on(host, "ip", "rule", "delete", *rule)
 
 
-def _holder(command: Sequence[str], parent: str) -> subprocess.Popen[bytes]:
+def _holder(*command: str) -> subprocess.Popen[bytes]:
     """Starts what keeps a host's namespaces, and waits until it has them."""
-    holder = subprocess.Popen([*command, "sleep", "900"])
-    others = {os.readlink(f"/proc/{pid}/ns/net") for pid in ("self", parent)}
-    end_s = time.monotonic() + DEADLINE_S
-    while os.readlink(f"/proc/{holder.pid}/ns/net") in others or not _sleeps(holder.pid):
-        assert holder.poll() is None, "no namespaces for this user"
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+    holder = subprocess.Popen(
+        [*command, "sh", "-c", "echo; exec sleep 900"], stdout=subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    with holder.stdout as said:
+        assert said.readline() == b"\n", "no namespaces for this user"
     return holder
-
-
-def _sleeps(pid: int) -> bool:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep\0")

@@ -1,21 +1,20 @@
 """Sweeps whose trials are jobs of the launcher: how they end, and a chief that is killed."""
 
 import contextlib
+import functools
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import forked_python
+from tests import forked_python, processes
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.files import is_held
 from tfdist.outputs.run_directory import RunDirectory
@@ -75,10 +74,10 @@ class Trial:
         goal = Goal(objective="val_accuracy", direction="max", until=budget)
         self.running = self.runner.start(TrialJob(run_dir=self.run_dir, flags=(), goal=goal))
         try:
-            until(self._ended, deadline_s=DEADLINE_S)
+            until(self._ended, within_s=DEADLINE_S)
         except BaseException:
             self.running.stop()
-            until(self._ended, deadline_s=DEADLINE_S)
+            until(self._ended, within_s=DEADLINE_S)
             raise
         assert self.outcome is not None
         return self.outcome
@@ -201,11 +200,7 @@ def free_address() -> str:
 _held: list[HeldPort] = []
 
 
-def until(true: Callable[[], Any], *, deadline_s: float = DEADLINE_S) -> None:
-    end_s = time.monotonic() + deadline_s
-    while not true():
-        assert time.monotonic() < end_s, "it did not come about in time"
-        select.select([], [], [], 0.05)
+until = functools.partial(processes.until, within_s=DEADLINE_S)
 
 
 TUNE = """
@@ -272,7 +267,7 @@ def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(tmp_pa
     torn = Sweep(tmp_path / "torn", "--config.tracker=mlflow")
     checkpoints = torn.path / "trials" / "0" / "checkpoints"
     with torn.started() as chief:
-        until(lambda: any(checkpoints.glob("step-*")), deadline_s=SWEEP_DEADLINE_S)
+        until(lambda: any(checkpoints.glob("step-*")), within_s=SWEEP_DEADLINE_S)
         chief.send_signal(signal.SIGKILL)
     with torn.started() as chief:
         assert chief.wait(SWEEP_DEADLINE_S) == 0

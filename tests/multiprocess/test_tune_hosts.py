@@ -294,10 +294,10 @@ def space(hp, config):
         def has_begun() -> bool:
             return any(name == trial and one.starts for name, one in self.state().trials.items())
 
-        until(has_begun, deadline_s=SWEEP_DEADLINE_S)
+        until(has_begun, within_s=SWEEP_DEADLINE_S)
         checkpoints = self.run_of(trial) / "checkpoints"
         before = set(checkpoints.glob("step-*"))
-        until(lambda: set(checkpoints.glob("step-*")) - before, deadline_s=SWEEP_DEADLINE_S)
+        until(lambda: set(checkpoints.glob("step-*")) - before, within_s=SWEEP_DEADLINE_S)
 
     def _require_each_once(self, *, torn: str) -> None:
         """All trials have ended, each once; that which lost its runner was started twice."""

@@ -74,12 +74,12 @@ def test_a_chief_that_is_killed_and_one_whose_trials_another_host_has_find_the_s
         program = (str(PROGRAM), str(torn), "single", "1")
         chief = forked_python.Program(*program, env=ENVIRON, stdout=log, stderr=log)
     try:
-        until(lambda: (torn / "held").exists(), deadline_s=DEADLINE_S)
+        until(lambda: (torn / "held").exists(), within_s=DEADLINE_S)
     finally:
         chief.kill()
         chief.wait()
     launcher = torn / "sweep" / "trials" / "0" / "launch.log"
-    until(lambda: "ending the task" in launcher.read_text(), deadline_s=DEADLINE_S)
+    until(lambda: "ending the task" in launcher.read_text(), within_s=DEADLINE_S)
     (torn / "hold").unlink()
     run(torn, "single", "1")
     trials = fold(read(torn / "sweep" / "journal.jsonl")).trials

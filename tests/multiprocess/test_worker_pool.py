@@ -4,12 +4,12 @@ import json
 import os
 import re
 import threading
-import time
 
 import pytest
 
 from tests import forked_python
 from tests.multiprocess.trainings import PROGRAMS, launch
+from tests.processes import until
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
 
 PROGRAM = PROGRAMS / "worker_pool.py"
@@ -94,14 +94,6 @@ def job(tmp_path):
     assert timely, f"not done in {DEADLINE_S} s"
 
 
-def until(condition):
-    end = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end:
-        if condition():
-            return True
-    return False
-
-
 @pytest.mark.timeout(DEADLINE_S + 60)
 def test_work_goes_on_while_one_worker_lives_and_ends_with_a_line_without_any(job, tmp_path):
     job = job(startup_timeout_s=30.0, min_workers=2)
@@ -111,7 +103,7 @@ def test_work_goes_on_while_one_worker_lives_and_ends_with_a_line_without_any(jo
     assert min(zero, two) > 0
 
     job.start(ONE)
-    assert until(lambda: job.work(1)[3][1] > 0), "the late worker got no work"
+    until(lambda: job.work(1)[3][1] > 0, within_s=DEADLINE_S)  # the late worker gets work
 
     killing = threading.Timer(1.0, job.kill, [ZERO, ONE])
     killing.start()
@@ -125,7 +117,7 @@ def test_work_goes_on_while_one_worker_lives_and_ends_with_a_line_without_any(jo
     assert pieces[:2] == [0, 0]
 
     job.start(ONE)
-    assert until(lambda: job.work(1)[3][1] > 0), "the returned worker got no work"
+    until(lambda: job.work(1)[3][1] > 0, within_s=DEADLINE_S)  # and the one that returned
     job.kill(TWO)
     asked, _, losses, pieces = job.work(2)
     assert pieces[0] == pieces[2] == 0

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.rendezvous import Lost, MessageReceived, News, PeerJoined
 from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial, SweepPlan
@@ -32,14 +30,6 @@ from tfdist.tuning.serving import ServingRunner
 from tfdist.tuning.trial_job import Completed, Failed, Killed, Outcome, TrialJob
 
 BEGUN = {"objective": "val_accuracy", "direction": "max", "tuner": "random", "seed": 3}
-
-
-def refused(action: Callable[[], object]) -> tuple[str, str]:
-    """Where and why an action is refused, in one line."""
-    with pytest.raises(UsageError) as caught:
-        action()
-    assert "\n" not in str(caught.value)
-    return caught.value.where, caught.value.code
 
 
 class Crash(BaseException):

@@ -7,16 +7,21 @@ import sys
 import pytest
 
 from benchmarks.scaling import __main__ as scaling
-from tfdist import ledger, replay
+from tfdist import ledger, replay, serve
 from tfdist.argument_parser import run_program
 from tfdist.bench import parse as bench
 from tfdist.errors import PeerLost, Stopped, UsageError
 from tfdist.find.__main__ import parse as find
 from tfdist.find.split_size import parse as split_sizes
 from tfdist.lint import parse as lint
+from tfdist.ops.submit.request import parse as submit
 from tfdist.tuning.options import parse as tune
 
 PROGRAMS = {
+    "bench": bench,
+    "find": find,
+    "serve": serve._parser().parse_args,
+    "submit": submit,
     "ledger": ledger._parser().parse_args,
     "replay": replay._parser().parse_args,
     "scaling": scaling._parser().parse_args,
@@ -80,6 +85,19 @@ def test_a_file_of_a_flag_is_not_made_before_there_is_something_for_it(tmp_path)
         ("tune", ["--workers", "\uff12"], "--workers: received '\uff12'; expected an integer"),
         ("tune", ["--max_trials=2", "--max_trials=3"], "--max_trials: received it twice"),
         ("tune", ["--max_trial", "3"], "received --max_trial (did you mean '--max_trials'?)"),
+        ("serve", ["--replcas=2"], "received --replcas (did you mean '--replicas'?); expected a"),
+        (
+            "serve",
+            ["--replicas=2"],
+            "received no DIR; expected python -m tfdist.serve [flags] DIR. Fix: see --help",
+        ),
+        ("scaling", [], "expected python -m benchmarks.scaling [flags] --out"),
+        ("submit", ["--hlep"], "received --hlep (did you mean '--help'?)"),
+        ("bench", [], "no what; expected python -m tfdist.bench [flags] {batch,pipeline,serve}."),
+        ("bench", ["batch", "--timeout_s=-1"], "--timeout_s: received -1.0; expected a number of"),
+        ("bench", ["batch", "--least_s=nan"], "--least_s: received nan; expected a number of"),
+        ("find", ["lr", "--steps=0"], "--steps: received 0; expected a whole number of at least 1"),
+        ("find", ["memory", "--batch_size=0"], "--batch_size: received 0; expected a whole"),
         ("tune", ["--hub_token=secret"], "command line: received --hub_token; expected"),
     ],
 )

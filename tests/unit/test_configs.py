@@ -1,12 +1,11 @@
 """Configurations and the command line of tfdist.train, without TensorFlow."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import python
 from tfdist.configs import FIELDS, base, check
 from tfdist.configs.command_line import help_text, parse
 from tfdist.configs.fields import FREE, flat
@@ -157,12 +156,7 @@ def test_a_near_file_is_hinted_at():
 
 
 def run_program(*arguments: str) -> Any:
-    return subprocess.run(
-        [sys.executable, "-m", "tfdist.train", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return python("-m", "tfdist.train", *arguments)
 
 
 def test_the_program_answers_a_wrong_flag_with_exit_code_2_and_without_tensorflow():

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tfdist.data.cache import cached_file, exclusive
-from tfdist.errors import StartupTimeout
+from tfdist.errors import StartupTimeout, TfdistError
 
 HOLD = """
 import pathlib, sys
@@ -51,6 +51,15 @@ def test_a_lock_of_a_killed_process_is_free(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait(timeout=60)
     with exclusive(tmp_path / "lock", purpose="x", timeout_s=60):
+        pass
+
+
+def test_a_directory_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    lock = tmp_path / "file" / "data" / "lock"
+    said = f"preparing x in {lock.parent}: Not a directory"
+    held = exclusive(lock, purpose="preparing x", timeout_s=60)
+    with pytest.raises(TfdistError, match=said), held:
         pass
 
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist.errors import UsageError
+from tests.refusals import refused
 from tfdist.training.epochs import EpochPlan, VirtualEpochs, share_of
 from tfdist.training.feed import graph_span
 
@@ -154,6 +154,4 @@ def test_a_run_of_no_epochs_has_no_steps():
     ],
 )
 def test_virtual_epochs_refuse_what_is_no_length(arguments, where, code):
-    with pytest.raises(UsageError) as caught:
-        VirtualEpochs(**arguments)
-    assert (caught.value.where, caught.value.code) == (where, code)
+    assert refused(lambda: VirtualEpochs(**arguments)) == (where, code)

@@ -60,6 +60,7 @@ def test_an_address_at_which_nothing_can_listen():
             with pytest.raises(UsageError, match=rf"^--port: received {port} \(.+\)") as caught:
                 listen(port, flag="--port")
             assert caught.value.code == "port-taken"
+            assert "while attempting" not in str(caught.value)
 
 
 def test_a_package_that_is_not_installed():

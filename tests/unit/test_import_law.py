@@ -2,14 +2,13 @@
 
 import ast
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import forked_python
+from tests.processes import python
 
 PACKAGE = Path(__file__).parents[2] / "tfdist"
 MAY_IMPORT = {
@@ -132,9 +131,7 @@ def test_these_rooms_load_neither_tensorflow_nor_keras(room):
         f"import importlib, sys; [importlib.import_module(name) for name in {names}];"
         f"loaded = {heavy} & set(sys.modules); assert not loaded, loaded"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr
 
 
@@ -203,7 +200,5 @@ BEGINS_WITHOUT = {
 @pytest.mark.parametrize(("program", "unwanted"), BEGINS_WITHOUT.values(), ids=BEGINS_WITHOUT)
 def test_a_program_begins_without(program, unwanted):
     program += f"\nimport sys; loaded = {unwanted} & set(sys.modules); assert not loaded, loaded"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.refusals import refusal
 from tests.unit.lint_cases import BROKEN, HERE
 from tfdist.cluster import decode
-from tfdist.errors import UsageError
 from tfdist.lint import main
 from tfdist.ops.lint import KINDS, RULES, Finding, LintSource, Severity, kind_of, lint
 
@@ -129,9 +129,7 @@ def test_the_rule_is_that_of_the_error_that_a_task_would_get(name):
     if RULES[code].severity is Severity.WARNING or code == "TFC025":
         decode(BROKEN[name])
         return
-    with pytest.raises(UsageError) as refused:
-        decode(BROKEN[name])
-    assert refused.value.code == code
+    assert refusal(lambda: decode(BROKEN[name])).code == code
 
 
 # Several files, replicas, kinds
@@ -248,6 +246,8 @@ def test_a_command_is_given_after_two_dashes(capsys):
     out = capsys.readouterr().out
     assert out.startswith("command line --profile_ps: LCH001 error: received True in a job")
     assert out.endswith("1 file: 1 error, 0 warnings\n")
+    assert main(["--", "tfdist", "launch", "--wrokers=2", "train.py"]) == 2
+    assert capsys.readouterr().out.startswith("command line: LCH002 error: received --wrokers")
 
 
 def test_a_grace_period_outlasts_the_launcher_in_the_pod():
@@ -303,6 +303,8 @@ def test_the_exit_code_is_the_worst_finding(tmp_path, capsys):
     [
         ([], "no file"),
         (["nowhere.yaml"], "No such file"),
+        (["tests/unit/test_lnt.py"], "(did you mean 'tests/unit/test_lint.py'?)"),
+        (["tests/unit/lint"], "'tests/unit/lint': Is a directory; expected"),
         (["--kind=manifests", "x"], "expected one of tf_config, config, manifest, environ"),
         (["--replicas", "0", "x"], "--replicas: received 0; expected a whole number of at least 1"),
         (["."], "Is a directory"),

@@ -3,8 +3,6 @@
 import hashlib
 import io
 import struct
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.processes import python
 from tfdist.checkpoint.state import state_sha256, weights_sha256
 from tfdist.outputs.display import (
     ProgressDisplay,
@@ -112,12 +111,7 @@ def test_without_matplotlib_or_a_log_there_is_no_plot(tmp_path):
         "from tfdist.outputs.display import draw_plot;"
         "assert draw_plot([{'step': 1, 'loss': 1.0}], sys.argv[1], title='') is None"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "x.png"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python("-c", program, tmp_path / "x.png")
     assert done.returncode == 0, done.stderr
     assert "pip install 'tfdist[plots]'" in done.stderr
 

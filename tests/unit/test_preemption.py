@@ -6,13 +6,13 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable
 
 import pytest
 
+from tests.processes import python
 from tfdist.errors import Stopped
 from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
 
@@ -232,5 +232,4 @@ def test_it_is_whole_after_a_journey_between_processes():
 
 
 def _python(program: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    return python("-c", textwrap.dedent(program), timeout=DEADLINE_S)

@@ -2,13 +2,12 @@
 
 import ast
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import tfdist
+from tests.processes import python
 
 
 def test_a_name_that_is_close_is_hinted_at():
@@ -35,13 +34,7 @@ def test_the_program_refuses_flags_and_variables_without_tensorflow(flags, varia
         "import sys; from tfdist import train; code = train.main(sys.argv[1:]);"
         "assert not {'tensorflow', 'keras', 'numpy'} & set(sys.modules); sys.exit(code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *flags],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python("-c", program, *flags, env={**os.environ, **variables})
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     named = [*flags, *variables][0].strip("-")
     assert done.stderr.startswith("tfdist.train: "), done.stderr

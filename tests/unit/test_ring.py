@@ -349,6 +349,13 @@ def test_a_name_that_is_no_address_of_this_machine_is_listened_for_everywhere():
         pass
 
 
+def test_a_name_that_leads_to_loopback_on_its_own_machine_is_listened_for_everywhere(monkeypatch):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with neighbours._for_other_machines("node-1", None) as listener:
+        assert listener.getsockname()[0] in ("::", "0.0.0.0")
+
+
 def test_a_port_of_a_given_range_is_taken_or_none():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

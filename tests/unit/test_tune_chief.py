@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.refusals import refused
 from tests.unit.sweep_world import (
     BEGUN,
     Crash,
@@ -205,9 +206,7 @@ def test_a_chief_that_does_not_serve_leaves_trials_elsewhere_alone(tmp_path):
         program=(), launch_flags=(), gpus=(), places=1, environ={}, timeout_s=1.0
     )
     job = TrialJob(run_dir=tmp_path, flags=(), goal=GOAL, trial="0")
-    with pytest.raises(UsageError) as caught:
-        runner.take_over(job)
-    assert (caught.value.where, caught.value.code) == ("--serve", "trial-elsewhere")
+    assert refused(lambda: runner.take_over(job)) == ("--serve", "trial-elsewhere")
 
 
 # --- hopeless trials

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.unit.sweep_world import refused
+from tests.refusals import refused
 from tfdist.errors import TfdistError, UsageError
 from tfdist.files import is_held
 from tfdist.launch.process import raise_file_limit
