@@ -9,12 +9,14 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.refusals import refusal
 from tfdist.audit.files import merged, read_directory
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.pipeline.cuts import LayerGraph
 from tfdist.pipeline.schedule import passes
-from tfdist.pipeline.stage import MicroBatch, Stage
+from tfdist.pipeline.segments import segments_of
+from tfdist.pipeline.stage import MicroBatch, Stage, nothing_received
 from tfdist.pipeline.timing import chosen_places, possible_places
 from tfdist.pipeline.union import fill, is_empty, making_empty_slots, owners_of, release
 from tfdist.strategy import job as jobs
@@ -89,7 +91,7 @@ def batches(model):
         ]
         targets = [random.integers(0, 3, (ROWS,)) for _ in model.outputs]
         yield MicroBatch(
-            inputs=[tf.constant(x) for x in inputs],
+            inputs=dict(enumerate(map(tf.constant, inputs))),
             targets=[tf.constant(y) for y in targets],
             share=tf.constant(1 / MICROS),
             random_key=random_key(5, step=tf.constant(7, tf.int64), replica=micro),
@@ -103,14 +105,25 @@ def stages_of(model, cut):
     return graph.cut(graph.behind_layers(cut), num_stages=len(cut) + 1)
 
 
-def trained(make, cut, *, schedule="1f1b", keep="tape", others=None):
+def segmented(model, cut, *, kept):
+    """Return the segments of each stage, each with as many as there can be."""
+    graph = LayerGraph(model)
+    by_patterns = isinstance(cut, dict)
+    assignment = graph.by_patterns(cut) if by_patterns else graph.behind_layers(cut)
+    return segments_of(graph, assignment, kept=[kept] * (max(assignment) + 1))
+
+
+def trained(make, cut, *, schedule="1f1b", keep="tape", others=None, in_segments=False):
     """Run one step's passes; return loss, gradients by path, and the variables' values after it."""
     keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     model = make()
-    parts = stages_of(model, cut)
+    parts = [[part] for part in stages_of(model, cut)]
+    if in_segments:
+        parts = segmented(model, cut, kept=0)
+        assert max(map(len, parts)) > 1
     made = [
-        Stage(p, keep=keep, loss_of=loss_of) if p.is_last else Stage(p, keep=others or keep)
+        Stage(p, keep=keep, loss_of=loss_of) if p[-1].is_last else Stage(p, keep=others or keep)
         for p in parts
     ]
     data = list(batches(model))
@@ -137,11 +150,9 @@ def run(made, orders, data):
             forward, micro = waiting[i][0]
             if forward and (i == 0 or (i, "F", micro) in messages):
                 given = messages.pop((i, "F", micro), None)
-                received = stage.first() if given is None else stage.unpacked(given)
-                whole = data[micro]
-                mine = whole._replace(inputs=[whole.inputs[j] for j in stage.part.inputs])
-                sent = stage.forward(micro, mine, received)
-                if stage.part.is_last:
+                received = nothing_received() if given is None else stage.unpacked(given)
+                sent = stage.forward(micro, data[micro], received)
+                if stage.is_last:
                     losses.append(float(sent[0]))
                     messages[i, "B", micro] = []
                 else:
@@ -203,13 +214,28 @@ def test_schedule_and_recomputation_leave_the_bits(in_stages, name, cut, schedul
 
 
 @pytest.mark.parametrize(("name", "cut"), TWO_AND_THREE)
-def test_a_last_stage_that_does_both_passes_at_once_has_the_same_sums(in_stages, name, cut):
+@pytest.mark.parametrize("in_segments", [False, True])
+def test_a_last_stage_that_does_both_passes_at_once_has_the_same_sums(
+    in_stages, name, cut, in_segments
+):
     expected = in_stages(name, cut)
-    made = trained(MODELS[name][0], cut, keep="nothing", others="tape")
+    others = "recompute" if in_segments else "tape"
+    made = trained(MODELS[name][0], cut, keep="nothing", others=others, in_segments=in_segments)
     losses, gradients, statistics = made
     np.testing.assert_allclose(losses, expected[0], rtol=1e-6)
     assert_same(gradients, expected[1], bits=False)
     assert_same(statistics, expected[2], bits=False)
+
+
+def test_a_stage_has_segments_as_far_as_they_save_memory():
+    layers = [L.Dense(100, name=f"dense{i}") for i in range(6)]
+    model = keras.Sequential([keras.Input((100,)), *layers])
+    (many,) = segmented(model, [], kept=0)
+    assert [len(part.nodes) for part in many] == [1] * 6
+    (one,) = segmented(model, [], kept=9)  # inputs of nine micro-batches are more than outputs
+    assert len(one) == 1
+    (some,) = segmented(model, [], kept=1)
+    assert 1 < len(some) < 6
 
 
 def test_the_sums_are_those_of_a_step_of_keras_with_the_same_draws(whole):
@@ -238,9 +264,9 @@ def test_no_gradient_is_computed_of_what_the_model_is_given():
         )
 
     model = keras.Sequential([keras.Input((3,)), L.Lambda(noted), L.Dense(2), L.Dense(3)])
-    first = Stage(stages_of(model, ["dense"])[0])
+    first = Stage(stages_of(model, ["dense"])[:1])
     (data, *_) = batches(model)
-    message = first.forward(0, data, first.first())
+    message = first.forward(0, data, nothing_received())
     first.backward(0, [tf.ones_like(message[0])])
     assert len([total for total in first.take_sums() if total is not None]) == 2
     assert not computed
@@ -317,9 +343,7 @@ def cut_of(**cuts):
     ],
 )
 def test_what_cannot_be_cut_is_refused(mistake, code):
-    with pytest.raises(UsageError) as caught:
-        mistake()
-    assert caught.value.code == code
+    assert refusal(mistake).code == code
 
 
 @pytest.mark.parametrize(
@@ -358,6 +382,22 @@ def two_outputs(optimizer, loss):
     model = keras.Model(x, [L.Dense(3, activation="softmax", name=f"head{i}")(y) for i in (0, 1)])
     model.compile(optimizer=optimizer(), loss=loss)
     return model
+
+
+class AddsForEach(L.Layer):
+    """Passes on what it gets; each example's mean of squares is a loss."""
+
+    def call(self, x):
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x), axis=-1))
+        return x
+
+
+def adding_for_each(**compiled):
+    model = model_with(**compiled)
+    first, *others = model.layers
+    model_of_all = keras.Sequential([keras.Input((5,)), first, AddsForEach(), *others])
+    model_of_all.compile(optimizer=model.optimizer, loss="sparse_categorical_crossentropy")
+    return model_of_all
 
 
 @pytest.fixture
@@ -409,14 +449,15 @@ def test_micro_batches_end_with_the_weights_and_logs_of_whole_batches(strategies
 
 
 def test_losses_that_are_sums_are_those_of_whole_batches(strategies, one_stage):
-    """A sum over the examples, beside a regularizer's loss and a mean."""
+    """A sum over the examples, beside a regularizer's loss and a mean; and one by `add_loss`."""
     sums = keras.losses.SparseCategoricalCrossentropy(reduction="sum")
     given = {"loss": sums, "optimizer": lambda: keras.optimizers.SGD(0.01)}
-    alone = fitted(strategies[1], **given)
-    assert_same_run(fitted(one_stage(), **given), alone)
-    beside = {**given, "make": two_outputs, "loss": [sums, "sparse_categorical_crossentropy"]}
-    expected = fitted(strategies[1], **beside)
-    assert_same_run(fitted(one_stage(), **beside), expected)
+    two = {**given, "make": two_outputs, "loss": [sums, "sparse_categorical_crossentropy"]}
+    cases = (given, two, {**given, "make": adding_for_each})
+    alone = [fitted(strategies[1], **case) for case in cases]
+    strategy = one_stage()
+    for case, expected in zip(cases, alone, strict=True):
+        assert_same_run(fitted(strategy, **case), expected)
 
 
 def assert_same_run(found, expected):
@@ -468,9 +509,7 @@ def test_what_cannot_be_trained_in_stages_is_refused(one_stage, kind, reduction,
     with one_stage().scope():
         model = kind([keras.Input((5,)), L.Dense(3)])
         model.compile("sgd", keras.losses.MeanSquaredError(reduction=reduction))
-    with pytest.raises(UsageError) as caught:
-        tfdist.fit(model, X, X[:, :3], batch_size=8, verbose=0)
-    assert caught.value.code == code
+    assert refusal(lambda: tfdist.fit(model, X, X[:, :3], batch_size=8, verbose=0)).code == code
 
 
 def test_a_slot_belongs_to_the_stage_of_its_variable():
@@ -507,9 +546,7 @@ def test_the_places_that_are_chosen_cut_the_model():
     possible = possible_places(graph, num_stages=3)
     places = chosen_places(graph, possible, num_stages=3, rows=4, micros=8)
     assert len(graph.cut(graph.behind([p.position for p in places]), num_stages=3)) == 3
-    with pytest.raises(UsageError) as caught:
-        possible_places(graph, num_stages=9)
-    assert caught.value.code == "too-many-stages"
+    assert refusal(lambda: possible_places(graph, num_stages=9)).code == "too-many-stages"
 
 
 def test_parts_that_make_integers_alone_are_timed():
@@ -522,6 +559,19 @@ def test_parts_that_make_integers_alone_are_timed():
     assert len(graph.cut(graph.behind([place.position]), num_stages=2)) == 2
 
 
+def test_parts_that_compute_the_same_are_timed_once():
+    x = keras.Input((6,))
+    activations = ["relu", "relu", "tanh"]
+    hidden = x
+    for activation in activations:
+        hidden = L.Dense(6, activation=activation)(hidden)
+    graph = LayerGraph(keras.Model(x, L.Dense(6, activation="relu")(L.Flatten()(hidden))))
+    parts = graph.divided(graph.behind([0, 1, 2, 3]), num_stages=5)
+    first, second, other, _, last = [part.work for part in parts]
+    assert second == last
+    assert len({first, second, other}) == 3  # the first makes no gradient of what it is given
+
+
 @pytest.mark.parametrize("behind", ["attention", "sum"])
 def test_a_mask_that_keras_loses_masks_nothing(behind):
     x = keras.Input((3,), dtype="int32")
@@ -531,9 +581,9 @@ def test_a_mask_that_keras_loses_masks_nothing(behind):
     graph = LayerGraph(keras.Model(x, L.Dense(1)(hidden)))
     part, _ = graph.cut(graph.behind_layers([behind]), num_stages=2)
     ids = tf.constant([[1, 2, 0]])
-    batch = MicroBatch(inputs=[ids], share=tf.constant(1.0), random_key=tf.zeros([2], tf.int32))
-    stage = Stage(part)
-    message = stage.forward(0, batch, stage.first())
+    batch = MicroBatch(inputs={0: ids}, share=tf.constant(1.0), random_key=tf.zeros([2], tf.int32))
+    stage = Stage([part])
+    message = stage.forward(0, batch, nothing_received())
     tensors, masks = message[: len(part.sent)], message[len(part.sent) : -1]
     assert [mask.shape for mask in masks] == [tensor.shape[:2] for tensor in tensors]
     assert masks[-1].numpy().all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from collections.abc import Sequence
@@ -45,10 +46,15 @@ def balanced(
     ends = [end for end, _ in sums]
     limits = sorted({_stage_s(*each, lead) for each in itertools.combinations(ends, 2)})
     cheapest = functools.partial(_cheapest, sums, crossing_bytes, stages, lead)
-    least = next(limit for limit in limits if cheapest(limit))
+    least = limits[bisect.bisect_left(limits, True, key=lambda limit: cheapest(limit) is not None)]
     found = cheapest(least * (1 + tolerance))
     assert found is not None
     return found[1]
+
+
+def runs(cut: Sequence[int], count: int) -> list[slice]:
+    """Return which of `count` parts each stage has."""
+    return list(itertools.starmap(slice, itertools.pairwise([0, *(i + 1 for i in cut), count])))
 
 
 def require_enough(with_weights: Sequence[bool], *, stages: int) -> None:

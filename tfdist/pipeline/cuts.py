@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -50,8 +51,8 @@ class ModelPart:
       sent: symbolic tensors that go to the stage after; of the last stage the model's outputs.
       sources: of each tensor of `sent`, its place in the list of `received`, `inputs` and what
         `module` makes: some only pass through.
+      nodes: Keras' nodes of its layers' calls.
       draws_before: layers with random draws in the stages before.
-      example_bytes: of one example, what all layers of the stage make.
     """
 
     index: int
@@ -61,13 +62,23 @@ class ModelPart:
     inputs: tuple[int, ...]
     sent: tuple[Any, ...]
     sources: tuple[int, ...]
+    nodes: tuple[Any, ...]
     draws_before: int
-    example_bytes: int
 
     @property
     def is_last(self) -> bool:
         """Return whether this stage ends in the model's outputs."""
         return self.index == self.num_stages - 1
+
+    @property
+    def example_bytes(self) -> int:
+        """Return the bytes of one example that all its layers make."""
+        return made_bytes(self.nodes)
+
+    @property
+    def work(self) -> str:
+        """Return what tells its layers, but for their names, and shapes from those of another."""
+        return repr([self.index == 0, *map(_work, self.nodes)])
 
 
 class LayerGraph:
@@ -141,6 +152,12 @@ class LayerGraph:
     def behind(self, positions: Sequence[int]) -> Assignment:
         """Return the assignment with a cut behind each of these nodes."""
         return tuple(sum(i > cut for cut in positions) for i in range(len(self.nodes)))
+
+    def divided_behind(self, assignment: Assignment, positions: Sequence[int]) -> Assignment:
+        """Return the assignment with its stages divided behind these nodes, too."""
+        keys = [(stage, sum(i > p for p in positions)) for i, stage in enumerate(assignment)]
+        ranks = {key: rank for rank, key in enumerate(sorted(set(keys)))}
+        return tuple(ranks[key] for key in keys)
 
     def behind_layers(self, names: Sequence[str]) -> Assignment:
         """Return the assignment with a cut behind the (last) call of each named layer."""
@@ -233,10 +250,10 @@ class LayerGraph:
             inputs=inputs,
             sent=tuple(sent),
             sources=tuple(places[id(t)] for t in sent),
+            nodes=tuple(mine),
             draws_before=sum(
                 _draws(node.operation) for i, node in enumerate(self.nodes) if assignment[i] < k
             ),
-            example_bytes=sum(_bytes(t) for node in mine for t in node.output_tensors),
         )
 
     def _require_possible(self, assignment: Assignment, *, num_stages: int) -> None:
@@ -286,6 +303,11 @@ class LayerGraph:
         return [self._made_by[id(t)] for t in node.input_tensors if id(t) in self._made_by]
 
 
+def made_bytes(nodes: Sequence[Any]) -> int:
+    """Return the bytes of one example that calls of layers make."""
+    return sum(_bytes(tensor) for node in nodes for tensor in node.output_tensors)
+
+
 def has_mask(tensor: Any) -> bool:
     """Return whether a Keras mask belongs to a symbolic tensor."""
     return getattr(tensor, "_keras_mask", None) is not None
@@ -321,6 +343,15 @@ def _require_no_state(operation: Any) -> None:
 
 def _variables(operation: Any) -> list[Any]:
     return list(getattr(operation, "variables", ()))
+
+
+def _work(node: Any) -> tuple[Any, ...]:
+    """Return what a call computes."""
+    config = {"name": node.operation.name}
+    with contextlib.suppress(Exception):  # a layer without a config is like no other
+        config = dict(node.operation.get_config(), name=None)
+    shapes = [t.shape for t in (*node.input_tensors, *node.output_tensors)]
+    return type(node.operation).__name__, config, shapes
 
 
 def _draws(operation: Any) -> int:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdist.errors import PeerLost
 from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass, passes
-from tfdist.pipeline.stage import MicroBatch, Received, Stage, Tensors
+from tfdist.pipeline.stage import MicroBatch, Received, Segment, Stage, Tensors, nothing_received
 from tfdist.pipeline.staged import StagedModel, staged_model
 from tfdist.pipeline.whole_step import WholeStep
 from tfdist.strategy import Job, broadcast
@@ -48,7 +48,7 @@ class PipelineEngine:
         self._place = job.stages
         self._before, self._after = links_of(job.stages)
         self._begun: StagedModel | None = None
-        self._whole_steps: dict[Stage, WholeStep] = {}
+        self._whole_steps: dict[Segment, WholeStep] = {}
         self._batches: dict[StepProgram, Callable[[tf.Tensor], Any]] = {}
 
     def run(
@@ -65,6 +65,7 @@ class PipelineEngine:
                     self._choose_size(staged, program, step, data)
                 before = staged.values_of_last(staged.metrics)
                 batches = self._micro_batches(staged, program, step, data)
+                del data  # they have what this stage reads of it
                 if program.training:
                     self._train(staged, step, batches, before)
                 else:
@@ -145,11 +146,12 @@ class PipelineEngine:
         )
         # Of one micro-batch, both passes in one call take less time than in two.
         if stage.keep == "compiled" or (stage.keep == "tape" and len(batches) == 1):
-            if stage not in self._whole_steps:
-                self._whole_steps[stage] = WholeStep(
-                    stage, before=self._before, after=self._after, tag=_tag
+            (whole,) = stage.segments
+            if whole not in self._whole_steps:
+                self._whole_steps[whole] = WholeStep(
+                    whole, before=self._before, after=self._after, tag=_tag
                 )
-            self._whole_steps[stage].run(step, order, batches)
+            self._whole_steps[whole].run(step, order, batches)
             return
         for one in order:
             if one.forward:
@@ -283,7 +285,7 @@ class PipelineEngine:
 
     def _received(self, stage: Stage, step: int, one: Pass) -> Received:
         if self._before is None:
-            return stage.first()
+            return nothing_received()
         return stage.unpacked(_receive(self._before, step, one))
 
     def _send(self, link: StageLink | None, step: int, one: Pass, tensors: Tensors) -> None:
@@ -294,8 +296,8 @@ class PipelineEngine:
         self, staged: StagedModel, program: StepProgram, step: int, data: Any
     ) -> list[MicroBatch]:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        inputs = [staged.inputs_of(x)[i] for i in staged.stage.part.inputs]
-        if not staged.stage.part.is_last:
+        flat = staged.inputs_of(x)
+        if not staged.stage.is_last:
             y = weights = None
         rows = next(int(leaf.shape[0]) for leaf in keras.tree.flatten(x) if leaf is not None)
         sizes, found = staged.sizes_of(rows), []
@@ -304,7 +306,7 @@ class PipelineEngine:
             piece = slice(start, start + size)
             found.append(
                 MicroBatch(
-                    inputs=[tensor[piece] for tensor in inputs],
+                    inputs={i: flat[i][piece] for i in staged.stage.inputs},
                     targets=_rows(y, piece),
                     weights=_rows(weights, piece),
                     share=tf.constant(size / rows, tf.float32),

@@ -2,8 +2,10 @@
 
 A pass is a compiled function; which one comes when, the schedule says in Python. Between the two
 passes of a micro-batch an eager `tf.GradientTape` keeps the activations, as tensors of the compiled
-forward pass, or the inputs are kept and the forward pass is computed again. Where one comes right
-after the other they are one function, which holds no more of the gradients than it must.
+forward pass, or the inputs are kept and the forward pass is computed again: of one segment of the
+stage after the other, so that the activations of one alone are there (Chen et al., 2016,
+arXiv:1604.06174). Where one pass comes right after the other they are one function, which holds no
+more of the gradients than it must.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ class MicroBatch(NamedTuple):
     """What a stage reads of a micro-batch by itself.
 
     Attributes:
-      inputs: the model's inputs that the stage reads, ``[examples, ...]``.
+      inputs: those of the model's inputs that the stage reads, by their index, ``[examples, ...]``.
       targets: of the last stage: nest of tensors, or None.
       weights: of the last stage: sample weights, or None.
       share: examples / examples of the step, scalar float32.
       random_key: of (seed, step, micro-batch), int32 [2].
     """
 
-    inputs: Tensors
+    inputs: dict[int, tf.Tensor]
     share: tf.Tensor
     random_key: tf.Tensor
     targets: Any = None
@@ -59,6 +61,11 @@ class Received(NamedTuple):
     tensors: Tensors
     masks: Tensors
     added: tf.Tensor
+
+
+def nothing_received() -> Received:
+    """Return what the first stage receives."""
+    return Received(tensors=[], masks=[], added=tf.constant(0.0))
 
 
 class StageExchange(Protocol):
@@ -86,16 +93,91 @@ class _Kept:
 
 
 class Stage:
-    """Computes one part of a model. Passes of several micro-batches may be under way.
+    """Computes one stage of a model. Passes of several micro-batches may be under way.
 
     Args:
-      part: of the model.
+      parts: of the model: the stage, or its segments in the order in which they compute. Of
+        several, all but the last keep their inputs alone and compute the rest again.
       keep: ``tape`` keeps activations, ``recompute`` computes them again, ``compiled`` is for
-        a step that is traced whole, by `traced_passes`; ``nothing`` has the last stage do both
-        passes of a micro-batch at once, for schedules in which they follow each other.
+        a step that is traced whole, by `Segment.traced_passes`; ``nothing`` has the last segment do
+        both passes of a micro-batch at once, for schedules in which they follow each other.
       loss_of: of the last stage; traced in the forward pass, where it may update metrics.
       scaled: of a loss, what gradients are taken of.
+
+    Attributes:
+      segments: one for each part.
+      variables: the trainable ones, in the order of `take_sums`.
+      inputs: which of the model's inputs the stage reads, by their index.
+      is_last: whether it ends in the model's outputs.
     """
+
+    def __init__(
+        self,
+        parts: Sequence[ModelPart],
+        *,
+        keep: str = "tape",
+        loss_of: LossOf | None = None,
+        scaled: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
+    ) -> None:
+        *before, last = parts
+        self.keep = keep
+        self.segments = [Segment(part, keep="recompute", scaled=scaled) for part in before]
+        self.segments.append(Segment(last, keep=keep, loss_of=loss_of, scaled=scaled))
+        self.variables = [v for segment in self.segments for v in segment.variables]
+        self.inputs = sorted({i for part in parts for i in part.inputs})
+        self.is_last = last.is_last
+
+    def unpacked(self, tensors: Tensors) -> Received:
+        """Return what a message of the stage before holds."""
+        return self.segments[0].unpacked(tensors)
+
+    def forward(self, micro: int, batch: MicroBatch, received: Received) -> Tensors:
+        """Run a forward pass; return the message for the next stage, or the scalar loss.
+
+        The loss is the micro-batch's, by its share of the step.
+        """
+        return self._in_turn(lambda segment, given: segment.forward(micro, batch, given), received)
+
+    def backward(self, micro: int, gradients: Tensors) -> Tensors:
+        """Run a backward pass, and add to the sums; return the message for the stage before.
+
+        `gradients` are those of the floating tensors that were sent, none in the last stage.
+        """
+        for segment in reversed(self.segments):
+            gradients = segment.backward(micro, gradients)
+        return gradients
+
+    def predict(self, batch: MicroBatch, received: Received) -> Tensors:
+        """Return the message for the next stage, or the model's flat outputs; without training."""
+        return self._in_turn(lambda segment, given: segment.predict(batch, given), received)
+
+    def evaluate(self, batch: MicroBatch, received: Received) -> Tensors:
+        """Return the message for the next stage, or the scalar loss; without training."""
+        return self._in_turn(lambda segment, given: segment.evaluate(batch, given), received)
+
+    def take_sums(self) -> list[tf.Tensor | None]:
+        """Return the sum of the gradients of each trainable variable, and begin anew.
+
+        None where no loss depends on the variable.
+        """
+        return [total for segment in self.segments for total in segment.take_sums()]
+
+    def forget(self) -> None:
+        """Forget what passes under way have kept, and the sums."""
+        for segment in self.segments:
+            segment.forget()
+
+    def _in_turn(self, run: Callable[[Segment, Received], Tensors], received: Received) -> Tensors:
+        """Return the message of the last segment; each receives that of the one before."""
+        first, *others = self.segments
+        message = run(first, received)
+        for segment in others:
+            message = run(segment, segment.unpacked(message))
+        return message
+
+
+class Segment:
+    """Computes one part of a model: a stage, or a run of its layers. Arguments as of `Stage`."""
 
     def __init__(
         self,
@@ -123,20 +205,13 @@ class Stage:
         self._predict = keras_compat.compiled(partial(self._traced_inference, loss_of=None))
         self._evaluate = keras_compat.compiled(partial(self._traced_inference, loss_of=loss_of))
 
-    def first(self) -> Received:
-        """Return what the first stage receives: nothing."""
-        return Received(tensors=[], masks=[], added=tf.constant(0.0))
-
     def unpacked(self, tensors: Tensors) -> Received:
-        """Return what a message of the stage before holds."""
+        """Return what the message of what computes before this holds."""
         count = len(self.part.received)
         return Received(tensors=tensors[:count], masks=tensors[count:-1], added=tensors[-1])
 
     def forward(self, micro: int, batch: MicroBatch, received: Received) -> Tensors:
-        """Run a forward pass; return the message for the next stage, or the scalar loss.
-
-        The loss is the micro-batch's, by its share of the step.
-        """
+        """Run a forward pass, as `Stage.forward`."""
         kept = self._kept[micro] = _Kept(batch, received)
         if self.keep == "nothing":
             self._begin_sums()
@@ -151,10 +226,7 @@ class Stage:
         return message
 
     def backward(self, micro: int, gradients: Tensors) -> Tensors:
-        """Run a backward pass, and add to the sums; return the message for the stage before.
-
-        `gradients` are those of the floating tensors that were sent, none in the last stage.
-        """
+        """Run a backward pass, as `Stage.backward`."""
         kept = self._kept.pop(micro)
         if kept.back is not None:
             return kept.back
@@ -200,18 +272,15 @@ class Stage:
         self._add(sums)
 
     def predict(self, batch: MicroBatch, received: Received) -> Tensors:
-        """Return the message for the next stage, or the model's flat outputs; without training."""
+        """Return the message, or the model's flat outputs; without training."""
         return self._predict(batch, received)
 
     def evaluate(self, batch: MicroBatch, received: Received) -> Tensors:
-        """Return the message for the next stage, or the scalar loss; without training."""
+        """Return the message, or the scalar loss; without training."""
         return self._evaluate(batch, received)
 
     def take_sums(self) -> list[tf.Tensor | None]:
-        """Return the sum of the gradients of each trainable variable, and begin anew.
-
-        None where no loss depends on the variable.
-        """
+        """Return the sums of the gradients, as `Stage.take_sums`."""
         sums = [
             tf.convert_to_tensor(self._sums[i]) if self._summing and i in self._summed else None
             for i in range(len(self.variables))
@@ -298,18 +367,20 @@ class Stage:
     ) -> tuple[Tensors, tf.Tensor | None]:
         """Return the outputs, or the loss alone, and the sum of the losses that layers add."""
         # An eager tape would have the backward function make gradients of all that a pass is given.
-        inputs = [*received.tensors, *map(tf.stop_gradient, batch.inputs)]
+        own = (tf.stop_gradient(batch.inputs[i]) for i in self.part.inputs)
+        inputs = [*received.tensors, *own]
         masks: list[Any] = [None] * len(inputs)
         for index, mask in zip(self._masked, received.masks, strict=True):
             masks[index] = mask
         given = {"mask": one_or_list(masks)} if self._masked else {}
         module = self.part.module
-        with keras_compat.tracing(self._trace(batch, inputs, training=training)):
+        trace = self._trace(batch, inputs, training=training)
+        with keras_compat.tracing(trace):
             outputs = keras.tree.flatten(module(one_or_list(inputs), training=training, **given))
             for index in self._masked:  # one may pass through
                 inputs[index]._keras_mask = masks[index]
             outputs = [[*inputs, *outputs][i] for i in self.part.sources]
-            losses = [keras.ops.sum(keras.ops.cast(one, "float32")) for one in module.losses]
+            losses = [keras_compat.added_in_part(one, trace) for one in module.losses]
             added = tf.add_n(losses) if losses else None
             if loss_of is not None:
                 total = received.added if added is None else received.added + added

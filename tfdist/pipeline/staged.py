@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from tfdist.checkpoint import state
 from tfdist.errors import require
-from tfdist.pipeline.cuts import LayerGraph, ModelPart
-from tfdist.pipeline.schedule import micro_sizes, most_kept, passes
+from tfdist.pipeline.cuts import Assignment, LayerGraph, ModelPart
+from tfdist.pipeline.schedule import Pass, micro_sizes, most_kept, passes
+from tfdist.pipeline.segments import segments_of
 from tfdist.pipeline.stage import MicroBatch, Stage, Tensors
 from tfdist.pipeline.timing import chosen_places, possible_places
 from tfdist.pipeline.union import (
@@ -68,7 +69,8 @@ class StagedModel:
         self.graph = LayerGraph(model)
         micros = _MICROS_A_STAGE * place.count * place.pipelines
         self._default_size = max(1, -(-batch // micros))
-        parts = self._parts(self.sizes_of(batch))
+        assignment = self._assignment(self.sizes_of(batch))
+        parts = self.graph.cut(assignment, num_stages=place.count)
         gc.collect()  # what was made to be timed
         part = parts[place.index]
         # The last stage turns round at once.
@@ -76,7 +78,7 @@ class StagedModel:
         keep = "nothing" if turns and options.keep != "compiled" else options.keep
         self._optimizer = getattr(model, "optimizer", None)
         self.stage = Stage(
-            part,
+            self._segments(assignment, batch) if options.keep == "recompute" else [part],
             keep=keep,
             loss_of=self._loss_of if part.is_last else None,
             scaled=getattr(self._optimizer, "scale_loss", tf.identity),
@@ -149,7 +151,7 @@ class StagedModel:
 
     def values_of_last(self, variables: list[Any]) -> list[np.ndarray]:
         """Return the values of variables where the last stage has peers, else nothing."""
-        if self._place.peers is None or not self.stage.part.is_last:
+        if self._place.peers is None or not self.stage.is_last:
             return []
         return [np.asarray(v.value).copy() for v in variables]
 
@@ -226,17 +228,17 @@ class StagedModel:
     def _inner_optimizer(self) -> Any:
         return getattr(self._optimizer, "inner_optimizer", self._optimizer)
 
-    def _parts(self, sizes: list[int]) -> list[ModelPart]:
+    def _assignment(self, sizes: list[int]) -> Assignment:
+        """Return the stage of each node of the graph."""
         count, cut = self._place.count, self._place.options.cut
         if isinstance(cut, str):
             cut = None if cut == "auto" else [cut]
-        graph = self.graph
         if count == 1:
-            return graph.cut(graph.behind([]), num_stages=1)
+            return self.graph.behind([])
         if isinstance(cut, Mapping):
-            return graph.cut(graph.by_patterns(cut), num_stages=count)
+            return self.graph.by_patterns(cut)
         if cut is None:
-            return graph.cut(graph.behind(self._chosen_cut(sizes)), num_stages=count)
+            return self.graph.behind(self._chosen_cut(sizes))
         require(
             len(cut) == count - 1,
             "cut",
@@ -245,7 +247,16 @@ class StagedModel:
             fix="name so many, or change --stages",
             code="wrong-number",
         )
-        return graph.cut(graph.behind_layers(list(cut)), num_stages=count)
+        return self.graph.behind_layers(list(cut))
+
+    def _segments(self, assignment: Assignment, batch: int) -> list[ModelPart]:
+        kept = [most_kept(self._order(stage, batch)) for stage in range(self._place.count)]
+        return segments_of(self.graph, assignment, kept=kept)[self._place.index]
+
+    def _order(self, stage: int, batch: int) -> list[Pass]:
+        """Return the passes of a stage in a step of so many examples."""
+        place, micros = self._place, -(-len(self.sizes_of(batch)) // self._place.pipelines)
+        return passes(place.options.schedule, stage=stage, stages=place.count, micros=micros)
 
     def _chosen_cut(self, sizes: list[int]) -> list[int]:
         """Return where the chief cuts by measured times, or has, for good. A collective."""
@@ -262,6 +273,7 @@ class StagedModel:
                     rows=sizes[0],
                     micros=micros,
                     schedule=self._place.options.schedule,
+                    keep=self._place.options.keep,
                 )
                 positions = [place.position for place in places]
             chosen.update(cut_of=what, cut=broadcast(positions))
@@ -299,17 +311,18 @@ class StagedModel:
             vars(inner).update(before)
 
     def _log(self, part: ModelPart, *, batch: int) -> None:
-        place, micros = self._place, -(-len(self.sizes_of(batch)) // self._place.pipelines)
-        order = passes(place.options.schedule, stage=place.index, stages=place.count, micros=micros)
-        kept = most_kept(order) if self.stage.keep != "recompute" else 1
+        place, order = self._place, self._order(self._place.index, batch)
+        kept = most_kept(order) if place.options.keep != "recompute" else 1
+        made = max(segment.part.example_bytes for segment in self.stage.segments)
+        layers = part.module.layers
         mine = [slot for slot in self._slots if self._owners[id(slot)] == place.index]
         _LOG.info(
             "%s: %d layers, from %s to %s; %d micro-batches of at most %d examples; weights"
             " %.1f MiB, slots %.1f MiB, outputs of its layers about %.1f MiB (of %d micro-batches)",
-            *(place.names[place.index], len(part.module.layers)),
-            *(part.module.layers[0].name, part.module.layers[-1].name, micros, self.split_size),
+            *(place.names[place.index], len(layers)),
+            *(layers[0].name, layers[-1].name, len(order) // 2, self.split_size),
             *(bytes_of(part.module.variables) / _MIB, bytes_of(mine) / _MIB),
-            *(part.example_bytes * self.split_size * kept / _MIB, kept),
+            *(made * self.split_size * kept / _MIB, kept),
         )
 
 

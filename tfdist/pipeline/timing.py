@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.pipeline.balance import balanced, require_enough
+from tfdist.pipeline.balance import balanced, require_enough, runs
 from tfdist.pipeline.cuts import LayerGraph, Place, one_or_list
 from tfdist.pipeline.schedule import Pass, Timeline, passes, timeline
 from tfdist.training import keras_compat
@@ -44,6 +44,7 @@ def chosen_places(
     rows: int,
     micros: int,
     schedule: str = "1f1b",
+    keep: str = "tape",
 ) -> list[Place]:
     """Return where to cut so that a step is as fast as it can be, and log it.
 
@@ -57,6 +58,7 @@ def chosen_places(
       rows: examples of a micro-batch, at which the parts are timed.
       micros: micro-batches of a step.
       schedule: of their passes.
+      keep: ``recompute`` to need less memory for it, and look less closely.
     """
     positions = [place.position for place in places]
     weights = [place.example_bytes for place in places]
@@ -68,15 +70,16 @@ def chosen_places(
     seconds = _seconds(graph, positions, rows)
     chosen, _ = _fastest_cut(seconds, weights, trainable, orders, micros)
     # Parts have ends that a stage has not, which take time: the more, the larger their tensors are.
-    whole = _seconds(graph, [positions[i] for i in chosen], rows)
-    for run, measured in zip(_runs(chosen, len(seconds)), whole, strict=True):
-        factor = measured / sum(seconds[run])
-        seconds[run] = [factor * each for each in seconds[run]]
+    if keep != "recompute":  # which is there to need less than the activations of a whole stage
+        whole = _seconds(graph, [positions[i] for i in chosen], rows)
+        for run, measured in zip(runs(chosen, len(seconds)), whole, strict=True):
+            factor = measured / sum(seconds[run])
+            seconds[run] = [factor * each for each in seconds[run]]
     chosen, step = _fastest_cut(seconds, weights, trainable, orders, micros)
     _LOG.info(
         "cut behind %s: %s s for a micro-batch of %d; of %d micro-batches the stages wait %.0f %%",
         ", ".join(places[i].name for i in chosen),
-        " + ".join(f"{sum(seconds[run]):.4f}" for run in _runs(chosen, len(seconds))),
+        " + ".join(f"{sum(seconds[run]):.4f}" for run in runs(chosen, len(seconds))),
         *(rows, micros, 100 * step.bubble),
     )
     return [places[i] for i in chosen]
@@ -94,14 +97,9 @@ def _fastest_cut(
     for share in _LEADS:
         lead = share / micros
         cut = balanced(seconds, crossing_bytes, stages=len(orders), trainable=trainable, lead=lead)
-        each = [sum(seconds[run]) for run in _runs(cut, len(seconds))]
+        each = [sum(seconds[run]) for run in runs(cut, len(seconds))]
         found.append((cut, timeline(orders, forward_s=each, backward_s=[2 * s for s in each])))
     return min(found, key=lambda one: one[1].makespan_s)
-
-
-def _runs(cut: Sequence[int], count: int) -> list[slice]:
-    """Return which of `count` parts each stage has."""
-    return list(itertools.starmap(slice, itertools.pairwise([0, *(i + 1 for i in cut), count])))
 
 
 def _with_weights(graph: LayerGraph, places: Sequence[Place]) -> list[bool]:
@@ -111,14 +109,21 @@ def _with_weights(graph: LayerGraph, places: Sequence[Place]) -> list[bool]:
 
 
 def _seconds(graph: LayerGraph, positions: Sequence[int], rows: int) -> list[float]:
-    """Return the seconds of each run of layers between two positions, forward and backward."""
+    """Return the seconds of each run of layers between two positions, forward and backward.
+
+    Those that compute the same, as the blocks of a transformer do, are timed once.
+    """
     parts = graph.divided(graph.behind(positions), num_stages=len(positions) + 1)
-    timed = [_timed_passes(part.module, rows, first=part.index == 0) for part in parts]
-    for each in timed:  # compiles
-        each()
+    work = [part.work for part in parts]
+    timed = {
+        each: _timed_passes(part.module, rows, first=part.index == 0)
+        for each, part in zip(work, parts, strict=True)
+    }
+    for run in timed.values():  # compiles
+        run()
     # In turn, as a machine has moments in which all take longer.
-    rounds = [[each() for each in timed] for _ in range(_ROUNDS)]
-    return [min(seconds) for seconds in zip(*rounds, strict=True)]
+    rounds = [{each: run() for each, run in timed.items()} for _ in range(_ROUNDS)]
+    return [min(seconds[each] for seconds in rounds) for each in work]
 
 
 def _timed_passes(module: keras.Model, rows: int, *, first: bool) -> Callable[[], float]:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass
-from tfdist.pipeline.stage import MicroBatch, Received, Stage, Tensors
+from tfdist.pipeline.stage import MicroBatch, Received, Segment, Tensors, nothing_received
 from tfdist.training import keras_compat
 
 Tag = Callable[[int, Pass], str]
@@ -24,14 +24,14 @@ class WholeStep:
     """Runs all passes of a step of a stage.
 
     Args:
-      stage: that computes them.
+      stage: that computes them, in one segment.
       before: to the stage before; None in the first.
       after: to the stage after; None in the last.
       tag: of a step's pass, by which messages are told apart.
     """
 
     def __init__(
-        self, stage: Stage, *, before: StageLink | None, after: StageLink | None, tag: Tag
+        self, stage: Segment, *, before: StageLink | None, after: StageLink | None, tag: Tag
     ) -> None:
         self._stage, self._before, self._after, self._tag = stage, before, after, tag
         self._compiled: dict[tuple[Pass, ...], Any] = {}
@@ -58,7 +58,7 @@ class _Messages:
     def received(self, one: Pass) -> Received:
         stage, link = self._whole._stage, self._whole._before
         if link is None:
-            return stage.first()
+            return nothing_received()
         symbols = list(stage.part.received)
         masks = [t._keras_mask for t in symbols if getattr(t, "_keras_mask", None) is not None]
         dtypes = [tf.as_dtype(t.dtype) for t in (*symbols, *masks)]
