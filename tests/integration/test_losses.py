@@ -365,10 +365,18 @@ class Contrastive(keras.Model):
         return {"mine": loss}
 
 
+class SumOfAll(Contrastive):
+    """A likeness that is summed over the examples, as `tensordot(left, right, 2)` is."""
+
+    def call(self, x):
+        return tf.tensordot(self.left(x), self.right(x**2), 2) + tf.tile(self.left(x), [1, 4])
+
+
+@pytest.mark.parametrize("kind", [Contrastive, SumOfAll])
 @pytest.mark.parametrize("examples", [60, 48])
-def test_losses_over_pairs_say_that_replicas_see_their_own_part(strategies, caplog, examples):
+def test_losses_over_pairs_say_that_replicas_see_their_own_part(strategies, caplog, kind, examples):
     def make():
-        model = Contrastive()
+        model = kind()
         model.compile(keras.optimizers.SGD(0.001))
         return model
 

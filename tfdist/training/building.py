@@ -178,8 +178,12 @@ def _build_by_a_call(model: keras.Model, feed: Feed) -> None:
     try:
         model._symbolic_build(data_batch=batch)
     except Exception as error:
-        if not _is_ready_for_its_own_step(model):
-            _or_raise(error, lambda: _build_with(model, feed.first_batch()))
+        if not _is_ready_for_its_own_step(model, model._compile_metrics):
+            try:
+                _or_raise(error, lambda: _build_with(model, feed.first_batch()))
+            except Exception:
+                _require_metrics_of_its_own(model, error)
+                raise
 
 
 def _or_raise(error: Exception, instead: Callable[[], Any]) -> None:
@@ -206,15 +210,34 @@ def _build_with(model: keras.Model, batch: Any) -> None:
             compute_output_spec(build_part, *given, sample_weight=weight)
 
 
-def _is_ready_for_its_own_step(model: keras.Model) -> bool:
+def _require_metrics_of_its_own(model: keras.Model, error: Exception) -> None:
+    """Raise UsageError where nothing but the metrics of `compile` cannot be built."""
+    if _is_ready_for_its_own_step(model, metrics=None):
+        raise UsageError(
+            "metrics",
+            received="those of compile, for a model whose call takes something else than the x of"
+            " a batch",
+            expected="metrics of the model's own, as its step alone knows what in a batch is what",
+            fix="make them in the model's __init__, update them in its steps, and leave them out"
+            " of compile",
+            code="metrics-of-compile",
+        ) from error
+
+
+def _is_ready_for_its_own_step(model: keras.Model, metrics: Any) -> bool:
     """Return whether all but the optimizer is built, and the step is not Keras' own."""
-    metrics, loss = model._compile_metrics, model._compile_loss
+    loss = model._compile_loss
     return (
         any(is_own(model, step) for step in ("train_step", "test_step"))
         and all(layer.built for layer in model._flatten_layers(include_self=False))
-        and (metrics is None or metrics.built)
+        and (metrics is None or metrics.built or not _names_metrics(metrics))
         and (loss is None or loss.built or len(keras.tree.flatten(model.loss)) == 1)
     )
+
+
+def _names_metrics(metrics: Any) -> bool:
+    named = keras.tree.flatten([metrics._user_metrics, metrics._user_weighted_metrics])
+    return any(one is not None for one in named)
 
 
 def _has_call(model: keras.Model) -> bool:

@@ -3,14 +3,16 @@
 All tasks run a user's callbacks on the same logs, so that they decide alike; those that write run
 on the chief. Batch hooks are called once a block, with the last batch of the block; a callback
 that looks at every batch gets blocks of one step, and pays for them. A class of our own whose
-hooks make do with the last batch of a block says so by ``once_a_range = True``.
+hooks make do with the last batch of a block says so by ``once_a_range = True``. By a method
+``next_step(step)`` a callback names the next step after `step` at which a block is to end, or None;
+by ``resumed_at(step)`` it is told at which step a restored run goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import keras
 from keras.src.callbacks import CallbackList
@@ -35,22 +37,6 @@ _BLOCK_IS_ENOUGH = (
     keras.callbacks.TensorBoard,
     keras.callbacks.TerminateOnNaN,
 )
-
-
-@runtime_checkable
-class StepScheduled(Protocol):
-    """Callback that has to be called at the end of certain steps; a block ends there."""
-
-    def next_step(self, step: int) -> int | None:
-        """Return the next such step after `step`, None where there is none."""
-
-
-@runtime_checkable
-class ResumeAware(Protocol):
-    """Callback that learns the step at which a restored run goes on."""
-
-    def resumed_at(self, step: int) -> None:
-        """Take in that `step` steps of the run were done before; its next one comes now."""
 
 
 def callback_list(

@@ -24,8 +24,6 @@ from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import resume
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
 from tfdist.training.callbacks import (
-    ResumeAware,
-    StepScheduled,
     begin_epoch,
     callback_list,
     counting_steps,
@@ -106,7 +104,7 @@ class TrainLoop:
         )
         listed = self._callbacks.callbacks
         self._every = [n for n in map(steps_between_calls, listed) if n]
-        self._scheduled = [c for c in listed if isinstance(c, StepScheduled)]
+        self._scheduled = [c for c in listed if hasattr(c, "next_step")]
         self._with_logs = bool(broadcast(wants_logs(listed)))
 
     def run(self) -> keras.callbacks.History:
@@ -292,7 +290,7 @@ class TrainLoop:
             self._plan.backups[0].restore(self._model, self._job, callbacks=self._callbacks)
             self._blocks.engine.take_state(self._blocks.program)
         for callback in self._callbacks.callbacks:
-            if isinstance(callback, ResumeAware):
+            if hasattr(callback, "resumed_at"):
                 callback.resumed_at(self.step)
         _LOG.info("resumed at step %d", self.step)
 

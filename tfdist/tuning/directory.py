@@ -14,6 +14,7 @@ from typing import Any
 from tfdist import files
 from tfdist.errors import UsageError, require
 from tfdist.files import FileLock, Held, is_held, one_line_errors
+from tfdist.outputs.run_directory import RunDirectory
 from tfdist.tuning import journal
 
 JOURNAL = journal.FILE_NAME
@@ -76,7 +77,7 @@ def _require_at_rest(path: Path) -> None:
 
 def is_run_in(run_dir: Path) -> bool:
     """Return whether a job holds a trial's directory, or its checkpoints are written."""
-    return is_held(run_dir / "logs") or is_held(run_dir / "checkpoints" / ".lock")
+    return is_held(run_dir / "logs") or RunDirectory(run_dir).is_written
 
 
 def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

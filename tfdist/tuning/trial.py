@@ -87,7 +87,7 @@ def have_the_tuner_know_its_space(told: Assignment) -> None:
             return
         with open(Path(told.sweep_dir, FILE_NAME), encoding="utf-8") as journal:
             space = json.loads(journal.readline())["space"]
-        hp = HyperParameters.from_config({"space": space, "values": {}})
+        hp = HyperParameters.from_config({"space": space, "values": dict(told.values)})
         if tuner.hypermodel is not None:
             tuner.hypermodel.declare_hyperparameters(hp)
         tuner.oracle.update_space(hp)

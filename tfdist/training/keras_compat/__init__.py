@@ -31,7 +31,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.training.keras_compat import gradients, variables  # noqa: F401  (they register)
-from tfdist.training.keras_compat.losses import logs_by_fraction
+from tfdist.training.keras_compat.losses import added_in_part, logs_by_fraction
 from tfdist.training.keras_compat.reduction import (
     all_reduce,
     reduce_statistics,
@@ -50,6 +50,7 @@ __all__ = [
     "REPLACEMENTS",
     "Replacement",
     "StepTrace",
+    "added_in_part",
     "all_reduce",
     "compiled",
     "install",

@@ -186,7 +186,7 @@ def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
     """
     if value.shape.rank == 0:
         return False
-    if not value.shape.is_fully_defined() or trace.rows() in tuple(value.shape):
+    if _has_examples(value, trace):
         return True
     _warn(
         f"{what} of shape {tuple(value.shape)} on {trace.num_replicas} replicas: its numbers are "
@@ -194,6 +194,11 @@ def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
         f"1/{trace.num_replicas} of what they count on one device: make them means"
     )
     return False
+
+
+def _has_examples(value: tf.Tensor, trace: StepTrace) -> bool:
+    """Return whether a shape may have an axis of the batch."""
+    return not value.shape.is_fully_defined() or trace.rows() in tuple(value.shape)
 
 
 @replaces(
@@ -206,6 +211,12 @@ def _summing_what_is_added(original: Original, trace: StepTrace, self: Any, loss
     if trace.num_replicas == 1 or not _is_of_examples(loss, trace, "add_loss"):
         return whole
     return _by_fraction(whole, trace)
+
+
+def added_in_part(loss: tf.Tensor, trace: StepTrace) -> tf.Tensor:
+    """Return a layer's loss in a micro-batch, whose part of the step it will be weighted by."""
+    total = tf.reduce_sum(tf.cast(loss, tf.float32))
+    return _by_fraction(total, trace) if _has_examples(loss, trace) else total
 
 
 @replaces(tf.GradientTape, "gradient", issue=f"{_TAPE}#L960")
@@ -244,13 +255,17 @@ def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor] | None:
 
 
 def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
-    """Warn where a loss goes by products of the batch with itself, as contrastive losses do."""
+    """Warn where a loss goes by products of the batch with itself, as contrastive losses do.
+
+    Those have an entry for each pair of examples, or one that is summed over all examples.
+    """
     batch = {part.op.name for part in trace.parts()}
     sizes = {None, trace.rows()}
     for operation in ops_behind([target for target in targets if isinstance(target, tf.Tensor)]):
         if operation.type not in _PRODUCTS or operation.outputs[0].shape.rank != 2:
             continue
-        among_examples = sizes.issuperset(operation.outputs[0].shape) and all(
+        of_examples = {size in sizes for size in operation.outputs[0].shape}
+        among_examples = len(of_examples) == 1 and all(
             any(op.name in batch for op in ops_behind([factor])) for factor in operation.inputs
         )
         if among_examples:
