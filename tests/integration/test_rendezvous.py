@@ -6,9 +6,11 @@ import threading
 import time
 import types
 
+import pytest
+
 from tfdist.cluster import ClusterSpec, Task, TaskConfig, hold_ports
-from tfdist.errors import StartupTimeout
-from tfdist.strategy import rendezvous
+from tfdist.errors import EXIT_OK, StartupTimeout
+from tfdist.strategy import rendezvous, stages
 
 DEADLINE_S = 60.0
 
@@ -81,3 +83,43 @@ def test_a_chief_that_has_seen_all_and_is_gone_is_named(monkeypatch):
         now_s[0] = DEADLINE_S + rendezvous.LATER_S
     worker.join(DEADLINE_S)
     assert f"waited 70 s of 70 s for worker-0 (127.0.0.1:{worker.chief_port})" in worker.raised
+
+
+def test_a_chief_that_has_met_a_task_and_misses_its_questions_is_given_time(monkeypatch):
+    cluster = ClusterSpec(chief=("a:1",), worker=("b:1",), ps=("c:1",))
+    config = TaskConfig(cluster=cluster, task=Task("worker", 0))
+    now_s, asked_s = 0.0, []
+    met, stop = threading.Event(), threading.Event()
+
+    def wait(pause_s):
+        nonlocal now_s
+        now_s += pause_s
+        if now_s > 30:
+            met.set()  # by what it has asked this task
+        return stop.is_set()
+
+    def answers(address):
+        asked_s.append(now_s)
+        return False
+
+    monkeypatch.setattr(stop, "wait", wait)
+    monkeypatch.setattr(rendezvous, "answers", answers)
+    clock = types.SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr(rendezvous, "time", clock)
+    code = rendezvous.wait_for_chief_to_end(config, stop=stop, timeout_s=60, met=met)
+    assert code == EXIT_OK
+    assert asked_s[-1] > 35
+
+
+def test_whoever_else_comes_does_not_have_stages_wait_for_longer():
+    ports = hold_ports(2)
+    cluster = ClusterSpec(worker=tuple(port.address for port in ports))
+    config = TaskConfig(cluster=cluster, task=Task("worker", 0))
+    began_s = time.monotonic()
+    with contextlib.ExitStack() as stack, rendezvous.answering(config) as listener:
+        for _ in range(5):  # who say nothing
+            address = ("127.0.0.1", ports[0].port)
+            stack.enter_context(socket.create_connection(address, DEADLINE_S))
+        with pytest.raises(StartupTimeout, match="worker-1"):
+            stages._accepted(listener, config, deadline_s=began_s + 1, timeout_s=1.0)
+    assert time.monotonic() - began_s < 6

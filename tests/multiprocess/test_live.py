@@ -4,13 +4,11 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
-import time
 import urllib.request
 from pathlib import Path
 
 from tests.multiprocess.jobs import DEADLINE_S, LAUNCH, ROOT, report
+from tests.processes import python, until
 from tfdist.report.run import read_run
 
 SOURCE = """
@@ -36,24 +34,18 @@ def is_listening(port):
 
 def metrics_with(port, wanted):
     """Asks until the metrics have a line; returns them."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline_s:
+
+    def metrics():
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
             text = answer.read().decode()
-        if wanted in text.splitlines():
-            return text
-    raise AssertionError(f"{wanted} never came: {text}")
+        return text if wanted in text.splitlines() else None
+
+    return until(metrics, within_s=DEADLINE_S, why=lambda: f"{wanted} never came")
 
 
 def run(module, *args):
-    return subprocess.run(
-        [sys.executable, "-m", module, *args],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-        env={"PYTHONPATH": str(ROOT), "COLUMNS": "150"},
-    )
+    env = {"PYTHONPATH": str(ROOT), "COLUMNS": "150"}
+    return python("-m", module, *args, timeout=DEADLINE_S, env=env)
 
 
 def test_a_running_job_is_seen_from_outside_and_its_report_is_made(launch):
@@ -87,23 +79,14 @@ def test_metrics_end_with_a_launcher_that_is_killed(launch):
     job.ready(1)
     metrics_with(port, 'tfdist_step{task="worker-0"} 7')
     job.signal(signal.SIGKILL)
-    deadline_s = time.monotonic() + DEADLINE_S
-    while is_listening(port):
-        assert time.monotonic() < deadline_s
+    until(lambda: not is_listening(port), within_s=DEADLINE_S)
 
 
 def test_a_metrics_port_that_is_taken_is_one_line_and_nothing_is_started(launch, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = subprocess.run(
-            [*LAUNCH, f"--metrics_port={port}", "--run_dir=run", "-m", "this"],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            cwd=tmp_path,
-            env={"PYTHONPATH": str(ROOT)},
-            check=False,
-        )
+        words = (*LAUNCH[1:], f"--metrics_port={port}", "--run_dir=run", "-m", "this")
+        done = python(*words, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "--metrics_port" in done.stderr

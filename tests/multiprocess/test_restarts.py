@@ -5,12 +5,12 @@ import re
 import signal
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.multiprocess.jobs import DEADLINE_S, FORK, GONE_S, STARTS, children, report
+from tests.processes import until
 from tfdist.launch import guardian
 
 PRELUDE = """
@@ -44,6 +44,20 @@ def ready(job, attempt, count):
 
 
 # the whole job
+
+
+def test_a_task_is_told_how_often_its_job_was_started_again(launch):
+    """And not of the starts by commands before it in the same directory."""
+    source = """
+    print("attempt", attempt, "started again", os.environ.get("TFDIST_RESTARTS", "never"))
+    sys.exit(attempt == 1)
+    """
+    for _ in range(2):
+        job = launch(program(source), "--max_restarts=1", "--run_dir=run")
+        assert job.end() == 0
+    said = [log.read_text() for log in sorted(Path("run/logs").glob("*/worker-0.log"))]
+    again = ("never", "1", "never")
+    assert said == [f"attempt {n} started again {told}\n" for n, told in enumerate(again, 1)]
 
 
 @pytest.mark.alone
@@ -222,11 +236,10 @@ def test_no_process_outlives_a_launcher_that_is_killed_during_a_restart(launch, 
     os.kill(ready(job, 1, 3)["worker-2"], signal.SIGKILL)
     assert job.process.wait(DEADLINE_S) == -signal.SIGKILL
     mark = job.read_until(r"mark (\w+)")[0]
-    deadline_s = time.monotonic() + GONE_S
-    while (left := guardian.members(mark, set())) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    guardian.end_all(mark, set())
-    assert not left
+    try:
+        until(lambda: not guardian.members(mark, set()), within_s=GONE_S)
+    finally:
+        guardian.end_all(mark, set())
     job.assert_gone()
 
 

@@ -1,33 +1,28 @@
 """``python -m benchmarks.scaling`` over real jobs."""
 
 import json
-import subprocess
-import sys
 
 import matplotlib.image
 import pytest
 
 from tests.multiprocess.jobs import ROOT
+from tests.processes import python
 
 DEADLINE_S = 500
+
+
+def measured(out, *words):
+    words = ("-m", "benchmarks.scaling", "--out", out, *words)
+    return python(*words, cwd=ROOT, timeout=DEADLINE_S)
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)
 def test_two_jobs_are_measured_beside_each_other(tmp_path):
     out = tmp_path / "out"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks.scaling", "--out", str(out)),
-            *("--shapes", "1W1PS,2W", "--repeats", "1", "--timeout_s", "200", "--"),
-            f"--config={ROOT / 'configs' / 'digits_ps.py'}",
-            *("--config.total_examples=6400", "--config.checkpoints=4", "--config.seed=1"),
-            *("--config.model=dense", "--config.validation_split="),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    words = ("--shapes", "1W1PS,2W", "--repeats", "1", "--timeout_s", "200", "--")
+    config = (f"--config={ROOT / 'configs' / 'digits_ps.py'}", "--config.model=dense")
+    config += ("--config.total_examples=6400", "--config.checkpoints=4", "--config.seed=1")
+    done = measured(out, *words, *config, "--config.validation_split=")
     logs = "".join(log.read_text() for log in sorted(out.glob("runs/*/said.log")))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     table = json.loads((out / "scaling.json").read_text())
@@ -49,16 +44,7 @@ def test_two_jobs_are_measured_beside_each_other(tmp_path):
 
 
 def test_a_job_that_fails_fails_the_measurement_with_its_last_lines(tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks.scaling", "--out", str(tmp_path / "out")),
-            *("--shapes", "2W", "--", "--config.modle=dense"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    done = measured(tmp_path / "out", "--shapes", "2W", "--", "--config.modle=dense")
     assert done.returncode == 1
     assert "2W: the job ended with code 2; its last lines" in done.stderr
     assert "did you mean 'model'?" in done.stderr

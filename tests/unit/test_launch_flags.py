@@ -3,7 +3,6 @@
 import errno
 import inspect
 import os
-import subprocess
 import sys
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -11,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import tfdist
+from tests.processes import python
+from tests.refusals import refusal
 from tfdist.errors import UsageError
 from tfdist.launch import job
 from tfdist.launch.__main__ import main
@@ -168,9 +169,7 @@ def test_a_mistake_is_found(where, code, line):
     ],
 )
 def test_the_line_of_a_mistake(line, text):
-    with pytest.raises(UsageError) as caught:
-        parse([line])
-    assert str(caught.value) == text
+    assert str(refusal(lambda: parse([line]))) == text
 
 
 def test_a_script_that_is_not_there_is_named_with_the_near_one(tmp_path, monkeypatch):
@@ -253,14 +252,8 @@ def test_what_python_m_would_run_from_another_directory_is_planned(tmp_path):
         "sys.meta_path.insert(0, EditableFinder(tfdist=place))\n"
         "sys.path[:] = [part for part in sys.path if not Path(part, 'tfdist').is_dir()]\n"
     )
-    done = subprocess.run(
-        [*(sys.executable, "-m", "tfdist.launch", "--dry_run"), "-m", "tfdist.train"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    words = ("-m", "tfdist.launch", "--dry_run", "-m", "tfdist.train")
+    done = python(*words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert "-m tfdist.train" in done.stdout
 

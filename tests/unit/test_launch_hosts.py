@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refusals import refused
 from tfdist.cluster import Task
 from tfdist.errors import UsageError
 from tfdist.launch.job import ports_of_tasks, with_variables
@@ -115,9 +116,7 @@ def test_a_list_of_one_host_has_an_evaluator_where_there_are_several_tasks():
     ],
 )
 def test_what_does_not_go_with_several_hosts_is_refused(line, where, code):
-    with pytest.raises(UsageError) as error:
-        decided(line)
-    assert (error.value.where, error.value.code) == (where, code)
+    assert refused(lambda: decided(line)) == (where, code)
 
 
 def test_several_hosts_need_a_token_and_loopback_none():

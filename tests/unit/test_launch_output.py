@@ -195,6 +195,19 @@ def test_a_reader_that_does_not_read_is_not_waited_for(reader):
     assert not reader.console.is_waiting
 
 
+def test_a_descriptor_that_somebody_else_has_filled_is_written_to_later(reader, monkeypatch):
+    write, errors = os.write, [BlockingIOError(errno.EAGAIN, "busy")]
+
+    def write_later(fd, data):
+        if errors:
+            raise errors.pop()
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", write_later)
+    reader.console.line("worker-0", b"x")
+    assert reader.text() == "[worker-0] x\n"
+
+
 def test_a_reader_that_has_gone_is_noticed(reader):
     os.close(reader.fd)
     reader.fd = -1
@@ -249,7 +262,7 @@ def test_remarks_go_to_standard_error_where_that_is_another(reader, tmp_path):
 
 def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
     specs = [spec(task, tmp_path) for task in (W0, W1, Task("ps", 0))]
-    attempt = JobState.of(specs, is_ps=False, grace_s=1, policy=None, watchdog=None, now_s=0.5)
+    attempt = JobState(specs=specs, is_ps=False, grace_s=1, policy=None, watchdog=None, now_s=0.5)
     attempt.tasks[W0].record(pid=7, status=-9, started_at_s=0, ended_at_s=2.5)
     attempt.tasks[W1].record(pid=8, status=1, started_at_s=1, ended_at_s=3, stopped=True)
     attempt.failure = Failure(

@@ -1,12 +1,13 @@
 """Host 0 without a network: who it begins with, and what counts of what the others tell it."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from hypothesis import given
@@ -16,9 +17,9 @@ from tfdist.cluster import Task
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, UsageError
 from tfdist.launch import job
 from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
+from tfdist.launch.multihost import node
 from tfdist.launch.multihost.hosts import decided_group
 from tfdist.launch.multihost.leader import Team, TeamProcesses
-from tfdist.launch.multihost.node import NodeTasks
 from tfdist.launch.multihost.rendezvous import Differs, Lost, MessageReceived, News, PeerJoined
 from tfdist.launch.options import parse
 from tfdist.launch.plan import ProcessSpec
@@ -136,9 +137,23 @@ def test_a_request_to_stop_counts_while_a_host_that_has_lost_host_0_ends_its_tas
     request, processes = StopRequest(signum=signal.SIGTERM), Mock()
     processes.wait.side_effect = [[request], [Ended(task=W1, status=-15, at_s=NOW_S)]]
     specs = [ProcessSpec(task=W1, log_path=Path("worker-1.log"))]
-    tasks = NodeTasks(specs, processes, screen=Mock(), cause="", fd=0)
+    tasks = node.NodeTasks(specs, processes, screen=Mock(), cause="", fd=0)
     assert tasks.start(W1, log="worker-1.log") == []
     assert tasks.end(grace_s=60) == [request]
+
+
+def test_a_host_that_has_no_port_for_the_next_attempt_says_so(monkeypatch):
+    error = UsageError("ports", received="", expected="", fix="", code="no-free-port")
+    monkeypatch.setattr(node, "TaskFactory", MagicMock())
+    monkeypatch.setattr(node, "replace_taken", Mock(side_effect=[[], error]))
+    monkeypatch.setattr(node, "readable", Mock(return_value=[]))
+    part = MagicMock()
+    part.signals.read.return_value = []
+    member = Mock(lost="")
+    member.take_messages.side_effect = [[{"finish": True}]]
+    with contextlib.ExitStack() as stack, pytest.raises(UsageError) as caught:
+        node.Node(part, stack=stack)._serve(member)
+    assert caught.value is error
 
 
 JSON = st.recursive(

@@ -45,8 +45,8 @@ def state_of_job(tmp_path):
         chief=WORKER,
         state_of=lambda task: "R",
     )
-    state = JobState.of(
-        [spec],
+    state = JobState(
+        specs=[spec],
         is_ps=False,
         grace_s=10,
         policy=RestartPolicy(max_restarts=0, window_s=3600),
@@ -226,8 +226,8 @@ def test_a_reader_that_leaves_is_no_error(capfd):
     assert capfd.readouterr().err == ""
 
 
-def shown(run_dir):
-    console = Console(file=io.StringIO(), width=140)
+def shown(run_dir, *, width=140):
+    console = Console(file=io.StringIO(), width=width)
     console.print(view(run_dir))
     return console.file.getvalue()
 
@@ -245,6 +245,17 @@ def test_a_job_of_a_killed_launcher_is_not_shown_as_running(tmp_path):
     text = shown(tmp_path)
     assert "its launcher was killed" in text
     assert "running" not in text
+
+
+def test_the_table_of_a_usual_job_fits_a_terminal_of_80_columns(tmp_path, monkeypatch):
+    numbers = {"phase_s": 12.3, "step": 12_960, "steps_per_s": 128.6, "silent_s": 0.1}
+    memory = dict.fromkeys(("memory_bytes", "peak_memory_bytes"), 458 << 20)
+    task = {**STATUS["tasks"][0], "state": "running", "phase": "waiting", **numbers, **memory}
+    (tmp_path / "live.json").write_text(json.dumps({**STATUS, "tasks": [task]}))
+    monkeypatch.setattr(top, "is_running", lambda _: True)
+    text = shown(tmp_path, width=80)
+    for cell in (task["task"], "running", "12.3 s", "12,960", "458 MiB  458 MiB", "restarts"):
+        assert cell in text
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"state": "running", "tasks": 3}'])

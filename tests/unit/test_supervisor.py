@@ -89,8 +89,8 @@ class History:
         self.hang = (at_s, hang)
 
     def run(self, tasks, *, is_ps=False, grace_s=GRACE_S, max_restarts=0, min_workers=None):
-        state = JobState.of(
-            map(spec, tasks),
+        state = JobState(
+            specs=map(spec, tasks),
             is_ps=is_ps,
             grace_s=grace_s,
             min_workers=min_workers,

@@ -50,9 +50,9 @@ def job(tasks, *, max_restarts=0, hang_timeout_s=1000.0, states=None, min_worker
         state_of=(states or {}).get,
     )
     policy = RestartPolicy(max_restarts=max_restarts, window_s=3600.0)
-    return JobState.of(
-        map(spec, tasks), is_ps=is_ps, grace_s=GRACE_S, min_workers=min_workers, policy=policy,
-        watchdog=watchdog, now_s=0.0,
+    return JobState(
+        specs=map(spec, tasks), is_ps=is_ps, grace_s=GRACE_S, min_workers=min_workers,
+        policy=policy, watchdog=watchdog, now_s=0.0,
     )  # fmt: skip
 
 

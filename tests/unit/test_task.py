@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,15 @@ def test_a_note_is_one_piece_whatever_the_cause():
     data = os.read(read_fd, 1 << 16)
     assert len(data) <= select.PIPE_BUF
     assert cause.startswith(json.loads(data)["cause"])
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+def test_why_a_program_failed_is_told_though_it_has_a_module_called_json(monkeypatch):
+    monkeypatch.setitem(sys.modules, "json", types.ModuleType("json"))
+    read_fd, write_fd = os.pipe()
+    note_to(write_fd, task="worker-0")(1, 'ValueError: "\u00fc"\ttab')
+    assert json.loads(os.read(read_fd, 4096))["cause"] == 'ValueError: "\u00fc"\ttab'
     os.close(read_fd)
     os.close(write_fd)
 

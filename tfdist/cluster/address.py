@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import json
 import math
 import re
 import reprlib
-import socket
 from collections.abc import Iterator, Sequence
 
 from tfdist.errors import UsageError
 
 _HOST = re.compile(r"\[[0-9A-Za-z:.%_-]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 _MAX_HOST_CHARS = 253
-_IPV4_IN_IPV6 = bytes(10) + b"\xff\xff"
 
 
 class _Short(reprlib.Repr):
@@ -72,37 +71,26 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def join(host: str, port: int) -> str:
+    """Return ``host:port``, with brackets around an IPv6 host."""
+    bare = ":" in host and not host.startswith("[")
+    return f"[{host}]:{port}" if bare else f"{host}:{port}"
+
+
 def _host_key(host: str) -> str | None:
     """Return the host in its one spelling, or None when it is no host."""
-    if host[0] == "[":
-        address, percent, zone = host[1:-1].partition("%")
-        return _ipv6_key(_packed(address, socket.AF_INET6), percent + zone)
-    if host.replace(".", "").isdigit():
-        return _ipv4_key(_packed(host, socket.AF_INET))
+    is_ipv6 = host[0] == "["
+    if is_ipv6 or host.replace(".", "").isdigit():
+        kind = ipaddress.IPv6Address if is_ipv6 else ipaddress.IPv4Address
+        try:
+            address = kind(host.strip("[]"))
+        except ValueError:
+            return None
+        address = getattr(address, "ipv4_mapped", None) or address
+        return "localhost" if address.is_loopback or address.is_unspecified else str(address)
     if len(host) > _MAX_HOST_CHARS or ".." in host:
         return None
     return host.lower().removesuffix(".")
-
-
-def _ipv4_key(packed: bytes | None) -> str | None:
-    if packed is None:
-        return None
-    return "localhost" if packed[0] == 127 or not any(packed) else socket.inet_ntoa(packed)
-
-
-def _ipv6_key(packed: bytes | None, zone: str) -> str | None:
-    if packed is None or zone == "%":
-        return None
-    if packed.startswith(_IPV4_IN_IPV6):
-        return _ipv4_key(packed[-4:])
-    return "localhost" if int.from_bytes(packed, "big") <= 1 else packed.hex() + zone
-
-
-def _packed(host: str, family: socket.AddressFamily) -> bytes | None:
-    try:
-        return socket.inet_pton(family, host)
-    except (OSError, ValueError):
-        return None
 
 
 # Parsers of lists of hosts: schedulers' node lists, and ours with slots, ``a:2,n[1-4]:8``.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tfdist.cluster import settings
+from tfdist.cluster.address import join
 from tfdist.cluster.ports import as_text
 from tfdist.cluster.settings import JobSettings
 from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
@@ -165,12 +166,6 @@ def ports_of_ranks(
         return addresses(hosts, first_port=first_port, among=among)
     _check_last_port(last_port, first_port=first_port)
     return [join(host, first_port + rank) for rank, host in enumerate(hosts)]
-
-
-def join(host: str, port: int) -> str:
-    """Return ``host:port``, with brackets around an IPv6 host."""
-    bare = ":" in host and not host.startswith("[")
-    return f"[{host}]:{port}" if bare else f"{host}:{port}"
 
 
 def same_host(one: str, other: str) -> bool:

@@ -28,9 +28,8 @@ import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
-from tfdist.cluster.address import check_address, shown, split_address
+from tfdist.cluster.address import check_address, join, shown, split_address
 from tfdist.errors import UsageError
 
 _FORM = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
@@ -74,7 +73,7 @@ class HeldPort:
     @property
     def address(self) -> str:
         """Return ``host:port``, with brackets around an IPv6 host."""
-        return _join(self.host, self.port)
+        return join(self.host, self.port)
 
     def release(self) -> None:
         """Give the port up at once, for any process; a second call does nothing."""
@@ -83,12 +82,7 @@ class HeldPort:
     def __enter__(self) -> HeldPort:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def __repr__(self) -> str:
@@ -105,7 +99,7 @@ def hold_ports(
     Raises:
         UsageError: `n` ports cannot be held, or `host` is no host.
     """
-    check_address(_join(host, 1), where="host")
+    check_address(join(host, 1), where="host")
     candidates = preferred_ports(ephemeral_ports()) if among is None else iter(among)
     with contextlib.ExitStack() as stack:
         try:
@@ -187,10 +181,6 @@ def ephemeral_ports() -> range:
     except (OSError, ValueError):
         return range(32_768, 61_000)
     return range(first, last + 1)
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _cannot_hold(n: int, error: OSError, *, among: Sequence[int] | None) -> UsageError:

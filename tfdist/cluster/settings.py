@@ -78,6 +78,11 @@ class JobSettings(JobOptions):
         return JobOptions(**{name: getattr(self, name) for name in names})
 
 
+def restarts(environ: Mapping[str, str]) -> int:
+    """Return how often this task was started before, by the launcher or a scheduler."""
+    return sum(integer(environ, name) or 0 for name in _COUNTS_OF_RESTARTS)
+
+
 def from_environ(environ: Mapping[str, str]) -> JobSettings:
     """Return what our variables in `environ` say; `UsageError` names the one that is wrong."""
     _refuse_misspelt(environ)
@@ -96,7 +101,7 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
         port=port,
         ports=parse_ports(ports, where=PORTS) if ports else None,
         groups=_groups(groups) if groups else (),
-        attempt=1 + sum(integer(environ, name) or 0 for name in _COUNTS_OF_RESTARTS),
+        attempt=1 + restarts(environ),
         run_dir=text(environ, RUN_DIR) or None,
         startup_timeout_s=_seconds(environ, STARTUP_TIMEOUT_S),
         devices_per_worker=integer(environ, DEVICES_PER_WORKER, least=1),

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from tfdist.cluster import HeldPort, hold_ports, placement, settings, tf_config
+from tfdist.cluster import HeldPort, hold_ports, settings, tf_config
+from tfdist.cluster.address import join
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
-from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
+from tfdist.errors import EXIT_FAILED, TfdistError, UsageError, opening_port
 from tfdist.files import write_json
 from tfdist.launch.events import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.live import (
@@ -297,16 +298,8 @@ def _run_team(part: HostPart, team: Team) -> int:
 
 def _hub(part: HostPart) -> Hub:
     group = part.group
-    try:
+    with opening_port("--rendezvous_port", join(part.own, group.port)):
         listener = listen(part.own, group.port, num_hosts=len(group.hosts))
-    except OSError as error:
-        raise UsageError(
-            "--rendezvous_port",
-            received=f"{placement.join(part.own, group.port)} ({error.strerror})",
-            expected="a port of this host that is free",
-            fix="end what listens there, or give all hosts another port",
-            code="port-taken",
-        ) from None
     return Hub(
         listener,
         token=group.token,
@@ -337,6 +330,7 @@ class JobRun:
         self._team = team
         self._ports = list(ports)
         self._run_dir = run_dir
+        self._first_attempt = run_dir.attempt
         self._screen = screen
         self._signals = signals
         self._hold = partial(hold_ports, among=job.ports)
@@ -413,8 +407,8 @@ class JobRun:
             can_speak=processes.can_speak,
             is_held_up=lambda: self._screen.out.is_full,
         )
-        state = JobState.of(
-            specs,
+        state = JobState(
+            specs=specs,
             is_ps=is_ps,
             grace_s=options.grace_s,
             min_workers=options.min_workers,
@@ -461,13 +455,16 @@ class JobRun:
     def _specs(self) -> tuple[ProcessSpec, ...]:
         attempt = self._run_dir.attempt
         if self._team is None:
-            return self._job.specs([port.address for port in self._ports], attempt=attempt)
-        return self._team.specs(
-            partial(self._job.specs_here, attempt=attempt),
-            ports=self._ports,
-            attempt=attempt,
-            run_dir=self._job.run_dir,
-        )
+            specs = self._job.specs([port.address for port in self._ports], attempt=attempt)
+        else:
+            specs = self._team.specs(
+                partial(self._job.specs_here, attempt=attempt),
+                ports=self._ports,
+                attempt=attempt,
+                run_dir=self._job.run_dir,
+            )
+        count = attempt - self._first_attempt
+        return tuple(spec.started_again(count) for spec in specs) if count else specs
 
     def _processes(
         self, specs: Sequence[ProcessSpec], *, logs: Path

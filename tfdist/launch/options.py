@@ -8,7 +8,7 @@ reads the first part.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn
 
@@ -33,9 +33,6 @@ OF_OTHERS = {
 DEFAULT_MODULE = "tfdist.train"
 
 _MAX_TASKS = 10_000
-_MAX_RESTARTS = 1_000_000
-_LEAST_HOST_TIMEOUT_S = 2.0
-_LEAST_HANG_TIMEOUT_S = 2.0
 _MAX_SECONDS = 1e9
 
 
@@ -154,12 +151,11 @@ class LaunchOptions:
     def __post_init__(self) -> None:
         _check_name("strategy", self.strategy, STRATEGIES)
         _check_name("start", self.start, STARTS)
-        _check_counts(self)
+        _check_numbers(self)
         if self.stages is not None and self.strategy == "auto":
             object.__setattr__(self, "strategy", "pipeline")
         if self.stages is not None and self.workers == 1:
             object.__setattr__(self, "workers", self.stages)  # a task for each
-        _check_times(self)
         if self.run_dir is not None and not self.run_dir.strip():
             fix = "give one, or leave --run_dir out"
             _refuse("run_dir", "''", "the path of a directory", fix, code="empty")
@@ -191,54 +187,42 @@ def _check_name(flag: str, value: str, choices: Sequence[str]) -> None:
     require_one_of(f"--{flag}", value, choices, fix=fix)
 
 
-def _check_counts(options: LaunchOptions) -> None:
-    for name in (
-        "workers",
-        "ps",
-        "stages",
-        "min_workers",
-        "devices_per_worker",
-        "threads_per_task",
-    ):
-        value = getattr(options, name)
-        if value is None or 1 <= value <= _MAX_TASKS:
-            continue
-        expected = f"an integer from 1 to {_MAX_TASKS}"
-        fix = f"use --{name} 1 or more" if value < 1 else f"use --{name} {_MAX_TASKS} or fewer"
-        if name == "ps" and value < 1:
-            fix = "use --ps 1 or more, or --strategy multiworker, which has no ps"
-        _refuse(name, value, expected, fix)
-    if options.split_bytes is not None and options.split_bytes < 1:
-        fix = "use --split_bytes 4000000, for example"
-        _refuse("split_bytes", options.split_bytes, "a number of bytes from 1", fix)
-    if not 0 <= options.max_restarts <= _MAX_RESTARTS:
-        expected = f"an integer from 0 to {_MAX_RESTARTS}"
-        _refuse("max_restarts", options.max_restarts, expected, "use --max_restarts 3")
-    for name, example in (("rendezvous_port", 2222), ("metrics_port", 9100)):
-        port = getattr(options, name)
-        if port is not None and not 1 <= port <= 65_535:
-            fix = f"use --{name} {example}, for example"
-            _refuse(name, port, "a port from 1 to 65535", fix)
+_RANGES: Mapping[tuple[str, ...], tuple[str, Callable[[float], bool], str]] = {
+    (
+        *("workers", "ps", "stages", "min_workers"),
+        *("devices_per_worker", "threads_per_task"),
+    ): (f"an integer from 1 to {_MAX_TASKS}", lambda n: 1 <= n <= _MAX_TASKS, "2"),
+    ("split_bytes",): ("a number of bytes from 1", lambda n: n >= 1, "4000000"),
+    ("max_restarts",): ("an integer from 0 to 1000000", lambda n: 0 <= n <= 1_000_000, "3"),
+    ("rendezvous_port",): ("a port from 1 to 65535", lambda port: 1 <= port <= 65_535, "2222"),
+    ("metrics_port",): ("a port from 1 to 65535", lambda port: 1 <= port <= 65_535, "9100"),
+    ("startup_timeout_s", "restart_window_s"): (
+        "a positive number of seconds",
+        lambda s: 0 < s <= _MAX_SECONDS,
+        "60",
+    ),
+    ("grace_s",): ("seconds, 0 or more", lambda s: 0 <= s <= _MAX_SECONDS, "10"),
+    ("hang_timeout_s",): (
+        "0, or 2 or more: tasks speak once a second",
+        lambda s: s == 0 or 2 <= s <= _MAX_SECONDS,
+        "300",
+    ),
+    ("host_timeout_s",): (
+        "2 or more: hosts show every second that they live",
+        lambda s: 2 <= s <= _MAX_SECONDS,
+        "5",
+    ),
+}
+"""What numbers may be, and an example, by the flags that have them."""
 
 
-def _check_times(options: LaunchOptions) -> None:
-    for name in ("startup_timeout_s", "restart_window_s", "host_timeout_s"):
-        if not 0 < getattr(options, name) <= _MAX_SECONDS:
-            _refuse_time(options, name, "a positive number of seconds")
-    for name in ("grace_s", "hang_timeout_s"):
-        if not 0 <= getattr(options, name) <= _MAX_SECONDS:
-            _refuse_time(options, name, "a positive number of seconds or 0")
-    if 0 < options.hang_timeout_s < _LEAST_HANG_TIMEOUT_S:
-        expected = f"0, or {_LEAST_HANG_TIMEOUT_S:g} or more: tasks speak once a second"
-        _refuse_time(options, "hang_timeout_s", expected, fix="use 300, the default")
-    if options.host_timeout_s < _LEAST_HOST_TIMEOUT_S:
-        expected = f"{_LEAST_HOST_TIMEOUT_S:g} or more: hosts show every second that they live"
-        _refuse_time(options, "host_timeout_s", expected, fix="use 5, the default")
-
-
-def _refuse_time(options: LaunchOptions, name: str, expected: str, *, fix: str = "") -> None:
-    fix = fix or f"use --{name} 60, for example"
-    _refuse(name, f"{getattr(options, name):g}", expected, fix)
+def _check_numbers(options: LaunchOptions) -> None:
+    for names, (expected, is_within, example) in _RANGES.items():
+        for name in names:
+            value = getattr(options, name)
+            if value is not None and not is_within(value):
+                received = f"{value:g}" if isinstance(value, float) else value
+                _refuse(name, received, expected, f"use --{name} {example}, for example")
 
 
 def _check_kept(options: LaunchOptions) -> None:

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tfdist.cluster import (
@@ -159,6 +159,12 @@ class ProcessSpec:
     added: tuple[str, ...] = ()
     """Names in `env` that the launcher set; the rest is the user's own environment."""
     title: str = ""
+
+    def started_again(self, count: int) -> ProcessSpec:
+        """Return it as of a job that was started again so often, besides by a scheduler."""
+        before = settings.integer(self.env, settings.RESTARTS) or 0
+        env = {**self.env, settings.RESTARTS: f"{before + count}"}
+        return replace(self, env=env, added=(*self.added, settings.RESTARTS))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -263,7 +263,7 @@ class RunDir:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._lock.release()
 
     def next_attempt(self) -> Path:
         """Go on to the next attempt; make and return the directory for its logs."""
@@ -278,10 +278,6 @@ class RunDir:
         except OSError as error:
             raise not_writable(self.path, error) from None
         return logs
-
-    def close(self) -> None:
-        """Let other jobs use the directory."""
-        self._lock.release()
 
 
 def not_writable(path: Path, error: OSError) -> UsageError:

@@ -104,6 +104,8 @@ class Console:
     def _write_some(self) -> None:
         try:
             written = os.write(self.fd, self._backlog[:_CHUNK_BYTES])
+        except BlockingIOError:  # somebody else has filled it, of a descriptor that never waits
+            return
         except OSError as error:
             # A reader that has left wants no job; a terminal that was closed behind nohup, or a
             # full disk, is no reason to end one. The logs have it all.

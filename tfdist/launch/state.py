@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -198,21 +198,22 @@ class PendingHang:
 class JobState:
     """All that is known of an attempt. Moments are those of the supervisor's clock."""
 
-    tasks: dict[Task, TaskState]
-    """The chief, whose end ends a ps job, is the first."""
+    specs: InitVar[Iterable[ProcessSpec]]
+    """Of its tasks, none of which has been started; the chief's, whose end ends a ps job, first."""
+    tasks: dict[Task, TaskState] = field(init=False)
     is_ps: bool
     """Whether workers and ps serve the chief; a worker may then fail alone."""
     grace_s: float
     """How long a task may take to end before it is killed."""
-    min_workers: int | None
+    min_workers: int | None = None
     """How many workers a ps job needs before its first step; None: all of them."""
     policy: RestartPolicy
     """Of the job: it counts the restarts of earlier attempts too."""
     watchdog: Watchdog
-    root_cause: RootCause
-    started_s: float
+    root_cause: RootCause = field(init=False)
     now_s: float
-    """When the supervisor was last awake."""
+    """When the supervisor was last awake; at first, when the attempt began."""
+    started_s: float = field(init=False)
 
     step: int | None = None
     """The last step that any task has reported; None before the training."""
@@ -242,30 +243,10 @@ class JobState:
     deadline_s: float = math.inf
     """When the grace period ends; once killed, when a process that lives on is given up."""
 
-    @classmethod
-    def of(
-        cls,
-        specs: Iterable[ProcessSpec],
-        *,
-        is_ps: bool,
-        grace_s: float,
-        min_workers: int | None = None,
-        policy: RestartPolicy,
-        watchdog: Watchdog,
-        now_s: float,
-    ) -> JobState:
-        """Return the state of an attempt of which no task has been started."""
-        return cls(
-            tasks={spec.task: TaskState.of(spec) for spec in specs},
-            is_ps=is_ps,
-            grace_s=grace_s,
-            min_workers=min_workers,
-            policy=policy,
-            watchdog=watchdog,
-            root_cause=RootCause(patience_s=grace_s),
-            started_s=now_s,
-            now_s=now_s,
-        )
+    def __post_init__(self, specs: Iterable[ProcessSpec]) -> None:
+        self.tasks = {spec.task: TaskState.of(spec) for spec in specs}
+        self.root_cause = RootCause(patience_s=self.grace_s)
+        self.started_s = self.now_s
 
     @property
     def chief(self) -> Task:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_USAGE
@@ -43,6 +43,11 @@ from tfdist.launch.state import (
     Start,
 )
 
+if TYPE_CHECKING:
+    from tfdist.launch.multihost.leader import TeamProcesses
+    from tfdist.launch.processes import JobProcesses
+    from tfdist.launch.screen import JobScreen
+
 SERVER_GRACE_S = 3.0
 """How long workers and ps may take to end once the chief has: they hold nothing to save."""
 
@@ -53,31 +58,6 @@ STACKS_S = 0.5
 """How long the stacks of a task that hangs may take to come into its log."""
 
 _GIVE_UP_S = 10.0  # after SIGKILL, for a process that not even that ends
-
-
-class Processes(Protocol):
-    """The processes of a job: what carries out the actions of the same names."""
-
-    def start(self, spec: ProcessSpec) -> None: ...
-    def signal(self, task: Task, signum: int) -> None: ...
-    def kill_one(self, task: Task) -> None: ...
-    def ask_for_stacks(self, task: Task) -> None: ...
-
-    def can_start(self, task: Task) -> bool:
-        """Return whether a task can be started now: its host is there."""
-
-    def wait(self, timeout_s: float | None) -> Sequence[Event]:
-        """Return what has happened, after `timeout_s` at the latest."""
-
-
-class Screen(Protocol):
-    """What a person sees of the job; it shows what the actions of the same names say."""
-
-    def say(self, text: str) -> None: ...
-    def show_failure(self, task: Task, cause: str) -> None: ...
-
-    def last_lines(self, task: Task) -> tuple[str, ...]:
-        """Return the last lines of a task's output."""
 
 
 def decide(state: JobState, awakening: Awakening) -> list[Action]:
@@ -420,8 +400,8 @@ class Supervisor:
         self,
         state: JobState,
         *,
-        processes: Processes,
-        screen: Screen,
+        processes: JobProcesses | TeamProcesses,
+        screen: JobScreen,
         clock: Callable[[], float],
         observe: Callable[[JobState, Awakening], None] = lambda state, awakening: None,
     ) -> None:

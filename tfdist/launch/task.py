@@ -61,20 +61,17 @@ def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:
     def failed(exit_code: int, cause: str) -> None:
         if os.getpid() != pid:
             return
-        import json
-        import time
+        from _json import encode_basestring  # not `json`: a program may have one
 
-        note = {
-            "event": "raised",
-            "task": task,
-            "at_s": time.monotonic(),
-            "exit_code": exit_code,
-            "cause": cause.partition("\n")[0][:_MAX_CAUSE_CHARS],
-            "step": steps_done(),
-        }
+        quoted = encode_basestring(cause.partition("\n")[0][:_MAX_CAUSE_CHARS])
+        step = steps_done()
+        note = (
+            f'{{"event": "raised", "task": "{task}", "at_s": {time.monotonic()}, '
+            f'"exit_code": {exit_code}, "cause": {quoted}, '
+            f'"step": {"null" if step is None else step}}}\n'
+        )
         try:
-            line = json.dumps(note, ensure_ascii=False).encode(errors="backslashreplace")
-            os.write(notes_fd, line + b"\n")
+            os.write(notes_fd, note.encode(errors="backslashreplace"))
         except OSError:  # the launcher is gone or does not listen: nobody to tell
             return
 
@@ -307,7 +304,7 @@ def _identity(fd: int) -> tuple[int, int] | None:
 
 
 def _beat_line(task: str, started_s: float, rest: Rest) -> bytes:
-    """Return a beat as JSON, without `json`: a program may have a module of that name."""
+    """Return a beat as JSON."""
     phase, step, since_s, first_s = "import", None, started_s, None
     awaited = None
     runtime: frozenset[int] = frozenset()

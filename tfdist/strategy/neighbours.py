@@ -16,12 +16,13 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfdist.cluster.address import split_address
+from tfdist.cluster.address import check_address, split_address
+from tfdist.cluster.address import join as join_address
 from tfdist.strategy.rendezvous import own_versions, require_same_versions
 from tfdist.strategy.ring import Ring
 
@@ -115,7 +116,7 @@ def connect(
         hello = _HELLO.pack(table[after].secret, rank)
         to_next = _connect(hosts[after], table[after].port, hello, deadline_s)
         expected = _HELLO.pack(secret, (rank - stride) % size)
-        from_previous = _accept(listeners, expected, deadline_s)
+        from_previous = accepted(listeners, [expected], deadline_s).get(expected)
     reached = np.zeros(size, np.int32)
     reached[rank] = to_next is not None and from_previous is not None
     reached = total(reached)
@@ -139,9 +140,14 @@ def _exchanged(mine: _Row, rank: int, size: int, *, total: Sum) -> list[_Row]:
 
 
 def _for_other_machines(host: str, ports: range | None) -> socket.socket | None:
-    """Listen at the job's own interface if it is known; None where no port is free."""
+    """Listen at the job's own interface if it is known; None where no port is free.
+
+    It is not where a machine's own name leads to loopback there, as under Debian (127.0.1.1).
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        if _is_loopback(str(address[0])) and not _is_loopback(host):
+            raise OSError(f"{host} is {address[0]} here, which no other machine reaches")
         socket.create_server(address[:2], family=family).close()
         where, dual = str(address[0]), False
     except OSError:  # a name that stands for this task but is no address of this machine's
@@ -151,6 +157,10 @@ def _for_other_machines(host: str, ports: range | None) -> socket.socket | None:
         with contextlib.suppress(OSError):
             return socket.create_server((where, port), family=family, dualstack_ipv6=dual)
     return None
+
+
+def _is_loopback(host: str) -> bool:
+    return check_address(join_address(host, 1), where="host")[0] == "localhost"
 
 
 def _on_this_machine(secret: bytes) -> socket.socket | None:
@@ -187,19 +197,22 @@ def _connect(host: str, port: int, hello: bytes, deadline_s: float) -> socket.so
         return None
 
 
-def _accept(
-    listeners: Sequence[socket.socket], expected: bytes, deadline_s: float
-) -> socket.socket | None:
-    """The first connection that says `expected`; all others are closed.
+def accepted(
+    listeners: Sequence[socket.socket], expected: Collection[bytes], deadline_s: float
+) -> dict[bytes, socket.socket]:
+    """Return the connections that say each of `expected`, all as long; others are closed.
 
-    All are read at once: a client that sends nothing, or a byte now and then, delays nobody.
+    All are read at once: a client that sends nothing, or a byte now and then, delays nobody. Who
+    has not come by the deadline is left out.
     """
+    size = len(next(iter(expected)))
     received: dict[socket.socket, bytes] = {}
+    found: dict[bytes, socket.socket] = {}
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as open_ends:
         for listener in listeners:
             listener.setblocking(False)
             selector.register(listener, selectors.EVENT_READ)
-        while (remaining_s := deadline_s - time.monotonic()) > 0:
+        while len(found) < len(expected) and (remaining_s := deadline_s - time.monotonic()) > 0:
             for key, _ in selector.select(remaining_s):
                 end: Any = key.fileobj
                 if end in listeners:
@@ -208,15 +221,16 @@ def _accept(
                         received[open_ends.enter_context(end)] = b""
                         selector.register(end, selectors.EVENT_READ)
                 elif end in received:
-                    data = _received(end, _HELLO.size - len(received[end]))
+                    data = _received(end, size - len(received[end]))
                     received[end] += data
-                    if hmac.compare_digest(received[end], expected):
-                        return _prepared(end.dup())  # what is open here is closed now
-                    if not data or len(received[end]) == _HELLO.size:
+                    for hello in expected:
+                        if hello not in found and hmac.compare_digest(received[end], hello):
+                            found[hello] = _prepared(end.dup())  # what is open here is closed
+                    if not data or len(received[end]) == size:
                         _dismiss(end, received, selector)
-            while len(received) > _MAX_CLIENTS:
+            while len(received) > _MAX_CLIENTS + len(expected):
                 _dismiss(next(iter(received)), received, selector)
-    return None
+    return found
 
 
 def _client(listener: socket.socket) -> socket.socket | None:

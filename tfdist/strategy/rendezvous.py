@@ -210,8 +210,7 @@ def wait_for_chief_to_end(
     address = config.cluster.address(config.cluster.chief_task)
     seen, last = False, time.monotonic()
     while not stop.wait(_PROBE_EVERY_S):
-        seen = seen or (met is not None and met.is_set())
-        if answers(address):
+        if answers(address) or (not seen and met is not None and met.is_set()):
             seen, last = True, time.monotonic()
         elif seen and time.monotonic() - last > _GONE_AFTER_S:
             _LOG.info("the chief at %s has ended; so does %s", address, config.task)

@@ -29,7 +29,6 @@ _LOG = logging.getLogger(__name__)
 _HELLO = struct.Struct("<12sI")
 _MAGIC = b"tfdist-stage"
 _RETRY_S = 0.05
-_HELLO_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,32 +203,14 @@ def _accepted(
 ) -> list[socket.socket]:
     """Return the connections of all other tasks; who says something else is let go."""
     tasks = config.cluster.training_tasks()
-    ends: dict[int, socket.socket] = {}
-    while len(ends) < len(tasks) - 1:
-        missing = [t for i, t in enumerate(tasks) if i not in ends and t != config.task]
-        listener.settimeout(max(deadline_s - time.monotonic(), 0.01))
-        try:
-            end, _ = listener.accept()
-        except TimeoutError:
-            named = rendezvous.named(config.cluster, missing)
-            raise StartupTimeout(_waited(config, named, timeout_s)) from None
-        index = _said(end)
-        if 0 < index < len(tasks):
-            ends[index] = end
-        else:
+    others = {_HELLO.pack(_MAGIC, i): t for i, t in enumerate(tasks) if t != config.task}
+    ends = neighbours.accepted([listener], others, deadline_s)
+    if missing := [task for hello, task in others.items() if hello not in ends]:
+        for end in ends.values():
             end.close()
-    return [ends[index] for index in sorted(ends)]
-
-
-def _said(end: socket.socket) -> int:
-    """Return which task a client says it is, -1 for one that says nothing or something else."""
-    end.settimeout(_HELLO_S)
-    try:
-        magic, index = _HELLO.unpack(_exactly(end, _HELLO.size))
-    except OSError as error:
-        _LOG.debug("a client at the meeting: %s", error)
-        return -1
-    return int(index) if magic == _MAGIC else -1
+        named = rendezvous.named(config.cluster, missing)
+        raise StartupTimeout(_waited(config, named, timeout_s))
+    return list(ends.values())
 
 
 def _at_chief(config: TaskConfig, index: int, deadline_s: float, timeout_s: float) -> socket.socket:

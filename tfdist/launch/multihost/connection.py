@@ -181,14 +181,16 @@ _MAX_BACKLOG_BYTES = 32 << 20
 _BEAT = "beat"
 
 
-class Channel:
+class Channel(Link):
     """A connection to another launcher. Errors of the network are OSError, the rest `Violation`."""
 
-    def __init__(self, sock: socket.socket, link: Link, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, sock: socket.socket, token: bytes, *, accepts: bool, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(token, accepts=accepts)
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
-        self._link = link
         self._clock = clock
         self.heard_s = self._sent_s = self._looked_s = clock()
         """When something came last."""
@@ -196,16 +198,6 @@ class Channel:
     def fileno(self) -> int:
         """Return what to watch."""
         return self._socket.fileno()
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether both sides know the token."""
-        return self._link.is_open
-
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether there is something that the network has not taken yet."""
-        return bool(self._link.outgoing)
 
     @property
     def silent_s(self) -> float:
@@ -218,7 +210,7 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Send a message, now or when the network takes it."""
-        self._link.send(message)
+        super().send(message)
         self._sent_s = self._clock()
         self.flush()
 
@@ -242,19 +234,18 @@ class Channel:
                     return _without_beats(messages)
                 raise ConnectionError("it has closed the connection")
             self.heard_s = self._clock()
-            messages += self._link.receive(data)
+            messages += self.receive(data)
         self.flush()  # what the greeting answers
         return _without_beats(messages)
 
     def flush(self) -> None:
         """Write what the network takes without waiting."""
-        outgoing = self._link.outgoing
-        while outgoing:
+        while self.outgoing:
             try:
-                del outgoing[: self._socket.send(outgoing[:_READ_BYTES])]
+                del self.outgoing[: self._socket.send(self.outgoing[:_READ_BYTES])]
             except BlockingIOError:
                 break
-        if len(outgoing) > _MAX_BACKLOG_BYTES:
+        if len(self.outgoing) > _MAX_BACKLOG_BYTES:
             raise Violation("it takes no more messages")
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ of host 0 leads.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import ipaddress
 import itertools
 import socket
@@ -15,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import ClusterSpec, HeldPort, Task, placement, settings, slurm
-from tfdist.cluster.address import parse_hosts, shown
+from tfdist.cluster.address import join, parse_hosts, shown
 from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.cluster.settings import JobSettings
 from tfdist.errors import UsageError, require
@@ -88,7 +87,7 @@ class Group:
         row = itertools.count(DEFAULT_PORT + 1)
         at = {
             rank: [
-                placement.join(host, next(row) if ports is None else ports[number])
+                join(host, next(row) if ports is None else ports[number])
                 for number in range(self.num_tasks(rank))
             ]
             for rank, host in enumerate(self.hosts)
@@ -309,18 +308,13 @@ def own_address(host: str, *, other: str) -> str:
         UsageError: `host` is no address of this machine.
     """
     try:
-        family, (address, _) = resolve(host)
+        _, (address, _) = resolve(host)
     except OSError as error:
         raise _not_here(host, f"cannot be resolved: {error.strerror}") from None
     if ipaddress.ip_address(address).is_loopback:
         return _address_towards(other) or address
-    with socket.socket(family, socket.SOCK_STREAM) as trial:
-        try:
-            trial.bind((address, 0))
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            raise _not_here(host, f"is {address}, no address of this machine") from None
+    if not is_own_address(address):
+        raise _not_here(host, f"is {address}, no address of this machine")
     return address
 
 

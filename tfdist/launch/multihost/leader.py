@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tfdist.cluster import ClusterSpec, HeldPort, Task, placement
+from tfdist.cluster import ClusterSpec, HeldPort, Task
+from tfdist.cluster.address import join
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
 from tfdist.launch.events import (
     STOP_SIGNALS,
@@ -115,7 +116,7 @@ class Team:
         """
         self._began = True
         at = {0: [port.address for port in ports]} | {
-            rank: [placement.join(self.hub.address_of(rank), port) for port in self._ports[rank]]
+            rank: [join(self.hub.address_of(rank), port) for port in self._ports[rank]]
             for rank in sorted(self._ports)
             if rank in self.hub.present
         }
@@ -190,7 +191,7 @@ class Team:
         turned_away = "; ".join(self.hub.turned_away)
         raise StartupTimeout(
             f"{there} of {len(self._group.hosts)} hosts are there: {waited} for "
-            f"{self._named(missing)} at {placement.join(self.name(0), self._group.port)}"
+            f"{self._named(missing)} at {join(self.name(0), self._group.port)}"
             + (f" (turned away: {turned_away})" if turned_away else "")
             + ". Fix: start the launcher on each host, with the same line but for --node_rank, or "
             "raise --startup_timeout_s"

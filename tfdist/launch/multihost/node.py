@@ -215,6 +215,10 @@ class Node:
             for message in member.take_messages():
                 if "end" in message:
                     return self._ended(message)
+                if "finish" in message:
+                    self._end_attempt()
+                    self._say_ready(member)
+                    continue
                 with contextlib.suppress(*NO_SENSE):
                     self._execute(member, message)
             if self._here is not None:
@@ -254,9 +258,6 @@ class Node:
                 if self._here is not None:
                     for event in self._here.start(task_of(name), log=log):
                         self._tell(member, event)
-            case {"finish": _}:
-                self._end_attempt()
-                self._say_ready(member)
             case {"failed": name, "cause": str(cause)}:
                 self._screen.show_failure(task_of(name), cause)
             case _:

@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tfdist.cluster.placement import join
+from tfdist.cluster.address import join
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.launch.multihost.agreement import TOKEN_FLAG, TOKEN_VARIABLE, differences
 from tfdist.launch.multihost.connection import (
     Channel,
     Hello,
-    Link,
     Message,
     Violation,
     WrongToken,
@@ -72,13 +71,17 @@ class Lost:
 News = PeerJoined | Differs | MessageReceived | Lost
 
 
-@dataclass(kw_only=True, slots=True)
-class _Client:
-    channel: Channel
-    address: str
-    came_s: float
-    rank: int | None = None
-    events: int = field(default=selectors.EVENT_READ)
+class _Client(Channel):
+    """A connection that was accepted; of a host once it has a rank."""
+
+    def __init__(
+        self, sock: socket.socket, token: bytes, *, address: str, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(sock, token, accepts=True, clock=clock)
+        self.address = address
+        self.came_s = self.heard_s
+        self.rank: int | None = None
+        self.events = selectors.EVENT_READ
 
 
 class Hub:
@@ -165,17 +168,16 @@ class Hub:
         """Send a message to a host; nothing happens if it is gone."""
         if (client := self._members.get(rank)) is not None:
             with self._guarding(client):
-                client.channel.send(message)
+                client.send(message)
 
     def add(self, sock: socket.socket, *, address: str) -> None:
         """Take in a connection that was accepted; it has yet to show that it knows the token."""
-        channel = Channel(sock, Link(self._token, accepts=True), clock=self._clock)
-        client = _Client(channel=channel, address=address, came_s=self._clock())
+        client = _Client(sock, self._token, address=address, clock=self._clock)
         self._make_room()
-        self._clients[channel.fileno()] = client
-        self._selector.register(channel.fileno(), client.events)
+        self._clients[client.fileno()] = client
+        self._selector.register(client, client.events)
         with self._guarding(client):
-            channel.flush()
+            client.flush()
 
     def drop(self, rank: int, cause: str) -> None:
         """End the connection to a host; nothing happens if it is gone."""
@@ -196,8 +198,8 @@ class Hub:
         """Close everything."""
         for client in list(self._clients.values()):
             with contextlib.suppress(OSError, Violation):
-                client.channel.flush()
-            client.channel.close()
+                client.flush()
+            client.close()
         self._clients.clear()
         self._members.clear()
         self._selector.close()
@@ -242,7 +244,7 @@ class Hub:
     def _serve(self, client: _Client) -> None:
         messages: list[Message] = []
         with self._guarding(client):
-            messages = client.channel.read()
+            messages = client.read()
         for message in messages:
             if client.rank is not None:
                 self._news.append(MessageReceived(rank=client.rank, message=message))
@@ -269,11 +271,11 @@ class Hub:
             self._members[rank] = client
             self._news.append(PeerJoined(rank=rank))
             with self._guarding(client):
-                client.channel.send({"welcome": rank})
+                client.send({"welcome": rank})
 
     def _refuse(self, client: _Client, *, reason: str, differs: bool) -> None:
         with self._guarding(client):
-            client.channel.send({"refused": reason, "differs": differs})
+            client.send({"refused": reason, "differs": differs})
         self._drop(client, reason)
 
     @contextlib.contextmanager
@@ -283,7 +285,7 @@ class Hub:
             yield
         except WrongToken:
             with contextlib.suppress(OSError, Violation):
-                client.channel.flush()
+                client.flush()
             self._drop(client, "a wrong token")
         except (OSError, Violation) as error:
             self._drop(client, str(error))
@@ -291,25 +293,22 @@ class Hub:
             self._watch(client)
 
     def _watch(self, client: _Client) -> None:
-        events = selectors.EVENT_READ
-        if client.channel.is_waiting:
-            events |= selectors.EVENT_WRITE
-        if events != client.events and client.channel.fileno() in self._clients:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.outgoing else 0)
+        if events != client.events and client.fileno() in self._clients:
             client.events = events
-            self._selector.modify(client.channel.fileno(), events)
+            self._selector.modify(client, events)
 
     def _drop(self, client: _Client, cause: str) -> None:
-        if self._clients.pop(client.channel.fileno(), None) is None:
+        if self._clients.pop(client.fileno(), None) is None:
             return
-        self._selector.unregister(client.channel.fileno())
-        client.channel.close()
+        self._selector.unregister(client)
+        client.close()
         if client.rank is None:
             if len(self._turned_away) < _MAX_TURNED_AWAY:
                 self._turned_away[f"{client.address}: {cause}"] += 1
         else:
             del self._members[client.rank]
-            heard_s = client.channel.heard_s
-            self._news.append(Lost(rank=client.rank, cause=cause, heard_s=heard_s))
+            self._news.append(Lost(rank=client.rank, cause=cause, heard_s=client.heard_s))
 
     def _check(self) -> None:
         """Send heartbeats that are due, and drop hosts that are silent for too long."""
@@ -319,11 +318,11 @@ class Hub:
             if client.rank is None:
                 if now_s - client.came_s > _GREETING_S:
                     self._drop(client, f"no greeting in {_GREETING_S:g} s")
-            elif client.channel.silent_s >= self._timeout_s:
+            elif client.silent_s >= self._timeout_s:
                 self._drop(client, f"no word for {self._timeout_s:g} s")
             else:
                 with self._guarding(client):
-                    client.channel.beat()
+                    client.beat()
 
 
 def listen(address: str, port: int, *, num_hosts: int) -> socket.socket:
@@ -347,41 +346,33 @@ _MAX_RETRY_S = 0.5
 _CONNECT_S = 1.0  # then again: a packet that was lost is sent anew sooner than the system would
 
 
-class Member:
+class Member(Channel):
     """A connection to host 0 that has not ended until `lost` says why."""
 
     def __init__(
-        self, channel: Channel, *, timeout_s: float, messages: Sequence[Message] = ()
+        self, sock: socket.socket, token: bytes, *, timeout_s: float, clock: Callable[[], float]
     ) -> None:
-        self._channel = channel
+        super().__init__(sock, token, accepts=False, clock=clock)
         self._timeout_s = timeout_s
-        self._messages = list(messages)
+        self.messages: list[Message] = []
         self.lost = ""
-
-    def fileno(self) -> int:
-        """Return what to watch."""
-        return self._channel.fileno()
 
     def turn(self) -> None:
         """Read, write, send a heartbeat if it is time, and notice if host 0 is silent."""
-        self._with(lambda: self._messages.extend(self._channel.read()))
-        self._with(self._channel.beat)
-        self._with(self._channel.flush)
-        if not self.lost and self._channel.silent_s >= self._timeout_s:
+        self._with(lambda: self.messages.extend(self.read()))
+        self._with(self.beat)
+        self._with(self.flush)
+        if not self.lost and self.silent_s >= self._timeout_s:
             self.lost = f"no word for {self._timeout_s:g} s"
 
     def take_messages(self) -> list[Message]:
         """Return what host 0 has said since the last call."""
-        messages, self._messages = self._messages, []
+        messages, self.messages = self.messages, []
         return messages
 
     def send(self, message: Message) -> None:
         """Send a message; nothing happens if host 0 is gone."""
-        self._with(lambda: self._channel.send(message))
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._channel.close()
+        self._with(lambda: super(Member, self).send(message))
 
     def _with(self, action: Callable[[], object]) -> None:
         if self.lost:
@@ -459,31 +450,32 @@ class Joining:
     def member_over(self, sock: socket.socket, wake_fds: Sequence[int] = ()) -> Member:
         """Do the rest of `attempt` over a socket that is connected; close it where that fails."""
         try:
-            channel = Channel(sock, Link(self.token, accepts=False), clock=self.clock)
-            messages = self._greet(channel, wake_fds)
+            member = Member(sock, self.token, timeout_s=self.timeout_s, clock=self.clock)
+            self._greet(member, wake_fds)
         except BaseException:
             sock.close()
             raise
-        return Member(channel, timeout_s=self.timeout_s, messages=messages)
+        return member
 
-    def _greet(self, channel: Channel, wake_fds: Sequence[int]) -> list[Message]:
-        """Report who we are; return what host 0 has said after it has let us in."""
+    def _greet(self, member: Member, wake_fds: Sequence[int]) -> None:
+        """Report who we are; return once host 0 has let us in."""
         deadline_s = self.clock() + _GREETING_S
         has_greeted = False
         while self.clock() < deadline_s:
-            ready = readable((channel.fileno(), *wake_fds), within_s=_MAX_RETRY_S)
-            if channel.fileno() not in ready:
+            ready = readable((member.fileno(), *wake_fds), within_s=_MAX_RETRY_S)
+            if member.fileno() not in ready:
                 if ready:
                     raise TimeoutError("asked to stop")
                 continue
-            messages = channel.read()
-            if channel.is_open and not has_greeted:
+            messages = member.read()
+            if member.is_open and not has_greeted:
                 hello = Hello(rank=self.rank, terms=dict(self.terms))
-                channel.send({"hello": encode(hello)})
+                member.send({"hello": encode(hello)})
                 has_greeted = True
             for number, message in enumerate(messages):
                 if "welcome" in message:
-                    return messages[number + 1 :]
+                    member.messages = messages[number + 1 :]
+                    return
                 if "refused" in message:
                     raise self._refusal(message)
         raise TimeoutError("it does not answer")
