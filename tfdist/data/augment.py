@@ -8,7 +8,6 @@ out by one gather.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
@@ -36,28 +35,20 @@ class _Own:
         return Compose([self])(batch, example_ids=example_ids, epoch=epoch, seed=seed)
 
 
-class _Affine(_Own, abc.ABC):
-    """``images * scale + offset``, each one number or one per channel."""
+class _Affine(_Own):
+    """``images * scale + offset``, of its `coefficients`: each one number or one per channel."""
 
     __slots__ = ()
 
-    @abc.abstractmethod
-    def coefficients(self) -> tuple[_Numbers, _Numbers]: ...
 
-
-class _Geometric(_Own, abc.ABC):
-    """A choice of the row and the column that each pixel comes from.
+class _Geometric(_Own):
+    """A choice, its `move`, of the row and the column that each pixel comes from.
 
     `rows` is int32[b, height]: the row of the original image that each row shows, -1 for none
     (filled with zeros); `columns` likewise.
     """
 
     __slots__ = ()
-
-    @abc.abstractmethod
-    def move(
-        self, rows: tf.Tensor, columns: tf.Tensor, *, draws: Draws
-    ) -> tuple[tf.Tensor, tf.Tensor]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,7 +251,7 @@ def _kind_of(numbered: tuple[int, Transform]) -> type | None:
     return next((kind for kind in (_Geometric, _Affine) if isinstance(numbered[1], kind)), None)
 
 
-def _scaled(images: tf.Tensor, steps: Sequence[_Affine]) -> tf.Tensor:
+def _scaled(images: tf.Tensor, steps: Sequence[Any]) -> tf.Tensor:
     """Apply all steps as one product and one sum, as `keras.config.floatx()`.
 
     Joined here, in double precision, and not left to the graph optimizer, so that the values do

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tfdist.errors import StartupTimeout
-from tfdist.files import FileLock, Held, replacing
+from tfdist.files import FileLock, Held, one_line_errors, replacing
 
 _log = logging.getLogger(__name__)
 _REPORT_EVERY_S = 10.0
@@ -33,14 +33,17 @@ def default_cache_dir() -> Path:
 def exclusive(lock_file: Path, *, purpose: str, timeout_s: float) -> Iterator[None]:
     """Holds a lock that dies with its owner; says whom it waits for, and gives up in the end.
 
-    Raises `StartupTimeout` after `timeout_s` seconds.
+    Raises `StartupTimeout` after `timeout_s` seconds, `TfdistError` where it cannot be made.
     """
-    lock_file.parent.mkdir(parents=True, exist_ok=True)
     deadline_s, wait_s = time.monotonic() + timeout_s, 0.0
+    where = f"{purpose} in {lock_file.parent}"
+    with one_line_errors(where):
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(lock_file) as lock:
         while not lock.held:
             try:
-                lock.acquire(within_s=wait_s)
+                with one_line_errors(where):
+                    lock.acquire(within_s=wait_s)
             except Held as held:
                 wait_s = min(_REPORT_EVERY_S, deadline_s - time.monotonic())
                 if wait_s <= 0:

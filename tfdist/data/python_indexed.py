@@ -34,8 +34,6 @@ class PythonSource(Source):
     once.
     """
 
-    kind = "python"
-
     def __init__(
         self,
         examples: Indexable,
@@ -98,8 +96,6 @@ class PyDatasetSource(Source):
     `num_examples` is not known; the loop counts batches. The batches of one pass are permuted
     like examples elsewhere.
     """
-
-    kind = "python"
 
     def __init__(
         self, dataset: keras.utils.PyDataset, *, transform: Transform | None = None

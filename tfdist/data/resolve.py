@@ -60,7 +60,7 @@ def check_supported(source: Source, strategy_kind: str) -> None:
         return
     if isinstance(source, ArraySource):
         source.require_sendable()
-    if source.kind == "python":
+    if isinstance(source, PythonSource | PyDatasetSource):
         raise _needs_python(source, "reads examples by Python code")
     if isinstance(source, StreamSource | InputFunctionSource):
         dataset = source.dataset_for()

@@ -1,19 +1,18 @@
 """Source interface: examples by index, or batches of a stream.
 
-A source says which of three kinds it is. *graph*: any example by its index in pure graph
-operations, under every strategy. *python*: any example by its index in Python; not under ps.
-*stream*: batches one after the other, as the user made them.
+There are three kinds. *graph*: any example by its index in pure graph operations, under every
+strategy. *python*: any example by its index in Python; not under ps. *stream*: batches one after
+the other, as the user made them.
 """
 
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
 
-Kind = Literal["graph", "python", "stream"]
 Nest = Any
 """A tensor, array or spec, or a tuple or dict of them: `x`, `(x, y)`, `(x, y, sample_weight)`."""
 
@@ -30,7 +29,6 @@ class Transform(Protocol):
 class Source(abc.ABC):
     """Examples and where they come from; `transform` is applied to each batch after it is read."""
 
-    kind: ClassVar[Kind]
     transform: Transform | None = None
 
     @property
@@ -58,8 +56,6 @@ class Source(abc.ABC):
 
 class GraphSource(Source):
     """Examples by index in pure graph operations."""
-
-    kind = "graph"
 
     @abc.abstractmethod
     def gather(self, indices: tf.Tensor, *, arrays: Nest = None) -> Nest:

@@ -19,7 +19,6 @@ _PYTHON_OPERATIONS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 class _BatchSource(Source):
     """Batches of a `tf.data.Dataset`; `_whole` is the one that a single pipeline would read."""
 
-    kind = "stream"
     _whole: tf.data.Dataset
 
     @property
