@@ -99,7 +99,7 @@ def require_writable(flag: str, path: Path | None) -> None:
 
 @contextlib.contextmanager
 def reading_file(flag: str, path: object, *, expected: str) -> Iterator[None]:
-    """Raise UsageError where the file of a flag cannot be read in the block, or is none such."""
+    """Raise UsageError where the block cannot read the file of a flag, or finds another kind."""
     try:
         yield
     except (OSError, ValueError, EOFError) as error:
@@ -163,7 +163,7 @@ class Parser(argparse.ArgumentParser):
     def unknown(self, word: str) -> UsageError:
         """Return the error for a word that is no flag; a value behind it may be a secret."""
         name = word.partition("=")[0]
-        flags = [option for action in self._actions for option in action.option_strings]
+        flags = ["--help", *self._option_string_actions]
         is_flag = name.startswith("--")
         hint = near("--" + name[2:].replace("-", "_"), flags) if is_flag else ""
         return UsageError(
@@ -175,13 +175,15 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _refuse_words(self, words: Sequence[str]) -> None:
-        """Refuse a flag that comes twice, or with ``--`` as its value, which argparse drops."""
+        """Refuse a flag that is unknown, comes twice, or with ``--``, which argparse drops."""
         seen: set[str] = set()
         for word in words:
             if word == "--":
                 return
             flag, _, value = word.partition("=")
             action = self._option_string_actions.get(flag)
+            if action is None and flag.startswith("--") and " " not in word:
+                raise self.unknown(word)
             if action is not None and value == "--":
                 self.error(f"argument {flag}: expected one argument")
             if isinstance(action, argparse._AppendAction):
@@ -209,6 +211,11 @@ class Parser(argparse.ArgumentParser):
             received, expected, fix = "no value", "a value", f"write {where}={shown}"
             code = "no-value"
         elif match := re.fullmatch(r"the following arguments are required: (.*)", message):
-            received, expected = f"no {match[1]}", " ".join(self.format_usage().split()[1:])
-            code = "no-value"
+            received, expected, code = f"no {match[1]}", self._needed(), "no-value"
         raise UsageError(where, received=received, expected=expected, fix=fix, code=code)
+
+    def _needed(self) -> str:
+        """Return the usage without the flags that may be left out."""
+        formatter = self.formatter_class(prog=f"{self.prog} [flags]")
+        formatter.add_usage(None, [a for a in self._actions if a.required], [], prefix="")
+        return " ".join(formatter.format_help().split())

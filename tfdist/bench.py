@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.argument_parser import Parser, require_writable, run_program, whole_numbers
-from tfdist.errors import EXIT_OK, require_int
+from tfdist.errors import EXIT_OK, require_int, require_number
 from tfdist.find.__main__ import of_config
 from tfdist.find.batch_size import BatchTrial, MemoryLimits, try_out
 from tfdist.find.split_size import main as split_sizes
@@ -52,9 +52,10 @@ def _batch(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> Any:
     """Return the options, `subjects` as lists of words among them; raise UsageError."""
     config, words = of_config(argv)
-    parser = Parser(prog="tfdist.bench", description=__doc__.partition("\n\n")[0])
+    parser = Parser(prog="python -m tfdist.bench", description=__doc__.partition("\n\n")[0])
     parser.add_argument("what", choices=("batch", "pipeline", "serve"), help="what to measure")
-    parser.add_argument("names", nargs="*", metavar="FILE.py:FUNCTION", help="returns model, x, y")
+    subject = "returns model, x, y"
+    parser.add_argument("names", nargs="*", default=[], metavar="FILE.py:FUNCTION", help=subject)
     parser.add_argument("--sizes", default="8,16,32,64,128,256", help="batch sizes, from small on")
     parser.add_argument("--steps", type=int, default=10, help="of a round; the first is left out")
     parser.add_argument("--least_s", type=float, default=2.0, help="how long rounds are repeated")
@@ -64,6 +65,8 @@ def parse(argv: Sequence[str]) -> Any:
     options = parser.parse_args(words)
     options.sizes = sorted(set(whole_numbers("--sizes", options.sizes.split(","))))
     require_int("--steps", options.steps, least=1)
+    require_number("--least_s", options.least_s, least=0, unit="seconds")
+    require_number("--timeout_s", options.timeout_s, above=0, unit="seconds")
     require_writable("--plot", options.plot)
     require_writable("--json", options.json)
     if options.plot:

@@ -208,9 +208,10 @@ def opening_port(flag: str, address: object) -> Iterator[None]:
     try:
         yield
     except (OSError, OverflowError) as error:
+        reason, _, _ = f"{getattr(error, 'strerror', None) or error}".partition(" (while ")
         raise UsageError(
             flag,
-            received=f"{address} ({getattr(error, 'strerror', None) or error})",
+            received=f"{address} ({reason})",
             expected="an address and a free port of this machine",
             fix="end what listens there, or give another one",
             code="port-taken",

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="tfdist.export", description=__doc__.partition("\n\n")[0])
+    parser = Parser(prog="python -m tfdist.export", description=__doc__.partition("\n\n")[0])
     parser.add_argument("source", type=Path, help="a .keras file, a run directory, or checkpoints")
     parser.add_argument("directory", type=Path, help="the model is put in DIRECTORY/NAME/VERSION")
     parser.add_argument("--name", help="of the model; default its own")
@@ -102,6 +102,8 @@ def _follow(options: Any) -> None:
     if options.until_eof:
         threading.Thread(target=_set_at_eof, args=(stop,), daemon=True).start()
     there = _published(options)
+    if not options.source.exists():
+        _LOG.warning("%s is not there yet: waiting for it", options.source)
     _publish_each(
         lambda: _unless(there, newest_in(options.source, best=options.best)),
         lambda: print(_publish(options), flush=True),

@@ -116,11 +116,11 @@ def _bytes(name: str) -> bytes:
                 data = file.read(_MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        folder = Path(name).parent
-        beside = {str(other) for other in folder.glob("*")} - {name} if folder.is_dir() else set()
+        is_missing = isinstance(error, FileNotFoundError)
+        hint = near(name, map(str, Path(name).parent.glob("*"))) if is_missing else ""
         raise UsageError(
             "command line",
-            received=f"{name!r}: {why}{near(name, beside)}",
+            received=f"{name!r}: {why}{hint}",
             expected="a file",
             fix="check the path",
             code="missing-file",

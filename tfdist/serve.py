@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="tfdist.serve", description=__doc__.partition("\n\n")[0])
+    parser = Parser(prog="python -m tfdist.serve", description=__doc__.partition("\n\n")[0])
     add = parser.add_argument
     add("directory", type=Path, metavar="DIR", help="has VERSION or NAME/VERSION directories")
     add("--name", help="of the model; default the directory's name, or all models in it")
@@ -153,6 +153,14 @@ def _run_on_ray(options: Any) -> None:
             fix="have Ray's proxies or what is before them do it",
             code="not-on-ray",
         )
+    require(
+        0 <= options.rest_port < 65536,  # Ray's proxies, which are to listen there, would not say
+        "--rest_port",
+        received=options.rest_port,
+        expected="a port from 0 to 65535",
+        fix="give another one",
+        code="port-taken",
+    )
     try:
         from tfdist.serving.on_ray import RayOptions, run
     except ImportError as error:

@@ -26,6 +26,8 @@ from tfdist.report.run import LIVE_FILE, reading
 _EVERY_S = 1.0
 _LATE_S = 5.0
 """Without a heartbeat for so long a task is shown as late."""
+_WIDTH = 120
+"""Where there is no terminal, which would say."""
 _STYLES = {"running": "green", "waiting": "yellow", "ended": "dim"}
 
 
@@ -52,6 +54,8 @@ def _parser() -> Parser:
 
 def _show(run_dir: Path, *, once: bool) -> None:
     console, first = Console(), view(run_dir)
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
     if once or not console.is_terminal or not is_running(run_dir):
         console.print(first)
         return
@@ -112,7 +116,7 @@ def _head(status: Mapping[str, Any], *, is_running: bool) -> Text:
 
 
 def _table(status: Mapping[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     has_hosts = any(task["host"] for task in status["tasks"])
     for name in ("task", *(["host"] if has_hosts else []), "state", "phase"):
         table.add_column(name, no_wrap=True)

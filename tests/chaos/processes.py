@@ -5,6 +5,7 @@ import json
 import os
 import select
 import signal
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +61,13 @@ class Watched:
             with contextlib.suppress(ProcessLookupError):
                 self._handles[pid] = os.pidfd_open(pid)
 
-    def gone(self) -> bool:
-        """Returns whether every one of them has ended."""
-        poll = select.poll()
-        for handle in self._handles.values():
-            poll.register(handle, select.POLLIN)
-        return len(poll.poll(0)) == len(self._handles)
+    def gone(self, *, within_s: float) -> bool:
+        """Returns whether every one of them ends within so many seconds."""
+        deadline_s = time.monotonic() + within_s
+        return all(
+            select.select([handle], [], [], max(0.0, deadline_s - time.monotonic()))[0]
+            for handle in self._handles.values()
+        )
 
     def kill(self) -> None:
         """Kills those that are left."""

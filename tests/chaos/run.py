@@ -159,7 +159,7 @@ class ChaosRun:
                     *lines, rest = (rest + data).split(b"\n")
                     self._hear(lines)
                     if not data:
-                        time.sleep(_POLL_S)
+                        selector.unregister(output)
                 self._look(process.pid)
                 if time.monotonic() - self._heard_s > QUIET_S:
                     return None
@@ -212,10 +212,7 @@ class ChaosRun:
 
     def _await_tasks(self) -> None:
         ours = self._launcher.ends_its_tasks
-        deadline_s = time.monotonic() + (GONE_S if ours else ORPHANED_S)
-        while not self._watched.gone() and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
-        if not self._watched.gone():
+        if not self._watched.gone(within_s=GONE_S if ours else ORPHANED_S):
             self._faults.tasks_went_on()
             self._left_behind |= ours
             self._watched.kill()

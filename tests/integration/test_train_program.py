@@ -178,6 +178,14 @@ def test_overwrite_runs_again_with_another_seed_and_keeps_the_old(finished, tmp_
     assert old["weights_sha256"] == first["weights_sha256"]
 
 
+def test_a_run_that_is_started_again_is_not_overwritten(finished, tmp_path, monkeypatch):
+    shutil.copytree(finished, tmp_path / "run")
+    monkeypatch.setenv("TFDIST_RESTARTS", "1")
+    again = trained(tmp_path / "run", *SHORT, "--config.seed=5", "--overwrite")
+    assert "--overwrite was for the first start" in again["stderr"]
+    assert not (tmp_path / "run" / "old-1").exists()
+
+
 def test_config_lines_reach_the_training_and_a_tracker_that_cannot_write_is_one_warning(
     tmp_path, monkeypatch
 ):

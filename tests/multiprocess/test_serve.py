@@ -3,6 +3,7 @@
 The replicas have a model that needs no TensorFlow and dies when it is asked to.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import http.client
@@ -17,9 +18,8 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,7 +28,12 @@ import grpc
 import pytest
 from tensorflow_serving.config import model_server_config_pb2
 
+from tests.processes import until
+from tfdist.errors import TfdistError
+from tfdist.serving.dispatch import QueueLimits
 from tfdist.serving.protocol import Target
+from tfdist.serving.supervisor import ServeOptions, ServiceSupervisor
+from tfdist.serving.versions import find_versions
 
 DEADLINE_S = 120.0
 PREDICT = "/v1/models/m:predict"
@@ -67,13 +72,17 @@ class Service:
 
     def wait_for(self, pattern: str, count: int = 1) -> list[str]:
         """Return the matches of a pattern in the log once there are `count`."""
-        end_s = time.monotonic() + DEADLINE_S
-        pause = threading.Event()
-        while len(found := re.findall(pattern, self.said())) < count:
+
+        def found() -> list[str]:
             assert self.process.poll() is None, self.said()
-            assert time.monotonic() < end_s, self.said()
-            pause.wait(0.02)
-        return found
+            matches = re.findall(pattern, self.said())
+            return matches if len(matches) >= count else []
+
+        return self.until(found)
+
+    def until(self, true: Callable[[], Any]) -> Any:
+        """Return what `true` gives once that is true; fail with the log."""
+        return until(true, within_s=DEADLINE_S, why=self.said)
 
     def connect(self) -> http.client.HTTPConnection:
         if self.tls:
@@ -143,9 +152,7 @@ def service(
 
 
 def wait_until_healthy(running: Service) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while running.get("/healthz")[0] != 200:
-        assert time.monotonic() < end_s, running.said()
+    running.until(lambda: running.get("/healthz")[0] == 200)
 
 
 @contextlib.contextmanager
@@ -194,11 +201,8 @@ def send_once(connection: http.client.HTTPConnection, body: str, path: str = PRE
 
 
 def wait_for_more(outcomes: Counter[str], more: int = 20) -> None:
-    until, end_s = sum(outcomes.values()) + more, time.monotonic() + DEADLINE_S
-    pause = threading.Event()
-    while sum(outcomes.values()) < until:
-        assert time.monotonic() < end_s
-        pause.wait(0.01)
+    wanted = sum(outcomes.values()) + more
+    until(lambda: sum(outcomes.values()) >= wanted, within_s=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
@@ -342,12 +346,13 @@ def test_each_request_has_a_line_in_the_access_log(shared):
     shared.predict([7, 7, 7])
     size_bytes = len('{"instances": [7, 7, 7]}')
     wanted = {"via": "rest", "model": "m", "code": "200", "bytes": size_bytes}
-    logged: dict[str, Any] = {}
-    end_s = time.monotonic() + DEADLINE_S
-    while {key: logged.get(key) for key in wanted} != wanted:  # written after the answer is
-        assert time.monotonic() < end_s, logged
-        logged = json.loads((shared.log.parent / "access").read_text().splitlines()[-1])
-    assert logged["ms"] > 0
+
+    def logged() -> Any:
+        """The last line, which is written after the answer is sent."""
+        line = json.loads((shared.log.parent / "access").read_text().splitlines()[-1])
+        return line if {key: line.get(key) for key in wanted} == wanted else None
+
+    assert shared.until(logged)["ms"] > 0
 
 
 def test_metrics(shared):
@@ -356,9 +361,8 @@ def test_metrics(shared):
     assert re.search(r'tfdist_serving_requests_total\{code="200",model="m",via="rest"\} \d', text)
     assert 'tfdist_serving_version{model="m"} 3.0' in text
     assert call_by_spec(shared.grpc, version=9) is grpc.StatusCode.NOT_FOUND
-    end_s, counted = time.monotonic() + DEADLINE_S, 'code="NOT_FOUND",model="m",via="grpc"} '
-    while counted not in shared.get("/metrics")[1]:  # counted after the answer is sent
-        assert time.monotonic() < end_s
+    counted = 'code="NOT_FOUND",model="m",via="grpc"} '
+    shared.until(lambda: counted in shared.get("/metrics")[1])  # after the answer is sent
     assert 'tfdist_serving_replicas{model="m"} 2.0' in text
 
 
@@ -469,12 +473,11 @@ def reload_config(address: str, labels: dict[str, int]) -> None:
 
 
 def wait_until_available(running: Service, versions: set[str]) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    found: set[str] = set()
-    while found != versions:
+    def available() -> set[str]:
         states = running.get("/v1/models/m")[1]["model_version_status"]
-        found = {one["version"] for one in states if one["state"] == "AVAILABLE"}
-        assert time.monotonic() < end_s, running.said()
+        return {one["version"] for one in states if one["state"] == "AVAILABLE"}
+
+    running.until(lambda: available() == versions)
 
 
 def test_clients_that_try_again_lose_nothing_with_the_front(tmp_path):
@@ -552,11 +555,9 @@ def children_of(supervisor: int, word: bytes) -> set[int]:
 
 def spare_of(running: Service) -> int:
     """The process that waits to be a replica, once there is one."""
-    end_s = time.monotonic() + DEADLINE_S
     program = b"tests.multiprocess.programs.fake_replica"
-    while not (spares := children_of(running.process.pid, program) - {*running.replicas()}):
-        assert time.monotonic() < end_s, running.said()
-    return min(spares)
+    of_service = running.process.pid
+    return min(running.until(lambda: children_of(of_service, program) - {*running.replicas()}))
 
 
 def test_a_spare_process_takes_the_place_of_a_replica(tmp_path):
@@ -573,6 +574,30 @@ def test_a_spare_process_takes_the_place_of_a_replica(tmp_path):
         assert running.predict([1])[0] == 200
 
 
+def test_a_replica_is_followed_to_its_end_also_where_no_spare_can_be_started(tmp_path, caplog):
+    make_version(tmp_path / "m", 1)
+    options = ServeOptions(directory=tmp_path, rest_port=0, grpc_port=0, limits=QueueLimits())
+    modules = {"replica": "tests.multiprocess.programs.fake_replica"}
+    supervisor = ServiceSupervisor(options, modules=modules)
+
+    def refuse() -> None:
+        for kept in supervisor._replicas.values():  # the replica has just said that it is ready
+            kept.process.kill()
+        raise TfdistError("no room for a process")
+
+    async def follow() -> None:
+        supervisor._set("m", supervisor._models["m"].scanned(find_versions(tmp_path / "m")))
+        supervisor._spare = refuse
+        await asyncio.gather(*supervisor._following)
+
+    try:
+        asyncio.run(follow())
+    finally:
+        supervisor._end()
+    assert "m: no spare could be started: no room for a process" in caplog.text
+    assert "replica 1 was killed by SIGKILL; it is replaced" in caplog.text
+
+
 def test_sigterm_answers_what_has_come_and_leaves_nothing(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, replicas=1) as running:
@@ -581,9 +606,7 @@ def test_sigterm_answers_what_has_come_and_leaves_nothing(tmp_path):
         answers = list[tuple[int, Any]]()
         client = threading.Thread(target=lambda: answers.append(running.predict([1])))
         client.start()
-        end_s = time.monotonic() + DEADLINE_S
-        while 'outstanding{model="m"} 1.0' not in running.get("/metrics")[1]:
-            assert time.monotonic() < end_s
+        running.until(lambda: 'outstanding{model="m"} 1.0' in running.get("/metrics")[1])
         running.process.send_signal(signal.SIGTERM)
         running.wait_for("stopping")
         os.kill(replica, signal.SIGCONT)
@@ -599,9 +622,7 @@ def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path):
         processes = [*running.replicas(), front_of(running.process.pid)]
         running.process.kill()
         running.process.wait()
-    end_s = time.monotonic() + DEADLINE_S
-    while any(Path(f"/proc/{pid}").exists() for pid in processes):
-        assert time.monotonic() < end_s
+    running.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
 
 
 def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path):

@@ -177,7 +177,7 @@ def test_flags_of_a_configuration_go_with_their_values():
 def test_the_program_refuses_what_cannot_be(flag, capsys):
     assert program.main(["batch", "a.py:f", flag]) == 2
     line = capsys.readouterr().err
-    assert line.startswith(f"tfdist.find: {flag[2:].partition('=')[0]}: received")
+    assert f"{flag[2:].partition('=')[0]}: received" in line
     assert line.count("\n") == 1
 
 

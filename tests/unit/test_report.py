@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.refusals import refusal
 from tfdist.errors import UsageError
 from tfdist.files import FileLock
 from tfdist.loopback import listen, make_server
@@ -255,9 +256,7 @@ def test_what_is_half_written_or_anothers_is_one_line(run_dir, file, text, code,
     if file == "live.json":
         report = json.loads((run_dir / "report.json").read_text())
         (run_dir / "report.json").write_text(json.dumps({**report, "attempts": []}))
-    with pytest.raises(UsageError) as caught:
-        read_run(run_dir)
-    assert caught.value.code == code
+    assert refusal(lambda: read_run(run_dir)).code == code
     assert program.main([str(run_dir)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -316,15 +315,18 @@ def test_the_directory_of_another_program_is_one_line(file, tmp_path, capsys):
 
 
 def test_a_directory_of_no_run_is_one_line(tmp_path, capsys):
-    for path in (tmp_path, tmp_path / "none"):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "none", tmp_path / "file"):
         assert program.main([str(path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 2
+    assert capsys.readouterr().err.count("\n") == 3
 
 
 def test_the_file_is_written_into_the_run_directory(run_dir, capsys):
     assert program.main([str(run_dir)]) == 0
     assert (run_dir / "report.html").read_text().startswith("<!doctype html>")
     assert str(run_dir / "report.html") in capsys.readouterr().out
+    assert program.main([str(run_dir), f"--out={run_dir}"]) == 2
+    assert f"--out: received {run_dir} (a directory)" in capsys.readouterr().err
 
 
 def test_the_served_page_is_made_anew_and_only_for_this_machine():

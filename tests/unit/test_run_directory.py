@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tfdist.errors import TfdistError, UsageError
+from tfdist.files import FileLock
 from tfdist.outputs.run_directory import Claim, Evaluations, RunDirectory
 
 CONFIG = {"seed": 3, "optimizer": "adam", "augmentation": {"random_flip": False}}
@@ -91,6 +92,16 @@ def test_overwrite_moves_the_old_run_aside_and_leaves_the_launchers_files(direct
         assert old.read_config() == {"seed": number}
         assert old.read_metrics() == [{"step": number}]
         assert old.read_summary() == {"status": "done"}
+
+
+def test_a_run_that_goes_on_is_not_moved_aside(directory):
+    directory.claim(CONFIG)
+    directory.checkpoints.mkdir()
+    with FileLock(directory.checkpoints / ".lock").acquire():
+        with pytest.raises(UsageError, match=r"^--overwrite: received it while a run"):
+            directory.claim({"seed": 4}, overwrite=True)
+        assert directory.read_config() == CONFIG
+    assert directory.claim({"seed": 4}, overwrite=True) is Claim.NEW
 
 
 def test_metrics_are_strict_json_lines(directory):

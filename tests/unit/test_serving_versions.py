@@ -7,8 +7,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from tests.refusals import refusal
 from tfdist import serve
-from tfdist.errors import UsageError
 from tfdist.serving.versions import (
     Drain,
     Model,
@@ -173,9 +173,7 @@ def test_a_policy_chooses_versions(versions, labels, chosen):
     ],
 )
 def test_what_is_no_policy(versions, label, code):
-    with pytest.raises(UsageError) as error:
-        parse_policy(versions, [label])
-    assert error.value.code == code
+    assert refusal(lambda: parse_policy(versions, [label])).code == code
 
 
 def test_of_two_versions_the_older_one_stays_until_the_new_one_is_ready():
@@ -241,6 +239,7 @@ def test_a_cluster_of_ray_that_is_not_there_is_one_line(tmp_path, capsys, monkey
     [
         (["--on", "ray"], "Fix: pip install 'ray[serve]' 'tfdist[serving]'"),
         (["--on", "ray", "--token", __file__], "--token: received it with --on ray"),
+        (["--on", "ray", "--rest_port", "65536"], "--rest_port: received 65536; expected a port"),
         (["--versions", "two"], "--versions: received 'two'"),
         (["--tls_cert", __file__, "--tls_key", __file__], "--tls_cert: received "),
         (["--access_log", "no/such/directory/log"], "--access_log: received no/such/directory/"),

@@ -10,8 +10,6 @@ import selectors
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -20,7 +18,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.sweep_world import Disk, FakeRunner, FakeSearch, Nobody, World, flags_of, refused
+from tests.processes import python
+from tests.refusals import refused
+from tests.unit.sweep_world import Disk, FakeRunner, FakeSearch, Nobody, World, flags_of
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.connection import Channel, Link
 from tfdist.launch.multihost.rendezvous import (
@@ -428,13 +428,7 @@ def test_a_runner_loads_neither_tensorflow_nor_keras_tuner_and_gives_up_in_one_l
         "heavy = {'tensorflow', 'keras', 'keras_tuner', 'numpy'} & set(sys.modules);"
         "assert not heavy, heavy; sys.exit(code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**os.environ, "TFDIST_RENDEZVOUS_TOKEN": TOKEN.decode()},
-    )
+    done = python("-c", program, env={**os.environ, "TFDIST_RENDEZVOUS_TOKEN": TOKEN.decode()})
     assert done.returncode == 75, done.stderr
     said = r"127\.0\.0\.1:1: no chief of the sweep was there for \d+ s: Connection"
     assert re.search(said, done.stderr), done.stderr
@@ -452,7 +446,7 @@ class Client:
 
     def __init__(self, rank: int, address: tuple[str, int]) -> None:
         sock = socket.create_connection(address)
-        self.channel = Channel(sock, Link(TOKEN, accepts=False), clock=time.monotonic)
+        self.channel = Channel(sock, TOKEN, accepts=False, clock=time.monotonic)
         self.rank = rank
         self.has_said = self.is_ready = self.has_ended = False
         self.given: list[str] = []

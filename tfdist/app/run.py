@@ -18,6 +18,7 @@ from tfdist.checkpoint.backup import BackupAndRestore, save_whole
 from tfdist.checkpoint.publish import Publisher
 from tfdist.checkpoint.state import state_sha256, weights_sha256
 from tfdist.cluster import TaskConfig, read_environment
+from tfdist.cluster.settings import restarts
 from tfdist.configs.fields import FREE, flat
 from tfdist.errors import Stopped, TfdistError, UsageError
 from tfdist.outputs.display import (
@@ -62,6 +63,9 @@ def run(config: Any, *, overwrite: bool, environ: Mapping[str, str]) -> dict[str
     """
     task = read_environment(environ)
     directory = RunDirectory(_run_dir(config, task, now=datetime.now(UTC)))
+    if overwrite and restarts(environ):
+        logger.info("started again: --overwrite was for the first start, the run goes on")
+        overwrite = False
     chief = task is None or not task.cluster.tasks() or task.task == task.cluster.chief_task
     claim, seed = None, 0
     if chief:

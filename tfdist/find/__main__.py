@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.argument_parser import Parser, require_writable, run_program
-from tfdist.errors import EXIT_OK, mutually_exclusive
+from tfdist.errors import EXIT_OK, mutually_exclusive, require_int
 from tfdist.find.batch_size import BatchSearch, MemoryLimits
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="tfdist.find", description=__doc__.partition("\n\n")[0])
+    parser = Parser(prog="python -m tfdist.find", description=__doc__.partition("\n\n")[0])
     parser.add_argument("what", choices=("lr", "batch", "memory"), help="what to find")
     parser.add_argument(
         "subject", nargs="?", metavar="FILE.py:FUNCTION", help="returns model, x, y"
@@ -46,6 +46,9 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
     """Return the options, and the words that name the subject; raise UsageError."""
     config, ours = of_config(argv)
     options = _parser().parse_args(ours)
+    for flag in ("batch_size", "steps"):
+        if (value := getattr(options, flag)) is not None:
+            require_int(f"--{flag}", value, least=1)
     require_writable("--plot", options.plot)
     mutually_exclusive({"FILE.py:FUNCTION": options.subject, "--config": " ".join(config)})
     return options, [options.subject] if options.subject else config

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.argument_parser import Parser, require_writable, run_program, whole_numbers
-from tfdist.errors import EXIT_OK, TfdistError, require_int, require_one_of
+from tfdist.errors import EXIT_OK, TfdistError, require_int, require_number, require_one_of
 from tfdist.outputs.display import empty_panels
 
 SIZES = (1, 3, 5, 8, 10, 12, 20, 40, 60)
@@ -145,7 +145,9 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> Any:
     """Return the options; raise UsageError."""
-    parser = Parser(prog="tfdist.bench pipeline", description=__doc__.partition("\n\n")[0])
+    parser = Parser(
+        prog="python -m tfdist.bench pipeline", description=__doc__.partition("\n\n")[0]
+    )
     add = parser.add_argument
     add("name", nargs="?", metavar="FILE.py:FUNCTION", help="returns model, x, y")
     add("--batch_size", type=int, default=120, help="examples of a step; default 120")
@@ -162,6 +164,7 @@ def parse(argv: Sequence[str]) -> Any:
     options = parser.parse_args(argv)
     for name, least in (("batch_size", 1), ("image_size", 32), ("stages", 2), ("steps", 1)):
         require_int(f"--{name}", getattr(options, name), least=least)
+    require_number("--timeout_s", options.timeout_s, above=0, unit="seconds")
     require_one_of("--schedule", options.schedule, ("1f1b", "gpipe", "serial"))
     require_one_of("--keep", options.keep, ("tape", "recompute", "compiled"))
     options.auto, options.sizes = _sizes("--sizes", options.sizes, options.batch_size)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.errors import TfdistError, UsageError
-from tfdist.files import move_aside, one_line_errors, write_text
+from tfdist.errors import TfdistError, UsageError, require
+from tfdist.files import is_held, move_aside, one_line_errors, write_text
 
 DONE = "done"
 COUNTERS = frozenset({"step", "examples", "virtual_epoch", "examples_per_second", "worker_steps"})
@@ -63,7 +63,8 @@ class RunDirectory:
           FINISHED for a finished one. The latter two leave everything as it is.
 
         Raises:
-          UsageError: the directory belongs to a run of another configuration.
+          UsageError: the directory belongs to a run of another configuration, or `overwrite` is
+            asked for while a run goes on in it.
           TfdistError: it cannot be written.
         """
         with self._one_line_errors():
@@ -77,6 +78,11 @@ class RunDirectory:
         self._require_same(theirs, config, free)
         summary = self.read_summary()
         return Claim.FINISHED if summary and summary.get("status") == DONE else Claim.RESUMED
+
+    @property
+    def is_written(self) -> bool:
+        """Return whether a run goes on that writes its checkpoints there."""
+        return is_held(self.checkpoints / ".lock")
 
     def withdraw(self) -> None:
         """Give back a directory claimed as NEW by a run that was a mistake and did no step."""
@@ -158,6 +164,14 @@ class RunDirectory:
         """Move everything but what the launcher has just begun to write for this start."""
         if not self.config_file.exists():
             return
+        require(
+            not self.is_written,
+            "--overwrite",
+            received=f"it while a run goes on in {self.path}",
+            expected="a run at rest",
+            fix="end that run, or give this one a run_dir of its own",
+            code="run-goes-on",
+        )
         # The configuration goes last: until then the directory is still seen as taken.
         last = self.config_file.name
         kept = {last, *_LAUNCHERS_OWN}
@@ -258,7 +272,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
     """Return the object in a file, None without the file; UsageError where it is something else."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise TfdistError(f"{file}: {error.strerror}") from error

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdist.argument_parser import Parser, run_program
+from tfdist.argument_parser import Parser, require_writable, run_program
 from tfdist.errors import EXIT_OK, mutually_exclusive
 from tfdist.files import one_line_errors, write_text
 from tfdist.loopback import listen, make_server
@@ -35,6 +35,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return _serve(paths, port=arguments.port)
     page = _page(paths)
     out = Path(arguments.out) if arguments.out else _default_file(paths)
+    require_writable("--out", out)
     with one_line_errors(out):
         write_text(out, page, durable=False)
     print(f"written: {out}")

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from tfdist.argument_parser import Parser, reading_file, run_program
 from tfdist.errors import (
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="tfdist.bench serve", description=__doc__.partition("\n\n")[0])
+    parser = Parser(prog="python -m tfdist.bench serve", description=__doc__.partition("\n\n")[0])
     add = parser.add_argument
     add("url", metavar="URL", help="http://HOST:PORT/v1/models/NAME")
     add("--grpc", default="", metavar="HOST:PORT", help="send by gRPC, to this address")
@@ -51,7 +52,10 @@ def _parser() -> Parser:
 def _bench(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     _check(options)
-    token, body = _read("--token", options.token).decode().strip(), _read("--body", options.body)
+    with reading_file("--token", options.token, expected="a file of one line of text"):
+        token = options.token.read_text().strip() if options.token else ""
+    with reading_file("--body", options.body, expected="a file"):
+        body = options.body.read_bytes() if options.body else b""
     from tfdist.serving.load import Load, example_body, example_message, run
 
     url = options.url.rstrip("/")
@@ -77,15 +81,10 @@ def _bench(argv: Sequence[str]) -> int:
     return EXIT_OK if not found["failed"] else 1
 
 
-def _read(flag: str, path: Path | None) -> bytes:
-    with reading_file(flag, path, expected="a file"):
-        return path.read_bytes() if path else b""
-
-
 def _check(options: Any) -> None:
     require_packages("tfdist.bench", "httptools", "grpc", extra="serving")
     require(
-        options.url.startswith(("http://", "https://")) and "/models/" in options.url,
+        _is_of_a_model(options.url),
         "URL",
         received=repr(options.url),
         expected="the address of a model",
@@ -99,6 +98,15 @@ def _check(options: Any) -> None:
     require_number("--warm_up_s", options.warm_up_s, least=0, unit="seconds")
     if options.rate is not None:
         require_number("--rate", options.rate, above=0, unit="requests a second")
+
+
+def _is_of_a_model(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        at_host = parts.port != 0 and parts.hostname
+    except ValueError:  # a port that is none
+        return False
+    return bool(at_host) and parts.scheme in ("http", "https") and "/models/" in parts.path
 
 
 def _text(found: dict[str, Any], options: Any) -> str:

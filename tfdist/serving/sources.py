@@ -54,7 +54,7 @@ def read_model(
         str(source),
         received="no such directory" if not source.is_dir() else "a directory without config.json",
         expected="a .keras file, a run of tfdist.train, or checkpoints with --model",
-        fix="name what makes the model of your program: --model train.py:make_model",
+        fix="check the path, or say what makes your program's model: --model train.py:make_model",
         code="not-a-source",
     )
     served, trained = (_made_by(make),) * 2 if make is not None else _of_run(config or {})

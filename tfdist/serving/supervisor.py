@@ -395,7 +395,10 @@ class ServiceSupervisor:
             _LOG.info("%s: replica %d is ready", name, id)
             self._set(name, model.loaded(id))
             if len(self._spares) < self._options.spares and not self._stop.is_set():
-                self._spares.append(self._spare())  # now, as nothing else is being loaded
+                try:  # now, as nothing else is being loaded
+                    self._spares.append(self._spare())
+                except (OSError, TfdistError) as error:  # the next replica is loaded without it
+                    _LOG.error("%s: no spare could be started: %s", name, error)
 
     def _ended(self, id: int) -> None:
         """Take that a replica's process has ended."""

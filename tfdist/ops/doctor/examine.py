@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tfdist.cluster import HeldPort, hold_ports
-from tfdist.cluster.placement import join
+from tfdist.cluster.address import join
 from tfdist.launch.multihost.connection import decode, encode
 from tfdist.ops.doctor import host_checks, machine, network_checks
 from tfdist.ops.doctor.barrier import (

@@ -197,6 +197,7 @@ def _rule(code: str) -> str:
 
 def _at(place: Location, where: str) -> Location:
     path = f"--{where}" if where.startswith("config") else where
+    path = "" if path == place.file else path  # of the command line as a whole
     return Location(file=place.file, line=place.line, path=path)
 
 

@@ -52,7 +52,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _parser() -> Parser:
     about = "Give an exported model to KServe, which serves it by TensorFlow Serving."
-    parser = Parser(prog="tfdist.submit --to kserve", description=about)
+    parser = Parser(prog="python -m tfdist.submit --to kserve", description=about)
     add = parser.add_argument
     add("--to", choices=("kserve",), help="kserve")
     add("--name", required=True, help="of the service, and of the model in its addresses")

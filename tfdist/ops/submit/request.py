@@ -439,7 +439,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="tfdist.submit", add_help=False)
+    parser = Parser(prog="python -m tfdist.submit", add_help=False)
     add = parser.add_argument
     for flag in FLAGS:
         if flag.repeats:
