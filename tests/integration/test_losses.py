@@ -128,9 +128,23 @@ class KeepsGradients(keras.Sequential):
         return {"mine": loss}
 
 
-def test_gradients_that_a_step_keeps(strategies):
+class DescendsByHand(keras.Sequential):
+    """Updates its weights without an optimizer."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        for variable, gradient in zip(self.trainable_variables, gradients, strict=True):
+            variable.assign_sub(0.01 * gradient)
+        return {"mine": loss}
+
+
+@pytest.mark.parametrize("kind", [KeepsGradients, DescendsByHand])
+def test_variables_that_a_step_assigns(strategies, kind):
     def make():
-        model = KeepsGradients([keras.Input((6,)), keras.layers.Dense(1)])
+        model = kind([keras.Input((6,)), keras.layers.Dense(1)])
         kept = [
             keras.Variable(np.zeros(v.shape, "float32"), trainable=False)
             for v in model.trainable_variables

@@ -39,9 +39,9 @@ from tfdist.training.keras_compat.trace import (
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 
 
-# BatchNormalization writes each replica's own moving statistics, and they drift apart. The gradient
-# hook takes them along; what is written after the last gradient hook is reduced at the end of the
-# step.
+# BatchNormalization writes each replica's own moving statistics, and they drift apart, as weights
+# do that a step updates without an optimizer. The gradient hook takes them along; what is written
+# after the last gradient hook is reduced at the end of the step.
 
 
 @replaces(
@@ -64,7 +64,6 @@ def _is_statistic(variable: Any, trace: StepTrace) -> bool:
     return (
         trace.num_replicas > 1
         and not trace.in_hook
-        and not variable.trainable
         and variable.synchronization != "on_read"
         and tf.as_dtype(variable.dtype).is_floating
         and all(variable is not seen for seen in trace.statistics)
