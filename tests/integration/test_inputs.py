@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.integration.test_equivalence import difference
 from tfdist import phases
 from tfdist.data import (
     ArraySource,
@@ -90,11 +91,6 @@ def train(strategy, *data, **fit):
         model = build()
     history = tfdist.fit(model, *data, seed=3, verbose=0, **fit)
     return model, history
-
-
-def difference(one, other):
-    pairs = zip(one.get_weights(), other.get_weights(), strict=True)
-    return max(float(np.abs(a - b).max()) for a, b in pairs)
 
 
 KINDS = {

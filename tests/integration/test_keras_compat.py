@@ -77,7 +77,7 @@ def stock_steps(strategy, model, cuts, *, steps=3, x=X, y=Y):
 
 
 def difference(one, other):
-    return max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True))
+    return float(np.max([np.abs(a - b).max() for a, b in zip(one, other, strict=True)]))
 
 
 def per_replica(strategy, function):
