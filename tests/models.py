@@ -1,6 +1,7 @@
-"""A small model that tests of one process have in common, and a callback that cuts its run."""
+"""A small model that tests of one process have in common, what cuts its run, and compares two."""
 
 import keras
+import numpy as np
 
 
 class Cut(Exception):
@@ -41,3 +42,9 @@ def classifier(strategy, optimizer, *, inputs=4, rate=0.5, classes=3):
 def bits(model):
     """What a run ends with: weights, and all that the optimizer has."""
     return [v.numpy().tobytes() for v in [*model.weights, *model.optimizer.variables]]
+
+
+def difference(one, other):
+    """The largest difference between the weights of two models; NaN where one has that."""
+    pairs = zip(one.get_weights(), other.get_weights(), strict=True)
+    return float(np.max([np.abs(a - b).max() for a, b in pairs]))

@@ -1,10 +1,10 @@
-"""How a mistake is refused: one line, which says where it is and has a code."""
+"""How a mistake is refused: one line, which says where it is and has a code, and exit code 2."""
 
 from collections.abc import Callable
 
 import pytest
 
-from tfdist.errors import UsageError
+from tfdist.errors import EXIT_USAGE, UsageError
 
 
 def refusal(action: Callable[[], object]) -> UsageError:
@@ -12,6 +12,7 @@ def refusal(action: Callable[[], object]) -> UsageError:
     with pytest.raises(UsageError) as caught:
         action()
     assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == EXIT_USAGE
     return caught.value
 
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfdist
+from tests.models import difference
 from tfdist.data import PythonSource
 
 RNG = np.random.default_rng(0)
@@ -70,8 +71,7 @@ def assert_like_keras(strategies, make, callbacks=(), replicas=(2,), **options):
     theirs, calls = trained(None, make, callbacks, **options)
     for number in replicas:
         ours, seen = trained(strategies[number], make, callbacks, **options)
-        for one, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-6)
+        assert difference(ours, theirs) < 1e-6
         pairs = zip(ours.optimizer.variables, theirs.optimizer.variables, strict=True)
         for one, other in pairs:
             np.testing.assert_allclose(one, other, atol=1e-6)
@@ -201,16 +201,14 @@ def two_and_two():
 def test_lists_of_inputs_and_outputs_from_python(strategies):
     ours, _ = trained(strategies[2], two_and_two, x=Lists(), y=None, validation_data=Lists())
     theirs, _ = trained(None, two_and_two, x=[X[:18], X[::-1][:18]], y=[Y[:18], 2 * Y[:18]])
-    for one, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+    assert difference(ours, theirs) < 1e-6
 
 
 def test_lists_inside_examples_from_python(strategies):
     examples = [([x, -x], [y, 2 * y]) for x, y in zip(X, Y, strict=True)]
     ours, _ = trained(strategies[2], two_and_two, x=PythonSource(examples), y=None)
     theirs, _ = trained(None, two_and_two, x=[X, -X], y=[Y, 2 * Y])
-    for one, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+    assert difference(ours, theirs) < 1e-6
     numbers = PythonSource([([1.0, 2.0], 3), ([4.0, 5.0], 6)])
     np.testing.assert_array_equal(numbers.fetch(np.array([1, 0]))[0], [[4.0, 5.0], [1.0, 2.0]])
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.integration.conftest import mirrored
+from tests.models import difference
 from tests.multiprocess.programs import zoo
 from tfdist.training.keras_compat import reduction
 
@@ -19,12 +20,6 @@ def trained(strategy, *, optimizer, loss="mse", epochs=1):
         model = zoo.penalized(optimizer, loss)
     history = tfdist.fit(model, X, Y, batch_size=8, epochs=epochs, seed=3, verbose=0)
     return model, history
-
-
-def difference(one, other):
-    """The largest difference between the weights of two models; NaN where one has that."""
-    pairs = zip(one.get_weights(), other.get_weights(), strict=True)
-    return float(np.max([np.abs(a - b).max() for a, b in pairs]))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.integration.test_equivalence import difference
+from tests.models import difference
 from tfdist import phases
 from tfdist.data import (
     ArraySource,

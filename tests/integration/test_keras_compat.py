@@ -10,10 +10,7 @@ import functools
 import importlib.metadata
 import json
 import logging
-import os
 import re
-import subprocess
-import sys
 import threading
 
 import keras
@@ -31,6 +28,8 @@ from tensorflow.python.distribute import parameter_server_strategy_v2
 from tensorflow.python.framework.ops import gradient_registry
 
 import tfdist
+from tests.models import difference
+from tests.processes import python
 from tfdist.ps import keras_compat as ps_compat
 from tfdist.training import keras_compat
 
@@ -73,11 +72,7 @@ def stock_steps(strategy, model, cuts, *, steps=3, x=X, y=Y):
     data = part(x), part(y)
     for _ in range(steps):
         step(*data)
-    return model.get_weights()
-
-
-def difference(one, other):
-    return float(np.max([np.abs(a - b).max() for a, b in zip(one, other, strict=True)]))
+    return model
 
 
 def per_replica(strategy, function):
@@ -238,7 +233,7 @@ def test_stock_loss_scaling_looks_at_the_first_replica_alone(strategies):
     y = np.ones((2, 1), "float32")
     y[1] = 3e38
     model = make_model(strategies[2], scaled)
-    weights = stock_steps(strategies[2], model, [1], steps=1, x=X[:2], y=y)
+    weights = stock_steps(strategies[2], model, [1], steps=1, x=X[:2], y=y).get_weights()
     assert not np.isfinite(weights[0]).all()
 
 
@@ -711,10 +706,7 @@ print(json.dumps(found))
 
 
 def test_outside_a_step_stock_keras_computes_the_same_bits(strategies):
-    ran = subprocess.run(
-        [sys.executable, "-c", REFERENCE + FRESH],
-        capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ),
-    )  # fmt: skip
+    ran = python("-c", REFERENCE + FRESH)
     assert ran.returncode == 0, ran.stderr
     namespace = {}
     exec(REFERENCE, namespace)

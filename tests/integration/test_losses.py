@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.integration.test_equivalence import difference
+from tests.models import difference
 from tests.multiprocess.programs import zoo
 from tfdist.training.keras_compat import losses
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
+from tests.refusals import refusal
 from tfdist.cluster import ClusterSpec, Task, TaskConfig, hold_ports
-from tfdist.errors import UsageError
 from tfdist.ps import members as members_module
 from tfdist.ps.members import Members, VersionHandshake, send_versions
 from tfdist.strategy import rendezvous
@@ -143,10 +143,9 @@ def test_a_task_of_another_version_is_refused_by_its_name(
     for task in start.others():
         own = versions if task == teller else start.versions
         send_versions(start.config(task), versions=own)
-    with pytest.raises(UsageError) as caught:
-        start.wait()
-    assert str(caught.value).startswith(f"{teller} ({start.cluster.address(teller)}): {line}")
-    assert caught.value.code == "version"
+    caught = refusal(start.wait)
+    assert str(caught).startswith(f"{teller} ({start.cluster.address(teller)}): {line}")
+    assert caught.code == "version"
 
 
 def test_tasks_alike_begin_and_those_that_never_say_what_they_are_do(start, monkeypatch):

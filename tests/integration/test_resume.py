@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.models import AtStep, Cut, bits, classifier
+from tests.refusals import refusal
 from tfdist.checkpoint import CheckpointStore
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
@@ -233,9 +234,8 @@ def test_timed_checkpoints_go_by_the_chiefs_clock(strategies, tmp_path):
      {"every_s": float("nan")}, {"every_s": "10"}],
 )  # fmt: skip
 def test_an_interval_must_be_positive(tmp_path, interval):
-    with pytest.raises(UsageError) as caught:
-        tfdist.BackupAndRestore(tmp_path, **interval)
-    assert caught.value.where == f"BackupAndRestore: {next(iter(interval))}"
+    caught = refusal(lambda: tfdist.BackupAndRestore(tmp_path, **interval))
+    assert caught.where == f"BackupAndRestore: {next(iter(interval))}"
 
 
 def test_metric_totals_of_another_number_of_replicas_are_taken_over(strategies, tmp_path):

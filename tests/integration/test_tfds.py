@@ -1,7 +1,6 @@
 """TFDS: prepared once per job, read by index."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import tensorflow_datasets
 
 import tfdist.data.digits
 from tests import forked_python
+from tests.processes import python
 from tfdist.data import tfds
 from tfdist.data.arrays import ArraySource
 from tfdist.data.augment import RandomFlip
@@ -218,10 +218,7 @@ def test_tfds_load_works_in_a_fresh_process_and_writes_nothing_into_the_package(
         "PYTHONPATH": os.pathsep.join(sys.path),
         "TFDS_DATA_DIR": str(tmp_path / "data"),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", IN_A_FRESH_PROCESS],
-        capture_output=True, text=True, timeout=120, env=environ, cwd=tmp_path,
-    )  # fmt: skip
+    done = python("-c", IN_A_FRESH_PROCESS, env=environ, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "1442 (8, 8, 1) uint8 10"
     assert (tmp_path / "data" / "tfdist_digits" / "1.0.0").is_dir()

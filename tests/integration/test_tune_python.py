@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import json
-import subprocess
 import sys
 import types
 import weakref
@@ -20,7 +19,8 @@ from keras_tuner.src.engine.base_tuner import BaseTuner
 
 import tfdist.tuning
 from tests.integration.test_tune import result
-from tests.refusals import refused
+from tests.processes import python
+from tests.refusals import refusal, refused
 from tests.unit.sweep_world import BEGUN, Crash, Disk, make_chief
 from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.run_directory import RunDirectory
@@ -344,7 +344,7 @@ tfdist.tuning.search
 from tensorboard.plugins.hparams import api  # as a KerasTuner tuner does in each trial
 print(sorted(set(sys.modules) - before))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = python("-c", program)
     assert done.stdout == "['tfdist.tuning.trial']\n", done.stderr
 
 
@@ -427,9 +427,10 @@ def test_what_a_tuner_goes_by_is_part_of_what_the_sweep_is(tmp_path, kind, befor
         return described_by(tuner, tmp_path, epochs=3)
 
     directory.require_same(tmp_path, described(**before), described(**{**before, "seed": None}))
-    with pytest.raises(UsageError) as caught:
-        directory.require_same(tmp_path, described(**before), described(**now))
-    assert said in str(caught.value)
+    caught = refusal(
+        lambda: directory.require_same(tmp_path, described(**before), described(**now))
+    )
+    assert said in str(caught)
     json.dumps(described(**before), allow_nan=False)  # the journal's
 
 
@@ -554,7 +555,7 @@ threading.Thread(target=lambda: (threading.main_thread().join(), print("joined")
 print("begun")
 trial._end()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = python("-c", program)
     assert (done.stdout, done.returncode) == ("begun\njoined\nregistered\n", 0), done.stderr
 
 

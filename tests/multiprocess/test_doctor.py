@@ -9,6 +9,7 @@ import pytest
 
 from tests.multiprocess.jobs import LAUNCH, ROOT
 from tests.multiprocess.namespaces import TwoHosts
+from tests.processes import python
 from tfdist.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
 DEADLINE_S = 250
@@ -83,8 +84,7 @@ def test_one_host_with_nothing_wrong(tmp_path):
 
 def test_tasks_of_one_host_leave_it_to_the_first_of_them(tmp_path):
     flags = ("--workers=2", "--start=exec", f"--run_dir={tmp_path / 'run'}")
-    command = [*LAUNCH, *flags, "-m", "tfdist.doctor", "--quick"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = python(*LAUNCH[1:], *flags, "-m", "tfdist.doctor", "--quick", timeout=DEADLINE_S)
     assert done.returncode in (EXIT_OK, EXIT_FAILED), done.stdout + done.stderr
     assert done.stdout.count("1 host of 1") == 1
     assert "2 free" in done.stdout

@@ -13,7 +13,7 @@ import pytest
 
 from tests.multiprocess.jobs import DEADLINE_S, PAUSE, ROOT, STARTS, report
 from tests.multiprocess.test_live import SOURCE as PHASES
-from tests.multiprocess.test_live import free_port, metrics_with
+from tests.multiprocess.test_live import metrics_with
 from tfdist.cluster import hold_ports
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 from tfdist.launch.events import SAME_REQUEST_S
@@ -98,13 +98,13 @@ def test_each_launcher_starts_its_own_tasks_of_one_cluster(both, command, tmp_pa
 
 
 def test_host_0_shows_the_tasks_of_all_hosts(host):
-    metrics_port = free_port()
-    jobs = [host(1, PHASES), host(0, PHASES, f"--metrics_port={metrics_port}")]
+    (held,) = hold_ports(1)
+    jobs = [host(1, PHASES), host(0, PHASES, f"--metrics_port={held.port}")]
     for job in jobs:
         job.ready(1)
-    metrics_with(metrics_port, f'tfdist_step{{task="worker-1",host="{HOSTS[1]}"}} 8')
+    metrics_with(held.port, f'tfdist_step{{task="worker-1",host="{HOSTS[1]}"}} 8')
     here = f'task="worker-0",host="{HOSTS[0]}"'
-    text = metrics_with(metrics_port, f'tfdist_task_phase{{{here},phase="step"}} 1')
+    text = metrics_with(held.port, f'tfdist_task_phase{{{here},phase="step"}} 1')
     assert f"tfdist_memory_bytes{{{here}}}" in text
     assert f'tfdist_memory_bytes{{task="worker-1",host="{HOSTS[1]}"}}' not in text
     jobs[0].signal(signal.SIGTERM)

@@ -7,7 +7,6 @@ import re
 import select
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from tests.multiprocess.jobs import (
     children,
     report,
 )
+from tests.processes import python
 
 # what a program sees
 
@@ -112,12 +112,8 @@ def test_a_programs_traceback_is_pythons_own_and_comes_once(launch, tmp_path):
     """
     job = launch(source, "--workers=2")
     assert job.end() == 1
-    own = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TF_CONFIG": '{"task": {"index": 1}}'},
-    ).stderr
+    env = {**os.environ, "TF_CONFIG": '{"task": {"index": 1}}'}
+    own = python(tmp_path / "program.py", env=env).stderr
     assert own.count("\n") > 10
     assert "".join(f"[worker-1] {line}\n" for line in own.splitlines()) in job.text
     assert job.text.count("ValueError: boom\n") == 1
@@ -127,9 +123,7 @@ def test_a_programs_traceback_is_pythons_own_and_comes_once(launch, tmp_path):
 def test_a_syntax_error_is_shown_as_python_shows_it(launch, tmp_path):
     job = launch("x =\n")
     assert job.end() == 1
-    own = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True
-    ).stderr
+    own = python(tmp_path / "program.py").stderr
     assert "".join(f"[worker-0] {line}\n" for line in own.splitlines()) in job.text
 
 
@@ -629,9 +623,8 @@ def _cpu_s(pid):
 
 
 def test_a_misspelt_configuration_is_one_line_and_nothing_is_started(tmp_path):
-    flags = ["--run_dir", str(tmp_path / "run"), "--workers", "2", "--config.global_batchsize=3"]
-    command = [sys.executable, "-m", "tfdist.launch", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    flags = ("--run_dir", tmp_path / "run", "--workers", "2", "--config.global_batchsize=3")
+    done = python("-m", "tfdist.launch", *flags)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "did you mean" in done.stderr

@@ -7,8 +7,11 @@ import socket
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from tests.multiprocess.jobs import DEADLINE_S, LAUNCH, ROOT, report
 from tests.processes import python, until
+from tfdist.cluster import hold_ports
 from tfdist.report.run import read_run
 
 SOURCE = """
@@ -22,9 +25,11 @@ signal.pause()
 """
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+@pytest.fixture
+def port():
+    """A port that nobody else is given, on which the launcher can listen."""
+    with hold_ports(1)[0] as held:
+        yield held.port
 
 
 def is_listening(port):
@@ -48,8 +53,7 @@ def run(module, *args):
     return python("-m", module, *args, timeout=DEADLINE_S, env=env)
 
 
-def test_a_running_job_is_seen_from_outside_and_its_report_is_made(launch):
-    port = free_port()
+def test_a_running_job_is_seen_from_outside_and_its_report_is_made(launch, port):
     job = launch(SOURCE, "--workers=2", f"--metrics_port={port}", "--run_dir=run")
     job.ready(2)
     text = metrics_with(port, 'tfdist_step{task="worker-1"} 8')
@@ -73,8 +77,7 @@ def test_a_running_job_is_seen_from_outside_and_its_report_is_made(launch):
         pass
 
 
-def test_metrics_end_with_a_launcher_that_is_killed(launch):
-    port = free_port()
+def test_metrics_end_with_a_launcher_that_is_killed(launch, port):
     job = launch(SOURCE, f"--metrics_port={port}", "--run_dir=run")
     job.ready(1)
     metrics_with(port, 'tfdist_step{task="worker-0"} 7')

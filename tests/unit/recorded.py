@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-import pytest
-
+from tests import refusals
 from tfdist.cluster import TaskConfig, read_environment
 from tfdist.errors import UsageError
 
@@ -32,9 +31,7 @@ def read_all(environs: list[Environ]) -> list[TaskConfig]:
 
 def refusal(environ: Environ, variable: str, *, code: str = "") -> UsageError:
     """The error of an environment that is refused because of a variable."""
-    with pytest.raises(UsageError) as caught:
-        read_environment(environ)
-    error = caught.value
+    error = refusals.refusal(lambda: read_environment(environ))
     assert error.where == variable
     assert error.code == code if code else error.code
     assert str(error).isprintable()

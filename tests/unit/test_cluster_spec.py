@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from tests.refusals import refusal
 from tfdist.cluster import ClusterSpec, Task
 from tfdist.cluster.address import check_address, split_address
 from tfdist.errors import UsageError
@@ -41,13 +42,6 @@ BAD_PORTS = [
 ]
 
 
-def message(error: pytest.ExceptionInfo[UsageError]) -> str:
-    text = str(error.value)
-    assert "\n" not in text
-    assert error.value.exit_code == 2
-    return text
-
-
 def test_a_task_is_named_after_its_type_and_index():
     assert str(Task("worker", 3)) == "worker-3"
 
@@ -64,19 +58,17 @@ def test_tasks_sort_in_the_order_in_which_they_start():
     [("wroker", "worker"), ("Worker", "worker"), ("master", "chief"), ("parameter-server", "ps")],
 )
 def test_an_unknown_type_is_refused_with_the_near_name(type_, meant):
-    with pytest.raises(UsageError) as error:
-        Task(type_, 0)
-    assert f"received {type_!r}" in message(error)
-    assert f"did you mean {meant!r}?" in message(error)
+    error = refusal(lambda: Task(type_, 0))
+    assert f"received {type_!r}" in str(error)
+    assert f"did you mean {meant!r}?" in str(error)
 
 
 @pytest.mark.parametrize("index", ["0", 1.0, "one", -1, True, None])
 def test_an_index_that_is_no_integer_is_refused_with_the_fix(index):
-    with pytest.raises(UsageError) as error:
-        Task("worker", index)  # type: ignore[arg-type]
+    error = refusal(lambda: Task("worker", index))  # type: ignore[arg-type]
     shown = repr(index) if isinstance(index, str) else json.dumps(index)
-    assert f"received {shown}; expected an integer" in message(error)
-    assert 'without quotes, as in "index": 0' in message(error)
+    assert f"received {shown}; expected an integer" in str(error)
+    assert 'without quotes, as in "index": 0' in str(error)
 
 
 def test_specs_and_tasks_are_frozen_hashable_and_survive_pickling():
@@ -126,12 +118,10 @@ def test_the_kind_the_chief_and_the_replicas_follow_from_the_addresses(
 
 
 def test_a_task_that_the_cluster_does_not_have_is_refused():
-    with pytest.raises(UsageError) as error:
-        PS_JOB.address(Task("worker", 2))
-    assert "received worker-2; expected an index from 0 to 1" in message(error)
-    with pytest.raises(UsageError) as error:
-        ClusterSpec(worker=("a:1",)).address(Task("chief", 0))
-    assert "received chief-0; expected a task of the cluster, which has worker" in message(error)
+    error = refusal(lambda: PS_JOB.address(Task("worker", 2)))
+    assert "received worker-2; expected an index from 0 to 1" in str(error)
+    error = refusal(lambda: ClusterSpec(worker=("a:1",)).address(Task("chief", 0)))
+    assert "received chief-0; expected a task of the cluster, which has worker" in str(error)
 
 
 @pytest.mark.parametrize("address", GOOD_ADDRESSES)
@@ -146,13 +136,12 @@ def test_an_address_splits_into_host_and_port():
 
 @pytest.mark.parametrize("address", [*BAD_ADDRESSES, *BAD_PORTS])
 def test_a_bad_address_is_refused_with_its_task_and_the_fix(address):
-    with pytest.raises(UsageError) as error:
-        ClusterSpec(worker=("good:1", address))  # type: ignore[arg-type]
-    assert error.value.where == "cluster worker-1"
+    error = refusal(lambda: ClusterSpec(worker=("good:1", address)))  # type: ignore[arg-type]
+    assert error.where == "cluster worker-1"
     is_port = address in BAD_PORTS
-    assert error.value.code == ("TFC011" if is_port else "TFC010")
-    assert ("a port from 1 to 65535" if is_port else "in brackets") in error.value.expected
-    for right in re.findall(r'"([^"]*)"', error.value.fix):
+    assert error.code == ("TFC011" if is_port else "TFC010")
+    assert ("a port from 1 to 65535" if is_port else "in brackets") in error.expected
+    for right in re.findall(r'"([^"]*)"', error.fix):
         check_address(right, where="address")
 
 
@@ -172,11 +161,10 @@ def test_a_bad_address_is_refused_with_its_task_and_the_fix(address):
     ],
 )
 def test_two_tasks_at_one_address_are_both_named(first, second):
-    with pytest.raises(UsageError) as error:
-        ClusterSpec(chief=(first,), worker=("other:1", second))
-    assert error.value.code == "TFC012"
-    assert "for both chief-0 and worker-1" in str(error.value.received)
-    assert error.value.fix == "give worker-1 another port"
+    error = refusal(lambda: ClusterSpec(chief=(first,), worker=("other:1", second)))
+    assert error.code == "TFC012"
+    assert "for both chief-0 and worker-1" in str(error.received)
+    assert error.fix == "give worker-1 another port"
 
 
 def test_an_evaluator_at_a_trainings_address_is_refused():
@@ -208,10 +196,9 @@ def test_the_same_port_on_different_hosts_is_accepted():
     ],
 )
 def test_a_cluster_that_cannot_work_is_refused_with_the_fix(addresses, received, fix):
-    with pytest.raises(UsageError) as error:
-        ClusterSpec.from_dict(addresses)
-    assert f"received {received}" in message(error)
-    assert fix in message(error).partition("Fix:")[2]
+    error = refusal(lambda: ClusterSpec.from_dict(addresses))
+    assert f"received {received}" in str(error)
+    assert fix in str(error).partition("Fix:")[2]
 
 
 @pytest.mark.parametrize(

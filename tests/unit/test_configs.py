@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tests.processes import python
+from tests.refusals import refusal
 from tfdist.configs import FIELDS, base, check
 from tfdist.configs.command_line import help_text, parse
 from tfdist.configs.fields import FREE, flat
-from tfdist.errors import UsageError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
 
@@ -22,10 +22,7 @@ def config_file(tmp_path: Path, body: str) -> str:
 
 
 def refused(arguments: list[str]) -> str:
-    with pytest.raises(UsageError) as caught:
-        parse(arguments)
-    message = str(caught.value)
-    assert "\n" not in message
+    message = str(refusal(lambda: parse(arguments)))
     assert ": received " in message
     assert "Fix: " in message
     return message

@@ -1,5 +1,6 @@
 """What the pages tell a user to type is understood; every flag and option is in its page."""
 
+import argparse
 import ast
 import configparser
 import dataclasses
@@ -91,35 +92,22 @@ def test_every_program_is_in_the_index():
     assert [name for name in programs.PROGRAMS if f"`tfdist {name}`" not in index] == []
 
 
+def _flags_of(*parsers: argparse.ArgumentParser) -> list[str]:
+    actions = [action for parser in parsers for action in parser._actions]
+    return [action.option_strings[-1][2:] for action in actions if action.option_strings]
+
+
 def _flags_by_page() -> Iterator[tuple[str, str]]:
     pages = {
         "launch.md": [flag.name for flag in options.FLAGS],
         "submit.md": [flag.name for flag in SUBMIT_FLAGS],
-        "tuning.md": [a.option_strings[-1][2:] for a in tfdist.tuning.options._parser()._actions],
-        "checks.md": [
-            action.option_strings[-1][2:]
-            for parser in (doctor._parser(), lint._parser())
-            for action in parser._actions
-            if action.option_strings
-        ],
-        "serving.md": [
-            action.option_strings[-1][2:]
-            for parser in (export._parser(), kserve._parser(), serve._parser(), load._parser())
-            for action in parser._actions
-            if action.option_strings
-        ],
-        "report.md": [
-            action.option_strings[-1][2:]
-            for parser in (report._parser(), top._parser())
-            for action in parser._actions
-            if action.option_strings
-        ],
-        "ledger.md": [
-            action.option_strings[-1][2:]
-            for parser in (ledger._parser(), replay._parser())
-            for action in parser._actions
-            if action.option_strings
-        ],
+        "tuning.md": _flags_of(tfdist.tuning.options._parser()),
+        "checks.md": _flags_of(doctor._parser(), lint._parser()),
+        "serving.md": _flags_of(
+            export._parser(), kserve._parser(), serve._parser(), load._parser()
+        ),
+        "report.md": _flags_of(report._parser(), top._parser()),
+        "ledger.md": _flags_of(ledger._parser(), replay._parser()),
     }
     for page, names in pages.items():
         yield from ((page, name) for name in dict.fromkeys(names) if name != "help")

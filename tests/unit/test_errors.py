@@ -6,6 +6,7 @@ import socket
 import numpy as np
 import pytest
 
+from tests.refusals import refusal
 from tfdist import errors
 from tfdist.errors import UsageError
 from tfdist.loopback import listen
@@ -34,10 +35,9 @@ def test_a_number(value):
 
 @pytest.mark.parametrize("value", [0, -1.0, "3", None, True, float("nan"), float("inf")])
 def test_no_number_above_0(value):
-    with pytest.raises(UsageError) as caught:
-        errors.require_number("--grace_s", value, above=0, unit="seconds")
-    assert caught.value.expected == "a number of seconds above 0"
-    assert caught.value.code == "not-a-number"
+    caught = refusal(lambda: errors.require_number("--grace_s", value, above=0, unit="seconds"))
+    assert caught.expected == "a number of seconds above 0"
+    assert caught.code == "not-a-number"
 
 
 def test_a_choice_and_the_nearest_one():
@@ -73,7 +73,6 @@ def test_a_package_that_is_not_installed():
 def test_a_condition():
     told = {"received": "[]", "expected": "one or more", "fix": "add one", "code": "none"}
     errors.require([1], "workers", **told)
-    with pytest.raises(UsageError) as caught:
-        errors.require([], "workers", **told)
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert (str(again), again.code) == (str(caught.value), "none")
+    caught = refusal(lambda: errors.require([], "workers", **told))
+    again = pickle.loads(pickle.dumps(caught))
+    assert (str(again), again.code) == (str(caught), "none")

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refusals import refusal, refused
 from tfdist.cluster.address import MAX_HOSTS, expand_counts, expand_hosts
 from tfdist.errors import UsageError
 
@@ -95,11 +96,10 @@ def test_text_after_a_bracket_is_part_of_each_name(text):
 
 @pytest.mark.parametrize("text", WRONG)
 def test_what_is_no_node_list_is_one_line_that_names_the_variable(text):
-    with pytest.raises(UsageError) as error:
-        expand_hosts(text, where="SLURM_STEP_NODELIST")
-    assert (error.value.where, error.value.code) == ("SLURM_STEP_NODELIST", "bad-node-list")
-    assert str(error.value).isprintable()
-    assert len(str(error.value)) < 400
+    error = refusal(lambda: expand_hosts(text, where="SLURM_STEP_NODELIST"))
+    assert (error.where, error.code) == ("SLURM_STEP_NODELIST", "bad-node-list")
+    assert str(error).isprintable()
+    assert len(str(error)) < 400
 
 
 @pytest.mark.parametrize("text", ["n[1-3", "n1-3]", "n[[1-2]]", "n[1-2],m[3"])
@@ -177,9 +177,10 @@ def test_counts_are_repeated_as_often_as_they_say():
 
 @pytest.mark.parametrize("text", ["", "2(3)", "2(x0)", "x", "-1", "2,,1", "2(x99999999)"])
 def test_what_is_no_list_of_counts_is_refused(text):
-    with pytest.raises(UsageError) as error:
-        expand_counts(text, where="SLURM_STEP_TASKS_PER_NODE")
-    assert (error.value.where, error.value.code) == ("SLURM_STEP_TASKS_PER_NODE", "bad-node-list")
+    assert refused(lambda: expand_counts(text, where="SLURM_STEP_TASKS_PER_NODE")) == (
+        "SLURM_STEP_TASKS_PER_NODE",
+        "bad-node-list",
+    )
 
 
 def test_too_many_names_are_refused_before_they_are_made():

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refusals import refusal
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, UsageError
 from tfdist.launch import job
@@ -246,9 +247,7 @@ def gather():
 
 
 def told(gather: Gather, *parts: list[News]) -> str:
-    with pytest.raises(UsageError) as error:
-        gather(*parts)
-    return str(error.value)
+    return str(refusal(lambda: gather(*parts)))
 
 
 def ready(*ranks: int) -> list[News]:

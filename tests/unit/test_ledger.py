@@ -5,8 +5,6 @@ import dataclasses
 import itertools
 import json
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.processes import python
 from tfdist import ledger as program
 from tfdist.audit.files import (
     Header,
@@ -438,8 +437,7 @@ def test_the_program_says_what_is_proved_without_tensorflow(tmp_path):
     write(tmp_path / "run" / "ledger", [(6, 7)], tasks=2, attempt=2, example_starts=(0, 40))
     run = "import sys; from tfdist.ledger import main; code = main(sys.argv[1:])"
     run += "; assert 'tensorflow' not in sys.modules; sys.exit(code)"
-    command = [sys.executable, "-c", run, str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = python("-c", run, tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "attempt 1: single, 4 tasks, 4 replicas, steps 0 to 6; 1 of them void" in done.stdout
     assert "passes: 2 of 2 proved" in done.stdout

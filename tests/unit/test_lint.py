@@ -4,14 +4,13 @@ import functools
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.processes import python
 from tests.refusals import refusal
 from tests.unit.lint_cases import BROKEN, HERE
 from tfdist.cluster import decode
@@ -354,14 +353,9 @@ def test_nothing_heavy_is_loaded():
         "assert 'yaml' not in sys.modules or len(sys.argv) > 2; sys.exit(code)"
     )
     for names in (["good_multiworker.json"], ["good_indexed_job.yaml", "good_ps.json"]):
-        files = [str(HERE / name) for name in names]
-        done = subprocess.run(
-            [sys.executable, "-c", program, *files], capture_output=True, text=True, timeout=60
-        )
-        assert (done.returncode, done.stdout) == (
-            0,
-            f"{len(files)} file{'s' * (len(files) > 1)}: no findings\n",
-        ), done.stderr
+        done = python("-c", program, *(HERE / name for name in names))
+        said = f"{len(names)} file{'s' * (len(names) > 1)}: no findings\n"
+        assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 
 # Anything at all

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.processes import python
 from tfdist.cluster import HeldPort, hold_ports, is_port_free, ports
 from tfdist.cluster.ports import as_text, parse_ports
 from tfdist.errors import UsageError
@@ -50,14 +51,9 @@ assert len(os.listdir("/proc/self/fd")) == before
 """
 
 
-def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-
-
 def other_process_listens(port: HeldPort, *, reuse_address: bool) -> int:
     """Returns 0 when another process can listen on the port, or the error number."""
-    return python(TRY_TO_LISTEN, port.port, int(reuse_address)).returncode
+    return python("-c", TRY_TO_LISTEN, port.port, int(reuse_address)).returncode
 
 
 @contextlib.contextmanager
@@ -263,7 +259,7 @@ def test_a_child_process_does_not_keep_the_port():
 
 
 def test_too_many_ports_are_a_usage_error_and_none_is_kept():
-    done = python(HOLD_TOO_MANY)
+    done = python("-c", HOLD_TOO_MANY)
     assert done.returncode == 0, done.stderr
     assert "ports: received 100 to hold (Too many open files)" in done.stdout
     assert "ulimit -n" in done.stdout

@@ -7,14 +7,8 @@ import sys
 import pytest
 
 import tfdist
+from tests.processes import python
 from tfdist import __main__ as programs
-
-
-def run(*words: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tfdist", *words], capture_output=True, text=True, timeout=60
-    )
-    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("words", [(), ("-h",), ("--help",)])
@@ -25,7 +19,9 @@ def test_the_overview_names_every_program_and_loads_none(words, capsys):
 
 
 def test_the_version_is_told():
-    assert run("--version") == (0, f"tfdist {tfdist.__version__}\n", "")
+    done = python("-m", "tfdist", "--version")
+    told = f"tfdist {tfdist.__version__}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, told, "")
 
 
 @pytest.mark.parametrize("word", ["--help", "env"])
@@ -40,10 +36,10 @@ def test_who_reads_no_further_is_no_error(word):
 
 @pytest.mark.parametrize("name", programs.PROGRAMS)
 def test_every_program_tells_its_flags(name):
-    code, said, error = run(name, "--help")
-    assert (code, error) == (0, "")
-    assert f"python -m tfdist.{name}" in said
-    assert len(said.splitlines()) > 4
+    done = python("-m", "tfdist", name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"python -m tfdist.{name}" in done.stdout
+    assert len(done.stdout.splitlines()) > 4
 
 
 def test_what_names_no_program_is_the_launchers(tmp_path, monkeypatch, capsys):

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tfdist.cluster import hold_ports
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.launch.multihost.rendezvous import (
     Differs,
@@ -202,16 +203,18 @@ def test_a_second_one_of_a_rank_waits_and_gives_up(meeting):
 
 
 def test_a_host_0_that_is_not_there_is_named_with_its_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    clock = Clock()
+    (held,) = hold_ports(1)  # nobody listens there
     joining = Joining(
-        "127.0.0.1", port, source=None, token=TOKEN, rank=1, terms={}, timeout_s=5, clock=clock
-    )
-    with pytest.raises(StartupTimeout, match=rf"^127\.0\.0\.1:{port}: .*Connection refused"):
+        "127.0.0.1", held.port, source=None, token=TOKEN, rank=1, terms={}, timeout_s=5,
+        clock=Clock(),
+    )  # fmt: skip
+    with (
+        held,
+        pytest.raises(StartupTimeout, match=rf"^127\.0\.0\.1:{held.port}: .*Connection refused"),
+    ):
         joining.join(within_s=0.1, is_over=lambda: False)
     joining = dataclasses.replace(joining, host="no-such-host.invalid")
-    with pytest.raises(StartupTimeout, match=rf"^no-such-host\.invalid:{port}: .*not known"):
+    with pytest.raises(StartupTimeout, match=rf"^no-such-host\.invalid:{held.port}: .*not known"):
         joining.join(within_s=0.1, is_over=lambda: False)
     assert joining.join(within_s=100, is_over=lambda: True) is None
 

@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from tests import refusals
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.agreement import (
     TOKEN_VARIABLE,
@@ -29,9 +30,8 @@ def token_file(tmp_path):
 
 def refusal(**how: object) -> str:
     environ = how.pop("environ", {})
-    with pytest.raises(UsageError) as error:
-        read_token(environ, **{"path": None, "hosts": ["a", "b"], **how})  # type: ignore[arg-type]
-    said = str(error.value)
+    how = {"path": None, "hosts": ["a", "b"], **how}
+    said = str(refusals.refusal(lambda: read_token(environ, **how)))  # type: ignore[arg-type]
     assert said.isprintable()
     assert SECRET not in said
     return said

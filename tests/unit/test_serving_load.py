@@ -6,7 +6,6 @@ import json
 import socket
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -87,13 +86,11 @@ def test_a_closed_loop_has_as_many_requests_under_way_as_connections(url):
 
 def test_an_open_loop_counts_from_when_a_request_was_due(url):
     Handler.delay_s = 0.1
-    load = Load(url=url, body=b"{}", connections=1, seconds=1.0, warm_up_s=0.0, rate=50)
-    start = time.perf_counter()
+    load = Load(url=url, body=b"{}", connections=1, seconds=0.2, warm_up_s=0.0, rate=50)
     measured = asyncio.run(run(load))
-    assert len(measured.latencies_s) == 50
-    # One connection makes 10 a second: the last of 50 was due at 1 s and is answered after 5.
-    assert max(measured.latencies_s) > 3.5
-    assert time.perf_counter() - start > 4.5
+    assert len(measured.latencies_s) == 10
+    # One connection makes 10 a second: the last of 10 was due at 0.2 s and is answered after 1.
+    assert max(measured.latencies_s) > 0.7
 
 
 def test_failures_are_counted_by_what_they_are(url, capsys):

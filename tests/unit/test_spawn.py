@@ -12,7 +12,8 @@ import cloudpickle
 import pytest
 
 import tfdist
-from tfdist.errors import JobFailed, UsageError
+from tests import refusals
+from tfdist.errors import JobFailed
 from tfdist.launch import spawn as spawning
 from tfdist.launch.guardian import MARK
 
@@ -36,10 +37,7 @@ def _nothing_is_started(monkeypatch, tmp_path):
 
 
 def refusal(fn, *args, **options):
-    with pytest.raises(UsageError) as refused:
-        tfdist.spawn(fn, *args, **options)
-    assert "\n" not in str(refused.value)
-    return refused.value
+    return refusals.refusal(lambda: tfdist.spawn(fn, *args, **options))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.processes import python
 from tfdist.checkpoint import format as format_module
 from tfdist.checkpoint.store import Background, Checkpoint, CheckpointStore, NothingWhole
 from tfdist.errors import TfdistError, UsageError
@@ -749,8 +749,5 @@ raise {end}
 @pytest.mark.parametrize("end", ["RuntimeError", "KeyboardInterrupt", "SystemExit(4)"])
 def test_a_program_that_ends_lets_the_write_end_first(tmp_path, end):
     program = PROGRAM.replace("{end}", end)
-    ended = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, timeout=60
-    )
-    assert ended.returncode != 0
+    assert python("-c", program, tmp_path).returncode != 0
     assert CheckpointStore(tmp_path).read().step == 3

@@ -496,13 +496,21 @@ def test_a_second_request_while_secondary_failures_end_kills_at_once(history):
 
 
 def test_two_workers_that_die_at_once_both_return(history):
+    history.beats(CHIEF, 4, step=7)
     history.happens(ended(W0, 5, KILL), ended(W1, 5, KILL), ended(CHIEF, 30))
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=2)
     assert (attempt.exit_code, attempt.failure) == (0, None)
-    assert {failure.task for failure in attempt.restarts} == {W0, W1}
+    assert {(f.task, f.step, f.at_s) for f in attempt.restarts} == {(W0, 7, 5), (W1, 7, 5)}
+    assert history.killed_alone == [(5, W0), (5, W1)]  # what they have left behind
     assert history.started_logs[-2:] == ["worker-0.restart-1.log", "worker-1.restart-1.log"]
+    assert history.said[-1] == (
+        "worker-1 failed: killed by SIGKILL, not by the launcher; started again alone, "
+        "restart 2 of 2 within 3600 s: worker-1.restart-1.log"
+    )
     records = [r for r in attempt.records if r.task == W1]
-    assert [(r.restart, r.status) for r in records] == [(0, KILL), (1, -signal.SIGTERM)]
+    assert [(r.restart, r.status, r.stopped) for r in records] == [
+        *((0, KILL, False), (1, -signal.SIGTERM, True))
+    ]
 
 
 def test_a_worker_that_fails_the_same_way_twice_ends_the_job(history):
@@ -703,6 +711,7 @@ def test_a_task_that_hangs_is_a_failure_after_the_stacks_were_asked_for(history)
     history.hangs(20, W1, W0, since_s=3)
     attempt = history.run([W0, W1], max_restarts=1)
     assert history.stacks_asked == [(20, W0)]
+    assert history.said[0] == "worker-1: hangs: silent; the stacks of worker-0:"
     failure = attempt.failure
     assert (failure.task, failure.cause, failure.step) == (W1, "hangs: silent", 7)
     assert (failure.at_s, failure.detect_s) == (3, 17)

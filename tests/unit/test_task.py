@@ -1,6 +1,7 @@
 """A task's process: its program, its signs of life, and whether it is at rest."""
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import until
 from tfdist.launch.task import Rest, note_to, run_program
 
 
@@ -499,25 +501,34 @@ def start():
         process.communicate()
 
 
-@pytest.mark.parametrize("source", AT_REST.values(), ids=AT_REST)
-def test_what_can_never_go_on_is_at_rest(start, source):
-    pid = start(source)
-    rest = Rest(f"/proc/{pid}", cpu_s=lambda: 0.0)
-    deadline_s = time.monotonic() + DEADLINE_S
-    now_s = since_s = 0.0
-    while since_s is None or now_s < since_s + 3:  # the same threads asleep, three times more
-        assert time.monotonic() < deadline_s, "it goes on"
-        now_s += 1
-        since_s = rest.since_s(now_s)
-        time.sleep(0.02)
+@pytest.fixture
+def rests(start):
+    """Starts programs side by side; what is known of the rest of each, by its name."""
+
+    def of(programs):
+        pids = {name: start(source) for name, source in programs.items()}
+        return {name: Rest(f"/proc/{pid}", cpu_s=lambda: 0.0) for name, pid in pids.items()}
+
+    return of
 
 
-@pytest.mark.parametrize("source", GOES_ON.values(), ids=GOES_ON)
-def test_what_may_go_on_is_not(start, source):
-    pid = start(source)
-    rest = Rest(f"/proc/{pid}", cpu_s=lambda: 0.0)
+def test_what_can_never_go_on_is_at_rest(rests):
+    of_each, now_s, since_s = rests(AT_REST), itertools.count(1.0), {}
+
+    def all_rest():
+        """Whether the same threads of each are asleep, three times more."""
+        at_s = next(now_s)
+        since_s.update({name: rest.since_s(at_s) for name, rest in of_each.items()})
+        return None not in since_s.values() and at_s >= max(since_s.values()) + 3
+
+    until(all_rest, within_s=DEADLINE_S, why=lambda: f"some go on: {since_s}")
+
+
+def test_what_may_go_on_is_not(rests):
+    of_each = rests(GOES_ON)
     for now_s in range(20):
-        assert rest.since_s(float(now_s)) is None
+        found = {name: rest.since_s(float(now_s)) for name, rest in of_each.items()}
+        assert found == dict.fromkeys(GOES_ON)
         time.sleep(0.02)
 
 

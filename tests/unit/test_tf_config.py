@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import refusals
 from tfdist.cluster import (
     STRATEGIES,
     ClusterSpec,
@@ -34,9 +35,7 @@ def config_text(cluster: object = None, task: object = None, **more: object) -> 
 
 
 def refusal(text: str | bytes) -> str:
-    with pytest.raises(UsageError) as error:
-        decode(text)
-    said = str(error.value)
+    said = str(refusals.refusal(lambda: decode(text)))
     assert said.isprintable()
     assert said.startswith("TF_CONFIG")
     return said

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.refusals import refused
+from tests.refusals import refusal, refused
 from tfdist.errors import TfdistError, UsageError
 from tfdist.files import is_held
 from tfdist.launch.process import raise_file_limit
@@ -153,9 +153,8 @@ def test_a_wrong_flag_is_refused(flags, where, code):
     ],
 )
 def test_what_is_no_number_or_name_is_refused_from_python_too(name, value):
-    with pytest.raises(UsageError) as caught:
-        RunOptions(sweep_dir=Path("s"), **{name: value})
-    assert (caught.value.where, caught.value.received) == (f"--{name}", repr(value))
+    caught = refusal(lambda: RunOptions(sweep_dir=Path("s"), **{name: value}))
+    assert (caught.where, caught.received) == (f"--{name}", repr(value))
 
 
 def test_a_sweep_needs_a_config():
@@ -489,9 +488,8 @@ def test_a_changed_sweep_is_refused_with_what_has_changed(tmp_path):
     wider = json.loads(json.dumps(SPACE))
     wider[0]["config"]["max_value"] = 0.9
     now = begun(space=wider, tuner="grid", config={"dropout": 0.2})
-    with pytest.raises(UsageError) as error:
-        directory.require_same(tmp_path, begun(), now)
-    said = str(error.value)
+    error = refusal(lambda: directory.require_same(tmp_path, begun(), now))
+    said = str(error)
     assert "tuner='grid' (there: 'random')" in said
     assert "config.dropout=0.2 (there: 0.1)" in said
     assert "search space: dropout.max_value=0.9 (there: 0.5)" in said

@@ -1,5 +1,6 @@
 """The watchdog on histories of beats: whom it blames, when, and when it blames nobody."""
 
+import itertools
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from tfdist.launch.watchdog import LATE_S, Watchdog, holds_pipe, proc_state
 
 CHIEF, PS = Task("chief", 0), Task("ps", 0)
 W0, W1, W2 = WORKERS = tuple(Task("worker", index) for index in range(3))
+PS_JOB = (CHIEF, W0, W1, PS)
 HANG_S, STARTUP_S = 20.0, 60.0
 
 
@@ -33,6 +35,7 @@ class Job:
         self.silent = set()
         self.resting = {}
         self.awaited = None
+        self.steps = itertools.count()
         self.watchdog = Watchdog(
             hang_timeout_s=hang_timeout_s,
             startup_timeout_s=startup_timeout_s,
@@ -48,6 +51,10 @@ class Job:
     def enter(self, phase, *tasks, step=None):
         for task in tasks or self.doing:
             self.doing[task] = (phase, step, self.now_s)
+
+    def step(self):
+        """Has the chief do one more."""
+        self.enter("step", CHIEF, step=next(self.steps))
 
     def rest(self, *tasks):
         """Has them wait in themselves, for nothing that could still come."""
@@ -289,9 +296,8 @@ def test_without_a_timeout_nothing_is_watched():
 
 
 def test_workers_and_ps_serve_and_the_chief_is_watched_by_its_steps():
-    job = Job((CHIEF, W0, W1, PS), is_ps=True)
-    steps = iter(range(10_000))
-    assert job.run(10 * HANG_S, work=lambda: job.enter("step", CHIEF, step=next(steps))) is None
+    job = Job(PS_JOB, is_ps=True)
+    assert job.run(10 * HANG_S, work=job.step) is None
     hang = job.run(HANG_S + 2)
     assert (hang.task, hang.stuck) == (CHIEF, (CHIEF, W0, W1, PS))
     assert hang.cause == "hangs: in a step after 199 steps for 20 s"
@@ -299,47 +305,44 @@ def test_workers_and_ps_serve_and_the_chief_is_watched_by_its_steps():
 
 @pytest.mark.parametrize("phase", ["import", "rendezvous", "serve"])
 def test_a_server_is_not_asked_for_steps(phase):
-    job = Job((CHIEF, W0, W1, PS), is_ps=True)
+    job = Job(PS_JOB, is_ps=True)
     job.enter(phase, W0, W1, PS)
     assert job.run(100 * HANG_S) is None
 
 
 @pytest.mark.parametrize("frozen", [W1, PS])
 def test_a_stopped_server_is_found_by_its_silence(frozen):
-    job = Job((CHIEF, W0, W1, PS), is_ps=True)
-    steps = iter(range(10_000))
+    job = Job(PS_JOB, is_ps=True)
     job.run(5)
     job.stop(frozen)
-    hang = job.run(HANG_S + 2, work=lambda: job.enter("step", CHIEF, step=next(steps)))
+    hang = job.run(HANG_S + 2, work=job.step)
     assert hang.task == frozen
 
 
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_worker_that_does_not_do_its_piece_is_blamed_while_the_others_go_on(is_first):
-    job = Job((CHIEF, W0, W1, PS), is_ps=True)
-    steps = iter(range(10_000))
+    job = Job(PS_JOB, is_ps=True)
     job.run(5)
     job.awaited = TaskPendingWork(task=W1, since_s=job.now_s, is_first=is_first)
     limit_s = HANG_S * (3 if is_first else 1)
-    assert job.run(limit_s - 2, work=lambda: job.enter("step", CHIEF, step=next(steps))) is None
-    hang = job.run(4, work=lambda: job.enter("step", CHIEF, step=next(steps)))
+    assert job.run(limit_s - 2, work=job.step) is None
+    hang = job.run(4, work=job.step)
     assert hang.task == W1
     assert re.fullmatch(r"hangs: its work unit is not done after (2|6)[01] s", hang.cause)
 
 
 def test_a_worker_that_was_started_again_does_not_owe_what_the_one_before_it_had():
-    job = Job((CHIEF, W0, W1, PS), is_ps=True)
-    steps = iter(range(10_000))
+    job = Job(PS_JOB, is_ps=True)
     job.run(5)
     job.awaited = TaskPendingWork(task=W1, since_s=job.now_s, is_first=False)
-    assert job.run(HANG_S + 2, work=lambda: job.enter("step", CHIEF, step=next(steps))).task == W1
+    assert job.run(HANG_S + 2, work=job.step).task == W1
     job.watchdog.ended(W1)
     job.watchdog.started(W1, at_s=job.now_s)
-    assert job.run(5, work=lambda: job.enter("step", CHIEF, step=next(steps))) is None
+    assert job.run(5, work=job.step) is None
 
 
 def test_a_chief_that_waits_for_a_piece_is_not_blamed_for_it():
-    job = Job((CHIEF, W0, W1, PS), is_ps=True)
+    job = Job(PS_JOB, is_ps=True)
     job.enter("step", CHIEF, step=7)
     job.run(1)
     job.awaited = TaskPendingWork(task=W0, since_s=job.now_s, is_first=False)
@@ -446,14 +449,13 @@ def test_no_verdict_while_every_task_beats_and_goes_on(gaps_s, entered, startup_
 )
 def test_a_frozen_task_is_named_within_the_timeout(frozen, state, before_s, range_s, phase, hang_s):
     job = Job(hang_timeout_s=max(hang_s, range_s + 2.0))
-    steps = iter(range(10_000))
 
     def work():
         moving = [task for task in WORKERS if task not in job.silent]
         if not job.silent and int(job.now_s) % range_s == 0:
-            job.enter(phase, *moving, step=next(steps))
+            job.enter(phase, *moving, step=next(job.steps))
 
-    job.enter(phase, step=next(steps))
+    job.enter(phase, step=next(job.steps))
     assert job.run(before_s, work=work) is None
     for task in frozen:
         job.stop(task)

@@ -220,6 +220,7 @@ def by_every_optimizer(strategy, make=penalized, data=(X, Y), *, steps, batch_si
         return {"loss": loss}
 
     tfdist.StepLoop(step, data, global_batch_size=batch_size, seed=3).run(steps)
+    assert np.isfinite(np.concatenate([flat(model) for model in models.values()])).all()
     return {
         name: (int(model.optimizer.iterations.numpy()), flat(model))
         for name, model in models.items()
