@@ -2,9 +2,9 @@
 
     python benchmarks/memory_estimates.py [MODEL:SIZE:BATCH ...] > benchmarks/MEMORY.md
 
-Each model trains three steps in a fresh process, three times. Measured is the largest resident size
-that the process had, less that of a started TensorFlow: the median of the three, as the order in which
-TensorFlow's threads happen to take the ops of a step decides how much is held at once.
+Each model trains three steps in a fresh process, three times. Measured is the largest resident
+size that the process had, less that of a started TensorFlow: the median of the three, as the order
+in which TensorFlow's threads happen to take the ops of a step decides how much is held at once.
 """
 
 from __future__ import annotations
