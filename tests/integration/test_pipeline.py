@@ -1,6 +1,7 @@
 """A model in stages computes and trains as it does whole; the stages here are in one process."""
 
 import itertools
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
@@ -13,6 +14,7 @@ from tests.refusals import refusal
 from tfdist.audit.files import merged, read_directory
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
 from tfdist.errors import StartupTimeout, UsageError
+from tfdist.pipeline import engine
 from tfdist.pipeline.cuts import LayerGraph
 from tfdist.pipeline.schedule import passes
 from tfdist.pipeline.segments import segments_of
@@ -21,7 +23,9 @@ from tfdist.pipeline.timing import chosen_places, possible_places
 from tfdist.pipeline.union import fill, is_empty, making_empty_slots, owners_of, release
 from tfdist.strategy import job as jobs
 from tfdist.strategy import stages
+from tfdist.training.feed import Part
 from tfdist.training.keras_compat import random_key
+from tfdist.training.keras_compat.trace import ops_behind
 
 L = keras.layers
 MICROS, ROWS = 3, 4
@@ -457,6 +461,34 @@ def test_losses_that_are_sums_are_those_of_whole_batches(strategies, one_stage):
     strategy = one_stage()
     for case, expected in zip(cases, alone, strict=True):
         assert_same_run(fitted(strategy, **case), expected)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "is_last", "gathered"), [([0], False, "x"), ([], True, "y"), ([], False, "")]
+)
+def test_a_stage_gathers_nothing_that_it_does_not_read(inputs, is_last, gathered):
+    whole = types.SimpleNamespace(
+        inputs_of=lambda x: [x], stage=types.SimpleNamespace(inputs=inputs, is_last=is_last)
+    )
+    program = types.SimpleNamespace(recorder=None)
+
+    @tf.function
+    def read(rows):
+        x, y = (tf.gather(array, rows, name=name) for array, name in ((X, "x"), (Y, "y")))
+        part = Part(data=(x, y), share=1.0, count=tf.size(rows))
+        batch, recorded = engine._read_part(whole, program, part)
+        assert recorded == []
+        return batch
+
+    traced = read.get_concrete_function(tf.TensorSpec([None], tf.int64))
+    behind = {op.name for op in ops_behind(traced.outputs) if op.type == "GatherV2"}
+    assert behind == ({gathered} if gathered else set())
+    batch = read(tf.constant([3, 1], tf.int64))
+    assert int(batch.rows) == 2
+    for index, tensor in batch.inputs.items():
+        assert index == 0
+        np.testing.assert_array_equal(tensor, X[[3, 1]])
+    assert (batch.targets is not None) == is_last
 
 
 def assert_same_run(found, expected):

@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -39,6 +39,22 @@ _NEAR = 1.2
 _FORWARD, _BACKWARD = "forward", "backward"
 
 
+class _StageBatch(NamedTuple):
+    """What a stage reads of the batch of a step.
+
+    Attributes:
+      rows: examples of the whole batch, scalar integer.
+      inputs: those of the model's inputs that the stage reads, by their index, ``[rows, ...]``.
+      targets: of the last stage: nest of tensors, or None.
+      weights: of the last stage: sample weights, or None.
+    """
+
+    rows: tf.Tensor
+    inputs: dict[int, tf.Tensor]
+    targets: Any
+    weights: Any
+
+
 class PipelineEngine:
     """Runs blocks of steps, each as the passes of its micro-batches by the schedule."""
 
@@ -49,7 +65,7 @@ class PipelineEngine:
         self._before, self._after = links_of(job.stages)
         self._begun: StagedModel | None = None
         self._whole_steps: dict[Segment, WholeStep] = {}
-        self._batches: dict[StepProgram, Callable[[tf.Tensor], Any]] = {}
+        self._batches: dict[tuple[StepProgram, StagedModel], Callable[[tf.Tensor], Any]] = {}
 
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
@@ -60,12 +76,12 @@ class PipelineEngine:
             if program.training:
                 staged.divide()
             for step in range(first, last):
-                data = self._batch(program, step)
+                batch = self._batch(staged, program, step)
                 if program.training:
-                    self._choose_size(staged, program, step, data)
+                    self._choose_size(staged, program, step, batch)
                 before = staged.values_of_last(staged.metrics)
-                batches = self._micro_batches(staged, program, step, data)
-                del data  # they have what this stage reads of it
+                batches = self._micro_batches(staged, program, step, batch)
+                del batch  # they have all of it
                 if program.training:
                     self._train(staged, step, batches, before)
                 else:
@@ -78,8 +94,8 @@ class PipelineEngine:
         with self._telling_neighbours():
             staged = self._staged(program)
             for step in range(first, last):
-                data = self._batch(program, step)
-                batches = self._micro_batches(staged, program, step, data)
+                batch = self._batch(staged, program, step)
+                batches = self._micro_batches(staged, program, step, batch)
                 rows = self._infer(staged.stage, step, batches, staged.stage.predict)
                 columns = [
                     np.concatenate([np.asarray(tensor) for tensor in column])
@@ -241,7 +257,9 @@ class PipelineEngine:
             found.append(message)
         return found if self._after is None else []
 
-    def _choose_size(self, staged: StagedModel, program: StepProgram, step: int, data: Any) -> None:
+    def _choose_size(
+        self, staged: StagedModel, program: StepProgram, step: int, batch: _StageBatch
+    ) -> None:
         """Try sizes of micro-batches and keep the fastest, once in a run. A collective."""
         place = self._place
         if place.options.split_size != "auto" or "split_size" in place.chosen:
@@ -251,7 +269,7 @@ class PipelineEngine:
         for _ in range(2):  # once may be a bad moment: those that come near have a second try
             for size in sizes:
                 place.chosen["split_size"] = size
-                took_s = self._timed(staged, program, step, data)
+                took_s = self._timed(staged, program, step, batch)
                 tried[size] = min(took_s, tried.get(size, took_s))
             near = _NEAR * min(tried.values())  # by the first stage, which ends last
             sizes = broadcast([size for size in tried if tried[size] <= near])
@@ -261,9 +279,11 @@ class PipelineEngine:
             seconds = ", ".join(f"{size} in {s:.3f} s" for size, s in tried.items())
             _LOG.info("split size %d: a step of %s", staged.split_size, seconds)
 
-    def _timed(self, staged: StagedModel, program: StepProgram, step: int, data: Any) -> float:
+    def _timed(
+        self, staged: StagedModel, program: StepProgram, step: int, batch: _StageBatch
+    ) -> float:
         """Return the least seconds that a step's passes take; nothing is changed by them."""
-        batches = self._micro_batches(staged, program, step, data)
+        batches = self._micro_batches(staged, program, step, batch)
         changed = [(v, v.numpy()) for v in (*staged.statistics, *staged.metrics)]
         # What compiles is left out: one micro-batch of each size, or all where they are one call.
         sizes = {int(batch.share * 1e6): batch for batch in batches}
@@ -293,22 +313,18 @@ class PipelineEngine:
             link.send(_tag(step, one), [np.asarray(tensor) for tensor in tensors])
 
     def _micro_batches(
-        self, staged: StagedModel, program: StepProgram, step: int, data: Any
+        self, staged: StagedModel, program: StepProgram, step: int, batch: _StageBatch
     ) -> list[MicroBatch]:
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        flat = staged.inputs_of(x)
-        if not staged.stage.is_last:
-            y = weights = None
-        rows = next(int(leaf.shape[0]) for leaf in keras.tree.flatten(x) if leaf is not None)
+        rows = int(batch.rows)
         sizes, found = staged.sizes_of(rows), []
         for micro in self._own_micros(len(sizes)):
             start, size = sum(sizes[:micro]), sizes[micro]
             piece = slice(start, start + size)
             found.append(
                 MicroBatch(
-                    inputs={i: flat[i][piece] for i in staged.stage.inputs},
-                    targets=_rows(y, piece),
-                    weights=_rows(weights, piece),
+                    inputs={i: tensor[piece] for i, tensor in batch.inputs.items()},
+                    targets=_rows(batch.targets, piece),
+                    weights=_rows(batch.weights, piece),
                     share=tf.constant(size / rows, tf.float32),
                     random_key=keras_compat.random_key(
                         program.seed, step=tf.constant(step, tf.int64), replica=micro
@@ -323,21 +339,26 @@ class PipelineEngine:
         low, high = (count * (place.pipeline + i) // place.pipelines for i in (0, 1))
         return range(low, high)
 
-    def _batch(self, program: StepProgram, step: int) -> Any:
-        """Return the whole batch of a step, which the chief records if it is to be."""
-        if not program.feed.direct:
-            data, rows = _noted(program, FeedPart(*next(program.feed.iterator(step))[0]))
-            program.feed.advanced_to(step + 1)
-            require_same_batches(self._job, program.feed, step, step + 1)
+    def _batch(self, staged: StagedModel, program: StepProgram, step: int) -> _StageBatch:
+        """Return what this stage reads of a step, all of which the chief records if it is to be.
+
+        Of what is a function of the step, nothing else is gathered or transformed.
+        """
+        feed = program.feed
+        if not feed.direct:
+            part = FeedPart(*next(feed.iterator(step))[0])
+            batch, recorded = _read_part(staged, program, part)
+            feed.advanced_to(step + 1)
+            require_same_batches(self._job, feed, step, step + 1)
         else:
-            if program not in self._batches:
-                self._batches[program] = keras_compat.compiled(
-                    lambda step: _noted(program, program.feed.at(step)[0])
+            if (program, staged) not in self._batches:
+                self._batches[program, staged] = keras_compat.compiled(
+                    lambda step: _read_part(staged, program, feed.at(step)[0])
                 )
-            data, rows = self._batches[program](tf.constant(step, tf.int64))
+            batch, recorded = self._batches[program, staged](tf.constant(step, tf.int64))
         if program.recorder is not None:
-            program.recorder.write(step, step + 1, rows)
-        return data
+            program.recorder.write(step, step + 1, recorded)
+        return batch
 
     def _whole(self, columns: list[np.ndarray], *, count: int) -> list[np.ndarray]:
         """Return the rows of all pipelines' last stages, in every task. A collective."""
@@ -408,12 +429,20 @@ def _receive(link: StageLink, step: int, one: Pass) -> Tensors:
     return [tf.constant(array) for array in link.receive(_tag(step, one))]
 
 
-def _noted(program: StepProgram, part: FeedPart) -> tuple[Any, list[tf.Tensor]]:
-    """Return a batch, and what a ledger says of it."""
+def _read_part(
+    staged: StagedModel, program: StepProgram, part: FeedPart
+) -> tuple[_StageBatch, list[tf.Tensor]]:
+    """Return what the stage reads of a step, and what a ledger says of the step."""
+    x, targets, weights = keras.utils.unpack_x_y_sample_weight(part.data)
+    flat, stage = staged.inputs_of(x), staged.stage
+    inputs = {i: tf.convert_to_tensor(flat[i]) for i in stage.inputs}
+    if not stage.is_last:
+        targets = weights = None
+    batch = _StageBatch(part.count, inputs, targets, weights)
     if program.recorder is None:
-        return part.data, []
+        return batch, []
     rows = program.recorder.noted(program.recorder.rows(tf.constant(1)), tf.constant(0), [part])
-    return part.data, [row.stack() for row in rows]
+    return batch, [row.stack() for row in rows]
 
 
 def _tag(step: int, one: Pass) -> str:
