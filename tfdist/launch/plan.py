@@ -1,6 +1,6 @@
 """Plan of a job: one process per task, with its part of this machine's CPUs and GPUs.
 
-Pure, but for `this_machine` and `memory_groups`, so that ``--dry_run`` can print it.
+Pure, but for what reads this machine, so that ``--dry_run`` can print it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.options import LaunchOptions, Program, StartMethod
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Limit, use, and the counter of cache, in version 2 of control groups and in version 1."""
 _UNLIMITED = 1 << 60  # version 1 says so by a number near 2**63
 _GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _NVIDIA_SMI_TIMEOUT_S = 20.0
@@ -63,42 +68,48 @@ def _cpus() -> int:
         return allowed
 
 
-def memory_groups(
-    *, root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")
-) -> Iterator[tuple[int, int]]:
-    """Yield limit and use, in bytes, of each control group that bounds this process's memory."""
+def control_groups(membership: Path, *, root: Path = _CGROUPS) -> Iterator[Path]:
+    """Yield the control groups in which a process's memory is counted, its own group first.
+
+    `membership` is its ``cgroup`` file in /proc. Of the groups some may not be there: inside a
+    container it has the names from outside, and sees its own as the root.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield from _limits(root, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _limits(root / "memory", path, *names)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root  # version 1, or 2
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        yield from (top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
 
 
-def _limits(root: Path, path: str, limit: str, use: str, cache: str) -> Iterator[tuple[int, int]]:
-    """Yield those of a group and of the groups that it is in."""
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for depth in range(len(parts), -1, -1):
-        group = root.joinpath(*parts[:depth])
-        with contextlib.suppress(OSError, ValueError):  # "max", or not seen from in here
-            most = int((group / limit).read_text())
-            if most < _UNLIMITED:
-                yield most, int((group / use).read_text()) - _cache(group, cache)
+def memory_groups(
+    *, root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")
+) -> Iterator[tuple[int, int]]:
+    """Yield limit and use, in bytes, of each control group that bounds this process's memory.
+
+    What the kernel gives back when it is needed, the cache of files, does not count.
+    """
+    for group in control_groups(membership, root=root):
+        for limit, use, cache in _MEMORY_FILES:
+            with contextlib.suppress(OSError, ValueError):  # "max", or not seen from in here
+                most = int((group / limit).read_text())
+                if most < _UNLIMITED:
+                    cached = counters(group / "memory.stat").get(cache, 0)
+                    yield most, int((group / use).read_text()) - cached
 
 
-def _cache(group: Path, name: str) -> int:
-    """Return the bytes of files that the kernel gives back when they are needed."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (group / "memory.stat").read_text().splitlines():
-            key, value = line.split()
-            if key == name:
-                return int(value)
-    return 0
+def counters(path: Path) -> dict[str, int]:
+    """Return what a file of a control group counts, by its names; nothing if it is not there."""
+    try:
+        pairs = (line.split() for line in path.read_text().splitlines())
+        return {name: int(count) for name, count in pairs}
+    except (OSError, ValueError):
+        return {}
 
 
 def _gpus_of_machine(environ: Mapping[str, str]) -> tuple[str, ...]:
