@@ -25,7 +25,6 @@ from tfdist.launch.live import (
     memory_bytes,
     prometheus_text,
 )
-from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.watchdog import Watchdog
 from tfdist.loopback import listen, make_server
@@ -37,7 +36,6 @@ WORKER = Task("worker", 0)
 
 
 def state_of_job(tmp_path):
-    spec = ProcessSpec(task=WORKER, log_path=tmp_path / "worker-0.log")
     watchdog = Watchdog(
         hang_timeout_s=300,
         startup_timeout_s=60,
@@ -46,7 +44,8 @@ def state_of_job(tmp_path):
         state_of=lambda task: "R",
     )
     state = JobState(
-        specs=[spec],
+        job_tasks=[WORKER],
+        logs=tmp_path,
         is_ps=False,
         grace_s=10,
         policy=RestartPolicy(max_restarts=0, window_s=3600),

@@ -1,4 +1,4 @@
-"""Events of a running job that the supervisor acts on, and signals as such events."""
+"""Events of a running job, the actions that the supervisor decides on, and signals as events."""
 
 from __future__ import annotations
 
@@ -102,6 +102,58 @@ class Awakening:
     events: tuple[Event | Begin, ...] = ()
     unreachable: frozenset[Task] = frozenset()
     """Tasks that cannot be started now: their host is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a task; its `Started` comes as an event. Where it cannot be started, its `Ended`."""
+
+    task: Task
+    restart: int = 0
+    """How often it was started again alone before, in this attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Send a signal to a task's whole process group: the job is about to end."""
+
+    task: Task
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillOne:
+    """End one task, and what it has left behind, while the job goes on."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class AskForStacks:
+    """Have a task print its Python stacks; it goes on."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class ShowFailure:
+    """Show what failed first and its last lines; from now on nothing of other tasks."""
+
+    task: Task
+    cause: str
+    stacks: tuple[Task, ...] = ()
+    """Tasks that have just printed their stacks: their last lines are kept for the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Show lines of the launcher's own."""
+
+    text: str
+
+
+TaskAction = Start | Signal | KillOne | AskForStacks | ShowFailure
+Action = TaskAction | Say
 
 
 _TASK = re.compile(r"([a-z]{1,20})-([0-9]{1,9})")

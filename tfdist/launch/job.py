@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from tfdist.cluster import HeldPort, hold_ports, settings, tf_config
+from tfdist.cluster import HeldPort, Task, hold_ports, settings, tf_config
 from tfdist.cluster.address import join
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError, opening_port
@@ -394,21 +394,26 @@ class JobRun:
         self._task_factory.check()
         self._ports = replace_taken(self._ports, stack=self._stack, hold=self._hold)
         specs = self._specs()
+        tasks = [spec.task for spec in specs] if self._team is None else [*self._team.host_of]
         if is_first:
-            self._screen.announce(f"strategy {self._job.strategy}: {_counted(specs)}")
+            self._screen.announce(f"strategy {self._job.strategy}: {_counted(tasks)}")
         options, is_ps = self._job.options, self._job.strategy == "ps"
-        processes = self._processes(specs, logs=logs)
+        processes: JobProcesses | TeamProcesses = self._task_factory.processes(
+            specs, chief=tasks[0], logs=logs, fork_log="fork-server.log"
+        )
+        if self._team is not None:
+            processes = TeamProcesses(processes, self._team, screen=self._screen)
         watchdog = Watchdog(
             hang_timeout_s=options.hang_timeout_s or math.inf,
             startup_timeout_s=options.startup_timeout_s,
             is_ps=is_ps,
-            chief=specs[0].task,
+            chief=tasks[0],
             state_of=processes.state_of,
-            can_speak=processes.can_speak,
             is_held_up=lambda: self._screen.out.is_full,
         )
         state = JobState(
-            specs=specs,
+            job_tasks=tasks,
+            logs=logs,
             is_ps=is_ps,
             grace_s=options.grace_s,
             min_workers=options.min_workers,
@@ -453,6 +458,7 @@ class JobRun:
         )
 
     def _specs(self) -> tuple[ProcessSpec, ...]:
+        """Return the processes of this host's tasks."""
         attempt = self._run_dir.attempt
         if self._team is None:
             specs = self._job.specs([port.address for port in self._ports], attempt=attempt)
@@ -465,16 +471,6 @@ class JobRun:
             )
         count = attempt - self._first_attempt
         return tuple(spec.started_again(count) for spec in specs) if count else specs
-
-    def _processes(
-        self, specs: Sequence[ProcessSpec], *, logs: Path
-    ) -> JobProcesses | TeamProcesses:
-        team = self._team
-        here = specs if team is None else [s for s in specs if not team.host_of[s.task]]
-        local = self._task_factory.processes(
-            here, chief=specs[0].task, fork_log=logs / "fork-server.log"
-        )
-        return local if team is None else TeamProcesses(local, team, screen=self._screen)
 
     def _hindrance(self) -> int | None:
         """Return what the job ends with if something is in the way of another attempt."""
@@ -529,7 +525,7 @@ def _epoch_s() -> float:
     return time.time() - time.monotonic()
 
 
-def _counted(specs: Sequence[ProcessSpec]) -> str:
-    counts = Counter(spec.task.type for spec in specs)
+def _counted(tasks: Sequence[Task]) -> str:
+    counts = Counter(task.type for task in tasks)
     plural = {"worker": "workers"}
     return ", ".join(f"{n} {plural.get(t, t) if n > 1 else t}" for t, n in counts.items())

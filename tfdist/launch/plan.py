@@ -156,20 +156,16 @@ _SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSpec:
-    """One task's process: what it runs, in which environment, and where its output is kept.
-
-    Of a process on another host only the task and the log are known here.
-    """
+    """One task's process: what it runs, and in which environment."""
 
     task: Task
-    log_path: Path
-    program: Program = field(default_factory=Program)
-    argv: tuple[str, ...] = ()
+    program: Program
+    argv: tuple[str, ...]
     """What a person would type to run this task by hand."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    added: tuple[str, ...] = ()
+    env: Mapping[str, str]
+    added: tuple[str, ...]
     """Names in `env` that the launcher set; the rest is the user's own environment."""
-    title: str = ""
+    title: str
 
     def started_again(self, count: int) -> ProcessSpec:
         """Return it as of a job that was started again so often, besides by a scheduler."""
@@ -235,7 +231,7 @@ class JobDescription:
         )
         gpus = _divide_gpus(self, here)
         return tuple(
-            _process(self, config, attempt=attempt, gpus=gpus, here=here)
+            _process(self, config, gpus=gpus, here=here)
             for config in job_configs(cluster, options=job_options)
             if config.task in here
         )
@@ -316,7 +312,6 @@ def _process(
     job: JobDescription,
     config: TaskConfig,
     *,
-    attempt: int,
     gpus: Mapping[Task, str],
     here: Collection[Task],
 ) -> ProcessSpec:
@@ -342,7 +337,6 @@ def _process(
         argv=(job.python, *program.python_args),
         env={**job.environ, **added},
         added=tuple(added),
-        log_path=job.run_dir / "logs" / f"attempt-{attempt}" / f"{task}.log",
         title=f"tfdist {task} {program.name}",
     )
 

@@ -19,33 +19,41 @@ from tfdist.errors import UsageError
 from tfdist.launch.diagnosis import KillEvidence
 from tfdist.launch.events import (
     STOP_SIGNALS,
+    AskForStacks,
     Beat,
     Ended,
     Event,
+    KillOne,
     Raised,
+    Signal,
     SignalPipe,
+    Start,
     Started,
     StopRequest,
+    TaskAction,
 )
 from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient
 from tfdist.launch.multihost.connection import NO_SENSE, event_of
 from tfdist.launch.plan import JobDescription, ProcessSpec
 from tfdist.launch.process import Starter
+from tfdist.launch.report import log_name
 from tfdist.launch.screen import Console, JobScreen, TaskOutput
 from tfdist.launch.task import STACK_SIGNAL
-from tfdist.launch.watchdog import holds_pipe, proc_state
+from tfdist.launch.watchdog import proc_state
 
 _READ_BYTES = 1 << 16
 _MAX_READS = 64  # of one task's pipe at its end, which a child of its own may keep filling
 
 
 class JobProcesses:
-    """The real processes that a `Supervisor` works with. It sleeps until something happens."""
+    """The processes of an attempt on this host; `wait` sleeps until something happens."""
 
     def __init__(
         self,
+        specs: Sequence[ProcessSpec],
         *,
+        logs: Path,
         chief: Task,
         starter: Starter,
         guard: GuardianClient,
@@ -54,6 +62,8 @@ class JobProcesses:
         signals: SignalPipe,
         clock: Callable[[], float],
     ) -> None:
+        self._specs = {spec.task: spec for spec in specs}
+        self._logs = logs
         self._chief = chief
         self._starter = starter
         self._guard = guard
@@ -78,9 +88,32 @@ class JobProcesses:
         if (starter_fd := starter.fileno()) is not None:
             self._watch(starter_fd, self._collect)
 
-    def start(self, spec: ProcessSpec) -> None:
-        """Start a task; its `Started` comes as an event. Raises OSError if it cannot."""
-        output = self._screen.open(spec, is_chief=spec.task == self._chief)
+    @property
+    def running(self) -> list[Task]:
+        """Return the tasks that have been started and have not ended."""
+        return list(self._running)
+
+    def perform(self, action: TaskAction) -> Ended | None:
+        """Do what was decided; return the end of a task that cannot be started."""
+        match action:
+            case Start(task=task):
+                try:
+                    self._start(self._specs[task], log=log_name(task, action.restart))
+                except OSError as error:
+                    cause = f"cannot be started: {error.strerror or error}"
+                    return Ended(task=task, status=1, at_s=self._clock(), cause=cause)
+            case Signal(task=task, signum=signum):
+                self._signal(task, signum)
+            case KillOne(task=task):
+                self._kill_one(task)
+            case AskForStacks(task=task):
+                self._ask_for_stacks(task)
+            case _:
+                pass
+        return None
+
+    def _start(self, spec: ProcessSpec, *, log: str) -> None:
+        output = self._screen.open(spec.task, self._logs / log, is_chief=spec.task == self._chief)
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(read_fd, False)
         self._pipes[read_fd] = (spec.task, output)
@@ -100,8 +133,7 @@ class JobProcesses:
         if started is not None:
             self._on_started(started)
 
-    def signal(self, task: Task, signum: int) -> None:
-        """Send a signal to a task's whole process group."""
+    def _signal(self, task: Task, signum: int) -> None:
         self._is_patient = False
         if task not in self._running:
             return
@@ -118,28 +150,22 @@ class JobProcesses:
             if signum == signal.SIGKILL:
                 self._starter.give_up()
 
-    def ask_for_stacks(self, task: Task) -> None:
-        """Have a task print its Python stacks; its own processes, which might end, hear nothing."""
+    def _ask_for_stacks(self, task: Task) -> None:
+        """Signal the task's process alone: its own processes, which might end, hear nothing."""
         if pid := self._running.get(task):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, STACK_SIGNAL)
 
-    def kill_one(self, task: Task) -> None:
-        """End one task, and what it has left in its session, while the job goes on."""
+    def _kill_one(self, task: Task) -> None:
         if task in self._running and self._running[task] is None:
             self._owed[task] = signal.SIGKILL
         elif task in self._pids:
             self._guard.end_session(self._pids[task])
 
     def state_of(self, task: Task) -> str | None:
-        """Return the state letter of a task's process, None if it is gone."""
+        """Return the state of a task's process, as `proc_state`; None without one."""
         pid = self._pids.get(task)
-        return None if pid is None else proc_state(pid)
-
-    def can_speak(self, task: Task) -> bool:
-        """Return whether a task's process still has the pipe on which it tells what it does."""
-        pid = self._pids.get(task)
-        return pid is None or holds_pipe(pid, pipe_fd=self._notes_fd)
+        return None if pid is None else proc_state(pid, pipe_fd=self._notes_fd)
 
     def can_start(self, task: Task) -> bool:
         """Return True: this machine is there."""
@@ -339,15 +365,17 @@ class TaskFactory:
         self._guard.check()
 
     def processes(
-        self, specs: Sequence[ProcessSpec], *, chief: Task, fork_log: Path
+        self, specs: Sequence[ProcessSpec], *, chief: Task, logs: Path, fork_log: str
     ) -> JobProcesses:
         """Return the processes of an attempt, none of them started.
 
-        `fork_log` is where a fork server would write.
+        `fork_log` is the name of the file in `logs` to which a fork server would write.
         """
         return JobProcesses(
+            specs,
+            logs=logs,
             chief=chief,
-            starter=self._ready_starter(specs, fork_log=fork_log),
+            starter=self._ready_starter(specs, fork_log=logs / fork_log),
             guard=self._guard,
             evidence=self._evidence,
             screen=self._screen,

@@ -33,6 +33,7 @@ _DOING = {
     "trace": "tracing",
     "validate": "validating",
 }
+_CAN_GO_ON = ("R", "S", "D")
 _SLEEPS = {
     "R": "its process runs",
     "S": "its process sleeps",
@@ -47,7 +48,7 @@ class Watched:
 
     Attributes:
       beat_s: when it last spoke; until it has, when it was started.
-      state: the state letter of its process; None when that is gone.
+      state: of its process, as `proc_state`.
       awaited: the oldest work unit that it has given to another.
       rest_s: since when its threads wait for each other; None while it can go on.
       started_s: when its present process was started.
@@ -155,9 +156,7 @@ class Watchdog:
       startup_timeout_s: how much longer it may take before its training begins.
       is_ps: whether workers and ps serve a chief.
       chief: who is named when the tasks do not differ.
-      state_of: the state letter of a task's process, as `proc_state`.
-      can_speak: False for a task whose process has become another program, and so cannot beat any
-        more; asked only about a silent one. See `holds_pipe`.
+      state_of: the state of a task's process, as `proc_state`.
       is_held_up: whether tasks wait for the launcher, which cannot show what they print.
     """
 
@@ -169,7 +168,6 @@ class Watchdog:
         is_ps: bool,
         chief: Task,
         state_of: Callable[[Task], str | None],
-        can_speak: Callable[[Task], bool] = lambda task: True,
         is_held_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._hang_timeout_s = hang_timeout_s
@@ -178,7 +176,6 @@ class Watchdog:
         self._is_ps = is_ps
         self._chief = chief
         self._state_of = state_of
-        self._can_speak = can_speak
         self._is_held_up = is_held_up
         self._watched: dict[Task, Watched] = {}
         self._checked_s = math.inf
@@ -253,9 +250,7 @@ class Watchdog:
             if self._silence_s(task, now_s) < self._suspect_s:
                 continue
             task.state = self._state_of(task.task)
-            if task.state == "Z":  # which holds no pipe any more
-                continue
-            if not task.is_stopped and not self._can_speak(task.task):
+            if task.state == "":  # it is not expected to report
                 self.ended(task.task)
 
     def _is_mute(self, task: Watched, now_s: float) -> bool:
@@ -336,7 +331,7 @@ class Watchdog:
             return None
         suspect, cause = found
         tasks.sort(key=lambda task: (task is not suspect, task.task))
-        stuck = tuple(task.task for task in tasks if task.state in ("R", "S", "D"))
+        stuck = tuple(task.task for task in tasks if task.state in _CAN_GO_ON)
         has_stopped = now_s - suspect.beat_s > _SUSPECT_S
         return Hang(
             task=suspect.task,
@@ -384,17 +379,21 @@ class Watchdog:
         return min(_SUSPECT_S, self._hang_timeout_s)
 
 
-def proc_state(pid: int) -> str | None:
-    """Return the state letter of a process, T for a stopped one; None if it is gone."""
-    fields = stat_of(pid)
-    return fields[0].decode() if fields else None
+def proc_state(pid: int, *, pipe_fd: int | None = None) -> str | None:
+    """Return the state letter of a process, T for a stopped one; None if it is gone.
 
-
-def holds_pipe(pid: int, *, pipe_fd: int) -> bool:
-    """Return whether a process has the pipe open that `pipe_fd` is an end of; True where unknown.
-
-    A task that becomes another program, or closes all that it has open, has lost it.
+    "" stands for one that can go on, but has not open the pipe of which `pipe_fd` is an end: it has
+    become another program, or has closed all that it had open, and cannot report any more.
     """
+    fields = stat_of(pid)
+    state = fields[0].decode() if fields else None
+    if state in _CAN_GO_ON and pipe_fd is not None and not _holds_pipe(pid, pipe_fd):
+        return ""
+    return state
+
+
+def _holds_pipe(pid: int, pipe_fd: int) -> bool:
+    """Return whether a process has a pipe open; True where that is not known."""
     wanted = f"pipe:[{os.fstat(pipe_fd).st_ino}]"
     folder = f"/proc/{pid}/fd"
     try:

@@ -35,7 +35,20 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tfdist.cluster import ClusterSpec, Task
-from tfdist.launch.events import Beat, Ended, Raised, Started, TaskPendingWork, task_of
+from tfdist.launch.events import (
+    AskForStacks,
+    Beat,
+    Ended,
+    KillOne,
+    Raised,
+    ShowFailure,
+    Signal,
+    Start,
+    Started,
+    TaskAction,
+    TaskPendingWork,
+    task_of,
+)
 
 Message = dict[str, Any]
 
@@ -282,11 +295,7 @@ def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, 
 # Host 0 to another::
 #
 #     {"attempt": Attempt}                the next attempt; its tasks are not started yet
-#     {"start": task, "log": file name}   start a task
-#     {"signal": task, "number": n}       signal a task's process group
-#     {"stacks": task}                    have a task print its Python stacks
-#     {"kill_alone": task}                end one task while the others go on
-#     {"failed": task, "cause": text}     show what failed first
+#     {"action": kind, ...}               what to do with a task
 #     {"finish": true}                    end what the attempt has left
 #     {"end": exit code, "why": text}     the job is over
 #
@@ -294,7 +303,7 @@ def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, 
 #
 #     {"ready": ports}                          ready for an attempt
 #     {"event": kind, ..., "lines": [...]}      what has happened to a task, and its last lines
-#     {"states": {task: letter}, "mute": [...]} process states, and tasks that cannot report
+#     {"states": {task: state}}                 states of the tasks' processes
 #     {"lines": [...], "task": task}            the stacks that were asked for
 #     {"stop_request": signal}                  a request to stop
 #
@@ -393,9 +402,23 @@ class Attempt:
 
 
 TaskEvent = Started | Raised | Beat | Ended
-_KINDS: dict[str, type[TaskEvent]] = {
+_EVENTS: dict[str, type[TaskEvent]] = {
     kind.__name__.lower(): kind for kind in (Started, Raised, Beat, Ended)
 }
+_ACTIONS: dict[str, type[TaskAction]] = {
+    kind.__name__.lower(): kind for kind in (Start, Signal, KillOne, AskForStacks, ShowFailure)
+}
+
+
+def encode_action(action: TaskAction) -> Message:
+    """Return an action as a message."""
+    return {"action": type(action).__name__.lower(), **encode(action)}
+
+
+def decode_action(message: Message) -> TaskAction:
+    """Return the action of a message; raise one of `NO_SENSE` if it is none."""
+    kind = _ACTIONS[message["action"]]
+    return decode(kind, {name: value for name, value in message.items() if name != "action"})
 
 
 def encode_event(event: TaskEvent, *, now_s: float) -> Message:
@@ -410,7 +433,7 @@ def decode_event(message: Message, *, now_s: float) -> TaskEvent:
 
 def event_of(note: Message) -> TaskEvent:
     """Return the event of a task's own note, which has moments; raise one of `NO_SENSE`."""
-    kind = _KINDS[note["event"]]
+    kind = _EVENTS[note["event"]]
     return decode(kind, {name: value for name, value in note.items() if name in _hints(kind)})
 
 

@@ -18,13 +18,22 @@ from tfdist.launch.events import (
     STOP_SIGNALS,
     Ended,
     Event,
-    Started,
+    ShowFailure,
+    Start,
     StopRequest,
+    TaskAction,
     named,
     task_of,
 )
 from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
-from tfdist.launch.multihost.connection import NO_SENSE, Attempt, Message, decode_event, encode
+from tfdist.launch.multihost.connection import (
+    NO_SENSE,
+    Attempt,
+    Message,
+    decode_event,
+    encode,
+    encode_action,
+)
 from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, readable
 from tfdist.launch.plan import ProcessSpec
@@ -55,7 +64,7 @@ class Team:
         self._unlike: dict[int, tuple[str, ...]] = {}  # who was sent away, and why
         self._began = False
         self.host_of: dict[Task, int] = {}
-        """The rank of the host of each task of this attempt."""
+        """The rank of the host of each task of this attempt, in the order of their start."""
 
     def name(self, rank: int) -> str:
         """Return the host of a rank as the user wrote it."""
@@ -110,9 +119,9 @@ class Team:
         attempt: int,
         run_dir: Path,
     ) -> tuple[ProcessSpec, ...]:
-        """Return the processes of all tasks, and tell the hosts of the attempt.
+        """Return the processes of this host's tasks, made by `local`, and begin the attempt.
 
-        `local` makes those of this host; the others make theirs by themselves.
+        The other hosts are told of it, and make theirs by themselves.
         """
         self._began = True
         at = {0: [port.address for port in ports]} | {
@@ -122,11 +131,10 @@ class Team:
         }
         cluster = self._group.cluster(at)
         tasks = self._group.tasks(sorted(at))
-        self.host_of = {task: rank for rank in tasks for task in tasks[rank]}
+        self.host_of = dict(sorted((task, rank) for rank in tasks for task in tasks[rank]))
         self._screen.forget()
         self._screen.hosts = {task: self.name(rank) for task, rank in self.host_of.items()}
         self._ports.clear()
-        logs = run_dir / "logs" / f"attempt-{attempt}"
         plan = Attempt(
             number=attempt,
             run_dir=str(run_dir),
@@ -137,13 +145,7 @@ class Team:
         message = encode(plan)
         for rank in at.keys() - {0}:
             self.hub.send(rank, {"attempt": {**message, "tasks": encode(tasks[rank])}})
-        away = [
-            ProcessSpec(task=task, log_path=logs / f"{task}.log")
-            for task, rank in self.host_of.items()
-            if rank
-        ]
-        here = local(cluster, tasks[0])
-        return tuple(sorted([*here, *away], key=lambda spec: spec.task))
+        return tuple(local(cluster, tasks[0]))
 
     def ready(self, rank: int, message: Message) -> None:
         """Record that a host is ready for an attempt, with these ports."""
@@ -242,43 +244,26 @@ class TeamProcesses:
         self._alive: dict[Task, int] = {}
         self._lost: dict[int, str] = {}
         self._states: dict[Task, str | None] = {}
-        self._mute: set[Task] = set()
         self._stopping_ranks: set[int] = set()
         local.watch(team.hub.fileno())
-        screen.on_failure = self._show_failure
 
-    def start(self, spec: ProcessSpec) -> None:
-        """Start a task on its host. Raises OSError if it cannot."""
-        rank = self._team.host_of[spec.task]
+    def perform(self, action: TaskAction) -> Ended | None:
+        """Have it done on the task's host, a failure shown on all; as `JobProcesses.perform`."""
+        hub = self._team.hub
+        if isinstance(action, ShowFailure):
+            for rank in hub.present:
+                hub.send(rank, encode_action(action))
+            return None
+        task, rank = action.task, self._team.host_of[action.task]
         if not rank:
-            self._local.start(spec)
-            return
-        self._alive[spec.task] = rank
-        self._mute.discard(spec.task)
-        self._send(spec.task, {"start": str(spec.task), "log": spec.log_path.name})
-        if not self.can_start(spec.task):
-            self._end(spec.task, self._lost.get(rank, "it is not there"))
-
-    def signal(self, task: Task, signum: int) -> None:
-        """Send a signal to a task's whole process group."""
-        if not self._team.host_of[task]:
-            self._local.signal(task, signum)
-        elif task in self._alive:
-            self._send(task, {"signal": str(task), "number": int(signum)})
-
-    def ask_for_stacks(self, task: Task) -> None:
-        """Have a task print its Python stacks."""
-        if not self._team.host_of[task]:
-            self._local.ask_for_stacks(task)
-        else:
-            self._send(task, {"stacks": str(task)})
-
-    def kill_one(self, task: Task) -> None:
-        """End one task, and what it has left behind, while the job goes on."""
-        if not self._team.host_of[task]:
-            self._local.kill_one(task)
-        else:
-            self._send(task, {"kill_alone": str(task)})
+            return self._local.perform(action)
+        if isinstance(action, Start):
+            self._alive[task] = rank
+            self._states.pop(task, None)
+        hub.send(rank, encode_action(action))
+        if isinstance(action, Start) and not self.can_start(task):
+            self._end(task, self._lost.get(rank, "it is not there"))
+        return None
 
     def can_start(self, task: Task) -> bool:
         """Return whether the host of a task has been there all the time."""
@@ -286,16 +271,10 @@ class TeamProcesses:
         return not rank or (rank in self._team.hub.present and rank not in self._lost)
 
     def state_of(self, task: Task) -> str | None:
-        """Return the state letter of a task's process, as its host last reported it."""
+        """Return the state of a task's process, as its host last reported it."""
         if not self._team.host_of[task]:
             return self._local.state_of(task)
         return self._states.get(task, "S")
-
-    def can_speak(self, task: Task) -> bool:
-        """Return whether a task still has the pipe on which it tells what it does."""
-        if not self._team.host_of[task]:
-            return self._local.can_speak(task)
-        return task not in self._mute
 
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
         """Return what has happened, after `timeout_s` at the latest."""
@@ -313,14 +292,6 @@ class TeamProcesses:
             self._team.hub.send(rank, {"finish": True})
         self._local.unwatch(self._team.hub.fileno())
         self._local.finish()
-
-    def _show_failure(self, task: Task, cause: str) -> None:
-        """Have every other host show what failed first, too."""
-        for rank in self._team.hub.present:
-            self._team.hub.send(rank, {"failed": str(task), "cause": cause})
-
-    def _send(self, task: Task, message: Message) -> None:
-        self._team.hub.send(self._team.host_of[task], message)
 
     def _turn(self) -> None:
         self._team.hub.turn()
@@ -355,7 +326,9 @@ class TeamProcesses:
                 request = StopRequest(signum=int(signal.Signals(message["stop_request"])))
                 self._news += [request] if self._counts(request, rank=rank) else []
             elif "states" in message:
-                self._update_states(rank, message)
+                for name, state in dict(message["states"]).items():
+                    if self._alive.get(task := task_of(name)) == rank:
+                        self._states[task] = None if state is None else str(state)
             elif "lines" in message:
                 self._screen.keep_last_lines(task_of(message["task"]), _lines(message["lines"]))
             else:
@@ -370,15 +343,7 @@ class TeamProcesses:
         if isinstance(event, Ended):
             del self._alive[event.task]
             self._screen.keep_last_lines(event.task, _lines(message["lines"]))
-        if isinstance(event, Started):
-            self._states[event.task] = "R"
         self._news.append(event)
-
-    def _update_states(self, rank: int, message: Message) -> None:
-        for name, state in dict(message["states"]).items():
-            if self._alive.get(task := task_of(name)) == rank:
-                self._states[task] = None if state is None else str(state)
-        self._mute |= {task_of(name) for name in message["mute"]}
 
     def _counts(self, event: Event, *, rank: int) -> bool:
         """Return whether a stop request counts: the first of those that several hosts get at once.
