@@ -98,23 +98,22 @@ def world():
 
 
 @pytest.fixture
-def processes(world, tmp_path):
+def processes(world, tmp_path, monkeypatch):
+    for name, part in [
+        ("Starter", world),
+        ("GuardianClient", world.guard),
+        ("KillEvidence", world.evidence),
+    ]:
+        monkeypatch.setattr(f"tfdist.launch.processes.{name}", Mock(return_value=part))
     console = Console(os.open(os.devnull, os.O_WRONLY))
     screen = JobScreen(out=console, err=console)
-    made = JobProcesses(
-        [SPEC, dataclasses.replace(SPEC, task=W1)],
-        logs=tmp_path,
-        chief=W0,
-        starter=world,
-        guard=world.guard,
-        evidence=world.evidence,
-        screen=screen,
-        signals=world,
-        clock=lambda: 5.0,
-    )
-    assert made.perform(Start(W0)) is None
-    yield made
-    made.finish()
+    job = Mock(start="exec", options=Mock(fork_server=None))
+    with JobProcesses(job, screen=screen, signals=world, clock=lambda: 5.0) as made:
+        specs = [SPEC, dataclasses.replace(SPEC, task=W1)]
+        made.begin(specs, chief=W0, logs=tmp_path, fork_log="")
+        assert made.perform(Start(W0)) is None
+        yield made
+        made.finish()
 
 
 def write_note(processes, *lines):

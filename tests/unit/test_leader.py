@@ -172,7 +172,7 @@ def test_a_request_to_stop_counts_while_a_host_that_has_lost_host_0_ends_its_tas
 
 def test_a_host_that_has_no_port_for_the_next_attempt_says_so(monkeypatch):
     error = UsageError("ports", received="", expected="", fix="", code="no-free-port")
-    monkeypatch.setattr(node, "TaskFactory", MagicMock())
+    monkeypatch.setattr(node, "JobProcesses", MagicMock())
     monkeypatch.setattr(node, "replace_taken", Mock(side_effect=[[], error]))
     monkeypatch.setattr(node, "readable", Mock(return_value=[]))
     part = MagicMock()

@@ -14,7 +14,6 @@ from rich.console import Console
 from tests.unit.test_report import RUNS
 from tfdist import top
 from tfdist.cluster import Task
-from tfdist.errors import UsageError
 from tfdist.launch.events import Awakening, Beat, Ended, Started
 from tfdist.launch.live import (
     MAX_BINS,
@@ -185,17 +184,6 @@ def test_prometheus_gets_each_metric_with_its_type_once():
     assert {line.split("{")[0].split()[0] for line in lines if line[0] != "#"} == set(types)
     assert 'tfdist_step{task="worker-0"} 900' in lines
     assert text.endswith("\n")
-
-
-def test_labels_are_escaped():
-    task = {**STATUS["tasks"][0], "host": 'a"\\\n'}
-    assert 'host="a\\"\\\\\\n"' in prometheus_text({**STATUS, "tasks": [task]})
-
-
-def test_a_port_that_is_taken_is_refused(tmp_path):
-    listener = socket.create_server(("127.0.0.1", 0))
-    with listener, pytest.raises(UsageError, match="--metrics_port"):
-        MetricsServer(listener.getsockname()[1], tmp_path)
 
 
 def test_metrics_that_do_not_answer_hold_nothing_up(tmp_path):

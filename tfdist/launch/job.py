@@ -48,7 +48,7 @@ from tfdist.launch.plan import (
     this_machine,
 )
 from tfdist.launch.process import isolate, raise_file_limit
-from tfdist.launch.processes import JobProcesses, TaskFactory
+from tfdist.launch.processes import JobProcesses
 from tfdist.launch.report import (
     FILE_NAME,
     RunDir,
@@ -339,7 +339,7 @@ class JobRun:
         self.was_requested = False
         """Whether the job has ended because it was asked to."""
         self._stack = contextlib.ExitStack()
-        self._task_factory = TaskFactory(job, screen=screen, signals=signals)
+        self._processes = JobProcesses(job, screen=screen, signals=signals)
         self._report_file = job.run_dir / FILE_NAME
         self._entries = earlier_attempts(job.run_dir)
         self._description = description_of_job(job.strategy, argv=sys.orig_argv)
@@ -356,7 +356,7 @@ class JobRun:
             UsageError: the run directory cannot be written to; nothing has been started.
         """
         with self._stack:
-            self._stack.enter_context(self._task_factory)
+            self._stack.enter_context(self._processes)
             if (port := self._job.options.metrics_port) is not None:
                 self._serve_metrics(port)
             logs = self._run_dir.start_attempt()
@@ -391,18 +391,16 @@ class JobRun:
 
     def _run_attempt(self, logs: Path, *, is_first: bool) -> JobState:
         """Run one, and add its entry to the report; return how it has ended."""
-        self._task_factory.check()
         self._ports = replace_taken(self._ports, stack=self._stack, hold=self._hold)
         specs = self._specs()
         tasks = [spec.task for spec in specs] if self._team is None else [*self._team.host_of]
         if is_first:
             self._screen.announce(f"strategy {self._job.strategy}: {_counted(tasks)}")
         options, is_ps = self._job.options, self._job.strategy == "ps"
-        processes: JobProcesses | TeamProcesses = self._task_factory.processes(
-            specs, chief=tasks[0], logs=logs, fork_log="fork-server.log"
-        )
+        processes: JobProcesses | TeamProcesses = self._processes
+        self._processes.begin(specs, chief=tasks[0], logs=logs, fork_log="fork-server.log")
         if self._team is not None:
-            processes = TeamProcesses(processes, self._team, screen=self._screen)
+            processes = TeamProcesses(self._processes, self._team, screen=self._screen)
         watchdog = Watchdog(
             hang_timeout_s=options.hang_timeout_s or math.inf,
             startup_timeout_s=options.startup_timeout_s,

@@ -315,11 +315,7 @@ def prometheus_text(status: Mapping[str, Any]) -> str:
 
 def _labels(task: Mapping[str, Any], **more: str) -> str:
     labels = {"task": task["task"], **({"host": task["host"]} if task["host"] else {}), **more}
-    return "{" + ",".join(f'{name}="{_escaped(text)}"' for name, text in labels.items()) + "}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return "{" + ",".join(f'{name}="{text}"' for name, text in labels.items()) + "}"
 
 
 class MetricsServer:

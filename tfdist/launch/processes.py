@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfdist.cluster import Task
-from tfdist.errors import UsageError
 from tfdist.launch.diagnosis import KillEvidence
 from tfdist.launch.events import (
     STOP_SIGNALS,
@@ -47,30 +46,58 @@ _MAX_READS = 64  # of one task's pipe at its end, which a child of its own may k
 
 
 class JobProcesses:
-    """The processes of an attempt on this host; `wait` sleeps until something happens."""
+    """The processes of a job on this host, attempt after attempt; a context manager.
+
+    After `begin` tasks are started and ended by `perform`, and `wait` sleeps until something
+    happens, until `finish`. The guardian and a fork server live on from one attempt to the next,
+    and nothing is left behind in the end.
+    """
 
     def __init__(
         self,
-        specs: Sequence[ProcessSpec],
+        job: JobDescription,
         *,
-        logs: Path,
-        chief: Task,
-        starter: Starter,
-        guard: GuardianClient,
-        evidence: KillEvidence,
         screen: JobScreen,
         signals: SignalPipe,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._specs = {spec.task: spec for spec in specs}
-        self._logs = logs
-        self._chief = chief
-        self._starter = starter
-        self._guard = guard
-        self._evidence = evidence
+        self._job = job
         self._screen = screen
         self._signals = signals
         self._clock = clock
+        self._evidence = KillEvidence()
+        self._starter = Starter(
+            clock=clock, open_files=job.open_files, keep_fds=job.options.kept_fds
+        )
+        self._given: socket.socket | None = None
+        if (descriptor := job.options.fork_server) is not None:
+            os.set_inheritable(descriptor, False)  # no task is to keep it open
+            self._given = socket.socket(fileno=descriptor)
+
+    def __enter__(self) -> JobProcesses:
+        mark = secrets.token_hex(8)
+        self._guard = GuardianClient(mark, environ=self._job.environ, say=self._screen.say)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._starter.close()
+        self._guard.end_all()
+        self._guard.close()
+        self._evidence.close()
+
+    def begin(
+        self, specs: Sequence[ProcessSpec], *, chief: Task, logs: Path, fork_log: str
+    ) -> None:
+        """Begin an attempt, of whose tasks none is started yet.
+
+        `fork_log` is the name of the file in `logs` to which a fork server writes.
+        """
+        self._guard.check()
+        if self._job.start == "fork" and specs:  # without, host 0 gets the reason
+            self._ready_fork_server(specs, log_path=logs / fork_log)
+        self._specs = {spec.task: spec for spec in specs}
+        self._logs = logs
+        self._chief = chief
         self._news: list[Event] = []
         self._running: dict[Task, int | None] = {}
         self._pids: dict[Task, int] = {}  # of the last process of each task, also when it is over
@@ -83,10 +110,29 @@ class JobProcesses:
         self._notes_fd, self._notes_write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._notes_fd, False)
         self._selector = selectors.DefaultSelector()
-        self._watch(signals.fd, self._on_signals)
+        self._watch(self._signals.fd, self._on_signals)
         self._watch(self._notes_fd, self._on_notes)
-        if (starter_fd := starter.fileno()) is not None:
+        if (starter_fd := self._starter.fileno()) is not None:
             self._watch(starter_fd, self._collect)
+
+    def _ready_fork_server(self, specs: Sequence[ProcessSpec], *, log_path: Path) -> None:
+        """Start a fork server, unless that of the attempt before is there."""
+        if isinstance(self._starter, ForkStarter) and not self._starter.is_over:
+            return
+        self._starter.close()
+        given, self._given = self._given, None  # the first; another is started here
+        self._starter = server = ForkStarter(
+            environ={**shared_environment(specs), MARK: self._guard.mark},
+            log_path=log_path,
+            open_files=self._job.open_files,
+            clock=self._clock,
+            cause_of_kill=self._evidence.of_kill,
+            server=given,
+            keep_fds=self._job.options.kept_fds,
+        )
+        if server.pid is not None:
+            self._guard.add(server.pid)
+            self._evidence.started(server.pid)
 
     @property
     def running(self) -> list[Task]:
@@ -194,7 +240,7 @@ class JobProcesses:
         return news
 
     def finish(self) -> None:
-        """Ends what the tasks have left behind, and reads what is left of their output."""
+        """End the attempt: what the tasks have left behind; read what is left of their output."""
         left = self._guard.end_all(keep=self._starter.sessions)
         if left:
             self._screen.say(f"cannot be killed: processes {', '.join(map(str, left))}")
@@ -327,102 +373,3 @@ def _signal_group(pid: int, signum: int) -> None:
             os.killpg(pid, signum)
         except ProcessLookupError:  # forked just now, and leads no group yet
             os.kill(pid, signum)
-
-
-class TaskFactory:
-    """The guardian and the fork server; a context manager that leaves no process behind."""
-
-    def __init__(
-        self,
-        job: JobDescription,
-        *,
-        screen: JobScreen,
-        signals: SignalPipe,
-    ) -> None:
-        self._job = job
-        self._screen = screen
-        self._signals = signals
-        self._stack = contextlib.ExitStack()
-        self._starter: ForkStarter | None = None
-        self._given = _socket_of(job.options.fork_server)
-        self._evidence = KillEvidence()
-
-    def __enter__(self) -> TaskFactory:
-        self._stack.callback(self._evidence.close)
-        self._guard = GuardianClient(
-            secrets.token_hex(8), environ=self._job.environ, say=self._screen.say
-        )
-        self._stack.callback(self._guard.close)
-        self._stack.callback(self._guard.end_all)
-        self._stack.callback(self._close_starter)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def check(self) -> None:
-        """Replace the guardian if it has ended."""
-        self._guard.check()
-
-    def processes(
-        self, specs: Sequence[ProcessSpec], *, chief: Task, logs: Path, fork_log: str
-    ) -> JobProcesses:
-        """Return the processes of an attempt, none of them started.
-
-        `fork_log` is the name of the file in `logs` to which a fork server would write.
-        """
-        return JobProcesses(
-            specs,
-            logs=logs,
-            chief=chief,
-            starter=self._ready_starter(specs, fork_log=logs / fork_log),
-            guard=self._guard,
-            evidence=self._evidence,
-            screen=self._screen,
-            signals=self._signals,
-            clock=time.monotonic,
-        )
-
-    def _ready_starter(self, specs: Sequence[ProcessSpec], *, fork_log: Path) -> Starter:
-        """Return what starts the tasks: of the attempt before, unless that has ended."""
-        if self._starter is not None and not self._starter.is_over:
-            return self._starter
-        self._close_starter()
-        open_files, keep_fds = self._job.open_files, self._job.options.kept_fds
-        if self._job.start == "exec" or not specs:  # none: host 0 gets the reason
-            return Starter(clock=time.monotonic, open_files=open_files, keep_fds=keep_fds)
-        given, self._given = self._given, None  # the first; another would be started here
-        server = ForkStarter(
-            environ={**shared_environment(specs), MARK: self._guard.mark},
-            log_path=fork_log,
-            open_files=open_files,
-            clock=time.monotonic,
-            cause_of_kill=self._evidence.of_kill,
-            server=given,
-            keep_fds=keep_fds,
-        )
-        if server.pid is not None:
-            self._guard.add(server.pid)
-            self._evidence.started(server.pid)
-        self._starter = server
-        return server
-
-    def _close_starter(self) -> None:
-        if self._starter is not None:
-            self._starter.close()
-
-
-def _socket_of(descriptor: int | None) -> socket.socket | None:
-    if descriptor is None:
-        return None
-    try:
-        os.set_inheritable(descriptor, False)  # no task is to keep it open
-        return socket.socket(fileno=descriptor)
-    except OSError as error:
-        raise UsageError(
-            "--fork_server",
-            received=f"{descriptor}, which is no socket ({error.strerror})",
-            expected="the descriptor of a socket to a fork server",
-            fix="leave --fork_server out; tfdist.tune gives it",
-            code="no-socket",
-        ) from None

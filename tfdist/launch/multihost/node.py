@@ -42,7 +42,7 @@ from tfdist.launch.multihost.connection import (
 from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.multihost.rendezvous import Joining, Member, readable
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.processes import JobProcesses, TaskFactory
+from tfdist.launch.processes import JobProcesses
 from tfdist.launch.report import request_name
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.state import RESTART_GRACE_S
@@ -126,8 +126,8 @@ class Node:
         self._ports = list(part.ports)
         self._hold = partial(hold_ports, host=part.ports[0].host, among=part.job.ports)
         self._stack = stack
-        factory = TaskFactory(part.job, screen=part.screen, signals=part.signals)
-        self._task_factory = stack.enter_context(factory)
+        processes = JobProcesses(part.job, screen=part.screen, signals=part.signals)
+        self._processes = stack.enter_context(processes)
         self._joining = Joining(
             part.group.hosts[0],
             part.group.port,
@@ -242,14 +242,11 @@ class Node:
             cause = f"{logs}: {error.strerror}"
         except UsageError as error:
             cause = str(error)
-        self._task_factory.check()
-        processes = self._task_factory.processes(
-            specs,
-            chief=cluster.chief_task,
-            logs=logs,
-            fork_log=f"fork-server-{self._group.rank}.log",
+        fork_log = f"fork-server-{self._group.rank}.log"
+        self._processes.begin(specs, chief=cluster.chief_task, logs=logs, fork_log=fork_log)
+        self._here = NodeTasks(
+            self._processes, screen=self._screen, cause=cause, fd=member.fileno()
         )
-        self._here = NodeTasks(processes, screen=self._screen, cause=cause, fd=member.fileno())
         self._screen.announce(f"attempt {number}: {', '.join(map(str, tasks))} in {job.run_dir}")
 
     def _say_ready(self, member: Member) -> None:
