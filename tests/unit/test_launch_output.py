@@ -232,6 +232,17 @@ def test_the_failure_block_shows_the_last_lines_of_the_task_that_failed(reader, 
     assert (tmp_path / "worker-0.log").read_bytes() == b"something else\nvictim\n"
 
 
+def test_a_traceback_that_is_the_last_on_the_screen_is_not_shown_again(reader, tmp_path):
+    screen = JobScreen(out=reader.console, err=reader.console)
+    output = screen.open(W1, tmp_path / "log", is_chief=False)
+    output.feed(b"Traceback\nValueError\n")
+    screen.show_failure(W1, "ValueError (exit code 1)")
+    screen.close()
+    text = reader.text()
+    assert text.count("Traceback") == 1
+    assert "what it printed is above" in text
+
+
 def test_remarks_go_to_standard_error_where_that_is_another(reader, tmp_path):
     errors = Reader()
     screen = JobScreen(out=reader.console, err=errors.console)

@@ -41,6 +41,8 @@ class Console:
         self.fd = fd
         self.is_terminal = is_terminal
         self.is_closed = False
+        self.last_lines = ("", 0)
+        """Whose lines are the last that were added, and how many of them in one piece."""
         self._colour = colour
         self._columns = columns
         self._backlog = bytearray()
@@ -58,11 +60,14 @@ class Console:
 
     def say(self, text: str) -> None:
         """Add lines of the launcher's own."""
+        self.last_lines = ("", 0)
         for line in text.splitlines():
             self._put(b"[launch] " + line.encode(errors="backslashreplace"))
 
     def line(self, name: str, text: bytes, *, hue: int = 0) -> None:
         """Add one line of the task called `name`."""
+        before, count = self.last_lines
+        self.last_lines = (name, count + 1 if name == before else 1)
         self._put(self._prefix(name, hue) + text)
 
     def progress(self, name: str, text: bytes, *, hue: int = 0) -> None:
@@ -348,6 +353,9 @@ class JobScreen:
         lines = output.last_lines()
         if not lines:
             return f"{head}\nit printed nothing"
+        shown, count = self.out.last_lines
+        if self.out is self.err and shown == output.name and count >= len(lines):
+            return f"{head}\nwhat it printed is above, and in {output.log_path}"
         from_log = f"its last lines, from {output.log_path}:"
         return "\n".join([head, from_log, *(f"  {line}" for line in lines)])
 
