@@ -31,7 +31,7 @@ from tfdist.launch.events import (
 from tfdist.launch.multihost import node
 from tfdist.launch.multihost.connection import decode_action, encode_action
 from tfdist.launch.multihost.hosts import decided_group
-from tfdist.launch.multihost.leader import Team, TeamProcesses
+from tfdist.launch.multihost.leader import Team
 from tfdist.launch.multihost.rendezvous import Differs, Lost, MessageReceived, News, PeerJoined
 from tfdist.launch.options import parse
 
@@ -47,13 +47,13 @@ class World:
         self.here: list[Any] = []
         self.hub = Mock(present=frozenset({1, 2}), next_s=NOW_S + 0.5)
         self.hub.take_news.side_effect = lambda: [self.news.pop(0) for _ in list(self.news)]
-        self.team = Mock(hub=self.hub, host_of={W0: 0, W1: 1, W2: 1})
-        self.team.name = "host{}".format
         self.local, self.screen = Mock(), Mock()
         self.local.wait.side_effect = lambda limit_s: [self.here.pop(0) for _ in list(self.here)]
-        self.processes = TeamProcesses(
-            self.local, self.team, screen=self.screen, clock=lambda: NOW_S
-        )
+        group = Mock(hosts=("host0", "host1", "host2"))
+        part = Mock(group=group, screen=self.screen)
+        self.processes = Team(part, self.hub, clock=lambda: NOW_S)
+        self.processes.host_of = {W0: 0, W1: 1, W2: 1}
+        self.processes.begin(self.local)
 
     @property
     def sent(self) -> list[tuple[int, Any]]:
@@ -144,11 +144,6 @@ def test_it_wakes_in_time_for_the_beats_of_the_hosts(world):
     world.processes.wait(0.2)
     world.processes.wait(100)
     assert [call.args for call in world.local.wait.call_args_list] == [(0.5,), (0.2,), (0.5,)]
-
-
-def test_a_host_that_is_ready_is_taken_down(world):
-    world.hears({"ready": [1]}, rank=2)
-    world.team.ready.assert_called_once_with(2, {"ready": [1]})
 
 
 def test_the_other_hosts_are_told_that_the_launcher_of_host_0_has_failed(monkeypatch):

@@ -34,7 +34,7 @@ from tfdist.launch.multihost.hosts import (
     own_address,
     terms,
 )
-from tfdist.launch.multihost.leader import Team, TeamProcesses
+from tfdist.launch.multihost.leader import Team
 from tfdist.launch.multihost.node import Node
 from tfdist.launch.multihost.rendezvous import Hub, listen
 from tfdist.launch.options import LaunchOptions, Program
@@ -397,10 +397,11 @@ class JobRun:
         if is_first:
             self._screen.announce(f"strategy {self._job.strategy}: {_counted(tasks)}")
         options, is_ps = self._job.options, self._job.strategy == "ps"
-        processes: JobProcesses | TeamProcesses = self._processes
+        processes: JobProcesses | Team = self._processes
         self._processes.begin(specs, chief=tasks[0], logs=logs, fork_log="fork-server.log")
         if self._team is not None:
-            processes = TeamProcesses(self._processes, self._team, screen=self._screen)
+            self._team.begin(self._processes)
+            processes = self._team
         watchdog = Watchdog(
             hang_timeout_s=options.hang_timeout_s or math.inf,
             startup_timeout_s=options.startup_timeout_s,

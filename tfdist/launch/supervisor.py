@@ -43,7 +43,7 @@ from tfdist.launch.state import (
 )
 
 if TYPE_CHECKING:
-    from tfdist.launch.multihost.leader import TeamProcesses
+    from tfdist.launch.multihost.leader import Team
     from tfdist.launch.processes import JobProcesses
     from tfdist.launch.screen import JobScreen
 
@@ -401,7 +401,7 @@ class Supervisor:
         self,
         state: JobState,
         *,
-        processes: JobProcesses | TeamProcesses,
+        processes: JobProcesses | Team,
         screen: JobScreen,
         clock: Callable[[], float],
         observe: Callable[[JobState, Awakening], None] = lambda state, awakening: None,

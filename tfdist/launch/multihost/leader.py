@@ -38,14 +38,14 @@ from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, readable
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
-from tfdist.launch.screen import JobScreen
 
 _ANNOUNCE_S = 5.0  # before it is announced who is being waited for
 _MAX_NAMES = 8
+_MAX_LINES, _MAX_LINE_CHARS = 20, 1000
 
 
 class Team:
-    """The other hosts, from the first attempt to the last."""
+    """The hosts of a job, as host 0 sees them; from `begin` to `finish`, the processes on all."""
 
     def __init__(
         self,
@@ -147,15 +147,11 @@ class Team:
             self.hub.send(rank, {"attempt": {**message, "tasks": encode(tasks[rank])}})
         return tuple(local(cluster, tasks[0]))
 
-    def ready(self, rank: int, message: Message) -> None:
+    def _ready(self, rank: int, message: Message) -> None:
         """Record that a host is ready for an attempt, with these ports."""
         ports = message.get("ready")
         if isinstance(ports, list) and len(ports) == self._group.num_tasks(rank):
             self._ports[rank] = [int(port) for port in ports]
-
-    def lost(self, rank: int) -> None:
-        """Record that a host is gone."""
-        self._ports.pop(rank, None)
 
     def end(self, exit_code: int, *, why: str = "") -> None:
         """Tell all hosts that the job is over, and close the connections."""
@@ -174,9 +170,9 @@ class Team:
                 case MessageReceived(rank=rank, message={"stop_request": int(signum)}):
                     return signum
                 case MessageReceived(rank=rank, message=message):
-                    self.ready(rank, message)
+                    self._ready(rank, message)
                 case Lost(rank=rank):
-                    self.lost(rank)
+                    self._ports.pop(rank, None)
         return next((s for s in self._signals.read() if s in STOP_SIGNALS), None)
 
     def _do_without(self, missing: Sequence[int]) -> None:
@@ -221,81 +217,66 @@ class Team:
     def _named(self, ranks: Sequence[int]) -> str:
         return named(f"{self.name(rank)} (rank {rank})" for rank in ranks)
 
+    # An attempt.
 
-_MAX_LINES, _MAX_LINE_CHARS = 20, 1000
-
-
-class TeamProcesses:
-    """The processes of one attempt on all hosts, for the supervisor."""
-
-    def __init__(
-        self,
-        local: JobProcesses,
-        team: Team,
-        *,
-        screen: JobScreen,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def begin(self, local: JobProcesses) -> None:
+        """Begin an attempt, of which `local` has the processes of this host."""
         self._local = local
-        self._team = team
-        self._screen = screen
-        self._clock = clock
-        self._news: list[Event] = []
+        self._events: list[Event] = []
         self._alive: dict[Task, int] = {}
         self._lost: dict[int, str] = {}
         self._states: dict[Task, str | None] = {}
         self._stopping_ranks: set[int] = set()
-        local.watch(team.hub.fileno())
+        local.watch(self.hub.fileno())
 
     def perform(self, action: TaskAction) -> Ended | None:
         """Have it done on the task's host, a failure shown on all; as `JobProcesses.perform`."""
-        hub = self._team.hub
         if isinstance(action, ShowFailure):
-            for rank in hub.present:
-                hub.send(rank, encode_action(action))
+            for rank in self.hub.present:
+                self.hub.send(rank, encode_action(action))
             return None
-        task, rank = action.task, self._team.host_of[action.task]
+        task, rank = action.task, self.host_of[action.task]
         if not rank:
             return self._local.perform(action)
         if isinstance(action, Start):
             self._alive[task] = rank
             self._states.pop(task, None)
-        hub.send(rank, encode_action(action))
+        self.hub.send(rank, encode_action(action))
         if isinstance(action, Start) and not self.can_start(task):
             self._end(task, self._lost.get(rank, "it is not there"))
         return None
 
     def can_start(self, task: Task) -> bool:
         """Return whether the host of a task has been there all the time."""
-        rank = self._team.host_of[task]
-        return not rank or (rank in self._team.hub.present and rank not in self._lost)
+        rank = self.host_of[task]
+        return not rank or (rank in self.hub.present and rank not in self._lost)
 
     def state_of(self, task: Task) -> str | None:
         """Return the state of a task's process, as its host last reported it."""
-        if not self._team.host_of[task]:
+        if not self.host_of[task]:
             return self._local.state_of(task)
         return self._states.get(task, "S")
 
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
         """Return what has happened, after `timeout_s` at the latest."""
         self._turn()
-        left_s = max(0.0, self._team.hub.next_s - self._clock())
+        left_s = max(0.0, self.hub.next_s - self._clock())
         limit_s = left_s if timeout_s is None else min(left_s, timeout_s)
-        events = [*self._local.wait(0.0 if self._news else limit_s)]
+        events = [*self._local.wait(0.0 if self._events else limit_s)]
         self._turn()
-        news, self._news = self._news, []
-        return [*news, *(event for event in events if self._counts(event, rank=0))]
+        came, self._events = self._events, []
+        return [*came, *(event for event in events if self._counts(event, rank=0))]
 
     def finish(self) -> None:
         """End what the tasks have left behind, on all hosts."""
-        for rank in self._team.hub.present:
-            self._team.hub.send(rank, {"finish": True})
-        self._local.unwatch(self._team.hub.fileno())
+        for rank in self.hub.present:
+            self.hub.send(rank, {"finish": True})
+        self._local.unwatch(self.hub.fileno())
         self._local.finish()
 
     def _turn(self) -> None:
-        self._team.hub.turn()
-        for news in self._team.hub.take_news():
+        self.hub.turn()
+        for news in self.hub.take_news():
             match news:
                 case MessageReceived(rank=rank, message=message):
                     self._receive(rank, message)
@@ -305,7 +286,7 @@ class TeamProcesses:
                     self._screen.say(f"rank {rank} was sent away: {summary(what)}")
 
     def _lost_host(self, rank: int, cause: str) -> None:
-        self._team.lost(rank)
+        self._ports.pop(rank, None)
         self._lost[rank] = cause
         for task in [task for task, host in self._alive.items() if host == rank]:
             self._end(task, cause)
@@ -313,9 +294,9 @@ class TeamProcesses:
     def _end(self, task: Task, why: str) -> None:
         """Have a task end with its host."""
         rank = self._alive.pop(task)
-        cause = f"host {self._team.name(rank)} is gone: {why}"
+        cause = f"host {self.name(rank)} is gone: {why}"
         now_s = self._clock()
-        self._news.append(Ended(task=task, status=EXIT_PEER_MISSING, at_s=now_s, cause=cause))
+        self._events.append(Ended(task=task, status=EXIT_PEER_MISSING, at_s=now_s, cause=cause))
 
     def _receive(self, rank: int, message: Message) -> None:
         """Take a message; what makes no sense is left out, as it has no meaning for the job."""
@@ -324,7 +305,7 @@ class TeamProcesses:
                 self._event(rank, message)
             elif "stop_request" in message:
                 request = StopRequest(signum=int(signal.Signals(message["stop_request"])))
-                self._news += [request] if self._counts(request, rank=rank) else []
+                self._events += [request] if self._counts(request, rank=rank) else []
             elif "states" in message:
                 for name, state in dict(message["states"]).items():
                     if self._alive.get(task := task_of(name)) == rank:
@@ -332,7 +313,7 @@ class TeamProcesses:
             elif "lines" in message:
                 self._screen.keep_last_lines(task_of(message["task"]), _lines(message["lines"]))
             else:
-                self._team.ready(rank, message)
+                self._ready(rank, message)
         except NO_SENSE:
             return
 
@@ -343,7 +324,7 @@ class TeamProcesses:
         if isinstance(event, Ended):
             del self._alive[event.task]
             self._screen.keep_last_lines(event.task, _lines(message["lines"]))
-        self._news.append(event)
+        self._events.append(event)
 
     def _counts(self, event: Event, *, rank: int) -> bool:
         """Return whether a stop request counts: the first of those that several hosts get at once.
