@@ -270,10 +270,23 @@ def _run_across(job: JobDescription, group: Group, *, terms: Mapping[str, str]) 
 
 def _lead(part: HostPart) -> int:
     """Run the job, as host 0; the other hosts are told how it has ended."""
-    team = Team(part, _hub(part))
+    team, screen, run_path = Team(part, _hub(part)), part.screen, part.job.run_dir
     code, why = EXIT_FAILED, "the launcher of host 0 has failed"
     try:
-        code = _run_team(part, team)
+        if (stop_signal := team.gather()) is not None:
+            code = exit_code_for(stop_signal)
+        else:
+            screen.announce(team.roll_call())
+            with RunDir(run_path) as run_dir:
+                screen.announce(f"run directory {run_path}")
+                code = JobRun(
+                    part.job,
+                    ports=part.ports,
+                    run_dir=run_dir,
+                    screen=screen,
+                    signals=part.signals,
+                    team=team,
+                ).run()
         why = ""
     except TfdistError as error:
         code, why = error.exit_code, str(error)
@@ -281,19 +294,6 @@ def _lead(part: HostPart) -> int:
     finally:
         team.end(code, why=why)
     return code
-
-
-def _run_team(part: HostPart, team: Team) -> int:
-    job, screen = part.job, part.screen
-    if (asked := team.gather()) is not None:
-        return exit_code_for(asked)
-    screen.announce(team.roll_call())
-    with RunDir(job.run_dir) as run_dir:
-        screen.announce(f"run directory {job.run_dir}")
-        job_run = JobRun(
-            job, ports=part.ports, run_dir=run_dir, screen=screen, signals=part.signals, team=team
-        )
-        return job_run.run()
 
 
 def _hub(part: HostPart) -> Hub:
@@ -473,22 +473,16 @@ class JobRun:
 
     def _hindrance(self) -> int | None:
         """Return what the job ends with if something is in the way of another attempt."""
-        asked = self._asked()
+        came = [signum for signum in self._signals.read() if signum in STOP_SIGNALS]
+        if came:
+            self._screen.say(f"{signal_name(came[0])}: not started again")
+            return exit_code_for(came[0])
         try:
-            if asked is None and self._team is not None:
-                asked = self._team.gather()
+            stop_signal = None if self._team is None else self._team.gather()
         except TfdistError as error:
             self._screen.say(f"not started again: {error}")
             return error.exit_code
-        return None if asked is None else exit_code_for(asked)
-
-    def _asked(self) -> int | None:
-        """Return the signal by which somebody asked the job to stop between two attempts."""
-        came = [signum for signum in self._signals.read() if signum in STOP_SIGNALS]
-        if not came:
-            return None
-        self._screen.say(f"{signal_name(came[0])}: not started again")
-        return came[0]
+        return None if stop_signal is None else exit_code_for(stop_signal)
 
     def _next_logs(self, attempt: JobState) -> Path | None:
         """Return where the next attempt writes; None if there is to be none."""
