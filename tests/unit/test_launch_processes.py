@@ -26,13 +26,13 @@ from tfdist.launch.events import (
     Start,
     Started,
     StopRequest,
-    TaskPendingWork,
 )
 from tfdist.launch.fork_server import ForkStarter
 from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import Console, JobScreen
+from tfdist.phases import PendingWork
 
 DEADLINE_S = 60.0
 pytestmark = pytest.mark.usefixtures("at_a_terminal")
@@ -215,7 +215,7 @@ def test_a_sign_of_life_is_an_event(processes):
     lie = {"event": "ended", "task": "worker-0", "status": 0, "at_s": 4.5}
     write_note(processes, *[json.dumps(one) for one in (stray, bad, lie, note)])
     (event,) = processes.wait(1)
-    awaited = TaskPendingWork(task=W0, since_s=3.0, is_first=False)
+    awaited = PendingWork(task="worker-0", since_s=3.0, is_first=False)
     assert event == Beat(task=W0, at_s=4.5, awaited=awaited, **said)
 
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Beat, TaskPendingWork
+from tfdist.launch.events import Beat
 from tfdist.launch.watchdog import LATE_S, Watchdog, proc_state
+from tfdist.phases import PendingWork
 
 CHIEF, PS = Task("chief", 0), Task("ps", 0)
 W0, W1, W2 = WORKERS = tuple(Task("worker", index) for index in range(3))
@@ -317,7 +318,7 @@ def test_a_worker_that_does_not_do_its_piece_is_blamed_while_the_others_go_on(is
     job = Job((CHIEF, W0, W1, PS), is_ps=True)
     steps = iter(range(10_000))
     job.run(5)
-    job.awaited = TaskPendingWork(task=W1, since_s=job.now_s, is_first=is_first)
+    job.awaited = PendingWork(task="worker-1", since_s=job.now_s, is_first=is_first)
     limit_s = HANG_S * (3 if is_first else 1)
     assert job.run(limit_s - 2, work=lambda: job.enter("step", CHIEF, step=next(steps))) is None
     hang = job.run(4, work=lambda: job.enter("step", CHIEF, step=next(steps)))
@@ -329,7 +330,7 @@ def test_a_worker_that_was_started_again_does_not_owe_what_the_one_before_it_had
     job = Job((CHIEF, W0, W1, PS), is_ps=True)
     steps = iter(range(10_000))
     job.run(5)
-    job.awaited = TaskPendingWork(task=W1, since_s=job.now_s, is_first=False)
+    job.awaited = PendingWork(task="worker-1", since_s=job.now_s, is_first=False)
     assert job.run(HANG_S + 2, work=lambda: job.enter("step", CHIEF, step=next(steps))).task == W1
     job.watchdog.ended(W1)
     job.watchdog.started(W1, at_s=job.now_s)
@@ -340,7 +341,7 @@ def test_a_chief_that_waits_for_a_piece_is_not_blamed_for_it():
     job = Job((CHIEF, W0, W1, PS), is_ps=True)
     job.enter("step", CHIEF, step=7)
     job.run(1)
-    job.awaited = TaskPendingWork(task=W0, since_s=job.now_s, is_first=False)
+    job.awaited = PendingWork(task="worker-0", since_s=job.now_s, is_first=False)
     assert job.run(HANG_S + 2).task == W0
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from tfdist.cluster import Task
+from tfdist.phases import PendingWork
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,16 +44,6 @@ class Raised:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TaskPendingWork:
-    """The oldest work unit that a task has dispatched and that is not done."""
-
-    task: Task
-    since_s: float
-    is_first: bool
-    """Whether it is this task's first, which takes longer."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
     """A sign of life: what a task is doing, by its own word. Moments are those of one clock."""
 
@@ -65,7 +56,7 @@ class Beat:
     first_step_s: float | None
     """When this process had done its first steps."""
     at_s: float
-    awaited: TaskPendingWork | None = None
+    awaited: PendingWork | None = None
     rest_s: float | None = None
     """Since when each of its threads waits for another of them; None where one does not."""
 

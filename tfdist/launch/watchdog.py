@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Beat, TaskPendingWork, named
+from tfdist.launch.events import Beat, named
 from tfdist.launch.guardian import stat_of
-from tfdist.phases import UNTIMED
+from tfdist.phases import UNTIMED, PendingWork
 
 WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
 """Phases in which a task may wait for others; the first ones, sooner for a disk or its data."""
@@ -61,7 +61,7 @@ class Watched:
     step: int | None = None
     has_spoken: bool = False
     state: str | None = "R"
-    awaited: TaskPendingWork | None = None
+    awaited: PendingWork | None = None
     rest_s: float | None = None
     started_s: float = -math.inf
 
@@ -281,9 +281,9 @@ class Watchdog:
 
     def _owing(self, now_s: float, *, early_s: float = 0.0) -> list[tuple[Watched, float]]:
         """Return the tasks that have had a work unit for too long, and since when."""
-        found = []
+        found, named_tasks = [], {str(task.task): task for task in self._tasks()}
         for awaited in (task.awaited for task in self._tasks()):
-            owing = self._watched.get(awaited.task) if awaited else None
+            owing = named_tasks.get(awaited.task) if awaited else None
             if awaited is None or owing is None or awaited.since_s < owing.started_s:
                 continue  # there is none, or it was given to the process before
             limit_s = self._hang_timeout_s * (_TRACE_TIMEOUTS if awaited.is_first else 1)

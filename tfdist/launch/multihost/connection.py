@@ -46,16 +46,16 @@ from tfdist.launch.events import (
     Start,
     Started,
     TaskAction,
-    TaskPendingWork,
     task_of,
 )
+from tfdist.phases import PendingWork
 
 Message = dict[str, Any]
 
 MAX_FRAME_BYTES = 4 << 20
 """Of one message: the cluster of 10,000 tasks is a tenth of it."""
 
-_MAGIC = b"tfdist rendezvous 2\n"
+_MAGIC = b"tfdist rendezvous 3\n"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _SIZE_BYTES = 4
 _REFUSED = bytes(_PROOF_BYTES)
@@ -442,7 +442,7 @@ def _ages(event: T, *, now_s: float) -> T:
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(event):  # type: ignore[arg-type]  # all of them are dataclasses
         value = getattr(event, field.name)
-        if isinstance(value, TaskPendingWork):
+        if isinstance(value, PendingWork):
             changes[field.name] = _ages(value, now_s=now_s)
         elif field.name.endswith("_s") and value is not None:
             changes[field.name] = now_s - value
