@@ -459,17 +459,11 @@ class JobRun:
     def _specs(self) -> tuple[ProcessSpec, ...]:
         """Return the processes of this host's tasks."""
         attempt = self._run_dir.attempt
-        if self._team is None:
-            specs = self._job.specs([port.address for port in self._ports], attempt=attempt)
-        else:
-            specs = self._team.specs(
-                partial(self._job.specs_here, attempt=attempt),
-                ports=self._ports,
-                attempt=attempt,
-                run_dir=self._job.run_dir,
-            )
-        count = attempt - self._first_attempt
-        return tuple(spec.started_again(count) for spec in specs) if count else specs
+        restarts = attempt - self._first_attempt
+        if self._team is not None:
+            return self._team.specs(ports=self._ports, attempt=attempt, restarts=restarts)
+        addresses = [port.address for port in self._ports]
+        return self._job.specs(addresses, attempt=attempt, restarts=restarts)
 
     def _hindrance(self) -> int | None:
         """Return what the job ends with if something is in the way of another attempt."""

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfdist.cluster import (
@@ -167,12 +167,6 @@ class ProcessSpec:
     """Names in `env` that the launcher set; the rest is the user's own environment."""
     title: str
 
-    def started_again(self, count: int) -> ProcessSpec:
-        """Return it as of a job that was started again so often, besides by a scheduler."""
-        before = settings.integer(self.env, settings.RESTARTS) or 0
-        env = {**self.env, settings.RESTARTS: f"{before + count}"}
-        return replace(self, env=env, added=(*self.added, settings.RESTARTS))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobDescription:
@@ -200,18 +194,23 @@ class JobDescription:
         """Return the tasks that need a port, in the order in which `specs` takes addresses."""
         return tasks_with_address(self.options, self.strategy)
 
-    def specs(self, addresses: Sequence[str], *, attempt: int) -> tuple[ProcessSpec, ...]:
+    def specs(
+        self, addresses: Sequence[str], *, attempt: int, restarts: int = 0
+    ) -> tuple[ProcessSpec, ...]:
         """Return a process for each task, in the order in which they start; first the chief's.
+
+        `restarts` is how often the launcher has started the job again before.
 
         Raises:
             UsageError: the job cannot be divided over this machine.
         """
         tasks = self.tasks_with_address
         cluster = ClusterSpec.of(dict(zip(tasks, addresses, strict=True)))
-        return self.specs_here(cluster, tasks or (Task("worker", 0),), attempt=attempt)
+        here = tasks or (Task("worker", 0),)
+        return self.specs_here(cluster, here, attempt=attempt, restarts=restarts)
 
     def specs_here(
-        self, cluster: ClusterSpec, here: Collection[Task], *, attempt: int
+        self, cluster: ClusterSpec, here: Collection[Task], *, attempt: int, restarts: int = 0
     ) -> tuple[ProcessSpec, ...]:
         """Return the processes of the tasks of `cluster` that are on this host, as `specs`."""
         options = self.options
@@ -231,7 +230,7 @@ class JobDescription:
         )
         gpus = _divide_gpus(self, here)
         return tuple(
-            _process(self, config, gpus=gpus, here=here)
+            _process(self, config, gpus=gpus, here=here, restarts=restarts)
             for config in job_configs(cluster, options=job_options)
             if config.task in here
         )
@@ -314,11 +313,15 @@ def _process(
     *,
     gpus: Mapping[Task, str],
     here: Collection[Task],
+    restarts: int,
 ) -> ProcessSpec:
     options, task, program = job.options, config.task, job.options.program
     forced = {VARIABLE: encode(config), "PYTHONUNBUFFERED": "1"}
     if options.ports is not None:
         forced[settings.PORTS] = options.ports
+    if restarts:  # besides those by a scheduler
+        before = settings.integer(job.environ, settings.RESTARTS) or 0
+        forced[settings.RESTARTS] = f"{before + restarts}"
     if task in gpus:
         forced["CUDA_VISIBLE_DEVICES"] = gpus[task]
     if options.threads_per_task is not None:

@@ -393,6 +393,8 @@ class Attempt:
     """Plan of the next attempt, for a host other than 0."""
 
     number: int
+    restarts: int
+    """How often the launcher has started the job again before."""
     run_dir: str
     cluster: ClusterSpec
     tasks: tuple[Task, ...]

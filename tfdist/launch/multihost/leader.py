@@ -9,9 +9,8 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from tfdist.cluster import ClusterSpec, HeldPort, Task
+from tfdist.cluster import HeldPort, Task
 from tfdist.cluster.address import join
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
 from tfdist.launch.events import (
@@ -112,18 +111,10 @@ class Team:
         )
 
     def specs(
-        self,
-        local: Callable[[ClusterSpec, Sequence[Task]], Sequence[ProcessSpec]],
-        *,
-        ports: Sequence[HeldPort],
-        attempt: int,
-        run_dir: Path,
+        self, *, ports: Sequence[HeldPort], attempt: int, restarts: int
     ) -> tuple[ProcessSpec, ...]:
-        """Return the processes of this host's tasks, made by `local`, and begin the attempt.
-
-        The other hosts are told of it, and make theirs by themselves.
-        """
-        self._began = True
+        """Return the processes of this host's tasks; the other hosts hear of the attempt."""
+        self._began, job = True, self._part.job
         at = {0: [port.address for port in ports]} | {
             rank: [join(self.hub.address_of(rank), port) for port in self._ports[rank]]
             for rank in sorted(self._ports)
@@ -137,7 +128,8 @@ class Team:
         self._ports.clear()
         plan = Attempt(
             number=attempt,
-            run_dir=str(run_dir),
+            restarts=restarts,
+            run_dir=str(job.run_dir),
             cluster=cluster,
             tasks=(),
             hosts={str(task): host for task, host in self._screen.hosts.items()},
@@ -145,7 +137,7 @@ class Team:
         message = encode(plan)
         for rank in at.keys() - {0}:
             self.hub.send(rank, {"attempt": {**message, "tasks": encode(tasks[rank])}})
-        return tuple(local(cluster, tasks[0]))
+        return job.specs_here(cluster, tasks[0], attempt=attempt, restarts=restarts)
 
     def _ready(self, rank: int, message: Message) -> None:
         """Record that a host is ready for an attempt, with these ports."""

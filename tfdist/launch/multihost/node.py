@@ -237,7 +237,7 @@ class Node:
         cause = ""
         try:
             logs.mkdir(parents=True, exist_ok=True)
-            specs = job.specs_here(cluster, tasks, attempt=number)
+            specs = job.specs_here(cluster, tasks, attempt=number, restarts=attempt.restarts)
         except OSError as error:
             cause = f"{logs}: {error.strerror}"
         except UsageError as error:
