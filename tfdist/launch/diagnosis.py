@@ -1,6 +1,6 @@
 """Diagnosis of a failed attempt: the root cause, its step, and why the kernel killed it.
 
-`RootCause` is pure: it takes events, and is asked with the time.
+`RootCause` is pure: events and times go in, a failure comes out.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RootCause:
         self._first_seen_s = min(self._first_seen_s, now_s)
 
     def forget(self, task: Task) -> None:
-        """Takes back all about a task: it has ended well after all, or has been started again."""
+        """Forget all about a task that has ended well after all, or has been started again."""
         for known in (self._raised, self._ended, self._moments):
             known.pop(task, None)
         if not self._ended:
@@ -82,7 +82,7 @@ class RootCause:
         return set(self._moments)
 
     def suspect(self, now_s: float, *, is_complete: bool) -> Failure | None:
-        """Return who failed first, or None while that is not to be said yet.
+        """Return the root cause, None while it is not certain yet.
 
         `is_complete` says that no task is left of which a failure could still come.
         """
@@ -172,7 +172,7 @@ _MAX_RECORDS = 10_000
 
 
 class KillEvidence:
-    """Tells why the kernel killed a task, as far as this user may read it.
+    """Evidence of why the kernel killed a task, as far as this user may read it.
 
     The counters of a control group say that some process of it was killed, the kernel's own log
     says which one; inside a container its numbers may be others than ours, and it is often not

@@ -91,8 +91,8 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     if options.dry_run:
         return _show_part(job, group)
     program_file = file_of_program(options.program, search=search)
-    alike = terms(options, environ, group=group, program_file=program_file)
-    return _run_across(job, group, terms=alike)
+    job_terms = terms(options, environ, group=group, program_file=program_file)
+    return _run_across(job, group, terms=job_terms)
 
 
 def _pass_over_tf_config(program: Program, environ: Mapping[str, str]) -> None:
@@ -311,7 +311,7 @@ def _hub(part: HostPart) -> Hub:
 
 
 class JobRun:
-    """Runs a job as often as it is worth it.
+    """Run of a job: its attempts, as long as another one is worth it.
 
     The guardian, the fork server and the ports live from the first attempt to the last.
     """
@@ -337,7 +337,7 @@ class JobRun:
         if ports:
             self._hold = partial(self._hold, host=ports[0].host)
         self.was_requested = False
-        """Whether the job has ended because it was asked to."""
+        """Whether the job has ended by a stop request."""
         self._stack = contextlib.ExitStack()
         self._processes = JobProcesses(job, screen=screen, signals=signals)
         self._report_file = job.run_dir / FILE_NAME

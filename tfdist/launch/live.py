@@ -143,7 +143,7 @@ def _columns(bins: list[_Bin]) -> dict[str, Any]:
 
 @dataclass(kw_only=True, slots=True)
 class _Seen:
-    """What was heard of the present process of a task."""
+    """Last reports of the present process of a task."""
 
     pid: int | None = None
     beat: Beat | None = None

@@ -296,7 +296,7 @@ def tasks_with_address(options: LaunchOptions, strategy: str) -> tuple[Task, ...
 
 
 def render(specs: Sequence[ProcessSpec]) -> str:
-    """Returns the tasks as commands for a shell, with what the launcher adds to each one's
+    """Return the tasks as commands for a shell, with what the launcher adds to each one's
     environment and nothing of the user's own, which may hold secrets. Arguments that are secrets
     by their name have a mark in their job."""
     blocks = []

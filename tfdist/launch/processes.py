@@ -305,7 +305,7 @@ class JobProcesses:
                     self._news.append(event)
 
     def _read(self, fd: int) -> bool:
-        """Passes on what is in a pipe; returns whether there may be more."""
+        """Pass on what is in a pipe; return whether there may be more."""
         _, output = self._pipes[fd]
         try:
             data = os.read(fd, _READ_BYTES)

@@ -24,7 +24,7 @@ _ERASE = b"\r\x1b[K"
 
 
 class Console:
-    """Writes to a descriptor without ever waiting for whoever reads it.
+    """Output to a descriptor that never waits for whoever reads it.
 
     What cannot be written yet is kept; `is_full` asks the caller to read no more output from
     the tasks until there is room. `is_closed` says that nobody reads any more.
@@ -159,7 +159,7 @@ _MAX_LAST_CHARS = 1000
 
 
 class LineSplitter:
-    """Cuts a stream of bytes into lines, as a terminal would leave them on its screen.
+    """Lines of a stream of bytes, as a terminal would leave them on its screen.
 
     A carriage return begins a line again: only the last text of a line is left of it.
     """
@@ -274,7 +274,7 @@ _LAST_WORDS_S = 1.0
 
 
 class JobScreen:
-    """Shows tasks on `out` and the launcher's own remarks on `err`, which may be the same."""
+    """Output of tasks on `out` and of the launcher on `err`, which may be the same."""
 
     def __init__(self, *, out: Console, err: Console) -> None:
         self.out = out

@@ -240,15 +240,15 @@ def _failed(
         said = lines[-1].removeprefix("[launch] ") if lines else "it said nothing"
         return JobFailed(f"the job ended with exit code {code}: {said}", exit_code=code)
     task = failure["task"]
-    told = [answer for answer in answers if answer["kind"] == "error" and answer["task"] == task]
-    trace = told[-1]["traceback"] if told else ""
+    errors = [answer for answer in answers if answer["kind"] == "error" and answer["task"] == task]
+    trace = errors[-1]["traceback"] if errors else ""
     last = "\n".join(failure.get("last_lines") or ())
     more = trace or last
     message = f"{task} failed first: {failure['cause']}" + (f"\n\n{more}" if more else "")
     failed = JobFailed(message, task=task, exit_code=code, traceback=trace)
-    if told and told[-1]["value"] is not None:
+    if errors and errors[-1]["value"] is not None:
         with contextlib.suppress(Exception):  # of a class that only the task could make
-            failed.__cause__ = pickle.loads(told[-1]["value"])
+            failed.__cause__ = pickle.loads(errors[-1]["value"])
     return failed
 
 
@@ -258,10 +258,10 @@ def _failed(
 def _run(flags: Sequence[str], *, keep_fds: tuple[int, ...]) -> tuple[int, bool, Sequence[str]]:
     """Run the launcher; return its exit code, whether it was interrupted, and its last lines."""
     process: subprocess.Popen[bytes] | None = None
-    asked: list[int] = []
+    requests: list[int] = []
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        asked.append(signum)
+        requests.append(signum)
         if process is not None:
             process.send_signal(signum)
 
@@ -276,10 +276,10 @@ def _run(flags: Sequence[str], *, keep_fds: tuple[int, ...]) -> tuple[int, bool,
             start_new_session=True,  # a terminal's or a kernel's Ctrl-C comes through this process
         )
         try:
-            if asked:
+            if requests:
                 process.send_signal(signal.SIGINT)
             lines = _shown(process)
-            return process.wait(), bool(asked), lines
+            return process.wait(), bool(requests), lines
         finally:
             _end(process)
 
@@ -337,12 +337,12 @@ def serve(argv: Sequence[str]) -> None:
     sys.path[:] = given["path"]
     for name, lines in given["cells"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-    told = read_environment(os.environ)
-    task = str(told.task) if told else ""
+    config = read_environment(os.environ)
+    task = str(config.task) if config else ""
     try:
         fn, args = pickle.loads(given["call"])
         value = fn(*args)
-        if told is None or not told.cluster.tasks() or told.task == told.cluster.chief_task:
+        if config is None or config.task == config.cluster.chief_task:
             _answer(answers_fd, {"kind": "result", "task": task, "value": _value(value)})
     except Exception as error:
         trace = "" if isinstance(error, TfdistError) else _traceback(error)

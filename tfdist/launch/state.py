@@ -36,7 +36,7 @@ class RestartDecision:
 
 
 class RestartPolicy:
-    """Counts the restarts of a job, those of single tasks too, and decides on the next one.
+    """Restarts of a job, those of single tasks too, and the decision on the next one.
 
     A restart repeats what failed only if it got no further: a failure of the same kind of task,
     for the same cause and at the same step as the failure before it is not tried again. Where

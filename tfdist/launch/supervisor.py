@@ -391,7 +391,7 @@ class _Decision:
 
 
 class Supervisor:
-    """Runs one attempt: does what `decide` says.
+    """Run of one attempt, which does what `decide` says.
 
     Attributes:
       stacks: the last lines of the tasks that have printed their stacks, after a hang.

@@ -149,7 +149,7 @@ class Hang:
 
 
 class Watchdog:
-    """Watches the running tasks of a job; all times are of the machine's monotonic clock.
+    """Watch over the running tasks of a job; times are of the machine's monotonic clock.
 
     Args:
       hang_timeout_s: how long a task may be silent, or in one phase without progress.
@@ -234,7 +234,7 @@ class Watchdog:
         return next((task for task, state in states if state in ("T", "t")), None)
 
     def absent(self, now_s: float) -> tuple[Task, str] | None:
-        """Returns a task that says nothing and has not come to its training, and how it looks."""
+        """Return a silent task that has not come to its training, and how it looks; else None."""
         for task in self._tasks():
             if task.phase == "import" and self._silence_s(task, now_s) >= self._suspect_s:
                 task.state = self._state_of(task.task)

@@ -1,7 +1,7 @@
 """Host 0's view of a job on several hosts: the other hosts and their tasks.
 
-The supervisor decides about all tasks here. The launchers of the other hosts start what they are
-told to, and tell what happens to it (`tfdist.launch.multihost.node`).
+The supervisor decides about all tasks here. The launchers of the other hosts do what is
+decided, and report what happens (`tfdist.launch.multihost.node`).
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ class Team:
         at = {0: self._part.own} | {
             rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)
         }
-        alike = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
+        versions = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
         return (
-            f"{len(at)} hosts, alike in {', '.join(alike)}, configuration {fingerprint(terms)}: "
+            f"{len(at)} hosts, alike in {', '.join(versions)}, configuration {fingerprint(terms)}: "
             + named(f"{self.name(rank)} at {address}" for rank, address in at.items())
         )
 
@@ -195,11 +195,11 @@ class Team:
     def _differ(self) -> UsageError:
         ranks = sorted(self._unlike)
         listed = [rank for rank in ranks if 0 < rank < len(self._group.hosts)]
-        strange = [f"rank {rank}" for rank in ranks if rank not in listed][:_MAX_NAMES]
+        unknown = [f"rank {rank}" for rank in ranks if rank not in listed][:_MAX_NAMES]
         hosts = f"host{'s' * (len(listed) > 1)} {self._named(listed)}" if listed else ""
         found = {self.name(r) if r in listed else f"rank {r}": self._unlike[r] for r in ranks}
         return UsageError(
-            ", ".join(filter(None, [hosts, *strange])),
+            ", ".join(filter(None, [hosts, *unknown])),
             received=summary_of_hosts(found),
             expected=f"the same as on {self.name(0)} (rank 0)",
             fix="start the same line, of the same installation, on all hosts",
