@@ -37,6 +37,7 @@ from tfdist.launch.options import parse
 
 W0, W1, W2 = (Task("worker", index) for index in range(3))
 NOW_S = 100.0
+STOP = {"event": "stoprequest", "signum": 15}
 
 
 class World:
@@ -133,10 +134,10 @@ def test_a_host_that_is_gone_is_the_end_of_its_tasks_and_starts_none(world):
 
 def test_requests_to_stop_that_come_together_count_once(world):
     world.here = [StopRequest(signum=15)]
-    world.news.append(MessageReceived(rank=1, message={"stop_request": 15}))
+    world.news.append(MessageReceived(rank=1, message=STOP))
     assert world.processes.wait(None) == [StopRequest(signum=15)]
-    assert world.hears({"stop_request": 15}, rank=2) == []
-    assert world.hears({"stop_request": 15}, rank=2) == [StopRequest(signum=15)]  # it means it
+    assert world.hears(STOP, rank=2) == []
+    assert world.hears(STOP, rank=2) == [StopRequest(signum=15)]  # it means it
 
 
 def test_it_wakes_in_time_for_the_beats_of_the_hosts(world):
@@ -188,8 +189,9 @@ JSON = st.recursive(
 
 @given(
     st.dictionaries(
-        st.sampled_from(["event", "stop_request", "states", "lines", "task", "at_s", "status"]),
-        JSON | st.sampled_from(["ended", "started", "beat", "raised", "worker-1", 15]),
+        st.sampled_from(["event", "signum", "states", "lines", "task", "at_s", "status"]),
+        JSON
+        | st.sampled_from(["ended", "started", "beat", "raised", "stoprequest", "worker-1", 15]),
     )
 )
 def test_what_makes_no_sense_changes_nothing(message):

@@ -39,12 +39,14 @@ from tfdist.launch.events import (
     AskForStacks,
     Beat,
     Ended,
+    Event,
     KillOne,
     Raised,
     ShowFailure,
     Signal,
     Start,
     Started,
+    StopRequest,
     TaskAction,
     task_of,
 )
@@ -302,10 +304,9 @@ def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, 
 # Another to host 0::
 #
 #     {"ready": ports}                          ready for an attempt
-#     {"event": kind, ..., "lines": [...]}      what has happened to a task, and its last lines
+#     {"event": kind, ..., "lines": [...]}      what has happened; of a task's end, its last lines
 #     {"states": {task: state}}                 states of the tasks' processes
 #     {"lines": [...], "task": task}            the stacks that were asked for
-#     {"stop_request": signal}                  a request to stop
 #
 # `encode` and `decode` are for any frozen dataclass, and check every type; the doctor sends its
 # facts by them too. A `Task` goes by its name. Moments go as ages, since the clocks of two hosts
@@ -403,9 +404,8 @@ class Attempt:
     """The host of each task of the job, by the task's name."""
 
 
-TaskEvent = Started | Raised | Beat | Ended
-_EVENTS: dict[str, type[TaskEvent]] = {
-    kind.__name__.lower(): kind for kind in (Started, Raised, Beat, Ended)
+_EVENTS: dict[str, type[Event]] = {
+    kind.__name__.lower(): kind for kind in (Started, Raised, Beat, Ended, StopRequest)
 }
 _ACTIONS: dict[str, type[TaskAction]] = {
     kind.__name__.lower(): kind for kind in (Start, Signal, KillOne, AskForStacks, ShowFailure)
@@ -423,17 +423,17 @@ def decode_action(message: Message) -> TaskAction:
     return decode(kind, {name: value for name, value in message.items() if name != "action"})
 
 
-def encode_event(event: TaskEvent, *, now_s: float) -> Message:
+def encode_event(event: Event, *, now_s: float) -> Message:
     """Return an event as a message, its moments as ages."""
     return {"event": type(event).__name__.lower(), **encode(_ages(event, now_s=now_s))}
 
 
-def decode_event(message: Message, *, now_s: float) -> TaskEvent:
+def decode_event(message: Message, *, now_s: float) -> Event:
     """Return the event of a message; raise one of `NO_SENSE` if it is none."""
     return _ages(event_of(message), now_s=now_s)
 
 
-def event_of(note: Message) -> TaskEvent:
+def event_of(note: Message) -> Event:
     """Return the event of a task's own note, which has moments; raise one of `NO_SENSE`."""
     kind = _EVENTS[note["event"]]
     return decode(kind, {name: value for name, value in note.items() if name in _hints(kind)})

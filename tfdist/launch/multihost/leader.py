@@ -6,7 +6,6 @@ decided, and report what happens (`tfdist.launch.multihost.node`).
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Sequence
 
@@ -159,7 +158,7 @@ class Team:
             match news:
                 case Differs(rank=rank, what=what):
                     self._unlike[rank] = what
-                case MessageReceived(rank=rank, message={"stop_request": int(signum)}):
+                case MessageReceived(message={"event": "stoprequest", "signum": int(signum)}):
                     return signum
                 case MessageReceived(rank=rank, message=message):
                     self._ready(rank, message)
@@ -295,9 +294,6 @@ class Team:
         try:
             if "event" in message:
                 self._event(rank, message)
-            elif "stop_request" in message:
-                request = StopRequest(signum=int(signal.Signals(message["stop_request"])))
-                self._events += [request] if self._counts(request, rank=rank) else []
             elif "states" in message:
                 for name, state in dict(message["states"]).items():
                     if self._alive.get(task := task_of(name)) == rank:
@@ -311,6 +307,9 @@ class Team:
 
     def _event(self, rank: int, message: Message) -> None:
         event = decode_event(message, now_s=self._clock())
+        if isinstance(event, StopRequest):
+            self._events += [event] if self._counts(event, rank=rank) else []
+            return
         if self._alive.get(event.task) != rank:
             return
         if isinstance(event, Ended):

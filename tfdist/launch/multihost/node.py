@@ -210,10 +210,8 @@ class Node:
         if isinstance(event, StopRequest):
             self._stop_signal = event.signum if self._stop_signal is None else self._stop_signal
             self._screen.say(f"{request_name(event.signum)}: {self._group.hosts[0]} ends the job")
-            member.send({"stop_request": int(event.signum)})
-        else:
-            lines = list(self._screen.last_lines(event.task)) if isinstance(event, Ended) else []
-            member.send({**encode_event(event, now_s=time.monotonic()), "lines": lines})
+        lines = self._screen.last_lines(event.task) if isinstance(event, Ended) else ()
+        member.send({**encode_event(event, now_s=time.monotonic()), "lines": lines})
 
     def _execute(self, member: Member, message: Message) -> None:
         match message:
