@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
-from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, UsageError
+from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
 from tfdist.launch import job
 from tfdist.launch.events import (
     AskForStacks,
@@ -164,6 +164,12 @@ def test_a_request_to_stop_counts_while_a_host_that_has_lost_host_0_ends_its_tas
     type(processes).running = PropertyMock(side_effect=[[W1], [W1], [W1], [], [], []])
     tasks = node.NodeTasks(processes, screen=Mock(), fd=0)
     assert tasks.end(grace_s=60) == [request]
+
+
+def test_a_host_that_cannot_make_its_tasks_says_why_at_their_start():
+    tasks = node.NodeTasks(Mock(), screen=Mock(), cause="/logs: read-only", fd=0)
+    ended = tasks.perform(Start(W1))
+    assert (ended.task, ended.status, ended.cause) == (W1, EXIT_USAGE, "/logs: read-only")
 
 
 def test_a_host_that_has_no_port_for_the_next_attempt_says_so(monkeypatch):
