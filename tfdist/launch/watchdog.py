@@ -34,11 +34,12 @@ _DOING = {
     "validate": "validating",
 }
 _CAN_GO_ON = ("R", "S", "D")
-_SLEEPS = {
+_SLEEPS: dict[str | None, str] = {
     "R": "its process runs",
     "S": "its process sleeps",
     "D": "its process waits for a disk",
     "Z": "its process has ended, and its parent does not say so",
+    "": "its process has become another program",
 }
 
 
@@ -90,7 +91,7 @@ def _silent_cause(task: Watched, now_s: float) -> str:
         return f"its process is held by a debugger, and silent {for_}{last}"
     if task.is_stopped:
         return f"its process is stopped (SIGSTOP), and silent {for_}{last}"
-    sleeps = _SLEEPS.get(task.state or "", "it has no process")
+    sleeps = _SLEEPS.get(task.state, "it has no process")
     if not task.has_spoken:
         return f"has not started: silent {for_} ({sleeps})"
     return f"does not answer: silent {for_} ({sleeps}){last}"
