@@ -178,6 +178,9 @@ def exit_code_for(signum: int) -> int:
     return 128 + (signal.SIGTERM if signum == signal.SIGUSR1 else signum)
 
 
+STOP_CODES = {exit_code_for(signum) for signum in (*STOP_SIGNALS, signal.SIGPIPE)}
+
+
 class SignalPipe:
     """Delivers SIGCHLD and requests to stop through a descriptor, while it is entered.
 

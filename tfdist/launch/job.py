@@ -18,7 +18,7 @@ from tfdist.cluster.address import join
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError, opening_port
 from tfdist.files import write_json
-from tfdist.launch.events import STOP_SIGNALS, SignalPipe, exit_code_for
+from tfdist.launch.events import STOP_CODES, STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.live import (
     LIVE_FILE,
     LiveStatus,
@@ -218,7 +218,7 @@ def _run_here(job: JobDescription) -> int:
         with SignalPipe() as signals:
             job_run = JobRun(job, ports=ports, run_dir=run_dir, screen=screen, signals=signals)
             code = job_run.run()
-        screen.last_words(is_hurried=job_run.was_requested)
+        screen.last_words(is_hurried=code in STOP_CODES)
     return code
 
 
@@ -264,7 +264,7 @@ def _run_across(job: JobDescription, group: Group, *, terms: Mapping[str, str]) 
             signals=signals,
         )
         code = Node(part, stack=stack).run() if group.rank else _lead(part)
-    screen.last_words(is_hurried=code != 0)
+    screen.last_words(is_hurried=code in STOP_CODES)
     return code
 
 
@@ -336,8 +336,6 @@ class JobRun:
         self._hold = partial(hold_ports, among=job.ports)
         if ports:
             self._hold = partial(self._hold, host=ports[0].host)
-        self.was_requested = False
-        """Whether the job has ended by a stop request."""
         self._stack = contextlib.ExitStack()
         self._processes = JobProcesses(job, screen=screen, signals=signals)
         self._report_file = job.run_dir / FILE_NAME
@@ -378,12 +376,10 @@ class JobRun:
             attempt = self._run_attempt(logs, is_first=before is None)
             if before is not None:
                 self._entries[-2]["restart_s"] = restart_seconds(before, attempt)
-            ended = self._hindrance() if attempt.restart else None
-            next_logs = self._next_logs(attempt) if ended is None else None
+            code = self._hindrance() if attempt.restart else attempt.exit_code
+            next_logs = self._next_logs(attempt) if code is None else None
             if next_logs is None:
-                was_stopped = attempt.exit_code > 0 and attempt.failure is None
-                self.was_requested = was_stopped or ended is not None
-                code = attempt.exit_code if ended is None else ended
+                code = attempt.exit_code if code is None else code
                 self._write(code)
                 return code
             self._write(None)
@@ -480,8 +476,7 @@ class JobRun:
 
     def _next_logs(self, attempt: JobState) -> Path | None:
         """Return where the next attempt writes; None if there is to be none."""
-        failure = attempt.failure
-        if not attempt.restart or failure is None:
+        if (failure := attempt.failure) is None:
             return None
         try:
             logs = self._run_dir.next_attempt()
