@@ -155,14 +155,14 @@ def _mebibytes(size: int | None) -> str:
 
 
 def _metrics(last: list[dict[str, Any]]) -> Text:
-    told = [
+    values = [
         f"{name} {number(value)}"
         for line in last
         for name, value in line.items()
         if (name not in COUNTERS or name == "examples_per_second")
         and isinstance(value, int | float)
     ]
-    return Text("last epoch: " + "  ".join(told) if told else "", style="dim")
+    return Text("last epoch: " + "  ".join(values) if values else "", style="dim")
 
 
 if __name__ == "__main__":

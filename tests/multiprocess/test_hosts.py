@@ -155,10 +155,11 @@ def test_a_failure_on_one_host_ends_the_job_on_all_and_is_reported_with_its_host
 
 def test_a_job_that_failed_is_started_again_on_all_hosts(both):
     source = ATTEMPT + "if attempt == 1:\n  if index: raise ValueError('boom')\n  else: " + PAUSE
-    jobs = both(source + "\nprint('attempt', attempt, index)\n", "--max_restarts", "1")
+    said = "print('attempt', attempt, 'started again', os.environ['TFDIST_RESTARTS'])"
+    jobs = both(f"{source}\n{said}\n", "--max_restarts", "1")
     assert codes(jobs) == [0, 0]
     assert [attempt["exit_code"] for attempt in report("run")["attempts"]] == [1, 0]
-    assert all("attempt 2" in job.text for job in jobs)
+    assert all("attempt 2 started again 1\n" in job.text for job in jobs)
 
 
 def test_a_worker_of_a_ps_job_is_started_again_alone_on_its_host(host, tmp_path):

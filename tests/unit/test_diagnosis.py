@@ -67,8 +67,7 @@ class Kernel:
     def evidence(self, log="kmsg") -> KillEvidence:
         return KillEvidence(
             proc=self.root / "proc",
-            v1_root=self.root / "v1",
-            v2_root=self.root / "v2",
+            cgroups=self.root / "cgroups",
             kernel_log=self.root / log,
         )
 
@@ -79,16 +78,16 @@ def kernel(tmp_path):
     made.process(10, "9:name=systemd:/\n4:memory:/box\n0::/\n")
     made.process(11, "9:name=systemd:/\n4:memory:/box\n0::/\n")
     made.process(12, "0::/user.slice/box\n")
-    made.count("v1/box/memory.oom_control", V1.format(4))
-    made.count("v2/user.slice/box/memory.events", V2.format(0))
+    made.count("cgroups/memory/box/memory.oom_control", V1.format(4))
+    made.count("cgroups/user.slice/box/memory.events", V2.format(0))
     return made
 
 
 def test_a_counter_that_rose_tells_in_both_versions_of_control_groups(kernel):
     evidence = kernel.evidence()
     for pid, file, text in [
-        (10, "v1/box/memory.oom_control", V1.format(5)),
-        (12, "v2/user.slice/box/memory.events", V2.format(1)),
+        (10, "cgroups/memory/box/memory.oom_control", V1.format(5)),
+        (12, "cgroups/user.slice/box/memory.events", V2.format(1)),
     ]:
         evidence.started(pid)
         kernel.count(file, text)
@@ -109,17 +108,17 @@ def test_a_counter_explains_as_many_deaths_as_it_rose(kernel):
     evidence = kernel.evidence()
     evidence.started(10)
     evidence.started(11)
-    kernel.count("v1/box/memory.oom_control", V1.format(5))
+    kernel.count("cgroups/memory/box/memory.oom_control", V1.format(5))
     assert "oom_kill" in evidence.of_kill(10)
     assert evidence.of_kill(11) == ""
 
 
 def test_inside_a_container_the_root_of_the_control_groups_is_read(kernel):
     kernel.process(13, "0::/../outside\n")
-    kernel.count("v2/memory.events", V2.format(2))
+    kernel.count("cgroups/memory.events", V2.format(2))
     evidence = kernel.evidence()
     evidence.started(13)
-    kernel.count("v2/memory.events", V2.format(3))
+    kernel.count("cgroups/memory.events", V2.format(3))
     assert "oom_kill rose" in evidence.of_kill(13)
 
 

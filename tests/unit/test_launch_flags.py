@@ -47,47 +47,35 @@ def test_every_flag_in_the_help_is_read(flag):
     assert parse([*others, *words]) != parse(others)
 
 
-def test_what_follows_the_script_reaches_it_untouched():
-    rest = ("--workers", "9", "--strategy=x", "-m", "--", "--help", "")
-    options = parse(["--workers", "2", "train.py", *rest])
-    assert options.program == Program(target="train.py", is_module=False, args=rest)
-    assert options.workers == 2
-
-
-def test_what_follows_the_module_reaches_it_untouched():
-    options = parse(["-m", "package.module", "--workers", "9"])
-    assert options.program == Program(target="package.module", args=("--workers", "9"))
+REST = ("--workers", "9", "--strategy=x", "-m", "--", "--help", "")
+OURS = "tfdist.train"
 
 
 @pytest.mark.parametrize(
-    ("words", "args"),
+    ("words", "program"),
     [
-        ([], ()),
-        (["--config.steps=10"], ("--config.steps=10",)),
-        (["--config", "configs/x.py", "--lr", "1"], ("--config", "configs/x.py", "--lr", "1")),
-        (["--config=configs/x.py"], ("--config=configs/x.py",)),
-        (["--", "--overwrite"], ("--overwrite",)),
-        (["--"], ()),
+        # What follows the program reaches it untouched.
+        (["train.py", *REST], Program(target="train.py", is_module=False, args=REST)),
+        (["-m", "package.module", *REST], Program(target="package.module", args=REST)),
+        (["--", "x.py", "--a"], Program(target="x.py", is_module=False, args=("--a",))),
+        (["--", "-m", "x", "--a"], Program(target="x", args=("--a",))),
+        # Without one the rest goes to our own.
+        ([], Program(target=OURS)),
+        (["--config.steps=10"], Program(target=OURS, args=("--config.steps=10",))),
+        (["--config", "x.py", "--lr"], Program(target=OURS, args=("--config", "x.py", "--lr"))),
+        (["--config=x.py"], Program(target=OURS, args=("--config=x.py",))),
+        (["--", "--overwrite"], Program(target=OURS, args=("--overwrite",))),
+        (["--"], Program(target=OURS)),
     ],
 )
-def test_without_a_program_the_rest_goes_to_our_own(words, args):
+def test_a_program_and_its_own_flags_follow_the_launchers(words, program):
     options = parse(["--workers", "2", *words])
-    assert options.program == Program(target="tfdist.train", args=args)
-    assert options.workers == 2
-
-
-def test_a_program_may_stand_after_two_dashes():
-    assert parse(["--", "x.py", "--a"]).program.args == ("--a",)
-    assert parse(["--", "-m", "x", "--a"]).program == Program(target="x", args=("--a",))
+    assert (options.workers, options.program) == (2, program)
 
 
 @pytest.mark.parametrize("word", ["--help", "-h"])
 def test_help_is_asked_for(word):
     assert parse(["--workers", "2", word]) is None
-
-
-def test_help_after_the_program_is_the_programs():
-    assert parse(["train.py", "--help"]).program.args == ("--help",)
 
 
 MISTAKES = {
@@ -300,7 +288,6 @@ def test_a_module_in_a_namespace_inside_another_one_is_there(tmp_path):
         ("import os, keras\nos.environ |= {'TF2_BEHAVIOR': '1'}\n", False),
         ("import os, keras\nos.environ.pop(\n    'CUDA_VISIBLE_DEVICES', None\n)\n", False),
         ("import os, keras\nos.putenv('TF_X', '1')\n", False),
-        ("import os, keras\nfor name in names:\n    os.environ[name] = '1'\n", False),
         ("import os, keras\nos.environ.update(MY_OWN='TF')\n", True),
         ('"""\nimport keras\n"""\n', False),
         ("import keras\nthis is no Python\n", False),

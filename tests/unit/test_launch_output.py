@@ -11,7 +11,6 @@ from tfdist.cluster import Task
 from tfdist.files import write_json
 from tfdist.launch import job
 from tfdist.launch.options import LaunchOptions, Program
-from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.report import Failure, attempt_entry, earlier_attempts
 from tfdist.launch.screen import MAX_LINE_BYTES, Console, JobScreen, LineSplitter, TaskOutput
 from tfdist.launch.state import JobState
@@ -53,10 +52,6 @@ def terminal():
 
 def task_output(console, path, **options):
     return TaskOutput("worker-0", log_path=path / "log", writer=console, **options)
-
-
-def spec(task, path):
-    return ProcessSpec(task=task, log_path=path / f"{task}.log")
 
 
 # lines
@@ -222,7 +217,9 @@ def test_a_reader_that_has_gone_is_noticed(reader):
 
 def test_the_failure_block_shows_the_last_lines_of_the_task_that_failed(reader, tmp_path):
     screen = JobScreen(out=reader.console, err=reader.console)
-    outputs = [screen.open(spec(task, tmp_path), is_chief=task == W0) for task in (W0, W1)]
+    outputs = [
+        screen.open(task, tmp_path / f"{task}.log", is_chief=task == W0) for task in (W0, W1)
+    ]
     outputs[1].feed(b"reason\n")
     outputs[0].feed(b"something else\n")
     screen.show_failure(W1, "exit code 3")
@@ -237,7 +234,7 @@ def test_the_failure_block_shows_the_last_lines_of_the_task_that_failed(reader, 
 
 def test_a_traceback_that_is_the_last_on_the_screen_is_not_shown_again(reader, tmp_path):
     screen = JobScreen(out=reader.console, err=reader.console)
-    output = screen.open(spec(W1, tmp_path), is_chief=False)
+    output = screen.open(W1, tmp_path / "log", is_chief=False)
     output.feed(b"Traceback\nValueError\n")
     screen.show_failure(W1, "ValueError (exit code 1)")
     screen.close()
@@ -249,7 +246,7 @@ def test_a_traceback_that_is_the_last_on_the_screen_is_not_shown_again(reader, t
 def test_remarks_go_to_standard_error_where_that_is_another(reader, tmp_path):
     errors = Reader()
     screen = JobScreen(out=reader.console, err=errors.console)
-    screen.open(spec(W1, tmp_path), is_chief=False).feed(b"Traceback\n")
+    screen.open(W1, tmp_path / "log", is_chief=False).feed(b"Traceback\n")
     screen.show_failure(W1, "exit code 1")
     screen.close()
     assert reader.text() == "[worker-1] Traceback\n"
@@ -261,8 +258,16 @@ def test_remarks_go_to_standard_error_where_that_is_another(reader, tmp_path):
 
 
 def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
-    specs = [spec(task, tmp_path) for task in (W0, W1, Task("ps", 0))]
-    attempt = JobState(specs=specs, is_ps=False, grace_s=1, policy=None, watchdog=None, now_s=0.5)
+    tasks = W0, W1, Task("ps", 0)
+    attempt = JobState(
+        job_tasks=tasks,
+        logs=tmp_path,
+        is_ps=False,
+        grace_s=1,
+        policy=None,
+        watchdog=None,
+        now_s=0.5,
+    )
     attempt.tasks[W0].record(pid=7, status=-9, started_at_s=0, ended_at_s=2.5)
     attempt.tasks[W1].record(pid=8, status=1, started_at_s=1, ended_at_s=3, stopped=True)
     attempt.failure = Failure(

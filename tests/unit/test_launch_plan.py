@@ -142,7 +142,6 @@ def test_the_command_is_what_one_would_type():
     spec = planned("--workers 2")["worker-1"]
     assert spec.argv == ("/usr/bin/python", "train.py")
     assert spec.title == "tfdist worker-1 train.py"
-    assert spec.log_path == Path("/runs/a b/logs/attempt-3/worker-1.log")
 
 
 @pytest.mark.parametrize(
@@ -161,10 +160,33 @@ def test_cpus_are_divided_among_the_tasks_that_compute(line, cpus, share):
     assert set(values(specs, "OMP_NUM_THREADS").values()) == {share}
 
 
-def test_chief_and_ps_have_a_thread_for_each_worker_that_may_wait():
-    threads = values(planned("--ps 1 --workers 4", cpus=2), "TF_NUM_INTEROP_THREADS")
-    assert threads["chief-0"] == threads["ps-0"] == "6"
-    assert threads["worker-0"] == "2"
+@pytest.mark.parametrize(
+    ("line", "own", "task", "name", "value"),
+    [
+        # A thread for each worker that chief and ps may wait for.
+        ("--ps 1 --workers 4", {}, "chief-0", "TF_NUM_INTEROP_THREADS", "6"),
+        ("--ps 1 --workers 4", {}, "ps-0", "TF_NUM_INTEROP_THREADS", "6"),
+        ("--ps 1 --workers 4", {}, "worker-0", "TF_NUM_INTEROP_THREADS", "2"),
+        # A flag goes before the user's environment, and what logs need, too.
+        (
+            *("--threads_per_task 3", {"TF_NUM_INTRAOP_THREADS": "7"}),
+            *("worker-0", "TF_NUM_INTRAOP_THREADS", "3"),
+        ),
+        ("", {"PYTHONUNBUFFERED": ""}, "worker-0", "PYTHONUNBUFFERED", "1"),
+        # Calls wait for a task that restarts in a ps job alone.
+        ("--ps 1", {}, "worker-0", "GRPC_FAIL_FAST", "use_caller"),
+        ("--workers 2", {}, "worker-0", "GRPC_FAIL_FAST", None),
+        # No proxy is between the tasks.
+        ("--workers 2", {}, "worker-0", "no_proxy", "localhost,127.0.0.1,::1"),
+        ("--workers 2", {}, "worker-0", "NO_PROXY", "localhost,127.0.0.1,::1"),
+        ("", {"no_proxy": "a.b, localhost"}, "worker-0", "no_proxy", "a.b,localhost,127.0.0.1,::1"),
+        ("", {"NO_PROXY": "a.b"}, "worker-0", "no_proxy", "a.b,localhost,127.0.0.1,::1"),
+        ("", {"no_grpc_proxy": "c"}, "worker-0", "no_grpc_proxy", "c,localhost,127.0.0.1,::1"),
+        ("", {}, "worker-0", "no_grpc_proxy", None),
+    ],
+)
+def test_what_a_task_has_in_its_environment(line, own, task, name, value):
+    assert planned(line, cpus=2, environ=own)[task].env.get(name) == value
 
 
 def test_the_users_own_settings_go_before_what_the_launcher_would_choose():
@@ -179,37 +201,6 @@ def test_the_users_own_settings_go_before_what_the_launcher_would_choose():
     spec = planned("--ps 1", environ=own)["chief-0"]
     assert {name: spec.env[name] for name in own} == own
     assert not set(own) & set(spec.added)
-
-
-def test_the_flag_for_threads_goes_before_the_users_environment():
-    own = {"TF_NUM_INTRAOP_THREADS": "7"}
-    spec = planned("--threads_per_task 3", environ=own)["worker-0"]
-    assert spec.env["TF_NUM_INTRAOP_THREADS"] == "3"
-
-
-def test_only_a_ps_job_lets_calls_wait_for_a_task_that_restarts():
-    assert planned("--ps 1")["worker-0"].env["GRPC_FAIL_FAST"] == "use_caller"
-    assert "GRPC_FAIL_FAST" not in planned("--workers 2")["worker-0"].env
-
-
-def test_output_is_not_buffered():
-    assert planned("", environ={"PYTHONUNBUFFERED": ""})["worker-0"].env["PYTHONUNBUFFERED"] == "1"
-
-
-@pytest.mark.parametrize(
-    ("own", "name", "expected"),
-    [
-        ({}, "no_proxy", "localhost,127.0.0.1,::1"),
-        ({}, "NO_PROXY", "localhost,127.0.0.1,::1"),
-        ({"no_proxy": "a.b, localhost"}, "no_proxy", "a.b,localhost,127.0.0.1,::1"),
-        ({"NO_PROXY": "a.b"}, "no_proxy", "a.b,localhost,127.0.0.1,::1"),
-        ({"no_grpc_proxy": "c"}, "no_grpc_proxy", "c,localhost,127.0.0.1,::1"),
-        ({}, "no_grpc_proxy", None),
-    ],
-)
-def test_tasks_reach_each_other_without_a_proxy(own, name, expected):
-    environ = {"grpc_proxy": "http://proxy:3128", **own}
-    assert planned("--workers 2", environ=environ)["worker-0"].env.get(name) == expected
 
 
 # GPUs

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -20,21 +19,25 @@ from tfdist.launch.events import (
     SAME_REQUEST_S,
     Beat,
     Ended,
+    KillOne,
     Raised,
+    Signal,
     SignalPipe,
+    Start,
     Started,
     StopRequest,
-    TaskPendingWork,
 )
 from tfdist.launch.fork_server import ForkStarter
+from tfdist.launch.options import Program
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import Console, JobScreen
+from tfdist.phases import PendingWork
 
 DEADLINE_S = 60.0
 pytestmark = pytest.mark.usefixtures("at_a_terminal")
-W0 = Task("worker", 0)
-SPEC = ProcessSpec(task=W0, log_path=Path("log"))
+W0, W1 = Task("worker", 0), Task("worker", 1)
+SPEC = ProcessSpec(task=W0, program=Program(), argv=(), env={}, added=(), title="")
 RAISED = {"event": "raised", "task": "worker-0", "at_s": 4.5}
 
 
@@ -95,21 +98,22 @@ def world():
 
 
 @pytest.fixture
-def processes(world, tmp_path):
+def processes(world, tmp_path, monkeypatch):
+    for name, part in [
+        ("Starter", world),
+        ("GuardianClient", world.guard),
+        ("KillEvidence", world.evidence),
+    ]:
+        monkeypatch.setattr(f"tfdist.launch.processes.{name}", Mock(return_value=part))
     console = Console(os.open(os.devnull, os.O_WRONLY))
     screen = JobScreen(out=console, err=console)
-    made = JobProcesses(
-        chief=W0,
-        starter=world,
-        guard=world.guard,
-        evidence=world.evidence,
-        screen=screen,
-        signals=world,
-        clock=lambda: 5.0,
-    )
-    made.start(dataclasses.replace(SPEC, log_path=tmp_path / "log"))
-    yield made
-    made.finish()
+    job = Mock(start="exec", options=Mock(fork_server=None))
+    with JobProcesses(job, screen=screen, signals=world, clock=lambda: 5.0) as made:
+        specs = [SPEC, dataclasses.replace(SPEC, task=W1)]
+        made.begin(specs, chief=W0, logs=tmp_path, fork_log="")
+        assert made.perform(Start(W0)) is None
+        yield made
+        made.finish()
 
 
 def write_note(processes, *lines):
@@ -125,7 +129,7 @@ def test_why_a_task_failed_is_told_before_its_end_and_after_its_last_words(
     raised, ended = processes.wait(1)
     assert raised == Raised(task=W0, exit_code=1, cause="ValueError", at_s=4.5)
     assert ended == Ended(task=W0, status=1, at_s=5)
-    assert (tmp_path / "log").read_text() == "last words"
+    assert (tmp_path / "worker-0.log").read_text() == "last words"
 
 
 def test_requests_to_stop_are_events_and_other_signals_are_not(world, processes):
@@ -148,15 +152,15 @@ def test_nothing_happening_is_no_event(processes):
 
 
 def test_a_start_that_was_not_begun_is_taken_back_when_the_task_is_to_end(processes):
-    processes.signal(W0, signal.SIGTERM)
+    processes.perform(Signal(W0, signal.SIGTERM))
     assert processes.wait(1) == [Ended(task=W0, status=-signal.SIGTERM, at_s=5.0)]
 
 
 def test_a_start_that_was_begun_and_does_not_come_is_given_up_in_the_end(world, processes):
     world.is_asked = True
-    processes.signal(W0, signal.SIGTERM)
+    processes.perform(Signal(W0, signal.SIGTERM))
     assert not world.given_up
-    processes.signal(W0, signal.SIGKILL)
+    processes.perform(Signal(W0, signal.SIGKILL))
     assert world.given_up
 
 
@@ -211,7 +215,7 @@ def test_a_sign_of_life_is_an_event(processes):
     lie = {"event": "ended", "task": "worker-0", "status": 0, "at_s": 4.5}
     write_note(processes, *[json.dumps(one) for one in (stray, bad, lie, note)])
     (event,) = processes.wait(1)
-    awaited = TaskPendingWork(task=W0, since_s=3.0, is_first=False)
+    awaited = PendingWork(task="worker-0", since_s=3.0, is_first=False)
     assert event == Beat(task=W0, at_s=4.5, awaited=awaited, **said)
 
 
@@ -225,7 +229,7 @@ def test_a_task_that_is_killed_alone_leaves_nothing_in_its_session(world, proces
     world.started = [Started(task=W0, pid=4711, at_s=0)]
     os.write(world.write_fd, bytes([signal.SIGCHLD]))
     processes.wait(1)
-    processes.kill_one(W0)
+    processes.perform(KillOne(W0))
     world.guard.end_session.assert_called_once_with(4711)
 
 
@@ -236,7 +240,7 @@ def test_a_task_that_has_no_group_of_its_own_yet_is_signalled_too(world, process
     os.write(world.write_fd, bytes([signal.SIGCHLD]))
     processes.wait(1)
     try:
-        processes.signal(W0, signal.SIGTERM)
+        processes.perform(Signal(W0, signal.SIGTERM))
         assert child.wait(DEADLINE_S) == -signal.SIGTERM
     finally:
         child.kill()
@@ -251,27 +255,24 @@ def sent(monkeypatch):
     return numbers
 
 
-def test_a_start_that_failed_leaves_nothing_for_the_next_one(world, processes, tmp_path, sent):
+def test_a_start_that_failed_leaves_nothing_for_the_next_one(world, processes, sent):
     """As that of a worker of a ps job, when the machine had no process left for it."""
-    again = dataclasses.replace(SPEC, task=Task("worker", 1), log_path=tmp_path / "again")
     world.is_full = True
-    with pytest.raises(OSError, match="unavailable"):
-        processes.start(again)
-    processes.kill_one(again.task)
+    ended = processes.perform(Start(W1))
+    assert ended.cause == "cannot be started: Resource temporarily unavailable"
+    processes.perform(KillOne(W1))
     world.is_full, world.begun = False, True
-    processes.start(again)
+    assert processes.perform(Start(W1, restart=1)) is None
     assert [type(event) for event in processes.wait(0)] == [Started]
     assert sent == []
 
 
-def test_a_start_that_was_to_be_killed_and_failed_leaves_nothing_either(
-    world, processes, tmp_path, sent
-):
-    processes.kill_one(W0)
+def test_a_start_that_was_to_be_killed_and_failed_leaves_nothing_either(world, processes, sent):
+    processes.perform(KillOne(W0))
     os.write(world.write_fd, bytes([signal.SIGCHLD]))
     assert Ended in [type(event) for event in processes.wait(1)]
     world.begun = True
-    processes.start(dataclasses.replace(SPEC, log_path=tmp_path / "again"))
+    processes.perform(Start(W0, restart=1))
     assert Started in [type(event) for event in processes.wait(0)]
     assert sent == []
 

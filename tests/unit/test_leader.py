@@ -1,13 +1,13 @@
 """Host 0 without a network: who it begins with, and what counts of what the others tell it."""
 
 import contextlib
+import json
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, Mock
+from unittest.mock import MagicMock, Mock, PropertyMock
 
 import pytest
 from hypothesis import given
@@ -15,18 +15,30 @@ from hypothesis import strategies as st
 
 from tests.refusals import refusal
 from tfdist.cluster import Task
-from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, UsageError
+from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
 from tfdist.launch import job
-from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
+from tfdist.launch.events import (
+    AskForStacks,
+    Beat,
+    Ended,
+    KillOne,
+    Raised,
+    ShowFailure,
+    Signal,
+    Start,
+    Started,
+    StopRequest,
+)
 from tfdist.launch.multihost import node
+from tfdist.launch.multihost.connection import decode_action, encode_action
 from tfdist.launch.multihost.hosts import decided_group
-from tfdist.launch.multihost.leader import Team, TeamProcesses
+from tfdist.launch.multihost.leader import Team
 from tfdist.launch.multihost.rendezvous import Differs, Lost, MessageReceived, News, PeerJoined
 from tfdist.launch.options import parse
-from tfdist.launch.plan import ProcessSpec
 
 W0, W1, W2 = (Task("worker", index) for index in range(3))
 NOW_S = 100.0
+STOP = {"event": "stoprequest", "signum": 15}
 
 
 class World:
@@ -37,20 +49,20 @@ class World:
         self.here: list[Any] = []
         self.hub = Mock(present=frozenset({1, 2}), next_s=NOW_S + 0.5)
         self.hub.take_news.side_effect = lambda: [self.news.pop(0) for _ in list(self.news)]
-        self.team = Mock(hub=self.hub, host_of={W0: 0, W1: 1, W2: 1})
-        self.team.name = "host{}".format
         self.local, self.screen = Mock(), Mock()
         self.local.wait.side_effect = lambda limit_s: [self.here.pop(0) for _ in list(self.here)]
-        self.processes = TeamProcesses(
-            self.local, self.team, screen=self.screen, clock=lambda: NOW_S
-        )
+        group = Mock(hosts=("host0", "host1", "host2"))
+        part = Mock(group=group, screen=self.screen)
+        self.processes = Team(part, self.hub, clock=lambda: NOW_S)
+        self.processes.host_of = {W0: 0, W1: 1, W2: 1}
+        self.processes.begin(self.local)
 
     @property
     def sent(self) -> list[tuple[int, Any]]:
         return [call.args for call in self.hub.send.call_args_list]
 
     def starts(self, task: Task) -> None:
-        self.processes.start(ProcessSpec(task=task, log_path=Path(f"{task}.log")))
+        assert self.processes.perform(Start(task)) is None
 
     def hears(self, message: Any, *, rank: int = 1) -> list[Any]:
         self.news.append(MessageReceived(rank=rank, message=message))
@@ -70,22 +82,40 @@ def ended(task: Task = W1, **more: Any) -> dict[str, Any]:
 
 
 def test_a_task_is_started_signalled_and_ended_where_it_is(world):
-    assert world.sent == [(1, {"start": "worker-1", "log": "worker-1.log"})]
-    world.processes.signal(W1, signal.SIGTERM)
-    world.processes.signal(W0, signal.SIGTERM)
-    assert world.sent[1:] == [(1, {"signal": "worker-1", "number": 15})]
-    world.local.signal.assert_called_once_with(W0, 15)
+    assert world.sent == [(1, {"action": "start", "task": "worker-1", "restart": 0})]
+    world.processes.perform(Signal(W1, signal.SIGTERM))
+    world.processes.perform(Signal(W0, signal.SIGTERM))
+    assert world.sent[1:] == [(1, {"action": "signal", "task": "worker-1", "signum": 15})]
+    world.local.perform.assert_called_once_with(Signal(W0, 15))
     assert world.hears(ended()) == [Ended(task=W1, status=3, at_s=NOW_S - 2)]
     world.screen.keep_last_lines.assert_called_once_with(W1, ("last",))
-    world.processes.signal(W1, signal.SIGTERM)  # it is over: its number may be another's
-    assert len(world.sent) == 2
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        Start(W1, restart=2),
+        Signal(W1, signal.SIGTERM),
+        KillOne(W1),
+        AskForStacks(W1),
+        ShowFailure(W1, "exit code 3", (W1, W2)),
+    ],
+)
+def test_an_action_arrives_as_it_was_sent(action):
+    assert decode_action(json.loads(json.dumps(encode_action(action)))) == action
+
+
+def test_every_host_shows_what_failed_first(world):
+    failure = ShowFailure(W0, "exit code 3")
+    assert world.processes.perform(failure) is None
+    assert sorted(world.sent[1:]) == [(rank, encode_action(failure)) for rank in (1, 2)]
 
 
 def test_what_a_host_says_of_the_tasks_of_others_is_left_out(world):
     assert world.hears(ended(), rank=2) == []
     assert world.hears(ended(W0), rank=2) == []
     assert world.hears(ended(W2)) == []  # not started
-    assert world.hears({"states": {"worker-1": "T"}, "mute": []}, rank=2) == []
+    assert world.hears({"states": {"worker-1": "T"}}, rank=2) == []
     assert world.processes.state_of(W1) == "S"
 
 
@@ -105,10 +135,10 @@ def test_a_host_that_is_gone_is_the_end_of_its_tasks_and_starts_none(world):
 
 def test_requests_to_stop_that_come_together_count_once(world):
     world.here = [StopRequest(signum=15)]
-    world.news.append(MessageReceived(rank=1, message={"stop_request": 15}))
+    world.news.append(MessageReceived(rank=1, message=STOP))
     assert world.processes.wait(None) == [StopRequest(signum=15)]
-    assert world.hears({"stop_request": 15}, rank=2) == []
-    assert world.hears({"stop_request": 15}, rank=2) == [StopRequest(signum=15)]  # it means it
+    assert world.hears(STOP, rank=2) == []
+    assert world.hears(STOP, rank=2) == [StopRequest(signum=15)]  # it means it
 
 
 def test_it_wakes_in_time_for_the_beats_of_the_hosts(world):
@@ -116,11 +146,6 @@ def test_it_wakes_in_time_for_the_beats_of_the_hosts(world):
     world.processes.wait(0.2)
     world.processes.wait(100)
     assert [call.args for call in world.local.wait.call_args_list] == [(0.5,), (0.2,), (0.5,)]
-
-
-def test_a_host_that_is_ready_is_taken_down(world):
-    world.hears({"ready": [1]}, rank=2)
-    world.team.ready.assert_called_once_with(2, {"ready": [1]})
 
 
 def test_the_other_hosts_are_told_that_the_launcher_of_host_0_has_failed(monkeypatch):
@@ -137,15 +162,20 @@ def test_the_other_hosts_are_told_that_the_launcher_of_host_0_has_failed(monkeyp
 def test_a_request_to_stop_counts_while_a_host_that_has_lost_host_0_ends_its_tasks():
     request, processes = StopRequest(signum=signal.SIGTERM), Mock()
     processes.wait.side_effect = [[request], [Ended(task=W1, status=-15, at_s=NOW_S)]]
-    specs = [ProcessSpec(task=W1, log_path=Path("worker-1.log"))]
-    tasks = node.NodeTasks(specs, processes, screen=Mock(), cause="", fd=0)
-    assert tasks.start(W1, log="worker-1.log") == []
+    type(processes).running = PropertyMock(side_effect=[[W1], [W1], [W1], [], [], []])
+    tasks = node.NodeTasks(processes, screen=Mock(), fd=0)
     assert tasks.end(grace_s=60) == [request]
+
+
+def test_a_host_that_cannot_make_its_tasks_says_why_at_their_start():
+    tasks = node.NodeTasks(Mock(), screen=Mock(), cause="/logs: read-only", fd=0)
+    ended = tasks.perform(Start(W1))
+    assert (ended.task, ended.status, ended.cause) == (W1, EXIT_USAGE, "/logs: read-only")
 
 
 def test_a_host_that_has_no_port_for_the_next_attempt_says_so(monkeypatch):
     error = UsageError("ports", received="", expected="", fix="", code="no-free-port")
-    monkeypatch.setattr(node, "TaskFactory", MagicMock())
+    monkeypatch.setattr(node, "JobProcesses", MagicMock())
     monkeypatch.setattr(node, "replace_taken", Mock(side_effect=[[], error]))
     monkeypatch.setattr(node, "readable", Mock(return_value=[]))
     part = MagicMock()
@@ -166,10 +196,9 @@ JSON = st.recursive(
 
 @given(
     st.dictionaries(
-        st.sampled_from(
-            ["event", "stop_request", "states", "mute", "lines", "task", "at_s", "status"]
-        ),
-        JSON | st.sampled_from(["ended", "started", "beat", "raised", "worker-1", 15]),
+        st.sampled_from(["event", "signum", "states", "lines", "task", "at_s", "status"]),
+        JSON
+        | st.sampled_from(["ended", "started", "beat", "raised", "stoprequest", "worker-1", 15]),
     )
 )
 def test_what_makes_no_sense_changes_nothing(message):

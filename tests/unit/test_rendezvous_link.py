@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Beat, Ended, Raised, Started, TaskPendingWork, task_of
+from tfdist.launch.events import Beat, Ended, Raised, Started, task_of
 from tfdist.launch.multihost.connection import (
     MAX_FRAME_BYTES,
     NO_SENSE,
@@ -20,6 +20,7 @@ from tfdist.launch.multihost.connection import (
     decode_event,
     encode_event,
 )
+from tfdist.phases import PendingWork
 
 TOKEN = b"correct horse battery staple"
 
@@ -206,7 +207,7 @@ EVENTS = [
         since_s=80,
         first_step_s=50,
         at_s=90,
-        awaited=TaskPendingWork(task=W1, since_s=70, is_first=True),
+        awaited=PendingWork(task="worker-1", since_s=70, is_first=True),
     ),
     Ended(task=W1, status=-9, at_s=90, cause="out of memory"),
 ]

@@ -10,8 +10,17 @@ import pytest
 
 from tfdist.cluster import Task
 from tfdist.launch.diagnosis import SETTLE_S
-from tfdist.launch.events import Beat, Ended, Raised, Started, StopRequest
-from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.events import (
+    AskForStacks,
+    Beat,
+    Ended,
+    KillOne,
+    Raised,
+    Signal,
+    Start,
+    Started,
+    StopRequest,
+)
 from tfdist.launch.state import EVALUATOR, RESTART_GRACE_S, JobState, RestartPolicy
 from tfdist.launch.supervisor import (
     SERVER_GRACE_S,
@@ -32,10 +41,6 @@ PS_JOB = (CHIEF, W0, W1, PS)
 GRACE_S = 10.0
 
 
-def spec(task):
-    return ProcessSpec(task=task, log_path=Path(f"{task}.log"))
-
-
 class History:
     """Processes, screen and clock at once. Tasks end at any signal unless they are deaf to it."""
 
@@ -49,7 +54,7 @@ class History:
         self.broken = set()
         self.gone = set()
         self.alive = set()
-        self.started_logs = []
+        self.started_again = []
         self.stacks_asked = []
         self.killed_alone = []
         self.watched = set()
@@ -90,7 +95,8 @@ class History:
 
     def run(self, tasks, *, is_ps=False, grace_s=GRACE_S, max_restarts=0, min_workers=None):
         state = JobState(
-            specs=map(spec, tasks),
+            job_tasks=tasks,
+            logs=Path(),
             is_ps=is_ps,
             grace_s=grace_s,
             min_workers=min_workers,
@@ -109,12 +115,23 @@ class History:
 
     # the processes
 
-    def start(self, spec):
-        if spec.task in self.broken:
-            raise OSError(11, "Resource temporarily unavailable")
-        self.started_logs.append(spec.log_path.name)
-        self.alive.add(spec.task)
-        self.at(self.now_s, Started(task=spec.task, pid=100, at_s=self.now_s))
+    def perform(self, action):
+        match action:
+            case Start(task=task, restart=restart):
+                return self.start(task, restart)
+            case Signal(task=task, signum=signum):
+                self.signal(task, signum)
+            case AskForStacks(task=task):
+                self.stacks_asked.append((self.now_s, task))
+            case KillOne(task=task):
+                self.kill_one(task)
+
+    def start(self, task, restart):
+        if task in self.broken:
+            return Ended(task=task, status=1, at_s=self.now_s, cause="cannot be started: no room")
+        self.started_again += [(task, restart)] * (restart > 0)
+        self.alive.add(task)
+        self.at(self.now_s, Started(task=task, pid=100, at_s=self.now_s))
 
     def signal(self, task, signum):
         self.signals.append((self.now_s, task, signum))
@@ -122,9 +139,6 @@ class History:
             return
         end_s = self.now_s + (0 if signum == signal.SIGKILL else self.delay_s)
         self.at(end_s, Ended(task=task, status=-signum, at_s=end_s))
-
-    def ask_for_stacks(self, task):
-        self.stacks_asked.append((self.now_s, task))
 
     def kill_one(self, task):
         self.killed_alone.append((self.now_s, task))
@@ -340,7 +354,7 @@ def test_a_task_that_cannot_be_started_fails_the_job_and_stops_those_before_it(h
     history.broken = {W1}
     attempt = history.run([W0, W1, W2])
     assert (attempt.exit_code, attempt.failure.task) == (1, W1)
-    assert "cannot be started: Resource temporarily unavailable" in attempt.failure.cause
+    assert "cannot be started: no room" in attempt.failure.cause
     assert history.sent(W0) == [(0, signal.SIGTERM)]
     assert record(attempt, W2).started_at_s is None
 
@@ -502,7 +516,7 @@ def test_two_workers_that_die_at_once_both_return(history):
     assert (attempt.exit_code, attempt.failure) == (0, None)
     assert {(f.task, f.step, f.at_s) for f in attempt.restarts} == {(W0, 7, 5), (W1, 7, 5)}
     assert history.killed_alone == [(5, W0), (5, W1)]  # what they have left behind
-    assert history.started_logs[-2:] == ["worker-0.restart-1.log", "worker-1.restart-1.log"]
+    assert history.started_again == [(W0, 1), (W1, 1)]
     assert history.said[-1] == (
         "worker-1 failed: killed by SIGKILL, not by the launcher; started again alone, "
         "restart 2 of 2 within 3600 s: worker-1.restart-1.log"
@@ -535,7 +549,7 @@ def test_a_worker_whose_process_does_not_end_is_killed_and_returns(history):
     attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
     assert attempt.exit_code == 0
     assert history.killed_alone[0] == (5 + GRACE_S, W1)
-    assert history.started_logs[-1] == "worker-1.restart-1.log"
+    assert history.started_again == [(W1, 1)]
     assert "does not end" in attempt.restarts[0].cause
 
 

@@ -9,20 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Awakening, Beat, Begin, Ended, Raised, Started, StopRequest
-from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.report import Failure
-from tfdist.launch.state import (
-    EVALUATOR,
+from tfdist.launch.events import (
     AskForStacks,
-    JobState,
+    Awakening,
+    Beat,
+    Begin,
+    Ended,
     KillOne,
-    RestartPolicy,
+    Raised,
     Say,
     ShowFailure,
     Signal,
     Start,
+    Started,
+    StopRequest,
 )
+from tfdist.launch.report import Failure
+from tfdist.launch.state import EVALUATOR, JobState, RestartPolicy
 from tfdist.launch.supervisor import STACKS_S, decide
 from tfdist.launch.watchdog import Watchdog
 
@@ -32,11 +35,6 @@ PS_JOB = (CHIEF, W0, W1, PS)
 MULTIWORKER_JOB = (W0, W1, W2)
 GRACE_S, HANG_S = 10.0, 5.0
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
-
-
-def spec(task, *, restart=0):
-    suffix = f".restart-{restart}" if restart else ""
-    return ProcessSpec(task=task, log_path=Path(f"{task}{suffix}.log"))
 
 
 def job(tasks, *, max_restarts=0, hang_timeout_s=1000.0, states=None, min_workers=None):
@@ -51,7 +49,7 @@ def job(tasks, *, max_restarts=0, hang_timeout_s=1000.0, states=None, min_worker
     )
     policy = RestartPolicy(max_restarts=max_restarts, window_s=3600.0)
     return JobState(
-        specs=map(spec, tasks), is_ps=is_ps, grace_s=GRACE_S, min_workers=min_workers,
+        job_tasks=tasks, logs=Path(), is_ps=is_ps, grace_s=GRACE_S, min_workers=min_workers,
         policy=policy, watchdog=watchdog, now_s=0.0,
     )  # fmt: skip
 
@@ -84,7 +82,7 @@ def replay(state, *history):
     return [(at_s, actions) for at_s, actions in decided if actions]
 
 
-STARTS = [(0.0, [Start(spec(task))]) for task in PS_JOB]
+STARTS = [(0.0, [Start(task)]) for task in PS_JOB]
 
 
 def test_a_worker_of_a_ps_job_that_is_killed_is_started_again_alone():
@@ -104,7 +102,7 @@ def test_a_worker_of_a_ps_job_that_is_killed_is_started_again_alone():
         "restart 1 of 1 within 3600 s: worker-1.restart-1.log"
     )
     assert decided[4:] == [
-        (4.0, [KillOne(W1), Say(said), Start(spec(W1, restart=1))]),
+        (4.0, [KillOne(W1), Say(said), Start(W1, restart=1)]),
         (9.0, [Signal(W0, TERM), Signal(W1, TERM), Signal(PS, TERM)]),
     ]
     assert state.is_over
@@ -176,7 +174,7 @@ def test_what_a_worker_raises_while_it_is_killed_is_no_failure_of_the_next_proce
         Awakening(at_s=12.5 + 2 * GRACE_S),
     )
     assert decided[4][1] == [KillOne(W1)]
-    assert decided[5][1][-1] == Start(spec(W1, restart=1))
+    assert decided[5][1][-1] == Start(W1, restart=1)
     assert len(decided) == 6
 
 
@@ -192,10 +190,10 @@ class Answers:
         events, self.coming = (*self.coming, *events), []
         for action in decide(self.state, Awakening(at_s=self.now_s, events=events)):
             match action:
-                case Start(spec=spec):
+                case Start(task=task):
                     assert not was_ending
                     self.starts += 1
-                    self.coming.append(Started(task=spec.task, pid=7, at_s=self.now_s))
+                    self.coming.append(Started(task=task, pid=7, at_s=self.now_s))
                 case Signal(task=task, signum=signum):
                     self.coming.append(ended(task, self.now_s, -signum))
                 case KillOne(task=task) if self.state.is_running(task):

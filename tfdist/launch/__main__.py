@@ -25,7 +25,7 @@ _LIMITS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the job that the command line asks for and returns its exit code."""
+    """Run the job that the command line asks for; return its exit code."""
     try:
         return _run(argv)
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
 """Diagnosis of a failed attempt: the root cause, its step, and why the kernel killed it.
 
-`RootCause` is pure: it takes events, and is asked with the time.
+`RootCause` is pure: events and times go in, a failure comes out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_PEER_MISSING
 from tfdist.launch.events import Ended, Raised
+from tfdist.launch.plan import control_groups, counters
 from tfdist.launch.report import Failure, exit_code_of, signal_name
 from tfdist.launch.watchdog import Watchdog
 
@@ -69,7 +70,7 @@ class RootCause:
         self._first_seen_s = min(self._first_seen_s, now_s)
 
     def forget(self, task: Task) -> None:
-        """Takes back all about a task: it has ended well after all, or has been started again."""
+        """Forget all about a task that has ended well after all, or has been started again."""
         for known in (self._raised, self._ended, self._moments):
             known.pop(task, None)
         if not self._ended:
@@ -81,7 +82,7 @@ class RootCause:
         return set(self._moments)
 
     def suspect(self, now_s: float, *, is_complete: bool) -> Failure | None:
-        """Return who failed first, or None while that is not to be said yet.
+        """Return the root cause, None while it is not certain yet.
 
         `is_complete` says that no task is left of which a failure could still come.
         """
@@ -165,14 +166,13 @@ def root_of(failure: Failure, watchdog: Watchdog) -> Failure:
     return dataclasses.replace(failure, task=task, cause=cause, kind="absent")
 
 
-_V1_ROOT = Path("/sys/fs/cgroup/memory")
-_V2_ROOT = Path("/sys/fs/cgroup")
+_COUNTER_FILES = ("memory.events", "memory.oom_control")
 _KILLED = re.compile(rb"Killed process (\d+) ")
 _MAX_RECORDS = 10_000
 
 
 class KillEvidence:
-    """Tells why the kernel killed a task, as far as this user may read it.
+    """Evidence of why the kernel killed a task, as far as this user may read it.
 
     The counters of a control group say that some process of it was killed, the kernel's own log
     says which one; inside a container its numbers may be others than ours, and it is often not
@@ -183,13 +183,12 @@ class KillEvidence:
         self,
         *,
         proc: Path = Path("/proc"),
-        v1_root: Path = _V1_ROOT,
-        v2_root: Path = _V2_ROOT,
+        cgroups: Path = Path("/sys/fs/cgroup"),
         kernel_log: Path = Path("/dev/kmsg"),
     ) -> None:
         self._proc = proc
-        self._roots = (v1_root, v2_root)
-        self._counters: dict[Path, int] = {}
+        self._cgroups = cgroups
+        self._counted: dict[Path, int] = {}
         self._files: dict[int, Path] = {}
         self._log_fd = -1
         with contextlib.suppress(OSError):
@@ -199,10 +198,12 @@ class KillEvidence:
 
     def started(self, pid: int) -> None:
         """Remember where a task's memory is counted, and how many were killed there so far."""
-        path = self._counter_file(pid)
-        if path is not None:
-            self._files[pid] = path
-            self._counters.setdefault(path, _oom_kills(path) or 0)
+        groups = control_groups(self._proc / str(pid) / "cgroup", root=self._cgroups)
+        for path in (group / name for group in groups for name in _COUNTER_FILES):
+            if (count := counters(path).get("oom_kill")) is not None:
+                self._files[pid] = path
+                self._counted.setdefault(path, count)
+                return
 
     def of_kill(self, pid: int) -> str:
         """Return why the kernel killed the task whose process was `pid`; "" if it is not known.
@@ -210,15 +211,14 @@ class KillEvidence:
         A rise of a counter explains one death only.
         """
         path = self._files.pop(pid, None)
-        risen = False
-        if path is not None:
-            now, before = _oom_kills(path) or 0, self._counters[path]
-            risen = now > before
-            self._counters[path] = min(now, before + 1)
         logged = self._is_logged(pid)
-        if not (risen or logged):
+        if path is not None and counters(path).get("oom_kill", 0) > self._counted[path]:
+            self._counted[path] += 1
+            where = f"oom_kill rose in {path}"
+        elif logged:
+            where = f"{pid} is in the kernel's log"
+        else:
             return ""
-        where = f"oom_kill rose in {path}" if risen else f"{pid} is in the kernel's log"
         return f"killed by the kernel's out-of-memory killer ({where})"
 
     def close(self) -> None:
@@ -226,26 +226,6 @@ class KillEvidence:
         if self._log_fd >= 0:
             os.close(self._log_fd)
             self._log_fd = -1
-
-    def _counter_file(self, pid: int) -> Path | None:
-        try:
-            groups = (self._proc / str(pid) / "cgroup").read_text()
-        except OSError:
-            return None
-        v1_root, v2_root = self._roots
-        for line in groups.splitlines():
-            _, controllers, group = line.split(":", 2)
-            if "memory" in controllers.split(","):
-                root, name = v1_root, "memory.oom_control"
-            elif not controllers:
-                root, name = v2_root, "memory.events"
-            else:
-                continue
-            # Inside a container the group's own path may not be there: its root is mounted.
-            for path in (root / group.lstrip("/") / name, root / name):
-                if _oom_kills(path) is not None:
-                    return path
-        return None
 
     def _is_logged(self, pid: int) -> bool:
         for _ in range(_MAX_RECORDS if self._log_fd >= 0 else 0):
@@ -259,15 +239,3 @@ class KillEvidence:
                 break
             self._killed |= {int(found) for found in _KILLED.findall(record)}
         return pid in self._killed
-
-
-def _oom_kills(path: Path) -> int | None:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    counts = dict(line.split(" ", 1) for line in lines if " " in line)
-    try:
-        return int(counts["oom_kill"])
-    except (KeyError, ValueError):
-        return None

@@ -1,4 +1,4 @@
-"""Events of a running job that the supervisor acts on, and signals as such events."""
+"""Events of a running job, the actions that the supervisor decides on, and signals as events."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from tfdist.cluster import Task
+from tfdist.phases import PendingWork
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,16 +44,6 @@ class Raised:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TaskPendingWork:
-    """The oldest work unit that a task has dispatched and that is not done."""
-
-    task: Task
-    since_s: float
-    is_first: bool
-    """Whether it is this task's first, which takes longer."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
     """A sign of life: what a task is doing, by its own word. Moments are those of one clock."""
 
@@ -65,7 +56,7 @@ class Beat:
     first_step_s: float | None
     """When this process had done its first steps."""
     at_s: float
-    awaited: TaskPendingWork | None = None
+    awaited: PendingWork | None = None
     rest_s: float | None = None
     """Since when each of its threads waits for another of them; None where one does not."""
 
@@ -104,6 +95,58 @@ class Awakening:
     """Tasks that cannot be started now: their host is gone."""
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a task; its `Started` comes as an event. Where it cannot be started, its `Ended`."""
+
+    task: Task
+    restart: int = 0
+    """How often it was started again alone before, in this attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Send a signal to a task's whole process group: the job is about to end."""
+
+    task: Task
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillOne:
+    """End one task, and what it has left behind, while the job goes on."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class AskForStacks:
+    """Have a task print its Python stacks; it goes on."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class ShowFailure:
+    """Show what failed first and its last lines; from now on nothing of other tasks."""
+
+    task: Task
+    cause: str
+    stacks: tuple[Task, ...] = ()
+    """Tasks that have just printed their stacks: their last lines are kept for the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Show lines of the launcher's own."""
+
+    text: str
+
+
+TaskAction = Start | Signal | KillOne | AskForStacks | ShowFailure
+Action = TaskAction | Say
+
+
 _TASK = re.compile(r"([a-z]{1,20})-([0-9]{1,9})")
 
 
@@ -133,6 +176,9 @@ Ctrl-C on, delivers it twice: within so long it is one."""
 def exit_code_for(signum: int) -> int:
     """Return what a job ends with that was asked to stop: 128 + n, and for SIGUSR1 as SIGTERM."""
     return 128 + (signal.SIGTERM if signum == signal.SIGUSR1 else signum)
+
+
+STOP_CODES = {exit_code_for(signum) for signum in (*STOP_SIGNALS, signal.SIGPIPE)}
 
 
 class SignalPipe:

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def import_once(modules: Sequence[str]) -> None:
-    """Imports what all tasks share, and leaves it as it is to be shared."""
+    """Import what all tasks share, and leave it as it is to be shared."""
     # Not ignored: what is sent to a task while it is being made waits until it is one.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_TASKS)
     set_title("tfdist fork server")
@@ -343,7 +343,7 @@ IMPORTS = ("tensorflow", "keras")
 
 
 class ForkStarter(Starter):
-    """Starts each task as a fork of one process that has TensorFlow imported.
+    """Starter of tasks as forks of one process that has imported TensorFlow.
 
     The process serves all attempts of a job: it never imports the job's own program, and each
     fork gets the environment of its attempt.

@@ -2,7 +2,7 @@
 
 `die_with` and `bound_command` have the kernel send a process a signal when its parent ends, which
 reaches nothing further down. So a job has a guardian too, a small process that outlives the
-launcher: it reads from a pipe which sessions the launcher has started, and waits. The pipe ends
+launcher: it reads from a pipe which sessions there are, in a line at each change. The pipe ends
 with the launcher, by kill -9 too. Everything of the job is killed then: what is in those sessions,
 and what carries the job's mark in its environment, wherever it moved. `GuardianClient` is the
 launcher's side.
@@ -65,13 +65,12 @@ class GuardianClient:
     def add(self, session: int) -> None:
         """Put a session under guard; its id is the pid of the task that leads it."""
         self._sessions.add(session)
-        self._tell(b"+%d\n" % session)
+        self._tell_sessions()
 
     def forget_empty(self) -> None:
         """Forget sessions that have no process left, before their ids are used again."""
-        empty = self._sessions - occupied(self._sessions)
-        self._sessions -= empty
-        self._tell(b"".join(b"-%d\n" % session for session in empty))
+        self._sessions = occupied(self._sessions)
+        self._tell_sessions()
 
     def check(self) -> None:
         """Replace the guardian if it has ended."""
@@ -79,12 +78,11 @@ class GuardianClient:
             return
         if self._starts >= _MAX_STARTS:
             self._process = None
-            self._say("the guardian process keeps being killed: kill -9 of the launcher would now")
-            self._say("leave processes behind")
+            self._say("the guardian keeps being killed; without it kill -9 may leave processes")
             return
         self._say("the guardian process was killed; another one has been started")
         self._start()
-        self._tell(b"".join(b"+%d\n" % session for session in self._sessions))
+        self._tell_sessions()
 
     def end_all(self, *, keep: frozenset[int] = frozenset()) -> list[int]:
         """Kill whatever is left of the job; return the processes that would not go.
@@ -99,13 +97,11 @@ class GuardianClient:
 
     def close(self) -> None:
         """Dismiss the guardian; the job has no process left."""
+        self._tell(DONE)
         process, self._process = self._process, None
         if process is None or process.stdin is None:
             return
-        with contextlib.suppress(OSError):
-            process.stdin.write(DONE + b"\n")
-        with contextlib.suppress(OSError):
-            process.stdin.close()
+        process.stdin.close()
         try:
             process.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -115,8 +111,7 @@ class GuardianClient:
     def _start(self) -> None:
         self._starts += 1
         if self._process and self._process.stdin:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+            self._process.stdin.close()
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, self.mark],
             stdin=subprocess.PIPE,
@@ -128,11 +123,14 @@ class GuardianClient:
             bufsize=0,
         )
 
-    def _tell(self, message: bytes) -> None:
-        if not message or self._process is None or self._process.stdin is None:
+    def _tell_sessions(self) -> None:
+        self._tell(" ".join(map(str, self._sessions)).encode())
+
+    def _tell(self, line: bytes) -> None:
+        if self._process is None or self._process.stdin is None:
             return
         with contextlib.suppress(OSError):  # it is gone: `check` starts another, with all sessions
-            self._process.stdin.write(message)
+            self._process.stdin.write(line + b"\n")
 
 
 MARK = "TFDIST_JOB"
@@ -155,8 +153,7 @@ def main(mark: str) -> None:
         for line in lines:
             if line == DONE:
                 return
-            change = sessions.add if line[:1] == b"+" else sessions.discard
-            change(int(line[1:]))
+            sessions = set(map(int, line.split()))
     end_all(mark, sessions)
 
 

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from tfdist.cluster import HeldPort, hold_ports, settings, tf_config
+from tfdist.cluster import HeldPort, Task, hold_ports, settings, tf_config
 from tfdist.cluster.address import join
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError, opening_port
 from tfdist.files import write_json
-from tfdist.launch.events import STOP_SIGNALS, SignalPipe, exit_code_for
+from tfdist.launch.events import STOP_CODES, STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.live import (
     LIVE_FILE,
     LiveStatus,
@@ -34,7 +34,7 @@ from tfdist.launch.multihost.hosts import (
     own_address,
     terms,
 )
-from tfdist.launch.multihost.leader import Team, TeamProcesses
+from tfdist.launch.multihost.leader import Team
 from tfdist.launch.multihost.node import Node
 from tfdist.launch.multihost.rendezvous import Hub, listen
 from tfdist.launch.options import LaunchOptions, Program
@@ -48,7 +48,7 @@ from tfdist.launch.plan import (
     this_machine,
 )
 from tfdist.launch.process import isolate, raise_file_limit
-from tfdist.launch.processes import JobProcesses, TaskFactory
+from tfdist.launch.processes import JobProcesses
 from tfdist.launch.report import (
     FILE_NAME,
     RunDir,
@@ -91,8 +91,8 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     if options.dry_run:
         return _show_part(job, group)
     program_file = file_of_program(options.program, search=search)
-    alike = terms(options, environ, group=group, program_file=program_file)
-    return _run_across(job, group, terms=alike)
+    job_terms = terms(options, environ, group=group, program_file=program_file)
+    return _run_across(job, group, terms=job_terms)
 
 
 def _pass_over_tf_config(program: Program, environ: Mapping[str, str]) -> None:
@@ -218,7 +218,7 @@ def _run_here(job: JobDescription) -> int:
         with SignalPipe() as signals:
             job_run = JobRun(job, ports=ports, run_dir=run_dir, screen=screen, signals=signals)
             code = job_run.run()
-        screen.last_words(is_hurried=job_run.was_requested)
+        screen.last_words(is_hurried=code in STOP_CODES)
     return code
 
 
@@ -264,16 +264,29 @@ def _run_across(job: JobDescription, group: Group, *, terms: Mapping[str, str]) 
             signals=signals,
         )
         code = Node(part, stack=stack).run() if group.rank else _lead(part)
-    screen.last_words(is_hurried=code != 0)
+    screen.last_words(is_hurried=code in STOP_CODES)
     return code
 
 
 def _lead(part: HostPart) -> int:
     """Run the job, as host 0; the other hosts are told how it has ended."""
-    team = Team(part, _hub(part))
+    team, screen, run_path = Team(part, _hub(part)), part.screen, part.job.run_dir
     code, why = EXIT_FAILED, "the launcher of host 0 has failed"
     try:
-        code = _run_team(part, team)
+        if (stop_signal := team.gather()) is not None:
+            code = exit_code_for(stop_signal)
+        else:
+            screen.announce(team.roll_call())
+            with RunDir(run_path) as run_dir:
+                screen.announce(f"run directory {run_path}")
+                code = JobRun(
+                    part.job,
+                    ports=part.ports,
+                    run_dir=run_dir,
+                    screen=screen,
+                    signals=part.signals,
+                    team=team,
+                ).run()
         why = ""
     except TfdistError as error:
         code, why = error.exit_code, str(error)
@@ -281,19 +294,6 @@ def _lead(part: HostPart) -> int:
     finally:
         team.end(code, why=why)
     return code
-
-
-def _run_team(part: HostPart, team: Team) -> int:
-    job, screen = part.job, part.screen
-    if (asked := team.gather()) is not None:
-        return exit_code_for(asked)
-    screen.announce(team.roll_call())
-    with RunDir(job.run_dir) as run_dir:
-        screen.announce(f"run directory {job.run_dir}")
-        job_run = JobRun(
-            job, ports=part.ports, run_dir=run_dir, screen=screen, signals=part.signals, team=team
-        )
-        return job_run.run()
 
 
 def _hub(part: HostPart) -> Hub:
@@ -311,7 +311,7 @@ def _hub(part: HostPart) -> Hub:
 
 
 class JobRun:
-    """Runs a job as often as it is worth it.
+    """Run of a job: its attempts, as long as another one is worth it.
 
     The guardian, the fork server and the ports live from the first attempt to the last.
     """
@@ -336,10 +336,8 @@ class JobRun:
         self._hold = partial(hold_ports, among=job.ports)
         if ports:
             self._hold = partial(self._hold, host=ports[0].host)
-        self.was_requested = False
-        """Whether the job has ended because it was asked to."""
         self._stack = contextlib.ExitStack()
-        self._task_factory = TaskFactory(job, screen=screen, signals=signals)
+        self._processes = JobProcesses(job, screen=screen, signals=signals)
         self._report_file = job.run_dir / FILE_NAME
         self._entries = earlier_attempts(job.run_dir)
         self._description = description_of_job(job.strategy, argv=sys.orig_argv)
@@ -356,7 +354,7 @@ class JobRun:
             UsageError: the run directory cannot be written to; nothing has been started.
         """
         with self._stack:
-            self._stack.enter_context(self._task_factory)
+            self._stack.enter_context(self._processes)
             if (port := self._job.options.metrics_port) is not None:
                 self._serve_metrics(port)
             logs = self._run_dir.start_attempt()
@@ -378,12 +376,10 @@ class JobRun:
             attempt = self._run_attempt(logs, is_first=before is None)
             if before is not None:
                 self._entries[-2]["restart_s"] = restart_seconds(before, attempt)
-            ended = self._hindrance() if attempt.restart else None
-            next_logs = self._next_logs(attempt) if ended is None else None
+            code = self._hindrance() if attempt.restart else attempt.exit_code
+            next_logs = self._next_logs(attempt) if code is None else None
             if next_logs is None:
-                was_stopped = attempt.exit_code > 0 and attempt.failure is None
-                self.was_requested = was_stopped or ended is not None
-                code = attempt.exit_code if ended is None else ended
+                code = attempt.exit_code if code is None else code
                 self._write(code)
                 return code
             self._write(None)
@@ -391,24 +387,28 @@ class JobRun:
 
     def _run_attempt(self, logs: Path, *, is_first: bool) -> JobState:
         """Run one, and add its entry to the report; return how it has ended."""
-        self._task_factory.check()
         self._ports = replace_taken(self._ports, stack=self._stack, hold=self._hold)
         specs = self._specs()
+        tasks = [spec.task for spec in specs] if self._team is None else [*self._team.host_of]
         if is_first:
-            self._screen.announce(f"strategy {self._job.strategy}: {_counted(specs)}")
+            self._screen.announce(f"strategy {self._job.strategy}: {_counted(tasks)}")
         options, is_ps = self._job.options, self._job.strategy == "ps"
-        processes = self._processes(specs, logs=logs)
+        processes: JobProcesses | Team = self._processes
+        self._processes.begin(specs, chief=tasks[0], logs=logs, fork_log="fork-server.log")
+        if self._team is not None:
+            self._team.begin(self._processes)
+            processes = self._team
         watchdog = Watchdog(
             hang_timeout_s=options.hang_timeout_s or math.inf,
             startup_timeout_s=options.startup_timeout_s,
             is_ps=is_ps,
-            chief=specs[0].task,
+            chief=tasks[0],
             state_of=processes.state_of,
-            can_speak=processes.can_speak,
             is_held_up=lambda: self._screen.out.is_full,
         )
         state = JobState(
-            specs=specs,
+            job_tasks=tasks,
+            logs=logs,
             is_ps=is_ps,
             grace_s=options.grace_s,
             min_workers=options.min_workers,
@@ -453,52 +453,30 @@ class JobRun:
         )
 
     def _specs(self) -> tuple[ProcessSpec, ...]:
+        """Return the processes of this host's tasks."""
         attempt = self._run_dir.attempt
-        if self._team is None:
-            specs = self._job.specs([port.address for port in self._ports], attempt=attempt)
-        else:
-            specs = self._team.specs(
-                partial(self._job.specs_here, attempt=attempt),
-                ports=self._ports,
-                attempt=attempt,
-                run_dir=self._job.run_dir,
-            )
-        count = attempt - self._first_attempt
-        return tuple(spec.started_again(count) for spec in specs) if count else specs
-
-    def _processes(
-        self, specs: Sequence[ProcessSpec], *, logs: Path
-    ) -> JobProcesses | TeamProcesses:
-        team = self._team
-        here = specs if team is None else [s for s in specs if not team.host_of[s.task]]
-        local = self._task_factory.processes(
-            here, chief=specs[0].task, fork_log=logs / "fork-server.log"
-        )
-        return local if team is None else TeamProcesses(local, team, screen=self._screen)
+        restarts = attempt - self._first_attempt
+        if self._team is not None:
+            return self._team.specs(ports=self._ports, attempt=attempt, restarts=restarts)
+        addresses = [port.address for port in self._ports]
+        return self._job.specs(addresses, attempt=attempt, restarts=restarts)
 
     def _hindrance(self) -> int | None:
         """Return what the job ends with if something is in the way of another attempt."""
-        asked = self._asked()
+        came = [signum for signum in self._signals.read() if signum in STOP_SIGNALS]
+        if came:
+            self._screen.say(f"{signal_name(came[0])}: not started again")
+            return exit_code_for(came[0])
         try:
-            if asked is None and self._team is not None:
-                asked = self._team.gather()
+            stop_signal = None if self._team is None else self._team.gather()
         except TfdistError as error:
             self._screen.say(f"not started again: {error}")
             return error.exit_code
-        return None if asked is None else exit_code_for(asked)
-
-    def _asked(self) -> int | None:
-        """Return the signal by which somebody asked the job to stop between two attempts."""
-        came = [signum for signum in self._signals.read() if signum in STOP_SIGNALS]
-        if not came:
-            return None
-        self._screen.say(f"{signal_name(came[0])}: not started again")
-        return came[0]
+        return None if stop_signal is None else exit_code_for(stop_signal)
 
     def _next_logs(self, attempt: JobState) -> Path | None:
         """Return where the next attempt writes; None if there is to be none."""
-        failure = attempt.failure
-        if not attempt.restart or failure is None:
+        if (failure := attempt.failure) is None:
             return None
         try:
             logs = self._run_dir.next_attempt()
@@ -529,7 +507,7 @@ def _epoch_s() -> float:
     return time.time() - time.monotonic()
 
 
-def _counted(specs: Sequence[ProcessSpec]) -> str:
-    counts = Counter(spec.task.type for spec in specs)
+def _counted(tasks: Sequence[Task]) -> str:
+    counts = Counter(task.type for task in tasks)
     plural = {"worker": "workers"}
     return ", ".join(f"{n} {plural.get(t, t) if n > 1 else t}" for t, n in counts.items())

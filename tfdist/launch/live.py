@@ -1,7 +1,6 @@
 """Live status of a job: `live.json`, the history of each attempt, and metrics for Prometheus.
 
-Seen from the heartbeats, once a second: what a task does between two of them is taken for what it
-says at the second, or, where it has changed since the first, divided at the moment of the change.
+Seen from the heartbeats, once a second: what a task says at one, it did since the one before.
 
 Run as a module it serves the metrics: a process of its own that reads `live.json`, since the
 launcher forks and so has one thread, and waits for no client.
@@ -143,7 +142,7 @@ def _columns(bins: list[_Bin]) -> dict[str, Any]:
 
 @dataclass(kw_only=True, slots=True)
 class _Seen:
-    """What was heard of the present process of a task."""
+    """Last reports of the present process of a task."""
 
     pid: int | None = None
     beat: Beat | None = None
@@ -212,15 +211,8 @@ class LiveStatus:
             self._write(state, self._history)
 
     def _see_beat(self, seen: _Seen, beat: Beat, history: AttemptHistory) -> None:
-        before = seen.beat
-        if before is not None and beat.at_s > before.at_s:
-            changed_s = before.at_s
-            if beat.phase != before.phase:
-                changed_s = min(max(beat.since_s, before.at_s), beat.at_s)
-            history.add(beat.task, before.phase, begin_s=before.at_s, end_s=changed_s)
-            history.add(beat.task, beat.phase, begin_s=changed_s, end_s=beat.at_s)
-        elif before is None:
-            history.add(beat.task, beat.phase, begin_s=beat.since_s, end_s=beat.at_s)
+        begin_s = beat.since_s if seen.beat is None else seen.beat.at_s
+        history.add(beat.task, beat.phase, begin_s=begin_s, end_s=beat.at_s)
         seen.beat = beat
         if seen.pid is not None and self._is_here(beat.task):
             seen.memory_bytes = memory_bytes(seen.pid)
@@ -315,11 +307,7 @@ def prometheus_text(status: Mapping[str, Any]) -> str:
 
 def _labels(task: Mapping[str, Any], **more: str) -> str:
     labels = {"task": task["task"], **({"host": task["host"]} if task["host"] else {}), **more}
-    return "{" + ",".join(f'{name}="{_escaped(text)}"' for name, text in labels.items()) + "}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return "{" + ",".join(f'{name}="{text}"' for name, text in labels.items()) + "}"
 
 
 class MetricsServer:

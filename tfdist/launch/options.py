@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 from tfdist.argument_parser import Parser, number
 from tfdist.cluster import STRATEGIES
 from tfdist.cluster.ports import parse_ports
-from tfdist.errors import UsageError, near, require_one_of
+from tfdist.errors import UsageError, mutually_exclusive, near, require_one_of
 
 StartMethod = Literal["exec", "fork"]
 
@@ -161,9 +161,10 @@ class LaunchOptions:
             _refuse("run_dir", "''", "the path of a directory", fix, code="empty")
         if self.ports is not None:
             parse_ports(self.ports, where="--ports")
-        _check_kept(self)
+        if self.keep_fds and not all(n.isascii() and n.isdigit() for n in self.keep_fds.split(",")):
+            fix = "leave --keep_fds out; tfdist.spawn gives it"
+            _refuse("keep_fds", repr(self.keep_fds), "numbers of descriptors, 5,6", fix)
         _check_together(self)
-        _check_hosts(self)
 
     @property
     def port_range(self) -> range | None:
@@ -225,72 +226,48 @@ def _check_numbers(options: LaunchOptions) -> None:
                 _refuse(name, received, expected, f"use --{name} {example}, for example")
 
 
-def _check_kept(options: LaunchOptions) -> None:
-    if options.keep_fds is None:
-        return
-    if not all(n.isascii() and n.isdigit() for n in options.keep_fds.split(",")):
-        expected, fix = "numbers of descriptors, 5,6", "leave --keep_fds out; tfdist.spawn gives it"
-        _refuse("keep_fds", repr(options.keep_fds), expected, fix)
-    if options.fork_server is not None:
-        received = "descriptors for tasks of a fork server that is there already"
-        _refuse("keep_fds", received, "one of them", "leave --fork_server out", code="exclusive")
-
-
 def _check_together(options: LaunchOptions) -> None:
-    strategy, workers, ps = options.strategy, options.workers, options.ps
-    if ps is not None and strategy not in ("auto", "ps"):
-        fix = "leave --ps out, or use --strategy ps"
-        _refuse("ps", f"{ps} with --strategy {strategy}", "no --ps", fix, code="exclusive")
-    stages = options.stages
-    if stages is not None and strategy != "pipeline":
-        fix = "leave --stages out, or use --strategy pipeline"
-        _refuse("stages", f"{stages} with --strategy {strategy}", "no --stages", fix)
+    strategy, workers, hosts = options.strategy, options.workers, options.hosts
+    is_ps = strategy == "ps" or options.ps is not None
+    for flag, is_of_use, kind, code in (
+        ("ps", strategy in ("auto", "ps"), "ps", "exclusive"),
+        ("stages", strategy == "pipeline", "pipeline", "out-of-range"),
+        ("split_bytes", is_ps, "ps", "LCH001"),
+        ("profile_ps", is_ps, "ps", "LCH001"),
+        ("min_workers", is_ps or hosts is not None, "ps", "no-ps"),
+    ):
+        value = getattr(options, flag)
+        if value not in (None, False) and not is_of_use:
+            received = f"{value} with --strategy {strategy}"
+            fix = f"leave --{flag} out, or use --strategy {kind}"
+            _refuse(flag, received, f"no --{flag}", fix, code=code)
+    if strategy in ("single", "mirrored") and (workers > 1 or hosts is not None):
+        flag = "workers" if workers > 1 else "hosts"
+        received = f"{getattr(options, flag)} with --strategy {strategy}"
+        fix = f"use --strategy multiworker, or leave --{flag} out"
+        _refuse(flag, received, "one process", fix, code="exclusive")
+    stages, fewest, devices = options.stages, options.min_workers, options.devices_per_worker
     if stages is not None and workers % stages:
         fix = "make --workers a multiple of --stages, or leave it out"
         expected = "a task for each stage of each pipeline"
         _refuse("stages", f"{stages} with --workers {workers}", expected, fix)
-    for flag in ("split_bytes", "profile_ps"):
-        value = getattr(options, flag)
-        if value and strategy != "ps" and ps is None:
-            fix = f"leave --{flag} out, or use --strategy ps"
-            received = f"{value} in a job without ps"
-            _refuse(flag, received, f"no --{flag}", fix, code="LCH001")
-    fewest = options.min_workers
-    if fewest is not None and strategy != "ps" and ps is None and options.hosts is None:
-        fix = "leave --min_workers out, or use --strategy ps or --hosts"
-        received = f"{fewest} in a job without ps"
-        _refuse("min_workers", received, "no --min_workers", fix, code="no-ps")
-    if fewest is not None and fewest > workers and options.hosts is None:
+    if fewest is not None and fewest > workers and hosts is None:
         received = f"{fewest} of --workers {workers}"
         _refuse("min_workers", received, f"at most {workers}", f"use --min_workers {workers}")
-    if options.fork_server is not None and (options.isolate or options.start == "exec"):
-        received = f"a fork server with {'--isolate' if options.isolate else '--start exec'}"
-        fix = "leave --fork_server out"
-        _refuse("fork_server", received, "one of them", fix, code="exclusive")
-    if options.metrics_port is not None and options.isolate:
-        fix = "leave one of them out; live.json in the run directory says the same"
-        expected = "one of them: nobody reaches into the job's own network"
-        _refuse("metrics_port", "it with --isolate", expected, fix, code="exclusive")
-    if workers > 1 and strategy in ("single", "mirrored"):
-        fix = "use --strategy multiworker, or leave --workers out"
-        received = f"{workers} with --strategy {strategy}"
-        _refuse("workers", received, "one process, 1", fix, code="exclusive")
-    devices = options.devices_per_worker
     if strategy == "single" and devices is not None and devices > 1:
         received = f"{devices} with --strategy single"
         fix = "use --strategy mirrored"
         _refuse("devices_per_worker", received, "1", fix, code="exclusive")
-
-
-def _check_hosts(options: LaunchOptions) -> None:
-    if options.node_rank is not None and options.hosts is None:
+    if options.node_rank is not None and hosts is None:
         fix = "give --hosts too, or leave --node_rank out"
         received = f"{options.node_rank} without --hosts"
         _refuse("node_rank", received, "a list of hosts", fix, code="no-hosts")
-    if options.hosts is not None and options.strategy in ("single", "mirrored"):
-        received = f"a list of hosts with --strategy {options.strategy}"
-        fix = "use --strategy multiworker or ps, or leave --hosts out"
-        _refuse("hosts", received, "a job of several tasks", fix, code="exclusive")
+    isolate, server = {"--isolate": options.isolate}, {"--fork_server": options.fork_server}
+    mutually_exclusive({"--keep_fds": options.keep_fds, **server})
+    mutually_exclusive({**server, **isolate})
+    mutually_exclusive({**server, "--start exec": options.start == "exec"})
+    fix = "leave one of them out; live.json in the run directory says the same"
+    mutually_exclusive({"--metrics_port": options.metrics_port, **isolate}, fix=fix)
 
 
 def _refuse(

@@ -1,6 +1,6 @@
 """Plan of a job: one process per task, with its part of this machine's CPUs and GPUs.
 
-Pure, but for `this_machine` and `memory_groups`, so that ``--dry_run`` can print it.
+Pure, but for what reads this machine, so that ``--dry_run`` can print it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfdist.cluster import (
@@ -33,6 +33,11 @@ from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.options import LaunchOptions, Program, StartMethod
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Limit, use, and the counter of cache, in version 2 of control groups and in version 1."""
 _UNLIMITED = 1 << 60  # version 1 says so by a number near 2**63
 _GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _NVIDIA_SMI_TIMEOUT_S = 20.0
@@ -63,42 +68,48 @@ def _cpus() -> int:
         return allowed
 
 
-def memory_groups(
-    *, root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")
-) -> Iterator[tuple[int, int]]:
-    """Yield limit and use, in bytes, of each control group that bounds this process's memory."""
+def control_groups(membership: Path, *, root: Path = _CGROUPS) -> Iterator[Path]:
+    """Yield the control groups in which a process's memory is counted, its own group first.
+
+    `membership` is its ``cgroup`` file in /proc. Of the groups some may not be there: inside a
+    container it has the names from outside, and sees its own as the root.
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield from _limits(root, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _limits(root / "memory", path, *names)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root  # version 1, or 2
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        yield from (top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
 
 
-def _limits(root: Path, path: str, limit: str, use: str, cache: str) -> Iterator[tuple[int, int]]:
-    """Yield those of a group and of the groups that it is in."""
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for depth in range(len(parts), -1, -1):
-        group = root.joinpath(*parts[:depth])
-        with contextlib.suppress(OSError, ValueError):  # "max", or not seen from in here
-            most = int((group / limit).read_text())
-            if most < _UNLIMITED:
-                yield most, int((group / use).read_text()) - _cache(group, cache)
+def memory_groups(
+    *, root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")
+) -> Iterator[tuple[int, int]]:
+    """Yield limit and use, in bytes, of each control group that bounds this process's memory.
+
+    What the kernel gives back when it is needed, the cache of files, does not count.
+    """
+    for group in control_groups(membership, root=root):
+        for limit, use, cache in _MEMORY_FILES:
+            with contextlib.suppress(OSError, ValueError):  # "max", or not seen from in here
+                most = int((group / limit).read_text())
+                if most < _UNLIMITED:
+                    cached = counters(group / "memory.stat").get(cache, 0)
+                    yield most, int((group / use).read_text()) - cached
 
 
-def _cache(group: Path, name: str) -> int:
-    """Return the bytes of files that the kernel gives back when they are needed."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (group / "memory.stat").read_text().splitlines():
-            key, value = line.split()
-            if key == name:
-                return int(value)
-    return 0
+def counters(path: Path) -> dict[str, int]:
+    """Return what a file of a control group counts, by its names; nothing if it is not there."""
+    try:
+        pairs = (line.split() for line in path.read_text().splitlines())
+        return {name: int(count) for name, count in pairs}
+    except (OSError, ValueError):
+        return {}
 
 
 def _gpus_of_machine(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -145,26 +156,16 @@ _SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSpec:
-    """One task's process: what it runs, in which environment, and where its output is kept.
-
-    Of a process on another host only the task and the log are known here.
-    """
+    """One task's process: what it runs, and in which environment."""
 
     task: Task
-    log_path: Path
-    program: Program = field(default_factory=Program)
-    argv: tuple[str, ...] = ()
+    program: Program
+    argv: tuple[str, ...]
     """What a person would type to run this task by hand."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    added: tuple[str, ...] = ()
+    env: Mapping[str, str]
+    added: tuple[str, ...]
     """Names in `env` that the launcher set; the rest is the user's own environment."""
-    title: str = ""
-
-    def started_again(self, count: int) -> ProcessSpec:
-        """Return it as of a job that was started again so often, besides by a scheduler."""
-        before = settings.integer(self.env, settings.RESTARTS) or 0
-        env = {**self.env, settings.RESTARTS: f"{before + count}"}
-        return replace(self, env=env, added=(*self.added, settings.RESTARTS))
+    title: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,18 +194,23 @@ class JobDescription:
         """Return the tasks that need a port, in the order in which `specs` takes addresses."""
         return tasks_with_address(self.options, self.strategy)
 
-    def specs(self, addresses: Sequence[str], *, attempt: int) -> tuple[ProcessSpec, ...]:
+    def specs(
+        self, addresses: Sequence[str], *, attempt: int, restarts: int = 0
+    ) -> tuple[ProcessSpec, ...]:
         """Return a process for each task, in the order in which they start; first the chief's.
+
+        `restarts` is how often the launcher has started the job again before.
 
         Raises:
             UsageError: the job cannot be divided over this machine.
         """
         tasks = self.tasks_with_address
         cluster = ClusterSpec.of(dict(zip(tasks, addresses, strict=True)))
-        return self.specs_here(cluster, tasks or (Task("worker", 0),), attempt=attempt)
+        here = tasks or (Task("worker", 0),)
+        return self.specs_here(cluster, here, attempt=attempt, restarts=restarts)
 
     def specs_here(
-        self, cluster: ClusterSpec, here: Collection[Task], *, attempt: int
+        self, cluster: ClusterSpec, here: Collection[Task], *, attempt: int, restarts: int = 0
     ) -> tuple[ProcessSpec, ...]:
         """Return the processes of the tasks of `cluster` that are on this host, as `specs`."""
         options = self.options
@@ -224,7 +230,7 @@ class JobDescription:
         )
         gpus = _divide_gpus(self, here)
         return tuple(
-            _process(self, config, attempt=attempt, gpus=gpus, here=here)
+            _process(self, config, gpus=gpus, here=here, restarts=restarts)
             for config in job_configs(cluster, options=job_options)
             if config.task in here
         )
@@ -290,7 +296,7 @@ def tasks_with_address(options: LaunchOptions, strategy: str) -> tuple[Task, ...
 
 
 def render(specs: Sequence[ProcessSpec]) -> str:
-    """Returns the tasks as commands for a shell, with what the launcher adds to each one's
+    """Return the tasks as commands for a shell, with what the launcher adds to each one's
     environment and nothing of the user's own, which may hold secrets. Arguments that are secrets
     by their name have a mark in their job."""
     blocks = []
@@ -305,14 +311,17 @@ def _process(
     job: JobDescription,
     config: TaskConfig,
     *,
-    attempt: int,
     gpus: Mapping[Task, str],
     here: Collection[Task],
+    restarts: int,
 ) -> ProcessSpec:
     options, task, program = job.options, config.task, job.options.program
     forced = {VARIABLE: encode(config), "PYTHONUNBUFFERED": "1"}
     if options.ports is not None:
         forced[settings.PORTS] = options.ports
+    if restarts:  # besides those by a scheduler
+        before = settings.integer(job.environ, settings.RESTARTS) or 0
+        forced[settings.RESTARTS] = f"{before + restarts}"
     if task in gpus:
         forced["CUDA_VISIBLE_DEVICES"] = gpus[task]
     if options.threads_per_task is not None:
@@ -331,7 +340,6 @@ def _process(
         argv=(job.python, *program.python_args),
         env={**job.environ, **added},
         added=tuple(added),
-        log_path=job.run_dir / "logs" / f"attempt-{attempt}" / f"{task}.log",
         title=f"tfdist {task} {program.name}",
     )
 

@@ -34,7 +34,7 @@ _IFREQ = "16sh22x"
 
 
 class Starter:
-    """Starts each task as a new Python, without a helper process of its own."""
+    """Starter of tasks as new Pythons, without a helper process of its own."""
 
     def __init__(
         self,
@@ -188,6 +188,6 @@ def _unshare(flags: int) -> None:
 
 def _raise_loopback() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        asked = struct.pack(_IFREQ, b"lo", 0)
-        _, flags = struct.unpack(_IFREQ, fcntl.ioctl(control, _SIOCGIFFLAGS, asked))
+        request = struct.pack(_IFREQ, b"lo", 0)
+        _, flags = struct.unpack(_IFREQ, fcntl.ioctl(control, _SIOCGIFFLAGS, request))
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack(_IFREQ, b"lo", flags | _IFF_UP))

@@ -15,52 +15,89 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfdist.cluster import Task
-from tfdist.errors import UsageError
 from tfdist.launch.diagnosis import KillEvidence
 from tfdist.launch.events import (
     STOP_SIGNALS,
+    AskForStacks,
     Beat,
     Ended,
     Event,
+    KillOne,
     Raised,
+    Signal,
     SignalPipe,
+    Start,
     Started,
     StopRequest,
+    TaskAction,
 )
 from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient
 from tfdist.launch.multihost.connection import NO_SENSE, event_of
 from tfdist.launch.plan import JobDescription, ProcessSpec
 from tfdist.launch.process import Starter
+from tfdist.launch.report import log_name
 from tfdist.launch.screen import Console, JobScreen, TaskOutput
 from tfdist.launch.task import STACK_SIGNAL
-from tfdist.launch.watchdog import holds_pipe, proc_state
+from tfdist.launch.watchdog import proc_state
 
 _READ_BYTES = 1 << 16
 _MAX_READS = 64  # of one task's pipe at its end, which a child of its own may keep filling
 
 
 class JobProcesses:
-    """The real processes that a `Supervisor` works with. It sleeps until something happens."""
+    """The processes of a job on this host, attempt after attempt; a context manager.
+
+    After `begin` tasks are started and ended by `perform`, and `wait` sleeps until something
+    happens, until `finish`. The guardian and a fork server live on from one attempt to the next,
+    and nothing is left behind in the end.
+    """
 
     def __init__(
         self,
+        job: JobDescription,
         *,
-        chief: Task,
-        starter: Starter,
-        guard: GuardianClient,
-        evidence: KillEvidence,
         screen: JobScreen,
         signals: SignalPipe,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._chief = chief
-        self._starter = starter
-        self._guard = guard
-        self._evidence = evidence
+        self._job = job
         self._screen = screen
         self._signals = signals
         self._clock = clock
+        self._evidence = KillEvidence()
+        self._starter = Starter(
+            clock=clock, open_files=job.open_files, keep_fds=job.options.kept_fds
+        )
+        self._given: socket.socket | None = None
+        if (descriptor := job.options.fork_server) is not None:
+            os.set_inheritable(descriptor, False)  # no task is to keep it open
+            self._given = socket.socket(fileno=descriptor)
+
+    def __enter__(self) -> JobProcesses:
+        mark = secrets.token_hex(8)
+        self._guard = GuardianClient(mark, environ=self._job.environ, say=self._screen.say)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._starter.close()
+        self._guard.end_all()
+        self._guard.close()
+        self._evidence.close()
+
+    def begin(
+        self, specs: Sequence[ProcessSpec], *, chief: Task, logs: Path, fork_log: str
+    ) -> None:
+        """Begin an attempt, of whose tasks none is started yet.
+
+        `fork_log` is the name of the file in `logs` to which a fork server writes.
+        """
+        self._guard.check()
+        if self._job.start == "fork" and specs:  # without, host 0 gets the reason
+            self._ready_fork_server(specs, log_path=logs / fork_log)
+        self._specs = {spec.task: spec for spec in specs}
+        self._logs = logs
+        self._chief = chief
         self._news: list[Event] = []
         self._running: dict[Task, int | None] = {}
         self._pids: dict[Task, int] = {}  # of the last process of each task, also when it is over
@@ -73,14 +110,56 @@ class JobProcesses:
         self._notes_fd, self._notes_write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._notes_fd, False)
         self._selector = selectors.DefaultSelector()
-        self._watch(signals.fd, self._on_signals)
+        self._watch(self._signals.fd, self._on_signals)
         self._watch(self._notes_fd, self._on_notes)
-        if (starter_fd := starter.fileno()) is not None:
+        if (starter_fd := self._starter.fileno()) is not None:
             self._watch(starter_fd, self._collect)
 
-    def start(self, spec: ProcessSpec) -> None:
-        """Start a task; its `Started` comes as an event. Raises OSError if it cannot."""
-        output = self._screen.open(spec, is_chief=spec.task == self._chief)
+    def _ready_fork_server(self, specs: Sequence[ProcessSpec], *, log_path: Path) -> None:
+        """Start a fork server, unless that of the attempt before is there."""
+        if isinstance(self._starter, ForkStarter) and not self._starter.is_over:
+            return
+        self._starter.close()
+        given, self._given = self._given, None  # the first; another is started here
+        self._starter = server = ForkStarter(
+            environ={**shared_environment(specs), MARK: self._guard.mark},
+            log_path=log_path,
+            open_files=self._job.open_files,
+            clock=self._clock,
+            cause_of_kill=self._evidence.of_kill,
+            server=given,
+            keep_fds=self._job.options.kept_fds,
+        )
+        if server.pid is not None:
+            self._guard.add(server.pid)
+            self._evidence.started(server.pid)
+
+    @property
+    def running(self) -> list[Task]:
+        """Return the tasks that have been started and have not ended."""
+        return list(self._running)
+
+    def perform(self, action: TaskAction) -> Ended | None:
+        """Do what was decided; return the end of a task that cannot be started."""
+        match action:
+            case Start(task=task):
+                try:
+                    self._start(self._specs[task], log=log_name(task, action.restart))
+                except OSError as error:
+                    cause = f"cannot be started: {error.strerror or error}"
+                    return Ended(task=task, status=1, at_s=self._clock(), cause=cause)
+            case Signal(task=task, signum=signum):
+                self._signal(task, signum)
+            case KillOne(task=task):
+                self._kill_one(task)
+            case AskForStacks(task=task):
+                self._ask_for_stacks(task)
+            case _:
+                pass
+        return None
+
+    def _start(self, spec: ProcessSpec, *, log: str) -> None:
+        output = self._screen.open(spec.task, self._logs / log, is_chief=spec.task == self._chief)
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(read_fd, False)
         self._pipes[read_fd] = (spec.task, output)
@@ -100,8 +179,7 @@ class JobProcesses:
         if started is not None:
             self._on_started(started)
 
-    def signal(self, task: Task, signum: int) -> None:
-        """Send a signal to a task's whole process group."""
+    def _signal(self, task: Task, signum: int) -> None:
         self._is_patient = False
         if task not in self._running:
             return
@@ -118,28 +196,22 @@ class JobProcesses:
             if signum == signal.SIGKILL:
                 self._starter.give_up()
 
-    def ask_for_stacks(self, task: Task) -> None:
-        """Have a task print its Python stacks; its own processes, which might end, hear nothing."""
+    def _ask_for_stacks(self, task: Task) -> None:
+        """Signal the task's process alone: its own processes, which might end, hear nothing."""
         if pid := self._running.get(task):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, STACK_SIGNAL)
 
-    def kill_one(self, task: Task) -> None:
-        """End one task, and what it has left in its session, while the job goes on."""
+    def _kill_one(self, task: Task) -> None:
         if task in self._running and self._running[task] is None:
             self._owed[task] = signal.SIGKILL
         elif task in self._pids:
             self._guard.end_session(self._pids[task])
 
     def state_of(self, task: Task) -> str | None:
-        """Return the state letter of a task's process, None if it is gone."""
+        """Return the state of a task's process, as `proc_state`; None without one."""
         pid = self._pids.get(task)
-        return None if pid is None else proc_state(pid)
-
-    def can_speak(self, task: Task) -> bool:
-        """Return whether a task's process still has the pipe on which it tells what it does."""
-        pid = self._pids.get(task)
-        return pid is None or holds_pipe(pid, pipe_fd=self._notes_fd)
+        return None if pid is None else proc_state(pid, pipe_fd=self._notes_fd)
 
     def can_start(self, task: Task) -> bool:
         """Return True: this machine is there."""
@@ -168,7 +240,7 @@ class JobProcesses:
         return news
 
     def finish(self) -> None:
-        """Ends what the tasks have left behind, and reads what is left of their output."""
+        """End the attempt: what the tasks have left behind; read what is left of their output."""
         left = self._guard.end_all(keep=self._starter.sessions)
         if left:
             self._screen.say(f"cannot be killed: processes {', '.join(map(str, left))}")
@@ -233,7 +305,7 @@ class JobProcesses:
                     self._news.append(event)
 
     def _read(self, fd: int) -> bool:
-        """Passes on what is in a pipe; returns whether there may be more."""
+        """Pass on what is in a pipe; return whether there may be more."""
         _, output = self._pipes[fd]
         try:
             data = os.read(fd, _READ_BYTES)
@@ -301,100 +373,3 @@ def _signal_group(pid: int, signum: int) -> None:
             os.killpg(pid, signum)
         except ProcessLookupError:  # forked just now, and leads no group yet
             os.kill(pid, signum)
-
-
-class TaskFactory:
-    """The guardian and the fork server; a context manager that leaves no process behind."""
-
-    def __init__(
-        self,
-        job: JobDescription,
-        *,
-        screen: JobScreen,
-        signals: SignalPipe,
-    ) -> None:
-        self._job = job
-        self._screen = screen
-        self._signals = signals
-        self._stack = contextlib.ExitStack()
-        self._starter: ForkStarter | None = None
-        self._given = _socket_of(job.options.fork_server)
-        self._evidence = KillEvidence()
-
-    def __enter__(self) -> TaskFactory:
-        self._stack.callback(self._evidence.close)
-        self._guard = GuardianClient(
-            secrets.token_hex(8), environ=self._job.environ, say=self._screen.say
-        )
-        self._stack.callback(self._guard.close)
-        self._stack.callback(self._guard.end_all)
-        self._stack.callback(self._close_starter)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def check(self) -> None:
-        """Replace the guardian if it has ended."""
-        self._guard.check()
-
-    def processes(
-        self, specs: Sequence[ProcessSpec], *, chief: Task, fork_log: Path
-    ) -> JobProcesses:
-        """Return the processes of an attempt, none of them started.
-
-        `fork_log` is where a fork server would write.
-        """
-        return JobProcesses(
-            chief=chief,
-            starter=self._ready_starter(specs, fork_log=fork_log),
-            guard=self._guard,
-            evidence=self._evidence,
-            screen=self._screen,
-            signals=self._signals,
-            clock=time.monotonic,
-        )
-
-    def _ready_starter(self, specs: Sequence[ProcessSpec], *, fork_log: Path) -> Starter:
-        """Return what starts the tasks: of the attempt before, unless that has ended."""
-        if self._starter is not None and not self._starter.is_over:
-            return self._starter
-        self._close_starter()
-        open_files, keep_fds = self._job.open_files, self._job.options.kept_fds
-        if self._job.start == "exec" or not specs:  # none: host 0 gets the reason
-            return Starter(clock=time.monotonic, open_files=open_files, keep_fds=keep_fds)
-        given, self._given = self._given, None  # the first; another would be started here
-        server = ForkStarter(
-            environ={**shared_environment(specs), MARK: self._guard.mark},
-            log_path=fork_log,
-            open_files=open_files,
-            clock=time.monotonic,
-            cause_of_kill=self._evidence.of_kill,
-            server=given,
-            keep_fds=keep_fds,
-        )
-        if server.pid is not None:
-            self._guard.add(server.pid)
-            self._evidence.started(server.pid)
-        self._starter = server
-        return server
-
-    def _close_starter(self) -> None:
-        if self._starter is not None:
-            self._starter.close()
-
-
-def _socket_of(descriptor: int | None) -> socket.socket | None:
-    if descriptor is None:
-        return None
-    try:
-        os.set_inheritable(descriptor, False)  # no task is to keep it open
-        return socket.socket(fileno=descriptor)
-    except OSError as error:
-        raise UsageError(
-            "--fork_server",
-            received=f"{descriptor}, which is no socket ({error.strerror})",
-            expected="the descriptor of a socket to a fork server",
-            fix="leave --fork_server out; tfdist.tune gives it",
-            code="no-socket",
-        ) from None

@@ -215,9 +215,9 @@ def chosen_run_dir(given: str | None) -> Path:
     return Path(os.path.abspath(os.path.join("runs", name)))
 
 
-def restart_log(log_path: Path, restart: int) -> Path:
-    """Return where a task that was started again alone writes: ``worker-1.restart-1.log``."""
-    return log_path.with_name(f"{log_path.stem}.restart-{restart}{log_path.suffix}")
+def log_name(task: Task, restart: int = 0) -> str:
+    """Return the name of a task's log, such as ``worker-1.restart-1.log`` once started again."""
+    return f"{task}.restart-{restart}.log" if restart else f"{task}.log"
 
 
 def next_attempt(run_dir: Path) -> int:

@@ -12,13 +12,9 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tfdist.cluster import Task
 from tfdist.errors import TfdistError
-
-if TYPE_CHECKING:  # --help prints by this module, and needs no plan
-    from tfdist.launch.plan import ProcessSpec
 
 _CHUNK_BYTES = 4096  # a pipe that is ready takes this much without blocking
 _BACKLOG_BYTES = 1 << 20
@@ -28,7 +24,7 @@ _ERASE = b"\r\x1b[K"
 
 
 class Console:
-    """Writes to a descriptor without ever waiting for whoever reads it.
+    """Output to a descriptor that never waits for whoever reads it.
 
     What cannot be written yet is kept; `is_full` asks the caller to read no more output from
     the tasks until there is room. `is_closed` says that nobody reads any more.
@@ -45,7 +41,8 @@ class Console:
         self.fd = fd
         self.is_terminal = is_terminal
         self.is_closed = False
-        self.num_lines = 0
+        self.last_lines = ("", 0)
+        """Whose lines are the last that were added, and how many of them in one piece."""
         self._colour = colour
         self._columns = columns
         self._backlog = bytearray()
@@ -63,11 +60,14 @@ class Console:
 
     def say(self, text: str) -> None:
         """Add lines of the launcher's own."""
+        self.last_lines = ("", 0)
         for line in text.splitlines():
             self._put(b"[launch] " + line.encode(errors="backslashreplace"))
 
     def line(self, name: str, text: bytes, *, hue: int = 0) -> None:
         """Add one line of the task called `name`."""
+        before, count = self.last_lines
+        self.last_lines = (name, count + 1 if name == before else 1)
         self._put(self._prefix(name, hue) + text)
 
     def progress(self, name: str, text: bytes, *, hue: int = 0) -> None:
@@ -115,7 +115,6 @@ class Console:
         del self._backlog[:written]
 
     def _put(self, line: bytes) -> None:
-        self.num_lines += 1
         if self._progress:
             self._add(_ERASE + line + b"\n" + self._progress)
         else:
@@ -160,7 +159,7 @@ _MAX_LAST_CHARS = 1000
 
 
 class LineSplitter:
-    """Cuts a stream of bytes into lines, as a terminal would leave them on its screen.
+    """Lines of a stream of bytes, as a terminal would leave them on its screen.
 
     A carriage return begins a line again: only the last text of a line is left of it.
     """
@@ -203,11 +202,10 @@ class TaskOutput:
         self.muted = False
         self.last: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._writer = writer
-        self._shown_at: deque[int] = deque(maxlen=_LAST_LINES)
         self._hue = hue
         self._is_chief = is_chief
         self._splitter = LineSplitter()
-        self._log_path = log_path
+        self.log_path = log_path
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._log_fd = os.open(log_path, flags, 0o644)
 
@@ -234,13 +232,6 @@ class TaskOutput:
         """Return the last lines as text, bytes that are not UTF-8 escaped."""
         return tuple(line.decode(errors="backslashreplace")[:_MAX_LAST_CHARS] for line in self.last)
 
-    def is_last_on_screen(self) -> bool:
-        """Return whether `last_lines` are, in one piece, the last thing that was shown."""
-        shown, lines = self._shown_at, self._writer.num_lines
-        return len(shown) == len(self.last) and list(shown) == [
-            *range(lines - len(shown) + 1, lines + 1)
-        ]
-
     def _show(self, lines: list[bytes]) -> None:
         if lines and self._is_chief:
             self._writer.drop_progress()
@@ -248,14 +239,13 @@ class TaskOutput:
         if not self.muted:
             for line in lines:
                 self._writer.line(self.name, line, hue=self._hue)
-                self._shown_at.append(self._writer.num_lines)
 
     def _log(self, data: bytes) -> None:
         try:
             while data and self._log_fd >= 0:
                 data = data[os.write(self._log_fd, data) :]
         except OSError as error:
-            self._writer.say(f"{self._log_path}: cannot be written: {error.strerror}; going on")
+            self._writer.say(f"{self.log_path}: cannot be written: {error.strerror}; going on")
             with contextlib.suppress(OSError):
                 os.close(self._log_fd)
             self._log_fd = -1
@@ -284,31 +274,27 @@ _LAST_WORDS_S = 1.0
 
 
 class JobScreen:
-    """Shows tasks on `out` and the launcher's own remarks on `err`, which may be the same."""
+    """Output of tasks on `out` and of the launcher on `err`, which may be the same."""
 
     def __init__(self, *, out: Console, err: Console) -> None:
         self.out = out
         self.err = err
         self.consoles = (out,) if out is err else (out, err)
         self._outputs: dict[Task, TaskOutput] = {}
-        self._log_paths: dict[Task, str] = {}
         self._hues: dict[Task, int] = {}
         self._remote_lines: dict[Task, tuple[str, ...]] = {}
         self.hosts: dict[Task, str] = {}
         """Where each task is, in a job on several hosts."""
-        self.on_failure: Callable[[Task, str], None] = lambda task, cause: None
-        """Called with what failed first, which is shown."""
 
-    def open(self, spec: ProcessSpec, *, is_chief: bool) -> TaskOutput:
+    def open(self, task: Task, log_path: Path, *, is_chief: bool) -> TaskOutput:
         """Return a new place for a task's output; OSError if its log cannot be made."""
-        hue = self._hues.setdefault(spec.task, len(self._hues))
-        if (before := self._outputs.get(spec.task)) is not None:
+        hue = self._hues.setdefault(task, len(self._hues))
+        if (before := self._outputs.get(task)) is not None:
             before.close()
         output = TaskOutput(
-            str(spec.task), log_path=spec.log_path, writer=self.out, hue=hue, is_chief=is_chief
+            str(task), log_path=log_path, writer=self.out, hue=hue, is_chief=is_chief
         )
-        self._outputs[spec.task] = output
-        self._log_paths[spec.task] = str(spec.log_path)
+        self._outputs[task] = output
         return output
 
     def announce(self, text: str) -> None:
@@ -326,7 +312,6 @@ class JobScreen:
             output.muted = other != task
         failed = self._outputs.get(task)
         self.say(self._failure_block(task, failed, cause))
-        self.on_failure(task, cause)
 
     def last_lines(self, task: Task) -> tuple[str, ...]:
         """Return the last lines of a task's output."""
@@ -365,13 +350,14 @@ class JobScreen:
         if output is None:
             remote = [f"  {line}" for line in self._remote_lines.get(task, ())]
             return "\n".join([f"{head}\nits last lines:" if remote else head, *remote])
-        log = self._log_paths[task]
         lines = output.last_lines()
         if not lines:
             return f"{head}\nit printed nothing"
-        if self.out is self.err and output.is_last_on_screen():
-            return f"{head}\nwhat it printed is above, and in {log}"
-        return "\n".join([head, f"its last lines, from {log}:", *(f"  {line}" for line in lines)])
+        shown, count = self.out.last_lines
+        if self.out is self.err and shown == output.name and count >= len(lines):
+            return f"{head}\nwhat it printed is above, and in {output.log_path}"
+        from_log = f"its last lines, from {output.log_path}:"
+        return "\n".join([head, from_log, *(f"  {line}" for line in lines)])
 
 
 def standard_screen(environ: Mapping[str, str]) -> JobScreen:

@@ -23,7 +23,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType, FunctionType
-from typing import Any
+from typing import IO, Any, cast
 
 from tfdist.cluster import read_environment
 from tfdist.errors import EXIT_FAILED, JobFailed, TfdistError, UsageError, near
@@ -35,7 +35,6 @@ _MODULE = "tfdist.launch.spawn"
 _OPTIONS = tuple(f.name for f in FLAGS if f.name not in ("help", "fork_server", "keep_fds"))
 _READ_BYTES = 1 << 16
 _LINES_KEPT = 20
-_LENGTH_BYTES = 8
 
 
 def spawn(
@@ -77,10 +76,10 @@ def spawn(
     parse([*flags, "-m", _MODULE])
     payload = _pickled(fn, args)
     with _memory("function") as function_fd, _memory("answers") as answers_fd:
-        _write(function_fd, payload)
+        with _opened(function_fd, "wb") as file:
+            file.write(payload)
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(function_fd, fcntl.F_ADD_SEALS, seals)
-        fcntl.fcntl(answers_fd, fcntl.F_SETFL, os.O_APPEND)
         fds = (function_fd, answers_fd)
         keep = f"--keep_fds={function_fd},{answers_fd}"
         command = [*flags, keep, "-m", _MODULE, *map(str, fds)]
@@ -145,18 +144,9 @@ def _memory(name: str) -> Iterator[int]:
         os.close(fd)
 
 
-def _write(fd: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(fd, left) :]
-
-
-def _contents(fd: int) -> bytes:
-    """Return what is in memory that others have open too, and so without a position of its own."""
-    size, parts = os.fstat(fd).st_size, bytearray()
-    while len(parts) < size and (part := os.pread(fd, size - len(parts), len(parts))):
-        parts += part
-    return bytes(parts)
+def _opened(fd: int, mode: str) -> IO[bytes]:
+    """Return memory that other processes have open too as a file with a position of its own."""
+    return cast("IO[bytes]", open(f"/proc/self/fd/{fd}", mode))
 
 
 def _pickled(fn: Any, args: Sequence[Any]) -> bytes:
@@ -232,12 +222,10 @@ def _first_line(error: BaseException) -> str:
 
 def _answers(fd: int) -> list[dict[str, Any]]:
     """Return what tasks have written; what one was killed over, and what follows it, is not."""
-    data, answers = _contents(fd), []
-    while length := int.from_bytes(data[:_LENGTH_BYTES], "little"):
-        record, data = data[_LENGTH_BYTES:][:length], data[_LENGTH_BYTES + length :]
-        if len(record) < length:
-            break
-        answers.append(pickle.loads(record))
+    answers = []
+    with _opened(fd, "rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            answers.append(pickle.load(file))
     return answers
 
 
@@ -252,15 +240,15 @@ def _failed(
         said = lines[-1].removeprefix("[launch] ") if lines else "it said nothing"
         return JobFailed(f"the job ended with exit code {code}: {said}", exit_code=code)
     task = failure["task"]
-    told = [answer for answer in answers if answer["kind"] == "error" and answer["task"] == task]
-    trace = told[-1]["traceback"] if told else ""
+    errors = [answer for answer in answers if answer["kind"] == "error" and answer["task"] == task]
+    trace = errors[-1]["traceback"] if errors else ""
     last = "\n".join(failure.get("last_lines") or ())
     more = trace or last
     message = f"{task} failed first: {failure['cause']}" + (f"\n\n{more}" if more else "")
     failed = JobFailed(message, task=task, exit_code=code, traceback=trace)
-    if told and told[-1]["value"] is not None:
+    if errors and errors[-1]["value"] is not None:
         with contextlib.suppress(Exception):  # of a class that only the task could make
-            failed.__cause__ = pickle.loads(told[-1]["value"])
+            failed.__cause__ = pickle.loads(errors[-1]["value"])
     return failed
 
 
@@ -270,10 +258,10 @@ def _failed(
 def _run(flags: Sequence[str], *, keep_fds: tuple[int, ...]) -> tuple[int, bool, Sequence[str]]:
     """Run the launcher; return its exit code, whether it was interrupted, and its last lines."""
     process: subprocess.Popen[bytes] | None = None
-    asked: list[int] = []
+    requests: list[int] = []
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        asked.append(signum)
+        requests.append(signum)
         if process is not None:
             process.send_signal(signum)
 
@@ -288,10 +276,10 @@ def _run(flags: Sequence[str], *, keep_fds: tuple[int, ...]) -> tuple[int, bool,
             start_new_session=True,  # a terminal's or a kernel's Ctrl-C comes through this process
         )
         try:
-            if asked:
+            if requests:
                 process.send_signal(signal.SIGINT)
             lines = _shown(process)
-            return process.wait(), bool(asked), lines
+            return process.wait(), bool(requests), lines
         finally:
             _end(process)
 
@@ -343,17 +331,18 @@ def serve(argv: Sequence[str]) -> None:
     function_fd, answers_fd = map(int, argv)
     for fd in (function_fd, answers_fd):
         os.set_inheritable(fd, False)
-    given = pickle.loads(_contents(function_fd))
+    with _opened(function_fd, "rb") as file:
+        given = pickle.load(file)
     os.close(function_fd)
     sys.path[:] = given["path"]
     for name, lines in given["cells"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-    told = read_environment(os.environ)
-    task = str(told.task) if told else ""
+    config = read_environment(os.environ)
+    task = str(config.task) if config else ""
     try:
         fn, args = pickle.loads(given["call"])
         value = fn(*args)
-        if told is None or not told.cluster.tasks() or told.task == told.cluster.chief_task:
+        if config is None or config.task == config.cluster.chief_task:
             _answer(answers_fd, {"kind": "result", "task": task, "value": _value(value)})
     except Exception as error:
         trace = "" if isinstance(error, TfdistError) else _traceback(error)
@@ -391,12 +380,9 @@ def _traceback(error: BaseException) -> str:
 
 def _answer(fd: int, record: Mapping[str, Any]) -> None:
     """Append a record in one piece: no other task writes meanwhile."""
-    data = pickle.dumps(dict(record))
-    fcntl.lockf(fd, fcntl.LOCK_EX)
-    try:
-        _write(fd, len(data).to_bytes(_LENGTH_BYTES, "little") + data)
-    finally:
-        fcntl.lockf(fd, fcntl.LOCK_UN)
+    with _opened(fd, "ab") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)  # until it is closed
+        file.write(pickle.dumps(dict(record)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""State of one attempt of a job, the actions that can be decided on, and the restart policy.
+"""State of one attempt of a job, and the restart policy.
 
 The state is its tasks, what was seen of them, and what was decided. Only `decide` in
 `supervisor.py` changes it; it holds no process, screen or clock.
@@ -17,8 +17,7 @@ from tfdist.cluster import Task
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE
 from tfdist.launch.diagnosis import RootCause
 from tfdist.launch.events import exit_code_for
-from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.report import Failure, TaskRecord, restart_log
+from tfdist.launch.report import Failure, TaskRecord
 from tfdist.launch.watchdog import Watchdog
 
 # What differs between two runs of the same mistake: addresses in memory, ports, process ids, ages.
@@ -37,7 +36,7 @@ class RestartDecision:
 
 
 class RestartPolicy:
-    """Counts the restarts of a job, those of single tasks too, and decides on the next one.
+    """Restarts of a job, those of single tasks too, and the decision on the next one.
 
     A restart repeats what failed only if it got no further: a failure of the same kind of task,
     for the same cause and at the same step as the failure before it is not tried again. Where
@@ -105,83 +104,19 @@ RESTART_GRACE_S = 1.0
 """How long the others may take before a restart: without a peer they wait, deaf, in TensorFlow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start a task; its `Started` comes as an event. Where it cannot be started, its `Ended`."""
-
-    spec: ProcessSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Signal:
-    """Send a signal to a task's whole process group: the job is about to end."""
-
-    task: Task
-    signum: int
-
-
-@dataclass(frozen=True, slots=True)
-class KillOne:
-    """End one task, and what it has left behind, while the job goes on."""
-
-    task: Task
-
-
-@dataclass(frozen=True, slots=True)
-class AskForStacks:
-    """Have a task print its Python stacks; it goes on."""
-
-    task: Task
-
-
-@dataclass(frozen=True, slots=True)
-class Say:
-    """Show lines of the launcher's own."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ShowFailure:
-    """Show what failed first and its last lines; from now on nothing of other tasks."""
-
-    task: Task
-    cause: str
-    stacks: tuple[Task, ...] = ()
-    """Tasks that have just printed their stacks: their last lines are kept for the report."""
-
-
-Action = Start | Signal | KillOne | AskForStacks | Say | ShowFailure
-
-
 @dataclass(kw_only=True, slots=True)
 class TaskState:
-    """One task, and the record of each of its processes."""
+    """One task, and the record of each of its processes; the last is the present or next one."""
 
-    spec: ProcessSpec
-    """Of its present process, or the next one."""
-    first_log: Path
     records: list[TaskRecord]
     is_running: bool = False
     """Whether it has a process, or is about to get one."""
     failed_alone: Failure | None = None
     """What it is being ended for while the others go on."""
 
-    @classmethod
-    def of(cls, spec: ProcessSpec) -> TaskState:
-        """Return the state of a task that has not been started."""
-        return cls(spec=spec, first_log=spec.log_path, records=[TaskRecord(task=spec.task)])
-
     def record(self, **changes: Any) -> None:
         """Change the record of its present process."""
         self.records[-1] = replace(self.records[-1], **changes)
-
-    def next_process(self) -> Path:
-        """Begin the record of its next process; return where that writes."""
-        task, restart = self.spec.task, len(self.records)
-        self.records.append(TaskRecord(task=task, restart=restart))
-        self.spec = replace(self.spec, log_path=restart_log(self.first_log, restart))
-        return self.spec.log_path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,9 +133,11 @@ class PendingHang:
 class JobState:
     """All that is known of an attempt. Moments are those of the supervisor's clock."""
 
-    specs: InitVar[Iterable[ProcessSpec]]
-    """Of its tasks, none of which has been started; the chief's, whose end ends a ps job, first."""
+    job_tasks: InitVar[Iterable[Task]]
+    """None of which has been started; first the chief, whose end ends a ps job."""
     tasks: dict[Task, TaskState] = field(init=False)
+    logs: Path
+    """The directory of this attempt's logs."""
     is_ps: bool
     """Whether workers and ps serve the chief; a worker may then fail alone."""
     grace_s: float
@@ -243,8 +180,8 @@ class JobState:
     deadline_s: float = math.inf
     """When the grace period ends; once killed, when a process that lives on is given up."""
 
-    def __post_init__(self, specs: Iterable[ProcessSpec]) -> None:
-        self.tasks = {spec.task: TaskState.of(spec) for spec in specs}
+    def __post_init__(self, job_tasks: Iterable[Task]) -> None:
+        self.tasks = {task: TaskState(records=[TaskRecord(task=task)]) for task in job_tasks}
         self.root_cause = RootCause(patience_s=self.grace_s)
         self.started_s = self.now_s
 

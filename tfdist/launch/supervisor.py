@@ -16,35 +16,34 @@ from tfdist.cluster import Task
 from tfdist.errors import EXIT_USAGE
 from tfdist.launch.diagnosis import root_of
 from tfdist.launch.events import (
+    Action,
+    AskForStacks,
     Awakening,
     Beat,
     Begin,
     Ended,
     Event,
-    Raised,
-    Started,
-    StopRequest,
-    named,
-)
-from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.report import Failure, request_name
-from tfdist.launch.state import (
-    EVALUATOR,
-    RESTART_GRACE_S,
-    Action,
-    AskForStacks,
-    JobState,
     KillOne,
-    PendingHang,
-    RestartDecision,
+    Raised,
     Say,
     ShowFailure,
     Signal,
     Start,
+    Started,
+    StopRequest,
+    named,
+)
+from tfdist.launch.report import Failure, TaskRecord, log_name, request_name
+from tfdist.launch.state import (
+    EVALUATOR,
+    RESTART_GRACE_S,
+    JobState,
+    PendingHang,
+    RestartDecision,
 )
 
 if TYPE_CHECKING:
-    from tfdist.launch.multihost.leader import TeamProcesses
+    from tfdist.launch.multihost.leader import Team
     from tfdist.launch.processes import JobProcesses
     from tfdist.launch.screen import JobScreen
 
@@ -298,7 +297,9 @@ class _Decision:
         reason = self._verdict_on(failure).reason
         state.policy.restarted(failure)
         state.restarts.append(failure)
-        log = state.tasks[task].next_process()
+        records = state.tasks[task].records
+        records.append(TaskRecord(task=task, restart=len(records)))
+        log = state.logs / log_name(task, records[-1].restart)
         self._say(f"{task} failed: {failure.cause}; started again alone, {reason}: {log}")
         self._start(task)
 
@@ -306,7 +307,7 @@ class _Decision:
         known = self._state.tasks[task]
         known.is_running = True
         self._state.watchdog.started(task, at_s=self._now_s)  # that it never does is a hang, too
-        self._do(Start(known.spec))
+        self._do(Start(task, known.records[-1].restart))
 
     def _lose(self, failure: Failure) -> None:
         """Go on without the failed task."""
@@ -390,7 +391,7 @@ class _Decision:
 
 
 class Supervisor:
-    """Runs one attempt: does what `decide` says.
+    """Run of one attempt, which does what `decide` says.
 
     Attributes:
       stacks: the last lines of the tasks that have printed their stacks, after a hang.
@@ -400,7 +401,7 @@ class Supervisor:
         self,
         state: JobState,
         *,
-        processes: JobProcesses | TeamProcesses,
+        processes: JobProcesses | Team,
         screen: JobScreen,
         clock: Callable[[], float],
         observe: Callable[[JobState, Awakening], None] = lambda state, awakening: None,
@@ -439,26 +440,10 @@ class Supervisor:
 
     def _perform(self, action: Action) -> Ended | None:
         """Do as decided; return the end of a task that cannot be started."""
-        match action:
-            case Start(spec=spec):
-                return self._start(spec)
-            case Signal(task=task, signum=signum):
-                self._processes.signal(task, signum)
-            case KillOne(task=task):
-                self._processes.kill_one(task)
-            case AskForStacks(task=task):
-                self._processes.ask_for_stacks(task)
-            case Say(text=text):
-                self._screen.say(text)
-            case ShowFailure(task=task, cause=cause, stacks=stuck):
-                self.stacks = {one: self._screen.last_lines(one) for one in stuck}
-                self._screen.show_failure(task, cause)
-        return None
-
-    def _start(self, spec: ProcessSpec) -> Ended | None:
-        try:
-            self._processes.start(spec)
-        except OSError as error:
-            cause = f"cannot be started: {error.strerror or error}"
-            return Ended(task=spec.task, status=1, at_s=self._clock(), cause=cause)
-        return None
+        if isinstance(action, Say):
+            self._screen.say(action.text)
+            return None
+        if isinstance(action, ShowFailure):
+            self.stacks = {task: self._screen.last_lines(task) for task in action.stacks}
+            self._screen.show_failure(action.task, action.cause)
+        return self._processes.perform(action)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib.machinery import BuiltinImporter, PathFinder
+from collections.abc import Iterable, Sequence
+from importlib.machinery import BuiltinImporter, ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
 from typing import NoReturn
 
 from tfdist.errors import UsageError, near
 from tfdist.launch.options import DEFAULT_MODULE, Program
 
 _TENSORFLOW = ("tensorflow", "keras", "tfdist")
+_READ_AT_IMPORT = re.compile("(TF|TF2|KERAS|XLA|OMP|CUDA)_(?!CONFIG$)[A-Z0-9_]+")
 _ADDS_MODULES = re.compile(rb"__path__|declare_namespace|sys\.modules|meta_path")
-_READ_AT_IMPORT = re.compile("(TF|TF2|KERAS|XLA|OMP|CUDA)_")
 
 
 def check_program(program: Program, *, search: Sequence[str]) -> None:
@@ -36,17 +33,17 @@ def check_program(program: Program, *, search: Sequence[str]) -> None:
 
 
 def imports_tensorflow(program: Program, *, search: Sequence[str]) -> bool:
-    """Returns whether a program says that it imports TensorFlow, and leaves its settings alone.
+    """Return whether a program's own file imports tensorflow, keras or tfdist.
 
-    It looks for an import of tensorflow, keras or tfdist in the program's own file. A program that
-    sets variables which TensorFlow or Keras read at their import wants to do so before.
+    One that names a variable which these read at their import may set it, and has to do so before:
+    of such a program it returns False.
     """
     path = file_of_program(program, search=search)
     try:
         nodes = list(ast.walk(ast.parse(Path(path).read_bytes())))
     except (OSError, SyntaxError, ValueError):
         return False  # the task says it
-    return any(map(_imports, nodes)) and not any(map(_sets, nodes))
+    return any(map(_imports, nodes)) and not any(map(_names_a_variable, nodes))
 
 
 def _imports(node: ast.AST) -> bool:
@@ -58,102 +55,46 @@ def _imports(node: ast.AST) -> bool:
     return False
 
 
-def _sets(node: ast.AST) -> bool:
-    """Return whether code changes a variable that matters, or one whose name it does not say."""
+def _names_a_variable(node: ast.AST) -> bool:
     match node:
-        case (
-            ast.Subscript(value=target, ctx=ast.Store() | ast.Del())
-            | ast.AugAssign(target=target)
-            | ast.Call(func=ast.Attribute(value=target, attr="setdefault" | "update" | "pop"))
-        ) if _is_environ(target):
-            inside = node
-        case ast.Call(func=ast.Attribute(attr="putenv" | "unsetenv" | "setenv" | "delenv")):
-            inside = node
-        case _:
-            return False
-    names = [name for part in ast.walk(inside) if (name := _name_in(part))]
-    return not names or any(_READ_AT_IMPORT.match(name) for name in names)
-
-
-def _name_in(part: ast.AST) -> str | None:
-    """Return what may be a variable's name: text, or the keyword of an argument."""
-    match part:
         case ast.Constant(value=str(name)) | ast.keyword(arg=str(name)):
-            return name
-    return None
-
-
-def _is_environ(target: ast.AST) -> bool:
-    return getattr(target, "attr", None) == "environ" or getattr(target, "id", None) == "environ"
+            return _READ_AT_IMPORT.fullmatch(name) is not None
+    return False
 
 
 def file_of_program(program: Program, *, search: Sequence[str]) -> str:
-    """Return the file of a program that is there; empty if it has none."""
-    if program.is_module:
-        return _file_of(program.target, search=search)
-    return program.target
+    """Return the file of a program that is there, of a package its ``__main__``; "" if none."""
+    if not program.is_module:
+        return program.target
+    *_, spec = _specs(program.target, search=search)
+    if spec.submodule_search_locations is not None:
+        *_, spec = _specs(f"{program.target}.__main__", search=search)
+    return spec.origin if spec.has_location and spec.origin else ""
 
 
-def _file_of(name: str, *, search: Sequence[str]) -> str:
-    """Return the file of a module that is there, of a package its ``__main__``."""
-    *_, found = _found(name, search=search)
-    if found is not None and found.places is not None:
-        *_, found = _found(f"{name}.__main__", search=search)
-    return "" if found is None else found.file
+def _specs(name: str, *, search: Sequence[str]) -> list[ModuleSpec]:
+    """Return the specs of the packages on the way to a module, and its own if it is there.
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Module:
-    file: str
-    """Empty where it has none."""
-    places: Sequence[str] | None
-    """Where the modules of a package are; None for a module."""
-
-
-def _found(name: str, *, search: Sequence[str]) -> Iterator[_Module | None]:
-    """Yield the packages on the way to a module, and it; None, as the last, for what is missing.
-
-    All that an import would ask is asked, since an editable install may bring a finder of its own,
-    and nothing is imported. So what a package makes of itself when it is imported stays unseen.
+    All finders that an import would ask are asked, since an editable install may bring one of its
+    own, and nothing is imported. So what a package makes of itself at its import stays unseen.
     """
-    places: Sequence[str] | None = None
-    parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        found = _find(".".join(parts[:count]), places, search=search)
-        yield found
-        if found is None:
-            return
-        places = found.places or ()  # nothing is inside a module
-
-
-def _find(name: str, places: Sequence[str] | None, *, search: Sequence[str]) -> _Module | None:
-    parent = name.rpartition(".")[0]
-    with _present(parent, places):
+    specs: list[ModuleSpec] = []
+    places, parts = search, name.split(".")
+    for depth, part in enumerate(parts, 1):
         for finder in sys.meta_path:
             if finder is BuiltinImporter or not hasattr(finder, "find_spec"):
                 continue  # built-in modules cannot be run
-            at = search if finder is PathFinder and places is None else places
-            spec = finder.find_spec(name, at)
+            if finder is PathFinder:  # for a name with dots it would look at the package itself
+                spec = finder.find_spec(part, places)
+            else:
+                spec = finder.find_spec(".".join(parts[:depth]), places if specs else None)
             if spec is not None:
-                inside = spec.submodule_search_locations
-                file = spec.origin if spec.has_location and spec.origin else ""
-                return _Module(file=file, places=None if inside is None else list(inside))
-    return None
-
-
-@contextlib.contextmanager
-def _present(package: str, places: Sequence[str] | None) -> Iterator[None]:
-    """Have finders see a package as imported: for a namespace inside another one they look."""
-    if not package or package in sys.modules:
-        yield
-        return
-    stand_in = ModuleType(package)
-    stand_in.__path__ = places  # type: ignore[assignment]  # as the import system reads it
-    sys.modules[package] = stand_in
-    try:
-        yield
-    finally:
-        del sys.modules[package]
+                break
+        else:
+            break
+        specs.append(spec)
+        places = list(spec.submodule_search_locations or ())  # nothing is inside a module
+    return specs
 
 
 def _check_configuration(program: Program) -> None:
@@ -196,32 +137,32 @@ def _near_file(path: Path) -> str:
 
 
 def _check_module(name: str, *, search: Sequence[str]) -> None:
-    places: Sequence[str] = search
-    package, inside = None, ""
-    for part, found in zip(name.split("."), _found(name, search=search), strict=False):
-        if found is None:
-            if package is None or not _may_have_more(package):
-                _refuse_module(name, inside=inside, part=part, places=places)
-            return
-        package, inside, places = found, f"{inside}.{part}".lstrip("."), found.places or ()
-    if package is None or package.places is None or _may_have_more(package):
+    parts, specs = name.split("."), _specs(name, search=search)
+    if specs and _adds_modules(specs[-1]):
         return
-    *_, main = _found(f"{name}.__main__", search=search)
-    if main is None:
+    if len(specs) < len(parts):
+        inside, part = ".".join(parts[: len(specs)]), parts[len(specs)]
+        places = specs[-1].submodule_search_locations or () if specs else search
+        _refuse_module(name, inside=inside, part=part, places=places)
+    if specs[-1].submodule_search_locations is None:
+        return
+    if len(_specs(f"{name}.__main__", search=search)) == len(parts):
         fix = f"name a module in it, or add {name.replace('.', '/')}/__main__.py"
         received = f"-m {name}, a package without __main__"
         _refuse(received, "a module to run", fix, code="no-main")
 
 
-def _may_have_more(package: _Module) -> bool:
+def _adds_modules(package: ModuleSpec) -> bool:
     """Return whether a package says that it adds modules to itself when it is imported."""
+    if package.submodule_search_locations is None or not package.has_location:
+        return False
     try:
-        return bool(_ADDS_MODULES.search(Path(package.file).read_bytes()))
+        return bool(_ADDS_MODULES.search(Path(package.origin or "").read_bytes()))
     except OSError:
         return False
 
 
-def _refuse_module(name: str, *, inside: str, part: str, places: Sequence[str]) -> NoReturn:
+def _refuse_module(name: str, *, inside: str, part: str, places: Iterable[str]) -> NoReturn:
     names = {
         entry.stem
         for place in places

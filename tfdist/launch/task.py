@@ -79,7 +79,7 @@ def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:
 
 
 def set_title(title: str) -> None:
-    """Names this process for ``ps`` and ``top`` where setproctitle is installed.
+    """Name this process for ``ps`` and ``top`` where setproctitle is installed.
 
     Only the package's compiled part is loaded: its Python part costs more than the rest of
     the start. SPT_NOENV keeps the environment in /proc, by which the launcher knows its own.
@@ -175,7 +175,7 @@ def _exit_code(ended: SystemExit) -> int:
 
 
 def _explain(error: BaseException, *, failed: Callable[[int, str], None]) -> int:
-    """Says what went wrong: a line for a mistake, a traceback for a bug. Returns the exit code."""
+    """Print what went wrong, a line for a mistake, a traceback for a bug; return the exit code."""
     from tfdist.errors import TfdistError
 
     if isinstance(error, TfdistError):
@@ -351,7 +351,7 @@ Asleep = tuple[tuple[int, bytes], ...]
 
 
 class Rest:
-    """Notices since when a process has been at rest; to be asked about once a second.
+    """Observation of since when a process has been at rest; for a look about once a second.
 
     Args:
       process: its directory in /proc.

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import Task
-from tfdist.launch.events import Beat, TaskPendingWork, named
+from tfdist.launch.events import Beat, named
 from tfdist.launch.guardian import stat_of
-from tfdist.phases import UNTIMED
+from tfdist.phases import UNTIMED, PendingWork
 
 WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
 """Phases in which a task may wait for others; the first ones, sooner for a disk or its data."""
@@ -33,11 +33,13 @@ _DOING = {
     "trace": "tracing",
     "validate": "validating",
 }
-_SLEEPS = {
+_CAN_GO_ON = ("R", "S", "D")
+_SLEEPS: dict[str | None, str] = {
     "R": "its process runs",
     "S": "its process sleeps",
     "D": "its process waits for a disk",
     "Z": "its process has ended, and its parent does not say so",
+    "": "its process has become another program",
 }
 
 
@@ -47,7 +49,7 @@ class Watched:
 
     Attributes:
       beat_s: when it last spoke; until it has, when it was started.
-      state: the state letter of its process; None when that is gone.
+      state: of its process, as `proc_state`.
       awaited: the oldest work unit that it has given to another.
       rest_s: since when its threads wait for each other; None while it can go on.
       started_s: when its present process was started.
@@ -60,7 +62,7 @@ class Watched:
     step: int | None = None
     has_spoken: bool = False
     state: str | None = "R"
-    awaited: TaskPendingWork | None = None
+    awaited: PendingWork | None = None
     rest_s: float | None = None
     started_s: float = -math.inf
 
@@ -89,7 +91,7 @@ def _silent_cause(task: Watched, now_s: float) -> str:
         return f"its process is held by a debugger, and silent {for_}{last}"
     if task.is_stopped:
         return f"its process is stopped (SIGSTOP), and silent {for_}{last}"
-    sleeps = _SLEEPS.get(task.state or "", "it has no process")
+    sleeps = _SLEEPS.get(task.state, "it has no process")
     if not task.has_spoken:
         return f"has not started: silent {for_} ({sleeps})"
     return f"does not answer: silent {for_} ({sleeps}){last}"
@@ -148,16 +150,14 @@ class Hang:
 
 
 class Watchdog:
-    """Watches the running tasks of a job; all times are of the machine's monotonic clock.
+    """Watch over the running tasks of a job; times are of the machine's monotonic clock.
 
     Args:
       hang_timeout_s: how long a task may be silent, or in one phase without progress.
       startup_timeout_s: how much longer it may take before its training begins.
       is_ps: whether workers and ps serve a chief.
       chief: who is named when the tasks do not differ.
-      state_of: the state letter of a task's process, as `proc_state`.
-      can_speak: False for a task whose process has become another program, and so cannot beat any
-        more; asked only about a silent one. See `holds_pipe`.
+      state_of: the state of a task's process, as `proc_state`.
       is_held_up: whether tasks wait for the launcher, which cannot show what they print.
     """
 
@@ -169,7 +169,6 @@ class Watchdog:
         is_ps: bool,
         chief: Task,
         state_of: Callable[[Task], str | None],
-        can_speak: Callable[[Task], bool] = lambda task: True,
         is_held_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._hang_timeout_s = hang_timeout_s
@@ -178,7 +177,6 @@ class Watchdog:
         self._is_ps = is_ps
         self._chief = chief
         self._state_of = state_of
-        self._can_speak = can_speak
         self._is_held_up = is_held_up
         self._watched: dict[Task, Watched] = {}
         self._checked_s = math.inf
@@ -237,7 +235,7 @@ class Watchdog:
         return next((task for task, state in states if state in ("T", "t")), None)
 
     def absent(self, now_s: float) -> tuple[Task, str] | None:
-        """Returns a task that says nothing and has not come to its training, and how it looks."""
+        """Return a silent task that has not come to its training, and how it looks; else None."""
         for task in self._tasks():
             if task.phase == "import" and self._silence_s(task, now_s) >= self._suspect_s:
                 task.state = self._state_of(task.task)
@@ -253,9 +251,7 @@ class Watchdog:
             if self._silence_s(task, now_s) < self._suspect_s:
                 continue
             task.state = self._state_of(task.task)
-            if task.state == "Z":  # which holds no pipe any more
-                continue
-            if not task.is_stopped and not self._can_speak(task.task):
+            if task.state == "":  # it is not expected to report
                 self.ended(task.task)
 
     def _is_mute(self, task: Watched, now_s: float) -> bool:
@@ -286,9 +282,9 @@ class Watchdog:
 
     def _owing(self, now_s: float, *, early_s: float = 0.0) -> list[tuple[Watched, float]]:
         """Return the tasks that have had a work unit for too long, and since when."""
-        found = []
+        found, named_tasks = [], {str(task.task): task for task in self._tasks()}
         for awaited in (task.awaited for task in self._tasks()):
-            owing = self._watched.get(awaited.task) if awaited else None
+            owing = named_tasks.get(awaited.task) if awaited else None
             if awaited is None or owing is None or awaited.since_s < owing.started_s:
                 continue  # there is none, or it was given to the process before
             limit_s = self._hang_timeout_s * (_TRACE_TIMEOUTS if awaited.is_first else 1)
@@ -336,7 +332,7 @@ class Watchdog:
             return None
         suspect, cause = found
         tasks.sort(key=lambda task: (task is not suspect, task.task))
-        stuck = tuple(task.task for task in tasks if task.state in ("R", "S", "D"))
+        stuck = tuple(task.task for task in tasks if task.state in _CAN_GO_ON)
         has_stopped = now_s - suspect.beat_s > _SUSPECT_S
         return Hang(
             task=suspect.task,
@@ -384,17 +380,21 @@ class Watchdog:
         return min(_SUSPECT_S, self._hang_timeout_s)
 
 
-def proc_state(pid: int) -> str | None:
-    """Return the state letter of a process, T for a stopped one; None if it is gone."""
-    fields = stat_of(pid)
-    return fields[0].decode() if fields else None
+def proc_state(pid: int, *, pipe_fd: int | None = None) -> str | None:
+    """Return the state letter of a process, T for a stopped one; None if it is gone.
 
-
-def holds_pipe(pid: int, *, pipe_fd: int) -> bool:
-    """Return whether a process has the pipe open that `pipe_fd` is an end of; True where unknown.
-
-    A task that becomes another program, or closes all that it has open, has lost it.
+    "" stands for one that can go on, but has not open the pipe of which `pipe_fd` is an end: it has
+    become another program, or has closed all that it had open, and cannot report any more.
     """
+    fields = stat_of(pid)
+    state = fields[0].decode() if fields else None
+    if state in _CAN_GO_ON and pipe_fd is not None and not _holds_pipe(pid, pipe_fd):
+        return ""
+    return state
+
+
+def _holds_pipe(pid: int, pipe_fd: int) -> bool:
+    """Return whether a process has a pipe open; True where that is not known."""
     wanted = f"pipe:[{os.fstat(pipe_fd).st_ino}]"
     folder = f"/proc/{pid}/fd"
     try:

@@ -35,14 +35,29 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tfdist.cluster import ClusterSpec, Task
-from tfdist.launch.events import Beat, Ended, Raised, Started, TaskPendingWork, task_of
+from tfdist.launch.events import (
+    AskForStacks,
+    Beat,
+    Ended,
+    Event,
+    KillOne,
+    Raised,
+    ShowFailure,
+    Signal,
+    Start,
+    Started,
+    StopRequest,
+    TaskAction,
+    task_of,
+)
+from tfdist.phases import PendingWork
 
 Message = dict[str, Any]
 
 MAX_FRAME_BYTES = 4 << 20
 """Of one message: the cluster of 10,000 tasks is a tenth of it."""
 
-_MAGIC = b"tfdist rendezvous 2\n"
+_MAGIC = b"tfdist rendezvous 3\n"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _SIZE_BYTES = 4
 _REFUSED = bytes(_PROOF_BYTES)
@@ -282,21 +297,16 @@ def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, 
 # Host 0 to another::
 #
 #     {"attempt": Attempt}                the next attempt; its tasks are not started yet
-#     {"start": task, "log": file name}   start a task
-#     {"signal": task, "number": n}       signal a task's process group
-#     {"stacks": task}                    have a task print its Python stacks
-#     {"kill_alone": task}                end one task while the others go on
-#     {"failed": task, "cause": text}     show what failed first
+#     {"action": kind, ...}               what to do with a task
 #     {"finish": true}                    end what the attempt has left
 #     {"end": exit code, "why": text}     the job is over
 #
 # Another to host 0::
 #
 #     {"ready": ports}                          ready for an attempt
-#     {"event": kind, ..., "lines": [...]}      what has happened to a task, and its last lines
-#     {"states": {task: letter}, "mute": [...]} process states, and tasks that cannot report
+#     {"event": kind, ..., "lines": [...]}      what has happened; of a task's end, its last lines
+#     {"states": {task: state}}                 states of the tasks' processes
 #     {"lines": [...], "task": task}            the stacks that were asked for
-#     {"stop_request": signal}                  a request to stop
 #
 # `encode` and `decode` are for any frozen dataclass, and check every type; the doctor sends its
 # facts by them too. A `Task` goes by its name. Moments go as ages, since the clocks of two hosts
@@ -384,6 +394,8 @@ class Attempt:
     """Plan of the next attempt, for a host other than 0."""
 
     number: int
+    restarts: int
+    """How often the launcher has started the job again before."""
     run_dir: str
     cluster: ClusterSpec
     tasks: tuple[Task, ...]
@@ -392,25 +404,38 @@ class Attempt:
     """The host of each task of the job, by the task's name."""
 
 
-TaskEvent = Started | Raised | Beat | Ended
-_KINDS: dict[str, type[TaskEvent]] = {
-    kind.__name__.lower(): kind for kind in (Started, Raised, Beat, Ended)
+_EVENTS: dict[str, type[Event]] = {
+    kind.__name__.lower(): kind for kind in (Started, Raised, Beat, Ended, StopRequest)
+}
+_ACTIONS: dict[str, type[TaskAction]] = {
+    kind.__name__.lower(): kind for kind in (Start, Signal, KillOne, AskForStacks, ShowFailure)
 }
 
 
-def encode_event(event: TaskEvent, *, now_s: float) -> Message:
+def encode_action(action: TaskAction) -> Message:
+    """Return an action as a message."""
+    return {"action": type(action).__name__.lower(), **encode(action)}
+
+
+def decode_action(message: Message) -> TaskAction:
+    """Return the action of a message; raise one of `NO_SENSE` if it is none."""
+    kind = _ACTIONS[message["action"]]
+    return decode(kind, {name: value for name, value in message.items() if name != "action"})
+
+
+def encode_event(event: Event, *, now_s: float) -> Message:
     """Return an event as a message, its moments as ages."""
     return {"event": type(event).__name__.lower(), **encode(_ages(event, now_s=now_s))}
 
 
-def decode_event(message: Message, *, now_s: float) -> TaskEvent:
+def decode_event(message: Message, *, now_s: float) -> Event:
     """Return the event of a message; raise one of `NO_SENSE` if it is none."""
     return _ages(event_of(message), now_s=now_s)
 
 
-def event_of(note: Message) -> TaskEvent:
+def event_of(note: Message) -> Event:
     """Return the event of a task's own note, which has moments; raise one of `NO_SENSE`."""
-    kind = _KINDS[note["event"]]
+    kind = _EVENTS[note["event"]]
     return decode(kind, {name: value for name, value in note.items() if name in _hints(kind)})
 
 
@@ -419,7 +444,7 @@ def _ages(event: T, *, now_s: float) -> T:
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(event):  # type: ignore[arg-type]  # all of them are dataclasses
         value = getattr(event, field.name)
-        if isinstance(value, TaskPendingWork):
+        if isinstance(value, PendingWork):
             changes[field.name] = _ages(value, now_s=now_s)
         elif field.name.endswith("_s") and value is not None:
             changes[field.name] = now_s - value

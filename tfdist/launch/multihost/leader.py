@@ -1,42 +1,49 @@
 """Host 0's view of a job on several hosts: the other hosts and their tasks.
 
-The supervisor decides about all tasks here. The launchers of the other hosts start what they are
-told to, and tell what happens to it (`tfdist.launch.multihost.node`).
+The supervisor decides about all tasks here. The launchers of the other hosts do what is
+decided, and report what happens (`tfdist.launch.multihost.node`).
 """
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from tfdist.cluster import ClusterSpec, HeldPort, Task
+from tfdist.cluster import HeldPort, Task
 from tfdist.cluster.address import join
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
 from tfdist.launch.events import (
     STOP_SIGNALS,
     Ended,
     Event,
-    Started,
+    ShowFailure,
+    Start,
     StopRequest,
+    TaskAction,
     named,
     task_of,
 )
 from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
-from tfdist.launch.multihost.connection import NO_SENSE, Attempt, Message, decode_event, encode
+from tfdist.launch.multihost.connection import (
+    NO_SENSE,
+    Attempt,
+    Message,
+    decode_event,
+    encode,
+    encode_action,
+)
 from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, readable
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
-from tfdist.launch.screen import JobScreen
 
 _ANNOUNCE_S = 5.0  # before it is announced who is being waited for
 _MAX_NAMES = 8
+_MAX_LINES, _MAX_LINE_CHARS = 20, 1000
 
 
 class Team:
-    """The other hosts, from the first attempt to the last."""
+    """The hosts of a job, as host 0 sees them; from `begin` to `finish`, the processes on all."""
 
     def __init__(
         self,
@@ -55,7 +62,7 @@ class Team:
         self._unlike: dict[int, tuple[str, ...]] = {}  # who was sent away, and why
         self._began = False
         self.host_of: dict[Task, int] = {}
-        """The rank of the host of each task of this attempt."""
+        """The rank of the host of each task of this attempt, in the order of their start."""
 
     def name(self, rank: int) -> str:
         """Return the host of a rank as the user wrote it."""
@@ -96,25 +103,17 @@ class Team:
         at = {0: self._part.own} | {
             rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)
         }
-        alike = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
+        versions = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
         return (
-            f"{len(at)} hosts, alike in {', '.join(alike)}, configuration {fingerprint(terms)}: "
+            f"{len(at)} hosts, alike in {', '.join(versions)}, configuration {fingerprint(terms)}: "
             + named(f"{self.name(rank)} at {address}" for rank, address in at.items())
         )
 
     def specs(
-        self,
-        local: Callable[[ClusterSpec, Sequence[Task]], Sequence[ProcessSpec]],
-        *,
-        ports: Sequence[HeldPort],
-        attempt: int,
-        run_dir: Path,
+        self, *, ports: Sequence[HeldPort], attempt: int, restarts: int
     ) -> tuple[ProcessSpec, ...]:
-        """Return the processes of all tasks, and tell the hosts of the attempt.
-
-        `local` makes those of this host; the others make theirs by themselves.
-        """
-        self._began = True
+        """Return the processes of this host's tasks; the other hosts hear of the attempt."""
+        self._began, job = True, self._part.job
         at = {0: [port.address for port in ports]} | {
             rank: [join(self.hub.address_of(rank), port) for port in self._ports[rank]]
             for rank in sorted(self._ports)
@@ -122,14 +121,14 @@ class Team:
         }
         cluster = self._group.cluster(at)
         tasks = self._group.tasks(sorted(at))
-        self.host_of = {task: rank for rank in tasks for task in tasks[rank]}
+        self.host_of = dict(sorted((task, rank) for rank in tasks for task in tasks[rank]))
         self._screen.forget()
         self._screen.hosts = {task: self.name(rank) for task, rank in self.host_of.items()}
         self._ports.clear()
-        logs = run_dir / "logs" / f"attempt-{attempt}"
         plan = Attempt(
             number=attempt,
-            run_dir=str(run_dir),
+            restarts=restarts,
+            run_dir=str(job.run_dir),
             cluster=cluster,
             tasks=(),
             hosts={str(task): host for task, host in self._screen.hosts.items()},
@@ -137,23 +136,13 @@ class Team:
         message = encode(plan)
         for rank in at.keys() - {0}:
             self.hub.send(rank, {"attempt": {**message, "tasks": encode(tasks[rank])}})
-        away = [
-            ProcessSpec(task=task, log_path=logs / f"{task}.log")
-            for task, rank in self.host_of.items()
-            if rank
-        ]
-        here = local(cluster, tasks[0])
-        return tuple(sorted([*here, *away], key=lambda spec: spec.task))
+        return job.specs_here(cluster, tasks[0], attempt=attempt, restarts=restarts)
 
-    def ready(self, rank: int, message: Message) -> None:
+    def _ready(self, rank: int, message: Message) -> None:
         """Record that a host is ready for an attempt, with these ports."""
         ports = message.get("ready")
         if isinstance(ports, list) and len(ports) == self._group.num_tasks(rank):
             self._ports[rank] = [int(port) for port in ports]
-
-    def lost(self, rank: int) -> None:
-        """Record that a host is gone."""
-        self._ports.pop(rank, None)
 
     def end(self, exit_code: int, *, why: str = "") -> None:
         """Tell all hosts that the job is over, and close the connections."""
@@ -169,12 +158,12 @@ class Team:
             match news:
                 case Differs(rank=rank, what=what):
                     self._unlike[rank] = what
-                case MessageReceived(rank=rank, message={"stop_request": int(signum)}):
+                case MessageReceived(message={"event": "stoprequest", "signum": int(signum)}):
                     return signum
                 case MessageReceived(rank=rank, message=message):
-                    self.ready(rank, message)
+                    self._ready(rank, message)
                 case Lost(rank=rank):
-                    self.lost(rank)
+                    self._ports.pop(rank, None)
         return next((s for s in self._signals.read() if s in STOP_SIGNALS), None)
 
     def _do_without(self, missing: Sequence[int]) -> None:
@@ -205,11 +194,11 @@ class Team:
     def _differ(self) -> UsageError:
         ranks = sorted(self._unlike)
         listed = [rank for rank in ranks if 0 < rank < len(self._group.hosts)]
-        strange = [f"rank {rank}" for rank in ranks if rank not in listed][:_MAX_NAMES]
+        unknown = [f"rank {rank}" for rank in ranks if rank not in listed][:_MAX_NAMES]
         hosts = f"host{'s' * (len(listed) > 1)} {self._named(listed)}" if listed else ""
         found = {self.name(r) if r in listed else f"rank {r}": self._unlike[r] for r in ranks}
         return UsageError(
-            ", ".join(filter(None, [hosts, *strange])),
+            ", ".join(filter(None, [hosts, *unknown])),
             received=summary_of_hosts(found),
             expected=f"the same as on {self.name(0)} (rank 0)",
             fix="start the same line, of the same installation, on all hosts",
@@ -219,112 +208,66 @@ class Team:
     def _named(self, ranks: Sequence[int]) -> str:
         return named(f"{self.name(rank)} (rank {rank})" for rank in ranks)
 
+    # An attempt.
 
-_MAX_LINES, _MAX_LINE_CHARS = 20, 1000
-
-
-class TeamProcesses:
-    """The processes of one attempt on all hosts, for the supervisor."""
-
-    def __init__(
-        self,
-        local: JobProcesses,
-        team: Team,
-        *,
-        screen: JobScreen,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def begin(self, local: JobProcesses) -> None:
+        """Begin an attempt, of which `local` has the processes of this host."""
         self._local = local
-        self._team = team
-        self._screen = screen
-        self._clock = clock
-        self._news: list[Event] = []
+        self._events: list[Event] = []
         self._alive: dict[Task, int] = {}
         self._lost: dict[int, str] = {}
         self._states: dict[Task, str | None] = {}
-        self._mute: set[Task] = set()
         self._stopping_ranks: set[int] = set()
-        local.watch(team.hub.fileno())
-        screen.on_failure = self._show_failure
+        local.watch(self.hub.fileno())
 
-    def start(self, spec: ProcessSpec) -> None:
-        """Start a task on its host. Raises OSError if it cannot."""
-        rank = self._team.host_of[spec.task]
+    def perform(self, action: TaskAction) -> Ended | None:
+        """Have it done on the task's host, a failure shown on all; as `JobProcesses.perform`."""
+        if isinstance(action, ShowFailure):
+            for rank in self.hub.present:
+                self.hub.send(rank, encode_action(action))
+            return None
+        task, rank = action.task, self.host_of[action.task]
         if not rank:
-            self._local.start(spec)
-            return
-        self._alive[spec.task] = rank
-        self._mute.discard(spec.task)
-        self._send(spec.task, {"start": str(spec.task), "log": spec.log_path.name})
-        if not self.can_start(spec.task):
-            self._end(spec.task, self._lost.get(rank, "it is not there"))
-
-    def signal(self, task: Task, signum: int) -> None:
-        """Send a signal to a task's whole process group."""
-        if not self._team.host_of[task]:
-            self._local.signal(task, signum)
-        elif task in self._alive:
-            self._send(task, {"signal": str(task), "number": int(signum)})
-
-    def ask_for_stacks(self, task: Task) -> None:
-        """Have a task print its Python stacks."""
-        if not self._team.host_of[task]:
-            self._local.ask_for_stacks(task)
-        else:
-            self._send(task, {"stacks": str(task)})
-
-    def kill_one(self, task: Task) -> None:
-        """End one task, and what it has left behind, while the job goes on."""
-        if not self._team.host_of[task]:
-            self._local.kill_one(task)
-        else:
-            self._send(task, {"kill_alone": str(task)})
+            return self._local.perform(action)
+        if isinstance(action, Start):
+            self._alive[task] = rank
+            self._states.pop(task, None)
+        self.hub.send(rank, encode_action(action))
+        if isinstance(action, Start) and not self.can_start(task):
+            self._end(task, self._lost.get(rank, "it is not there"))
+        return None
 
     def can_start(self, task: Task) -> bool:
         """Return whether the host of a task has been there all the time."""
-        rank = self._team.host_of[task]
-        return not rank or (rank in self._team.hub.present and rank not in self._lost)
+        rank = self.host_of[task]
+        return not rank or (rank in self.hub.present and rank not in self._lost)
 
     def state_of(self, task: Task) -> str | None:
-        """Return the state letter of a task's process, as its host last reported it."""
-        if not self._team.host_of[task]:
+        """Return the state of a task's process, as its host last reported it."""
+        if not self.host_of[task]:
             return self._local.state_of(task)
         return self._states.get(task, "S")
-
-    def can_speak(self, task: Task) -> bool:
-        """Return whether a task still has the pipe on which it tells what it does."""
-        if not self._team.host_of[task]:
-            return self._local.can_speak(task)
-        return task not in self._mute
 
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
         """Return what has happened, after `timeout_s` at the latest."""
         self._turn()
-        left_s = max(0.0, self._team.hub.next_s - self._clock())
+        left_s = max(0.0, self.hub.next_s - self._clock())
         limit_s = left_s if timeout_s is None else min(left_s, timeout_s)
-        events = [*self._local.wait(0.0 if self._news else limit_s)]
+        events = [*self._local.wait(0.0 if self._events else limit_s)]
         self._turn()
-        news, self._news = self._news, []
-        return [*news, *(event for event in events if self._counts(event, rank=0))]
+        came, self._events = self._events, []
+        return [*came, *(event for event in events if self._counts(event, rank=0))]
 
     def finish(self) -> None:
         """End what the tasks have left behind, on all hosts."""
-        for rank in self._team.hub.present:
-            self._team.hub.send(rank, {"finish": True})
-        self._local.unwatch(self._team.hub.fileno())
+        for rank in self.hub.present:
+            self.hub.send(rank, {"finish": True})
+        self._local.unwatch(self.hub.fileno())
         self._local.finish()
 
-    def _show_failure(self, task: Task, cause: str) -> None:
-        """Have every other host show what failed first, too."""
-        for rank in self._team.hub.present:
-            self._team.hub.send(rank, {"failed": str(task), "cause": cause})
-
-    def _send(self, task: Task, message: Message) -> None:
-        self._team.hub.send(self._team.host_of[task], message)
-
     def _turn(self) -> None:
-        self._team.hub.turn()
-        for news in self._team.hub.take_news():
+        self.hub.turn()
+        for news in self.hub.take_news():
             match news:
                 case MessageReceived(rank=rank, message=message):
                     self._receive(rank, message)
@@ -334,7 +277,7 @@ class TeamProcesses:
                     self._screen.say(f"rank {rank} was sent away: {summary(what)}")
 
     def _lost_host(self, rank: int, cause: str) -> None:
-        self._team.lost(rank)
+        self._ports.pop(rank, None)
         self._lost[rank] = cause
         for task in [task for task, host in self._alive.items() if host == rank]:
             self._end(task, cause)
@@ -342,43 +285,37 @@ class TeamProcesses:
     def _end(self, task: Task, why: str) -> None:
         """Have a task end with its host."""
         rank = self._alive.pop(task)
-        cause = f"host {self._team.name(rank)} is gone: {why}"
+        cause = f"host {self.name(rank)} is gone: {why}"
         now_s = self._clock()
-        self._news.append(Ended(task=task, status=EXIT_PEER_MISSING, at_s=now_s, cause=cause))
+        self._events.append(Ended(task=task, status=EXIT_PEER_MISSING, at_s=now_s, cause=cause))
 
     def _receive(self, rank: int, message: Message) -> None:
         """Take a message; what makes no sense is left out, as it has no meaning for the job."""
         try:
             if "event" in message:
                 self._event(rank, message)
-            elif "stop_request" in message:
-                request = StopRequest(signum=int(signal.Signals(message["stop_request"])))
-                self._news += [request] if self._counts(request, rank=rank) else []
             elif "states" in message:
-                self._update_states(rank, message)
+                for name, state in dict(message["states"]).items():
+                    if self._alive.get(task := task_of(name)) == rank:
+                        self._states[task] = None if state is None else str(state)
             elif "lines" in message:
                 self._screen.keep_last_lines(task_of(message["task"]), _lines(message["lines"]))
             else:
-                self._team.ready(rank, message)
+                self._ready(rank, message)
         except NO_SENSE:
             return
 
     def _event(self, rank: int, message: Message) -> None:
         event = decode_event(message, now_s=self._clock())
+        if isinstance(event, StopRequest):
+            self._events += [event] if self._counts(event, rank=rank) else []
+            return
         if self._alive.get(event.task) != rank:
             return
         if isinstance(event, Ended):
             del self._alive[event.task]
             self._screen.keep_last_lines(event.task, _lines(message["lines"]))
-        if isinstance(event, Started):
-            self._states[event.task] = "R"
-        self._news.append(event)
-
-    def _update_states(self, rank: int, message: Message) -> None:
-        for name, state in dict(message["states"]).items():
-            if self._alive.get(task := task_of(name)) == rank:
-                self._states[task] = None if state is None else str(state)
-        self._mute |= {task_of(name) for name in message["mute"]}
+        self._events.append(event)
 
     def _counts(self, event: Event, *, rank: int) -> bool:
         """Return whether a stop request counts: the first of those that several hosts get at once.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import re
 import signal
 import time
 from collections.abc import Sequence
@@ -21,19 +20,29 @@ from tfdist.cluster.ports import replace_taken
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
 from tfdist.launch.events import (
     STOP_SIGNALS,
-    Beat,
+    AskForStacks,
     Ended,
     Event,
-    Started,
+    ShowFailure,
+    Signal,
+    Start,
     StopRequest,
+    TaskAction,
     exit_code_for,
     task_of,
 )
-from tfdist.launch.multihost.connection import NO_SENSE, Attempt, Message, decode, encode_event
+from tfdist.launch.multihost.connection import (
+    NO_SENSE,
+    Attempt,
+    Message,
+    decode,
+    decode_action,
+    encode_event,
+)
 from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.multihost.rendezvous import Joining, Member, readable
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.processes import JobProcesses, TaskFactory
+from tfdist.launch.processes import JobProcesses
 from tfdist.launch.report import request_name
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.state import RESTART_GRACE_S
@@ -41,81 +50,43 @@ from tfdist.launch.state import RESTART_GRACE_S
 LOOK_EVERY_S = 0.5
 
 _STATES_EVERY_S = 1.0
-_SILENT_S = 3.0
 _STACKS_S = 0.2  # until stacks are in a task's output; host 0 waits for them `STACKS_S`
 _GIVE_UP_S = 10.0
-_LOG = re.compile(r"[\w.-]+\.log")
 
 
 class NodeTasks:
-    """This host's tasks of an attempt, started and ended as host 0 says.
+    """This host's tasks of an attempt, which do as host 0 says.
 
     `cause` says why none of them can be started, where that is so; `fd` wakes `wait` up.
     """
 
     def __init__(
-        self,
-        specs: Sequence[ProcessSpec],
-        processes: JobProcesses,
-        *,
-        screen: JobScreen,
-        cause: str,
-        fd: int,
+        self, processes: JobProcesses, *, screen: JobScreen, cause: str = "", fd: int
     ) -> None:
-        self._specs = {spec.task: spec for spec in specs}
-        self.processes = processes
+        self._processes = processes
         self._screen = screen
         self._cause = cause
         self._fd = fd
         self._clock = time.monotonic
-        self._running: dict[Task, float] = {}  # and when it last spoke
         self._states_sent_s = -math.inf
         self._stacks: dict[Task, float] = {}
+        processes.watch(fd)
 
-    def start(self, task: Task, *, log: str) -> Sequence[Event]:
-        """Start a task; return its end where that cannot be."""
-        now_s = self._clock()
-        if self._cause:
-            return [Ended(task=task, status=EXIT_USAGE, at_s=now_s, cause=self._cause)]
-        if task not in self._specs or not _LOG.fullmatch(log):
-            return []
-        spec = self._specs[task]
-        self._running[task] = now_s
-        try:
-            self.processes.start(dataclasses.replace(spec, log_path=spec.log_path.with_name(log)))
-        except OSError as error:
-            self._running.pop(task)
-            cause = f"cannot be started: {error.strerror or error}"
-            return [Ended(task=task, status=1, at_s=now_s, cause=cause)]
-        return []
+    def perform(self, action: TaskAction) -> Ended | None:
+        """Do something with a task; return its end where it cannot be started."""
+        if isinstance(action, ShowFailure):
+            self._screen.show_failure(action.task, action.cause)
+        elif isinstance(action, Start) and self._cause:
+            now_s = self._clock()
+            return Ended(task=action.task, status=EXIT_USAGE, at_s=now_s, cause=self._cause)
+        elif isinstance(action, AskForStacks):
+            self._stacks[action.task] = self._clock() + _STACKS_S
+        return self._processes.perform(action)
 
     def wait(self) -> Sequence[Event]:
         """Return what has happened, in time for the next report."""
         due_s = min(self._stacks.values(), default=math.inf) - self._clock()
-        return self.processes.wait(max(0.0, min(LOOK_EVERY_S, due_s)))
-
-    def note(self, event: Event) -> None:
-        """Record what has happened to a task."""
-        match event:
-            case Ended(task=task):
-                self._running.pop(task, None)
-            case Started(task=task) | Beat(task=task):
-                self._running[task] = self._clock()
-            case _:
-                pass
-
-    def execute(self, message: Message) -> None:
-        """Do something with a task that runs."""
-        match message:
-            case {"signal": name, "number": int(number)}:
-                self.processes.signal(task_of(name), signal.Signals(number))
-            case {"stacks": name}:
-                self.processes.ask_for_stacks(task_of(name))
-                self._stacks[task_of(name)] = self._clock() + _STACKS_S
-            case {"kill_alone": name}:
-                self.processes.kill_one(task_of(name))
-            case _:
-                pass
+        return self._processes.wait(max(0.0, min(LOOK_EVERY_S, due_s)))
 
     def report_to(self, member: Member) -> None:
         """Tell once a second in which state the tasks are, and the stacks that were asked for."""
@@ -123,27 +94,23 @@ class NodeTasks:
         for task in [task for task, due_s in self._stacks.items() if now_s >= due_s]:
             del self._stacks[task]
             member.send({"lines": list(self._screen.last_lines(task)), "task": str(task)})
-        if now_s - self._states_sent_s < _STATES_EVERY_S or not self._running:
-            return
-        self._states_sent_s = now_s
-        silent = [task for task, at_s in self._running.items() if now_s - at_s > _SILENT_S]
-        mute = [str(task) for task in silent if not self.processes.can_speak(task)]
-        states = {str(task): self.processes.state_of(task) for task in self._running}
-        member.send({"states": states, "mute": mute})
+        if (running := self._processes.running) and now_s >= self._states_sent_s + _STATES_EVERY_S:
+            self._states_sent_s = now_s
+            states = {str(task): self._processes.state_of(task) for task in running}
+            member.send({"states": states})
 
     def end(self, *, grace_s: float) -> Sequence[StopRequest]:
         """End what still runs: host 0 is lost, or done with it; return requests to stop."""
-        self.processes.unwatch(self._fd)
-        requests = []
+        processes, requests = self._processes, list[StopRequest]()
+        processes.unwatch(self._fd)
         for signum, within_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _GIVE_UP_S)):
-            for task in self._running:
-                self.processes.signal(task, signum)
+            for task in processes.running:
+                processes.perform(Signal(task, signum))
             deadline_s = self._clock() + within_s
-            while self._running and (left_s := deadline_s - self._clock()) > 0:
-                for event in self.processes.wait(left_s):
-                    self.note(event)
-                    requests += [event] if isinstance(event, StopRequest) else []
-        self.processes.finish()
+            while processes.running and (left_s := deadline_s - self._clock()) > 0:
+                events = processes.wait(left_s)
+                requests += [event for event in events if isinstance(event, StopRequest)]
+        processes.finish()
         return requests
 
 
@@ -159,8 +126,8 @@ class Node:
         self._ports = list(part.ports)
         self._hold = partial(hold_ports, host=part.ports[0].host, among=part.job.ports)
         self._stack = stack
-        factory = TaskFactory(part.job, screen=part.screen, signals=part.signals)
-        self._task_factory = stack.enter_context(factory)
+        processes = JobProcesses(part.job, screen=part.screen, signals=part.signals)
+        self._processes = stack.enter_context(processes)
         self._joining = Joining(
             part.group.hosts[0],
             part.group.port,
@@ -243,26 +210,19 @@ class Node:
         if isinstance(event, StopRequest):
             self._stop_signal = event.signum if self._stop_signal is None else self._stop_signal
             self._screen.say(f"{request_name(event.signum)}: {self._group.hosts[0]} ends the job")
-            member.send({"stop_request": int(event.signum)})
-        elif self._here is not None:
-            self._here.note(event)
-            lines = list(self._screen.last_lines(event.task)) if isinstance(event, Ended) else []
-            member.send({**encode_event(event, now_s=time.monotonic()), "lines": lines})
+        lines = self._screen.last_lines(event.task) if isinstance(event, Ended) else ()
+        member.send({**encode_event(event, now_s=time.monotonic()), "lines": lines})
 
     def _execute(self, member: Member, message: Message) -> None:
         match message:
             case {"attempt": attempt}:
                 self._end_attempt()
                 self._begin(member, decode(Attempt, attempt))
-            case {"start": name, "log": str(log)}:
-                if self._here is not None:
-                    for event in self._here.start(task_of(name), log=log):
-                        self._tell(member, event)
-            case {"failed": name, "cause": str(cause)}:
-                self._screen.show_failure(task_of(name), cause)
+            case {"action": _} if self._here is not None:
+                if (ended := self._here.perform(decode_action(message))) is not None:
+                    self._tell(member, ended)
             case _:
-                if self._here is not None:
-                    self._here.execute(message)
+                pass
 
     def _begin(self, member: Member, attempt: Attempt) -> None:
         """Plan this host's tasks of an attempt, as the whole cluster is known now."""
@@ -275,17 +235,15 @@ class Node:
         cause = ""
         try:
             logs.mkdir(parents=True, exist_ok=True)
-            specs = job.specs_here(cluster, tasks, attempt=number)
+            specs = job.specs_here(cluster, tasks, attempt=number, restarts=attempt.restarts)
         except OSError as error:
             cause = f"{logs}: {error.strerror}"
         except UsageError as error:
             cause = str(error)
-        fork_log = logs / f"fork-server-{self._group.rank}.log"
-        self._task_factory.check()
-        processes = self._task_factory.processes(specs, chief=cluster.chief_task, fork_log=fork_log)
-        processes.watch(member.fileno())
+        fork_log = f"fork-server-{self._group.rank}.log"
+        self._processes.begin(specs, chief=cluster.chief_task, logs=logs, fork_log=fork_log)
         self._here = NodeTasks(
-            specs, processes, screen=self._screen, cause=cause, fd=member.fileno()
+            self._processes, screen=self._screen, cause=cause, fd=member.fileno()
         )
         self._screen.announce(f"attempt {number}: {', '.join(map(str, tasks))} in {job.run_dir}")
 

@@ -121,10 +121,9 @@ class Hub:
         self._checked_s = clock()
         self._turned_away: Counter[str] = Counter()
         self._selector = selectors.EpollSelector()
-        self._is_listening = False
         if listener is not None:
             listener.setblocking(False)
-        self._listen(True)
+            self._selector.register(listener, selectors.EVENT_READ)
 
     def fileno(self) -> int:
         """Return what is readable when there is something to do."""
@@ -212,28 +211,12 @@ class Hub:
                 sock, address = listener.accept()
             except OSError as error:
                 if error.errno in _EXHAUSTED:
-                    self._pause(error)
+                    # Who comes waits until the next check: watched until then, the listener, which
+                    # stays readable, would have us turn at once, again and again.
+                    self._selector.unregister(listener)
+                    self._turned_away[f"whoever came next: {error.strerror} (see ulimit -n)"] += 1
                 return  # else there is nobody any more
             self.add(sock, address=str(address[0]))
-
-    def _pause(self, error: OSError) -> None:
-        """Leave who comes waiting until the next check, as accepting fails until then.
-
-        A listener with somebody before it stays readable: watched, it would have us turn at once,
-        again and again.
-        """
-        self._listen(False)
-        self._turned_away[f"whoever came next: {error.strerror} (see ulimit -n)"] += 1
-
-    def _listen(self, wanted: bool) -> None:
-        """Watch the listener, or do not."""
-        if self._listener is None or wanted == self._is_listening:
-            return
-        if wanted:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        else:
-            self._selector.unregister(self._listener)
-        self._is_listening = wanted
 
     def _make_room(self) -> None:
         """Drop the oldest of those who have not joined where there are too many."""
@@ -313,7 +296,8 @@ class Hub:
     def _check(self) -> None:
         """Send heartbeats that are due, and drop hosts that are silent for too long."""
         self._checked_s = now_s = self._clock()
-        self._listen(True)
+        if self._listener is not None and self._listener not in self._selector.get_map():
+            self._selector.register(self._listener, selectors.EVENT_READ)
         for client in list(self._clients.values()):
             if client.rank is None:
                 if now_s - client.came_s > _GREETING_S:
