@@ -30,7 +30,6 @@ from tfdist.ops.submit.pods import (
     Manifest,
     Role,
     admission,
-    all_labels,
     given,
     labels,
     metadata,
@@ -214,7 +213,7 @@ def _child(request: JobRequest, name: str, count: int, variables: Mapping[str, s
     spec["backoffLimit"] = 0
     spec["podFailurePolicy"] = pod_failure_policy(role.container, again="FailJob")
     spec["template"] = template(request, role)
-    return {"metadata": {"labels": all_labels(request)}, "spec": spec}
+    return {"metadata": {"labels": labels(request)}, "spec": spec}
 
 
 # A TFJob, for clusters with Kubeflow's training operator, which sets TF_CONFIG:

@@ -23,7 +23,6 @@ SEVERAL = ("multiworker", "ps", "pipeline")
 """The strategies of jobs of several tasks."""
 
 SCHEDULERS = ("slurm", "kubernetes")
-EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 SLURM_WORD = r"[A-Za-z0-9][A-Za-z0-9_.,:=@+-]*", "a name as Slurm has it"
 _OBJECT = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "the name of an object of Kubernetes"
@@ -41,12 +40,7 @@ _VOLUME = (
     r"(/[^\0\n:=]*|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)=/[^\0\n:]+(:ro)?",
     "CLAIM=/PATH or /DIRECTORY=/PATH, and :ro to read only",
 )
-_TAINT = (
-    rf"{_KEY}(=({_VALUE})?)?(:({'|'.join(EFFECTS)}))?",
-    f"KEY, KEY:EFFECT or KEY=VALUE:EFFECT, EFFECT being {' or '.join(EFFECTS)}",
-)
 _IMAGE = r"[A-Za-z0-9][A-Za-z0-9_./:@-]*", "the image of the pods, with tfdist in it"
-_USER = r"[0-9]{1,10}(:[0-9]{1,10})?", "the number of a user, or of a user and a group"
 LABEL = rf"{_KEY}=({_VALUE})?"
 
 
@@ -112,31 +106,6 @@ FLAGS = (
         "NAME",
         "the Secret that opens the image's registry",
         _OBJECT,
-        only="kubernetes",
-    ),
-    Flag(
-        "label",
-        "KEY=VALUE",
-        "a label of all objects and pods, as that of a queue",
-        only="kubernetes",
-        repeats=True,
-    ),
-    Flag(
-        "toleration",
-        "KEY[=VALUE][:EFFECT]",
-        "a taint of nodes that the pods put up with, as kubectl taint writes it",
-        _TAINT,
-        "gpu=yes:NoSchedule",
-        only="kubernetes",
-        repeats=True,
-    ),
-    Flag("priority_class", "NAME", "the pods' PriorityClass", _OBJECT, only="kubernetes"),
-    Flag(
-        "run_as_user",
-        "UID[:GID]",
-        "whom the tasks run as (the image's user, who must not be root)",
-        _USER,
-        "1000, or 1000:1000",
         only="kubernetes",
     ),
     Flag("nodes", "N", "on how many nodes", _COUNT, "2", only="slurm"),
