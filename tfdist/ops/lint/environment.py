@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 
 from tfdist.cluster import environment, placement, read_environment, settings
 from tfdist.cluster.address import check_address, parse_hosts, shown, split_address
 from tfdist.cluster.settings import names_a_secret
-from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
-from tfdist.cluster.tf_config import (
-    STRATEGIES,
-    VARIABLE,
-    JobOptions,
-    TaskConfig,
-    decode,
-    parse_object,
-)
+from tfdist.cluster.tf_config import STRATEGIES, VARIABLE, TaskConfig, decode
 from tfdist.errors import UsageError
 from tfdist.ops.lint.rules import RULES, Finding, Location, of_error
 from tfdist.ops.rules import Severity
@@ -97,12 +88,13 @@ def check_size(count: int, values: Mapping[str, str], place_of: PlaceOf) -> Iter
 def check_tf_config(text: str, place: Location) -> Iterator[Finding]:
     """Yield what is wrong with `text` as the value of TF_CONFIG that is in `place`."""
     try:
-        fields = parse_object(text, where=VARIABLE)
+        config = decode(text)
     except UsageError as error:
-        yield of_error(error.code, place, error)
+        where = error.where.removeprefix(VARIABLE).strip()
+        yield of_error(error.code, _inside(place, where) if where else place, error)
         return
-    found = list(_parts(fields, place))
-    yield from found or _whole(text, place)
+    yield from _hosts(config, place)
+    yield from _options(config, place)
 
 
 def _one(name: str, values: Mapping[str, str], place: Location) -> Iterator[Finding]:
@@ -151,47 +143,6 @@ def _legacy_keras(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Find
 
 def _has_ours(values: Mapping[str, str]) -> bool:
     return any(is_ours(name) and values[name].strip() for name in values)
-
-
-def _parts(fields: Mapping[str, object], place: Location) -> Iterator[Finding]:
-    """Yield the first mistake of each part, so that one does not hide those of the others."""
-    cluster, task, options = fields.get("cluster"), fields.get("task"), fields.get("tfdist")
-    if isinstance(cluster, dict):
-        found = [each for t, listed in cluster.items() for each in _of_type(t, listed, place)]
-        yield from found or _refused(partial(ClusterSpec.from_dict, cluster), place)
-    if isinstance(task, dict) and {"type", "index"} <= set(task):
-        yield from _refused(partial(Task, task["type"], task["index"]), place)
-    if isinstance(options, dict):
-        for name, value in options.items():
-            yield from _refused(partial(JobOptions.from_dict, {name: value}), place)
-
-
-def _of_type(type_: str, addresses: object, place: Location) -> Iterator[Finding]:
-    if type_ not in TASK_TYPES or not isinstance(addresses, list):
-        yield from _refused(partial(ClusterSpec.from_dict, {type_: addresses}), place)
-        return
-    for index, address in enumerate(addresses):
-        where = f"cluster {type_}-{index}"
-        yield from _refused(partial(check_address, address, where=where), place)
-
-
-def _refused(make: Callable[[], object], place: Location) -> Iterator[Finding]:
-    """Call `make` and yield the finding for the `UsageError` that it raises, if it does."""
-    try:
-        make()
-    except UsageError as error:
-        yield of_error(error.code, _inside(place, error.where), error)
-
-
-def _whole(text: str, place: Location) -> Iterator[Finding]:
-    try:
-        config = decode(text)
-    except UsageError as error:
-        where = error.where.removeprefix(VARIABLE).strip()
-        yield of_error(error.code, _inside(place, where), error)
-        return
-    yield from _hosts(config, place)
-    yield from _options(config, place)
 
 
 def _inside(place: Location, where: str) -> Location:
