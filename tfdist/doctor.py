@@ -63,8 +63,6 @@ def _parser() -> Parser:
     add("--hosts", metavar="a,b,...", help="the hosts of the job, as the launcher takes them")
     rank = "which of them this one is, from 0 on; without it found by its name or address"
     add("--node_rank", type=int, metavar="R", help=rank)
-    ports = "the ports that the job may have, as the launcher takes them"
-    add("--ports", metavar="20000-20100", help=ports)
     shared = "a directory that all hosts are to share: where the job writes"
     add("--shared_dir", metavar="D", help=shared)
     token = "what the hosts must know to meet, as the launcher takes it"
@@ -88,7 +86,6 @@ def _run(command: argparse.Namespace, environ: Mapping[str, str]) -> int:
         hosts=command.hosts,
         node_rank=command.node_rank,
         token_file=command.rendezvous_token_file,
-        ports=command.ports,
     )
     if job.task != job.speaker:
         _note(f"{job.task} leaves {job.host.name} to {job.speaker}")
