@@ -12,13 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from tfdist.argument_parser import Parser, run_program
-from tfdist.errors import EXIT_OK, require
+from tfdist.errors import EXIT_OK, require, require_number
 from tfdist.ops.doctor import examine
 from tfdist.ops.doctor.examine import RULES, PreflightResult, follow, lead
 from tfdist.ops.doctor.facts import job_of
 from tfdist.ops.rules import rules_as_json, rules_as_text
-
-_MAX_TIMEOUT_S = 1e6
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,14 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return what a command line asks for."""
     command: argparse.Namespace = _parser().parse_args(argv)
-    require(
-        command.startup_timeout_s is None or 0 < command.startup_timeout_s <= _MAX_TIMEOUT_S,
-        "--startup_timeout_s",
-        received=command.startup_timeout_s,
-        expected=f"a number of seconds above 0, at most {_MAX_TIMEOUT_S:g}",
-        fix="write --startup_timeout_s 60",
-        code="out-of-range",
-    )
+    if command.startup_timeout_s is not None:
+        fix = "write --startup_timeout_s 60"
+        require_number("--startup_timeout_s", command.startup_timeout_s, above=0, fix=fix)
     require(
         command.shared_dir is None or command.shared_dir.strip(),
         "--shared_dir",

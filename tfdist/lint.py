@@ -8,10 +8,9 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-from tfdist.argument_parser import Parser, run_program
-from tfdist.errors import EXIT_OK, UsageError, near, require, require_int
+from tfdist.argument_parser import Parser, reading_file, run_program
+from tfdist.errors import EXIT_OK, UsageError, require, require_int
 from tfdist.ops.lint import KINDS, LintSource, lint
 from tfdist.ops.lint.rules import RULES, Finding
 from tfdist.ops.rules import Severity, count, printable, rules_as_json, rules_as_text, worst
@@ -108,23 +107,12 @@ def _as_json(findings: Sequence[Finding]) -> str:
 
 
 def _bytes(name: str) -> bytes:
-    try:
+    with reading_file("command line", repr(name), expected="a file"):
         if name == "-":
             data = sys.stdin.buffer.read(_MAX_BYTES + 1)
         else:
             with open(name, "rb") as file:
                 data = file.read(_MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        is_missing = isinstance(error, FileNotFoundError)
-        hint = near(name, map(str, Path(name).parent.glob("*"))) if is_missing else ""
-        raise UsageError(
-            "command line",
-            received=f"{name!r}: {why}{hint}",
-            expected="a file",
-            fix="check the path",
-            code="missing-file",
-        ) from None
     require(
         len(data) <= _MAX_BYTES,
         "command line",
