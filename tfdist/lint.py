@@ -83,13 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _as_text(findings: Sequence[Finding], checked: int) -> str:
     """Return a line for each finding, and one that counts them."""
     severities = [RULES[finding.code].severity for finding in findings]
-    lines = [
-        printable(
-            f"{finding.place}: {finding.code} {severity.value}: "
-            f"received {finding.received}; expected {finding.expected}. Fix: {finding.fix}"
-        )
-        for finding, severity in zip(findings, severities, strict=True)
-    ]
+    lines = [printable(str(finding)) for finding in findings]
     wrong = severities.count(Severity.ERROR)
     counts = f"{count(wrong, 'error')}, {count(len(lines) - wrong, 'warning')}"
     return "\n".join([*lines, f"{count(checked, 'file')}: {counts if lines else 'no findings'}"])

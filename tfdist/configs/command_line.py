@@ -155,7 +155,7 @@ def load(path: str) -> ConfigDict:
 
 def _broken_file(path: str, error: Exception) -> UsageError:
     """Report at which line a config file failed, and why, in one line."""
-    number = failed_line(path, error)
+    number = _failed_line(path, error)
     line = linecache.getline(path, number).strip() if number else ""
     missing = re.search(r'Key "([^"]*)" does not exist', str(error))
     if missing:
@@ -178,7 +178,7 @@ def _broken_file(path: str, error: Exception) -> UsageError:
     )
 
 
-def failed_line(path: str, error: BaseException) -> int | None:
+def _failed_line(path: str, error: BaseException) -> int | None:
     """Return the line of a config file at which it failed, None if it is unknown."""
     if isinstance(error, SyntaxError) and error.lineno:
         return error.lineno

@@ -33,8 +33,8 @@ class Finding:
 
     def __str__(self) -> str:
         return (
-            f"{self.place}: {self.code} received {self.received}; "
-            f"expected {self.expected}. Fix: {self.fix}"
+            f"{self.place}: {self.code} {RULES[self.code].severity.value}: "
+            f"received {self.received}; expected {self.expected}. Fix: {self.fix}"
         )
 
 
