@@ -101,7 +101,7 @@ def test_a_host_of_another_job_is_told_so_and_named(port):
         (absence,) = barrier.absent
     assert absence.is_other_job
     assert "127.0.0.3" in absence.why
-    assert "another job" in refused[0]
+    assert "127.0.0.3" in refused[0]
 
 
 def test_a_host_that_finds_nobody_says_where_it_looked(port):
@@ -148,7 +148,7 @@ def test_a_host_that_never_answers_is_given_up_on(port):
 
 def test_whoever_has_another_token_is_turned_away_and_counted(port):
     def second() -> None:
-        with pytest.raises(BarrierFailed, match="another token"):
+        with pytest.raises(BarrierFailed, match=r"token: one that .* does not have"):
             join_barrier(job(port, 1, token=b"guessed"), within_s=LONG_S)
 
     with opened(job(port, 0)) as barrier:
@@ -176,7 +176,7 @@ def test_random_bytes_neither_end_it_nor_keep_others_out(port):
     ("does", "refusal"),
     [
         (lambda barrier: barrier.ask("remove", nothing, within_s=LONG_S), "the step 'remove'"),
-        (lambda barrier: barrier.lose(1, "as if it had ended", step=""), "closed the connection"),
+        (lambda barrier: barrier.lose(1, "as if it had ended"), "closed the connection"),
     ],
     ids=["asks for another", "goes"],
 )

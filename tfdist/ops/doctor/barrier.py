@@ -112,15 +112,16 @@ class _Client(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         """Take pieces until the client hangs up."""
         self.wfile.write(self.server.greeting)
+        buffer = memoryview(bytearray(1 << 20))
         while len(head := self.rfile.read(8)) == 8:
             left = int.from_bytes(head, "big")
             if left > MAX_PIECE_BYTES:
                 return
             while left:
-                piece = self.rfile.read(min(left, 1 << 20))
-                if not piece:
+                count = self.rfile.readinto(buffer[: min(left, len(buffer))])
+                if not count:
                     return
-                left -= len(piece)
+                left -= count
             self.wfile.write(head)
 
 
@@ -289,26 +290,25 @@ class HostBarrier:
             timeout_s=SILENT_S,
             clock=time.monotonic,
         )
-        self._others: set[int] = set()  # who has come, and is not absent
-        self._is_gathered = False
+        self._step = ""
+        """Under way; empty while the hosts gather."""
         self._refused: dict[int, str] = {}
-        self._gone: dict[int, str] = {}
         self._answers: dict[int, Message] = {}
         self.absent: list[Absence] = []
 
     @property
     def present(self) -> list[int]:
         """Return the hosts that are there, this one among them."""
-        return sorted({self._job.index, *self._others})
+        return sorted({self._job.index, *self._hub.present})
 
     def gather(self, *, within_s: float) -> None:
         """Wait until all hosts have come, or the time is over; those that have not are absent."""
         listed = set(range(len(self._job.hosts))) - {self._job.index}
-        self._wait(lambda: listed <= self._others | self._refused.keys(), within_s=within_s)
-        self._is_gathered = True
+        self._wait(lambda: listed <= self._hub.present | self._refused.keys(), within_s=within_s)
+        self._step = "gather"
         came = "; ".join(self._hub.turned_away)
         turned_away = f" (turned away: {came})" if came else ""
-        for index in sorted(listed - self._others):
+        for index in sorted(listed - self._hub.present):
             why = self._refused.get(index, f"did not come within {within_s:.0f} s{turned_away}")
             is_other_job = index in self._refused
             self.absent.append(Absence(index=index, why=why, is_other_job=is_other_job))
@@ -318,47 +318,48 @@ class HostBarrier:
 
         Those that gave none are absent from then on.
         """
+        self._step = step
         deadline_s = time.monotonic() + within_s
-        pending = self._send(step, set(self._others))
+        pending = self._send(self._hub.present)
         answers = {self._job.index: own(self.present) or {}}
-        return answers | self._received(step, pending, within_s=deadline_s - time.monotonic())
+        return answers | self._received(pending, within_s=deadline_s - time.monotonic())
 
     def clocks(self) -> dict[int, tuple[float, float]]:
         """Return how far the clock of each host is ahead, and by how much that may be wrong."""
+        self._step = "clock"
         found: dict[int, tuple[float, float]] = {}
         for _ in range(_CLOCK_ROUNDS):
-            for index in sorted(self._others):  # one after the other, as the answers are timed
+            for index in sorted(self._hub.present):  # one by one, as the answers are timed
                 start, began = time.monotonic(), time.time()
-                pending = self._send("clock", {index})
-                answers = self._received("clock", pending, within_s=_CLOCK_WITHIN_S)
+                pending = self._send(frozenset({index}))
+                answers = self._received(pending, within_s=_CLOCK_WITHIN_S)
                 error_s = (time.monotonic() - start) / 2
                 there = answers.get(index, {}).get("now")
                 if type(there) is float and error_s < found.get(index, (0.0, math.inf))[1]:
                     found[index] = there - began - error_s, error_s
         return found
 
-    def lose(self, index: int, why: str, *, step: str) -> None:
+    def lose(self, index: int, why: str) -> None:
         """Count a host as absent from now on."""
         self._hub.drop(index, why)
-        self._others.discard(index)
-        self.absent.append(Absence(index=index, why=why, during=step))
+        self._turn()
 
     def end(self, exit_code: int) -> None:
         """Tell all hosts how it went, and let them go."""
         self._hub.end({"do": "end", "exit_code": exit_code})
 
-    def _send(self, step: str, hosts: set[int]) -> set[int]:
-        """Ask these hosts for a step, and return them."""
+    def _send(self, hosts: frozenset[int]) -> frozenset[int]:
+        """Ask these hosts for the step, and return them."""
         self._answers.clear()
         for index in hosts:
-            self._hub.send(index, {"do": step, "present": self.present})
+            self._hub.send(index, {"do": self._step, "present": self.present})
         return hosts
 
-    def _received(self, step: str, pending: set[int], *, within_s: float) -> dict[int, Message]:
+    def _received(self, pending: frozenset[int], *, within_s: float) -> dict[int, Message]:
         """Return what these hosts have answered in time; those that have not are absent."""
         self._wait(lambda: pending & self._hub.present <= self._answers.keys(), within_s=within_s)
         for index in sorted(pending - self._answers.keys()):
-            self.lose(index, self._gone.get(index, "no answer in time"), step=step)
+            self.lose(index, "no answer in time")
         return {index: self._answers[index] for index in pending & self._answers.keys()}
 
     def _wait(self, is_done: Callable[[], bool], *, within_s: float) -> None:
@@ -372,18 +373,17 @@ class HostBarrier:
         self._hub.turn()
         for news in self._hub.take_news():
             match news:
-                case PeerJoined(rank=index) if self._is_gathered:
+                case PeerJoined(rank=index) if self._step:
                     self._hub.drop(index, "it is too late")
                 case PeerJoined(rank=index):
-                    self._others.add(index)
                     self._refused.pop(index, None)
-                    self._gone.pop(index, None)
                 case Differs(rank=index, what=what):
                     self._refused[index] = f"was told of another job: {'; '.join(what)}"
                 case MessageReceived(rank=index, message=message):
                     self._answers[index] = message
-                case Lost(rank=index, cause=cause):
-                    self._gone[index] = cause
+                case Lost(rank=index, cause=cause) if self._step:
+                    if all(absence.index != index for absence in self.absent):
+                        self.absent.append(Absence(index=index, why=cause, during=self._step))
 
 
 class BarrierFailed(Exception):
@@ -409,7 +409,8 @@ def join_barrier(job: PreflightJob, *, within_s: float) -> Member:
     try:
         member = joining.join(within_s=within_s, is_over=lambda: False)
     except StartupTimeout as error:
-        raise BarrierFailed(str(error).partition(". Fix:")[0]) from None
+        why, _, _ = str(error).partition(". Fix:")
+        raise BarrierFailed(why.replace("the launcher of host 0", "it")) from None
     except UsageError as error:
         raise BarrierFailed(f"{error.where}: {error.received}") from None
     assert member is not None  # it is never over

@@ -92,7 +92,7 @@ def lead(
             try:
                 present.append(replace(decode(HostFacts, answer), index=index))
             except ValueError as error:
-                barrier.lose(index, f"sends {error}", step="tell")
+                barrier.lose(index, f"sends {error}")
         clocks = barrier.clocks()
         facts = JobFacts(
             hosts=job.hosts,
