@@ -60,6 +60,13 @@ def test_stages_are_right_where_the_strategy_beside_them_is_pipeline():
     assert {f.code for f in findings(hosts, "job.env")} == {"ENV001"}
 
 
+def test_a_proxy_in_capitals_is_none_to_grpc():
+    hosts = "TFDIST_HOSTS=a,b\nTFDIST_NODE_RANK=0\n"
+    assert findings(f"{hosts}HTTP_PROXY=http://p:1\n", "job.env") == []
+    (finding,) = findings(f"{hosts}http_proxy=http://p:1\nNO_PROXY=a,b\n", "job.env")
+    assert finding.code == "ENV008"
+
+
 def codes(text: str, name: str = "-", kind: str | None = None) -> set[str]:
     return {finding.code for finding in findings(text, name, kind)}
 

@@ -22,8 +22,8 @@ _DOUBTFUL_PORTS = (
     (range(1, 1024), "TFC024", "a port from 1024 on"),
     (range(32_768, 61_000), "TFC023", "a port outside of 32768 to 60999"),  # Linux' default
 )
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY")
-_NO_PROXY = ("no_grpc_proxy", "no_proxy", "NO_PROXY")
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # gRPC reads none in capitals
+_NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
 
 def is_ours(name: str) -> bool:
