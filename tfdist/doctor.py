@@ -1,4 +1,4 @@
-"""``python -m tfdist.doctor``: what is wrong with the hosts of a job, before it is started.
+"""``python -m tfdist.doctor``: preflight checks of the hosts of a job.
 
 Started on all hosts at once, by whatever starts the job there, or by ``--hosts a,b --node_rank R``.
 """
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return what a command line asks for."""
+    """Return the arguments of a command line."""
     command: argparse.Namespace = _parser().parse_args(argv)
     if command.startup_timeout_s is not None:
         fix = "write --startup_timeout_s 60"
@@ -80,8 +80,8 @@ def _run(command: argparse.Namespace, environ: Mapping[str, str]) -> int:
         node_rank=command.node_rank,
         token_file=command.rendezvous_token_file,
     )
-    if job.task != job.speaker:
-        _note(f"{job.task} leaves {job.host.name} to {job.speaker}")
+    if job.task != job.probe_task:
+        _note(f"{job.task} leaves {job.host.name} to {job.probe_task}")
         return EXIT_OK
     if command.startup_timeout_s is not None:
         job = dataclasses.replace(job, startup_timeout_s=command.startup_timeout_s)

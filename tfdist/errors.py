@@ -22,7 +22,7 @@ EXIT_STOPPED = 143
 
 
 class TfdistError(Exception):
-    """Base of every error that tfdist raises; `exit_code` is what a program ends with."""
+    """Base of every error that tfdist raises; `exit_code` is that of the program."""
 
     exit_code: int = EXIT_FAILED
 

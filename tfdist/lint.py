@@ -1,4 +1,4 @@
-"""``python -m tfdist.lint FILE...``: what is wrong with a job's files, before it is started."""
+"""``python -m tfdist.lint FILE...``: checks of a job's files before it is started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return what a command line asks for; what follows ``--`` is a command to check."""
+    """Return the arguments of a command line; a command to check follows ``--``."""
     words = list(argv)
     cut = words.index("--") if "--" in words else len(words)
     arguments: argparse.Namespace = _parser().parse_args(words[:cut])

@@ -445,14 +445,14 @@ def test_hosts_and_ports_come_from_tf_config():
         config = json.dumps({"cluster": cluster, "task": {"type": task, "index": index}})
         job = job_of({"TF_CONFIG": config})
         assert [(h.name, h.ports) for h in job.hosts] == [("a", (1, 2)), ("b", (2,)), ("c", (9,))]
-        assert (job.task == job.speaker) == speaks
+        assert (job.task == job.probe_task) == speaks
     assert job.index == 2
 
 
 def test_hosts_come_from_flags_and_a_process_by_itself_is_a_job(monkeypatch):
     job = job_of({"TFDIST_PS": "1"}, hosts="a:2,b", node_rank=1)
     assert [(h.name, h.ports) for h in job.hosts] == [("a", (2222, 2223)), ("b", (2222,))]
-    assert (job.index, str(job.task), str(job.speaker)) == (1, "ps-0", "ps-0")
+    assert (job.index, str(job.task), str(job.probe_task)) == (1, "ps-0", "ps-0")
     alone = job_of({"TFDIST_EVALUATOR": "1"}, hosts="a,b", node_rank=1)
     assert ([h.name for h in alone.hosts], str(alone.task)) == (["a", "b"], "worker-1")
     assert job_of({}).host.ports == ()

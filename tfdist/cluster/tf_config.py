@@ -258,7 +258,7 @@ def encode(config: TaskConfig) -> str:
 
 
 def decode(text: str | bytes) -> TaskConfig:
-    """Return what a value of TF_CONFIG says, ours or a scheduler's.
+    """Return the task of a value of TF_CONFIG, ours or a scheduler's.
 
     Other keys than ``cluster``, ``task`` and ``tfdist`` are left alone: schedulers add theirs.
 
@@ -275,7 +275,7 @@ def decode(text: str | bytes) -> TaskConfig:
 
 
 def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Return what TF_CONFIG says in `environ`, or None when it is unset or empty."""
+    """Return the task of TF_CONFIG in `environ`, or None when it is unset or empty."""
     text = environ.get(VARIABLE, "")
     return decode(text) if text.strip() else None
 

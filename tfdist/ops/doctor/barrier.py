@@ -68,7 +68,7 @@ class PortListener:
         self.close()
 
     def close(self) -> None:
-        """Free the ports; what has been accepted goes on."""
+        """Free the ports; connections go on."""
         for server in self._servers:
             server.shutdown()
             server.server_close()
@@ -99,7 +99,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self.socket = _listen(port)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: whoever connected is gone, or is none of ours."""
+        """Print nothing: the client is gone, or is no doctor."""
 
 
 class _Client(socketserver.StreamRequestHandler):
@@ -132,7 +132,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _holder_of(port: int) -> str:
-    """Return who listens at a port, as ``python (4711)``; empty where nobody tells."""
+    """Return the process that listens at a port, as ``python (4711)``; empty if unknown."""
     with contextlib.suppress(OSError, psutil.Error):
         for connection in psutil.net_connections("tcp"):
             is_there = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
@@ -147,7 +147,7 @@ def greeting(index: int, fingerprint: str) -> str:
 
 
 def host_of(line: str, fingerprint: str) -> int:
-    """Return which host of the job said a line; -1 where none of it did."""
+    """Return the host of the job with this greeting; -1 for none."""
     match = re.fullmatch(_GREETING + r" (\d{1,6}) (\w+)", line)
     return int(match[1]) if match and match[2] == fingerprint else -1
 
@@ -168,7 +168,7 @@ _MEASURE_S = 1.0
 def reach(
     hosts: Sequence[Host], *, present: Sequence[int], index: int, fingerprint: str
 ) -> tuple[Reach, ...]:
-    """Return who answers at each port of each other host that is there.
+    """Connect to every port of the other hosts that are present; return the results.
 
     Many ports at which nobody answers take long; those that are not tried in time are left out.
     """
@@ -356,7 +356,7 @@ class HostBarrier:
         return hosts
 
     def _received(self, pending: frozenset[int], *, within_s: float) -> dict[int, Message]:
-        """Return what these hosts have answered in time; those that have not are absent."""
+        """Return the answers of these hosts; those without one in time are absent."""
         self._wait(lambda: pending & self._hub.present <= self._answers.keys(), within_s=within_s)
         for index in sorted(pending - self._answers.keys()):
             self.lose(index, "no answer in time")
@@ -387,7 +387,7 @@ class HostBarrier:
 
 
 class BarrierFailed(Exception):
-    """The first host was not found, or has gone; the message says what came of it."""
+    """The first host was not found, refused this one, or is gone."""
 
 
 def join_barrier(job: PreflightJob, *, within_s: float) -> Member:
@@ -423,7 +423,7 @@ def run_steps(
     *,
     hosts: int,
 ) -> int:
-    """Do what the first host asks for until it has no more; return the exit code.
+    """Run the steps that the first host asks for until it ends; return the exit code.
 
     Raises:
         BarrierFailed: the first host has gone.

@@ -77,7 +77,7 @@ class PreflightResult:
 def lead(
     job: PreflightJob, *, environ: Mapping[str, str], shared_dir: str | None, quick: bool
 ) -> tuple[PreflightResult, HostBarrier]:
-    """Look at all hosts, as the first one; whoever calls ends the barrier.
+    """Check all hosts, as the first one; the caller ends the barrier.
 
     `quick` leaves TensorFlow's servers out.
     """
@@ -109,7 +109,7 @@ def lead(
 def follow(
     job: PreflightJob, *, environ: Mapping[str, str], shared_dir: str | None
 ) -> int | PreflightResult:
-    """Do what the first host asks for; return its exit code, or what is seen without it."""
+    """Run the steps of the first host; return its exit code, or the result without it."""
     start = time.monotonic()
     with PreflightPeer(job, environ=environ, shared_dir=shared_dir) as peer:
         try:
@@ -133,7 +133,7 @@ def _with_clock(host: HostFacts, clocks: Mapping[int, tuple[float, float]]) -> H
 
 
 def _exchanged(facts: JobFacts, barrier: HostBarrier, peer: PreflightPeer) -> JobFacts:
-    """Return the facts with what the servers did, or why they were not asked."""
+    """Return the facts with the result of the servers, or why they were left out."""
     wrong = [f.code for f in check(facts) if RULES[f.code].severity is Severity.ERROR]
     in_the_way = [code for code in wrong if not code.startswith("D8")]
     if in_the_way:
@@ -201,7 +201,7 @@ class PreflightPeer:
         self._stack.close()
 
     def result(self) -> Exchange:
-        """Return what came of the servers; the first host asks, once all serve."""
+        """Return the result of the servers; on the first host, once all serve."""
         assert self._servers is not None
         return self._servers.result()
 
@@ -320,7 +320,7 @@ def as_json(result: PreflightResult) -> str:
 
 
 def _state(topic: Topic, result: PreflightResult) -> tuple[str, str]:
-    """Return ``ok`` and what was seen, or why nobody looked."""
+    """Return ``ok`` and a summary, or why the topic was left out."""
     seen = topic.seen(result.facts)
     if seen:
         return _OK, seen

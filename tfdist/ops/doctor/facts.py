@@ -1,4 +1,4 @@
-"""The job under preflight, the probe results of its hosts, and what a check finds.
+"""The job under preflight, the probe results of its hosts, and findings.
 
 Probe results are sent over the network as JSON.
 """
@@ -45,7 +45,7 @@ class NameFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReverseFacts:
-    """The name that one of the host's own addresses has, and what that name leads to."""
+    """Name of one of the host's own addresses, and the addresses of that name."""
 
     address: str
     name: str
@@ -54,7 +54,7 @@ class ReverseFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PortFacts:
-    """State of a port of the job: free, or who has it where that can be told.
+    """State of a port of the job: free, or taken, and by which process.
 
     Attributes:
       holder: the process that listens, as ``python (4711)``; empty where nobody tells.
@@ -233,12 +233,12 @@ class JobFacts:
     left_out: str = field(default="--quick")
 
     def name(self, index: int) -> str:
-        """Return what the job calls a host."""
+        """Return the name of a host in the job."""
         return self.hosts[index].name
 
 
 def reason_of(error: OSError) -> str:
-    """Return what an error says, without its number."""
+    """Return the message of an error, without its number."""
     if isinstance(error, TimeoutError):
         return "timed out"
     return (error.strerror or str(error)).lower()
@@ -286,7 +286,7 @@ class PreflightJob:
 
     Attributes:
       index: of this host.
-      speaker: the task that looks at this host; the others of it leave that to it.
+      probe_task: the task that looks at this host; the others of it leave that to it.
       task: this one.
       token: what the hosts must know to be let in; empty where the user gave none.
     """
@@ -294,7 +294,7 @@ class PreflightJob:
     hosts: tuple[Host, ...]
     index: int = 0
     task: Task = _ALONE
-    speaker: Task = _ALONE
+    probe_task: Task = _ALONE
     startup_timeout_s: float = 60.0
     token: bytes = field(default=b"", repr=False)
 
@@ -311,13 +311,13 @@ class PreflightJob:
 
     @property
     def terms(self) -> dict[str, str]:
-        """Return what is the same on all hosts that were told of the same job, to be shown."""
+        """Return the values that all hosts of a job share, by name."""
         hosts = ",".join(f"{host.name}:{host.ports[0]}" for host in self.hosts if host.ports)
         return {"doctor": _VERSION, "hosts": hosts, "fingerprint": self.fingerprint}
 
     @property
     def fingerprint(self) -> str:
-        """Return what is the same on all hosts that were told of the same job."""
+        """Return a short hash of the hosts and their ports."""
         text = json.dumps([[host.name, host.ports] for host in self.hosts])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -371,17 +371,17 @@ def job_of(
 def _placed(config: TaskConfig, token: bytes) -> PreflightJob:
     cluster, task = config.cluster, config.task
     ports: dict[str, list[int]] = {}
-    speakers: dict[str, Task] = {}
+    probe_tasks: dict[str, Task] = {}
     for other in cluster.training_tasks():
         name, port = split_address(cluster.address(other))
         ports.setdefault(name, []).append(port)
-        speakers.setdefault(name, other)
+        probe_tasks.setdefault(name, other)
     own, _ = split_address(cluster.address(task))
     return PreflightJob(
         hosts=tuple(Host(name=name, ports=tuple(listed)) for name, listed in ports.items()),
         index=list(ports).index(own),
         task=task,
-        speaker=speakers[own],
+        probe_task=probe_tasks[own],
         startup_timeout_s=config.options.startup_timeout_s,
         token=token,
     )

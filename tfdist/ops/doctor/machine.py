@@ -51,7 +51,7 @@ _NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 
 
 def look(environ: Mapping[str, str]) -> MachineProbe:
-    """Return what this process has and may use."""
+    """Return the software and the resources of this process."""
     usable = this_machine(environ)
     cpu, features = _processor()
     tightest = min(memory_groups(), key=lambda group: group[0] - group[1], default=None)
@@ -165,7 +165,7 @@ T = TypeVar("T")
 
 
 def look_up(names: Sequence[str]) -> tuple[NameFacts, ...]:
-    """Return what each name leads to here, all asked at once."""
+    """Resolve the names, all at once."""
     return tuple(
         found or NameFacts(name=name, error="no answer", took_s=_DEADLINE_S)
         for name, found in zip(names, _all_at_once(_forward, names), strict=True)
@@ -173,7 +173,7 @@ def look_up(names: Sequence[str]) -> tuple[NameFacts, ...]:
 
 
 def look_back(addresses: Sequence[str]) -> tuple[ReverseFacts, ...]:
-    """Return the names of addresses, of those that have one, and what these lead to."""
+    """Resolve addresses to names, and these to addresses; those without one are left out."""
     found = _all_at_once(_reverse, addresses[:_MAX_REVERSE])
     return tuple(reverse for reverse in found if reverse is not None)
 
@@ -210,7 +210,7 @@ def addresses_of(name: str) -> tuple[str, ...]:
 
 
 def _all_at_once(ask: Callable[[str], T], names: Sequence[str]) -> list[T | None]:
-    """Return the answers that came in time; who waits for the others cannot be interrupted."""
+    """Return the answers that came in time; the other threads cannot be interrupted."""
     answers: list[T | None] = [None] * len(names)
 
     def one(index: int) -> None:
@@ -302,7 +302,7 @@ class Storage:
         return replace(found, sync_s=time.perf_counter() - start)
 
     def read(self, written: Directory, *, present: Sequence[int]) -> Directory:
-        """Return `written` and what this host sees of the others' files."""
+        """Return `written` completed by the state of the others' files."""
         if written.error:
             return written
         with self._turning() if self._index == 0 else contextlib.nullcontext():

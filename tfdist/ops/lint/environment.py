@@ -27,12 +27,12 @@ _NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
 
 def is_ours(name: str) -> bool:
-    """Return whether a variable says something about a job of several tasks."""
+    """Return whether a variable is one of a job of several tasks."""
     return name == VARIABLE or name.startswith("TFDIST_")
 
 
 def check_environment(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
-    """Yield what is wrong with a whole environment, as a task in it would read it."""
+    """Yield the findings for a whole environment, as a task in it would read it."""
     found = list(check_variables(values, place_of))
     yield from found
     if any(RULES[finding.code].severity is Severity.ERROR for finding in found):
@@ -49,7 +49,7 @@ def check_environment(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[
 
 
 def check_variables(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
-    """Yield what is wrong with each variable by itself, and with proxies beside ours.
+    """Yield the findings for each variable by itself, and for proxies.
 
     `values` has the variables whose value is known; it need not be a whole environment.
     """
@@ -70,7 +70,7 @@ def check_variables(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Fi
 
 
 def check_size(count: int, values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
-    """Yield why a job of `count` tasks cannot be what TFDIST_STRATEGY and TFDIST_PS ask for."""
+    """Yield the finding where TFDIST_STRATEGY and TFDIST_PS do not fit `count` tasks."""
     try:
         ours = {name: value for name, value in values.items() if name.startswith("TFDIST_")}
         job_settings = settings.from_environ(ours)
@@ -86,7 +86,7 @@ def check_size(count: int, values: Mapping[str, str], place_of: PlaceOf) -> Iter
 
 
 def check_tf_config(text: str, place: Location) -> Iterator[Finding]:
-    """Yield what is wrong with `text` as the value of TF_CONFIG that is in `place`."""
+    """Yield the findings for `text` as the value of TF_CONFIG."""
     try:
         config = decode(text)
     except UsageError as error:
@@ -154,7 +154,7 @@ def _inside(place: Location, where: str) -> Location:
 
 
 def _hosts(config: TaskConfig, place: Location) -> Iterator[Finding]:
-    """Yield what is right by itself, and goes wrong between machines."""
+    """Yield the findings for addresses that are right by themselves alone."""
     tasks = config.cluster.training_tasks()
     split = [(task, *split_address(config.cluster.address(task))) for task in tasks]
     local = {host for _, host, _ in split if _is_local(host)}

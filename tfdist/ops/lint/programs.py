@@ -33,7 +33,7 @@ _WITHOUT_RING = ("single", "mirrored", "ps", "pipeline")
 def check_command(
     words: Sequence[str], place: Location, *, replicas: int | None = None
 ) -> Iterator[Finding]:
-    """Yield what a program of tfdist would refuse of its flags.
+    """Yield the findings for the flags of `tfdist.launch` or `tfdist.train`.
 
     Commands with variables in them (``$(NAME)``) are not checked, nor is what a shell is given, nor
     a configuration whose file is not on this machine.
@@ -78,7 +78,7 @@ def grace_s(words: Sequence[str]) -> float | None:
 
 
 def check_config_file(text: str, file: str, *, replicas: int | None = None) -> Iterator[Finding]:
-    """Yield what is wrong with a config file, which is run; `replicas` is how many the job has."""
+    """Run a config file and yield its findings; `replicas` is the number of the job."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(file)
         if not path.is_file():  # standard input
@@ -94,7 +94,7 @@ def check_config_file(text: str, file: str, *, replicas: int | None = None) -> I
 
 
 def print_configuration() -> None:
-    """Print, as JSON, what `tfdist.train` makes of the arguments, in a process of its own."""
+    """Print the configuration of the arguments as JSON, in a process of its own."""
     from tfdist.configs.command_line import parse
     from tfdist.configs.fields import flat
 
@@ -124,7 +124,7 @@ def _split(words: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def _configuration_of(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return what `print_configuration` prints in a process of its own."""
+    """Run `print_configuration` in a process of its own; return its answer."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CHILD, *arguments],

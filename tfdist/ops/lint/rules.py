@@ -39,7 +39,7 @@ class Finding:
 
 
 def of_error(code: str, place: Location, error: UsageError) -> Finding:
-    """Return the finding that says in `place` what `error` says."""
+    """Return the finding for an error."""
     return Finding(code, place, str(error.received), error.expected, error.fix)
 
 

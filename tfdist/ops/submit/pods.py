@@ -31,7 +31,7 @@ a pod that is done it would not be there then. The job ends with its chief."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Role:
-    """What a pod is for: names of its container and port, GPUs, variables, exit codes."""
+    """Role of a pod: names of its container and port, GPUs, variables, exit codes."""
 
     container: str = "tfdist"
     port: str = "tensorflow"
@@ -47,12 +47,12 @@ class Role:
 
 
 def labels(request: JobRequest) -> dict[str, str]:
-    """Return what marks everything that belongs to the job."""
+    """Return the labels of all objects and pods of the job."""
     return {"app.kubernetes.io/name": "tfdist", INSTANCE: request.name, MANAGED_BY: "tfdist.submit"}
 
 
 def given(manifest: Manifest) -> Manifest:
-    """Return a manifest without the fields that nobody has set."""
+    """Return a manifest without its unset fields."""
     return {name: value for name, value in manifest.items() if value not in (None, [], {})}
 
 
@@ -63,7 +63,7 @@ def metadata(request: JobRequest) -> Manifest:
 
 
 def admission(request: JobRequest) -> Manifest:
-    """Return the NetworkPolicy by which the job's pods hear each other, and nobody else."""
+    """Return the NetworkPolicy that admits the job's own pods only."""
     selector = {"matchLabels": {name: labels(request)[name] for name in (INSTANCE, MANAGED_BY)}}
     ingress: Manifest = {"from": [{"podSelector": selector}]}
     ports = request.launch.port_range
@@ -203,7 +203,7 @@ done
 
 
 def _script(request: JobRequest, role: Role) -> str:
-    """Return what the pod's shell runs, with the program and its arguments as ``$@``."""
+    """Return the script of the pod's shell, with the program and its arguments as ``$@``."""
     message = shlex.quote(
         f"image {request.flags.image}: received no tfdist for {request.command[0]}; expected it "
         "installed. "
@@ -216,7 +216,7 @@ def _script(request: JobRequest, role: Role) -> str:
 
 
 def literal(text: str) -> str:
-    """Return what Kubernetes turns into `text`: it replaces $(NAME), and $$ by one dollar."""
+    """Escape a text for Kubernetes, which replaces $(NAME), and $$ by one dollar."""
     return text.replace("$", "$$") if "$(" in text or "$$" in text else text
 
 

@@ -46,7 +46,7 @@ LABEL = rf"{_KEY}=({_VALUE})?"
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag with a value: `form` is the pattern and what is expected of it in words."""
+    """A flag with a value; `form` is its pattern, and the words for it."""
 
     name: str
     shown: str
@@ -163,7 +163,7 @@ class Volume(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
-    """One job; what a flag says that is not here is in `flags`, None or [] where it was not given.
+    """A job to submit; `flags` has the values of all flags, None or [] where not given.
 
     Raises:
         UsageError: values that no scheduler could take.
@@ -208,7 +208,7 @@ class JobRequest:
 
     @property
     def volumes(self) -> tuple[Volume, ...]:
-        """Return what pods are to see."""
+        """Return the volumes of the pods."""
         made = []
         for text in self.flags.volume:
             source, _, rest = text.partition("=")
@@ -253,7 +253,7 @@ class JobRequest:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return what runs a task: a Python, a script or ``-m`` and a module, and its own flags."""
+        """Return the command of a task: Python, script or ``-m`` and module, and its flags."""
         return self.flags.python or "python", *self.launch.program.python_args
 
     @property
@@ -278,7 +278,7 @@ class JobRequest:
 
     @property
     def grace_s(self) -> int:
-        """Return how long before its end a task is told to stop."""
+        """Return how many seconds before its end a task gets the signal to stop."""
         return math.ceil(self.launch.grace_s)
 
     @property
@@ -358,7 +358,7 @@ def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 def help_text() -> str:
-    """Return what ``--help`` prints."""
+    """Return the text of ``--help``."""
     lines = [
         "usage: python -m tfdist.submit --to slurm|kubernetes [--dry_run] [flags]",
         "           [script.py | -m module] [the program's own flags]",
@@ -452,7 +452,7 @@ _FIX = "put the value where the scheduler keeps it, and name that: --secret NAME
 
 
 def _refuse_values(program: Sequence[str], *, env: Mapping[str, str], form: str) -> None:
-    """Refuse what looks like a secret's value in --env or among the program's arguments.
+    """Refuse a value that looks like a secret in --env or the program's arguments.
 
     The message has the name of the flag or variable, and not the value.
     """
