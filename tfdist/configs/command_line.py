@@ -80,7 +80,7 @@ def _parser() -> Parser:
     add = parser.add_argument_group("fields, with their defaults").add_argument
     for field in FIELDS:
         choices = f"; one of {', '.join(field.choices)}" if field.choices else ""
-        switch = {"nargs": "?", "const": "true"} if field.default is False else {}
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.default is False else {}
         add(
             f"--config.{field.name}",
             action="append",
