@@ -89,7 +89,7 @@ def _run(command: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if job.index:
         done = follow(job, environ=environ, shared_dir=shared_dir)
         if isinstance(done, int):
-            _note(f"what was seen of {job.host.name} is said on {job.hosts[0].name}")
+            _note(f"the findings for {job.host.name} are printed on {job.hosts[0].name}")
             return done
         return _show(done, command)
     result, barrier = lead(job, environ=environ, shared_dir=shared_dir, quick=command.quick)

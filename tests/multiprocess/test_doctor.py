@@ -96,7 +96,7 @@ def test_two_hosts_with_nothing_wrong(two_hosts, tmp_path):
     assert codes(printed) == set(), printed
     assert code == other
     assert nothing is None
-    assert "what was seen of b is said on a" in said
+    assert "the findings for b are printed on a" in said
     assert len(printed["facts"]["present"]) == 2
     assert printed["facts"]["exchange"]["is_right"]
     for facts in printed["facts"]["present"]:
