@@ -361,13 +361,6 @@ def only_usage_errors(text: str | bytes) -> None:
     assert said.isprintable()
 
 
-@given(st.binary())
-@settings(deadline=None)
-def test_random_bytes_raise_nothing_but_usage_errors(data):
-    only_usage_errors(data)
-    only_usage_errors(data.decode("utf-8", "surrogateescape"))
-
-
 WORDS = ["cluster", "task", "tfdist", "type", "index", *STRATEGIES, "worker", "chief", "evaluator"]
 LEAVES = st.one_of(
     st.none(),
@@ -400,9 +393,3 @@ ALMOST = st.fixed_dictionaries(
 def test_random_json_raises_nothing_but_usage_errors(value):
     only_usage_errors(json.dumps(value))
     only_usage_errors(str(value))
-
-
-@given(st.integers(0, len(GOOD) - 1), st.text(max_size=3), st.integers(0, 3))
-@settings(deadline=None, max_examples=300)
-def test_a_damaged_text_raises_nothing_but_usage_errors(at, put, cut):
-    only_usage_errors(GOOD[:at] + put + GOOD[at + cut :])
