@@ -34,7 +34,7 @@ _OTHER = ("a value that it can read", "VALUE", "bad-value")
 
 
 def run_program(name: str, run: Callable[[], int], *, is_report: bool = False) -> int:
-    """Return the exit code of a program: what `run` returns, or that of the error it ends with.
+    """Run a program; return its exit code, or that of the error that ends it.
 
     A program that `is_report` has no pipe or socket of its own but standard output: where that is
     closed nobody reads it to its end, which is no error.
@@ -122,7 +122,7 @@ def whole_numbers(flag: str, words: Sequence[str]) -> list[int]:
 
 
 def load_function(text: str, refused: Callable[[str], UsageError]) -> Callable[..., Any]:
-    """Return the function that ``file.py:function`` names; raise what `refused` makes of a reason.
+    """Return the function ``file.py:function``; raise `refused(reason)` where there is none.
 
     The file is run as a module, which finds those beside it as a program does.
     """
@@ -193,7 +193,7 @@ class Parser(argparse.ArgumentParser):
             seen |= set() if action is None else {action.dest}
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse has found as a UsageError."""
+        """Raise the UsageError for a message of argparse."""
         where, received, fix = "command line", message, "see --help"
         expected, code = f"what {self.prog} takes", "command-line"
         if match := re.fullmatch(r"argument (\S+): (.*)", message):

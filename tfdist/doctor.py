@@ -1,4 +1,4 @@
-"""``python -m tfdist.doctor``: what is wrong with the hosts of a job, before it is started.
+"""``python -m tfdist.doctor``: preflight checks of the hosts of a job.
 
 Started on all hosts at once, by whatever starts the job there, or by ``--hosts a,b --node_rank R``.
 """
@@ -12,13 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from tfdist.argument_parser import Parser, run_program
-from tfdist.errors import EXIT_OK, require
+from tfdist.errors import EXIT_OK, require, require_number
 from tfdist.ops.doctor import examine
 from tfdist.ops.doctor.examine import RULES, PreflightResult, follow, lead
 from tfdist.ops.doctor.facts import job_of
 from tfdist.ops.rules import rules_as_json, rules_as_text
-
-_MAX_TIMEOUT_S = 1e6
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,16 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return what a command line asks for."""
+    """Return the arguments of a command line."""
     command: argparse.Namespace = _parser().parse_args(argv)
-    require(
-        command.startup_timeout_s is None or 0 < command.startup_timeout_s <= _MAX_TIMEOUT_S,
-        "--startup_timeout_s",
-        received=command.startup_timeout_s,
-        expected=f"a number of seconds above 0, at most {_MAX_TIMEOUT_S:g}",
-        fix="write --startup_timeout_s 60",
-        code="out-of-range",
-    )
+    if command.startup_timeout_s is not None:
+        fix = "write --startup_timeout_s 60"
+        require_number("--startup_timeout_s", command.startup_timeout_s, above=0, fix=fix)
     require(
         command.shared_dir is None or command.shared_dir.strip(),
         "--shared_dir",
@@ -63,8 +56,6 @@ def _parser() -> Parser:
     add("--hosts", metavar="a,b,...", help="the hosts of the job, as the launcher takes them")
     rank = "which of them this one is, from 0 on; without it found by its name or address"
     add("--node_rank", type=int, metavar="R", help=rank)
-    ports = "the ports that the job may have, as the launcher takes them"
-    add("--ports", metavar="20000-20100", help=ports)
     shared = "a directory that all hosts are to share: where the job writes"
     add("--shared_dir", metavar="D", help=shared)
     token = "what the hosts must know to meet, as the launcher takes it"
@@ -88,10 +79,9 @@ def _run(command: argparse.Namespace, environ: Mapping[str, str]) -> int:
         hosts=command.hosts,
         node_rank=command.node_rank,
         token_file=command.rendezvous_token_file,
-        ports=command.ports,
     )
-    if job.task != job.speaker:
-        _note(f"{job.task} leaves {job.host.name} to {job.speaker}")
+    if job.task != job.probe_task:
+        _note(f"{job.task} leaves {job.host.name} to {job.probe_task}")
         return EXIT_OK
     if command.startup_timeout_s is not None:
         job = dataclasses.replace(job, startup_timeout_s=command.startup_timeout_s)
@@ -99,7 +89,7 @@ def _run(command: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if job.index:
         done = follow(job, environ=environ, shared_dir=shared_dir)
         if isinstance(done, int):
-            _note(f"what was seen of {job.host.name} is said on {job.hosts[0].name}")
+            _note(f"the findings for {job.host.name} are printed on {job.hosts[0].name}")
             return done
         return _show(done, command)
     result, barrier = lead(job, environ=environ, shared_dir=shared_dir, quick=command.quick)

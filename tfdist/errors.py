@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import math
 import numbers
 import operator
@@ -21,7 +22,7 @@ EXIT_STOPPED = 143
 
 
 class TfdistError(Exception):
-    """Base of every error that tfdist raises; `exit_code` is what a program ends with."""
+    """Base of every error that tfdist raises; `exit_code` is that of the program."""
 
     exit_code: int = EXIT_FAILED
 
@@ -47,7 +48,8 @@ class UsageError(TfdistError, ValueError):
         self.code = code
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_usage_error, (self.where, self.received, self.expected, self.fix, self.code))
+        parts = {name: getattr(self, name) for name in ("received", "expected", "fix", "code")}
+        return functools.partial(UsageError, self.where, **parts), ()
 
 
 class StartupTimeout(TfdistError, TimeoutError):
@@ -79,7 +81,8 @@ class JobFailed(TfdistError):
         self.traceback = traceback
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_job_failed, (str(self), self.exit_code, self.task, self.traceback))
+        parts = {name: getattr(self, name) for name in ("exit_code", "task", "traceback")}
+        return functools.partial(JobFailed, str(self), **parts), ()
 
 
 class Stopped(SystemExit):
@@ -234,11 +237,3 @@ def mutually_exclusive(given: Mapping[str, object], *, fix: str = "") -> None:
             fix=fix or "leave out all but one",
             code="exclusive",
         )
-
-
-def _usage_error(where: str, received: object, expected: str, fix: str, code: str) -> UsageError:
-    return UsageError(where, received=received, expected=expected, fix=fix, code=code)
-
-
-def _job_failed(message: str, exit_code: int, task: str, traceback: str) -> JobFailed:
-    return JobFailed(message, exit_code=exit_code, task=task, traceback=traceback)

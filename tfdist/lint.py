@@ -1,4 +1,4 @@
-"""``python -m tfdist.lint FILE...``: what is wrong with a job's files, before it is started."""
+"""``python -m tfdist.lint FILE...``: checks of a job's files before it is started."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-from tfdist.argument_parser import Parser, run_program
-from tfdist.errors import EXIT_OK, UsageError, near, require, require_int
+from tfdist.argument_parser import Parser, reading_file, run_program
+from tfdist.errors import EXIT_OK, UsageError, require, require_int
 from tfdist.ops.lint import KINDS, LintSource, lint
 from tfdist.ops.lint.rules import RULES, Finding
 from tfdist.ops.rules import Severity, count, printable, rules_as_json, rules_as_text, worst
@@ -26,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return what a command line asks for; what follows ``--`` is a command to check."""
+    """Return the arguments of a command line; a command to check follows ``--``."""
     words = list(argv)
     cut = words.index("--") if "--" in words else len(words)
     arguments: argparse.Namespace = _parser().parse_args(words[:cut])
@@ -84,13 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _as_text(findings: Sequence[Finding], checked: int) -> str:
     """Return a line for each finding, and one that counts them."""
     severities = [RULES[finding.code].severity for finding in findings]
-    lines = [
-        printable(
-            f"{finding.place}: {finding.code} {severity.value}: "
-            f"received {finding.received}; expected {finding.expected}. Fix: {finding.fix}"
-        )
-        for finding, severity in zip(findings, severities, strict=True)
-    ]
+    lines = [printable(str(finding)) for finding in findings]
     wrong = severities.count(Severity.ERROR)
     counts = f"{count(wrong, 'error')}, {count(len(lines) - wrong, 'warning')}"
     return "\n".join([*lines, f"{count(checked, 'file')}: {counts if lines else 'no findings'}"])
@@ -108,23 +101,12 @@ def _as_json(findings: Sequence[Finding]) -> str:
 
 
 def _bytes(name: str) -> bytes:
-    try:
+    with reading_file("command line", repr(name), expected="a file"):
         if name == "-":
             data = sys.stdin.buffer.read(_MAX_BYTES + 1)
         else:
             with open(name, "rb") as file:
                 data = file.read(_MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        is_missing = isinstance(error, FileNotFoundError)
-        hint = near(name, map(str, Path(name).parent.glob("*"))) if is_missing else ""
-        raise UsageError(
-            "command line",
-            received=f"{name!r}: {why}{hint}",
-            expected="a file",
-            fix="check the path",
-            code="missing-file",
-        ) from None
     require(
         len(data) <= _MAX_BYTES,
         "command line",

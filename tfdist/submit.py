@@ -18,7 +18,7 @@ from tfdist.ops.submit.request import JobRequest, help_text, parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for and return the exit code."""
+    """Run the program; return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     return run_program("tfdist.submit", lambda: _run(words), is_report=True)
 

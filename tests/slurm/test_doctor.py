@@ -15,5 +15,5 @@ def test_a_step_of_two_nodes_is_looked_at(slurm):
     assert len(printed["facts"]["present"]) == 2
     well = {topic["topic"] for topic in printed["topics"] if topic["severity"] == "ok"}
     assert {"hosts", "names", "ports", "shared directory"} <= well
-    assert f"what was seen of {NODES[1]} is said on {NODES[0]}" in done.stderr
+    assert f"the findings for {NODES[1]} are printed on {NODES[0]}" in done.stderr
     assert not list(slurm.folder.glob(".tfdist*"))

@@ -40,12 +40,7 @@ def refused(arguments: str) -> str:
     return err
 
 
-def objects(arguments: str) -> list[Any]:
-    """The rendered objects of Kubernetes."""
-    return list(yaml.safe_load_all(printed(PODS + arguments)))
-
-
 def manifest(arguments: str) -> dict[str, Any]:
     """The last of the rendered objects, which is the job."""
-    made: dict[str, Any] = objects(arguments)[-1]
+    made: dict[str, Any] = list(yaml.safe_load_all(printed(PODS + arguments)))[-1]
     return made

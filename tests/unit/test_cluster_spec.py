@@ -167,11 +167,6 @@ def test_two_tasks_at_one_address_are_both_named(first, second):
     assert error.fix == "give worker-1 another port"
 
 
-def test_an_evaluator_at_a_trainings_address_is_refused():
-    with pytest.raises(UsageError, match="for both worker-0 and evaluator-0"):
-        ClusterSpec(worker=("a:1",), evaluator=("a:1",))
-
-
 def test_the_same_port_on_different_hosts_is_accepted():
     hosts = ["a", "b", "10.0.0.1", "10.0.0.2", "[fd00::1]", "[fd00::2]", "localhost"]
     hosts += ["[fe80::1%eth0]", "[fe80::1%eth1]"]  # zones tell links, and machines, apart
@@ -212,8 +207,3 @@ def test_a_cluster_that_cannot_work_is_refused_with_the_fix(addresses, received,
 )
 def test_an_empty_list_beside_others_is_a_type_without_tasks(addresses, kind):
     assert ClusterSpec.from_dict(addresses).kind == kind
-
-
-def test_equal_keys_mean_that_two_servers_cannot_both_listen():
-    assert check_address("localhost:7", where="") == check_address("[::1]:7", where="")
-    assert check_address("localhost:7", where="") != check_address("localhost:8", where="")

@@ -181,9 +181,3 @@ def test_what_is_no_list_of_counts_is_refused(text):
         "SLURM_STEP_TASKS_PER_NODE",
         "bad-node-list",
     )
-
-
-def test_too_many_names_are_refused_before_they_are_made():
-    for text in (f"n[0-{10**17}]", f"n[1-{MAX_HOSTS + 1}]"):
-        with pytest.raises(UsageError, match="at most 1048576 names"):
-            expand_hosts(text, where="X")

@@ -172,12 +172,6 @@ def test_a_port_on_which_anyone_listens_is_not_free(host, family):
         assert is_port_free(port.address)
 
 
-def test_a_held_port_counts_as_free_for_its_task():
-    (port,) = hold_ports(1)
-    with port:
-        assert is_port_free(port.address)
-
-
 def test_a_port_is_free_again_while_an_old_connection_fades():
     (port,) = hold_ports(1)
     with listening(port, "127.0.0.1") as server:

@@ -46,8 +46,6 @@ CASES = {
     "--volume runs=/runs --volume data=/data:ro --volume /mnt/cache=/cache "
     "--secret HF_TOKEN=hub/token --env 'NOTE=$(x) 1e3' --env ONE=1e3 --service_account trainer "
     "--image_pull_secret registry --time 4h --grace_s 120 --max_restarts 5 "
-    "--toleration nvidia.com/gpu:NoSchedule --toleration pool=ml:NoExecute --toleration spot "
-    "--priority_class high --run_as_user 1000:2000 --label kueue.x-k8s.io/queue-name=ml "
     + IMAGE
     + "train.py --text 'two words; $(date) $$' --no -y",
     "ps_job.yaml": "--to kubernetes --strategy ps --workers 2 --ps 2 " + IMAGE + "train.py",
@@ -176,32 +174,6 @@ def test_shared_memory_of_the_users_own_is_not_replaced():
     assert container["volumeMounts"] == [{"name": "volume-0", "mountPath": "/dev/shm/"}]
 
 
-@pytest.mark.parametrize(
-    ("text", "toleration"),
-    [
-        ("spot=:NoSchedule", {"operator": "Equal", "value": "", "effect": "NoSchedule"}),
-        ("spot=yes", {"operator": "Equal", "value": "yes"}),
-    ],
-)
-def test_a_toleration_is_written_as_the_taint(text, toleration):
-    pod = pod_of(f"--toleration {text} train.py")
-    assert pod["tolerations"] == [{"key": "spot", **toleration}]
-
-
-SECCOMP = {"seccompProfile": {"type": "RuntimeDefault"}}
-
-
-def test_a_user_without_a_group_has_the_images():
-    pod = pod_of("--run_as_user 10 train.py")
-    assert pod["securityContext"] == {"runAsNonRoot": True, "runAsUser": 10, **SECCOMP}
-
-
-def test_only_who_asks_for_root_has_it():
-    pod = pod_of("--run_as_user 0 train.py")
-    assert pod["securityContext"] == {"runAsUser": 0, **SECCOMP}
-    assert pod["containers"][0]["securityContext"] == {"allowPrivilegeEscalation": False}
-
-
 # --- the command line ---
 
 
@@ -257,22 +229,7 @@ def test_only_who_asks_for_root_has_it():
         (PODS + f"--kind jobset --name {'a' * 47} --workers 2 train.py", "at most 46"),
         (PODS + f"--kind jobset --name {'a' * 44} --workers 2 --evaluator train.py", "at most 43"),
         (PODS + "--namespace 'A B' train.py", "--namespace"),
-        (PODS + "--priority_class High train.py", "--priority_class"),
-        (PODS + "--label team train.py", "NAME=VALUE"),
-        (PODS + "--label team=a/b train.py", "--label team=vision"),
-        (PODS + f"--label team={'a' * 64} train.py", "--label team=vision"),
-        (PODS + "--label app.kubernetes.io/instance=x train.py", "none of app.kubernetes.io/name"),
         (PODS + "--node_selector disk=a/b train.py", "--node_selector disk=ssd"),
-        (PODS + "--toleration gpu:NoShedule train.py", "NoSchedule or PreferNoSchedule"),
-        (PODS + "--toleration gpu:yes=NoSchedule train.py", "KEY=VALUE:EFFECT"),
-        (PODS + "--toleration =yes:NoExecute train.py", "KEY=VALUE:EFFECT"),
-        (PODS + "--toleration 'a b' train.py", "KEY=VALUE:EFFECT"),
-        (PODS + "--toleration gpu: train.py", "KEY=VALUE:EFFECT"),
-        (PODS + "--run_as_user me train.py", "1000:1000"),
-        (PODS + "--run_as_user 1000: train.py", "1000:1000"),
-        (PODS + "--run_as_user -1 train.py", "1000:1000"),
-        (PODS + "--run_as_user 3000000000 train.py", "2147483647"),
-        (SLURM + "--run_as_user 1000 train.py", "expected kubernetes"),
         (PODS + "--volume data train.py", "--volume"),
         (PODS + "--volume data=/data:rw train.py", "--volume"),
         (PODS + "--node_selector ssd train.py", "NAME=VALUE"),

@@ -15,8 +15,6 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.unit.submit import objects
-
 ROOT = Path(__file__).parents[2]
 FILES = [*(ROOT / "tests" / "golden").glob("*.yaml"), *ROOT.glob("launch/kubernetes/*.yaml")]
 VERSIONS = ("1.31", "1.33", "1.37")
@@ -145,17 +143,6 @@ def test_names_that_the_operator_looks_for(document):
             (container,) = replica["template"]["spec"]["containers"]
             assert container["name"] == "tensorflow"
             assert container["ports"][0]["name"] == "tfjob-port"
-
-
-@pytest.mark.parametrize("kind", ["job", "jobset", "tfjob"])
-def test_a_label_is_that_of_every_object_and_pod(kind):
-    made = objects(f"--kind {kind} --workers 2 --label team=vision train.py")
-    parts = [part for document in made for part in core_parts(document)]
-    templates = [part.get("template") or part["spec"].get("template") for part in parts]
-    for owner in [*made, *filter(None, templates)]:
-        assert owner["metadata"]["labels"]["team"] == "vision"
-    (policy,) = (document for document in made if document["kind"] == "NetworkPolicy")
-    assert "team" not in policy["spec"]["podSelector"]["matchLabels"]
 
 
 STORES = {

@@ -239,8 +239,8 @@ def test_a_printed_python_dict_is_repaired_with_its_none_and_true():
 @pytest.mark.parametrize(
     "text",
     [
-        *(str(json.loads(GOOD)), GOOD.replace('"', "'")[:-1] + ", 'x': null}"),
-        *(f"'{GOOD}'", f'"{GOOD}"', json.dumps(GOOD), GOOD.replace('"', '\\"')),
+        *(str(json.loads(GOOD)), f"'{GOOD}'", f'"{GOOD}"', json.dumps(GOOD)),
+        GOOD.replace('"', '\\"'),
     ],
 )
 def test_usual_mistakes_of_quoting_are_shown_repaired(text):
@@ -360,13 +360,6 @@ def only_usage_errors(text: str | bytes) -> None:
     assert said.isprintable()
 
 
-@given(st.binary())
-@settings(deadline=None)
-def test_random_bytes_raise_nothing_but_usage_errors(data):
-    only_usage_errors(data)
-    only_usage_errors(data.decode("utf-8", "surrogateescape"))
-
-
 WORDS = ["cluster", "task", "tfdist", "type", "index", *STRATEGIES, "worker", "chief", "evaluator"]
 LEAVES = st.one_of(
     st.none(),
@@ -399,9 +392,3 @@ ALMOST = st.fixed_dictionaries(
 def test_random_json_raises_nothing_but_usage_errors(value):
     only_usage_errors(json.dumps(value))
     only_usage_errors(str(value))
-
-
-@given(st.integers(0, len(GOOD) - 1), st.text(max_size=3), st.integers(0, 3))
-@settings(deadline=None, max_examples=300)
-def test_a_damaged_text_raises_nothing_but_usage_errors(at, put, cut):
-    only_usage_errors(GOOD[:at] + put + GOOD[at + cut :])

@@ -17,7 +17,7 @@ _MAX_HOST_CHARS = 253
 
 
 class _Short(reprlib.Repr):
-    """Writes what Python and JSON have other words for as JSON: null, true, NaN."""
+    """Short form of a value, with the words of JSON: null, true, NaN."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -73,7 +73,7 @@ _JOB_NAMES = (
 
 
 class _World(NamedTuple):
-    """What a launcher says of a rank; `names` are the variables of size and rank, then local."""
+    """Place of a rank by its launcher; `names` are the variables of size and rank."""
 
     size: int
     rank: int
@@ -168,7 +168,7 @@ def _sized(
 
 
 def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> tuple[str, list[str]]:
-    """Return the variable that says where the ranks are, and the host of each."""
+    """Return the source of the hosts, a variable, and the host of each rank."""
     value = text(environ, HOSTS)
     if value:
         ranks = ranks_of(parse_hosts(value, where=HOSTS))
@@ -316,7 +316,7 @@ Reader = Callable[[Mapping[str, str], JobSettings], TaskConfig | None]
 
 
 def _read_tf_config(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
-    """Return what TF_CONFIG says, and our variables where it leaves something open."""
+    """Return the task of TF_CONFIG, completed by our variables."""
     config = tf_config.from_environ(environ)
     return None if config is None else _with_settings(config, job_settings)
 
@@ -332,7 +332,7 @@ SOURCES: Mapping[str, Reader] = {
 
 
 def detect(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Return what `tfdist.cluster.read_environment` does, outside the tasks of our launcher."""
+    """Return the task of this process; None for a process by itself, without settings."""
     job_settings = settings.from_environ(environ)
     named = text(environ, CLUSTER)
     check_source(named)
@@ -380,7 +380,7 @@ def _alone(job_settings: JobSettings) -> TaskConfig | None:
 
 
 def _from_source(name: str, environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig:
-    """Return what the source that the user named says."""
+    """Return the task by the source that TFDIST_CLUSTER names."""
     config = SOURCES[name](environ, job_settings)
     if config is None:
         raise UsageError(
@@ -409,7 +409,7 @@ def _with_settings(config: TaskConfig, job_settings: JobSettings) -> TaskConfig:
 
 
 def _check_agreement(source: str, config: TaskConfig, environ: Mapping[str, str]) -> None:
-    """Compare what is taken with what else says how many tasks there are and where this one is."""
+    """Compare a task with the other sources: the number of tasks, and its host."""
     if source == "tf_config" and config.task.type != "evaluator":  # which some count, others not
         _check_size(config, environ)
         for variable in ("PMIX_HOSTNAME", "SLURMD_NODENAME"):

@@ -58,7 +58,7 @@ _COUNTS_OF_RESTARTS = (RESTARTS, UNCOUNTED_RESTARTS, "SLURM_RESTART_COUNT")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSettings(JobOptions):
-    """Settings of a job, from its ``TFDIST_*`` variables: its options, and what makes its cluster.
+    """Settings of a job, from its ``TFDIST_*`` variables: its options and those of its cluster.
 
     Attributes:
       ps: how many of the tasks, the last ones, are ps; None for the strategy's default.
@@ -84,7 +84,7 @@ def restarts(environ: Mapping[str, str]) -> int:
 
 
 def from_environ(environ: Mapping[str, str]) -> JobSettings:
-    """Return what our variables in `environ` say; `UsageError` names the one that is wrong."""
+    """Return the settings in `environ`; `UsageError` names the variable that is wrong."""
     _refuse_misspelt(environ)
     strategy = text(environ, STRATEGY) or "auto"
     check_strategy(strategy, where=STRATEGY, code="ENV001")
@@ -149,7 +149,7 @@ def _switch(environ: Mapping[str, str], name: str) -> bool:
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float:
-    """Return a positive number of seconds, or how long tasks wait where nobody says it."""
+    """Return a positive number of seconds, by default the startup time-out of the options."""
     value = text(environ, name)
     try:
         seconds = float(value) if value else JobOptions().startup_timeout_s
@@ -195,7 +195,7 @@ def _groups(value: str) -> tuple[str, ...]:
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
-    """Refuse a variable with a name close to ours: left alone, what it says would be lost."""
+    """Refuse a variable with a name close to one of ours, which would be ignored."""
     for name in environ:
         if not name.startswith("TFDIST_") or name in NAMES or name == LAUNCHED:
             continue

@@ -103,7 +103,7 @@ def first_port(environ: Mapping[str, str], job_settings: JobSettings) -> int:
 
 
 def _types(groups: Sequence[int], job_settings: JobSettings, *, components: int) -> list[str]:
-    """Return the type of each rank, which is in the component that `groups` says."""
+    """Return the type of each rank; `groups` has the component of each."""
     group_types = job_settings.groups
     if not group_types:
         return placement.task_types(len(groups), job_settings=job_settings)
@@ -236,7 +236,7 @@ def _dealt(tasks: Sequence[int], at_a_time: int) -> list[int]:
 
 
 def _check_self(environ: Mapping[str, str], step: _Step) -> None:
-    """Compare what follows for this task with its own variables."""
+    """Compare the place of this task by its rank with its own variables."""
     fix = "run srun with --distribution=block, and pass Slurm's variables on as they are"
     node = step.nodes[step.where[step.rank]]
     name = text(environ, "SLURMD_NODENAME")

@@ -11,7 +11,8 @@ import contextlib
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tfdist.cluster.address import shown
@@ -149,7 +150,7 @@ def parse_object(text: str | bytes, *, where: str) -> dict[str, object]:
             where, received="deep nesting", expected=expected, fix=fix, code="TFC004"
         ) from None
     except _DuplicateKeyError as error:
-        received = f"the key {shown(error.key)} twice in one object"
+        received = f"the key {shown(error.args[0])} twice in one object"
         fix = "join the two, or take one out"
         raise UsageError(
             where, received=received, expected="each key once", fix=fix, code="TFC003"
@@ -167,21 +168,14 @@ def parse_object(text: str | bytes, *, where: str) -> dict[str, object]:
     )
 
 
-class _DuplicateKeyError(Exception):
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
+class _DuplicateKeyError(ValueError):
+    """A key that is twice in one object, of which json itself would drop all but the last."""
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Make an object of `pairs`, where json itself would drop all but the last of a key."""
     made = dict(pairs)
     if len(made) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _DuplicateKeyError(key)
-            seen.add(key)
+        raise _DuplicateKeyError(Counter(key for key, _ in pairs).most_common(1)[0][0])
     return made
 
 
@@ -208,34 +202,18 @@ def _repaired(text: str, *, where: str) -> UsageError | None:
     bare = text.strip("'\" \t\r\n").replace('\\"', '"')
     if bare == text.strip() and "'" not in bare:
         return None
-    readings: Sequence[Callable[[str], object]] = (
-        _loads,
-        lambda text: _loads(text.replace("'", '"')),
-        ast.literal_eval,
-    )
-    for read in readings:
-        try:
-            value = read(bare)
-            right = json.dumps(value)
-        except (
-            ValueError,
-            TypeError,
-            SyntaxError,
-            MemoryError,
-            RecursionError,
-            _DuplicateKeyError,
-        ):
-            continue
-        if isinstance(value, dict):
-            if len(right) > _MAX_SHOWN_CHARS:
-                right = right[:_MAX_SHOWN_CHARS] + "..."
-            return UsageError(
-                where,
-                received="an object in the wrong quotes, as of a printed Python dict",
-                expected="JSON, whose names are in double quotes",
-                fix=f"{where}={shlex.quote(right)}",
-                code="TFC002",
-            )
+    for read in (_loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            right = json.dumps(value := read(bare))
+            if isinstance(value, dict):
+                cut = "..." if len(right) > _MAX_SHOWN_CHARS else ""
+                return UsageError(
+                    where,
+                    received="an object in the wrong quotes, as of a printed Python dict",
+                    expected="JSON, whose names are in double quotes",
+                    fix=f"{where}={shlex.quote(right[:_MAX_SHOWN_CHARS] + cut)}",
+                    code="TFC002",
+                )
     return None
 
 
@@ -280,7 +258,7 @@ def encode(config: TaskConfig) -> str:
 
 
 def decode(text: str | bytes) -> TaskConfig:
-    """Return what a value of TF_CONFIG says, ours or a scheduler's.
+    """Return the task of a value of TF_CONFIG, ours or a scheduler's.
 
     Other keys than ``cluster``, ``task`` and ``tfdist`` are left alone: schedulers add theirs.
 
@@ -297,7 +275,7 @@ def decode(text: str | bytes) -> TaskConfig:
 
 
 def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Return what TF_CONFIG says in `environ`, or None when it is unset or empty."""
+    """Return the task of TF_CONFIG in `environ`, or None when it is unset or empty."""
     text = environ.get(VARIABLE, "")
     return decode(text) if text.strip() else None
 

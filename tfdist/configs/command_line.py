@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
+import ast
 import linecache
 import re
 import runpy
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdist.argument_parser import is_plain
+from tfdist.argument_parser import Parser, integer, number
 from tfdist.configs.fields import FIELDS, check, flat, unknown
 from tfdist.errors import UsageError, near
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
 _DEFAULT_FILE = str(Path(__file__).with_name("digits.py"))
-_FLAGS = ("config", "overwrite", "help")
-_TYPES = {field.name: field.optional_type or type(field.default) for field in FIELDS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,40 +37,92 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     Raises UsageError for an unknown flag or field, a value of the wrong type or out of range, and
     a config file that does not run.
     """
-    from absl import flags
-    from ml_collections import config_flags
+    names = {field.name: field.optional_type or type(field.default) for field in FIELDS}
+    for argument in arguments:
+        match = re.match(r"--config\.([^=]*)", argument)
+        if match and match[1] not in names:
+            raise unknown(match[1])
+    values = vars(_parser().parse_args(arguments))
+    config = load(values["config"][-1])
+    known = flat(config)
+    for name, type_ in names.items():
+        if texts := values[f"config.{name}"]:
+            value = _read(f"--config.{name}", texts[-1], type_)
+            group, _, short = name.rpartition(".")
+            if name in known:
+                (config[group] if group else config)[short] = value
+    if not values["help"]:
+        check(config)
+    overwrite = _read("--overwrite", values["overwrite"], bool)
+    return TrainCommand(config=config, overwrite=overwrite, help=values["help"])
 
-    _check_overrides(arguments)
-    argv = ["tfdist.train", *arguments]
-    values = flags.FlagValues()
-    flags.DEFINE_bool("overwrite", False, "move a run in the way aside", flag_values=values)
-    flags.DEFINE_bool("help", False, "show this", flag_values=values)
-    try:
-        config_flags.DEFINE_config_file("config", _DEFAULT_FILE, flag_values=values, sys_argv=argv)
-        rest = values(argv)[1:]
-    except flags.UnrecognizedFlagError as error:
-        raise _unknown_flag(error.flagname) from None
-    except flags.IllegalFlagValueError as error:
-        raise _wrong_type(str(error)) from None
-    except flags.Error as error:
-        raise UsageError(
-            "command line",
-            received=error,
-            expected="--flag=value",
-            fix="see --help",
-            code="not-a-flag",
-        ) from None
-    if rest:
-        raise UsageError(
-            "command line",
-            received=f"{rest[0]!r}",
-            expected="flags only",
-            fix="write --config=FILE, --config.field=value",
-            code="not-a-flag",
+
+def help_text() -> str:
+    """Return the text of --help."""
+    return _parser().format_help()
+
+
+def _parser() -> Parser:
+    """Return the parser of texts; of a field that comes twice the last counts."""
+    parser = Parser(
+        prog="python -m tfdist.train",
+        usage="python -m tfdist.train [--config=FILE] [--config.FIELD=VALUE ...] [--overwrite]",
+        description="Trains what FILE describes (default: a CNN on the digits). Under several "
+        "tasks: python -m tfdist.launch --strategy ps --workers 4 --ps 1 -m tfdist.train "
+        "--config=FILE",
+        add_help=False,
+    )
+    add = parser.add_argument
+    add("--help", "-h", action="store_true", help="show this")
+    add("--config", action="append", default=[_DEFAULT_FILE], metavar="FILE", help="a config file")
+    overwrite = "move an earlier run in the run directory aside, into old-1, old-2, ..."
+    add("--overwrite", nargs="?", const="true", default="false", metavar="true", help=overwrite)
+    add = parser.add_argument_group("fields, with their defaults").add_argument
+    for field in FIELDS:
+        choices = f"; one of {', '.join(field.choices)}" if field.choices else ""
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.default is False else {}
+        add(
+            f"--config.{field.name}",
+            action="append",
+            default=[],
+            metavar=repr(field.default),
+            help=(field.help + choices).replace("%", "%%"),
+            **switch,
         )
-    if not values.help:
-        check(values.config)
-    return TrainCommand(config=values.config, overwrite=values.overwrite, help=values.help)
+    return parser
+
+
+def _numbers(text: str) -> tuple[Any, ...]:
+    value = ast.literal_eval(text)
+    values = value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(number, (int, float)) for number in values):
+        raise ValueError(text)
+    return values
+
+
+def _switch(text: str) -> bool:
+    return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+
+
+_READERS: Mapping[type, tuple[Callable[[str], Any], str]] = {
+    str: (str, "a text"),
+    int: (integer, "a whole number"),
+    float: (number, "a number"),
+    bool: (_switch, "true or false"),
+    tuple: (_numbers, "numbers, as in (0.5,) or 3,5"),
+}
+"""How the text of a flag is read, and what is expected, by the type of its field."""
+
+
+def _read(flag: str, text: str, type_: type) -> Any:
+    read, expected = _READERS[type_]
+    try:
+        return read(text)
+    except (ValueError, KeyError, SyntaxError):
+        fix = "see --help for the fields and their defaults"
+        raise UsageError(
+            flag, received=repr(text), expected=expected, fix=fix, code="CFG004"
+        ) from None
 
 
 def load(path: str) -> ConfigDict:
@@ -103,82 +153,9 @@ def load(path: str) -> ConfigDict:
     return config
 
 
-def help_text() -> str:
-    """Return the text of --help."""
-    lines = [
-        "python -m tfdist.train [--config=FILE] [--config.FIELD=VALUE ...] [--overwrite]",
-        "",
-        "Trains what FILE describes (default: a CNN on the digits). Under several tasks:",
-        "python -m tfdist.launch --strategy ps --workers 4 --ps 1 -m tfdist.train --config=FILE",
-        "",
-        "  --overwrite  move an earlier run in the run directory aside, into old-1, old-2, ...",
-        "",
-        "Fields, with their defaults:",
-    ]
-    for field in FIELDS:
-        lines.append(f"  --config.{field.name}={field.default!r}")
-        lines.append(f"      {field.help}")
-        if field.choices:
-            lines.append(f"      one of {', '.join(field.choices)}")
-    return "\n".join(lines)
-
-
-def _check_overrides(arguments: Sequence[str]) -> None:
-    """Refuse what config_flags would answer with a traceback: a bad file, an unknown field."""
-    path = _DEFAULT_FILE
-    for position, argument in enumerate(arguments):
-        if match := re.fullmatch(r"--?config(?:=(.*))?", argument, re.DOTALL):
-            following = arguments[position + 1] if position + 1 < len(arguments) else ""
-            path = match[1] if match[1] is not None else following
-    config = load(path)
-    names = flat(config)
-    for argument in arguments:
-        match = re.match(r"--?(?:no)?config\.([^=]*)", argument)
-        if match and match[1] not in names:
-            raise unknown(match[1])
-    for argument, following in itertools.pairwise([*arguments, ""]):
-        match = re.fullmatch(r"--?config\.([^=]*)(?:=(.*))?", argument, re.DOTALL)
-        if match and _TYPES.get(match[1]) in (int, float):
-            _check_number(match[1], following if match[2] is None else match[2])
-
-
-def _check_number(name: str, text: str) -> None:
-    if not is_plain(text):
-        raise _wrong_type(f"flag --config.{name}={text}: ")
-
-
-def _unknown_flag(name: str) -> UsageError:
-    return UsageError(
-        "command line",
-        received=f"unknown flag --{name}{near(name, _FLAGS) or near(f'config.{name}', _dotted())}",
-        expected="--config, --config.FIELD or --overwrite",
-        fix="see --help",
-        code="unknown-flag",
-    )
-
-
-def _dotted() -> list[str]:
-    return [f"config.{field.name}" for field in FIELDS]
-
-
-def _wrong_type(message: str) -> UsageError:
-    match = re.match(r"flag --(?:config\.)?([^=]*)=(.*?): ", message, re.DOTALL)
-    name, value = (match[1], match[2]) if match else ("", message)
-    kind = {int: "a whole number", float: "a number", bool: "true or false"}.get(
-        _TYPES.get(name, bool), "another type"
-    )
-    return UsageError(
-        f"--config.{name}" if name in _TYPES else f"--{name}",
-        received=repr(value),
-        expected=kind,
-        fix="see --help for the fields and their defaults",
-        code="CFG004",
-    )
-
-
 def _broken_file(path: str, error: Exception) -> UsageError:
     """Report at which line a config file failed, and why, in one line."""
-    number = failed_line(path, error)
+    number = _failed_line(path, error)
     line = linecache.getline(path, number).strip() if number else ""
     missing = re.search(r'Key "([^"]*)" does not exist', str(error))
     if missing:
@@ -201,7 +178,7 @@ def _broken_file(path: str, error: Exception) -> UsageError:
     )
 
 
-def failed_line(path: str, error: BaseException) -> int | None:
+def _failed_line(path: str, error: BaseException) -> int | None:
     """Return the line of a config file at which it failed, None if it is unknown."""
     if isinstance(error, SyntaxError) and error.lineno:
         return error.lineno

@@ -71,5 +71,5 @@ def count(number: int, name: str) -> str:
 
 
 def printable(line: str) -> str:
-    """Return a line on which a file cannot write over what the terminal shows."""
+    """Return a line with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)

@@ -6,12 +6,11 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.cluster.address import join
-from tfdist.launch.multihost.connection import decode, encode
+from tfdist.launch.multihost.connection import Message, decode, encode
 from tfdist.ops.doctor import host_checks, machine, network_checks
 from tfdist.ops.doctor.barrier import (
     BarrierFailed,
@@ -25,12 +24,10 @@ from tfdist.ops.doctor.barrier import (
 )
 from tfdist.ops.doctor.facts import (
     Absence,
-    Directory,
     Exchange,
     HostFacts,
     HostFinding,
     JobFacts,
-    MachineProbe,
     PreflightJob,
     Topic,
 )
@@ -61,14 +58,10 @@ def check(facts: JobFacts) -> list[HostFinding]:
     return [finding for topic in TOPICS for finding in topic.check(facts)]
 
 
-Part = dict[str, Any]
-"""Some of the fields of `HostFacts`, as JSON has them."""
-
-_STEPS = {"look": 15.0, "reach": 30.0, "wire": 30.0, "work": 30.0, "write": 30.0, "read": 30.0}
+_STEPS = {"reach": 30.0, "wire": 30.0, "work": 30.0, "write": 30.0, "read": 30.0, "tell": 15.0}
 """Steps of all hosts, one after the other, and how long each may take."""
 
 _SERVE_S = 10.0
-_UNSEEN = MachineProbe(host_name="")
 _MAX_WHY_CHARS = 500
 
 
@@ -84,22 +77,26 @@ class PreflightResult:
 def lead(
     job: PreflightJob, *, environ: Mapping[str, str], shared_dir: str | None, quick: bool
 ) -> tuple[PreflightResult, HostBarrier]:
-    """Look at all hosts, as the first one; whoever calls ends the barrier.
+    """Check all hosts, as the first one; the caller ends the barrier.
 
     `quick` leaves TensorFlow's servers out.
     """
+    barrier = HostBarrier(job)
     with PreflightPeer(job, environ=environ, shared_dir=shared_dir) as peer:
-        barrier = HostBarrier(job, peer.port_listener)
         barrier.gather(within_s=job.startup_timeout_s)
         start = time.monotonic()
-        known = {index: HostFacts(index=index, machine=_UNSEEN) for index in barrier.present}
         for step, within_s in _STEPS.items():
-            _do(barrier, peer, step, within_s=within_s, known=known)
-        for index, (ahead_s, error_s) in barrier.clocks().items():
-            known[index] = replace(known[index], clock_ahead_s=ahead_s, clock_error_s=error_s)
+            answers = barrier.ask(step, peer.steps[step], within_s=within_s)
+        present = []
+        for index, answer in answers.items():
+            try:
+                present.append(replace(decode(HostFacts, answer), index=index))
+            except ValueError as error:
+                barrier.lose(index, f"sends {error}")
+        clocks = barrier.clocks()
         facts = JobFacts(
             hosts=job.hosts,
-            present=tuple(host for host in known.values() if host.machine is not _UNSEEN),
+            present=tuple(_with_clock(host, clocks) for host in present),
             absent=tuple(barrier.absent),
             shared_dir=shared_dir or "",
         )
@@ -112,7 +109,7 @@ def lead(
 def follow(
     job: PreflightJob, *, environ: Mapping[str, str], shared_dir: str | None
 ) -> int | PreflightResult:
-    """Do what the first host asks for; return its exit code, or what is seen without it."""
+    """Run the steps of the first host; return its exit code, or the result without it."""
     start = time.monotonic()
     with PreflightPeer(job, environ=environ, shared_dir=shared_dir) as peer:
         try:
@@ -120,10 +117,9 @@ def follow(
             with contextlib.closing(member):
                 return run_steps(member, peer.steps, hosts=len(job.hosts))
         except BarrierFailed as error:
-            host = HostFacts(index=job.index, machine=_UNSEEN)
             facts = JobFacts(
                 hosts=job.hosts,
-                present=(_with_part(host, peer.steps["look"]([job.index])),),
+                present=(peer.facts,),
                 absent=(Absence(index=0, why=str(error)),),
                 left_out="there is no meeting",
             )
@@ -131,45 +127,20 @@ def follow(
     return PreflightResult(facts=facts, findings=tuple(check(facts)), took_s=took_s)
 
 
-def _do(
-    barrier: HostBarrier,
-    peer: PreflightPeer,
-    step: str,
-    *,
-    within_s: float,
-    known: dict[int, HostFacts],
-) -> None:
-    """Have all hosts do a step, and add what they answer to what is known of them."""
-    own: Callable[[], Part] = lambda: peer.steps[step](barrier.present)  # noqa: E731
-    for index, part in barrier.ask(step, within_s=within_s, own=own).items():
-        try:
-            known[index] = _with_part(known[index], part)
-        except ValueError as error:
-            if index == 0:  # this one
-                raise
-            barrier.lose(index, f"sends {error}", step=step)
-
-
-def _with_part(host: HostFacts, part: Part) -> HostFacts:
-    """Return what is known of a host with some fields as it tells them."""
-    answer = decode(HostFacts, {"machine": {"host_name": ""}, **part, "index": host.index})
-    return replace(host, **{name: getattr(answer, name) for name in part})
+def _with_clock(host: HostFacts, clocks: Mapping[int, tuple[float, float]]) -> HostFacts:
+    ahead_s, error_s = clocks.get(host.index, (None, 0.0))
+    return replace(host, clock_ahead_s=ahead_s, clock_error_s=error_s)
 
 
 def _exchanged(facts: JobFacts, barrier: HostBarrier, peer: PreflightPeer) -> JobFacts:
-    """Return the facts with what the servers did, or why they were not asked."""
+    """Return the facts with the result of the servers, or why they were left out."""
     wrong = [f.code for f in check(facts) if RULES[f.code].severity is Severity.ERROR]
     in_the_way = [code for code in wrong if not code.startswith("D8")]
     if in_the_way:
         return replace(facts, left_out=f"{', '.join(dict.fromkeys(in_the_way))} first")
-    for host in facts.present:
-        if host.ports and host.ports[0].error:  # of a range, in which others are free
-            why = f"port {host.ports[0].port} of {facts.name(host.index)} is taken"
-            return replace(facts, left_out=why)
-    steps = peer.steps
-    barrier.ask("serve", within_s=_SERVE_S, own=lambda: steps["serve"](barrier.present))
+    barrier.ask("serve", peer.steps["serve"], within_s=_SERVE_S)
     found = peer.result()
-    answers = barrier.ask("stop", within_s=_SERVE_S, own=lambda: steps["stop"](barrier.present))
+    answers = barrier.ask("stop", peer.steps["stop"], within_s=_SERVE_S)
     if found.error:
         failures = {i: str(a.get("failure", ""))[:_MAX_WHY_CHARS] for i, a in answers.items()}
         reasons = [f"{facts.name(i)}: {why}" for i, why in failures.items() if why]
@@ -186,7 +157,12 @@ _LOOPBACK = "127.0.0.1"
 
 
 class PreflightPeer:
-    """This host. Closing it ends what it has started, and frees its ports."""
+    """This host, which looks at itself when created; closing it frees its ports.
+
+    Attributes:
+      facts: what is known of it so far.
+      steps: what it can be asked for, by name; each takes the hosts that are there.
+    """
 
     def __init__(
         self, job: PreflightJob, *, environ: Mapping[str, str], shared_dir: str | None
@@ -197,27 +173,23 @@ class PreflightPeer:
         self._held: list[HeldPort] = []
         if len(job.hosts) == 1:  # there is no other host: its tasks meet on loopback
             self._held = [self._stack.enter_context(port) for port in hold_ports(2)]
-        self.port_listener = self._stack.enter_context(
-            PortListener(
-                greeting(job.index, job.fingerprint),
-                [*job.host.ports, *(port.port for port in self._held[:1])],
-                spare=job.index == 0 and len(job.hosts) > 1,
-            )
+        ports = [*job.host.ports, *(port.port for port in self._held[:1])]
+        self._listener = self._stack.enter_context(
+            PortListener(greeting(job.index, job.fingerprint), ports)
         )
-        self._storage = (
-            Storage(shared_dir, mark=job.fingerprint, index=job.index) if shared_dir else None
-        )
-        self._reached: set[tuple[int, int]] = set()
-        self._cpus = 1
-        self._written: Directory | None = None
+        self._storage: Storage | None = None
+        if shared_dir:
+            self._storage = Storage(shared_dir, mark=job.fingerprint, index=job.index)
+            self._stack.callback(self._storage.clean)
         self._servers: ServerProcesses | None = None
-        self.steps: Mapping[str, Callable[[Sequence[int]], Part]] = {
-            "look": self._look,
+        self.facts = self._look()
+        self.steps: Mapping[str, Callable[[Sequence[int]], Message | None]] = {
             "reach": self._reach,
             "wire": self._wire,
             "work": self._work,
             "write": self._write,
             "read": self._read,
+            "tell": lambda present: dict(encode(self.facts)),
             "serve": self._serve,
             "stop": self._stop,
         }
@@ -226,63 +198,57 @@ class PreflightPeer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._storage is not None:
-            self._storage.clean()
         self._stack.close()
 
     def result(self) -> Exchange:
-        """Return what came of the servers; the first host asks, once all serve."""
+        """Return the result of the servers; on the first host, once all serve."""
         assert self._servers is not None
         return self._servers.result()
 
-    def _look(self, present: Sequence[int]) -> Part:
-        names = [host.name for host in self._job.hosts]
-        found = machine.look(self._environ)
-        self._cpus = found.cpus
-        resolved = machine.look_up(names if len(names) > 1 else [])
-        own = resolved[self._job.index].addresses if resolved else ()
-        reverse = machine.look_back([a for a in own if a in found.own_addresses])
-        ports = self.port_listener.ports[: len(self._job.host.ports)]
-        return {
-            "machine": encode(found),
-            "names": encode(resolved),
-            "reverse": encode(reverse),
-            "ports": encode(ports),
-        }
+    def _look(self) -> HostFacts:
+        job, found = self._job, machine.look(self._environ)
+        resolved = machine.look_up([h.name for h in job.hosts] if len(job.hosts) > 1 else [])
+        own = resolved[job.index].addresses if resolved else ()
+        return HostFacts(
+            index=job.index,
+            machine=found,
+            names=resolved,
+            reverse=machine.look_back([a for a in own if a in found.own_addresses]),
+            ports=self._listener.ports[: len(job.host.ports)],
+        )
 
-    def _reach(self, present: Sequence[int]) -> Part:
+    def _reach(self, present: Sequence[int]) -> None:
         job = self._job
         found = reach(job.hosts, present=present, index=job.index, fingerprint=job.fingerprint)
-        self._reached = {(r.host, r.port) for r in found if r.answered == r.host}
-        return {"reaches": encode(found)}
+        self.facts = replace(self.facts, reaches=found)
 
-    def _wire(self, present: Sequence[int]) -> Part:
+    def _wire(self, present: Sequence[int]) -> None:
         """Measure the way to the next host that is there: each sends and takes, as in a ring."""
         job = self._job
         if self._held:
-            return {"wires": encode((measure(_LOOPBACK, self._held[0].port, host=0),))}
-        after = [index for index in present if index > job.index] or list(present)
-        reached = [port for other, port in sorted(self._reached) if other == after[0]]
-        if not reached:
-            return {}
-        wire = measure(job.hosts[after[0]].name, reached[0], host=after[0])
-        return {"wires": encode((wire,))}
+            wire = measure(_LOOPBACK, self._held[0].port, host=0)
+        else:
+            other = min((i for i in present if i > job.index), default=min(present))
+            reached = [r.port for r in self.facts.reaches if r.host == r.answered == other]
+            if not reached:
+                return
+            wire = measure(job.hosts[other].name, min(reached), host=other)
+        self.facts = replace(self.facts, wires=(wire,))
 
-    def _work(self, present: Sequence[int]) -> Part:
-        return {"work_s": work_s(self._cpus)}
+    def _work(self, present: Sequence[int]) -> None:
+        self.facts = replace(self.facts, work_s=work_s(self.facts.machine.cpus))
 
-    def _write(self, present: Sequence[int]) -> Part:
+    def _write(self, present: Sequence[int]) -> None:
         if self._storage is not None:
-            self._written = self._storage.write()
-        return {}
+            self.facts = replace(self.facts, directory=self._storage.write())
 
-    def _read(self, present: Sequence[int]) -> Part:
-        if self._storage is None or self._written is None:
-            return {}
-        return {"directory": encode(self._storage.read(self._written, present=present))}
+    def _read(self, present: Sequence[int]) -> None:
+        if self._storage is not None and self.facts.directory is not None:
+            found = self._storage.read(self.facts.directory, present=present)
+            self.facts = replace(self.facts, directory=found)
 
-    def _serve(self, present: Sequence[int]) -> Part:
-        self.port_listener.close()
+    def _serve(self, present: Sequence[int]) -> None:
+        self._listener.close()
         environ = self._environ
         if self._held:
             addresses, indices = [port.address for port in self._held], [0, 1]
@@ -293,9 +259,8 @@ class PreflightPeer:
         self._servers = self._stack.enter_context(ServerProcesses(addresses, environ=environ))
         for index in indices:
             self._servers.start(index)
-        return {}
 
-    def _stop(self, present: Sequence[int]) -> Part:
+    def _stop(self, present: Sequence[int]) -> Message:
         """Return why the server of this host has ended, if it has."""
         return {"failure": self._servers.failure() if self._servers else ""}
 
@@ -334,26 +299,19 @@ def as_text(result: PreflightResult) -> str:
 def as_json(result: PreflightResult) -> str:
     """Return an object with the exit code, the findings, the topics that are well, the facts."""
     well = [topic for topic in TOPICS if not _of(topic, result.findings)]
+    states = {topic.name: _state(topic, result) for topic in well}
     return json.dumps(
         {
             "exit_code": exit_code(result.findings),
             "took_s": round(result.took_s, 3),
             "findings": [
-                {
-                    "code": finding.code,
-                    "severity": _severity(finding).value,
-                    "title": RULES[finding.code].title,
-                    "hosts": finding.hosts,
-                    "received": finding.received,
-                    "expected": finding.expected,
-                    "fix": finding.fix,
-                }
+                {"severity": _severity(finding).value, "title": RULES[finding.code].title}
+                | asdict(finding)
                 for finding in result.findings
             ],
             "topics": [
-                {"topic": topic.name, "severity": state if state == _OK else None, "seen": seen}
-                for topic in well
-                for state, seen in [_state(topic, result)]
+                {"topic": name, "severity": state if state == _OK else None, "seen": seen}
+                for name, (state, seen) in states.items()
             ],
             "facts": encode(result.facts),
         },
@@ -362,7 +320,7 @@ def as_json(result: PreflightResult) -> str:
 
 
 def _state(topic: Topic, result: PreflightResult) -> tuple[str, str]:
-    """Return ``ok`` and what was seen, or why nobody looked."""
+    """Return ``ok`` and a summary, or why the topic was left out."""
     seen = topic.seen(result.facts)
     if seen:
         return _OK, seen

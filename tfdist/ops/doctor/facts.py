@@ -1,4 +1,4 @@
-"""The job under preflight, the probe results of its hosts, and what a check finds.
+"""The job under preflight, the probe results of its hosts, and findings.
 
 Probe results are sent over the network as JSON.
 """
@@ -11,10 +11,9 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from tfdist.cluster import ClusterSpec, Task, read_environment, settings
+from tfdist.cluster import Task, TaskConfig, read_environment, settings
 from tfdist.cluster.address import parse_hosts, ranks_of, split_address
 from tfdist.cluster.placement import place
-from tfdist.cluster.ports import as_text, parse_ports
 from tfdist.errors import require
 from tfdist.launch.multihost.agreement import read_token
 from tfdist.launch.multihost.hosts import rank_of
@@ -23,16 +22,10 @@ from tfdist.ops.rules import Rule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """A host as the job names it, and the ports of its tasks; none in a job of one process.
-
-    Attributes:
-      needed: where `ports` are some of a range, how many of them tasks will have: the first ones
-        that are free, but for the very first, at which the launchers meet. None: all.
-    """
+    """A host as the job names it, and the ports of its tasks; none in a job of one process."""
 
     name: str
     ports: tuple[int, ...] = ()
-    needed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +45,7 @@ class NameFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReverseFacts:
-    """The name that one of the host's own addresses has, and what that name leads to."""
+    """Name of one of the host's own addresses, and the addresses of that name."""
 
     address: str
     name: str
@@ -61,7 +54,7 @@ class ReverseFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PortFacts:
-    """State of a port of the job: free, or who has it where that can be told.
+    """State of a port of the job: free, or taken, and by which process.
 
     Attributes:
       holder: the process that listens, as ``python (4711)``; empty where nobody tells.
@@ -71,7 +64,6 @@ class PortFacts:
     port: int
     error: str = ""
     holder: str = ""
-    on_all_interfaces: bool = False
     is_ephemeral: bool = False
 
 
@@ -241,12 +233,12 @@ class JobFacts:
     left_out: str = field(default="--quick")
 
     def name(self, index: int) -> str:
-        """Return what the job calls a host."""
+        """Return the name of a host in the job."""
         return self.hosts[index].name
 
 
 def reason_of(error: OSError) -> str:
-    """Return what an error says, without its number."""
+    """Return the message of an error, without its number."""
     if isinstance(error, TimeoutError):
         return "timed out"
     return (error.strerror or str(error)).lower()
@@ -285,7 +277,7 @@ class Topic:
 # Hosts of the job under preflight, and this host's index.
 
 _ALONE = Task("worker", 0)
-_TRIED = 64  # of the ports of a range
+_VERSION = "3"  # of what the hosts of a preflight tell each other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,7 +286,7 @@ class PreflightJob:
 
     Attributes:
       index: of this host.
-      speaker: the task that looks at this host; the others of it leave that to it.
+      probe_task: the task that looks at this host; the others of it leave that to it.
       task: this one.
       token: what the hosts must know to be let in; empty where the user gave none.
     """
@@ -302,7 +294,7 @@ class PreflightJob:
     hosts: tuple[Host, ...]
     index: int = 0
     task: Task = _ALONE
-    speaker: Task = _ALONE
+    probe_task: Task = _ALONE
     startup_timeout_s: float = 60.0
     token: bytes = field(default=b"", repr=False)
 
@@ -312,14 +304,20 @@ class PreflightJob:
         return self.hosts[self.index]
 
     @property
+    def meeting_port(self) -> int:
+        """Return where the first host waits for the others: the port after those of all tasks."""
+        ports = [port for host in self.hosts for port in host.ports]
+        return max(ports) + 1 if max(ports) < 65_535 else min(ports) - 1
+
+    @property
     def terms(self) -> dict[str, str]:
-        """Return what is the same on all hosts that were told of the same job, to be shown."""
+        """Return the values that all hosts of a job share, by name."""
         hosts = ",".join(f"{host.name}:{host.ports[0]}" for host in self.hosts if host.ports)
-        return {"hosts": hosts, "fingerprint": self.fingerprint}
+        return {"doctor": _VERSION, "hosts": hosts, "fingerprint": self.fingerprint}
 
     @property
     def fingerprint(self) -> str:
-        """Return what is the same on all hosts that were told of the same job."""
+        """Return a short hash of the hosts and their ports."""
         text = json.dumps([[host.name, host.ports] for host in self.hosts])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -330,57 +328,35 @@ def job_of(
     hosts: str | None = None,
     node_rank: int | None = None,
     token_file: str | None = None,
-    ports: str | None = None,
 ) -> PreflightJob:
     """Return the job of ``--hosts``, or else the one that the environment tells of.
 
-    A process by itself is a job of this host without ports, or with those of the range `ports`.
+    A process by itself is a job of this host without ports.
 
     Raises:
         UsageError: neither can be understood, or the token cannot be read.
     """
     # The launchers want one. Here nothing is started by what is said, and it may be left out.
     token = read_token(environ, path=token_file, hosts=())
-    among = None if ports is None else parse_ports(ports, where="--ports")
-    job = _job_of(environ, hosts=hosts, node_rank=node_rank, among=among)
-    return replace(job, token=token)
-
-
-def _job_of(
-    environ: Mapping[str, str], *, hosts: str | None, node_rank: int | None, among: range | None
-) -> PreflightJob:
     if hosts is not None:
         listed = parse_hosts(hosts)
         rank = rank_of([host for host, _ in listed], node_rank=node_rank)
-        job_settings = settings.from_environ(environ)
-        among = among or job_settings.ports
         first = sum(slots for _, slots in listed[:rank])
-        of_hosts = replace(job_settings, ports=None, evaluator=False)  # it is in no slot
-        own = place(ranks_of(listed), rank=first, job_settings=of_hosts)
-        job = _placed(own.cluster, own.task, timeout_s=job_settings.startup_timeout_s)
-        return job if among is None else _within(job, among)
-    require(
-        node_rank is None,
-        "--hosts",
-        received="nothing",
-        expected="the list of which --node_rank is the place",
-        fix="give --hosts a,b,... too",
-        code="missing-flag",
-    )
-    config = read_environment(environ)
-    if config is None or not config.cluster.training_tasks():
-        host = Host(name=socket.gethostname())
-        return PreflightJob(
-            hosts=(replace(host, ports=_tried(among, needed=1), needed=1) if among else host,)
+        # The evaluator is in no slot.
+        job_settings = replace(settings.from_environ(environ), evaluator=False)
+        config: TaskConfig | None = place(ranks_of(listed), rank=first, job_settings=job_settings)
+    else:
+        require(
+            node_rank is None,
+            "--hosts",
+            received="nothing",
+            expected="the list of which --node_rank is the place",
+            fix="give --hosts a,b,... too",
+            code="missing-flag",
         )
-    require(
-        among is None,
-        "--ports",
-        received="it in a job that the environment tells of",
-        expected="it with --hosts, as launchers have it",
-        fix=f"set {settings.PORTS} in all tasks, as the job will have it, or leave --ports out",
-        code="exclusive",
-    )
+        config = read_environment(environ)
+    if config is None or not config.cluster.training_tasks():
+        return PreflightJob(hosts=(Host(name=socket.gethostname()),))
     require(
         config.task.type != "evaluator",
         "TF_CONFIG",
@@ -389,46 +365,23 @@ def _job_of(
         fix="start the command in chief, workers and ps",
         code="wrong-task",
     )
-    timeout_s = config.options.startup_timeout_s
-    return _placed(config.cluster, config.task, timeout_s=timeout_s)
+    return _placed(config, token)
 
 
-def _within(job: PreflightJob, among: range) -> PreflightJob:
-    """Return a job whose tasks may have any ports of a range, which some of them stand for."""
-    needed = max(len(host.ports) for host in job.hosts)
-    require(
-        needed < len(among),
-        "--ports",
-        received=f"{as_text(among)}, {len(among)} ports",
-        expected=f"{needed + 1} or more: for the tasks of a host, and one for the launchers",
-        fix="give a larger range",
-        code="too-few-ports",
-    )
-    tried = _tried(among, needed=needed)
-    return replace(
-        job,
-        hosts=tuple(replace(host, ports=tried, needed=len(host.ports)) for host in job.hosts),
-    )
-
-
-def _tried(among: range, *, needed: int) -> tuple[int, ...]:
-    """Return ports of a range, the first and the last among them, that are all looked at."""
-    count = min(len(among), max(_TRIED, 4 * needed))
-    return tuple(among[place * (len(among) - 1) // max(1, count - 1)] for place in range(count))
-
-
-def _placed(cluster: ClusterSpec, task: Task, *, timeout_s: float) -> PreflightJob:
+def _placed(config: TaskConfig, token: bytes) -> PreflightJob:
+    cluster, task = config.cluster, config.task
     ports: dict[str, list[int]] = {}
-    speakers: dict[str, Task] = {}
+    probe_tasks: dict[str, Task] = {}
     for other in cluster.training_tasks():
         name, port = split_address(cluster.address(other))
         ports.setdefault(name, []).append(port)
-        speakers.setdefault(name, other)
+        probe_tasks.setdefault(name, other)
     own, _ = split_address(cluster.address(task))
     return PreflightJob(
         hosts=tuple(Host(name=name, ports=tuple(listed)) for name, listed in ports.items()),
         index=list(ports).index(own),
         task=task,
-        speaker=speakers[own],
-        startup_timeout_s=timeout_s,
+        probe_task=probe_tasks[own],
+        startup_timeout_s=config.options.startup_timeout_s,
+        token=token,
     )

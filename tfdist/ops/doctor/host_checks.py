@@ -87,7 +87,7 @@ def _check_machines(facts: JobFacts) -> Iterator[HostFinding]:
 
 
 def available(host: HostFacts) -> int | None:
-    """Return how many bytes the tasks of a host may take; None where nobody knows."""
+    """Return the memory that the tasks of a host may take, in bytes; None if unknown."""
     machine = host.machine
     found = [] if machine.memory_available is None else [machine.memory_available]
     if machine.memory_limit is not None:
@@ -249,7 +249,7 @@ def _features(hosts: Sequence[HostFacts]) -> dict[str, list[int]]:
 def _differing(
     facts: JobFacts, *, code: str, what: str, groups: Mapping[str, list[int]]
 ) -> HostFinding:
-    """Return the finding that names those who differ from most, the first hosts in doubt."""
+    """Return the finding for the hosts that differ from most; in a tie, from the first."""
     most = max(groups.values(), key=len)
     groups_named = [
         f"{what}{value} on {named(map(facts.name, hosts))}" for value, hosts in groups.items()

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from tfdist.files import fsync
+from tfdist.files import fsync, replacing
 from tfdist.launch.plan import memory_groups, this_machine
 from tfdist.ops.doctor.facts import (
     Directory,
@@ -51,7 +51,7 @@ _NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 
 
 def look(environ: Mapping[str, str]) -> MachineProbe:
-    """Return what this process has and may use."""
+    """Return the software and the resources of this process."""
     usable = this_machine(environ)
     cpu, features = _processor()
     tightest = min(memory_groups(), key=lambda group: group[0] - group[1], default=None)
@@ -165,7 +165,7 @@ T = TypeVar("T")
 
 
 def look_up(names: Sequence[str]) -> tuple[NameFacts, ...]:
-    """Return what each name leads to here, all asked at once."""
+    """Resolve the names, all at once."""
     return tuple(
         found or NameFacts(name=name, error="no answer", took_s=_DEADLINE_S)
         for name, found in zip(names, _all_at_once(_forward, names), strict=True)
@@ -173,7 +173,7 @@ def look_up(names: Sequence[str]) -> tuple[NameFacts, ...]:
 
 
 def look_back(addresses: Sequence[str]) -> tuple[ReverseFacts, ...]:
-    """Return the names of addresses, of those that have one, and what these lead to."""
+    """Resolve addresses to names, and these to addresses; those without one are left out."""
     found = _all_at_once(_reverse, addresses[:_MAX_REVERSE])
     return tuple(reverse for reverse in found if reverse is not None)
 
@@ -210,7 +210,7 @@ def addresses_of(name: str) -> tuple[str, ...]:
 
 
 def _all_at_once(ask: Callable[[str], T], names: Sequence[str]) -> list[T | None]:
-    """Return the answers that came in time; who waits for the others cannot be interrupted."""
+    """Return the answers that came in time; the other threads cannot be interrupted."""
     answers: list[T | None] = [None] * len(names)
 
     def one(index: int) -> None:
@@ -253,7 +253,7 @@ def _round(piece: bytes, cpus: int) -> float:
 
 _PAGE_BYTES = 64 << 10
 _SEEN_WITHIN_S = 2.0
-_TURNING_S = 0.5
+_PAGE_S = 0.5
 _NOT_TO_BE_WRITTEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -287,7 +287,7 @@ class Storage:
             self._place.mkdir(exist_ok=True)
             self._file(self._index).write_bytes(b"%d" % self._index)
             if self._index == 0:
-                _turn(self._page, 0)
+                self._write_page(0)
             state = os.statvfs(self._home)
         except OSError as error:
             is_read_only = error.errno in _NOT_TO_BE_WRITTEN
@@ -302,12 +302,15 @@ class Storage:
         return replace(found, sync_s=time.perf_counter() - start)
 
     def read(self, written: Directory, *, present: Sequence[int]) -> Directory:
-        """Return `written` and what this host sees of the others' files."""
+        """Return `written` completed by the state of the others' files."""
         if written.error:
             return written
-        with self._turning() if self._index == 0 else contextlib.nullcontext():
-            unseen = tuple(index for index in present if not self._sees(index))
-            torn, reads = (0, 0) if 0 in unseen else self._watch()
+        unseen = tuple(index for index in present if not self._sees(index))
+        torn = reads = 0
+        if self._index == 0:
+            self._replace_page()
+        elif 0 not in unseen:
+            torn, reads = self._watch_page()
         return replace(written, unseen=unseen, torn=torn, reads=reads)
 
     def clean(self) -> None:
@@ -315,8 +318,7 @@ class Storage:
         with contextlib.suppress(OSError):
             self._file(self._index).unlink(missing_ok=True)
             if self._index == 0:
-                for path in (self._page, _beside(self._page)):
-                    path.unlink(missing_ok=True)
+                self._page.unlink(missing_ok=True)
             self._place.rmdir()
 
     def _sees(self, index: int) -> bool:
@@ -329,13 +331,13 @@ class Storage:
                 return False
             time.sleep(0.05)
 
-    def _watch(self) -> tuple[int, int]:
+    def _watch_page(self) -> tuple[int, int]:
         """Read the page over and over; return how many reads were torn, and how many were made.
 
         A whole page is of one byte alone.
         """
         torn = reads = 0
-        deadline_s = time.monotonic() + _TURNING_S
+        deadline_s = time.monotonic() + _PAGE_S
         while time.monotonic() < deadline_s:
             try:
                 page = self._page.read_bytes()
@@ -347,31 +349,16 @@ class Storage:
             reads += 1
         return torn, reads
 
-    @contextlib.contextmanager
-    def _turning(self) -> Iterator[None]:
-        """Replace the page again and again while the block runs."""
-        done = threading.Event()
+    def _replace_page(self) -> None:
+        """Replace the page again and again, while the other hosts read it."""
+        deadline_s = time.monotonic() + _PAGE_S
+        number = 0
+        while time.monotonic() < deadline_s:
+            number = (number + 1) % 256
+            with contextlib.suppress(OSError):
+                self._write_page(number)
 
-        def turn() -> None:
-            number = 0
-            while not done.is_set():
-                number = (number + 1) % 256
-                with contextlib.suppress(OSError):
-                    _turn(self._page, number)
-
-        thread = threading.Thread(target=turn, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-
-
-def _turn(page: Path, number: int) -> None:
-    _beside(page).write_bytes(bytes([number]) * _PAGE_BYTES)
-    _beside(page).replace(page)
-
-
-def _beside(page: Path) -> Path:
-    return page.with_suffix(".next")
+    def _write_page(self, number: int) -> None:
+        """Replace the page as checkpoints are: by a file beside it, which is renamed."""
+        with replacing(self._page, durable=False) as unfinished:
+            unfinished.write_bytes(bytes([number]) * _PAGE_BYTES)

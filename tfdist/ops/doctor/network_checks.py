@@ -15,7 +15,6 @@ from tfdist.ops.doctor.facts import (
     HostFinding,
     JobFacts,
     NameFacts,
-    PortFacts,
     Reach,
     Topic,
     Wire,
@@ -145,8 +144,6 @@ D204 warning: a port from which the system serves outgoing connections
     Any connection of any process may have it when the task wants to listen there.
 D205 warning: a host with a public address
     TensorFlow's servers listen on all interfaces and run what any client sends.
-D206 error: a range with too few ports that are free
-    Each task of the host takes one of them, and is not started where there is none.
 """)
 
 
@@ -164,42 +161,17 @@ def _check_ports(facts: JobFacts) -> Iterator[HostFinding]:
 
 def _own(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
     here = facts.name(host.index)
-    ephemeral = []
     for port in host.ports:
-        if port.is_ephemeral:
-            ephemeral.append(port.port)
-        if not port.error or not _is_due(facts, host, port):
-            continue
-        by = f" by {port.holder}" if port.holder else ""
-        where = ", on all interfaces" if port.on_all_interfaces else ""
-        received = f"{here}:{port.port} is taken{by}{where} ({port.error})"
-        fix = f"end what listens there (ss -ltnp 'sport = {port.port}'), or take another port"
-        yield HostFinding("D201", (here,), received, "a free port", fix)
-    yield from _too_few(facts, host)
+        if port.error:
+            by = f" by {port.holder}" if port.holder else ""
+            received = f"{here}:{port.port} is taken{by} ({port.error})"
+            fix = f"end what listens there (ss -ltnp 'sport = {port.port}'), or take another port"
+            yield HostFinding("D201", (here,), received, "a free port", fix)
+    ephemeral = [port.port for port in host.ports if port.is_ephemeral]
     if ephemeral:
         received = f"{_ports(ephemeral)} in net.ipv4.ip_local_port_range"
         fix = "take lower ports, 20000 and on, say"
         yield HostFinding("D204", (here,), received, "ports outside of that range", fix)
-
-
-def _is_due(facts: JobFacts, host: HostFacts, port: PortFacts) -> bool:
-    """Return whether the job cannot do without a port: of a range only where launchers meet."""
-    if facts.hosts[host.index].needed is None:
-        return True
-    return len(facts.hosts) > 1 and not host.index and port == host.ports[0]
-
-
-def _too_few(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
-    needed = facts.hosts[host.index].needed
-    if needed is None or not host.ports:
-        return
-    of_tasks = host.ports if len(facts.hosts) == 1 else host.ports[1:]
-    free = sum(not port.error for port in of_tasks)
-    if free < needed:
-        here, first, last = facts.name(host.index), host.ports[0].port, host.ports[-1].port
-        received = f"{free} free of {len(of_tasks)} ports of {here} from {first} to {last}"
-        fix = "end what listens there (ss -ltnp), or give a larger range to --ports"
-        yield HostFinding("D206", (here,), received, f"{needed}, one for each task of {here}", fix)
 
 
 def _unreached(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:

@@ -124,7 +124,7 @@ def _best_s(run: Callable[[], object]) -> float:
 
 
 def _stage(name: str) -> None:
-    """Report how far it is: the last line is what is told of one that does not come to an end."""
+    """Print the stage; the last line is shown for a process that does not end."""
     print(name, file=sys.stderr, flush=True)
 
 
@@ -181,7 +181,7 @@ class ServerProcesses:
         )
 
     def result(self) -> Exchange:
-        """Wait for what the first one prints; only where it was started."""
+        """Wait for the result of the first server, on its host."""
         deadline_s = time.monotonic() + DEADLINE_S
         while self._processes[0].poll() is None:
             if failed := self.failure():

@@ -48,7 +48,7 @@ _BY_TEXT = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LintSource:
-    """A text to check: `data` as it is on disk; a `kind` of `KINDS`, or what it looks like."""
+    """A text to check: its `data`, and its `kind` of `KINDS`, or None to detect it."""
 
     name: str
     data: bytes
@@ -62,7 +62,7 @@ def lint(
     command: Sequence[str] = (),
     replicas: int | None = None,
 ) -> list[Finding]:
-    """Return what is wrong with files, and with an environment and a command if they are given.
+    """Return the findings for files, an environment and a command.
 
     Config files are run, in a process of their own. Manifests are checked together, as one may
     have the Service that another needs. `replicas` is how many the job will have, where that is
@@ -91,7 +91,7 @@ def lint(
 
 
 def kind_of(name: str, text: str) -> str | None:
-    """Return what a file is by its name, and where that says nothing by its text."""
+    """Return the kind of a file by its name, or else by its text."""
     ending = name.rpartition(".")[2].lower() if "." in name else ""
     if ending in _BY_ENDING:
         return _BY_ENDING[ending]

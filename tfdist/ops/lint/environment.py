@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 
 from tfdist.cluster import environment, placement, read_environment, settings
 from tfdist.cluster.address import check_address, parse_hosts, shown, split_address
 from tfdist.cluster.settings import names_a_secret
-from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
-from tfdist.cluster.tf_config import (
-    STRATEGIES,
-    VARIABLE,
-    JobOptions,
-    TaskConfig,
-    decode,
-    parse_object,
-)
+from tfdist.cluster.tf_config import STRATEGIES, VARIABLE, TaskConfig, decode
 from tfdist.errors import UsageError
 from tfdist.ops.lint.rules import RULES, Finding, Location, of_error
 from tfdist.ops.rules import Severity
@@ -31,17 +22,17 @@ _DOUBTFUL_PORTS = (
     (range(1, 1024), "TFC024", "a port from 1024 on"),
     (range(32_768, 61_000), "TFC023", "a port outside of 32768 to 60999"),  # Linux' default
 )
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY")
-_NO_PROXY = ("no_grpc_proxy", "no_proxy", "NO_PROXY")
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # gRPC reads none in capitals
+_NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
 
 def is_ours(name: str) -> bool:
-    """Return whether a variable says something about a job of several tasks."""
+    """Return whether a variable is one of a job of several tasks."""
     return name == VARIABLE or name.startswith("TFDIST_")
 
 
 def check_environment(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
-    """Yield what is wrong with a whole environment, as a task in it would read it."""
+    """Yield the findings for a whole environment, as a task in it would read it."""
     found = list(check_variables(values, place_of))
     yield from found
     if any(RULES[finding.code].severity is Severity.ERROR for finding in found):
@@ -58,7 +49,7 @@ def check_environment(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[
 
 
 def check_variables(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
-    """Yield what is wrong with each variable by itself, and with proxies beside ours.
+    """Yield the findings for each variable by itself, and for proxies.
 
     `values` has the variables whose value is known; it need not be a whole environment.
     """
@@ -79,7 +70,7 @@ def check_variables(values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Fi
 
 
 def check_size(count: int, values: Mapping[str, str], place_of: PlaceOf) -> Iterator[Finding]:
-    """Yield why a job of `count` tasks cannot be what TFDIST_STRATEGY and TFDIST_PS ask for."""
+    """Yield the finding where TFDIST_STRATEGY and TFDIST_PS do not fit `count` tasks."""
     try:
         ours = {name: value for name, value in values.items() if name.startswith("TFDIST_")}
         job_settings = settings.from_environ(ours)
@@ -95,14 +86,15 @@ def check_size(count: int, values: Mapping[str, str], place_of: PlaceOf) -> Iter
 
 
 def check_tf_config(text: str, place: Location) -> Iterator[Finding]:
-    """Yield what is wrong with `text` as the value of TF_CONFIG that is in `place`."""
+    """Yield the findings for `text` as the value of TF_CONFIG."""
     try:
-        fields = parse_object(text, where=VARIABLE)
+        config = decode(text)
     except UsageError as error:
-        yield of_error(error.code, place, error)
+        where = error.where.removeprefix(VARIABLE).strip()
+        yield of_error(error.code, _inside(place, where) if where else place, error)
         return
-    found = list(_parts(fields, place))
-    yield from found or _whole(text, place)
+    yield from _hosts(config, place)
+    yield from _options(config, place)
 
 
 def _one(name: str, values: Mapping[str, str], place: Location) -> Iterator[Finding]:
@@ -153,47 +145,6 @@ def _has_ours(values: Mapping[str, str]) -> bool:
     return any(is_ours(name) and values[name].strip() for name in values)
 
 
-def _parts(fields: Mapping[str, object], place: Location) -> Iterator[Finding]:
-    """Yield the first mistake of each part, so that one does not hide those of the others."""
-    cluster, task, options = fields.get("cluster"), fields.get("task"), fields.get("tfdist")
-    if isinstance(cluster, dict):
-        found = [each for t, listed in cluster.items() for each in _of_type(t, listed, place)]
-        yield from found or _refused(partial(ClusterSpec.from_dict, cluster), place)
-    if isinstance(task, dict) and {"type", "index"} <= set(task):
-        yield from _refused(partial(Task, task["type"], task["index"]), place)
-    if isinstance(options, dict):
-        for name, value in options.items():
-            yield from _refused(partial(JobOptions.from_dict, {name: value}), place)
-
-
-def _of_type(type_: str, addresses: object, place: Location) -> Iterator[Finding]:
-    if type_ not in TASK_TYPES or not isinstance(addresses, list):
-        yield from _refused(partial(ClusterSpec.from_dict, {type_: addresses}), place)
-        return
-    for index, address in enumerate(addresses):
-        where = f"cluster {type_}-{index}"
-        yield from _refused(partial(check_address, address, where=where), place)
-
-
-def _refused(make: Callable[[], object], place: Location) -> Iterator[Finding]:
-    """Call `make` and yield the finding for the `UsageError` that it raises, if it does."""
-    try:
-        make()
-    except UsageError as error:
-        yield of_error(error.code, _inside(place, error.where), error)
-
-
-def _whole(text: str, place: Location) -> Iterator[Finding]:
-    try:
-        config = decode(text)
-    except UsageError as error:
-        where = error.where.removeprefix(VARIABLE).strip()
-        yield of_error(error.code, _inside(place, where), error)
-        return
-    yield from _hosts(config, place)
-    yield from _options(config, place)
-
-
 def _inside(place: Location, where: str) -> Location:
     """Return the place with the JSON path of what an error names."""
     path = "" if where == "key" else where.replace(" ", ".")
@@ -203,7 +154,7 @@ def _inside(place: Location, where: str) -> Location:
 
 
 def _hosts(config: TaskConfig, place: Location) -> Iterator[Finding]:
-    """Yield what is right by itself, and goes wrong between machines."""
+    """Yield the findings for addresses that are right by themselves alone."""
     tasks = config.cluster.training_tasks()
     split = [(task, *split_address(config.cluster.address(task))) for task in tasks]
     local = {host for _, host, _ in split if _is_local(host)}

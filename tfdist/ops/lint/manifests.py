@@ -58,7 +58,7 @@ class Map(dict[str, Any]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Container:
-    """A container of the pods: its command, and the variables whose value the manifest says."""
+    """Container of the pods: its command, and the variables with a value in the manifest."""
 
     spec: Map
     values: Mapping[str, str]
@@ -153,7 +153,7 @@ Wrong = tuple[Location, str, str, str]
 
 
 def check_manifests(texts: Sequence[tuple[str, str]]) -> Iterator[Finding]:
-    """Yield what is wrong with texts with file names; they are taken together."""
+    """Yield the findings for texts with file names, which are checked together."""
     jobs, services, found = _read(texts)
     yield from found
     for job in jobs:
@@ -174,7 +174,7 @@ def check_manifests(texts: Sequence[tuple[str, str]]) -> Iterator[Finding]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads mappings as `Map`, and what has a tag of somebody else's as nothing."""
+    """YAML loader that reads mappings as `Map` and unknown tags as None."""
 
 
 def _construct_map(loader: Any, node: Any) -> Map:

@@ -26,7 +26,6 @@ LAUNCH, TRAIN = "tfdist.launch", "tfdist.train"
 _TIMEOUT_S = 60.0
 _CHILD = "from tfdist.ops.lint.programs import print_configuration; print_configuration()"
 _HEAVY = ("tensorflow", "keras")
-_OF_SEVERAL_FIELDS = ("CFG009", "CFG010", "CFG013")
 _WITHOUT_PS = ("single", "mirrored", "multiworker", "pipeline")
 _WITHOUT_RING = ("single", "mirrored", "ps", "pipeline")
 
@@ -34,9 +33,10 @@ _WITHOUT_RING = ("single", "mirrored", "ps", "pipeline")
 def check_command(
     words: Sequence[str], place: Location, *, replicas: int | None = None
 ) -> Iterator[Finding]:
-    """Yield what a program of tfdist would refuse of its flags.
+    """Yield the findings for the flags of `tfdist.launch` or `tfdist.train`.
 
-    Commands with variables in them (``$(NAME)``) are not checked, nor is what a shell is given.
+    Commands with variables in them (``$(NAME)``) are not checked, nor is what a shell is given, nor
+    a configuration whose file is not on this machine.
     `replicas` is how many the job has, where that is known and no launcher in `words` says it.
     """
     program, arguments = _split(words)
@@ -58,11 +58,9 @@ def check_command(
             strategy = "multiworker" if options.ps is None else "ps"
         each = (options.stages or options.workers) if strategy == "pipeline" else 1
         replicas = options.workers // each if options.hosts is None and strategy != "ps" else None
-    arguments, is_whole = _with_files_of_here(arguments)
     answer = _configuration_of(arguments)
-    for finding in _findings(answer, place, replicas=replicas, strategy=strategy):
-        if is_whole or (finding.code not in _OF_SEVERAL_FIELDS and "error" in answer):
-            yield finding
+    if answer.get("error", {}).get("code") != "missing-file":  # it may be in an image
+        yield from _findings(answer, place, replicas=replicas, strategy=strategy)
 
 
 def grace_s(words: Sequence[str]) -> float | None:
@@ -80,7 +78,7 @@ def grace_s(words: Sequence[str]) -> float | None:
 
 
 def check_config_file(text: str, file: str, *, replicas: int | None = None) -> Iterator[Finding]:
-    """Yield what is wrong with a config file, which is run; `replicas` is how many the job has."""
+    """Run a config file and yield its findings; `replicas` is the number of the job."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(file)
         if not path.is_file():  # standard input
@@ -88,30 +86,25 @@ def check_config_file(text: str, file: str, *, replicas: int | None = None) -> I
             path.write_text(text)
         answer = _configuration_of([f"--config={path}"])
     for finding in _findings(answer, Location(file=file), replicas=replicas, strategy="auto"):
-        _, is_field, name = finding.place.path.partition("--config.")
-        pattern = rf"\b{re.escape(name.rpartition('.')[2])}\b['\"\]]*\s*=(?!=)"
-        if finding.code == "CFG022":
-            is_field, pattern = "yes", rf"^\s*(from|import)\s+({'|'.join(_HEAVY)})\b"
-        line = _last_line(pattern, text) if is_field else answer.get("line")
-        yield replace(finding, place=Location(file=file, line=line, path=name))
+        at = finding.place.path
+        line = re.search(r", line (\d+)$", at)
+        _, _, name = at.partition("--config.")
+        place = Location(file=file, line=int(line[1]) if line else None, path=name)
+        yield replace(finding, place=place)
 
 
 def print_configuration() -> None:
-    """Print, as JSON, what `tfdist.train` makes of the arguments, in a process of its own."""
-    from tfdist.configs.command_line import failed_line, parse
+    """Print the configuration of the arguments as JSON, in a process of its own."""
+    from tfdist.configs.command_line import parse
     from tfdist.configs.fields import flat
 
-    arguments = sys.argv[1:]
-    file = next((a.partition("=")[2] for a in arguments if a.startswith("--config=")), "")
     with contextlib.redirect_stdout(sys.stderr):
         answer: dict[str, Any]
         try:
-            answer = {"values": flat(parse(arguments).config)}
+            answer = {"values": flat(parse(sys.argv[1:]).config)}
         except UsageError as error:
             parts = {"received": str(error.received), "expected": error.expected, "fix": error.fix}
             answer = {"error": {"where": error.where, "code": error.code, **parts}}
-            if error.__cause__ is not None:
-                answer["line"] = failed_line(file, error.__cause__)
     answer["imports"] = [name for name in _HEAVY if name in sys.modules]
     print(json.dumps(answer, default=str))
 
@@ -130,22 +123,8 @@ def _split(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     return "", ()
 
 
-def _with_files_of_here(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Leave out a config file that is not on this machine, as one in an image is not."""
-    kept, is_whole, rest = [], True, list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if word in ("--config", "-config") and rest:
-            word = f"--config={rest.pop(0)}"
-        if word.startswith("--config=") and not Path(word.partition("=")[2]).is_file():
-            is_whole = False
-        else:
-            kept.append(word)
-    return kept, is_whole
-
-
 def _configuration_of(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return what `print_configuration` prints in a process of its own."""
+    """Run `print_configuration` in a process of its own; return its answer."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CHILD, *arguments],
@@ -241,8 +220,3 @@ def _together(
         rule = "CFG026" if strategy == "single" else "CFG025"
         fix = "take it out, or start a multiworker job"
         yield rule, "sharded_optimizer", f"it with {strategy}", "strategy multiworker", fix
-
-
-def _last_line(pattern: str, text: str) -> int | None:
-    lines = enumerate(text.splitlines(), start=1)
-    return max((number for number, line in lines if re.search(pattern, line)), default=None)

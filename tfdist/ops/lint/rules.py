@@ -33,13 +33,13 @@ class Finding:
 
     def __str__(self) -> str:
         return (
-            f"{self.place}: {self.code} received {self.received}; "
-            f"expected {self.expected}. Fix: {self.fix}"
+            f"{self.place}: {self.code} {RULES[self.code].severity.value}: "
+            f"received {self.received}; expected {self.expected}. Fix: {self.fix}"
         )
 
 
 def of_error(code: str, place: Location, error: UsageError) -> Finding:
-    """Return the finding that says in `place` what `error` says."""
+    """Return the finding for an error."""
     return Finding(code, place, str(error.received), error.expected, error.fix)
 
 

@@ -30,7 +30,6 @@ from tfdist.ops.submit.pods import (
     Manifest,
     Role,
     admission,
-    all_labels,
     given,
     labels,
     metadata,
@@ -97,7 +96,7 @@ def indexed(request: JobRequest, count: int) -> Manifest:
 
 
 def pod_failure_policy(container: str, *, again: str) -> Manifest:
-    """Return what pods do to their Job; `again` is the action where they did nothing wrong."""
+    """Return the policy for failed pods; `again` is the action for `AGAIN` and disruptions."""
     return {
         "rules": [
             _on_codes("FailJob", [EXIT_USAGE], container),
@@ -172,7 +171,7 @@ def jobset(request: JobRequest) -> list[Manifest]:
 
 
 def _jobset_failure_policy(request: JobRequest) -> Manifest:
-    """Return what failed Jobs do to the set: the first rule that is for any of them.
+    """Return the policy for failed Jobs; the first rule that matches any of them holds.
 
     A task that fails has others lose it, who are to be started again however often: where both are
     seen at once, it counts.
@@ -214,7 +213,7 @@ def _child(request: JobRequest, name: str, count: int, variables: Mapping[str, s
     spec["backoffLimit"] = 0
     spec["podFailurePolicy"] = pod_failure_policy(role.container, again="FailJob")
     spec["template"] = template(request, role)
-    return {"metadata": {"labels": all_labels(request)}, "spec": spec}
+    return {"metadata": {"labels": labels(request)}, "spec": spec}
 
 
 # A TFJob, for clusters with Kubeflow's training operator, which sets TF_CONFIG:
@@ -270,7 +269,7 @@ def kind_of(request: JobRequest) -> str:
 
 
 def notes(request: JobRequest) -> tuple[str, ...]:
-    """Return what a user should know of the job, besides what it is."""
+    """Return notes on the job for the user."""
     is_kept = any(
         f"{request.run_dir}/".startswith(f"{volume.mount.rstrip('/')}/")
         for volume in request.volumes
@@ -360,7 +359,7 @@ def text_of(documents: Sequence[Mapping[str, Any]]) -> str:
 
 
 def comments(about: str, *, kinds: str, name: str, namespace: str | None) -> str:
-    """Return the lines above the objects of a job: what they are, and what removes them."""
+    """Return the comment above the objects of a job, with the command that removes them."""
     space = f" --namespace {namespace}" if namespace else ""
     return (
         f"# {about}; rendered by python -m tfdist.submit.\n"

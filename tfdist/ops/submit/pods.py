@@ -21,7 +21,6 @@ Manifest = dict[str, Any]
 GPU = "nvidia.com/gpu"
 INSTANCE = "app.kubernetes.io/instance"
 MANAGED_BY = "app.kubernetes.io/managed-by"
-OWN_LABELS = ("app.kubernetes.io/name", INSTANCE, MANAGED_BY)
 
 _SHM = "/dev/shm"
 
@@ -32,7 +31,7 @@ a pod that is done it would not be there then. The job ends with its chief."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Role:
-    """What a pod is for: names of its container and port, GPUs, variables, exit codes."""
+    """Role of a pod: names of its container and port, GPUs, variables, exit codes."""
 
     container: str = "tfdist"
     port: str = "tensorflow"
@@ -48,29 +47,23 @@ class Role:
 
 
 def labels(request: JobRequest) -> dict[str, str]:
-    """Return what marks everything that belongs to the job."""
+    """Return the labels of all objects and pods of the job."""
     return {"app.kubernetes.io/name": "tfdist", INSTANCE: request.name, MANAGED_BY: "tfdist.submit"}
 
 
-def all_labels(request: JobRequest) -> dict[str, str]:
-    """Return the labels of an object or a pod of the job, those that a user wants among them."""
-    wanted = _labels_of(request, "label", example="team=vision", without=OWN_LABELS)
-    return {**labels(request), **wanted}
-
-
 def given(manifest: Manifest) -> Manifest:
-    """Return a manifest without the fields that nobody has set."""
+    """Return a manifest without its unset fields."""
     return {name: value for name, value in manifest.items() if value not in (None, [], {})}
 
 
 def metadata(request: JobRequest) -> Manifest:
     """Return the metadata of an object of the job."""
-    namespace, labels_ = request.flags.namespace, all_labels(request)
-    return given({"name": request.name, "namespace": namespace, "labels": labels_})
+    namespace = request.flags.namespace
+    return given({"name": request.name, "namespace": namespace, "labels": labels(request)})
 
 
 def admission(request: JobRequest) -> Manifest:
-    """Return the NetworkPolicy by which the job's pods hear each other, and nobody else."""
+    """Return the NetworkPolicy that admits the job's own pods only."""
     selector = {"matchLabels": {name: labels(request)[name] for name in (INSTANCE, MANAGED_BY)}}
     ingress: Manifest = {"from": [{"podSelector": selector}]}
     ports = request.launch.port_range
@@ -99,40 +92,21 @@ def template(request: JobRequest, role: Role) -> Manifest:
         "terminationGracePeriodSeconds": request.grace_s,
         "automountServiceAccountToken": flags.service_account is not None,
         "enableServiceLinks": False,
-        "securityContext": _security_of_pod(request),
-        "priorityClassName": flags.priority_class,
-        "nodeSelector": _labels_of(request, "node_selector", example="disk=ssd"),
-        "tolerations": [_toleration(text) for text in flags.toleration],
+        # As the profile "restricted" of Pod Security asks for.
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "nodeSelector": _node_selector(request),
         "serviceAccountName": flags.service_account,
         "imagePullSecrets": [{"name": secret}] if secret else [],
         "containers": [_container(request, role, mounts=[mount for _, mount in storage])],
         "volumes": [volume for volume, _ in storage],
     }
-    return {"metadata": {"labels": all_labels(request)}, "spec": given(spec)}
-
-
-def _security_of_pod(request: JobRequest) -> Manifest:
-    """Return what the "restricted" profile of Pod Security asks for, unless it is to be root."""
-    uid, gid = _user(request)
-    return given(
-        {
-            "runAsNonRoot": None if uid == 0 else True,
-            "runAsUser": uid,
-            "runAsGroup": gid,
-            "fsGroup": gid,
-            # A claim with this group already is not gone through again at each start.
-            "fsGroupChangePolicy": None if gid is None else "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        }
-    )
+    return {"metadata": {"labels": labels(request)}, "spec": given(spec)}
 
 
 def _container(request: JobRequest, role: Role, *, mounts: Sequence[Manifest]) -> Manifest:
     ports = request.launch.port_range
     port = {"name": role.port, "containerPort": DEFAULT_PORT if ports is None else ports[0]}
     amounts = _amounts(request, role)
-    # Who has none of the capabilities does not get at other people's files.
-    capabilities = {} if _user(request)[0] == 0 else {"drop": ["ALL"]}
     return given(
         {
             "name": role.container,
@@ -142,9 +116,10 @@ def _container(request: JobRequest, role: Role, *, mounts: Sequence[Manifest]) -
             "env": _env(request, role),
             "ports": [port] if request.has_several_tasks else [],
             "resources": {"requests": amounts, "limits": amounts} if amounts else {},
-            "securityContext": given(
-                {"allowPrivilegeEscalation": False, "capabilities": capabilities}
-            ),
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            },
             "volumeMounts": list(mounts),
         }
     )
@@ -228,7 +203,7 @@ done
 
 
 def _script(request: JobRequest, role: Role) -> str:
-    """Return what the pod's shell runs, with the program and its arguments as ``$@``."""
+    """Return the script of the pod's shell, with the program and its arguments as ``$@``."""
     message = shlex.quote(
         f"image {request.flags.image}: received no tfdist for {request.command[0]}; expected it "
         "installed. "
@@ -241,48 +216,14 @@ def _script(request: JobRequest, role: Role) -> str:
 
 
 def literal(text: str) -> str:
-    """Return what Kubernetes turns into `text`: it replaces $(NAME), and $$ by one dollar."""
+    """Escape a text for Kubernetes, which replaces $(NAME), and $$ by one dollar."""
     return text.replace("$", "$$") if "$(" in text or "$$" in text else text
 
 
-# The flags that only pods have.
-
-_MAX_ID = 2**31 - 1
-
-
-def _labels_of(
-    request: JobRequest, flag: str, *, example: str, without: tuple[str, ...] = ()
-) -> Mapping[str, str]:
-    labels = pairs(flag, getattr(request.flags, flag))
+def _node_selector(request: JobRequest) -> Mapping[str, str]:
+    labels = pairs("node_selector", request.flags.node_selector)
     for key, value in labels.items():
-        text = f"{key}={value}"
-        if not re.fullmatch(LABEL, text) or key in without:
-            others = f", none of {', '.join(without)}" if without else ""
-            expected = f"a label and its value{others}"
-            raise wrong(flag, repr(text), expected, f"write --{flag} {example}")
+        if not re.fullmatch(LABEL, text := f"{key}={value}"):
+            fix = "write --node_selector disk=ssd"
+            raise wrong("node_selector", repr(text), "a label and its value", fix)
     return labels
-
-
-def _toleration(text: str) -> Manifest:
-    """Return the taint that ``kubectl taint`` writes so, or its key alone."""
-    taint, _, effect = text.partition(":")
-    key, equals, value = taint.partition("=")
-    made = {"key": key, "operator": "Exists"}
-    if equals:
-        made |= {"operator": "Equal", "value": value}
-    return made | ({"effect": effect} if effect else {})
-
-
-def _user(request: JobRequest) -> tuple[int | None, int | None]:
-    """Return user and group of the tasks, the group being given the claims too.
-
-    None leaves it to the image, whose own user must not be root then.
-    """
-    text = request.flags.run_as_user
-    if text is None:
-        return None, None
-    uid, colon, gid = text.partition(":")
-    if int(uid) > _MAX_ID or int(gid or 0) > _MAX_ID:
-        fix = "write --run_as_user 1000, or 1000:1000"
-        raise wrong("run_as_user", repr(text), f"numbers up to {_MAX_ID}", fix)
-    return int(uid), int(gid) if colon else None

@@ -23,7 +23,6 @@ SEVERAL = ("multiworker", "ps", "pipeline")
 """The strategies of jobs of several tasks."""
 
 SCHEDULERS = ("slurm", "kubernetes")
-EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 SLURM_WORD = r"[A-Za-z0-9][A-Za-z0-9_.,:=@+-]*", "a name as Slurm has it"
 _OBJECT = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "the name of an object of Kubernetes"
@@ -41,18 +40,13 @@ _VOLUME = (
     r"(/[^\0\n:=]*|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)=/[^\0\n:]+(:ro)?",
     "CLAIM=/PATH or /DIRECTORY=/PATH, and :ro to read only",
 )
-_TAINT = (
-    rf"{_KEY}(=({_VALUE})?)?(:({'|'.join(EFFECTS)}))?",
-    f"KEY, KEY:EFFECT or KEY=VALUE:EFFECT, EFFECT being {' or '.join(EFFECTS)}",
-)
 _IMAGE = r"[A-Za-z0-9][A-Za-z0-9_./:@-]*", "the image of the pods, with tfdist in it"
-_USER = r"[0-9]{1,10}(:[0-9]{1,10})?", "the number of a user, or of a user and a group"
 LABEL = rf"{_KEY}=({_VALUE})?"
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag with a value: `form` is the pattern and what is expected of it in words."""
+    """A flag with a value; `form` is its pattern, and the words for it."""
 
     name: str
     shown: str
@@ -114,31 +108,6 @@ FLAGS = (
         _OBJECT,
         only="kubernetes",
     ),
-    Flag(
-        "label",
-        "KEY=VALUE",
-        "a label of all objects and pods, as that of a queue",
-        only="kubernetes",
-        repeats=True,
-    ),
-    Flag(
-        "toleration",
-        "KEY[=VALUE][:EFFECT]",
-        "a taint of nodes that the pods put up with, as kubectl taint writes it",
-        _TAINT,
-        "gpu=yes:NoSchedule",
-        only="kubernetes",
-        repeats=True,
-    ),
-    Flag("priority_class", "NAME", "the pods' PriorityClass", _OBJECT, only="kubernetes"),
-    Flag(
-        "run_as_user",
-        "UID[:GID]",
-        "whom the tasks run as (the image's user, who must not be root)",
-        _USER,
-        "1000, or 1000:1000",
-        only="kubernetes",
-    ),
     Flag("nodes", "N", "on how many nodes", _COUNT, "2", only="slurm"),
     Flag("partition", "NAME", "the partition", SLURM_WORD, only="slurm"),
     Flag("account", "NAME", "whose hours", SLURM_WORD, only="slurm"),
@@ -194,7 +163,7 @@ class Volume(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
-    """One job; what a flag says that is not here is in `flags`, None or [] where it was not given.
+    """A job to submit; `flags` has the values of all flags, None or [] where not given.
 
     Raises:
         UsageError: values that no scheduler could take.
@@ -239,7 +208,7 @@ class JobRequest:
 
     @property
     def volumes(self) -> tuple[Volume, ...]:
-        """Return what pods are to see."""
+        """Return the volumes of the pods."""
         made = []
         for text in self.flags.volume:
             source, _, rest = text.partition("=")
@@ -284,7 +253,7 @@ class JobRequest:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return what runs a task: a Python, a script or ``-m`` and a module, and its own flags."""
+        """Return the command of a task: Python, script or ``-m`` and module, and its flags."""
         return self.flags.python or "python", *self.launch.program.python_args
 
     @property
@@ -309,7 +278,7 @@ class JobRequest:
 
     @property
     def grace_s(self) -> int:
-        """Return how long before its end a task is told to stop."""
+        """Return how many seconds before its end a task gets the signal to stop."""
         return math.ceil(self.launch.grace_s)
 
     @property
@@ -389,7 +358,7 @@ def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 def help_text() -> str:
-    """Return what ``--help`` prints."""
+    """Return the text of ``--help``."""
     lines = [
         "usage: python -m tfdist.submit --to slurm|kubernetes [--dry_run] [flags]",
         "           [script.py | -m module] [the program's own flags]",
@@ -483,7 +452,7 @@ _FIX = "put the value where the scheduler keeps it, and name that: --secret NAME
 
 
 def _refuse_values(program: Sequence[str], *, env: Mapping[str, str], form: str) -> None:
-    """Refuse what looks like a secret's value in --env or among the program's arguments.
+    """Refuse a value that looks like a secret in --env or the program's arguments.
 
     The message has the name of the flag or variable, and not the value.
     """

@@ -40,7 +40,7 @@ def run(argv: Sequence[str], text: str = "") -> Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submitted:
-    """What a command says to the user whose job it took, and of what it warns."""
+    """Answer of a command that took a job, and its warnings."""
 
     text: str
     warnings: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ def slurm_output(name: str, *, run: Run = run) -> str:
 def apply(
     manifests: str, *, name: str, kind: str, namespace: str | None, run: Run = run
 ) -> Submitted:
-    """Create the objects of a job, all or none; return what kubectl says.
+    """Create the objects of a job, all or none; return the answer of kubectl.
 
     The server is first asked whether it would take them.
 
@@ -110,7 +110,7 @@ def pods(name: str, *, kind: str, namespace: str | None, label: str, run: Run = 
 
 
 def pod_logs(name: str, *, namespace: str | None, label: str, run: Run = run) -> str:
-    """Return what the pods of a job have printed, each line with its pod's name."""
+    """Return the output of the pods of a job, each line with its pod's name."""
     selector = f"--selector={label}={name}"
     many = f"--max-log-requests={_MAX_PODS_OF_LOGS}"
     argv = [*_kubectl(namespace), "logs", selector, "--prefix", "--tail=-1", many]
@@ -141,7 +141,7 @@ def _asked(argv: Sequence[str], text: str = "", *, run: Run) -> Result:
 
 
 def _lines(text: str) -> tuple[str, ...]:
-    """Return what a command has told, without its log."""
+    """Return the lines of a command, without those of its log."""
     lines = (line.strip() for line in text.splitlines())
     return tuple(line for line in lines if line and not re.match(r"[EWIF]\d{4} ", line))
 
