@@ -194,7 +194,7 @@ class Front:
         self.health = health.aio.HealthServicer()
         self._token = Path(options.token).read_text().strip() if options.token else ""
         self._control = control
-        self._connections: dict[int, ReplicaConnection] = {}
+        self._connected: set[int] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._reading_bytes = 0
         self._access = _access_logger(options.access_log)
@@ -207,13 +207,13 @@ class Front:
             for name, table in json.loads(line).items():
                 self.models.setdefault(name, ModelRoute()).update(table, self.options.limits)
             known = {id for m in self.models.values() for id in (*m.replicas, *m.draining)}
-            self._connections = {id: c for id, c in self._connections.items() if id in known}
+            self._connected &= known
             for model in self.models.values():
                 self._route(model)
             status = health_pb2.HealthCheckResponse
+            state = status.SERVING if self.is_healthy else status.NOT_SERVING
             for service in ("", _PREDICTION, _MODEL):
-                now = status.SERVING if self.is_healthy else status.NOT_SERVING
-                await self.health.set(service, now)
+                await self.health.set(service, state)
 
     def tell(self, **message: Any) -> None:
         """Say something to the supervisor."""
@@ -221,30 +221,25 @@ class Front:
 
     def _route(self, model: ModelRoute) -> None:
         """Connect to replicas; give requests to them alone; say which others have none left."""
-        for id in model.replicas.keys() - self._connections.keys():
-            self._connect(model, id)
+        for id in model.replicas.keys() - self._connected:
+            self._connected.add(id)
+            path, version = model.replicas[id]
+            connection = ReplicaConnection(id, model.dispatchers[version])
+            task = asyncio.create_task(self._connect(id, path, connection))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
         idle = model.route()
         for id in model.draining:
             if id in idle or not model.is_connected(id):
-                self._connections.pop(id, None)
+                self._connected.discard(id)
                 model.draining = model.draining - {id}
                 self.tell(end=id)
 
-    def _connect(self, model: ModelRoute, id: int) -> None:
-        path, version = model.replicas[id]
-        connection = ReplicaConnection(id, model.dispatchers[version])
-        self._connections[id] = connection
-        loop = asyncio.get_running_loop()
-
-        async def connect() -> None:
-            try:
-                await loop.create_unix_connection(lambda: connection, path)
-            except OSError:  # it has ended, or the next tick tries again
-                self._connections.pop(id, None)
-
-        task = loop.create_task(connect())
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+    async def _connect(self, id: int, path: str, connection: ReplicaConnection) -> None:
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: connection, path)
+        except OSError:  # it has ended, or the next tick tries again
+            self._connected.discard(id)
 
     @property
     def is_healthy(self) -> bool:
@@ -415,14 +410,14 @@ class Front:
                     size_bytes += len(parts[-1])
                     self._reading_bytes += len(parts[-1])
                     if size_bytes > self.options.body_bytes:
-                        message_ = f"The request has more than {self.options.body_bytes} bytes"
-                        raise RequestError(Code.INVALID_ARGUMENT, message_)
+                        text = f"The request has more than {self.options.body_bytes} bytes"
+                        raise RequestError(Code.INVALID_ARGUMENT, text)
                     if self._reading_bytes > self.options.limits.size_bytes:
-                        message_ = "Too many requests are being read, try again later"
-                        raise RequestError(Code.RESOURCE_EXHAUSTED, message_)
+                        text = "Too many requests are being read, try again later"
+                        raise RequestError(Code.RESOURCE_EXHAUSTED, text)
         except TimeoutError:
-            message_ = f"The request did not come within {self.options.silence_s:g} s"
-            raise RequestError(Code.DEADLINE_EXCEEDED, message_) from None
+            text = f"The request did not come within {self.options.silence_s:g} s"
+            raise RequestError(Code.DEADLINE_EXCEEDED, text) from None
         finally:
             self._reading_bytes -= size_bytes
         return b"".join(parts) if len(parts) > 1 else parts[0]
@@ -557,8 +552,8 @@ def main() -> int:
     """Run a front; return its exit code."""
     supervisor, rest, grpc_address, text = sys.argv[1:]
     die_with(int(supervisor))
-    told = json.loads(text)
-    options = FrontOptions(**{**told, "limits": QueueLimits(**told["limits"])})
+    fields = json.loads(text)
+    options = FrontOptions(**{**fields, "limits": QueueLimits(**fields["limits"])})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the supervisor sends SIGTERM
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

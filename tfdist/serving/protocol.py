@@ -268,7 +268,7 @@ def version_of(target: Target, status: ModelStatus | None) -> int:
 
 
 def states_of(target: Target, status: ModelStatus | None) -> list[VersionState]:
-    """Return the states of a model's versions, or of the one that is asked for."""
+    """Return the states of a model's versions, newest first, or of the one that is asked for."""
     if status is None:
         message = f"Could not find any versions of model {target.name}"
         raise RequestError(Code.NOT_FOUND, message)
@@ -277,7 +277,7 @@ def states_of(target: Target, status: ModelStatus | None) -> list[VersionState]:
     if not states and target.version is not None:
         message = f"Could not find version {target.version} of model {target.name}"
         raise RequestError(Code.NOT_FOUND, message)
-    return states
+    return sorted(states, key=lambda one: -one.version)
 
 
 def _unlabelled(target: Target, status: ModelStatus) -> Target:
@@ -292,8 +292,7 @@ def _unlabelled(target: Target, status: ModelStatus) -> Target:
 
 
 def status_json(states: Iterable[VersionState]) -> dict[str, Any]:
-    """Return the states of a model's versions as the REST interface shows them, newest first."""
-    ordered = sorted(states, key=lambda one: -one.version)
+    """Return the states of a model's versions as the REST interface shows them."""
     return {
         "model_version_status": [
             {
@@ -301,7 +300,7 @@ def status_json(states: Iterable[VersionState]) -> dict[str, Any]:
                 "state": one.state,
                 "status": {"error_code": one.code.name, "error_message": one.message},
             }
-            for one in ordered
+            for one in states
         ]
     }
 
@@ -309,7 +308,7 @@ def status_json(states: Iterable[VersionState]) -> dict[str, Any]:
 def status_message(states: Sequence[VersionState]) -> bytes:
     """Return the states as a ``GetModelStatusResponse``."""
     versions = []
-    for one in sorted(states, key=lambda one: -one.version):
+    for one in states:
         status = _field(1, int(one.code)) + _field(2, one.message.encode())
         version = _field(1, one.version) + _field(2, STATES[one.state]) + _field(3, status)
         versions.append(_field(1, version))
