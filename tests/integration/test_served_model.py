@@ -73,13 +73,6 @@ def grpc_request(**inputs: np.ndarray) -> predict_pb2.PredictRequest:
     return request
 
 
-def test_answers_are_those_of_the_model(exported, served):
-    model, _ = exported
-    wanted = tfdist.predict(model, X, batch_size=5, verbose=0)
-    (answer,) = rest(served, {"instances": X.tolist()})
-    np.testing.assert_allclose(answer["predictions"], wanted, atol=1e-6)
-
-
 def test_requests_of_one_batch_get_their_own_rows(exported, served):
     model, _ = exported
     wanted = tfdist.predict(model, X, batch_size=5, verbose=0)
