@@ -204,6 +204,23 @@ def test_answers_that_differ_are_not_published(tmp_path):
     shifted = Shifted(x, layers.Dense(2)(x), name="shifted")
     with pytest.raises(TfdistError, match=r"1 away from what tfdist.predict gives"):
         tfdist.export_model(shifted, tmp_path)
+
+    class Classes(keras.Model):
+        def predict_step(self, data):
+            return keras.ops.argmax(super().predict_step(data), -1)
+
+    class Flipped(keras.Model):
+        def predict_step(self, data):
+            return ~super().predict_step(data)
+
+    classes = Classes(x, layers.Dense(3)(x), name="classes")
+    with pytest.raises(
+        TfdistError, match=r"shapes \[\(2, 3\)\], those of tfdist.predict \[\(2,\)\]"
+    ):
+        tfdist.export_model(classes, tmp_path)
+    flipped = Flipped(x, keras.ops.sum(x, -1) > 0, name="flipped")
+    with pytest.raises(TfdistError, match=r"1 away from what tfdist.predict gives"):
+        tfdist.export_model(flipped, tmp_path)
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 

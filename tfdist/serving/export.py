@@ -252,10 +252,16 @@ def _gap(lower: np.ndarray, full: np.ndarray) -> np.ndarray:
 def _require_equal(found: Mapping[str, np.ndarray], wanted: Any) -> None:
     """Raise TfdistError unless the answers are those of `tfdist.predict`."""
     flat = [np.asarray(a) for a in keras.tree.flatten(wanted)]
+    shapes, others = [value.shape for value in found.values()], [like.shape for like in flat]
+    if shapes != others:
+        raise TfdistError(
+            f"export: outputs have the shapes {shapes}, those of tfdist.predict {others} (a "
+            "predict_step of its own); nothing is published"
+        )
     for (name, value), like in zip(found.items(), flat, strict=True):
-        gap = float(np.max(np.abs(value - like), initial=0.0)) if like.dtype.kind in "fiu" else 0.0
-        scale = max(1.0, float(np.max(np.abs(like), initial=0.0))) if like.size else 1.0
-        if value.shape != like.shape or not gap <= _TOLERANCE * scale:
+        gap, is_number = float(np.max(_gap(value, like), initial=0.0)), like.dtype.kind in "fiu"
+        scale = max(1.0, float(np.max(np.abs(like), initial=0.0))) if is_number else 1.0
+        if not gap <= _TOLERANCE * scale:
             raise TfdistError(
                 f"export: output {name!r} is {gap:.3g} away from what tfdist.predict gives, of at "
                 f"most {_TOLERANCE * scale:.3g} (a predict_step of its own, or a layer that goes "
