@@ -115,10 +115,10 @@ class RayReplica:
 
     @serve.batch(batch_wait_timeout_s=0.0)
     async def _answers(
-        self, asked: list[tuple[ServedModel, Kind, bytes]]
+        self, requests: list[tuple[ServedModel, Kind, bytes]]
     ) -> list[bytes | RequestError]:
         """Answer what has come while the batch before was computed."""
-        return await asyncio.to_thread(_computed, asked)
+        return await asyncio.to_thread(_answer_batch, requests)
 
     def _keep_looking(self) -> None:
         """Look for versions; one that cannot be loaded is refused."""
@@ -131,11 +131,14 @@ class RayReplica:
                     _LOG.warning("%s: cannot look for versions: %s", name, error.strerror)
 
 
-def _computed(asked: list[tuple[ServedModel, Kind, bytes]]) -> list[bytes | RequestError]:
-    answers: list[bytes | RequestError] = [b""] * len(asked)
-    for model in {one for one, _, _ in asked}:
-        places = [at for at, (one, _, _) in enumerate(asked) if one is model]
-        for at, answer in zip(places, model.answer([asked[at][1:] for at in places]), strict=True):
+def _answer_batch(
+    requests: list[tuple[ServedModel, Kind, bytes]],
+) -> list[bytes | RequestError]:
+    """Answer requests to several models, those to one together."""
+    answers: list[bytes | RequestError] = [b""] * len(requests)
+    for model in {one for one, _, _ in requests}:
+        own = [at for at, (one, _, _) in enumerate(requests) if one is model]
+        for at, answer in zip(own, model.answer([requests[at][1:] for at in own]), strict=True):
             answers[at] = answer
     return answers
 
