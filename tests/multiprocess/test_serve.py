@@ -29,6 +29,7 @@ import psutil
 import pytest
 from tensorflow_serving.config import model_server_config_pb2
 
+from tests.mutations import mutated
 from tests.processes import until
 from tfdist.errors import TfdistError
 from tfdist.serving.dispatch import QueueLimits
@@ -39,6 +40,7 @@ from tfdist.serving.versions import find_versions
 DEADLINE_S = 120.0
 PREDICT = "/v1/models/m:predict"
 HEAD = "POST /v1/models/m:predict HTTP/1.1\r\n"
+OF_HTTP = (b"\r\n", b"\r\n\r\n", b"%00", b"chunked", b"-1", b"{", b"[")
 OF_M = b"\x0a\x01m"  # a ModelSpec with the name m
 RETRY = json.dumps(  # of docs/serving.md
     {
@@ -279,25 +281,6 @@ def test_what_is_no_request_costs_nobody_else(shared):
     assert shared.predict([1])[0] == 200
 
 
-def mutated(valid: bytes, random: Random) -> bytes:
-    """Bytes with some of them changed, removed, repeated, or others between."""
-    data = bytearray(valid)
-    for _ in range(random.randrange(1, 6)):
-        at, end = sorted(random.randrange(len(data) + 1) for _ in range(2))
-        what = random.choice(["change", "remove", "repeat", "insert"])
-        if what == "change" and at < len(data):
-            data[at] = random.choice([0, 10, 13, 32, 58, 127, 255, random.randrange(256)])
-        elif what == "remove":
-            del data[at : min(end, at + 20)]
-        elif what == "repeat":
-            data[at:at] = data[at : min(end, at + 200)]
-        elif what == "insert":
-            data[at:at] = random.choice(
-                [b"\r\n", b"\r\n\r\n", b"%00", b"chunked", b"-1", b"{", b"["]
-            )
-    return bytes(data)
-
-
 def answer_to(address: tuple[str, int], sent: bytes) -> bytes:
     """All that a server says to some bytes until it closes, after we have closed our side."""
     connection = socket.create_connection(address, timeout=DEADLINE_S)
@@ -316,7 +299,7 @@ def test_mutated_requests_are_answered_or_let_go_by_rest(shared):
     seeds = [valid, chunked + b"\r\n0\r\n\r\n", b"GET /v1/models/m/metadata HTTP/1.1\r\n\r\n"]
     statuses = Counter[str]()
     for _ in range(400):
-        answer = answer_to(shared.rest, mutated(random.choice(seeds), random))
+        answer = answer_to(shared.rest, mutated(random.choice(seeds), random, OF_HTTP))
         found = re.match(rb"HTTP/1.1 (\d+) ", answer)
         statuses[found[1].decode() if found else "closed" if not answer else repr(answer)] += 1
     assert set(statuses) <= {"200", "400", "404", "405", "501", "closed"}, statuses
@@ -331,14 +314,15 @@ def test_mutated_requests_are_answered_or_let_go_by_grpc(shared):
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9)[:3] + b"\x04\x00" + bytes(4)
     frames = preface + bytes([0, 0, 5, 1, 4, 0, 0, 0, 1]) + b"\x82\x84\x86\x41\x00"
     for _ in range(200):
-        answer_to((host, int(port)), mutated(frames, random))
+        answer_to((host, int(port)), mutated(frames, random, OF_HTTP))
     with grpc.insecure_channel(shared.grpc) as channel:
         service = "/tensorflow.serving.PredictionService/"
         for _ in range(300):
             name = random.choice(["Predict", "Classify", "GetModelMetadata", "Nothing"])
             method = channel.unary_unary(service + name)
             with contextlib.suppress(grpc.RpcError):
-                method(mutated(b"\x0a\x03\x0a\x01m\x12\x04\x0a\x02ab", random), timeout=DEADLINE_S)
+                request = b"\x0a\x03\x0a\x01m\x12\x04\x0a\x02ab"
+                method(mutated(request, random, OF_HTTP), timeout=DEADLINE_S)
     call_by_grpc(shared.grpc)
     assert front_of(shared.process.pid) == front
     assert "Traceback" not in shared.said()
