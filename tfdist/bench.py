@@ -3,7 +3,7 @@
 SUBJECT is that of `tfdist.find`; several are models of several sizes. Each batch size of each
 trains alone in a process of its own, from small to large until one does not fit.
 
-``python -m tfdist.bench serve URL`` is load on a model server: `tfdist.serving.bench`; ``python -m
+``python -m tfdist.bench serve URL`` is load on a model server: `tfdist.serving.load`; ``python -m
 tfdist.bench pipeline`` are stages by the size of micro-batches: `tfdist.find.split_size`.
 """
 
@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.argument_parser import Parser, require_writable, run_program, whole_numbers
-from tfdist.errors import EXIT_OK, require_int, require_number
+from tfdist.errors import EXIT_OK, require_int, require_number, require_packages
 from tfdist.find.__main__ import of_config
 from tfdist.find.batch_size import BatchTrial, MemoryLimits, try_out
 from tfdist.find.split_size import main as split_sizes
 from tfdist.outputs.display import empty_panels
-from tfdist.serving.bench import main as load
 
 _USE = 0.9
 _HEADER = f"{'model':>24} {'parameters':>12} {'batch size':>10}"
@@ -34,11 +33,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["serve"]:
-        return load(words[1:])
+        return run_program("tfdist.bench", lambda: _serve(words[1:]))
     if words[:1] == ["pipeline"]:
         return split_sizes(words[1:])
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     return run_program("tfdist.bench", lambda: _batch(words))
+
+
+def _serve(argv: Sequence[str]) -> int:
+    require_packages("tfdist.bench", "httptools", "grpc", extra="serving")
+    from tfdist.serving.load import main
+
+    return main(argv)
 
 
 def _batch(argv: Sequence[str]) -> int:

@@ -105,7 +105,9 @@ def _follow(options: Any) -> None:
     if not options.source.exists():
         _LOG.warning("%s is not there yet: waiting for it", options.source)
     _publish_each(
-        lambda: _unless(there, newest_in(options.source, best=options.best)),
+        lambda: (
+            found if (found := newest_in(options.source, best=options.best)) not in there else None
+        ),
         lambda: print(_publish(options), flush=True),
         pause=lambda: stop.wait(_LOOK_EVERY_S),
     )
@@ -128,10 +130,6 @@ def _published(options: Any) -> set[str]:
             if manifest.get("run") == str(options.source.absolute()):
                 there.add(f"{manifest['step']}:{manifest['saved_at']}")
     return there
-
-
-def _unless(there: set[str], found: str | None) -> str | None:
-    return None if found in there else found
 
 
 def _publish_each(

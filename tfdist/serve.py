@@ -12,7 +12,7 @@ import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfdist.argument_parser import Parser, reading_file, require_writable, run_program
 from tfdist.errors import (
@@ -23,6 +23,9 @@ from tfdist.errors import (
     require_number,
     require_packages,
 )
+
+if TYPE_CHECKING:
+    from tfdist.serving.supervisor import ServeOptions
 
 _LOCAL_ALONE = ("token", "tls_cert", "tls_key", "access_log")  # of the flags, not of Ray
 _NEEDED = ("uvicorn", "httptools", "orjson", "grpc", "grpc_health", "prometheus_client")
@@ -67,9 +70,9 @@ def _serve(argv: Sequence[str]) -> int:
     _check(options)
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     if options.on == "ray":
-        _run_on_ray(options)
+        _serve_on_ray(options)
     else:
-        asyncio.run(_run(options))
+        asyncio.run(_serve_here(options))
     return EXIT_OK
 
 
@@ -108,32 +111,10 @@ def _check_files(options: Any) -> None:
         require_writable("--access_log", Path(options.access_log))
 
 
-async def _run(options: Any) -> None:
-    from tfdist.serving.dispatch import QueueLimits
-    from tfdist.serving.supervisor import ServeOptions, ServiceSupervisor
+async def _serve_here(options: Any) -> None:
+    from tfdist.serving.supervisor import ServiceSupervisor
 
-    limits = QueueLimits(
-        requests=options.max_queue,
-        size_bytes=options.max_queue_mib << 20,
-        window=2 * options.max_batch,
-        hang_s=options.hang_s,
-    )
-    supervisor = ServiceSupervisor(
-        ServeOptions(
-            **_common(options),
-            directory=options.directory,
-            spares=options.spares,
-            rest_port=options.rest_port,
-            grpc_port=options.grpc_port,
-            pin=not options.no_pin,
-            limits=limits,
-            body_bytes=options.max_body_mib << 20,
-            token=_resolved(options.token),
-            certificate=_resolved(options.tls_cert),
-            key=_resolved(options.tls_key),
-            access_log=options.access_log or "",
-        )
-    )
+    supervisor = ServiceSupervisor(_settings(options))
     scheme = "https" if options.tls_cert else "http"
     print(
         f"serving {options.directory}: REST {scheme}://{supervisor.rest_address}/v1/models, "
@@ -143,7 +124,7 @@ async def _run(options: Any) -> None:
     await supervisor.run()
 
 
-def _run_on_ray(options: Any) -> None:
+def _serve_on_ray(options: Any) -> None:
     for flag in _LOCAL_ALONE:
         require(
             not getattr(options, flag),
@@ -162,7 +143,7 @@ def _run_on_ray(options: Any) -> None:
         code="port-taken",
     )
     try:
-        from tfdist.serving.on_ray import RayOptions, run
+        from tfdist.serving.on_ray import run
     except ImportError as error:
         raise UsageError(
             "--on ray",
@@ -171,21 +152,35 @@ def _run_on_ray(options: Any) -> None:
             fix="pip install 'ray[serve]' 'tfdist[serving]'",
             code="no-ray",
         ) from error
-    directory, port, queued = options.directory.resolve(), options.rest_port, options.max_queue
-    run(RayOptions(**_common(options), directory=directory, port=port, queued=queued))
+    run(_settings(options))
 
 
-def _common(options: Any) -> dict[str, Any]:
-    """Return what a service is asked for wherever it runs."""
+def _settings(options: Any) -> ServeOptions:
+    """Return the settings of a service that the flags give; raise UsageError."""
+    from tfdist.serving.dispatch import QueueLimits
+    from tfdist.serving.supervisor import ServeOptions
     from tfdist.serving.versions import parse_policy
 
     most = options.max_batch
-    same = ("name", "replicas", "host", "timeout_s", "drain_s")
-    return {
+    same = ("name", "replicas", "spares", "host", "rest_port", "grpc_port", "timeout_s", "drain_s")
+    return ServeOptions(
         **{name: getattr(options, name) for name in same},
-        "policy": parse_policy(options.versions, options.label),
-        "batch_sizes": (*(1 << n for n in range(most.bit_length()) if 1 << n < most), most),
-    }
+        directory=options.directory.resolve(),
+        policy=parse_policy(options.versions, options.label),
+        batch_sizes=(*(1 << n for n in range(most.bit_length()) if 1 << n < most), most),
+        pin=not options.no_pin,
+        limits=QueueLimits(
+            requests=options.max_queue,
+            size_bytes=options.max_queue_mib << 20,
+            window=2 * most,
+            hang_s=options.hang_s,
+        ),
+        body_bytes=options.max_body_mib << 20,
+        token=_resolved(options.token),
+        certificate=_resolved(options.tls_cert),
+        key=_resolved(options.tls_key),
+        access_log=options.access_log or "",
+    )
 
 
 def _resolved(path: Path | None) -> str:

@@ -74,6 +74,7 @@ def test_a_model_of_two_replicas(trained, tmp_path):
     for batch in (1, 5, 48):
         found = call(place, image=tf.constant(IMAGES[:batch]))
         np.testing.assert_allclose(found["class"], wanted[:batch], atol=1e-6)
+    assert "max_batch_size { value: 32 }" in (tmp_path / "batching.config").read_text()
     manifest = json.loads((place / "manifest.json").read_text())
     assert manifest["inputs"] == {"image": ["float32", [None, 8, 8, 1]]}
     assert manifest["outputs"] == {"class": ["float32", [None, 4]]}
@@ -102,9 +103,18 @@ def test_the_next_version_and_one_that_is_there(trained, tmp_path):
     caught = refusal(lambda: tfdist.export_model(trained, tmp_path, name="m", version=7))
     assert caught.code == "version-exists"
     assert refusal(lambda: tfdist.export_model(trained, tmp_path, name="../m")).code == "not-a-name"
+
+
+def test_the_files_for_tensorflow_serving_name_all_models_that_are_there(trained, tmp_path):
+    for name in ("text/2", "text/3", "unfinished/.partial-1", ".hidden/1"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "saved_model.pb").touch()
+    (tmp_path / "batching.config").write_text("changed by hand")
+    tfdist.export_model(trained, tmp_path)
     config = text_format.Parse((tmp_path / "models.config").read_text(), ModelServerConfig())
-    (listed,) = config.model_config_list.config
-    assert (listed.name, listed.base_path) == ("m", "/models/m")
+    listed = [(one.name, one.base_path) for one in config.model_config_list.config]
+    assert listed == [("cnn", "/models/cnn"), ("text", "/models/text")]
+    assert (tmp_path / "batching.config").read_text() == "changed by hand"
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
@@ -193,6 +203,23 @@ def test_answers_that_differ_are_not_published(tmp_path):
     shifted = Shifted(x, layers.Dense(2)(x), name="shifted")
     with pytest.raises(TfdistError, match=r"1 away from what tfdist.predict gives"):
         tfdist.export_model(shifted, tmp_path)
+
+    class Classes(keras.Model):
+        def predict_step(self, data):
+            return keras.ops.argmax(super().predict_step(data), -1)
+
+    class Flipped(keras.Model):
+        def predict_step(self, data):
+            return ~super().predict_step(data)
+
+    classes = Classes(x, layers.Dense(3)(x), name="classes")
+    with pytest.raises(
+        TfdistError, match=r"shapes \[\(2, 3\)\], those of tfdist.predict \[\(2,\)\]"
+    ):
+        tfdist.export_model(classes, tmp_path)
+    flipped = Flipped(x, keras.ops.sum(x, -1) > 0, name="flipped")
+    with pytest.raises(TfdistError, match=r"1 away from what tfdist.predict gives"):
+        tfdist.export_model(flipped, tmp_path)
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 

@@ -16,6 +16,7 @@ from tensorflow_serving.apis import (
 )
 
 import tfdist
+from tests.mutations import mutated
 from tfdist.serving.model import ServedModel
 from tfdist.serving.protocol import Code, Kind, RequestError
 
@@ -71,13 +72,6 @@ def grpc_request(**inputs: np.ndarray) -> predict_pb2.PredictRequest:
     for name, array in inputs.items():
         request.inputs[name].CopyFrom(tf.make_tensor_proto(array))
     return request
-
-
-def test_answers_are_those_of_the_model(exported, served):
-    model, _ = exported
-    wanted = tfdist.predict(model, X, batch_size=5, verbose=0)
-    (answer,) = rest(served, {"instances": X.tolist()})
-    np.testing.assert_allclose(answer["predictions"], wanted, atol=1e-6)
 
 
 def test_requests_of_one_batch_get_their_own_rows(exported, served):
@@ -286,25 +280,6 @@ def test_examples_are_checked(of_examples, document, text):
     assert text in str(answer)
 
 
-def mutated(valid: bytes, random: Random) -> bytes:
-    data = bytearray(valid)
-    for _ in range(random.randrange(1, 8)):
-        at = random.randrange(len(data) + 1)
-        end = min(len(data), at + random.randrange(30))
-        what = random.randrange(4)
-        if what == 0 and at < len(data):
-            data[at] = random.randrange(256)
-        elif what == 1:
-            del data[at:end]
-        elif what == 2:
-            data[at:at] = data[at:end] * random.randrange(1, 5)
-        else:
-            data[at:at] = random.choice(
-                [b"[", b"]", b"{", b"NaN", b"1e999", b"-", b'"b64"', b"null", b"\x80\xff\xff\x7f"]
-            )
-    return bytes(data)
-
-
 def test_mutated_requests_are_answered_or_refused(served, odd, of_examples):
     random = Random(0)
     example = classification_pb2.ClassificationRequest()
@@ -324,9 +299,10 @@ def test_mutated_requests_are_answered_or_refused(served, odd, of_examples):
         (of_examples, Kind.REST_CLASSIFY, b'{"context": {"a": 1}, "examples": [{"age": [1.5]}]}'),
         (of_examples, Kind.GRPC_CLASSIFY, example.SerializeToString()),
     ]
+    inserts = (b"[", b"]", b"{", b"-", b"NaN", b"1e999", b'"b64"', b"null", b"\x80\xff\xff\x7f")
     for _ in range(300):
         for model, kind, valid in seeds:
-            first, second = model.answer([(kind, mutated(valid, random)), (kind, valid)])
+            first, second = model.answer([(kind, mutated(valid, random, inserts)), (kind, valid)])
             assert isinstance(second, bytes), f"{kind.name}: a neighbour was refused: {second}"
             if isinstance(first, RequestError):
                 assert first.code is not Code.OK

@@ -25,9 +25,11 @@ from random import Random
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from tensorflow_serving.config import model_server_config_pb2
 
+from tests.mutations import mutated
 from tests.processes import until
 from tfdist.errors import TfdistError
 from tfdist.serving.dispatch import QueueLimits
@@ -38,6 +40,8 @@ from tfdist.serving.versions import find_versions
 DEADLINE_S = 120.0
 PREDICT = "/v1/models/m:predict"
 HEAD = "POST /v1/models/m:predict HTTP/1.1\r\n"
+OF_HTTP = (b"\r\n", b"\r\n\r\n", b"%00", b"chunked", b"-1", b"{", b"[")
+OF_M = b"\x0a\x01m"  # a ModelSpec with the name m
 RETRY = json.dumps(  # of docs/serving.md
     {
         "methodConfig": [
@@ -205,6 +209,18 @@ def wait_for_more(outcomes: Counter[str], more: int = 20) -> None:
     until(lambda: sum(outcomes.values()) >= wanted, within_s=DEADLINE_S)
 
 
+def in_field_1(message: bytes) -> bytes:
+    """A request whose first field is a message."""
+    return b"\x0a" + bytes([len(message)]) + message
+
+
+def call(channel: grpc.Channel, spec: bytes = OF_M, **options: Any) -> None:
+    """Have a request for a model answered, by its own bytes; raise grpc.RpcError."""
+    method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+    request = in_field_1(spec)
+    assert method(request, timeout=DEADLINE_S, **options) == request
+
+
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     directory = tmp_path_factory.mktemp("service")
@@ -219,14 +235,12 @@ def test_both_protocols_answer(shared):
     status, answer = shared.predict([1, 2])
     assert (status, answer["predictions"], answer["by"][0]) == (200, [1, 2], 3)
     assert shared.predict([1], "/v1/models/m/versions/3:predict")[0] == 200
-    request = b"\x0a\x03\x0a\x01m"  # a model_spec with the name m
     with grpc.insecure_channel(shared.grpc) as channel:
-        method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
-        assert method(request, timeout=DEADLINE_S) == request
+        call(channel)
         health = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert health(b"", timeout=DEADLINE_S) == b"\x08\x01"
         with pytest.raises(grpc.RpcError) as error:
-            method(b"\x0a\x03\x0a\x01x", timeout=DEADLINE_S)
+            call(channel, b"\x0a\x01x")
     assert error.value.code() is grpc.StatusCode.NOT_FOUND
     assert error.value.details() == str(Target(name="x").not_found())
 
@@ -267,25 +281,6 @@ def test_what_is_no_request_costs_nobody_else(shared):
     assert shared.predict([1])[0] == 200
 
 
-def mutated(valid: bytes, random: Random) -> bytes:
-    """Bytes with some of them changed, removed, repeated, or others between."""
-    data = bytearray(valid)
-    for _ in range(random.randrange(1, 6)):
-        at, end = sorted(random.randrange(len(data) + 1) for _ in range(2))
-        what = random.choice(["change", "remove", "repeat", "insert"])
-        if what == "change" and at < len(data):
-            data[at] = random.choice([0, 10, 13, 32, 58, 127, 255, random.randrange(256)])
-        elif what == "remove":
-            del data[at : min(end, at + 20)]
-        elif what == "repeat":
-            data[at:at] = data[at : min(end, at + 200)]
-        elif what == "insert":
-            data[at:at] = random.choice(
-                [b"\r\n", b"\r\n\r\n", b"%00", b"chunked", b"-1", b"{", b"["]
-            )
-    return bytes(data)
-
-
 def answer_to(address: tuple[str, int], sent: bytes) -> bytes:
     """All that a server says to some bytes until it closes, after we have closed our side."""
     connection = socket.create_connection(address, timeout=DEADLINE_S)
@@ -304,7 +299,7 @@ def test_mutated_requests_are_answered_or_let_go_by_rest(shared):
     seeds = [valid, chunked + b"\r\n0\r\n\r\n", b"GET /v1/models/m/metadata HTTP/1.1\r\n\r\n"]
     statuses = Counter[str]()
     for _ in range(400):
-        answer = answer_to(shared.rest, mutated(random.choice(seeds), random))
+        answer = answer_to(shared.rest, mutated(random.choice(seeds), random, OF_HTTP))
         found = re.match(rb"HTTP/1.1 (\d+) ", answer)
         statuses[found[1].decode() if found else "closed" if not answer else repr(answer)] += 1
     assert set(statuses) <= {"200", "400", "404", "405", "501", "closed"}, statuses
@@ -319,14 +314,15 @@ def test_mutated_requests_are_answered_or_let_go_by_grpc(shared):
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9)[:3] + b"\x04\x00" + bytes(4)
     frames = preface + bytes([0, 0, 5, 1, 4, 0, 0, 0, 1]) + b"\x82\x84\x86\x41\x00"
     for _ in range(200):
-        answer_to((host, int(port)), mutated(frames, random))
+        answer_to((host, int(port)), mutated(frames, random, OF_HTTP))
     with grpc.insecure_channel(shared.grpc) as channel:
         service = "/tensorflow.serving.PredictionService/"
         for _ in range(300):
             name = random.choice(["Predict", "Classify", "GetModelMetadata", "Nothing"])
             method = channel.unary_unary(service + name)
             with contextlib.suppress(grpc.RpcError):
-                method(mutated(b"\x0a\x03\x0a\x01m\x12\x04\x0a\x02ab", random), timeout=DEADLINE_S)
+                request = b"\x0a\x03\x0a\x01m\x12\x04\x0a\x02ab"
+                method(mutated(request, random, OF_HTTP), timeout=DEADLINE_S)
     call_by_grpc(shared.grpc)
     assert front_of(shared.process.pid) == front
     assert "Traceback" not in shared.said()
@@ -454,12 +450,11 @@ def send_to_stable(connection: http.client.HTTPConnection, body: str) -> Any:
 
 
 def call_by_spec(address: str, *, version: int = 0, label: str = "") -> grpc.StatusCode:
-    spec = b"\x0a\x01m" + (bytes([0x12, 2, 8, version]) if version else b"")
+    spec = OF_M + (bytes([0x12, 2, 8, version]) if version else b"")
     spec += b"\x22" + bytes([len(label)]) + label.encode() if label else b""
     with grpc.insecure_channel(address) as channel:
-        method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
         try:
-            method(b"\x0a" + bytes([len(spec)]) + spec, timeout=DEADLINE_S)
+            call(channel, spec)
         except grpc.RpcError as error:
             return error.code()
     return grpc.StatusCode.OK
@@ -473,7 +468,7 @@ def reload_config(address: str, labels: dict[str, int]) -> None:
     text = config.SerializeToString()
     with grpc.insecure_channel(address) as channel:
         method = channel.unary_unary("/tensorflow.serving.ModelService/HandleReloadConfigRequest")
-        assert method(b"\x0a" + bytes([len(text)]) + text, timeout=DEADLINE_S) == b""
+        assert method(in_field_1(text), timeout=DEADLINE_S) == b""
 
 
 def wait_until_available(running: Service, versions: set[str]) -> None:
@@ -506,11 +501,9 @@ def test_clients_that_try_again_lose_nothing_with_the_front(tmp_path):
 
 def call_by_grpc(address: str) -> None:
     """Call by a connection of its own: gRPC's channels share one, and its errors."""
-    request = b"\x0a\x03\x0a\x01m"
     own = [("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(address, options=own) as channel:
-        method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
-        assert method(request, timeout=DEADLINE_S) == request
+        call(channel)
 
 
 @contextlib.contextmanager
@@ -518,14 +511,12 @@ def load_by_grpc(address: str) -> Iterator[Counter[str]]:
     """Call all the time by a channel that tries again, as the docs have it."""
     outcomes: Counter[str] = Counter()
     stop = threading.Event()
-    request = b"\x0a\x03\x0a\x01m"
 
     def work() -> None:
         with grpc.insecure_channel(address, options=[("grpc.service_config", RETRY)]) as channel:
-            method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
             while not stop.is_set():
                 try:
-                    method(request, timeout=DEADLINE_S)
+                    call(channel)
                     outcomes["ok"] += 1
                 except grpc.RpcError as error:
                     outcomes[str(error)] += 1
@@ -541,25 +532,23 @@ def load_by_grpc(address: str) -> Iterator[Counter[str]]:
 
 
 def front_of(supervisor: int) -> int:
-    (front,) = children_of(supervisor, b"tfdist.serving.front")
+    (front,) = children_of(supervisor, "tfdist.serving.front")
     return front
 
 
-def children_of(supervisor: int, word: bytes) -> set[int]:
+def children_of(supervisor: int, word: str) -> set[int]:
     """The pids of a supervisor's processes that have a word in their command line."""
     found = set()
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (path / "cmdline").read_bytes().split(b"\0")
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == supervisor and word in words:
-                found.add(int(path.name))
+    for child in psutil.Process(supervisor).children():
+        with contextlib.suppress(psutil.Error):
+            if word in child.cmdline():
+                found.add(child.pid)
     return found
 
 
 def spare_of(running: Service) -> int:
     """The process that waits to be a replica, once there is one."""
-    program = b"tests.multiprocess.programs.fake_replica"
+    program = "tests.multiprocess.programs.fake_replica"
     of_service = running.process.pid
     return min(running.until(lambda: children_of(of_service, program) - {*running.replicas()}))
 
@@ -585,14 +574,20 @@ def test_a_replica_is_followed_to_its_end_also_where_no_spare_can_be_started(tmp
     supervisor = ServiceSupervisor(options, modules=modules)
 
     def refuse() -> None:
-        for kept in supervisor._replicas.values():  # the replica has just said that it is ready
-            kept.process.kill()
+        for one in supervisor._replicas.values():  # the replica has just said that it is ready
+            one.process.kill()
         raise TfdistError("no room for a process")
 
+    start = supervisor._start_process
+
+    def start_the_first() -> Any:
+        supervisor._start_process = refuse
+        return start()
+
     async def follow() -> None:
+        supervisor._start_process = start_the_first
         supervisor._set("m", supervisor._models["m"].scanned(find_versions(tmp_path / "m")))
-        supervisor._spare = refuse
-        await asyncio.gather(*supervisor._following)
+        await asyncio.gather(*supervisor._tasks)
 
     try:
         asyncio.run(follow())
@@ -656,13 +651,10 @@ def test_a_token_is_asked_for(tmp_path):
         sent = {"Authorization": "Bearer secret"}
         body = '{"instances": [1]}'
         assert running.send("POST", "/v1/models/m:predict", body, sent)[0] == 200
-        request = b"\x0a\x03\x0a\x01m"
         with grpc.insecure_channel(running.grpc) as channel:
-            method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
-            given = (("authorization", "Bearer secret"),)
-            assert method(request, timeout=DEADLINE_S, metadata=given) == request
+            call(channel, metadata=(("authorization", "Bearer secret"),))
             with pytest.raises(grpc.RpcError) as error:
-                method(request, timeout=DEADLINE_S)
+                call(channel)
             assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -673,7 +665,5 @@ def test_both_protocols_are_encrypted(tmp_path):
     with service(tmp_path, tls=tls, replicas=1, certificate=pem, key=pem) as running:
         assert running.predict([1])[0] == 200
         credentials = grpc.ssl_channel_credentials(KEY_AND_CERTIFICATE.read_bytes())
-        request = b"\x0a\x03\x0a\x01m"
         with grpc.secure_channel(running.grpc, credentials) as channel:
-            method = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
-            assert method(request, timeout=DEADLINE_S) == request
+            call(channel)

@@ -24,7 +24,7 @@ from tfdist.launch import options
 from tfdist.ops.submit import kserve
 from tfdist.ops.submit.request import FLAGS as SUBMIT_FLAGS
 from tfdist.report import __main__ as report
-from tfdist.serving import bench as load
+from tfdist.serving import load
 
 _COMMAND = re.compile(r"(?:python -m tfdist\.|^(?:\S+ )?tfdist )(\w+)(.*)", re.MULTILINE)
 

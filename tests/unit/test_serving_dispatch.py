@@ -1,6 +1,6 @@
 """Requests and replicas: histories without a socket."""
 
-import dataclasses
+from collections import Counter
 
 import pytest
 
@@ -9,33 +9,23 @@ from tfdist.serving.front import ModelRoute
 from tfdist.serving.protocol import Code, Frame, Kind, RequestError
 
 
-@dataclasses.dataclass
-class FakeReplica:
-    """The frames that a replica was sent."""
-
-    frames: list[Frame] = dataclasses.field(default_factory=list)
-
-    def send(self, frame: Frame) -> None:
-        self.frames.append(frame)
-
-    def close(self) -> None:
-        pass
-
-
 class Bench:
-    """A dispatcher, its clock, replicas and outcomes."""
+    """A dispatcher, its clock, the frames that replicas were sent, and outcomes."""
 
     def __init__(self, *replicas: int, **limits: float) -> None:
         self.now = 0.0
-        self.dispatcher = Dispatcher(QueueLimits(**limits), lambda: self.now)  # type: ignore[arg-type]
-        self.replicas = dict[int, FakeReplica]()
+        bounds = QueueLimits(**limits)  # type: ignore[arg-type]
+        self.dispatcher = Dispatcher(
+            bounds, lambda: self.now, counts=Counter[str](), batches=Counter[int]()
+        )
+        self.replicas = dict[int, list[Frame]]()
         self.outcomes = dict[bytes, Outcome]()
         for id in replicas:
             self.connect(id)
 
-    def connect(self, id: int, version: int = 1) -> None:
-        self.replicas[id] = FakeReplica()
-        self.dispatcher.connected(id, self.replicas[id], version=version)
+    def connect(self, id: int) -> None:
+        self.replicas[id] = []
+        self.dispatcher.connected(id, lambda frame: self.replicas[id].append(frame))
 
     def ask(self, payload: bytes, deadline: float = 60.0, version: int | None = None) -> Ticket:
         def answer(outcome: Outcome) -> None:
@@ -53,11 +43,11 @@ class Bench:
         return ticket
 
     def has(self, id: int) -> list[bytes]:
-        return [frame.payload for frame in self.replicas[id].frames]
+        return [frame.payload for frame in self.replicas[id]]
 
     def answer(self, id: int) -> None:
         """Have a replica answer all that it has."""
-        frames, self.replicas[id].frames = self.replicas[id].frames, []
+        frames, self.replicas[id] = self.replicas[id], []
         for frame in frames:
             done = Frame(frame.id, Kind.ANSWER, b"re:" + frame.payload)
             self.dispatcher.received(id, done)
@@ -175,73 +165,75 @@ def test_a_replica_that_is_not_routed_to_ends_what_it_has():
     assert bench.dispatcher.route([2]) == [1]
 
 
-def test_a_request_for_a_version_is_never_answered_by_another():
-    bench = Bench(1)
-    bench.ask(b"a", version=1)
-    bench.ask(b"b")
-    bench.dispatcher.lost(1)
-    bench.connect(2, version=2)
-    bench.answer(2)
-    assert code_of(bench.outcomes.pop(b"a")) is Code.NOT_FOUND
-    assert bench.outcomes == {b"b": b"re:b"}
-
-
 def test_what_waits_for_a_version_that_has_no_replica_left_moves_to_another():
-    old, new = Bench(), Bench(1)
+    """But for a request of this version alone, which no other one ever answers."""
+    old, new = Bench(1), Bench(2)
     old.ask(b"a")
     old.ask(b"b", version=1)
-    assert (old.dispatcher.waiting, old.dispatcher.has_links) == (2, False)
-    new.connect(2, version=2)
-    new.dispatcher.lost(1)
+    old.dispatcher.lost(1)
+    old.ask(b"c")
+    assert (old.dispatcher.waiting, old.dispatcher.links) == (3, {})
     old.dispatcher.move_to(new.dispatcher)
     assert (old.dispatcher.waiting, new.has(2)) == (0, [b"a"])
-    assert code_of(old.outcomes[b"b"]) is Code.NOT_FOUND
+    assert code_of(old.outcomes.pop(b"b")) is Code.NOT_FOUND
     new.answer(2)
-    assert old.outcomes[b"a"] == b"re:a"
+    new.answer(2)
+    assert old.outcomes == {b"a": b"re:a", b"c": b"re:c"}
+
+
+class Route:
+    """A model of version 1 with a replica, and the supervisor's tables of it."""
+
+    TABLE = {"served": [1], "labels": {}, "states": [], "replicas": [[1, "p", 1]], "draining": []}  # noqa: RUF012
+
+    def __init__(self, **limits: int) -> None:
+        self.model, self.limits = ModelRoute(), QueueLimits(**limits)
+        self.frames, self.outcomes = list[Frame](), list[Outcome]()
+        self.update()
+        self.old = self.model.dispatchers[1]
+        self.old.connected(1, self.frames.append)
+
+    def update(self, **changes: list[int]) -> None:
+        self.model.update({**self.TABLE, **changes}, self.limits)
+
+    def replace(self, *served: int) -> None:
+        """Version 2 has come, the replica of version 1 is draining."""
+        self.update(served=[*served], replicas=[], draining=[1])
+
+    def ask(self, payload: bytes) -> None:
+        kind, answer = Kind.REST_PREDICT, self.outcomes.append
+        self.old.submit(Ticket(kind=kind, payload=payload, deadline=60.0, answer=answer))
+
+    def answer(self) -> None:
+        """Have the replica answer the last request that it got."""
+        frame = self.frames[-1]
+        self.old.received(1, Frame(frame.id, Kind.ANSWER, frame.payload))
 
 
 def test_a_version_that_goes_answers_first_what_waits_for_it():
-    told = {"serving": 1, "served": [1], "labels": {}, "states": [], "draining": []}
-    model, limits, outcomes = ModelRoute(), QueueLimits(window=1), list[Outcome]()
-    model.take({**told, "replicas": [[1, "path", 1]]}, limits)
-    old, replica = model.dispatchers[1], FakeReplica()
-    old.connected(1, replica, version=1)
+    route = Route(window=1)
+    route.ask(b"a")
+    route.ask(b"b")
+    route.replace(2)
     for payload in (b"a", b"b"):
-        old.submit(
-            Ticket(kind=Kind.REST_PREDICT, payload=payload, deadline=60.0, answer=outcomes.append)
-        )
-    gone = {**told, "serving": 2, "served": [2], "replicas": [], "draining": [1]}
-    model.take(gone, limits)
-    for payload in (b"a", b"b"):
-        assert model.route() == set()
-        assert replica.frames[-1].payload == payload
-        old.received(1, Frame(replica.frames[-1].id, Kind.ANSWER, payload))
-    assert (outcomes, model.route()) == ([b"a", b"b"], {1})
-    old.lost(1)
-    assert (model.route(), set(model.dispatchers)) == (set(), {2})
+        assert route.model.route() == set()
+        assert route.frames[-1].payload == payload
+        route.answer()
+    assert (route.outcomes, route.model.route()) == ([b"a", b"b"], {1})
+    route.old.lost(1)
+    assert (route.model.route(), set(route.model.dispatchers)) == (set(), {2})
 
 
 def test_what_waits_where_no_replica_takes_requests_any_more_goes_to_the_version_served():
     """A version that went comes back, and goes before a new replica of it is there."""
-    told = {"serving": 1, "served": [1], "labels": {}, "states": [], "draining": []}
-    model, limits, outcomes = ModelRoute(), QueueLimits(), list[Outcome]()
-    model.take({**told, "replicas": [[1, "path", 1]]}, limits)
-    old, replica = model.dispatchers[1], FakeReplica()
-    old.connected(1, replica, version=1)
-
-    def ask(payload: bytes) -> None:
-        old.submit(
-            Ticket(kind=Kind.REST_PREDICT, payload=payload, deadline=60.0, answer=outcomes.append)
-        )
-
-    ask(b"a")
-    gone = {**told, "serving": 2, "served": [2], "replicas": [], "draining": [1]}
-    back = {**gone, "served": [1, 2]}
-    for table in (gone, back):
-        model.take(table, limits)
-        assert model.route() == set()
-    ask(b"b")
-    model.take(gone, limits)
-    assert (model.route(), old.waiting, model.dispatchers[2].waiting) == (set(), 0, 1)
-    old.received(1, Frame(replica.frames[0].id, Kind.ANSWER, b"a"))
-    assert (outcomes, model.route()) == ([b"a"], {1})
+    route = Route()
+    route.ask(b"a")
+    for served in ([2], [1, 2]):
+        route.replace(*served)
+        assert route.model.route() == set()
+    route.ask(b"b")
+    route.replace(2)
+    assert (route.model.route(), route.old.waiting) == (set(), 0)
+    assert route.model.dispatchers[2].waiting == 1
+    route.answer()
+    assert (route.outcomes, route.model.route()) == ([b"a"], {1})

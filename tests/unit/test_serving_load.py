@@ -16,21 +16,9 @@ import pytest
 from tfdist import bench
 from tfdist.serving.load import PREDICT, Load, Measured, percentile, run
 
+INPUTS = {"x": {"dtype": "DT_FLOAT", "tensor_shape": {"dim": [{"size": "-1"}, {"size": "2"}]}}}
 METADATA = {
-    "metadata": {
-        "signature_def": {
-            "signature_def": {
-                "serving_default": {
-                    "inputs": {
-                        "x": {
-                            "dtype": "DT_FLOAT",
-                            "tensor_shape": {"dim": [{"size": "-1"}, {"size": "2"}]},
-                        }
-                    }
-                }
-            }
-        }
-    }
+    "metadata": {"signature_def": {"signature_def": {"serving_default": {"inputs": INPUTS}}}}
 }
 
 

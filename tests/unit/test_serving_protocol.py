@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from tests import forked_python
 from tfdist.serving import protocol
-from tfdist.serving.protocol import Code, Frame, Kind, RequestError, Target, VersionState
+from tfdist.serving.protocol import (
+    Code,
+    Frame,
+    Kind,
+    ModelStatus,
+    RequestError,
+    Target,
+    VersionState,
+)
 
 FRAMES = st.lists(
     st.builds(Frame, st.integers(0, 2**64 - 1), st.sampled_from(Kind), st.binary(max_size=50))
@@ -67,12 +75,6 @@ def test_other_addresses_are_refused(method, path):
     assert error.value.code is Code.INVALID_ARGUMENT
 
 
-def test_what_is_not_served_is_named_in_the_words_of_tensorflow_serving():
-    latest, third = Target(name="m"), Target(name="m", version=3)
-    assert str(latest.not_found()) == "Servable not found for request: Latest(m)"
-    assert str(third.not_found()) == "Servable not found for request: Specific(m, 3)"
-
-
 WITH_STUBS = """
 from tensorflow_serving.apis import classification_pb2, get_model_status_pb2, predict_pb2
 from tfdist.serving import protocol
@@ -88,8 +90,8 @@ labelled.inputs["x"].float_val.extend([1.0] * 1000)
 found = protocol.parse_model_spec(labelled.SerializeToString())
 assert found == protocol.Target(name="m", label="best")
 states = [
-    protocol.VersionState(version=1, state="AVAILABLE"),
     protocol.VersionState(version=2, state="END", message="no such file"),
+    protocol.VersionState(version=1, state="AVAILABLE"),
 ]
 response = get_model_status_pb2.GetModelStatusResponse.FromString(protocol.status_message(states))
 first, second = response.model_version_status
@@ -112,10 +114,11 @@ def test_bytes_that_are_no_request_are_refused(payload):
 
 
 def test_states_in_json_are_newest_first():
-    states = [
+    known = [
         VersionState(version=1, state="AVAILABLE"),
         VersionState(version=2, state="END", message="broken"),
     ]
+    states = protocol.states_of(Target(name="m"), ModelStatus(states=known))
     first, second = protocol.status_json(states)["model_version_status"]
     assert first == {
         "version": "2",

@@ -1,5 +1,6 @@
 """Versions of a model: histories without a process, and directories."""
 
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,108 +10,90 @@ import pytest
 
 from tests.refusals import refusal
 from tfdist import serve
-from tfdist.serving.versions import (
-    Drain,
-    Model,
-    Policy,
-    Replica,
-    StartReplica,
-    find_models,
-    find_versions,
-    parse_policy,
-)
+from tfdist.serving.versions import Model, Policy, find_models, find_versions, parse_policy
 
 
-def started(model: Model, version: int, *, first_id: int) -> Model:
-    for index in range(model.replicas_wanted):
-        replica = Replica(id=first_id + index, version=version, index=index)
-        model = model.started(replica)
-    return model
+def plan(model: Model, first_id: int = 1) -> tuple[Model, list[tuple[int, int]], list[int]]:
+    """The model as planned, version and index of the replicas to start, and those to drain."""
+    model, starts, drains = model.planned(itertools.count(first_id))
+    return model, [(one.version, one.index) for one in starts], drains
 
 
 def served(version: int, replicas: int = 2) -> Model:
     """A model of which a version is served; the replicas are 1, 2 and so on."""
-    model = Model(replicas_wanted=replicas).scanned({version: "a"})
-    model = started(model, version, first_id=1)
+    model, *_ = plan(Model(replicas_wanted=replicas).scanned({version: "a"}))
     for id in range(1, replicas + 1):
         model = model.loaded(id)
-    assert model.serving == version
-    assert not model.actions()
+    assert model.status.serving == version
+    assert plan(model)[1:] == ([], [])
     return model
 
 
 def test_the_newest_version_is_started_and_served_when_all_replicas_are_ready():
     model = Model(replicas_wanted=2).scanned({1: "a", 10: "a", 9: "a"})
-    assert model.actions() == [StartReplica(10, 0, 0.0), StartReplica(10, 1, 0.0)]
-    model = started(model, 10, first_id=1).loaded(1)
-    assert model.serving is None
-    assert model.loaded(2).serving == 10
+    model, starts, _ = plan(model)
+    assert starts == [(10, 0), (10, 1)]
+    assert model.loaded(1).status.serving is None
+    assert model.loaded(1).loaded(2).status.serving == 10
 
 
 def test_a_new_version_is_loaded_beside_the_old_one_and_then_takes_over():
-    model = served(1).scanned({1: "a", 2: "a"})
-    assert model.actions() == [StartReplica(2, 0, 0.0), StartReplica(2, 1, 0.0)]
-    model = started(model, 2, first_id=3).loaded(3)
-    assert (model.serving, model.actions()) == (1, [])
+    model, starts, drains = plan(served(1).scanned({1: "a", 2: "a"}), 3)
+    assert (starts, drains) == ([(2, 0), (2, 1)], [])
+    model = model.loaded(3)
+    assert (model.status.serving, *plan(model)[1:]) == (1, [], [])
     model = model.loaded(4)
-    assert (model.serving, model.actions()) == (2, [Drain(1), Drain(2)])
+    assert (model.status.serving, *plan(model)[1:]) == (2, [], [1, 2])
 
 
-def test_a_version_that_does_not_load_is_refused_with_its_reason():
-    model = started(served(1).scanned({1: "a", 2: "a"}), 2, first_id=3)
+def test_a_version_that_does_not_load_is_refused_until_its_files_are_others():
+    model, *_ = plan(served(1).scanned({1: "a", 2: "a"}), 3)
     model = model.failed(3, "no variables")
-    assert (model.serving, max(model.targets)) == (1, 1)
-    assert model.actions() == [Drain(3), Drain(4)]
-    states = {state.version: (state.state, state.message) for state in model.states}
+    assert (model.status.serving, max(model.targets)) == (1, 1)
+    states = {state.version: (state.state, state.message) for state in model.status.states}
     assert states == {1: ("AVAILABLE", ""), 2: ("END", "no variables")}
-    assert max(model.scanned({1: "a", 2: "a"}).targets) == 1
-
-
-def test_a_refused_version_is_tried_again_when_its_files_are_others():
-    model = started(served(1).scanned({1: "a", 2: "a"}), 2, first_id=3)
-    model = model.failed(3, "no variables").draining(3).draining(4)
-    assert model.scanned({1: "a", 2: "b"}).actions() == [
-        StartReplica(2, 0, 0.0),
-        StartReplica(2, 1, 0.0),
-    ]
+    model, starts, drains = plan(model)
+    assert (starts, drains) == ([], [3, 4])
+    assert plan(model.scanned({1: "a", 2: "a"}))[1] == []
+    assert plan(model.scanned({1: "a", 2: "b"}))[1] == [(2, 0), (2, 1)]
 
 
 def test_a_version_whose_replicas_keep_dying_while_they_load_is_refused():
-    model = served(1).scanned({1: "a", 2: "a"})
+    model = served(1, replicas=1).scanned({1: "a", 2: "a"})
     for id in (3, 4, 5):
         assert max(model.targets) == 2
-        model = model.started(Replica(id=id, version=2, index=0))
-        model = model.ended(id, "was killed by SIGSEGV")
+        model = plan(model, id)[0].ended(id, "was killed by SIGSEGV")
     assert max(model.targets) == 1
     assert "SIGSEGV" in model.refused[2]
 
 
 def test_removing_the_newest_rolls_back():
     model = served(2).scanned({1: "a"})
-    assert (model.serving, max(model.targets)) == (2, 1)
-    assert model.actions() == [StartReplica(1, 0, 0.0), StartReplica(1, 1, 0.0)]
-    model = started(model, 1, first_id=3).loaded(3).loaded(4)
-    assert (model.serving, model.actions()) == (1, [Drain(1), Drain(2)])
+    assert (model.status.serving, max(model.targets)) == (2, 1)
+    model, starts, _ = plan(model, 3)
+    assert starts == [(1, 0), (1, 1)]
+    model = model.loaded(3).loaded(4)
+    assert (model.status.serving, *plan(model)[1:]) == (1, [], [1, 2])
 
 
 def test_when_all_versions_are_removed_the_last_one_goes_on():
     model = served(1).scanned({})
-    assert (model.serving, max(model.targets), model.actions()) == (1, 1, [])
+    assert (model.status.serving, max(model.targets), *plan(model)[1:]) == (1, 1, [], [])
 
 
 def test_a_dead_replica_is_replaced_and_waits_longer_each_time():
     model = served(1).ended(2, "was killed")
     waits = list[float]()
     for id in range(3, 12):
-        (start,) = model.actions()
-        assert isinstance(start, StartReplica)
+        model, (start,), _ = model.planned(itertools.count(id))
         waits.append(start.wait_s)
-        model = model.started(Replica(id=id, version=1, index=1)).ended(id, "was killed")
+        model = model.ended(id, "was killed")
     assert waits == sorted(waits)
     assert (waits[0], waits[-1]) == (0.05, 30.0)
-    assert (model.serving, dict(model.refused)) == (1, {})
-    (start,) = model.started(Replica(id=20, version=1, index=1)).loaded(20).ended(20, "x").actions()
-    assert start == StartReplica(1, 1, 0.05)
+    assert (model.status.serving, dict(model.refused)) == (1, {})
+    model = plan(model, 20)[0].loaded(20).ended(20, "x")
+    _, (start,), _ = model.planned(itertools.count(21))
+    assert (start.version, start.index, start.wait_s) == (1, 1, 0.05)
 
 
 def make_version(directory: Path, version: str) -> None:
@@ -178,31 +161,29 @@ def test_what_is_no_policy(versions, label, code):
 
 def test_of_two_versions_the_older_one_stays_until_the_new_one_is_ready():
     model = Model(replicas_wanted=1, policy=Policy(latest=2)).scanned({1: "a", 2: "a"})
-    for version in (1, 2):
-        model = started(model, version, first_id=version).loaded(version)
-    assert (model.serving, model.served, model.actions()) == (2, {1, 2}, [])
-    model = started(model.scanned({1: "a", 2: "a", 3: "a"}), 3, first_id=3)
-    assert (model.served, model.actions()) == ({1, 2}, [])
+    model = plan(model)[0].loaded(1).loaded(2)
+    assert (model.status.serving, model.served, *plan(model)[1:]) == (2, {1, 2}, [], [])
+    model, *_ = plan(model.scanned({1: "a", 2: "a", 3: "a"}), 3)
+    assert (model.served, *plan(model)[1:]) == ({1, 2}, [], [])
     model = model.loaded(3)
-    assert (model.serving, model.served, model.actions()) == (3, {2, 3}, [Drain(1)])
+    assert (model.status.serving, model.served, *plan(model)[1:]) == (3, {2, 3}, [], [1])
 
 
 def test_a_label_that_is_moved_keeps_its_version():
     model = served(1, replicas=1).scanned({1: "a", 2: "a"})
-    model = model.governed(Policy(labels={"stable": 1}))
-    model = started(model, 2, first_id=2).loaded(2)
-    assert (model.serving, model.served, model.actions()) == (2, {1, 2}, [])
+    model = plan(model.governed(Policy(labels={"stable": 1})), 2)[0].loaded(2)
+    assert (model.status.serving, model.served, *plan(model)[1:]) == (2, {1, 2}, [], [])
     moved = model.governed(Policy(labels={"stable": 2}))
-    assert (moved.served, moved.labels, moved.actions()) == ({2}, {"stable": 2}, [Drain(1)])
+    assert (moved.served, moved.labels, *plan(moved)[1:]) == ({2}, {"stable": 2}, [], [1])
 
 
 def test_a_label_names_its_old_version_until_the_new_one_is_served():
     model = served(3, replicas=1).scanned({1: "a", 2: "a", 3: "a"})
-    model = model.governed(Policy(labels={"stable": 1}))
-    model = started(model, 1, first_id=2).loaded(2).governed(Policy(labels={"stable": 2}))
+    model = plan(model.governed(Policy(labels={"stable": 1})), 2)[0].loaded(2)
+    model = model.governed(Policy(labels={"stable": 2}))
     assert (model.served, model.labels) == ({1, 3}, {"stable": 1})
-    model = started(model, 2, first_id=3).loaded(3)
-    assert (model.served, model.labels, model.actions()) == ({2, 3}, {"stable": 2}, [Drain(2)])
+    model = plan(model, 3)[0].loaded(3)
+    assert (model.served, model.labels, *plan(model)[1:]) == ({2, 3}, {"stable": 2}, [], [2])
 
 
 def test_a_directory_that_may_not_be_read_is_no_model(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from typing import Any
 
 from tfdist.argument_parser import Parser, require_writable, run_program
 from tfdist.errors import EXIT_OK, mutually_exclusive, require_int
-from tfdist.find.batch_size import BatchSearch, MemoryLimits
+from tfdist.find.batch_size import BatchSearch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_program("tfdist.find", lambda: _find(words))
 
 
-def _parser() -> Parser:
+def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
+    """Return the options, and the words that name the subject; raise UsageError."""
     parser = Parser(prog="python -m tfdist.find", description=__doc__.partition("\n\n")[0])
     parser.add_argument("what", choices=("lr", "batch", "memory"), help="what to find")
     parser.add_argument(
@@ -39,13 +40,8 @@ def _parser() -> Parser:
     parser.add_argument("--most", type=int, default=65_536, help="largest size of batch")
     parser.add_argument("--use", type=float, default=0.9, help="part of the free memory of batch")
     parser.add_argument("--timeout_s", type=float, default=600.0, help="of each trial of batch")
-    return parser
-
-
-def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
-    """Return the options, and the words that name the subject; raise UsageError."""
     config, ours = of_config(argv)
-    options = _parser().parse_args(ours)
+    options = parser.parse_args(ours)
     for flag in ("batch_size", "steps"):
         if (value := getattr(options, flag)) is not None:
             require_int(f"--{flag}", value, least=1)
@@ -108,7 +104,7 @@ def _batch(words: Sequence[str], options: Any) -> object:
         use=options.use,
         timeout_s=options.timeout_s,
     )
-    return search.run({"subject": words}, MemoryLimits.of_this_machine(options.use))
+    return search.run({"subject": words})
 
 
 def _memory(words: Sequence[str], options: Any) -> object:

@@ -122,7 +122,7 @@ def largest(fits: Callable[[int], bool], *, first: int, most: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSearch:
-    """How to search: the arguments of `find_batch_size`, which see; raises UsageError."""
+    """Settings of a search, the arguments of `find_batch_size`; raises UsageError."""
 
     first: int = 8
     most: int = 65_536
@@ -136,10 +136,12 @@ class BatchSearch:
         require_number("use", self.use, above=0)
         require_number("timeout_s", self.timeout_s, above=0, unit="seconds")
 
-    def run(
-        self, request: Mapping[str, Any], limits: MemoryLimits, *, replicas: int = 1
-    ) -> BatchSizes:
-        """Return what fits, for a job of so many replicas; raise TfdistError where 1 does not."""
+    def run(self, request: Mapping[str, Any], *, replicas: int = 1, here: int = 1) -> BatchSizes:
+        """Return what fits, for a job of so many replicas, of which so many are on this machine.
+
+        Raises TfdistError where a batch of 1 does not fit.
+        """
+        limits = MemoryLimits.of_this_machine(self.use, replicas=here)
         trials: list[BatchTrial] = []
 
         def fits(size: int) -> bool:
@@ -176,21 +178,20 @@ def try_out(request: Mapping[str, Any], limits: MemoryLimits, *, timeout_s: floa
       timeout_s: of the child.
     """
     size = int(request["batch_size"])
+    more = {"parent": os.getpid(), "gpu_limit_bytes": limits.gpu}
     with tempfile.TemporaryFile("w+") as answer, tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(
             [sys.executable, "-m", "tfdist.find.trial"],
             stdin=subprocess.PIPE,
-            stdout=output,
+            stdout=answer,
             stderr=output,
             env=_environment(os.environ),
-            pass_fds=(answer.fileno(),),
             text=True,
         )
         try:
             assert child.stdin is not None
             with contextlib.suppress(BrokenPipeError), child.stdin:
-                more = {"answer_fd": answer.fileno(), "parent": os.getpid()}
-                child.stdin.write(json.dumps({**request, **more, "gpu_limit_bytes": limits.gpu}))
+                child.stdin.write(json.dumps({**request, **more}))
             cause = _watched(child, limits.process, timeout_s=timeout_s)
         finally:
             child.kill()
@@ -283,17 +284,24 @@ def find_batch_size(
 
     job = building.job_for(model, doing="find_batch_size")
     building.require_compiled(model, doing="find_batch_size")
-    _require_built(model)
+    require(
+        model.built,
+        "find_batch_size",
+        received="a model that is not built",
+        expected="a built model, of which a file can be made",
+        fix="make the model with keras.Input, or call it once",
+        code="not-built",
+    )
     search = BatchSearch(first=first, most=most, steps=steps, use=use, timeout_s=timeout_s)
     answer, failure = dict[str, Any](), None
     if job.is_chief:
-        limits = MemoryLimits.of_this_machine(use, replicas=replicas_here(job))
         replicas = 1 if job.kind == "ps" else job.num_replicas
         try:
             with tempfile.TemporaryDirectory(prefix="tfdist-find-") as directory:
                 path = Path(directory) / "model.keras"
                 request = _request(model, path, encode_spec(spec_of(x, y)))
-                answer = dataclasses.asdict(search.run(request, limits, replicas=replicas))
+                found = search.run(request, replicas=replicas, here=replicas_here(job))
+                answer = dataclasses.asdict(found)
         except TfdistError as error:  # the others wait to hear of it
             answer, failure = {"error": str(error)}, error
     result = broadcast(answer if job.is_chief else None)
@@ -327,17 +335,6 @@ def _request(model: Any, path: Path, spec: Any) -> dict[str, Any]:
         model.save(path)
     policy = keras.config.dtype_policy().name
     return {"subject": None, "model": str(path), "spec": spec, "dtype_policy": policy}
-
-
-def _require_built(model: Any) -> None:
-    require(
-        model.built,
-        "find_batch_size",
-        received="a model that is not built",
-        expected="a built model, of which a file can be made",
-        fix="make the model with keras.Input, or call it once",
-        code="not-built",
-    )
 
 
 # Memory that is left for a new process: of its control groups, of the machine, of its GPUs.

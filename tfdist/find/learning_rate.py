@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfdist import phases
 from tfdist.checkpoint import state
@@ -65,7 +66,18 @@ def find_learning_rate(
     """
     job = building.job_for(model, doing="find_learning_rate")
     building.require_compiled(model, doing="find_learning_rate")
-    _check(lowest, highest, steps=steps, smoothing=smoothing, diverges_at=diverges_at)
+    lowest = require_number("lowest", lowest, above=0, fix="pass the first rate, such as 1e-7")
+    require_number("highest", highest, above=lowest, fix="pass a rate above lowest, such as 10.0")
+    require_int("steps", steps, least=10)
+    require_number("diverges_at", diverges_at, above=1)
+    require(
+        require_number("smoothing", smoothing, least=0) < 1,
+        "smoothing",
+        received=repr(smoothing),
+        expected="a number from 0 to below 1",
+        fix="pass smoothing=0.9",
+        code="not-a-number",
+    )
     _require_one_rate(model)
     seed = require_int("seed", seed)
     length = Length(batch_size=batch_size, steps_per_epoch=steps)
@@ -73,7 +85,7 @@ def find_learning_rate(
     building.build(model, job, feed)
     building.require_known_variables(model)
     building.require_examples_first(model, job, "train_step", feed)
-    rates = exponential_rates(lowest, highest, steps=steps)
+    rates: list[float] = np.geomspace(lowest, highest, steps).tolist()
     engine = engine_for(job)
     with (
         StopRequests() as requests,
@@ -84,8 +96,9 @@ def find_learning_rate(
     ):
         program = program_of(model, job, "train_step", feed, seed=seed)
         blocks = BlockRunner(model, job, engine, program, phase="step")
-        limits = {"smoothing": smoothing, "diverges_at": diverges_at}
-        losses = _losses(blocks, rates, requests=requests, **limits)
+        losses = _losses(
+            blocks, rates, requests=requests, smoothing=smoothing, diverges_at=diverges_at
+        )
     found = read(rates, losses, smoothing=smoothing)
     if job.is_chief:
         _LOG.info("%s", found)
@@ -192,40 +205,11 @@ def _require_one_rate(model: keras.Model) -> None:
     )
 
 
-def _check(
-    lowest: float, highest: float, *, steps: int, smoothing: float, diverges_at: float
-) -> None:
-    lowest = require_number("lowest", lowest, above=0, fix="pass the first rate, such as 1e-7")
-    require_number("highest", highest, above=lowest, fix="pass a rate above lowest, such as 10.0")
-    require_int("steps", steps, least=10)
-    require_number("diverges_at", diverges_at, above=1)
-    require(
-        isinstance(smoothing, int | float) and 0 <= smoothing < 1,
-        "smoothing",
-        received=repr(smoothing),
-        expected="a number from 0 to below 1",
-        fix="pass smoothing=0.9",
-        code="not-a-number",
-    )
+# What the losses of a range test suggest: section 3.3 of Smith, with rates that grow exponentially,
+# a smoothed loss, and an end where that diverges.
 
-
-# Range test of learning rates: the rates to try, and what their losses suggest.
-#
-# After Smith, "Cyclical learning rates for training neural networks" (2017,
-# https://arxiv.org/abs/1506.01186), section 3.3, with rates that grow exponentially, a smoothed
-# loss, and an end where that diverges.
-
-
-DIVISOR = 10.0
-"""What the rate of the lowest loss is divided by: there the loss is about to rise again."""
-_LEFT_OUT = 10
-"""One of so many points at the beginning tells nothing: the smoothed loss has few behind it."""
-
-
-def exponential_rates(lowest: float, highest: float, *, steps: int) -> list[float]:
-    """Return so many rates from `lowest` to `highest`, each by the same factor above the last."""
-    factor = math.log(highest / lowest) / (steps - 1)
-    return [lowest * math.exp(factor * step) for step in range(steps)]
+_DIVISOR = 10.0  # of the rate of the lowest loss: there it is about to rise again
+_LEFT_OUT = 10  # one of so many points at the beginning, whose smoothed loss has few behind it
 
 
 def smoothed(losses: Sequence[float], *, smoothing: float) -> list[float]:
@@ -275,7 +259,7 @@ class LearningRates:
 
     @property
     def suggestion(self) -> float | None:
-        return None if self.steepest is None else min(self.steepest, self.lowest / DIVISOR)
+        return None if self.steepest is None else min(self.steepest, self.lowest / _DIVISOR)
 
     def plot(self, path: str | os.PathLike[str]) -> Path:
         """Draw losses over rates into a PNG or PDF; return its path.

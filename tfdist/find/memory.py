@@ -120,7 +120,9 @@ def _traced(model: keras.Model, specs: Any) -> tuple[tf.Graph, list[Any]]:
         with tf.GradientTape() as tape:
             tape.watch(trainable)
             outputs, _ = model.stateless_call(trainable, others, inputs, training=True)
-            losses = [tf.reduce_mean(tf.nn.log_softmax(o)) for o in _floats(outputs)]
+            flat = keras.tree.flatten(outputs)
+            floats = [output for output in flat if output.dtype.is_floating and output.shape.rank]
+            losses = [tf.reduce_mean(tf.nn.log_softmax(output)) for output in floats]
             loss = tf.add_n([tf.cast(each, tf.float32) for each in losses])
         found[:] = tape.gradient(loss, trainable)
 
@@ -132,11 +134,6 @@ def _traced(model: keras.Model, specs: Any) -> tuple[tf.Graph, list[Any]]:
     )
     dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in found]
     return traced.graph, dense
-
-
-def _floats(outputs: Any) -> list[Any]:
-    flat = keras.tree.flatten(outputs)
-    return [output for output in flat if output.dtype.is_floating and output.shape.rank]
 
 
 def _operations(graph: tf.Graph) -> tuple[list[Operation], dict[Any, int]]:
@@ -153,15 +150,14 @@ def _operations(graph: tf.Graph) -> tuple[list[Operation], dict[Any, int]]:
     return found, keys
 
 
-def _by_layer(model: keras.Model, peak: Peak, *, without: Iterable[str]) -> dict[str, int]:
+def _by_layer(model: keras.Model, peak: Peak, *, without: set[str]) -> dict[str, int]:
     """Return the bytes of each layer at the peak, largest first."""
     names = {layer.name for layer in model._flatten_layers(include_self=False)}
-    left_out, sizes = set(without), dict[str, int]()
+    sizes = Counter[str]()
     for name, size in peak.by_operation.items():
-        if name not in left_out:
-            layer = _layer_of(name, names)
-            sizes[layer] = sizes.get(layer, 0) + size
-    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+        if name not in without:
+            sizes[_layer_of(name, names)] += size
+    return dict(sizes.most_common())
 
 
 def _layer_of(operation: str, names: set[str]) -> str:
@@ -279,12 +275,10 @@ class Peak:
 
     Attributes:
       size_bytes: of all buffers.
-      at: name of the operation that runs then.
       by_operation: bytes of each operation that made a buffer which is held then.
     """
 
     size_bytes: int
-    at: str
     by_operation: dict[str, int]
 
 
@@ -294,7 +288,7 @@ def peak_of(operations: Sequence[Operation], *, kept: Iterable[int] = ()) -> Pea
     buffer_of, unread = dict[int, int](), Counter[int]()
     held = dict[int, tuple[str, int]]()
     now = most = 0
-    at, at_peak = "", dict(held)
+    at_peak = dict(held)
     for operation in operations:
         inputs = [buffer_of[key] for key in operation.inputs if key in buffer_of]
         for key, size in operation.outputs:
@@ -308,7 +302,7 @@ def peak_of(operations: Sequence[Operation], *, kept: Iterable[int] = ()) -> Pea
                 now += size
             unread[buffer_of[key]] += reads[key]
         if now > most:
-            most, at, at_peak = now, operation.name, dict(held)
+            most, at_peak = now, dict(held)
         unread.subtract(inputs)
         outputs = (buffer_of[key] for key, _ in operation.outputs if key in buffer_of)
         for buffer in {*inputs, *outputs}:
@@ -317,7 +311,7 @@ def peak_of(operations: Sequence[Operation], *, kept: Iterable[int] = ()) -> Pea
     by_operation = Counter[str]()
     for name, size in at_peak.values():
         by_operation[name] += size
-    return Peak(size_bytes=most, at=at, by_operation=dict(by_operation))
+    return Peak(size_bytes=most, by_operation=by_operation)
 
 
 def _reused(kind: str, inputs: Sequence[int], fitting: Sequence[int]) -> int | None:

@@ -74,13 +74,12 @@ class StepperJob:
     def __init__(self, command: Sequence[str], *, timeout_s: float) -> None:
         self._stack = contextlib.ExitStack()
         self._timeout_s = timeout_s
-        self._directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-"))
-        path = f"{self._directory}/steps"
+        directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-"))
+        path = f"{directory}/steps"
         self._listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         self._listener.bind(path)
         self._listener.listen()
-        output = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._output = self._stack.enter_context(output)
+        self._output = self._stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         self._process = subprocess.Popen(
             [*command, path],
             stdin=subprocess.DEVNULL,
@@ -103,28 +102,24 @@ class StepperJob:
 
     def step(self) -> dict[str, Any]:
         """Run the next step; return what the job says of it."""
-        try:
+        answer = ""
+        with contextlib.suppress(OSError):  # of a job that has ended, or takes too long
             self._lines.write("step\n")
             self._lines.flush()
             answer = self._lines.readline()
-        except OSError as error:
-            raise self._failed(f"gave no answer ({error})") from error
         if not answer:
-            raise self._failed("ended in a step")
-        found: dict[str, Any] = json.loads(answer)
-        return found
+            raise self._failed("did not finish a step")
+        return dict(json.loads(answer))
 
     def close(self) -> None:
         """Let the job end, or end it."""
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S if self._lines is not None else 0.0)
-        except subprocess.TimeoutExpired:
-            self._process.terminate()
-            try:
-                self._process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_S)
+        self._process.kill()
+        self._process.wait()
         with contextlib.suppress(OSError):  # what a job that is gone has not read
             if self._lines is not None:
                 self._lines.close()

@@ -18,8 +18,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.find.subject import Subject, read
-from tfdist.find.trial import zeros_like
+from tfdist.find.subject import Subject, read, spec_of
+from tfdist.find.trial import zeros
 from tfdist.strategy import current_job, make_strategy
 from tfdist.strategy.job import Job
 from tfdist.strategy.stages import PipelineOptions
@@ -77,8 +77,7 @@ def main() -> int:
     assert job is not None
     _pin(job)
     subject = _subject(request, strategy)
-    data = zeros_like(subject.spec(), request["batch_size"])
-    x, y, weight = (*(data if isinstance(data, tuple) else (data,)), None, None)[:3]
+    x, y, weight = zeros(spec_of(subject.x, subject.y), request["batch_size"])
     fit(
         subject.model,
         x,

@@ -31,10 +31,6 @@ class Subject:
     y: Any = None
     batch_size: int | None = None
 
-    def spec(self) -> Any:
-        """Return the nest of `tf.TensorSpec` of a batch, as the step gets it."""
-        return spec_of(self.x, self.y)
-
 
 def spec_of(x: Any, y: Any) -> Any:
     """Return the nest of `tf.TensorSpec` of a batch of some data, its first axis of any length."""

@@ -1,7 +1,7 @@
 """Child process of `find_batch_size`: trains a few steps of one batch size, and says what it took.
 
-``python -m tfdist.find.trial`` reads one JSON object from its standard input and writes one to the
-descriptor that it names. Data are zeros in the shape of the real ones. Nothing is unpickled: the
+``python -m tfdist.find.trial`` reads one JSON object from its standard input and writes one to its
+standard output. Data are zeros in the shape of the real ones. Nothing is unpickled: the
 model is a ``.keras`` file, read in Keras' safe mode, or comes from ``file.py:function``.
 """
 
@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ _OUT_OF_MEMORY = ("ResourceExhausted", "OOM", "bad_alloc", "out of memory", "Mem
 def main() -> int:
     """Run a trial; return 0 where its answer was written."""
     request = json.load(sys.stdin)
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the program prints is no answer
     die_with(int(request["parent"]))
-    _be_the_first_to_go()
+    with contextlib.suppress(OSError):  # a container may have /proc to read alone
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go without memory
     try:
         answer = _run(request)
     except UsageError as error:
@@ -35,15 +39,9 @@ def main() -> int:
         text = f"{type(error).__name__}: {error}"
         key = "out_of_memory" if any(word in text for word in _OUT_OF_MEMORY) else "error"
         answer = {key: " ".join(text.split())[:500]}
-    with os.fdopen(int(request["answer_fd"]), "w") as file:
-        json.dump(answer, file)
+    with output:
+        json.dump(answer, output)
     return 0
-
-
-def _be_the_first_to_go() -> None:
-    """Have the kernel end this process rather than another one when memory runs out."""
-    with contextlib.suppress(OSError):  # a container may have /proc to read alone
-        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _run(request: dict[str, Any]) -> dict[str, Any]:
@@ -56,11 +54,12 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         part = tf.config.LogicalDeviceConfiguration(memory_limit=limit >> 20)
         tf.config.set_logical_device_configuration(gpu, [part])
     model, spec = _subject(request)
-    data = zeros_like(spec, int(request["batch_size"]))
+    data = zeros(spec, int(request["batch_size"]))
     examples_per_second, cores = _train(model, data, request)
+    gpu = tf.config.experimental.get_memory_info("GPU:0") if gpus else {"peak": None}
     return {
         "peak_bytes": _peak_bytes(),
-        "gpu_peak_bytes": _gpu_peak_bytes() if gpus else None,
+        "gpu_peak_bytes": gpu["peak"],
         "examples_per_second": examples_per_second,
         "cores": cores,
         "parameters": model.count_params(),
@@ -73,16 +72,16 @@ def _subject(request: dict[str, Any]) -> tuple[Any, Any]:
     import tensorflow as tf
 
     if request["subject"] is not None:
-        from tfdist.find.subject import read
+        from tfdist.find.subject import read, spec_of
 
         subject = read(request["subject"], strategy=tf.distribute.get_strategy())
-        return subject.model, subject.spec()
+        return subject.model, spec_of(subject.x, subject.y)
     keras.config.set_dtype_policy(request["dtype_policy"])
     model = keras.models.load_model(request["model"])
     return model, decode_spec(request["spec"])
 
 
-def _train(model: Any, data: Any, request: dict[str, Any]) -> tuple[float, float]:
+def _train(model: Any, data: Sequence[Any], request: dict[str, Any]) -> tuple[float, float]:
     """Train rounds of so many steps; return the examples per second, and the cores that were busy.
 
     The first round, which traces, is left out; the others go on for `least_s`.
@@ -101,7 +100,7 @@ def _train(model: Any, data: Any, request: dict[str, Any]) -> tuple[float, float
             took[:] = epoch, now[0] - began[0], now[1] - began[1]
             self.model.stop_training = bool(epoch) and took[1] >= request["least_s"]
 
-    x, y, weight = (*(data if isinstance(data, tuple) else (data,)), None, None)[:3]
+    x, y, weight = data
     fit(
         model,
         x,
@@ -117,25 +116,22 @@ def _train(model: Any, data: Any, request: dict[str, Any]) -> tuple[float, float
     return batch_size * steps * rounds / wall_s, busy_s / wall_s
 
 
-def zeros_like(spec: Any, batch_size: int) -> Any:
-    """Return arrays of zeros, or of empty strings."""
+def zeros(spec: Any, batch_size: int) -> tuple[Any, Any, Any]:
+    """Return x, y and sample weights of zeros, or of empty strings; None for what is not there."""
     import tensorflow as tf
 
-    def zeros(part: Any) -> Any:
+    def make(part: Any) -> Any:
         return part if part is None else tf.zeros((batch_size, *part.shape[1:]), part.dtype).numpy()
 
-    return tf.nest.map_structure(zeros, spec)
+    data = tf.nest.map_structure(make, spec)
+    x, y, weight = (*(data if isinstance(data, tuple) else (data,)), None, None)[:3]
+    return x, y, weight
 
 
 def _peak_bytes() -> int:
+    """Return the most that this process had in memory; getrusage has what made it in it, too."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
-
-
-def _gpu_peak_bytes() -> int:
-    import tensorflow as tf
-
-    return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
 
 
 def encode_spec(spec: Any) -> Any:

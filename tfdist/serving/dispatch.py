@@ -11,22 +11,11 @@ import dataclasses
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from tfdist.serving.protocol import Code, Frame, Kind, RequestError, decode_error
 
 Outcome = bytes | RequestError
 MAX_DEATHS = 2  # replicas that end with a request
-
-
-class FrameConnection(Protocol):
-    """Where the frames of a replica go."""
-
-    def send(self, frame: Frame) -> None:
-        """Send a frame, soon."""
-
-    def close(self) -> None:
-        """Close the connection; the dispatcher is not told."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -50,8 +39,7 @@ class ReplicaLink:
     """A replica as the front sees it; `since` is when it last answered, or had nothing to do."""
 
     id: int
-    version: int
-    connection: FrameConnection
+    send: Callable[[Frame], None]
     serving: bool = True
     outstanding: dict[int, Ticket] = dataclasses.field(default_factory=dict)
     alone: bool = False
@@ -76,9 +64,11 @@ class QueueLimits:
 
 
 class Dispatcher:
-    """The queue of a version and its links.
+    """The queue of a version and its replicas.
 
-    `counts` and `batches`, which counts answers by the size of their batch, may be shared.
+    Args:
+      counts: events of all versions of a model.
+      batches: answers of all versions, by the size of their batch.
     """
 
     def __init__(
@@ -86,17 +76,17 @@ class Dispatcher:
         limits: QueueLimits,
         clock: Callable[[], float],
         *,
-        counts: Counter[str] | None = None,
-        batches: Counter[int] | None = None,
+        counts: Counter[str],
+        batches: Counter[int],
     ) -> None:
-        self.counts: Counter[str] = Counter() if counts is None else counts
-        self.batches: Counter[int] = Counter() if batches is None else batches
+        self.links: dict[int, ReplicaLink] = {}
+        self._counts = counts
+        self._batches = batches
         self._limits = limits
         self._clock = clock
         self._ids = itertools.count(1)
         self._waiting: deque[Ticket] = deque()
         self._suspects: deque[Ticket] = deque()
-        self._links: dict[int, ReplicaLink] = {}
         self._size_bytes = 0
 
     @property
@@ -107,99 +97,94 @@ class Dispatcher:
     @property
     def outstanding(self) -> int:
         """Requests that replicas have."""
-        return sum(len(link.outstanding) for link in self._links.values())
+        return sum(len(link.outstanding) for link in self.links.values())
 
     @property
     def replicas(self) -> int:
         """Replicas that take requests."""
-        return sum(link.serving for link in self._links.values())
+        return sum(link.serving for link in self.links.values())
 
     def submit(self, ticket: Ticket) -> None:
         """Take a request; raise RequestError when there is no room for it."""
         size_bytes = self._size_bytes + len(ticket.payload)
         if self.waiting >= self._limits.requests or size_bytes > self._limits.size_bytes:
-            self.counts["rejected"] += 1
+            self._counts["rejected"] += 1
             message = f"The queue is full: {self.waiting} requests wait, try again later"
             raise RequestError(Code.RESOURCE_EXHAUSTED, message)
         self._size_bytes = size_bytes
         self._waiting.append(ticket)
         self.pump()
 
-    def connected(self, id: int, connection: FrameConnection, *, version: int) -> None:
-        """Take a replica that has loaded a version."""
-        self._links[id] = ReplicaLink(id=id, version=version, connection=connection)
+    def connected(self, id: int, send: Callable[[Frame], None]) -> None:
+        """Take a replica that has loaded the version."""
+        self.links[id] = ReplicaLink(id=id, send=send)
         self.pump()
 
     def route(self, ids: Iterable[int]) -> list[int]:
         """Give requests to these replicas alone; return the others that have none left."""
         chosen = set(ids)
-        for link in self._links.values():
+        for link in self.links.values():
             link.serving = link.id in chosen
         self.pump()
-        return [id for id, link in self._links.items() if not link.serving and not link.outstanding]
-
-    def has(self, id: int) -> bool:
-        """Return whether a replica is connected."""
-        return id in self._links
-
-    @property
-    def has_links(self) -> bool:
-        """Whether a replica is connected."""
-        return bool(self._links)
+        return [id for id, link in self.links.items() if not link.serving and not link.outstanding]
 
     def move_to(self, other: Dispatcher) -> None:
-        """Have another version answer what waits here; what replicas have stays with them."""
-        moved = sum(len(ticket.payload) for ticket in (*self._waiting, *self._suspects))
-        self._size_bytes -= moved
-        other._size_bytes += moved
-        other._waiting.extend(self._waiting)
-        other._suspects.extend(self._suspects)
-        self._waiting.clear()
-        self._suspects.clear()
+        """Have another version answer what waits here, but for requests of this one alone."""
+        queues = ((self._suspects, other._suspects), (self._waiting, other._waiting))
+        for queue, target in queues:
+            for ticket in queue:
+                if ticket.version is not None:
+                    message = f"Version {ticket.version} is served no more"
+                    self._end(ticket, RequestError(Code.NOT_FOUND, message))
+                    continue
+                self._size_bytes -= len(ticket.payload)
+                other._size_bytes += len(ticket.payload)
+                target.append(ticket)
+            queue.clear()
         other.pump()
 
     def received(self, id: int, frame: Frame) -> None:
         """Take an answer of a replica."""
-        link = self._links.get(id)
+        link = self.links.get(id)
         ticket = link.outstanding.pop(frame.id, None) if link else None
         if link is None or ticket is None:
             return
         link.alone = False
         link.since = self._clock()
         if frame.batch:
-            self.batches[frame.batch] += 1
+            self._batches[frame.batch] += 1
         error = frame.kind is Kind.ERROR
         self._end(ticket, decode_error(frame.payload) if error else frame.payload)
         self.pump()
 
     def lost(self, id: int) -> None:
         """Take that a replica has ended: what it had is tried once more, each request alone."""
-        link = self._links.pop(id, None)
+        link = self.links.pop(id, None)
         if link is None:
             return
         for ticket in link.outstanding.values():
             ticket.deaths += 1
             if ticket.deaths >= MAX_DEATHS:
-                self.counts["poisonous"] += 1
+                self._counts["poisonous"] += 1
                 message = f"{ticket.deaths} replicas ended while they had this request"
                 self._end(ticket, RequestError(Code.INTERNAL, message))
             else:
-                self.counts["retried"] += 1
+                self._counts["retried"] += 1
                 self._suspects.append(ticket)
         self.pump()
 
     def hanging(self) -> list[int]:
         """Return the replicas that have requests and have answered none for too long."""
         before = self._clock() - self._limits.hang_s
-        return [o.id for o in self._links.values() if o.outstanding and o.since < before]
+        return [o.id for o in self.links.values() if o.outstanding and o.since < before]
 
     def expire(self) -> None:
         """Answer the requests whose deadline has passed, and forget those that nobody waits for."""
         now = self._clock()
-        sent = [ticket for link in self._links.values() for ticket in link.outstanding.values()]
+        sent = [ticket for link in self.links.values() for ticket in link.outstanding.values()]
         for ticket in [*self._waiting, *self._suspects, *sent]:
             if ticket.deadline <= now and not ticket.abandoned:
-                self.counts["expired"] += 1
+                self._counts["expired"] += 1
                 ticket.abandoned = True
                 ticket.answer(RequestError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded"))
         for queue in (self._waiting, self._suspects):
@@ -220,7 +205,7 @@ class Dispatcher:
 
     def _quarantine(self) -> ReplicaLink | None:
         """Return the replica that gets nothing but requests which another one ended with."""
-        serving = [link for link in self._links.values() if link.serving]
+        serving = [link for link in self.links.values() if link.serving]
         alone = next((link for link in serving if link.alone), None)
         if alone or not self._suspects:
             return alone
@@ -230,7 +215,7 @@ class Dispatcher:
         kept_free, window = self._quarantine(), self._limits.window
         room = [
             link
-            for link in self._links.values()
+            for link in self.links.values()
             if link.serving and link is not kept_free and len(link.outstanding) < window
         ]
         return min(room, key=lambda one: len(one.outstanding), default=None)
@@ -240,15 +225,11 @@ class Dispatcher:
         if ticket.abandoned:
             self._size_bytes -= len(ticket.payload)
             return False
-        if ticket.version not in (None, link.version):
-            message = f"Version {ticket.version} is served no more, {link.version} is"
-            self._end(ticket, RequestError(Code.NOT_FOUND, message))
-            return False
         id = next(self._ids)
         if not link.outstanding:
             link.since = self._clock()
         link.outstanding[id] = ticket
-        link.connection.send(Frame(id, ticket.kind, ticket.payload))
+        link.send(Frame(id, ticket.kind, ticket.payload))
         return True
 
     def _end(self, ticket: Ticket, outcome: Outcome) -> None:

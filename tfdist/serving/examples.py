@@ -7,7 +7,7 @@ Serving. For signatures that name one of the two methods, which exports of tfdis
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,10 +23,10 @@ _INT64 = range(-(2**63), 2**63)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Method:
-    """Classify or regress: what its signatures say, and its messages."""
+    """Classify or regress: its name in signatures, their outputs, and its messages."""
 
     title: str
-    method_name: str
+    name: str
     outputs: tuple[str, ...]
     request: Any
     response: Any
@@ -34,14 +34,14 @@ class Method:
 
 CLASSIFY = Method(
     title="classification",
-    method_name="tensorflow/serving/classify",
+    name="tensorflow/serving/classify",
     outputs=("classes", "scores"),
     request=classification_pb2.ClassificationRequest,
     response=classification_pb2.ClassificationResponse,
 )
 REGRESS = Method(
     title="regression",
-    method_name="tensorflow/serving/regress",
+    name="tensorflow/serving/regress",
     outputs=("outputs",),
     request=regression_pb2.RegressionRequest,
     response=regression_pb2.RegressionResponse,
@@ -66,7 +66,7 @@ def decode_json(body: bytes) -> tuple[str, np.ndarray]:
     if not listed:
         _invalid("'examples' value is an empty array")
     context = _example(document["context"]) if "context" in document else b""
-    return name, _array([context + _example(one) for one in listed])
+    return name, np.array([context + _example(one) for one in listed], object)
 
 
 def decode_message(method: Method, payload: bytes) -> tuple[str, np.ndarray]:
@@ -75,24 +75,22 @@ def decode_message(method: Method, payload: bytes) -> tuple[str, np.ndarray]:
         request = method.request.FromString(payload)
     except DecodeError as error:
         _invalid(f"Malformed request: {error}")
-    kind = request.input.WhichOneof("kind")
-    with_context = kind == "example_list_with_context"
-    listed = getattr(request.input, kind).examples if kind else ()
-    context = request.input.example_list_with_context.context if with_context else None
-    before = context.SerializeToString() if context is not None else b""
+    in_context = request.input.example_list_with_context
+    context = in_context.context.SerializeToString()  # of no bytes where there is none
+    listed = [*request.input.example_list.examples, *in_context.examples]
     if not listed:
         _invalid("Input is empty.")
     name = request.model_spec.signature_name or rest.DEFAULT_SIGNATURE
-    return name, _array([before + one.SerializeToString() for one in listed])
+    return name, np.array([context + one.SerializeToString() for one in listed], object)
 
 
 def require_method(method: Method, name: str, definition: Any) -> None:
     """Raise RequestError unless a signature (None where there is none) is one of a method."""
     if definition is None:
         _invalid(f"No signature was found with the name: {name}")
-    if definition.method_name != method.method_name:
+    if definition.method_name != method.name:
         _invalid(
-            f"Expected {method.title} signature method_name to be {method.method_name}. "
+            f"Expected {method.title} signature method_name to be {method.name}. "
             f"Was: {definition.method_name}"
         )
     if len(definition.inputs) != 1:
@@ -127,8 +125,7 @@ def encode_message(method: Method, spec: Any, outputs: Mapping[str, np.ndarray])
             row = response.result.classifications.add()
             for label, score in zip(labels, scores, strict=True):
                 row.classes.add(label=label.decode("utf-8", "replace"), score=score)
-    data: bytes = response.SerializeToString()
-    return data
+    return bytes(response.SerializeToString())
 
 
 def _classes(outputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -162,12 +159,6 @@ def _values(outputs: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.ascontiguousarray(array)
 
 
-def _array(examples: Sequence[bytes]) -> np.ndarray:
-    array = np.empty(len(examples), object)
-    array[:] = examples
-    return array
-
-
 def _example(value: Any) -> bytes:
     """Return the serialized Example that a JSON object is."""
     if not isinstance(value, dict):
@@ -176,22 +167,16 @@ def _example(value: Any) -> bytes:
     for name, content in value.items():
         feature = made.features.feature[name]
         for one in content if isinstance(content, list) else [content]:
-            _add(feature, name, one)
-    data: bytes = made.SerializeToString()
-    return data
+            kind, converted = _element(name, one)
+            if (has := feature.WhichOneof("kind")) not in (None, kind):
+                expected = has.removesuffix("_list")
+                _invalid(f"Unexpected element type in feature: {name} expecting type: {expected}")
+            getattr(feature, kind).value.append(converted)
+    return bytes(made.SerializeToString())
 
 
-def _add(feature: Any, name: str, value: Any) -> None:
-    """Add a JSON value to a feature, which has values of one kind."""
-    kind, converted = _converted(name, value)
-    has = feature.WhichOneof("kind")
-    if has not in (None, kind):
-        expected = has.removesuffix("_list")
-        _invalid(f"Unexpected element type in feature: {name} expecting type: {expected}")
-    getattr(feature, kind).value.append(converted)
-
-
-def _converted(name: str, value: Any) -> tuple[str, Any]:
+def _element(name: str, value: Any) -> tuple[str, Any]:
+    """Return the kind of list that a JSON value of a feature is in, and the value there."""
     if isinstance(value, bool):
         return "int64_list", int(value)
     if isinstance(value, int):

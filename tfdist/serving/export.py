@@ -17,14 +17,15 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from google.protobuf import text_format
 from keras.src.models.functional import Functional
 
 from tfdist.checkpoint.publish import saveable
 from tfdist.checkpoint.state import weights_sha256
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_one_of
-from tfdist.files import FileLock, fsync, one_line_errors, write_json
-from tfdist.serving.model_server import write_configs
-from tfdist.strategy import Job, broadcast, job_of
+from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text
+from tfdist.serving.versions import find_models
+from tfdist.strategy import broadcast, job_of
 from tfdist.training.evaluation import predict
 
 _LOG = logging.getLogger(__name__)
@@ -33,8 +34,15 @@ SIGNATURE = "serving_default"
 MANIFEST = "manifest.json"
 _TOLERANCE = 1e-6
 _EXAMPLES = 2
+_BATCH = 32  # of the measurement of a lower precision
 _FREE_LENGTH = 16  # of a dimension that the model leaves open
 _OTHERS_S = 600.0  # how long another export of the same model may take
+_BATCHING = """\
+# Change it as you like: an export writes it where there is none.
+max_batch_size { value: 32 }
+batch_timeout_micros { value: 0 }
+max_enqueued_batches { value: 1000 }
+"""
 
 
 def export_model(
@@ -86,28 +94,25 @@ def export_model(
     samples = _drawn(nest) if samples is None else samples
     batch_size = max(_count(samples), job.num_replicas)
     wanted = predict(model, samples, batch_size=batch_size, verbose=0)
-    measured = None
-    if precision != "float32":
-        x, y = _examples(validation_data, samples)
-        measured = _Measured(x=x, y=y, full=predict(model, x, verbose=0))
+    x, y = validation_data if isinstance(validation_data, tuple) else (validation_data, None)
+    x = samples if x is None else x
+    full = None if precision == "float32" else predict(model, x, verbose=0)
     path = ""
     if job.is_chief:
-        with contextlib.ExitStack() as stack:
-            home = stack.enter_context(_home_of(Path(directory), name or model.name))
-            place = _place(home, version)
-            unfinished = stack.enter_context(_publishing(place))
-            served = _lowered(_local(model, job), precision)
-            export = _write(served, nest, unfinished)
-            manifest = {"version": int(place.name), "name": place.parent.name, **_versions()}
-            manifest |= export.checked(samples, None if measured else wanted)
-            if measured:
-                manifest["precision"] = {"weights": precision, **measured.against(export)}
+        with _publishing(Path(directory), name or model.name, version) as (place, unfinished):
+            name = place.parent.name
+            local = model if job.kind == "single" else _copy(model)
+            export = _write(_lowered(local, precision), nest, unfinished)
+            manifest = {"version": int(place.name), "name": name, **_versions()}
+            manifest |= _checked(export, samples, wanted if full is None else None)
+            if full is not None:
+                manifest["precision"] = {"weights": precision, **_measured(export, full, x, y)}
                 _LOG.info("%s: %s", precision, manifest["precision"])
             manifest |= {"weights_sha256": weights_sha256(model), **(origin or {})}
-            _write_warm_up(unfinished, place.parent.name, export.named(samples))
+            _write_warm_up(unfinished, name, export.named(samples))
             write_json(unfinished / MANIFEST, manifest)
         with one_line_errors(f"export: cannot write in {directory}"):
-            write_configs(Path(directory))
+            _write_configs(Path(directory))
         path = str(place)
         _LOG.info("%s: exported and checked", path)
     return Path(broadcast(path))
@@ -115,9 +120,9 @@ def export_model(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Export:
-    """A SavedModel that was written, and its inputs and outputs in the order of their nests."""
+    """A signature that was written, and its inputs and outputs in the order of their nests."""
 
-    directory: Path
+    signature: Any
     inputs: Sequence[tf.TensorSpec]
     outputs: Sequence[str]
 
@@ -126,71 +131,63 @@ class _Export:
         flat = zip(self.inputs, keras.tree.flatten(x), strict=True)
         return {spec.name: tf.cast(tf.constant(np.asarray(a)), spec.dtype) for spec, a in flat}
 
-    def checked(self, samples: Any, wanted: Any) -> dict[str, Any]:
-        """Call the signature twice; return how inputs and outputs look.
-
-        Raises TfdistError where the two differ, or are not what was `wanted`.
-        """
-        call = tf.saved_model.load(str(self.directory)).signatures[SIGNATURE]
-        first, again = (self._arrays(call(**self.named(samples))) for _ in range(2))
-        for name, value in first.items():
-            if not np.array_equal(value, again[name], equal_nan=value.dtype.kind == "f"):
-                raise TfdistError(
-                    f"export: output {name!r} differs between two calls with one request: a layer "
-                    "draws at random though training=False; nothing is published"
-                )
-        if wanted is not None:
-            _require_equal(first, wanted)
-        return {
-            "inputs": {s.name: [s.dtype.name, list(s.shape)] for s in self.inputs},
-            "outputs": {n: [v.dtype.name, [None, *v.shape[1:]]] for n, v in first.items()},
-        }
-
-    def answers(self, x: Any, batch_size: int = 32) -> dict[str, np.ndarray]:
-        """Return the outputs for all examples, by name."""
-        call = tf.saved_model.load(str(self.directory)).signatures[SIGNATURE]
-        parts = []
-        for start in range(0, _count(x), batch_size):
-            batch = keras.tree.map_structure(lambda a: a[start : start + batch_size], x)  # noqa: B023
-            parts.append(self._arrays(call(**self.named(batch))))
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-    def _arrays(self, answer: Mapping[str, tf.Tensor]) -> dict[str, np.ndarray]:
+    def answers(self, x: Any) -> dict[str, np.ndarray]:
+        """Return the outputs by name."""
+        answer = self.signature(**self.named(x))
         return {name: answer[name].numpy() for name in self.outputs}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Measured:
-    """What a lower precision is held against: examples, classes or None, the model's answers."""
+def _checked(export: _Export, samples: Any, wanted: Any) -> dict[str, Any]:
+    """Call a signature twice; return how inputs and outputs look.
 
-    x: Any
-    y: Any
-    full: Any
-
-    def against(self, export: _Export) -> dict[str, Any]:
-        """Return how far the answers of `export` are from the model's own."""
-        lower = list(export.answers(self.x).values())
-        full = [np.asarray(a) for a in keras.tree.flatten(self.full)]
-        gaps = [_gap(a, b) for a, b in zip(lower, full, strict=True)]
-        if not all(np.isfinite(gap).all() for gap in gaps):
+    Raises TfdistError where the two differ, or are not what was `wanted`.
+    """
+    first, again = (export.answers(samples) for _ in range(2))
+    for name, value in first.items():
+        if not np.array_equal(value, again[name], equal_nan=value.dtype.kind == "f"):
             raise TfdistError(
-                "export: answers in the lower precision that are not finite, where the model's "
-                "are: leave precision out, or scale the inputs; nothing is published"
+                f"export: output {name!r} differs between two calls with one request: a layer "
+                "draws at random though training=False; nothing is published"
             )
-        found: dict[str, Any] = {
-            "examples": _count(self.x),
-            "largest_difference": float(max(gap.max() for gap in gaps)),
-            "mean_difference": float(np.mean([gap.mean() for gap in gaps])),
-        }
-        if len(full) == 1 and full[0].ndim == 2 and full[0].shape[1] > 1:
-            of_lower, of_full = lower[0].argmax(1), full[0].argmax(1)
-            found["same_class"] = float(np.mean(of_lower == of_full))
-            classes = None if self.y is None else np.asarray(self.y).reshape(_count(self.x), -1)
-            if classes is not None:
-                true = classes[:, 0] if classes.shape[1] == 1 else classes.argmax(1)
-                found["accuracy"] = float(np.mean(of_lower == true))
-                found["accuracy_before"] = float(np.mean(of_full == true))
-        return found
+    if wanted is not None:
+        _require_equal(first, wanted)
+    return {
+        "inputs": {s.name: [s.dtype.name, list(s.shape)] for s in export.inputs},
+        "outputs": {n: [v.dtype.name, [None, *v.shape[1:]]] for n, v in first.items()},
+    }
+
+
+def _measured(export: _Export, wanted: Any, x: Any, y: Any) -> dict[str, Any]:
+    """Return how far the answers in a lower precision are from the model's own, for `x`.
+
+    With classes as `y` also how often both are right.
+    """
+    count, parts = _count(x), []
+    for start in range(0, count, _BATCH):
+        batch = keras.tree.map_structure(lambda a: a[start : start + _BATCH], x)  # noqa: B023
+        parts.append(list(export.answers(batch).values()))
+    lower = [np.concatenate(output) for output in zip(*parts, strict=True)]
+    full = [np.asarray(a) for a in keras.tree.flatten(wanted)]
+    gaps = [_gap(a, b) for a, b in zip(lower, full, strict=True)]
+    if not all(np.isfinite(gap).all() for gap in gaps):
+        raise TfdistError(
+            "export: answers in the lower precision that are not finite, where the model's "
+            "are: leave precision out, or scale the inputs; nothing is published"
+        )
+    found: dict[str, Any] = {
+        "examples": count,
+        "largest_difference": float(max(gap.max() for gap in gaps)),
+        "mean_difference": float(np.mean([gap.mean() for gap in gaps])),
+    }
+    if len(full) == 1 and full[0].ndim == 2 and full[0].shape[1] > 1:
+        of_lower, of_full = lower[0].argmax(1), full[0].argmax(1)
+        found["same_class"] = float(np.mean(of_lower == of_full))
+        if y is not None:
+            classes = np.asarray(y).reshape(count, -1)
+            true = classes[:, 0] if classes.shape[1] == 1 else classes.argmax(1)
+            found["accuracy"] = float(np.mean(of_lower == true))
+            found["accuracy_before"] = float(np.mean(of_full == true))
+    return found
 
 
 def _inputs_of(model: keras.Model, samples: Any) -> Any:
@@ -245,15 +242,6 @@ def _count(x: Any) -> int:
     return len(keras.tree.flatten(x)[0])
 
 
-def _examples(validation_data: Any, samples: Any) -> tuple[Any, Any]:
-    if validation_data is None:
-        return samples, None
-    if isinstance(validation_data, tuple):
-        x, y = validation_data
-        return x, y
-    return validation_data, None
-
-
 def _gap(lower: np.ndarray, full: np.ndarray) -> np.ndarray:
     """Return how far numbers are apart; of anything else 1 where it differs."""
     if full.dtype.kind not in "fiu":
@@ -264,10 +252,16 @@ def _gap(lower: np.ndarray, full: np.ndarray) -> np.ndarray:
 def _require_equal(found: Mapping[str, np.ndarray], wanted: Any) -> None:
     """Raise TfdistError unless the answers are those of `tfdist.predict`."""
     flat = [np.asarray(a) for a in keras.tree.flatten(wanted)]
+    shapes, others = [value.shape for value in found.values()], [like.shape for like in flat]
+    if shapes != others:
+        raise TfdistError(
+            f"export: outputs have the shapes {shapes}, those of tfdist.predict {others} (a "
+            "predict_step of its own); nothing is published"
+        )
     for (name, value), like in zip(found.items(), flat, strict=True):
-        gap = float(np.max(np.abs(value - like), initial=0.0)) if like.dtype.kind in "fiu" else 0.0
-        scale = max(1.0, float(np.max(np.abs(like), initial=0.0))) if like.size else 1.0
-        if value.shape != like.shape or not gap <= _TOLERANCE * scale:
+        gap, is_number = float(np.max(_gap(value, like), initial=0.0)), like.dtype.kind in "fiu"
+        scale = max(1.0, float(np.max(np.abs(like), initial=0.0))) if is_number else 1.0
+        if not gap <= _TOLERANCE * scale:
             raise TfdistError(
                 f"export: output {name!r} is {gap:.3g} away from what tfdist.predict gives, of at "
                 f"most {_TOLERANCE * scale:.3g} (a predict_step of its own, or a layer that goes "
@@ -275,14 +269,8 @@ def _require_equal(found: Mapping[str, np.ndarray], wanted: Any) -> None:
             )
 
 
-def _local(model: keras.Model, job: Job) -> keras.Model:
-    """Return the model, or under a strategy of several devices a copy of this process alone."""
-    if job.kind == "single":
-        return model
-    return _copy(model)
-
-
 def _copy(model: keras.Model) -> keras.Model:
+    """Return a copy of a model in this process alone."""
     classes = {type(layer).__name__: type(layer) for layer in [model, *model._flatten_layers()]}
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "model.keras")
@@ -346,7 +334,7 @@ def _write(model: keras.Model, nest: Any, directory: Path) -> _Export:
     archive.add_endpoint(SIGNATURE, serve, input_signature=flat)
     with one_line_errors(f"export: cannot write {directory}"):
         archive.write_out(str(directory), verbose=False)
-    return _Export(directory, flat, names)
+    return _Export(tf.saved_model.load(str(directory)).signatures[SIGNATURE], flat, names)
 
 
 def _by_name(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
@@ -389,8 +377,12 @@ def _versions() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _home_of(directory: Path, name: str) -> Iterator[Path]:
-    """Yield the directory of a model's versions, in which no other export works meanwhile."""
+def _publishing(directory: Path, name: str, version: int | None) -> Iterator[tuple[Path, Path]]:
+    """Yield the directory of a new version, and the one to write, which becomes it.
+
+    It is renamed once the block has ended without error: servers look at names that are numbers
+    alone. No other export of the model works meanwhile.
+    """
     require(
         re.fullmatch(r"[\w.-]+", name) and not name.startswith("."),
         "name",
@@ -405,7 +397,21 @@ def _home_of(directory: Path, name: str) -> Iterator[Path]:
     with FileLock(home) as lock:
         with contextlib.suppress(OSError):  # a file system that has no locks
             lock.acquire(within_s=_OTHERS_S)
-        yield home
+        place = _place(home, version)
+        unfinished = place.with_name(f".partial-{place.name}")
+        with one_line_errors(f"export: cannot write {place}"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+        try:
+            yield place, unfinished
+            with one_line_errors(f"export: cannot write {place}"):
+                for path in [*unfinished.rglob("*"), unfinished]:
+                    fsync(path)
+                os.rename(unfinished, place)
+                fsync(home)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
 
 
 def _place(home: Path, version: int | None) -> Path:
@@ -425,23 +431,17 @@ def _place(home: Path, version: int | None) -> Path:
     return home / str(version)
 
 
-@contextlib.contextmanager
-def _publishing(place: Path) -> Iterator[Path]:
-    """Yield a directory to write, which has the name of `place` once the block ends without error.
+def _write_configs(directory: Path) -> None:
+    """Write which models there are, and once how requests are batched, for TensorFlow Serving.
 
-    Servers look at names that are numbers alone, so none sees it before.
+    Raises OSError. https://github.com/tensorflow/serving/blob/master/tensorflow_serving/g3doc/serving_config.md
     """
-    unfinished = place.with_name(f".partial-{place.name}")
-    with one_line_errors(f"export: cannot write {place}"):
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        with one_line_errors(f"export: cannot write {place}"):
-            for path in [*unfinished.rglob("*"), unfinished]:
-                fsync(path)
-            os.rename(unfinished, place)
-            fsync(place.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
+
+    config = ModelServerConfig()
+    for name in find_models(directory):  # its image has them in /models
+        options = {"name": name, "base_path": f"/models/{name}", "model_platform": "tensorflow"}
+        config.model_config_list.config.add(**options)
+    write_text(directory / "models.config", text_format.MessageToString(config))
+    if not (directory / "batching.config").exists():
+        write_text(directory / "batching.config", _BATCHING)

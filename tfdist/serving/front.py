@@ -1,10 +1,13 @@
 """The front: the process that clients talk to, by REST and gRPC, without TensorFlow.
 
-    python -m tfdist.serving.front OPTIONS_AS_JSON
+    python -m tfdist.serving.front SUPERVISOR REST GRPC OPTIONS
 
-It keeps the bytes of each request until they are answered, and gives them to replicas. Which there
-are, and which version is served, its supervisor tells it, in lines of JSON on a socket; it tells
-the supervisor which replicas are drained and which hang. uvicorn serves HTTP, grpc.aio gRPC.
+The arguments are the pid of its supervisor, the descriptor of the listening socket of REST, the
+address of gRPC, and `FrontOptions` as JSON; its standard input is a socket to the supervisor.
+
+It keeps the bytes of each request until they are answered, and gives them to replicas. In lines of
+JSON the supervisor says which there are, and which versions are served; the front says which
+replicas the supervisor is to end. uvicorn serves HTTP, grpc.aio gRPC.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from tfdist.serving.protocol import (
     Frame,
     FrameBuffer,
     Kind,
+    ModelStatus,
     RequestError,
     Target,
     VersionState,
@@ -65,7 +69,7 @@ Message = MutableMapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ClientOptions:
+class FrontOptions:
     """What a service asks of its clients, and gives them.
 
     Attributes:
@@ -91,53 +95,31 @@ class ClientOptions:
     drain_s: float = 30.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FrontOptions(ClientOptions):
-    """What a front is told.
-
-    Attributes:
-      rest: descriptor of the listening socket, which the supervisor holds too.
-      control: descriptor of the socket to the supervisor.
-      supervisor: pid of the process with which this one ends.
-      grpc: address to listen at; the supervisor holds the port.
-    """
-
-    rest: int
-    control: int
-    supervisor: int
-    grpc: str
-
-
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ModelRoute:
-    """A model as the supervisor has told, and its requests.
+    """A model in the words of the supervisor, and its requests.
 
     Attributes:
-      serving: the version for requests that name none.
-      served: all versions that get requests.
       replicas: those that are to get requests: the path at which they listen, and the version.
       draining: those that are to end once they have no request.
       dispatchers: of the versions that are served, or whose replicas are draining.
     """
 
-    serving: int | None = None
-    served: frozenset[int] = frozenset()
-    labels: dict[str, int] = dataclasses.field(default_factory=dict)
-    states: list[VersionState] = dataclasses.field(default_factory=list)
+    status: ModelStatus = dataclasses.field(default_factory=ModelStatus)
     replicas: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
     draining: set[int] = dataclasses.field(default_factory=set)
     dispatchers: dict[int, Dispatcher] = dataclasses.field(default_factory=dict)
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     batches: Counter[int] = dataclasses.field(default_factory=Counter)
 
-    def take(self, told: Mapping[str, Any], limits: QueueLimits) -> None:
-        """Take what the supervisor tells of the model."""
-        self.serving, self.served = told["serving"], frozenset(told["served"])
-        self.labels = dict(told["labels"])
-        self.states = [VersionState(**state) for state in told["states"]]
-        self.replicas = {id: (path, version) for id, path, version in told["replicas"]}
-        self.draining = set(told["draining"])
-        for version in self.served - self.dispatchers.keys():
+    def update(self, table: Mapping[str, Any], limits: QueueLimits) -> None:
+        """Take the state of the model that the supervisor sends."""
+        states = [VersionState(**state) for state in table["states"]]
+        served, labels = frozenset(table["served"]), table["labels"]
+        self.status = ModelStatus(served=served, labels=labels, states=states)
+        self.replicas = {id: (path, version) for id, path, version in table["replicas"]}
+        self.draining = set(table["draining"])
+        for version in served - self.dispatchers.keys():
             self.dispatchers[version] = Dispatcher(
                 limits, time.monotonic, counts=self.counts, batches=self.batches
             )
@@ -150,28 +132,27 @@ class ModelRoute:
         """
         idle: set[int] = set()
         for version, one in list(self.dispatchers.items()):
-            if version in self.served:
+            if version in self.status.served:
                 idle.update(one.route(self.replicas))
                 continue
-            if not one.replicas and self.serving is not None:
-                one.move_to(self.dispatchers[self.serving])
+            if not one.replicas and self.status.serving is not None:
+                one.move_to(self.dispatchers[self.status.serving])
             if not one.waiting:
                 idle.update(one.route(()))
-                if not one.has_links:
+                if not one.links:
                     del self.dispatchers[version]
         return idle
 
     def is_connected(self, id: int) -> bool:
         """Return whether a replica is connected."""
-        return any(one.has(id) for one in self.dispatchers.values())
+        return any(id in one.links for one in self.dispatchers.values())
 
 
 class ReplicaConnection(asyncio.Protocol):
     """The socket to a replica; frames of one turn of the loop are one write."""
 
-    def __init__(self, id: int, version: int, dispatcher: Dispatcher) -> None:
+    def __init__(self, id: int, dispatcher: Dispatcher) -> None:
         self._id = id
-        self._version = version
         self._dispatcher = dispatcher
         self._buffer = FrameBuffer()
         self._unsent: list[bytes] = []
@@ -180,7 +161,7 @@ class ReplicaConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Offer the replica to the dispatcher."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio
-        self._dispatcher.connected(self._id, self, version=self._version)
+        self._dispatcher.connected(self._id, self.send)
 
     def send(self, frame: Frame) -> None:
         """Send a frame with the others of this turn."""
@@ -197,11 +178,6 @@ class ReplicaConnection(asyncio.Protocol):
         """Have what the replica had tried again."""
         self._dispatcher.lost(self._id)
 
-    def close(self) -> None:
-        """Close the socket."""
-        if self._transport is not None:
-            self._transport.abort()
-
     def _flush(self) -> None:
         data, self._unsent = b"".join(self._unsent), []
         if self._transport is not None:
@@ -211,79 +187,64 @@ class ReplicaConnection(asyncio.Protocol):
 class Front:
     """Models, their dispatchers, and the two protocols over them."""
 
-    def __init__(self, options: FrontOptions, *, token: str = "") -> None:
+    def __init__(self, options: FrontOptions, control: asyncio.StreamWriter) -> None:
         self.options = options
         self.models: dict[str, ModelRoute] = {}
         self.metrics = Metrics(self.models)
         self.health = health.aio.HealthServicer()
-        self._token = token
-        self._control: asyncio.StreamWriter | None = None
-        self._connections: dict[int, ReplicaConnection] = {}
+        self._token = Path(options.token).read_text().strip() if options.token else ""
+        self._control = control
+        self._connected: set[int] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._reading_bytes = 0
         self._access = _access_logger(options.access_log)
 
     # The supervisor
 
-    async def follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def follow(self, reader: asyncio.StreamReader) -> None:
         """Do what the supervisor says until it has ended."""
-        self._control = writer
         while line := await reader.readline():
-            await self._take(json.loads(line))
+            for name, table in json.loads(line).items():
+                self.models.setdefault(name, ModelRoute()).update(table, self.options.limits)
+            known = {id for m in self.models.values() for id in (*m.replicas, *m.draining)}
+            self._connected &= known
+            for model in self.models.values():
+                self._route(model)
+            status = health_pb2.HealthCheckResponse
+            state = status.SERVING if self.is_healthy else status.NOT_SERVING
+            for service in ("", _PREDICTION, _MODEL):
+                await self.health.set(service, state)
 
     def tell(self, **message: Any) -> None:
         """Say something to the supervisor."""
-        if self._control is not None:
-            self._control.write(json.dumps(message).encode() + b"\n")
+        self._control.write(json.dumps(message).encode() + b"\n")
 
-    async def _take(self, table: Mapping[str, Any]) -> None:
-        for name, told in table["models"].items():
-            self.models.setdefault(name, ModelRoute()).take(told, self.options.limits)
-        known = {id for m in self.models.values() for id in (*m.replicas, *m.draining)}
-        self._connections = {id: c for id, c in self._connections.items() if id in known}
-        for model in self.models.values():
-            self._settle(model)
-        await self._tell_health()
-
-    def _settle(self, model: ModelRoute) -> None:
+    def _route(self, model: ModelRoute) -> None:
         """Connect to replicas; give requests to them alone; say which others have none left."""
-        for id in model.replicas.keys() - self._connections.keys():
-            self._connect(model, id)
+        for id in model.replicas.keys() - self._connected:
+            self._connected.add(id)
+            path, version = model.replicas[id]
+            connection = ReplicaConnection(id, model.dispatchers[version])
+            task = asyncio.create_task(self._connect(id, path, connection))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
         idle = model.route()
         for id in model.draining:
             if id in idle or not model.is_connected(id):
-                if connection := self._connections.pop(id, None):
-                    connection.close()
+                self._connected.discard(id)
                 model.draining = model.draining - {id}
-                self.tell(drained=id)
+                self.tell(end=id)
 
-    def _connect(self, model: ModelRoute, id: int) -> None:
-        path, version = model.replicas[id]
-        connection = ReplicaConnection(id, version, model.dispatchers[version])
-        self._connections[id] = connection
-        loop = asyncio.get_running_loop()
-
-        async def connect() -> None:
-            try:
-                await loop.create_unix_connection(lambda: connection, path)
-            except OSError:  # it has ended, or the next tick tries again
-                self._connections.pop(id, None)
-
-        task = loop.create_task(connect())
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
-
-    async def _tell_health(self) -> None:
-        status = health_pb2.HealthCheckResponse
-        now = status.SERVING if self.is_healthy else status.NOT_SERVING
-        for service in ("", _PREDICTION, _MODEL):
-            await self.health.set(service, now)
+    async def _connect(self, id: int, path: str, connection: ReplicaConnection) -> None:
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: connection, path)
+        except OSError:  # it has ended, or the next tick tries again
+            self._connected.discard(id)
 
     @property
     def is_healthy(self) -> bool:
         """Whether there is a model, and each has a version that is served."""
-        served = [model.serving is not None for model in self.models.values()]
-        return bool(served) and all(served)
+        return bool(self.models) and all(model.status.served for model in self.models.values())
 
     async def tick(self) -> None:
         """Look every tenth of a second at deadlines, hanging replicas and drained ones."""
@@ -292,22 +253,17 @@ class Front:
             for name, model in self.models.items():
                 for dispatcher in model.dispatchers.values():
                     dispatcher.expire()
-                    self._end_hanging(name, dispatcher)
-                self._settle(model)
-
-    def _end_hanging(self, name: str, dispatcher: Dispatcher) -> None:
-        for id in dispatcher.hanging():
-            _LOG.warning("%s: replica %d hangs; its requests go to others", name, id)
-            self.tell(hung=id)
-            dispatcher.lost(id)
-            self._connections[id].close()
+                    for id in dispatcher.hanging():
+                        _LOG.warning("%s: replica %d hangs; its requests go to others", name, id)
+                        self.tell(end=id)
+                        dispatcher.lost(id)
+                self._route(model)
 
     # Requests
 
     async def ask(self, kind: Kind, target: Target, payload: bytes, timeout_s: float) -> bytes:
         """Return a replica's answer to a request; raise RequestError."""
-        target = protocol.unlabelled(target, self.models)
-        version = protocol.version_of(target, self.models)
+        version = protocol.version_of(target, self._status(target))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
         def answer(outcome: Outcome) -> None:
@@ -315,9 +271,8 @@ class Front:
                 future.set_result(outcome)
 
         deadline = time.monotonic() + min(timeout_s, self.options.timeout_s)
-        ticket = Ticket(
-            kind=kind, payload=payload, deadline=deadline, answer=answer, version=target.version
-        )
+        only = version if target.version is not None or target.label else None
+        ticket = Ticket(kind=kind, payload=payload, deadline=deadline, answer=answer, version=only)
         self.models[target.name].dispatchers[version].submit(ticket)
         try:
             outcome = await future
@@ -327,8 +282,12 @@ class Front:
             raise outcome
         return outcome
 
+    def _status(self, target: Target) -> ModelStatus | None:
+        model = self.models.get(target.name)
+        return model.status if model else None
+
     def _states(self, target: Target) -> list[VersionState]:
-        return protocol.states_of(protocol.unlabelled(target, self.models), self.models)
+        return protocol.states_of(target, self._status(target))
 
     def _authorize(self, sent: str) -> None:
         wanted = f"Bearer {self._token}"
@@ -340,11 +299,14 @@ class Front:
     def grpc_handlers(self) -> list[grpc.GenericRpcHandler]:
         """Return the services; messages stay bytes."""
         ask = {name: functools.partial(self.ask, kind) for name, kind in _GRPC_KINDS.items()}
-        told = {"GetModelStatus": self._grpc_status, "HandleReloadConfigRequest": self._grpc_reload}
+        model = {
+            "GetModelStatus": self._grpc_status,
+            "HandleReloadConfigRequest": self._grpc_reload,
+        }
         make, unary = grpc.method_handlers_generic_handler, grpc.unary_unary_rpc_method_handler
         return [
             make(service, {name: unary(self._grpc(method)) for name, method in methods.items()})
-            for service, methods in ((_PREDICTION, ask), (_MODEL, told))
+            for service, methods in ((_PREDICTION, ask), (_MODEL, model))
         ]
 
     async def _grpc_status(self, target: Target, payload: bytes, timeout_s: float) -> bytes:
@@ -413,7 +375,7 @@ class Front:
                 else:
                     wanted, what = protocol.parse_path(scope["method"], path)
                     target = wanted.name if wanted.name in self.models else ""
-                    payload = await self._body(headers, receive)
+                    payload = await self._body(receive)
                     body = await self._rest(wanted, what, payload)
         except RequestError as error:
             status, body = HTTP_STATUS.get(error.code, 500), protocol.error_body(error)
@@ -432,13 +394,8 @@ class Front:
             return json.dumps(protocol.status_json(self._states(target)), indent=1).encode()
         return await self.ask(kind, target, payload, self.options.timeout_s)
 
-    async def _body(
-        self, headers: Mapping[bytes, bytes], receive: Callable[[], Awaitable[Message]]
-    ) -> bytes:
+    async def _body(self, receive: Callable[[], Awaitable[Message]]) -> bytes:
         """Return the body of a request, which is bounded, as are all that are being read."""
-        told = headers.get(b"content-length", b"0")
-        if int(told) > self.options.body_bytes:
-            raise self._too_large()
         parts: list[bytes] = []
         size_bytes = 0
         try:
@@ -453,20 +410,17 @@ class Front:
                     size_bytes += len(parts[-1])
                     self._reading_bytes += len(parts[-1])
                     if size_bytes > self.options.body_bytes:
-                        raise self._too_large()
+                        text = f"The request has more than {self.options.body_bytes} bytes"
+                        raise RequestError(Code.INVALID_ARGUMENT, text)
                     if self._reading_bytes > self.options.limits.size_bytes:
-                        message_ = "Too many requests are being read, try again later"
-                        raise RequestError(Code.RESOURCE_EXHAUSTED, message_)
+                        text = "Too many requests are being read, try again later"
+                        raise RequestError(Code.RESOURCE_EXHAUSTED, text)
         except TimeoutError:
-            message_ = f"The request did not come within {self.options.silence_s:g} s"
-            raise RequestError(Code.DEADLINE_EXCEEDED, message_) from None
+            text = f"The request did not come within {self.options.silence_s:g} s"
+            raise RequestError(Code.DEADLINE_EXCEEDED, text) from None
         finally:
             self._reading_bytes -= size_bytes
         return b"".join(parts) if len(parts) > 1 else parts[0]
-
-    def _too_large(self) -> RequestError:
-        message = f"The request has more than {self.options.body_bytes} bytes"
-        return RequestError(Code.INVALID_ARGUMENT, message)
 
     def _record(self, via: str, model: str, code: str, start: float, size_bytes: int) -> None:
         seconds = time.monotonic() - start
@@ -496,33 +450,25 @@ def _quick_heads(silence_s: float) -> type[HttpToolsProtocol]:
     """
 
     class Connection(HttpToolsProtocol):
-        _patience: asyncio.TimerHandle | None = None
-
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._wait()
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
+            self._timer.cancel()
             self._wait()
 
         def on_headers_complete(self) -> None:
-            self._stop()
+            self._timer.cancel()
             super().on_headers_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._stop()
+            self._timer.cancel()
             super().connection_lost(exc)
 
         def _wait(self) -> None:
-            self._stop()
-            loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(silence_s, self.transport.abort)
-
-        def _stop(self) -> None:
-            if self._patience is not None:
-                self._patience.cancel()
-                self._patience = None
+            self._timer = self.loop.call_later(silence_s, self.transport.abort)
 
     return Connection
 
@@ -556,7 +502,7 @@ def _http_server(front: Front) -> _Http:
     return _Http(config)
 
 
-async def _grpc_server(front: Front) -> grpc.aio.Server:
+async def _grpc_server(front: Front, address: str) -> grpc.aio.Server:
     options = front.options
     server = grpc.aio.server(
         options=[
@@ -570,27 +516,25 @@ async def _grpc_server(front: Front) -> grpc.aio.Server:
     health_pb2_grpc.add_HealthServicer_to_server(front.health, server)
     if options.certificate:
         pair = (Path(options.key).read_bytes(), Path(options.certificate).read_bytes())
-        server.add_secure_port(options.grpc, grpc.ssl_server_credentials([pair]))
+        server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
     else:
-        server.add_insecure_port(options.grpc)
+        server.add_insecure_port(address)
     await server.start()
     return server
 
 
-async def run(options: FrontOptions) -> int:
+async def run(options: FrontOptions, rest: socket.socket, grpc_address: str) -> int:
     """Serve until SIGTERM, then answer what has come."""
-    token = Path(options.token).read_text().strip() if options.token else ""
-    front = Front(options, token=token)
-    control = socket.socket(fileno=options.control)
+    control = socket.socket(fileno=sys.stdin.fileno())
     reader, writer = await asyncio.open_connection(sock=control, limit=1 << 24)
-    follower = asyncio.create_task(front.follow(reader, writer))
+    front = Front(options, writer)
+    follower = asyncio.create_task(front.follow(reader))
     ticker = asyncio.create_task(front.tick())
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
-    grpc_server = await _grpc_server(front)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    grpc_server = await _grpc_server(front, grpc_address)
     http = _http_server(front)
-    serving = asyncio.create_task(http.serve([socket.socket(fileno=options.rest)]))
+    serving = asyncio.create_task(http.serve([rest]))
     front.tell(listening=True)
     await asyncio.wait(
         [asyncio.create_task(stop.wait()), follower, ticker, serving],
@@ -604,12 +548,12 @@ async def run(options: FrontOptions) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     """Run a front; return its exit code."""
-    (text,) = sys.argv[1:] if argv is None else argv
-    told = json.loads(text)
-    options = FrontOptions(**{**told, "limits": QueueLimits(**told["limits"])})
-    die_with(options.supervisor)
+    supervisor, rest, grpc_address, text = sys.argv[1:]
+    die_with(int(supervisor))
+    fields = json.loads(text)
+    options = FrontOptions(**{**fields, "limits": QueueLimits(**fields["limits"])})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the supervisor sends SIGTERM
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -618,7 +562,7 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     loop_factory = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(run(options))
+        return runner.run(run(options, socket.socket(fileno=int(rest)), grpc_address))
 
 
 if __name__ == "__main__":

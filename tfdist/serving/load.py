@@ -1,9 +1,10 @@
-"""Load on a model server, by REST or gRPC: requests over several connections, and their times.
+"""``python -m tfdist.bench serve URL``: load on a model server, by REST or gRPC, and its latencies.
 
-Closed loop: each connection sends its next request when it has the answer; it measures what a
-server can do. Open loop: requests are due at a fixed rate whatever the server does, and the time
-counts from when one was due, also where it had to wait for a connection; it measures what clients
-see at that rate. For TensorFlow Serving's protocol, whoever serves it.
+URL is that of a model, http://127.0.0.1:8501/v1/models/NAME, of any server that has TensorFlow
+Serving's REST interface; with --grpc the requests go to its gRPC interface. Without --rate each
+connection sends when it has its answer (closed loop): it measures what a server can do. With
+--rate requests are due at a fixed rate whatever the server does, and the time counts from when one
+was due, also where it had to wait for a connection (open loop): it measures what clients see.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
 import httptools
 
-from tfdist.errors import TfdistError
+from tfdist.argument_parser import Parser, reading_file
+from tfdist.errors import EXIT_FAILED, EXIT_OK, TfdistError, require, require_int, require_number
 
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
 _FREE_LENGTH = 16  # of a dimension that the signature leaves open
@@ -58,16 +61,6 @@ class Load:
     rate: float | None = None
     tries: int = 1
     token: str = ""
-
-    def request(self) -> bytes:
-        """Return the bytes of a request."""
-        parts = urllib.parse.urlsplit(self.url)
-        authorization = f"Authorization: Bearer {self.token}\r\n" if self.token else ""
-        head = (
-            f"POST {parts.path}:predict HTTP/1.1\r\nHost: {parts.netloc}\r\n{authorization}"
-            f"Content-Type: application/json\r\nContent-Length: {len(self.body)}\r\n\r\n"
-        )
-        return head.encode() + self.body
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -110,51 +103,48 @@ async def run(load: Load, stop: Callable[[], bool] = lambda: False) -> Measured:
         due = (start + number / load.rate for number in itertools.count())
     make = _GrpcClient if load.grpc else _RestClient
     clients: list[_RestClient | _GrpcClient] = [make(load) for _ in range(load.connections)]
+
+    async def ask(client: _RestClient | _GrpcClient) -> None:
+        """Send one request after the other until the end."""
+        while True:
+            sent = time.perf_counter()
+            if due is not None:
+                sent = next(due)
+                await asyncio.sleep(max(0.0, sent - time.perf_counter()))
+            if sent >= end or stop():
+                return
+            outcome = await client.outcome()
+            if sent < first:
+                continue
+            if outcome in _ANSWERED:
+                measured.latencies_s.append(time.perf_counter() - sent)
+            else:
+                measured.failed[outcome] += 1
+
     for client in clients:
         await client.connect()
     try:
-        await asyncio.gather(*(_ask(client, due, first, end, measured, stop) for client in clients))
+        await asyncio.gather(*map(ask, clients))
     finally:
         for client in clients:
             await client.close()
     return measured
 
 
-async def _ask(
-    client: _RestClient | _GrpcClient,
-    due: Iterator[float] | None,
-    first: float,
-    end: float,
-    measured: Measured,
-    stop: Callable[[], bool],
-) -> None:
-    """Send one request after the other until the end."""
-    while True:
-        sent = time.perf_counter()
-        if due is not None:
-            sent = next(due)
-            await asyncio.sleep(max(0.0, sent - time.perf_counter()))
-        if sent >= end or stop():
-            return
-        outcome = await client.outcome()
-        if sent < first:
-            continue
-        if outcome in _ANSWERED:
-            measured.latencies_s.append(time.perf_counter() - sent)
-        else:
-            measured.failed[outcome] += 1
-
-
 class _RestClient(asyncio.Protocol):
     """A connection that is opened again when it breaks; one request at a time."""
 
     def __init__(self, load: Load) -> None:
-        self._request = load.request()
         self._tries = load.tries
-        self._parts = urllib.parse.urlsplit(load.url)
+        self._parts = parts = urllib.parse.urlsplit(load.url)
+        authorization = f"Authorization: Bearer {load.token}\r\n" if load.token else ""
+        head = (
+            f"POST {parts.path}:predict HTTP/1.1\r\nHost: {parts.netloc}\r\n{authorization}"
+            f"Content-Type: application/json\r\nContent-Length: {len(load.body)}\r\n\r\n"
+        )
+        self._request = head.encode() + load.body
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[int] | None = None
-        self._parser = httptools.HttpResponseParser(self)
 
     async def connect(self) -> None:
         secure = self._parts.scheme == "https"
@@ -170,28 +160,21 @@ class _RestClient(asyncio.Protocol):
         for _ in range(self._tries):
             try:
                 async with asyncio.timeout(_CALL_S):
-                    return f"{await self.ask()}"
+                    if self._transport is None or self._transport.is_closing():
+                        await self.connect()
+                    assert self._transport is not None
+                    self._answer = asyncio.get_running_loop().create_future()
+                    self._transport.write(self._request)
+                    return f"{await self._answer}"
             except TimeoutError:
-                self._abort()
+                await self.close()
                 return "TimeoutError"
             except (OSError, httptools.HttpParserError) as error:
                 failed = type(error).__name__
                 await asyncio.sleep(_AGAIN_AFTER_S)
         return failed
 
-    async def ask(self) -> int:
-        """Return the status of the answer; raise OSError where the connection breaks."""
-        if self._transport is None or self._transport.is_closing():
-            await self.connect()
-        assert self._transport is not None
-        self._answer = asyncio.get_running_loop().create_future()
-        self._transport.write(self._request)
-        return await self._answer
-
     async def close(self) -> None:
-        self._abort()
-
-    def _abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
 
@@ -205,7 +188,8 @@ class _RestClient(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(error)
-            self._abort()
+            if self._transport is not None:
+                self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -280,8 +264,7 @@ def example_message(url: str, *, examples: int = 1, token: str = "") -> bytes:
         kind = tf.as_dtype(types_pb2.DataType.Value(tensor["dtype"]))
         values = [_example(tensor)] * examples
         request.inputs[name].CopyFrom(tf.make_tensor_proto(values, kind))
-    data: bytes = request.SerializeToString()
-    return data
+    return bytes(request.SerializeToString())
 
 
 def _inputs(url: str, token: str) -> dict[str, Any]:
@@ -307,3 +290,90 @@ def _example(tensor: Mapping[str, Any]) -> Any:
     for size in reversed(sizes[1:]):
         value = [value] * (size if size >= 0 else _FREE_LENGTH)
     return value
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m tfdist.bench serve", description=__doc__.partition("\n\n")[0])
+    add = parser.add_argument
+    add("url", metavar="URL", help="http://HOST:PORT/v1/models/NAME")
+    add("--grpc", default="", metavar="HOST:PORT", help="send by gRPC, to this address")
+    add("--connections", type=int, default=8, help="requests at a time; default 8")
+    add("--seconds", type=float, default=10.0, help="to measure; default 10")
+    add("--warm_up_s", type=float, default=1.0, help="before that; default 1")
+    add("--rate", type=float, metavar="N", help="requests a second, for an open loop")
+    add("--tries", type=int, default=1, help="of a request whose connection breaks; default 1")
+    add("--examples", type=int, default=1, help="in a request made from the signature; default 1")
+    add("--body", type=Path, metavar="FILE", help="the request: JSON, of gRPC a PredictRequest")
+    add("--token", type=Path, metavar="FILE", help="has the server's secret")
+    add("--json", action="store_true", help="one line of JSON")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; return its exit code: 1 where a request failed."""
+    options = _parser().parse_args(argv)
+    _check(options)
+    with reading_file("--token", options.token, expected="a file of one line of text"):
+        token = options.token.read_text().strip() if options.token else ""
+    with reading_file("--body", options.body, expected="a file"):
+        body = options.body.read_bytes() if options.body else b""
+    url = options.url.rstrip("/")
+    if not options.body:
+        make = example_message if options.grpc else example_body
+        body = make(url, examples=options.examples, token=token)
+    load = Load(
+        url=url,
+        body=body,
+        grpc=options.grpc,
+        connections=options.connections,
+        seconds=options.seconds,
+        warm_up_s=options.warm_up_s,
+        rate=options.rate,
+        tries=options.tries,
+        token=token,
+    )
+    try:
+        found = asyncio.run(run(load)).summary()
+    except OSError as error:
+        raise TfdistError(f"{options.grpc or url}: {error.strerror or error}") from error
+    print(json.dumps(found) if options.json else _text(found, options))
+    return EXIT_FAILED if found["failed"] else EXIT_OK
+
+
+def _check(options: Any) -> None:
+    require(
+        _is_of_a_model(options.url),
+        "URL",
+        received=repr(options.url),
+        expected="the address of a model",
+        fix="write http://127.0.0.1:8501/v1/models/NAME",
+        code="bad-value",
+    )
+    require_int("--connections", options.connections, least=1)
+    require_int("--tries", options.tries, least=1)
+    require_int("--examples", options.examples, least=1)
+    require_number("--seconds", options.seconds, above=0, unit="seconds")
+    require_number("--warm_up_s", options.warm_up_s, least=0, unit="seconds")
+    if options.rate is not None:
+        require_number("--rate", options.rate, above=0, unit="requests a second")
+
+
+def _is_of_a_model(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        at_host = parts.port != 0 and parts.hostname
+    except ValueError:  # a port that is none
+        return False
+    return bool(at_host) and parts.scheme in ("http", "https") and "/models/" in parts.path
+
+
+def _text(found: dict[str, Any], options: Any) -> str:
+    loop = f"open loop at {options.rate:g}/s" if options.rate else "closed loop"
+    failed = ", ".join(f"{count}x {what}" for what, count in found["failed"].items()) or "none"
+    lines = [
+        f"{loop}, {options.connections} connections, {options.seconds:g} s",
+        f"answered: {found['requests']} ({found['per_s']:g}/s); failed: {failed}",
+    ]
+    if "ms" in found:
+        lines.append("ms: " + ", ".join(f"{name} {ms:g}" for name, ms in found["ms"].items()))
+    return "\n".join(lines)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.utils import floatToGoString
 
 if TYPE_CHECKING:
     from tfdist.serving.front import ModelRoute
 
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _BATCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+_GAUGES = {
+    "waiting": "Requests that wait for a replica",
+    "outstanding": "Requests that replicas have",
+    "replicas": "Replicas that take requests",
+}
 _COUNTS = {
     "retried": "Requests that were sent again as their replica had ended",
     "rejected": "Requests that found the queue full",
@@ -40,7 +46,8 @@ class Metrics:
             registry=self._registry,
         )
         self._children: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}
-        self._registry.register(_Models(models))
+        self._models = models
+        self._registry.register(self)  # its `collect` is asked for the state of the models
 
     def observe(self, *, via: str, model: str, code: str, seconds: float) -> None:
         """Count an answered request."""
@@ -53,29 +60,21 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all of it in Prometheus' text form."""
-        text: bytes = generate_latest(self._registry)
-        return text
-
-
-class _Models:
-    """The state of the models at the time of the question."""
-
-    def __init__(self, models: Mapping[str, ModelRoute]) -> None:
-        self._models = models
+        return bytes(generate_latest(self._registry))
 
     def collect(self) -> Iterator[Any]:
-        """Yield a metric after the other, each with all models."""
-        gauges: dict[str, tuple[str, Callable[[ModelRoute], int]]] = {
-            "waiting": ("Requests that wait for a replica", lambda m: _sum(m, "waiting")),
-            "outstanding": ("Requests that replicas have", lambda m: _sum(m, "outstanding")),
-            "replicas": ("Replicas that take requests", lambda m: _sum(m, "replicas")),
-            "version": ("The newest version that is served", lambda m: m.serving or 0),
-        }
-        for key, (about, value) in gauges.items():
+        """Yield the state of the models now, a metric after the other, each with all models."""
+        for key, about in _GAUGES.items():
             gauge = GaugeMetricFamily(f"tfdist_serving_{key}", about, labels=["model"])
             for name, model in self._models.items():
-                gauge.add_metric([name], value(model))
+                values = [getattr(version, key) for version in model.dispatchers.values()]
+                gauge.add_metric([name], sum(values))
             yield gauge
+        about = "The newest version that is served"
+        versions = GaugeMetricFamily("tfdist_serving_version", about, labels=["model"])
+        for name, model in self._models.items():
+            versions.add_metric([name], model.status.serving or 0)
+        yield versions
         for key, about in _COUNTS.items():
             counter = CounterMetricFamily(f"tfdist_serving_{key}", about, labels=["model"])
             for name, model in self._models.items():
@@ -85,15 +84,9 @@ class _Models:
         batches = HistogramMetricFamily("tfdist_serving_batch_requests", about, labels=["model"])
         for name, model in self._models.items():
             sizes = model.batches
-            cumulated = [
-                (f"{most}", sum(n for size, n in sizes.items() if size <= most))
+            buckets = [
+                (floatToGoString(most), sum(n for size, n in sizes.items() if size <= most))
                 for most in (*_BATCHES, float("inf"))
             ]
-            labelled = [(le.replace("inf", "+Inf"), count) for le, count in cumulated]
-            batches.add_metric([name], labelled, sum(size * n for size, n in sizes.items()))
+            batches.add_metric([name], buckets, sum(size * n for size, n in sizes.items()))
         yield batches
-
-
-def _sum(model: ModelRoute, what: str) -> int:
-    """Return a figure of all versions of a model together."""
-    return sum(getattr(dispatcher, what) for dispatcher in model.dispatchers.values())

@@ -27,7 +27,7 @@ from tensorflow_serving.apis import (
 )
 
 from tfdist.serving import examples, rest
-from tfdist.serving.protocol import Code, Kind, RequestError
+from tfdist.serving.protocol import Code, Kind, RequestError, reason_of
 from tfdist.serving.rest import DEFAULT_SIGNATURE, TensorSpec
 
 _MOST_BYTES = 64 << 20  # of an input whose values are given once for all
@@ -118,16 +118,13 @@ class ServedModel:
                 (answer,) = self.answer([(Kind.GRPC_PREDICT, payload)])
                 if isinstance(answer, RequestError):
                     raise answer
-                count += 1 + self._warm_up_sizes(self._decode_grpc(payload))
+                count += 1
+                call = self._decode_grpc(payload)
+                signature = self.signatures[call.signature]
+                for size in self._sizes if signature.batches and call.rows else ():
+                    signature.call(*[np.repeat(array[:1], size, axis=0) for array in call.arrays])
+                    count += 1
         return count
-
-    def _warm_up_sizes(self, call: Call) -> int:
-        signature = self.signatures[call.signature]
-        if not signature.batches or not call.rows:
-            return 0
-        for size in self._sizes:
-            signature.call(*[np.repeat(array[:1], size, axis=0) for array in call.arrays])
-        return len(self._sizes)
 
     def answer(self, requests: Sequence[tuple[Kind, bytes]]) -> list[bytes | RequestError]:
         """Return the answers to requests, in their order; those that fit share a call."""
@@ -247,8 +244,7 @@ class ServedModel:
                 tensor.float_val.extend(array.ravel().tolist())
             else:
                 tensor.CopyFrom(tf.make_tensor_proto(array))
-        data: bytes = response.SerializeToString()
-        return data
+        return bytes(response.SerializeToString())
 
     def _spec(self, signature: str) -> Any:
         spec = model_pb2.ModelSpec(name=self.name, signature_name=signature)
@@ -275,22 +271,13 @@ class ServedModel:
         if not signature.batches:
             return [calls[0].encode(outputs)]
         if any(array.ndim == 0 or len(array) != size for array in outputs.values()):
-            return self._run_unpadded(signature, calls)
+            return [call.encode(signature.run(call.arrays)) for call in calls]  # have no rows
         answers: list[bytes | RequestError] = []
         start = 0
         for call, count in zip(calls, rows, strict=True):
             end = start + count
             answers.append(call.encode({name: array[start:end] for name, array in outputs.items()}))
             start = end
-        return answers
-
-    def _run_unpadded(
-        self, signature: Signature, calls: Sequence[Call]
-    ) -> list[bytes | RequestError]:
-        """Answer calls whose outputs have no row for each example, each by itself."""
-        answers: list[bytes | RequestError] = []
-        for call in calls:
-            answers.append(call.encode(signature.run(call.arrays)))
         return answers
 
     def _metadata(self, payload: bytes = b"") -> Any:
@@ -379,7 +366,7 @@ def _invalid(message: str) -> RequestError:
 
 def _of_tensorflow(error: Exception) -> RequestError:
     """Return the error for what TensorFlow has raised: its code, the first line of its text."""
-    text = (str(error).splitlines() or [type(error).__name__])[0]
+    text = reason_of(error)
     code = error.error_code if isinstance(error, tf.errors.OpError) else Code.INTERNAL
     try:
         return RequestError(Code(code), text)

@@ -7,7 +7,7 @@ versions over by itself. REST alone, of the addresses and texts of the front. Ne
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import itertools
 import json
 import logging
 import signal
@@ -23,11 +23,9 @@ from starlette.responses import Response
 from tfdist.errors import TfdistError
 from tfdist.serving import protocol
 from tfdist.serving.protocol import HTTP_STATUS, Kind, RequestError
+from tfdist.serving.supervisor import ServeOptions
 from tfdist.serving.versions import (
-    Drain,
     Model,
-    Policy,
-    Replica,
     find_models,
     find_versions,
     name_of,
@@ -42,55 +40,27 @@ _APPLICATION = "tfdist"
 _SCAN_S = 1.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RayOptions:
-    """What a deployment is asked for.
-
-    Attributes:
-      directory: of versions, or of models that have versions, at the same path on each node.
-      name: of the model, where the directory has versions; else the one model to serve.
-      replicas: over all nodes.
-      host, port: at which the proxy of each node listens.
-      queued: requests that wait in each proxy; more are answered with 503.
-    """
-
-    directory: Path
-    name: str | None
-    policy: Policy
-    replicas: int
-    host: str
-    port: int
-    batch_sizes: tuple[int, ...]
-    queued: int
-    timeout_s: float
-    drain_s: float
-
-
 class LoadedModel:
     """The versions of a model in this process."""
 
-    def __init__(self, name: str, directory: Path, options: RayOptions) -> None:
+    def __init__(self, name: str, directory: Path, options: ServeOptions) -> None:
         self.sessions: dict[int, ServedModel] = {}
         self._name = name
         self._directory = directory
         self._sizes = options.batch_sizes
+        self._ids = itertools.count(1)
         self.versions = Model(replicas_wanted=1, policy=options.policy)
 
     def look(self) -> None:
         """Load the versions that are to be served; forget those that the look before let go."""
         for version in self.sessions.keys() - {one.version for one in self.versions.replicas}:
             del self.sessions[version]
-        self.versions = self.versions.scanned(find_versions(self._directory))
-        for action in self.versions.actions():
-            if isinstance(action, Drain):
-                self.versions = self.versions.draining(action.id)
-            else:
-                self.versions = self.versions.started(
-                    Replica(id=action.version, version=action.version, index=0)
-                )
-                self._load(action.version)
+        found = self.versions.scanned(find_versions(self._directory))
+        self.versions, starts, _ = found.planned(self._ids)
+        for one in starts:
+            self._load(one.id, one.version)
 
-    def _load(self, version: int) -> None:
+    def _load(self, id: int, version: int) -> None:
         from tfdist.serving.model import ServedModel
 
         directory = self._directory / name_of(self.versions.found[version])
@@ -98,19 +68,19 @@ class LoadedModel:
             session = ServedModel(directory, self._name, batch_sizes=self._sizes)
             session.warm_up(directory)
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
+            reason = protocol.reason_of(error)
             _LOG.error("%s: version %d is refused: %s", self._name, version, reason)
-            self.versions = self.versions.failed(version, reason)
+            self.versions = self.versions.failed(id, reason)
             return
         self.sessions[version] = session
-        self.versions = self.versions.loaded(version)
+        self.versions = self.versions.loaded(id)
         _LOG.info("%s: version %d is served", self._name, version)
 
 
 class RayReplica:
     """A process with all models."""
 
-    def __init__(self, options: RayOptions) -> None:
+    def __init__(self, options: ServeOptions) -> None:
         if not options.directory.is_dir():
             node = ray.util.get_node_ip_address()
             raise TfdistError(f"{options.directory} is not on node {node}; each node must have it")
@@ -130,25 +100,25 @@ class RayReplica:
         return Response(body, status, media_type="application/json")
 
     async def _answer(self, request: Request) -> bytes:
-        known = {name: model.versions for name, model in self._models.items()}
         target, kind = protocol.parse_path(request.method, request.scope["path"])
-        target = protocol.unlabelled(target, known)
+        model = self._models.get(target.name)
+        status = model.versions.status if model else None
         if kind is None:
-            states = protocol.states_of(target, known)
+            states = protocol.states_of(target, status)
             return json.dumps(protocol.status_json(states), indent=1).encode()
-        version = protocol.version_of(target, known)
-        model = self._models[target.name].sessions[version]
-        answer = await self._answers((model, kind, await request.body()))
+        version = protocol.version_of(target, status)
+        session = self._models[target.name].sessions[version]
+        answer = await self._answers((session, kind, await request.body()))
         if isinstance(answer, RequestError):
             raise answer
         return answer
 
     @serve.batch(batch_wait_timeout_s=0.0)
     async def _answers(
-        self, asked: list[tuple[ServedModel, Kind, bytes]]
+        self, requests: list[tuple[ServedModel, Kind, bytes]]
     ) -> list[bytes | RequestError]:
         """Answer what has come while the batch before was computed."""
-        return await asyncio.to_thread(_computed, asked)
+        return await asyncio.to_thread(_answer_batch, requests)
 
     def _keep_looking(self) -> None:
         """Look for versions; one that cannot be loaded is refused."""
@@ -161,26 +131,29 @@ class RayReplica:
                     _LOG.warning("%s: cannot look for versions: %s", name, error.strerror)
 
 
-def _computed(asked: list[tuple[ServedModel, Kind, bytes]]) -> list[bytes | RequestError]:
-    answers: list[bytes | RequestError] = [b""] * len(asked)
-    for model in {id(one): one for one, _, _ in asked}.values():
-        places = [at for at, (one, _, _) in enumerate(asked) if one is model]
-        for at, answer in zip(places, model.answer([asked[at][1:] for at in places]), strict=True):
+def _answer_batch(
+    requests: list[tuple[ServedModel, Kind, bytes]],
+) -> list[bytes | RequestError]:
+    """Answer requests to several models, those to one together."""
+    answers: list[bytes | RequestError] = [b""] * len(requests)
+    for model in {one for one, _, _ in requests}:
+        own = [at for at, (one, _, _) in enumerate(requests) if one is model]
+        for at, answer in zip(own, model.answer([requests[at][1:] for at in own]), strict=True):
             answers[at] = answer
     return answers
 
 
-def run(options: RayOptions) -> None:
+def run(options: ServeOptions) -> None:
     """Deploy on the cluster of RAY_ADDRESS, or a new one; delete it at SIGTERM or Ctrl-C.
 
     Raises UsageError where there is no model, TfdistError where Ray cannot deploy them.
     """
     require_models(options.directory, options.name)
-    http = {"host": options.host, "port": options.port, "request_timeout_s": options.timeout_s}
+    http = {"host": options.host, "port": options.rest_port, "request_timeout_s": options.timeout_s}
     deploy = serve.deployment(
         num_replicas=options.replicas,
         max_ongoing_requests=2 * max(options.batch_sizes),
-        max_queued_requests=options.queued,
+        max_queued_requests=options.limits.requests,
         graceful_shutdown_timeout_s=options.drain_s,
         ray_actor_options={"num_cpus": 1},
     )
@@ -194,7 +167,7 @@ def run(options: RayOptions) -> None:
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: stop.set())  # only now: Ray sets its own
-    address = f"http://{options.host}:{options.port}/v1/models"
+    address = f"http://{options.host}:{options.rest_port}/v1/models"
     print(f"serving {options.directory} on ray: REST {address}", flush=True)
     stop.wait()
     serve.delete(_APPLICATION)

@@ -14,7 +14,7 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from google.protobuf.wrappers_pb2 import BytesValue
@@ -60,6 +60,11 @@ class RequestError(Exception):
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error of any kind."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
 
 
 def error_body(error: RequestError) -> bytes:
@@ -161,13 +166,8 @@ class Target:
 
 
 _MODEL = r"/v1/models/([^/:]+)(?:/(?:versions/(\d+)|labels/([^/:]+)))?"
-_METHODS = {
-    "predict": Kind.REST_PREDICT,
-    "classify": Kind.REST_CLASSIFY,
-    "regress": Kind.REST_REGRESS,
-}
 _CALL = re.compile(f"(?i:{_MODEL}):(predict|classify|regress)")
-_READ = re.compile(f"(?i:{_MODEL})(/metadata)?")
+_READ = re.compile(f"(?i:{_MODEL})(?:/(metadata))?")
 
 
 def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
@@ -186,9 +186,7 @@ def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
         message = f"Failed to convert version: {version[:40]} to numeric."
         raise RequestError(Code.INVALID_ARGUMENT, message)
     target = Target(name=name, version=number, label=label or "")
-    if method == "POST":
-        return target, _METHODS[what]
-    return target, Kind.REST_METADATA if what else None
+    return target, Kind[f"REST_{what.upper()}"] if what else None
 
 
 # Messages -----------------------------------------------------------------------------------------
@@ -196,10 +194,7 @@ def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
 
 def parse_model_spec(payload: bytes) -> Target:
     """Return the model that a gRPC request names: field 1 of all requests that name one."""
-    try:
-        spec = ModelSpec.FromString(BytesValue.FromString(payload).value)
-    except DecodeError as error:
-        raise RequestError(Code.INVALID_ARGUMENT, f"Malformed request: {error}") from None
+    spec = _first_field(ModelSpec, payload)
     if not spec.name:
         raise RequestError(Code.INVALID_ARGUMENT, "Missing ModelSpec")
     version = spec.version.value if spec.HasField("version") else None
@@ -208,14 +203,19 @@ def parse_model_spec(payload: bytes) -> Target:
 
 def parse_reload(payload: bytes) -> Any:
     """Return the ``ModelServerConfig`` in a ``ReloadConfigRequest``; raise RequestError."""
+    return _first_field(ModelServerConfig, payload)
+
+
+def _first_field(message: Any, payload: bytes) -> Any:
+    """Return the message in field 1 of a request."""
     try:
-        return ModelServerConfig.FromString(BytesValue.FromString(payload).value)
+        return message.FromString(BytesValue.FromString(payload).value)
     except DecodeError as error:
         raise RequestError(Code.INVALID_ARGUMENT, f"Malformed request: {error}") from None
 
 
-STATES = {"UNKNOWN": 0, "START": 10, "LOADING": 20, "AVAILABLE": 30, "UNLOADING": 40, "END": 50}
-"""Numbers of the states of a version, as in ``get_model_status.proto``."""
+STATES = {"LOADING": 20, "AVAILABLE": 30, "END": 50}
+"""Numbers of the states that a version can have here, as in ``get_model_status.proto``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,64 +232,67 @@ class VersionState:
         return Code.UNKNOWN if self.message else Code.OK
 
 
-class ModelVersions(Protocol):
-    """What is known of a model's versions: which names mean which, and how they are.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelStatus:
+    """What clients can ask of a model.
 
-    `serving` is the version for requests that name none, `served` are all that get requests.
+    Attributes:
+      served: the versions that get requests.
+      labels: names of versions.
+      states: of all versions.
     """
 
+    served: frozenset[int] = frozenset()
+    labels: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    states: Sequence[VersionState] = ()
+
     @property
-    def serving(self) -> int | None: ...
-    @property
-    def served(self) -> frozenset[int]: ...
-    @property
-    def labels(self) -> Mapping[str, int]: ...
-    @property
-    def states(self) -> Sequence[VersionState]: ...
+    def serving(self) -> int | None:
+        """The version for requests that name none: the newest."""
+        return max(self.served, default=None)
 
 
-def unlabelled(target: Target, models: Mapping[str, ModelVersions]) -> Target:
+def version_of(target: Target, status: ModelStatus | None) -> int:
+    """Return the version that is to answer; raise RequestError where it is not served."""
+    if status is None:
+        raise target.not_found()
+    target = _unlabelled(target, status)
+    if status.serving is None:
+        reasons = [f"version {s.version}: {s.message}" for s in status.states if s.message]
+        message = "; ".join(reasons) or "it is being loaded"
+        raise RequestError(Code.UNAVAILABLE, f"{target.name} is not served yet: {message}")
+    version = status.serving if target.version is None else target.version
+    if version not in status.served:
+        raise target.not_found()
+    return version
+
+
+def states_of(target: Target, status: ModelStatus | None) -> list[VersionState]:
+    """Return the states of a model's versions, newest first, or of the one that is asked for."""
+    if status is None:
+        message = f"Could not find any versions of model {target.name}"
+        raise RequestError(Code.NOT_FOUND, message)
+    target = _unlabelled(target, status)
+    states = [s for s in status.states if target.version in (None, s.version)]
+    if not states and target.version is not None:
+        message = f"Could not find version {target.version} of model {target.name}"
+        raise RequestError(Code.NOT_FOUND, message)
+    return sorted(states, key=lambda one: -one.version)
+
+
+def _unlabelled(target: Target, status: ModelStatus) -> Target:
     """Return the target with the version of its label; raise RequestError for an unknown one."""
-    if not target.label or target.name not in models:
+    if not target.label:
         return target
-    version = models[target.name].labels.get(target.label)
+    version = status.labels.get(target.label)
     if version is None:
         message = f"Unrecognized servable version label: {target.label}"
         raise RequestError(Code.INVALID_ARGUMENT, message)
     return Target(name=target.name, version=version)
 
 
-def version_of(target: Target, models: Mapping[str, ModelVersions]) -> int:
-    """Return the version that is to answer; raise RequestError where it is not served."""
-    model = models.get(target.name)
-    if model is None:
-        raise target.not_found()
-    if model.serving is None:
-        reasons = [f"version {s.version}: {s.message}" for s in model.states if s.message]
-        message = "; ".join(reasons) or "it is being loaded"
-        raise RequestError(Code.UNAVAILABLE, f"{target.name} is not served yet: {message}")
-    version = model.serving if target.version is None else target.version
-    if version not in model.served:
-        raise target.not_found()
-    return version
-
-
-def states_of(target: Target, models: Mapping[str, ModelVersions]) -> list[VersionState]:
-    """Return the states of a model's versions, or of the one that is asked for."""
-    model = models.get(target.name)
-    if model is None:
-        message = f"Could not find any versions of model {target.name}"
-        raise RequestError(Code.NOT_FOUND, message)
-    states = [s for s in model.states if target.version in (None, s.version)]
-    if not states and target.version is not None:
-        message = f"Could not find version {target.version} of model {target.name}"
-        raise RequestError(Code.NOT_FOUND, message)
-    return states
-
-
 def status_json(states: Iterable[VersionState]) -> dict[str, Any]:
-    """Return the states of a model's versions as the REST interface shows them, newest first."""
-    ordered = sorted(states, key=lambda one: -one.version)
+    """Return the states of a model's versions as the REST interface shows them."""
     return {
         "model_version_status": [
             {
@@ -297,7 +300,7 @@ def status_json(states: Iterable[VersionState]) -> dict[str, Any]:
                 "state": one.state,
                 "status": {"error_code": one.code.name, "error_message": one.message},
             }
-            for one in ordered
+            for one in states
         ]
     }
 
@@ -305,7 +308,7 @@ def status_json(states: Iterable[VersionState]) -> dict[str, Any]:
 def status_message(states: Sequence[VersionState]) -> bytes:
     """Return the states as a ``GetModelStatusResponse``."""
     versions = []
-    for one in sorted(states, key=lambda one: -one.version):
+    for one in states:
         status = _field(1, int(one.code)) + _field(2, one.message.encode())
         version = _field(1, one.version) + _field(2, STATES[one.state]) + _field(3, status)
         versions.append(_field(1, version))

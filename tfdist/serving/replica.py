@@ -1,11 +1,12 @@
 """A replica: a process that has one version of a model and answers the frames of a front.
 
-    python -m tfdist.serving.replica OPTIONS_AS_JSON
+    python -m tfdist.serving.replica SUPERVISOR
 
-It loads TensorFlow, reads on its input which version it is to have (a spare one waits for that),
-loads it, and says on its status pipe that it is ready or why it is not. Then it serves one front at
-a time. A front that ends takes nothing with it: the replica waits for the next one. What has come
-while it computed is its next batch; it waits for nothing to fill one.
+SUPERVISOR is the pid of the process with which this one ends. It loads TensorFlow, reads a
+`ReplicaOrder` from its standard input (a spare one waits for that), loads the version, and writes
+to its standard output that it is ready or why it is not. Then it serves one front at a time. A
+front that ends takes nothing with it: the replica waits for the next one. What has come while it
+computed is its next batch; it waits for nothing to fill one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tfdist.serving.protocol import (
     RequestError,
     encode_error,
     encode_frame,
+    reason_of,
 )
 
 if TYPE_CHECKING:
@@ -40,21 +42,8 @@ _OBJECTS = 100_000  # that may be added before garbage is looked for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaOptions:
-    """What a replica is told when it starts.
-
-    Attributes:
-      status: descriptor of the pipe to the supervisor.
-      supervisor: pid of the process with which this one ends.
-    """
-
-    status: int
-    supervisor: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaOrder:
-    """What a replica is to serve, told when it is needed.
+    """What a replica is to serve.
 
     Attributes:
       directory: of the version.
@@ -71,14 +60,13 @@ class ReplicaOrder:
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     """Serve until the supervisor ends this process; return 1 where the version does not load."""
-    (text,) = sys.argv[1:] if argv is None else argv
-    options = ReplicaOptions(**json.loads(text))
-    die_with(options.supervisor)
+    die_with(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the supervisor ends replicas
     logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it warns of what a Session is
-    status = os.fdopen(options.status, "w", buffering=1)
+    status = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer to the supervisor
     try:
         from tfdist.serving.model import ServedModel  # TensorFlow, before there is an order
 
@@ -95,8 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         listener.bind(order.path)
         listener.listen()
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
-        print(json.dumps({"failed": reason}), file=status)
+        print(json.dumps({"failed": reason_of(error)}), file=status)
         return 1
     # What is loaded stays; the lists of one request alone would have the collector look at them.
     gc.freeze()

@@ -166,35 +166,33 @@ def _columns(value: Any, specs: Mapping[str, TensorSpec]) -> dict[str, np.ndarra
 def _column(value: Any, spec: TensorSpec, name: str) -> np.ndarray:
     array = _converted(value, spec.dtype)
     if array is None:
-        _refuse(value, _shape_of(value), 0, spec.dtype)
-    return _fitting(array, spec, name)
+        _leaves(value, spec.dtype)
+        _invalid(f"JSON Value: {_shown(value)} cannot be read as {_type_name(spec.dtype)}")
+    require_fit(array.shape, spec, name)
+    return array
 
 
 def _array(rows: list[Any], spec: TensorSpec, name: str, *, named: bool = False) -> np.ndarray:
     """Return the values of one input, a row for each element of 'instances'."""
     array = _converted(rows, spec.dtype)
     if array is None:
+        want = _shape_of(rows[0])
         for at, row in enumerate(rows):
-            key = f" key: {name}" if named else ""
-            start = f"Failed to process element: {at}{key} of 'instances' list. Error: "
             try:
-                _walk(row, _shape_of(row), 0, spec.dtype)
+                _leaves(row, spec.dtype)
+                if (has := _shape_of(row)) != want:
+                    sizes = math.prod(want), math.prod(has)
+                    what = f"shape {_listed(want)} but got: {_listed(has)}"
+                    if sizes[0] != sizes[1]:
+                        what = f"tensor size: {sizes[0]} but got: {sizes[1]}"
+                    _invalid(f"Expecting {what}")
             except RequestError as error:
-                _invalid(f"{start}INVALID_ARGUMENT: {error}")
-            want, has = _shape_of(rows[0]), _shape_of(row)
-            if want != has:
-                _invalid(f"{start}INVALID_ARGUMENT: {_other_shape(want, has)}")
+                key = f" key: {name}" if named else ""
+                _invalid(
+                    f"Failed to process element: {at}{key} of 'instances' list. Error: "
+                    f"INVALID_ARGUMENT: {error}"
+                )
         _invalid(f"Failed to process input {name}")
-    return _fitting(array, spec, name)
-
-
-def _other_shape(want: Sequence[int], has: Sequence[int]) -> str:
-    if math.prod(want) != math.prod(has):
-        return f"Expecting tensor size: {math.prod(want)} but got: {math.prod(has)}"
-    return f"Expecting shape {_listed(want)} but got: {_listed(has)}"
-
-
-def _fitting(array: np.ndarray, spec: TensorSpec, name: str) -> np.ndarray:
     require_fit(array.shape, spec, name)
     return array
 
@@ -218,11 +216,13 @@ def _converted(value: Any, dtype: np.dtype[Any]) -> np.ndarray | None:
         return array.astype(dtype) if array.dtype.kind in "fiub" else None
     if dtype.kind == "b":
         return array if array.dtype.kind == "b" else None
-    if dtype.kind in "iu":
-        return _integers(array, dtype)
     if array.dtype.kind not in "fiu" or _holds_bool(value):
         return None
-    if array.dtype.kind in "iu" and not _exact(array, dtype):
+    if array.dtype.kind in "iu":
+        least, most = _whole_numbers(dtype)
+        fits = least <= int(array.min()) and int(array.max()) <= most
+        return array.astype(dtype) if fits else None
+    if dtype.kind in "iu":
         return None
     with np.errstate(over="ignore"):
         cast = array.astype(dtype)
@@ -230,19 +230,13 @@ def _converted(value: Any, dtype: np.dtype[Any]) -> np.ndarray | None:
     return None if overflowed.any() else cast
 
 
-def _integers(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray | None:
-    if array.dtype.kind not in "iu":
-        return None
-    limits = np.iinfo(dtype)
-    if int(array.min()) < limits.min or int(array.max()) > limits.max:
-        return None
-    return array.astype(dtype)
-
-
-def _exact(array: np.ndarray, dtype: np.dtype[Any]) -> bool:
-    """Return whether whole numbers are such that every one of their size is a float's value."""
+def _whole_numbers(dtype: np.dtype[Any]) -> tuple[int, int]:
+    """Return the least and the largest whole number between which a type has them all."""
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return int(limits.min), int(limits.max)
     most = 2 ** (np.finfo(dtype).nmant + 1) - 1
-    return -most <= int(array.min()) and int(array.max()) <= most
+    return -most, most
 
 
 def _holds_bool(value: Any) -> bool:
@@ -254,26 +248,15 @@ def _holds_bool(value: Any) -> bool:
 
 def _text(value: Any) -> np.ndarray | None:
     """Return a nest of texts and ``{"b64": ...}`` as an array of bytes."""
-    shape = _shape_of(value)
     try:
-        _walk(value, shape, 0, np.dtype(object))
+        leaves = _leaves(value, np.dtype(object))
     except RequestError:
         return None
-    array = np.empty(shape, object)
-    flat = array.reshape(-1)
-    for at, leaf in enumerate(_leaves(value)):
-        flat[at] = (
-            leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else from_base64(leaf)
-        )
-    return flat.reshape(shape)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, list):
-        for one in value:
-            yield from _leaves(one)
-    else:
-        yield value
+    texts = [
+        leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else from_base64(leaf)
+        for leaf in leaves
+    ]
+    return np.array(texts, object).reshape(_shape_of(value))
 
 
 def from_base64(value: Mapping[str, Any]) -> bytes:
@@ -288,13 +271,12 @@ def from_base64(value: Mapping[str, Any]) -> bytes:
         _invalid("Unable to base64 decode")
 
 
-def _refuse(value: Any, shape: tuple[int, ...], level: int, dtype: np.dtype[Any]) -> NoReturn:
-    _walk(value, shape, level, dtype)
-    _invalid(f"JSON Value: {_shown(value)} cannot be read as {_type_name(dtype)}")
+def _leaves(value: Any, dtype: np.dtype[Any]) -> list[Any]:
+    """Return the values in a nest; raise the RequestError for the first that is out of place."""
+    return list(_walk(value, _shape_of(value), 0, dtype))
 
 
-def _walk(value: Any, shape: tuple[int, ...], level: int, dtype: np.dtype[Any]) -> None:
-    """Raise the RequestError for the first value of a nest that is out of place."""
+def _walk(value: Any, shape: tuple[int, ...], level: int, dtype: np.dtype[Any]) -> Iterator[Any]:
     if not isinstance(value, list):
         if level != len(shape):
             _invalid(
@@ -302,6 +284,7 @@ def _walk(value: Any, shape: tuple[int, ...], level: int, dtype: np.dtype[Any]) 
                 f"DOM. Expected at level: {len(shape)}"
             )
         _check_leaf(value, dtype)
+        yield value
         return
     if level >= len(shape):
         _invalid(f"Encountered list at unexpected level: {level} expected < {len(shape)}")
@@ -311,7 +294,7 @@ def _walk(value: Any, shape: tuple[int, ...], level: int, dtype: np.dtype[Any]) 
             f"{shape[level]}"
         )
     for one in value:
-        _walk(one, shape, level + 1, dtype)
+        yield from _walk(one, shape, level + 1, dtype)
 
 
 def _check_leaf(value: Any, dtype: np.dtype[Any]) -> None:
@@ -320,30 +303,13 @@ def _check_leaf(value: Any, dtype: np.dtype[Any]) -> None:
             _invalid(f"JSON Value: {_shown(value)} not formatted correctly for base64 data")
         from_base64(value)
         return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if dtype.kind == "f" and number:
-        if isinstance(value, int) or math.isfinite(value):
-            _require_lossless(value, dtype)
+    fits = isinstance(value, str) if dtype.kind == "O" else _converted(value, dtype) is not None
+    if fits:
         return
-    limits = np.iinfo(dtype) if dtype.kind in "iu" else None
-    if limits and number and isinstance(value, int) and limits.min <= value <= limits.max:
-        return
-    fits = isinstance(value, {"O": str, "b": bool}.get(dtype.kind, ()))
-    if not fits:
-        _invalid(
-            f"JSON Value: {_shown(value)} Type: {json_type(value)} is not of expected type: "
-            f"{_type_name(dtype)}"
-        )
-
-
-def _require_lossless(value: float, dtype: np.dtype[Any]) -> None:
-    limits = np.finfo(dtype)
-    most = 2 ** (limits.nmant + 1) - 1 if isinstance(value, int) else float(limits.max)
-    if not -most <= value <= most:
-        _invalid(
-            f"Cannot convert JSON value: {_shown(value)} to {_type_name(dtype)} without loss of "
-            "precision."
-        )
+    shown, kind, wanted = _shown(value), json_type(value), _type_name(dtype)
+    if kind == "Number" and dtype.kind == "f":
+        _invalid(f"Cannot convert JSON value: {shown} to {wanted} without loss of precision.")
+    _invalid(f"JSON Value: {shown} Type: {kind} is not of expected type: {wanted}")
 
 
 def _shape_of(value: Any) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -24,17 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, opening_port
+from tfdist.files import one_line_errors
 from tfdist.launch.events import STOP_SIGNALS
 from tfdist.launch.report import signal_name
-from tfdist.serving.door import Door, address_of, bound, prefer_the_next
-from tfdist.serving.front import ClientOptions, FrontOptions
-from tfdist.serving.replica import ReplicaOptions, ReplicaOrder
+from tfdist.serving.front import FrontOptions
+from tfdist.serving.grpc_port import GrpcPort
+from tfdist.serving.replica import ReplicaOrder
 from tfdist.serving.versions import (
-    Drain,
     Model,
     Policy,
     Replica,
-    StartReplica,
     find_versions,
     name_of,
     require_models,
@@ -45,16 +45,17 @@ _MODULES = {"front": "tfdist.serving.front", "replica": "tfdist.serving.replica"
 _SCAN_S = 0.25
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 5.0
+_END_S = 5.0  # that a front has to end, beside the time for its requests
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ServeOptions(ClientOptions):
-    """What `tfdist.serve` is asked for.
+class ServeOptions(FrontOptions):
+    """Settings of a service.
 
     Attributes:
-      directory: of versions, or of models that have versions.
+      directory: of versions, or of models that have versions; on Ray at the same path on each node.
       name: of the model, where the directory has versions; else the one model to serve.
-      replicas: processes for each version that is served.
+      replicas: processes for each version that is served; on Ray processes over all nodes.
       policy: which versions those are.
       rest_port, grpc_port: 0 for any that is free.
       spares: processes that have loaded TensorFlow and wait for the version they are to serve.
@@ -83,21 +84,12 @@ def cores_of(index: int, *, replicas: int, cores: Sequence[int]) -> tuple[int, .
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _ReplicaProcess:
-    """A replica's process and what it is reached by."""
+class ReplicaProcess:
+    """A replica's process, and the socket by which fronts reach it."""
 
     process: subprocess.Popen[bytes]
     model: str
-    version: int
     path: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Spare:
-    """A replica's process that has no order yet, and the pipe on which it will say how it is."""
-
-    process: subprocess.Popen[bytes]
-    status: int
 
 
 class ServiceSupervisor:
@@ -110,31 +102,32 @@ class ServiceSupervisor:
         self._paths = require_models(options.directory, options.name)
         model = Model(replicas_wanted=options.replicas, policy=options.policy)
         self._models = dict.fromkeys(self._paths, model)
-        self._rest = _listen(options.host, options.rest_port)
-        self._grpc = _reserve(options.host, options.grpc_port)
+        with opening_port("--rest_port", f"{options.host}:{options.rest_port}"):
+            self._rest = socket.create_server((options.host, options.rest_port), backlog=2048)
+        with opening_port("--grpc_port", f"{options.host}:{options.grpc_port}"):
+            self._grpc = GrpcPort(options.host, options.grpc_port)
         self._private = tempfile.mkdtemp(prefix="tfdist-serve-")
-        self._ids = 0
-        self._replicas: dict[int, _ReplicaProcess] = {}
-        self._following: set[asyncio.Task[None]] = set()
-        self._spares: list[_Spare] = []
+        self._ids = itertools.count(1)
+        self._replicas: dict[int, ReplicaProcess] = {}
         self._draining: dict[int, str] = {}
-        self._starting: set[tuple[str, int, int]] = set()
+        self._spares: list[subprocess.Popen[bytes]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._front: subprocess.Popen[bytes] | None = None
         self._control: asyncio.StreamWriter | None = None
-        self._told = b""
+        self._sent = b""
         self._stop = asyncio.Event()
-        self._door = Door(self._grpc)
-        self._announced: dict[str, frozenset[int]] = {}
 
     @property
     def rest_address(self) -> str:
         """Host and port of REST."""
-        return _address(self._rest)
+        host, port = self._rest.getsockname()
+        return f"{host}:{port}"
 
     @property
     def grpc_address(self) -> str:
         """Host and port of gRPC."""
-        return _address(self._grpc)
+        host, port = self._grpc.address
+        return f"{host}:{port}"
 
     async def run(self) -> None:
         """Serve until asked to stop; answer what has come, and end all processes."""
@@ -144,17 +137,19 @@ class ServiceSupervisor:
                 loop.add_signal_handler(signum, self._stop.set)
         front = asyncio.create_task(self._keep_front())
         scan = asyncio.create_task(self._keep_scanning())
-        door = asyncio.create_task(self._door.run())
+        relay = asyncio.create_task(self._grpc.run())
         stop = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait([front, scan, door, stop], return_when=asyncio.FIRST_COMPLETED)
-            for task in (front, scan, door):
+            await asyncio.wait([front, scan, relay, stop], return_when=asyncio.FIRST_COMPLETED)
+            for task in (front, scan, relay):
                 if task.done():
                     task.result()
             _LOG.info("stopping: requests that have come are answered")
             self._rest.close()
-            door.cancel()
-            await front
+            relay.cancel()
+            if self._front is not None:
+                self._front.terminate()
+            await asyncio.wait([front], timeout=self._options.drain_s + _END_S)
         finally:
             self._end()
 
@@ -164,11 +159,11 @@ class ServiceSupervisor:
         """Start a front whenever there is none."""
         wait_s = _FIRST_WAIT_S
         while not self._stop.is_set():
-            start = asyncio.get_running_loop().time()
+            start_s = time.monotonic()
             code = await self._run_front()
             if self._stop.is_set():
                 return
-            lived_s = asyncio.get_running_loop().time() - start
+            lived_s = time.monotonic() - start_s
             wait_s = (
                 _FIRST_WAIT_S if lived_s > _LONGEST_WAIT_S else min(_LONGEST_WAIT_S, wait_s * 2)
             )
@@ -178,74 +173,52 @@ class ServiceSupervisor:
 
     async def _run_front(self) -> int:
         """Run one front until it has ended; return its exit code."""
-        ours, theirs = socket.socketpair()
-        options = self._front_options(theirs.fileno())
-        passed = (self._rest.fileno(), theirs.fileno())
-        self._front = _spawn(self._modules["front"], dataclasses.asdict(options), passed)
-        theirs.close()
+        names = [field.name for field in dataclasses.fields(FrontOptions)]
+        options = {name: getattr(self._options, name) for name in names}
+        text = json.dumps(options, default=dataclasses.asdict)
+        rest, (ours, theirs) = self._rest.fileno(), socket.socketpair()
+        with theirs:
+            words = (f"{rest}", self.grpc_address, text)
+            self._front = self._spawn("front", *words, stdin=theirs, pass_fds=(rest,))
         reader, self._control = await asyncio.open_connection(sock=ours, limit=1 << 24)
-        self._told = b""
+        self._sent = b""
         self._tell_front()
-        stopper = asyncio.create_task(self._stop_front(self._front))
-        try:
+        with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
-                self._hear(json.loads(line))
-        except ConnectionError:
-            pass
-        self._door.is_front_there.clear()
+                self._take(json.loads(line))
+        self._grpc.front_listens.clear()
         code = await asyncio.to_thread(self._front.wait)
-        stopper.cancel()
         self._control.close()
         self._control = None
         return code
 
-    async def _stop_front(self, front: subprocess.Popen[bytes]) -> None:
-        """Have the front end when the service does; with force if it takes too long."""
-        await self._stop.wait()
-        front.terminate()
-        await asyncio.sleep(self._options.drain_s + 5)
-        front.kill()
-
-    def _front_options(self, control: int) -> FrontOptions:
-        names = [field.name for field in dataclasses.fields(ClientOptions)]
-        shared = {name: getattr(self._options, name) for name in names}
-        return FrontOptions(
-            rest=self._rest.fileno(),
-            control=control,
-            supervisor=os.getpid(),
-            grpc=self.grpc_address,
-            **shared,
-        )
-
-    def _hear(self, message: Mapping[str, Any]) -> None:
+    def _take(self, message: Mapping[str, Any]) -> None:
+        """Take a message of the front."""
         if "listening" in message:
-            self._door.is_front_there.set()
-        for name, told in message.get("policies", {}).items():
-            _LOG.info("%s: versions %s", name, told)
-            self._set(name, self._models[name].governed(Policy(**told)))
-        if (id := message.get("drained")) in self._replicas:
-            self._replicas[id].process.kill()  # it has no request left
-        if (id := message.get("hung")) in self._replicas:
+            self._grpc.front_listens.set()
+        for name, policy in message.get("policies", {}).items():
+            _LOG.info("%s: versions %s", name, policy)
+            self._set(name, self._models[name].governed(Policy(**policy)))
+        if (id := message.get("end")) in self._replicas:  # it hangs, or has no request left
             self._replicas[id].process.kill()
 
     def _tell_front(self) -> None:
         """Send the front all that it needs to know, if that has changed."""
         if self._control is None:
             return
-        table = {"models": {name: self._table(name) for name in self._models}}
-        line = json.dumps(table).encode() + b"\n"
-        if line != self._told:
-            self._told = line
+        line = json.dumps({name: self._table(name) for name in self._models}).encode() + b"\n"
+        if line != self._sent:
+            self._sent = line
             self._control.write(line)
 
     def _table(self, name: str) -> dict[str, Any]:
         model = self._models[name]
+        status = model.status
         ready = [r for r in model.replicas if r.ready and r.version in model.served]
         return {
-            "serving": model.serving,
-            "served": sorted(model.served),
-            "labels": dict(model.labels),
-            "states": [dataclasses.asdict(state) for state in model.states],
+            "served": sorted(status.served),
+            "labels": dict(status.labels),
+            "states": [dataclasses.asdict(state) for state in status.states],
             "replicas": [[r.id, self._replicas[r.id].path, r.version] for r in ready],
             "draining": [id for id, of in self._draining.items() if of == name],
         }
@@ -270,20 +243,18 @@ class ServiceSupervisor:
 
     def _set(self, name: str, model: Model) -> None:
         """Take a model's new state, do what it asks for, and tell the front."""
-        for version in model.refused.keys() - self._models[name].refused.keys():
+        before, self._models[name] = self._models[name], model
+        for version in model.refused.keys() - before.refused.keys():
             _LOG.error("%s: version %d is refused: %s", name, version, model.refused[version])
-        self._models[name] = model
-        for action in model.actions():
-            if isinstance(action, Drain):
-                self._models[name] = self._models[name].draining(action.id)
-                self._draining[action.id] = name
-            else:
-                self._start_later(name, action)
-        before = self._announced.get(name, frozenset())
-        for version in sorted(model.served - before):
-            age = self._age(name, version) if before else ""
+        for version in sorted(model.served - before.served):
+            age = self._age(name, version) if before.served else ""
             _LOG.info("%s: version %s is served%s", name, version, age)
-        self._announced[name] = model.served
+        self._models[name], starts, drains = model.planned(self._ids)
+        self._draining.update({id: name for id in drains if id in self._replicas})
+        for replica in starts:
+            task = asyncio.create_task(self._run_replica(name, replica))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         self._tell_front()
 
     def _age(self, name: str, version: int) -> str:
@@ -296,168 +267,111 @@ class ServiceSupervisor:
     def _directory(self, name: str, version: int) -> Path:
         return self._paths[name] / name_of(self._models[name].found[version])
 
-    def _start_later(self, name: str, start: StartReplica) -> None:
-        key = (name, start.version, start.index)
-        if key in self._starting:
-            return
-        self._starting.add(key)
+    # Replicas
 
-        def begin() -> None:
-            self._starting.discard(key)
-            wanted = self._models[name].actions()
-            if any((a.version, a.index) == key[1:] for a in wanted if isinstance(a, StartReplica)):
-                try:
-                    self._start(name, start)
-                except (OSError, TfdistError) as error:  # the next scan tries again
-                    _LOG.error("%s: no replica could be started: %s", name, error)
-
-        if start.wait_s:
-            asyncio.get_running_loop().call_later(start.wait_s, begin)
-        else:
-            begin()
-
-    def _start(self, name: str, start: StartReplica) -> None:
-        """Have a process load a version: a spare one, where there is one."""
-        self._ids += 1
-        id, path = self._ids, f"{self._private}/{self._ids}"
+    async def _run_replica(self, name: str, replica: Replica) -> None:
+        """Run a replica, after a pause, from its start to its end."""
+        id = replica.id
+        await asyncio.sleep(replica.wait_s)
+        if self._stop.is_set() or self._models[name].replica(id) is None:
+            return  # it is not wanted any more
         cores = sorted(os.sched_getaffinity(0))
-        chosen = cores_of(start.index, replicas=self._options.replicas, cores=cores)
+        own = cores_of(replica.index, replicas=self._options.replicas, cores=cores)
         order = ReplicaOrder(
-            directory=str(self._directory(name, start.version)),
+            directory=str(self._directory(name, replica.version)),
             name=name,
-            path=path,
-            cores=chosen if self._options.pin else (),
+            path=f"{self._private}/{id}",
+            cores=own if self._options.pin else (),
             batch_sizes=self._options.batch_sizes,
         )
-        spare = self._ordered(order)
-        process = spare.process
-        kept = _ReplicaProcess(process=process, model=name, version=start.version, path=path)
-        self._replicas[id] = kept
-        self._models[name] = self._models[name].started(
-            Replica(id=id, version=start.version, index=start.index)
+        try:
+            process = self._order(order)
+        except (OSError, TfdistError) as error:
+            _LOG.error("%s: no replica could be started: %s", name, error)
+            self._models[name] = self._models[name].without(id)  # the next scan starts another
+            return
+        self._replicas[id] = ReplicaProcess(process=process, model=name, path=order.path)
+        _LOG.info(
+            "%s: replica %d loads version %d (pid %d)", name, id, replica.version, process.pid
         )
-        task = asyncio.create_task(self._follow(id, kept, spare.status))
-        self._following.add(task)
-        task.add_done_callback(self._following.discard)
-        _LOG.info("%s: replica %d loads version %d (pid %d)", name, id, start.version, process.pid)
+        await self._follow(id, self._replicas[id])
+        del self._replicas[id]
+        Path(order.path).unlink(missing_ok=True)
+        how = _how(process.returncode)
+        if self._draining.pop(id, None) is None and not self._stop.is_set():
+            _LOG.warning("%s: replica %d %s; it is replaced", name, id, how)
+        self._set(name, self._models[name].ended(id, how))
 
-    def _ordered(self, order: ReplicaOrder) -> _Spare:
-        """Return a process that has been told what to serve; raise OSError."""
-        living = [spare for spare in self._spares if spare.process.poll() is None]
-        for ended in set(self._spares) - set(living):
-            os.close(ended.status)
-        spare = living.pop(0) if living else self._spare()
-        self._spares = living
-        assert spare.process.stdin is not None
-        try:
-            spare.process.stdin.write(json.dumps(dataclasses.asdict(order)).encode() + b"\n")
-            spare.process.stdin.close()
-        except OSError:  # it has just ended
-            spare.process.kill()
-            spare.process.wait()
-            os.close(spare.status)
-            raise
-        return spare
-
-    def _spare(self) -> _Spare:
-        """Start a process that loads TensorFlow and waits for its order."""
-        status, theirs = os.pipe()
-        try:
-            options = ReplicaOptions(status=theirs, supervisor=os.getpid())
-            replica = self._modules["replica"]
-            return _Spare(_spawn(replica, dataclasses.asdict(options), (theirs,)), status)
-        finally:
-            os.close(theirs)
-
-    async def _follow(self, id: int, kept: _ReplicaProcess, status: int) -> None:
-        """Take what a replica says of its loading, and that it has ended, as its pipe has then."""
+    async def _follow(self, id: int, replica: ReplicaProcess) -> None:
+        """Take what a replica says of its loading, and wait for its end, which its pipe has too."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(status, "rb")
+            lambda: asyncio.StreamReaderProtocol(reader), replica.process.stdout
         )
         with contextlib.closing(transport):
             try:
                 async with asyncio.timeout(self._options.load_timeout_s):
-                    said = await reader.readline()
-                    if said.endswith(b"\n"):
-                        self._heard_of(id, kept.model, json.loads(said))
+                    line = await reader.readline()
+                if line.endswith(b"\n"):
+                    self._take_loaded(id, replica.model, json.loads(line))
             except TimeoutError:
-                kept.process.kill()
+                replica.process.kill()
             await reader.read()
-        await asyncio.to_thread(kept.process.wait)
-        self._ended(id)
+        await asyncio.to_thread(replica.process.wait)
 
-    def _heard_of(self, id: int, name: str, said: Mapping[str, Any]) -> None:
+    def _take_loaded(self, id: int, name: str, message: Mapping[str, Any]) -> None:
+        """Take what a replica says once it has loaded its version, or could not."""
         model = self._models[name]
-        if "failed" in said:
-            self._set(name, model.failed(id, said["failed"]))
-        else:
-            _LOG.info("%s: replica %d is ready", name, id)
-            self._set(name, model.loaded(id))
-            if len(self._spares) < self._options.spares and not self._stop.is_set():
-                try:  # now, as nothing else is being loaded
-                    self._spares.append(self._spare())
-                except (OSError, TfdistError) as error:  # the next replica is loaded without it
-                    _LOG.error("%s: no spare could be started: %s", name, error)
+        if "failed" in message:
+            self._set(name, model.failed(id, message["failed"]))
+            return
+        _LOG.info("%s: replica %d is ready", name, id)
+        self._set(name, model.loaded(id))
+        if len(self._spares) < self._options.spares and not self._stop.is_set():
+            try:  # now, as nothing else is being loaded
+                self._spares.append(self._start_process())
+            except TfdistError as error:  # the next replica is loaded without it
+                _LOG.error("%s: no spare could be started: %s", name, error)
 
-    def _ended(self, id: int) -> None:
-        """Take that a replica's process has ended."""
-        kept = self._replicas.pop(id)
-        Path(kept.path).unlink(missing_ok=True)
-        how = _how(kept.process.returncode)
-        if self._draining.pop(id, None) is None and not self._stop.is_set():
-            _LOG.warning("%s: replica %d %s; it is replaced", kept.model, id, how)
-        if not self._stop.is_set():
-            self._set(kept.model, self._models[kept.model].ended(id, how))
+    def _order(self, order: ReplicaOrder) -> subprocess.Popen[bytes]:
+        """Return a process that has been told what to serve; raise OSError or TfdistError."""
+        self._spares = [spare for spare in self._spares if spare.poll() is None]
+        process = self._spares.pop(0) if self._spares else self._start_process()
+        assert process.stdin is not None
+        try:
+            with process.stdin as pipe:
+                pipe.write(json.dumps(dataclasses.asdict(order)).encode() + b"\n")
+        except OSError:  # it has just ended
+            with process:
+                process.kill()
+            raise
+        return process
+
+    def _start_process(self) -> subprocess.Popen[bytes]:
+        """Start a process that loads TensorFlow and waits for its order."""
+        return self._spawn("replica", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def _spawn(self, role: str, *words: str, **options: Any) -> subprocess.Popen[bytes]:
+        """Start a front or a replica, out of reach of the terminal's signals."""
+        module = self._modules[role]
+        with one_line_errors(f"serve: cannot start {module}"):
+            return subprocess.Popen(
+                [sys.executable, "-m", module, str(os.getpid()), *words],
+                env={"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ,
+                process_group=0,
+                **options,
+            )
 
     def _end(self) -> None:
         """End all processes and close all sockets."""
         self._stop.set()
-        processes = [kept.process for kept in self._replicas.values()]
-        processes += [spare.process for spare in self._spares]
+        processes = [*(one.process for one in self._replicas.values()), *self._spares]
         for process in [*processes, *([self._front] if self._front else [])]:
             process.kill()
             process.wait()
         self._rest.close()
         self._grpc.close()
         shutil.rmtree(self._private, ignore_errors=True)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Return the listening socket of REST, which fronts share, one after the other."""
-    with opening_port("--rest_port", f"{host}:{port}"):
-        return socket.create_server((host, port), backlog=2048)
-
-
-def _reserve(host: str, port: int) -> socket.socket:
-    """Return the socket at the port of gRPC to which connections go while no front listens."""
-    with opening_port("--grpc_port", f"{host}:{port}"):
-        holder = bound(host, port)
-    prefer_the_next(holder)
-    holder.listen(2048)
-    return holder
-
-
-def _address(of: socket.socket) -> str:
-    host, port = address_of(of)
-    return f"{host}:{port}"
-
-
-def _spawn(
-    module: str, options: Mapping[str, Any], passed: Sequence[int]
-) -> subprocess.Popen[bytes]:
-    """Start a front or a replica, out of reach of the terminal's signals."""
-    environ = {"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(options)],
-            pass_fds=passed,
-            stdin=subprocess.PIPE,
-            env=environ,
-            process_group=0,
-        )
-    except OSError as error:
-        raise TfdistError(f"serve: cannot start {module}: {error.strerror}") from error
 
 
 def _how(code: int) -> str:

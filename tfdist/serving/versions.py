@@ -1,7 +1,7 @@
 """The versions of a model: which are served, which are loaded beside them, which are refused.
 
-Pure: `Model` is what is known, its methods return it changed, and `actions` says what to do next.
-Told the same twice it does nothing more, so that a lost message is made good by the next look.
+Pure: `Model` is what is known, its methods return it changed, and `planned` says what to do next.
+The same twice changes nothing more, so that a lost message is made good by the next look.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tfdist.errors import UsageError, require
 from tfdist.files import one_line_errors
-from tfdist.serving.protocol import INT64_MAX, VersionState
+from tfdist.serving.protocol import INT64_MAX, ModelStatus, VersionState
 
 MAX_DEATHS = 3  # of replicas that end while they load a version that was never served
 _FIRST_WAIT_S = 0.05
@@ -95,28 +95,16 @@ def _parse_label(text: str) -> tuple[str, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Replica:
-    """A process that has a version, or is loading it."""
+    """A process that has a version, or is loading it; `index` is its number among the version's.
+
+    It is started `wait_s` after it was planned.
+    """
 
     id: int
     version: int
     index: int
     ready: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StartReplica:
-    """Start a replica of a version in a place, no sooner than `wait_s` after the last one's end."""
-
-    version: int
-    index: int
-    wait_s: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Drain:
-    """Give a replica no more requests; end it when it has none left."""
-
-    id: int
+    wait_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,11 +132,6 @@ class Model:
     deaths: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
     @property
-    def serving(self) -> int | None:
-        """The version that gets the requests which name none: the newest."""
-        return max(self.served, default=None)
-
-    @property
     def targets(self) -> frozenset[int]:
         """What the policy chooses of what is there and not refused, else what is served."""
         return self.policy.choose(v for v in self.found if v not in self.refused) or self.served
@@ -163,72 +146,75 @@ class Model:
         refused = {v: why for v, why in self.refused.items() if v in same}
         return dataclasses.replace(self, found=dict(found), refused=refused)._settled()
 
-    def started(self, replica: Replica) -> Model:
-        """Take a replica that was started."""
-        return dataclasses.replace(self, replicas=(*self.replicas, replica))
-
     def loaded(self, id: int) -> Model:
         """Take that a replica has loaded and warmed its version."""
+        one = self.replica(id)
+        if one is None:
+            return self
         replicas = tuple(
-            dataclasses.replace(one, ready=True) if one.id == id else one for one in self.replicas
+            dataclasses.replace(other, ready=True) if other is one else other
+            for other in self.replicas
         )
-        deaths = {
-            key: count
-            for key, count in self.deaths.items()
-            if key not in {(one.version, one.index) for one in replicas if one.id == id}
-        }
+        place = (one.version, one.index)
+        deaths = {key: count for key, count in self.deaths.items() if key != place}
         return dataclasses.replace(self, replicas=replicas, deaths=deaths)._settled()
 
     def failed(self, id: int, reason: str) -> Model:
         """Take that a replica could not load its version: it is refused unless it is served."""
-        one = self._replica(id)
+        one = self.replica(id)
         if one is None or one.version in self.served:
             return self
         return self._refusing(one.version, reason)
 
     def ended(self, id: int, how: str) -> Model:
         """Take that the process of a replica has ended."""
-        one = self._replica(id)
+        one = self.replica(id)
         if one is None:
             return self
         key = (one.version, one.index)
         deaths = {**self.deaths, key: self.deaths.get(key, 0) + 1}
-        left = tuple(other for other in self.replicas if other.id != id)
-        model = dataclasses.replace(self, replicas=left, deaths=deaths)
+        model = dataclasses.replace(self.without(id), deaths=deaths)
         count = sum(n for (version, _), n in deaths.items() if version == one.version)
         if not one.ready and one.version not in self.served and count >= MAX_DEATHS:
             return model._refusing(one.version, f"its replica {how} while it was loaded, {count}x")
         return model
 
-    def draining(self, id: int) -> Model:
-        """Take that a replica is being drained."""
+    def without(self, id: int) -> Model:
+        """Forget a replica."""
         left = tuple(one for one in self.replicas if one.id != id)
         return dataclasses.replace(self, replicas=left)
 
-    def actions(self) -> list[StartReplica | Drain]:
-        """Return what is to be done now."""
+    def planned(self, ids: Iterator[int]) -> tuple[Model, list[Replica], list[int]]:
+        """Return the model with the replicas it is to have, those to start, and those to drain.
+
+        One that is drained gets no more requests, and is ended when it has none left.
+        """
         kept = self.targets | self.served
-        drains = [Drain(one.id) for one in self.replicas if one.version not in kept]
+        drains = [one.id for one in self.replicas if one.version not in kept]
+        there = {(one.version, one.index) for one in self.replicas}
         starts = [
-            StartReplica(version, index, self._wait_s(version, index))
+            Replica(id=next(ids), version=version, index=index, wait_s=self._wait_s(version, index))
             for version in sorted(kept & self.found.keys())
             for index in range(self.replicas_wanted)
-            if not any((one.version, one.index) == (version, index) for one in self.replicas)
+            if (version, index) not in there
         ]
-        return [*drains, *starts]
+        stay = (one for one in self.replicas if one.version in kept)
+        return dataclasses.replace(self, replicas=(*stay, *starts)), starts, drains
 
     @property
-    def states(self) -> list[VersionState]:
-        """How each version is, but for those on the disk that are not chosen."""
+    def status(self) -> ModelStatus:
+        """What clients can ask; versions on the disk that are not chosen are left out."""
         states = [
             VersionState(version=version, state="END", message=why)
             for version, why in self.refused.items()
         ]
         states += [VersionState(version=version, state="AVAILABLE") for version in self.served]
         loading = self.targets - self.served
-        return states + [VersionState(version=version, state="LOADING") for version in loading]
+        states += [VersionState(version=version, state="LOADING") for version in loading]
+        return ModelStatus(served=self.served, labels=self.labels, states=states)
 
-    def _replica(self, id: int) -> Replica | None:
+    def replica(self, id: int) -> Replica | None:
+        """Return a living replica that is not draining."""
         return next((one for one in self.replicas if one.id == id), None)
 
     def _refusing(self, version: int, reason: str) -> Model:
