@@ -306,6 +306,30 @@ def test_examples_whose_numbers_the_first_one_s_type_would_cut_are_named():
     assert source.fetch(np.array([0, 1, 2]))[1].tolist() == [0.5, 1, 0]
 
 
+def test_examples_of_other_parts_than_the_first_are_named():
+    """Else the value of one key would be taken for that of another."""
+    source = PythonSource([{"a": 1, "b": 2}, {"a": 1, "c": 3}])
+    with pytest.raises(UsageError, match=r"example 1: .*'c'.*; expected .*'b'") as error:
+        source.fetch(np.array([0, 1]))
+    assert error.value.code == "structures-differ"
+
+
+@pytest.mark.parametrize(
+    ("later", "code"),
+    [
+        (({"a": np.zeros(4), "c": np.zeros(4)}, np.arange(4)), "structures-differ"),
+        (({"a": np.zeros(4), "b": np.zeros(4)}, np.arange(4) / 2), "types-differ"),
+    ],
+)
+def test_a_later_batch_of_a_py_dataset_that_would_be_cut_or_mixed_up_is_refused(later, code):
+    class Changing(Batches):
+        def __getitem__(self, index):
+            return later if index == 2 else ({"a": np.ones(4), "b": np.zeros(4)}, np.arange(4))
+
+    source = PyDatasetSource(Changing())
+    assert refused(lambda: source.fetch_batch(2)) == ("Changing[2]", code)
+
+
 def test_a_py_dataset_gives_whole_batches():
     dataset = Batches()
     source = PyDatasetSource(dataset)
