@@ -153,14 +153,16 @@ def test_bad_arrays_are_refused(make, where, code):
 # Arrays in files
 
 
-def test_a_memory_map_is_read_from_its_own_file(tmp_path):
-    np.save(tmp_path / "x.npy", X)
+@pytest.mark.parametrize("dtype", ["f8", "bool", "i1", "c8"])
+def test_a_memory_map_is_read_from_its_own_file(tmp_path, dtype):
+    values = (X * 2).astype(dtype)
+    np.save(tmp_path / "x.npy", values)
     array = np.load(tmp_path / "x.npy", mmap_mode="r")
     source = ArraySource(array, Y, cache_dir=tmp_path / "cache")
     assert "1 of 2 arrays mapped" in source.describe()
     assert not (tmp_path / "cache").exists()
     x, _ = source.gather([3, 19])
-    assert np.array_equal(x, X[[3, 19]].astype(np.float32))
+    assert np.array_equal(x, values[[3, 19]].astype("f4" if dtype == "f8" else dtype))
 
 
 @pytest.mark.parametrize(

@@ -356,16 +356,18 @@ def of_memmap(array: np.memmap[Any, Any], *, cache_dir: Path | None = None) -> M
 
 def _map_operations(file: MappedFile) -> tf.Tensor:
     item_bytes = file.dtype.size
+    # A type of one byte is mapped as it is: nothing can be cast bit by bit to bool.
+    stored = file.dtype if item_bytes == 1 else tf.uint8
     size_bytes = math.prod(file.shape) * item_bytes
-    if file.offset_bytes == 0:
-        return _immutable_const(file.path, dtype=file.dtype, shape=file.shape)
-    whole = _immutable_const(file.path, dtype=tf.uint8, shape=(file.offset_bytes + size_bytes,))
+    whole = _immutable_const(file.path, dtype=stored, shape=(file.offset_bytes + size_bytes,))
     # int64 bounds: TensorFlow would take Python integers as int32 and overflow past 2 GB.
     begin = tf.constant([file.offset_bytes], tf.int64)
     data = tf.slice(whole, begin, tf.constant([size_bytes], tf.int64))
     shape = tf.constant([*file.shape, item_bytes] if item_bytes > 1 else file.shape, tf.int64)
     data = tf.reshape(data, shape)
-    return tf.ensure_shape(tf.bitcast(data, file.dtype), file.shape)
+    if item_bytes > 1:
+        data = tf.bitcast(data, file.dtype)
+    return tf.ensure_shape(data, file.shape)
 
 
 def _immutable_const(path: str, *, dtype: tf.DType, shape: tuple[int, ...]) -> tf.Tensor:
