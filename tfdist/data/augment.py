@@ -63,11 +63,12 @@ class RandomCrop(_Geometric):
     size: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        is_pair = isinstance(self.size, tuple | list) and len(self.size) == 2
         require(
-            self.padding >= 0 and (self.size is None or min(self.size) >= 1),
+            self.padding >= 0 and (self.size is None or (is_pair and min(self.size) >= 1)),
             "RandomCrop",
             received=f"padding={self.padding}, size={self.size}",
-            expected="padding of at least 0 and a size of at least 1 x 1 pixel",
+            expected="padding of at least 0 and a size (height, width) of at least 1 x 1 pixel",
             fix="RandomCrop(padding=4) crops an image to its own size",
             code="out-of-range",
         )
