@@ -231,6 +231,7 @@ def test_a_source_carries_its_transform():
     ("act", "where", "code"),
     [
         (lambda: RandomCrop(padding=-1), "RandomCrop", "out-of-range"),
+        (lambda: RandomCrop(size=32), "RandomCrop", "out-of-range"),
         (lambda: Normalize(mean=0, std=0), "Normalize", "out-of-range"),
         (lambda: apply(RandomCrop(size=(9, 9))), "RandomCrop", "window-too-large"),
         (lambda: apply(RandomFlip(), IMAGES[..., 0]), "augmentation", "not-images"),

@@ -171,6 +171,12 @@ def test_a_pattern_or_layer_that_cannot_be_placed_is_refused(layer, pattern, cod
     assert says in str(caught)
 
 
+def test_a_pattern_that_is_no_regular_expression_is_refused():
+    with pytest.raises(UsageError, match=r"placement: received '\*dense' \(nothing to repeat") as e:
+        PlacedStrategy("/CPU:0", {"*dense": "CPU:1"})
+    assert e.value.code == "bad-pattern"
+
+
 PROGRAM = """
 import json
 import keras, numpy as np, tensorflow as tf

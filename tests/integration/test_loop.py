@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.ps.closure import UnitGraph, Work, encode_result
+from tfdist.ps.closure import Work
 from tfdist.training import blocks, fitting
 from tfdist.training.engines import SynchronousEngine
 from tfdist.training.stop_requests import SIGNALS, StopRequests
@@ -266,26 +266,21 @@ def test_steps_that_cannot_be_are_refused(strategies):
             loop(first_step=-1)
 
 
-def ready(*, log_shapes=(), counted=(), num_totals=0):
-    """A program that is ready to be handed out."""
-    return Work(
-        closure=None,
-        dataset=None,
-        log_shapes=dict(log_shapes),
-        counted=list(counted),
-        counts_each=np.ones(len(counted), np.int64),
-        num_totals=num_totals,
-        training=True,
-    )
+def ready(*, counted=(), num_totals=0):
+    """A program that is ready to be dispatched."""
+    work = object.__new__(Work)
+    work.totals, work.logs = None, {}
+    work._log_shapes, work._num_totals = {}, num_totals
+    work._counted, work._counts_each = list(counted), np.ones(len(counted), np.int64)
+    work._counts_of_step_0 = work._counts_at_rest = None
+    return work
 
 
 def test_what_a_step_returns_comes_from_a_ps_worker_in_its_shape():
     """Among totals and stalenesses, as one vector."""
-    graph = object.__new__(UnitGraph)
-    graph.log_shapes = {}
+    work = ready(num_totals=2)
     returned = {"table": tf.ones([2, 2]), "each": tf.constant([5, 6, 7]), "loss": tf.constant(0.5)}
-    numbers = encode_result([tf.constant([8.0, 9.0])], graph._logs(returned), tf.constant([3, 0]))
-    work = ready(log_shapes=graph.log_shapes, num_totals=2)
+    numbers = tf.concat([[8.0, 9.0], work._logs(returned), [3.0, 0.0]], 0)
     assert work.take(numbers.numpy()).tolist() == [3, 0]
     assert work.totals.tolist() == [8.0, 9.0]
     assert {name: np.asarray(log).tolist() for name, log in work.logs.items()} == {
@@ -297,12 +292,11 @@ def test_what_a_step_returns_comes_from_a_ps_worker_in_its_shape():
 
 
 def test_what_a_step_returns_of_a_shape_that_is_not_known_is_refused_under_ps():
-    graph = object.__new__(UnitGraph)
-    graph.log_shapes = {}
+    work = ready()
 
     @tf.function(input_signature=[tf.TensorSpec([None])], autograph=False)
     def step(losses):
-        return graph._logs({"losses": losses})
+        return work._logs({"losses": losses})
 
     with pytest.raises(tfdist.UsageError, match=r"step: received 'losses' of shape \(None,\)"):
         step.get_concrete_function()
@@ -312,11 +306,11 @@ def test_counts_go_on_by_the_step_until_somebody_changes_them():
     count = tf.Variable(5, dtype=tf.int64)
     work = ready(counted=[count])
     work.count_from(2)
-    assert work.counts_of_step_0.tolist() == [3]
+    assert work._counts_of_step_0.tolist() == [3]
     count.assign(9)  # three steps, one of which was done twice, as a worker died
     work.rests()
     work.count_from(5)
-    assert work.counts_of_step_0.tolist() == [3]
+    assert work._counts_of_step_0.tolist() == [3]
     count.assign(0)
     work.count_from(5)
-    assert work.counts_of_step_0.tolist() == [-5]
+    assert work._counts_of_step_0.tolist() == [-5]

@@ -109,7 +109,7 @@ class Start:
         ):
             for task in self.others():
                 listening.enter_context(rendezvous.answering(self.config(task)))
-            return Members(self.cluster).wait(timeout_s=DEADLINE_S, clients=clients)
+            return Members(self.cluster).wait(config, timeout_s=DEADLINE_S, versions=clients)
 
     def others(self):
         return [task for task in self.cluster.tasks() if task.type != "chief"]

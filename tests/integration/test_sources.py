@@ -153,14 +153,16 @@ def test_bad_arrays_are_refused(make, where, code):
 # Arrays in files
 
 
-def test_a_memory_map_is_read_from_its_own_file(tmp_path):
-    np.save(tmp_path / "x.npy", X)
+@pytest.mark.parametrize("dtype", ["f8", "bool", "i1", "c8"])
+def test_a_memory_map_is_read_from_its_own_file(tmp_path, dtype):
+    values = (X * 2).astype(dtype)
+    np.save(tmp_path / "x.npy", values)
     array = np.load(tmp_path / "x.npy", mmap_mode="r")
     source = ArraySource(array, Y, cache_dir=tmp_path / "cache")
     assert "1 of 2 arrays mapped" in source.describe()
     assert not (tmp_path / "cache").exists()
     x, _ = source.gather([3, 19])
-    assert np.array_equal(x, X[[3, 19]].astype(np.float32))
+    assert np.array_equal(x, values[[3, 19]].astype("f4" if dtype == "f8" else dtype))
 
 
 @pytest.mark.parametrize(
@@ -304,6 +306,30 @@ def test_examples_whose_numbers_the_first_one_s_type_would_cut_are_named():
         source.fetch(np.array([1, 2]))
     source = PythonSource([(np.zeros(2), target) for target in reversed(targets)])
     assert source.fetch(np.array([0, 1, 2]))[1].tolist() == [0.5, 1, 0]
+
+
+def test_examples_of_other_parts_than_the_first_are_named():
+    """Else the value of one key would be taken for that of another."""
+    source = PythonSource([{"a": 1, "b": 2}, {"a": 1, "c": 3}])
+    with pytest.raises(UsageError, match=r"example 1: .*'c'.*; expected .*'b'") as error:
+        source.fetch(np.array([0, 1]))
+    assert error.value.code == "structures-differ"
+
+
+@pytest.mark.parametrize(
+    ("later", "code"),
+    [
+        (({"a": np.zeros(4), "c": np.zeros(4)}, np.arange(4)), "structures-differ"),
+        (({"a": np.zeros(4), "b": np.zeros(4)}, np.arange(4) / 2), "types-differ"),
+    ],
+)
+def test_a_later_batch_of_a_py_dataset_that_would_be_cut_or_mixed_up_is_refused(later, code):
+    class Changing(Batches):
+        def __getitem__(self, index):
+            return later if index == 2 else ({"a": np.ones(4), "b": np.zeros(4)}, np.arange(4))
+
+    source = PyDatasetSource(Changing())
+    assert refused(lambda: source.fetch_batch(2)) == ("Changing[2]", code)
 
 
 def test_a_py_dataset_gives_whole_batches():

@@ -137,9 +137,12 @@ def test_files_that_are_not_whole_are_refused(tmp_path, content, message):
     assert not list((tmp_path / "cache").glob("*.part"))
 
 
-def test_a_pattern_that_matches_nothing_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="no such file"):
-        TFRecordSource(tmp_path / "none-*", parse)
+@pytest.mark.parametrize(
+    ("files", "message"), [("/none/such-*", "no such file"), ([], "received no files")]
+)
+def test_files_that_are_not_there_are_refused(files, message):
+    with pytest.raises(UsageError, match=message):
+        TFRecordSource(files, parse)
 
 
 def test_examples_without_a_fixed_form_are_refused(files):

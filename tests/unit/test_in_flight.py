@@ -8,23 +8,25 @@ from tfdist.ps.clock import InFlight, steps_of_a_unit
 from tfdist.ps.workers import Account
 
 
-def test_without_a_bound_everything_may_begin():
+@pytest.mark.parametrize(
+    ("under_way", "steps", "bound", "admitted"),
+    [
+        ([32, 32], 32, None, True),
+        ([], 32, 0, True),
+        ([32], 1, 0, False),
+        ([32], 0, 0, True),  # no training
+        ([5], 1, 4, False),  # which might see the long one whole
+        ([5], 1, 5, True),
+    ],
+)
+def test_what_may_begin_beside_others(under_way, steps, bound, admitted):
     flight = InFlight()
-    for unit in range(9):
-        assert flight.admits(32, max_staleness=None)
-        flight.begin(unit, steps=32)
+    for unit, length in enumerate(under_way):
+        flight.begin(unit, steps=length)
+    assert flight.admits(steps, max_staleness=bound) == admitted
 
 
-def test_with_a_bound_of_0_one_piece_is_under_way_at_a_time():
-    flight = InFlight()
-    assert flight.admits(32, max_staleness=0)
-    flight.begin("a", steps=32)
-    assert not flight.admits(1, max_staleness=0)
-    flight.end("a")
-    assert flight.admits(32, max_staleness=0)
-
-
-def test_a_slow_piece_holds_up_the_others_once_they_have_done_what_it_may_see():
+def test_a_slow_unit_holds_up_the_others_once_they_have_done_what_it_may_see():
     flight = InFlight()
     flight.begin("slow", steps=1)
     for unit in range(4):
@@ -34,19 +36,6 @@ def test_a_slow_piece_holds_up_the_others_once_they_have_done_what_it_may_see():
     assert not flight.admits(1, max_staleness=4)
     flight.end("slow")
     assert flight.admits(1, max_staleness=4)
-
-
-def test_a_short_piece_waits_for_a_long_one_that_it_might_see_whole():
-    flight = InFlight()
-    flight.begin("long", steps=5)
-    assert not flight.admits(1, max_staleness=4)
-    assert flight.admits(1, max_staleness=5)
-
-
-def test_work_that_is_no_training_always_may_begin():
-    flight = InFlight()
-    flight.begin("a", steps=32)
-    assert flight.admits(0, max_staleness=0)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 5, 16])

@@ -305,23 +305,22 @@ def _worker_steps() -> dict[str, int]:
         return {}
     from tfdist.ps.workers import worker_pool_of
 
-    shares = worker_pool_of(job.strategy, patience_s=0).shares
+    shares = worker_pool_of(job.strategy).shares
     return {f"worker-{index}": share.steps for index, share in shares.items()}
 
 
 def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
     """Return what became of the steps since this process started, and the bytes on each ps."""
-    from tfdist.ps.profile import profile_of
     from tfdist.ps.strategy import bytes_on_servers
     from tfdist.ps.workers import worker_pool_of
 
-    pool = worker_pool_of(job.strategy, patience_s=0)
+    pool = worker_pool_of(job.strategy)
     profiled = job.config is not None and job.config.options.profile_ps
     return {
         "worker_steps": _worker_steps(),
         **pool.account.summary(),
         "ps_bytes": bytes_on_servers(model, job.strategy),
-        **({"ps_profile": profile_of(job.strategy).summary()} if profiled else {}),
+        **({"ps_profile": pool.profile.summary()} if profiled else {}),
     }
 
 

@@ -59,6 +59,7 @@ class ArraySource(GraphSource):
         self._num_examples = _common_length(columns)
         packed = keras.utils.pack_x_y_sample_weight(*columns.values())
         self._columns = _map_present(functools.partial(_column, cache_dir=cache_dir), packed)
+        self._present = [column for column in tf.nest.flatten(self._columns) if column is not None]
         self._memory_limit_bytes = memory_limit_bytes
 
     @property
@@ -74,12 +75,11 @@ class ArraySource(GraphSource):
     @property
     def size_bytes(self) -> int:
         """The bytes of all arrays, as they are kept."""
-        return sum(leaf.size_bytes for leaf in tf.nest.flatten(self._columns) if leaf is not None)
+        return sum(column.size_bytes for column in self._present)
 
     def require_sendable(self) -> None:
         """Raise `UsageError` for more in memory than ps workers can be sent."""
-        leaves = [leaf for leaf in tf.nest.flatten(self._columns) if leaf is not None]
-        size_bytes = sum(leaf.size_bytes for leaf in leaves if leaf.file is None)
+        size_bytes = sum(column.size_bytes for column in self._present if column.file is None)
         require(
             size_bytes <= self._memory_limit_bytes,
             "data under the ps strategy",
@@ -111,9 +111,9 @@ class ArraySource(GraphSource):
 
     def describe(self) -> str:
         """Return one line for the log."""
-        leaves = [leaf for leaf in tf.nest.flatten(self._columns) if leaf is not None]
-        files = sum(leaf.file is not None for leaf in leaves)
-        place = f"{files} of {len(leaves)} arrays mapped from files" if files else "in memory"
+        files = sum(column.file is not None for column in self._present)
+        of = len(self._present)
+        place = f"{files} of {of} arrays mapped from files" if files else "in memory"
         size = f"{self.num_examples:,} examples, {self.size_bytes / 1e6:,.1f} MB"
         return f"graph-indexed arrays: {size}, {place}"
 
@@ -198,20 +198,21 @@ def _weight_per_output(y: Nest, sample_weight: Nest) -> Nest:
 
 
 def _common_length(columns: dict[str, Nest]) -> int:
-    lengths = {
-        int(leaf.shape[0])
-        for part in columns.values()
-        for leaf in tf.nest.flatten(part)
+    found = {
+        f"{name}{''.join(f'[{key!r}]' for key in keys)}": int(leaf.shape[0])
+        for (name, *keys), leaf in keras.tree.flatten_with_path(columns)
         if leaf is not None
     }
-    if len(lengths) != 1 or 0 in lengths:
-        raise UsageError(
-            "data",
-            received=f"arrays of {_describe_lengths(columns) or 'no examples'}",
-            expected="the same number of examples, at least one, in every array",
-            fix="check how the arrays were cut",
-            code="lengths-differ",
-        )
+    lengths = set(found.values())
+    require(
+        len(lengths) == 1 and 0 not in lengths,
+        "data",
+        received="arrays of "
+        + (", ".join(f"{name}: {length}" for name, length in found.items()) or "no examples"),
+        expected="the same number of examples, at least one, in every array",
+        fix="check how the arrays were cut",
+        code="lengths-differ",
+    )
     return lengths.pop()
 
 
@@ -265,15 +266,6 @@ def require_dense(value: Any, *, where: str) -> None:
             fix="pass .toarray() or .to_tensor(), or a tf.data.Dataset of batches",
             code="not-dense",
         )
-
-
-def _describe_lengths(parts: dict[str, Any]) -> str:
-    """Return such as ``x: 100, y['a']: 99`` for the arrays of each part."""
-    return ", ".join(
-        f"{name}{''.join(f'[{key!r}]' for key in keys)}: {leaf.shape[0]}"
-        for (name, *keys), leaf in keras.tree.flatten_with_path(parts)
-        if leaf is not None
-    )
 
 
 def _to_array(value: Any) -> Any:
@@ -356,16 +348,18 @@ def of_memmap(array: np.memmap[Any, Any], *, cache_dir: Path | None = None) -> M
 
 def _map_operations(file: MappedFile) -> tf.Tensor:
     item_bytes = file.dtype.size
+    # A type of one byte is mapped as it is: nothing can be cast bit by bit to bool.
+    stored = file.dtype if item_bytes == 1 else tf.uint8
     size_bytes = math.prod(file.shape) * item_bytes
-    if file.offset_bytes == 0:
-        return _immutable_const(file.path, dtype=file.dtype, shape=file.shape)
-    whole = _immutable_const(file.path, dtype=tf.uint8, shape=(file.offset_bytes + size_bytes,))
+    whole = _immutable_const(file.path, dtype=stored, shape=(file.offset_bytes + size_bytes,))
     # int64 bounds: TensorFlow would take Python integers as int32 and overflow past 2 GB.
     begin = tf.constant([file.offset_bytes], tf.int64)
     data = tf.slice(whole, begin, tf.constant([size_bytes], tf.int64))
     shape = tf.constant([*file.shape, item_bytes] if item_bytes > 1 else file.shape, tf.int64)
     data = tf.reshape(data, shape)
-    return tf.ensure_shape(tf.bitcast(data, file.dtype), file.shape)
+    if item_bytes > 1:
+        data = tf.bitcast(data, file.dtype)
+    return tf.ensure_shape(data, file.shape)
 
 
 def _immutable_const(path: str, *, dtype: tf.DType, shape: tuple[int, ...]) -> tf.Tensor:

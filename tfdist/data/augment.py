@@ -35,24 +35,13 @@ class _Own:
         return Compose([self])(batch, example_ids=example_ids, epoch=epoch, seed=seed)
 
 
-class _Affine(_Own):
-    """``images * scale + offset``, of its `coefficients`: each one number or one per channel."""
-
-    __slots__ = ()
-
-
-class _Geometric(_Own):
-    """A choice, its `move`, of the row and the column that each pixel comes from.
-
-    `rows` is int32[b, height]: the row of the original image that each row shows, -1 for none
-    (filled with zeros); `columns` likewise.
-    """
-
-    __slots__ = ()
+# RandomCrop and RandomFlip move pixels. A map of rows is int32[b, height], of columns int32[b,
+# width]: the row or column of the image that each pixel shows; -1 stands for none, filled with
+# zeros. Rescale and Normalize are ``images * scale + offset``, each one number or one per channel.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RandomCrop(_Geometric):
+class RandomCrop(_Own):
     """Pads with `padding` zeros on each side and cuts out a window at a random place.
 
     `size` is (height, width) of the window, by default that of the image. As in He et al., "Deep
@@ -63,11 +52,12 @@ class RandomCrop(_Geometric):
     size: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        is_pair = isinstance(self.size, tuple | list) and len(self.size) == 2
         require(
-            self.padding >= 0 and (self.size is None or min(self.size) >= 1),
+            self.padding >= 0 and (self.size is None or (is_pair and min(self.size) >= 1)),
             "RandomCrop",
             received=f"padding={self.padding}, size={self.size}",
-            expected="padding of at least 0 and a size of at least 1 x 1 pixel",
+            expected="padding of at least 0 and a size (height, width) of at least 1 x 1 pixel",
             fix="RandomCrop(padding=4) crops an image to its own size",
             code="out-of-range",
         )
@@ -85,7 +75,7 @@ class RandomCrop(_Geometric):
     def _window(
         self, line: tf.Tensor, *, length: int | None, draws: Draws, index: int
     ) -> tf.Tensor:
-        available = _length_of(line)
+        available = line.shape[1] or tf.shape(line)[1]
         length = available if length is None else length
         places = available + 2 * self.padding - length + 1
         if isinstance(places, int) and places < 1:
@@ -104,7 +94,7 @@ class RandomCrop(_Geometric):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RandomFlip(_Geometric):
+class RandomFlip(_Own):
     """Mirrors an image left to right, top to bottom, or both, each with probability one half."""
 
     horizontal: bool = True
@@ -122,7 +112,7 @@ class RandomFlip(_Geometric):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Rescale(_Affine):
+class Rescale(_Own):
     """Returns ``images * scale + offset`` as floating point."""
 
     scale: float
@@ -134,7 +124,7 @@ class Rescale(_Affine):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Normalize(_Affine):
+class Normalize(_Own):
     """Returns ``(images - mean) / std`` as floating point; one number, or one per channel."""
 
     mean: float | Sequence[float]
@@ -157,6 +147,10 @@ class Normalize(_Affine):
         return 1.0 / std, -np.asarray(self.mean, np.float64) / std
 
 
+_MOVES = (RandomCrop, RandomFlip)
+_SCALES = (Rescale, Normalize)
+
+
 class Compose:
     """Applies transforms one after the other; two of a kind draw apart.
 
@@ -176,20 +170,15 @@ class Compose:
         by = {"example_ids": example_ids, "epoch": epoch, "seed": seed}
         for kind, group in itertools.groupby(enumerate(self.transforms), key=_kind_of):
             members: list[tuple[int, Any]] = list(group)
-            if kind is _Geometric:
+            if kind is _MOVES:
                 batch = self._moved(batch, members, by)
-            elif kind is _Affine:
+            elif kind is _SCALES:
                 images = _scaled(self._images(batch), [member for _, member in members])
                 batch = self._with_images(batch, images)
             else:
                 for position, transform in members:
                     batch = transform(batch, **{**by, "seed": mix(seed + position)})
         return batch
-
-    def for_evaluation(self) -> Compose:
-        """Return the same without what is random: what validation and prediction apply."""
-        kept = [each for each in map(for_evaluation, self.transforms) if each is not None]
-        return Compose(kept, key=self.key)
 
     def __repr__(self) -> str:
         return f"Compose({list(self.transforms)!r}, key={self.key!r})"
@@ -234,9 +223,12 @@ class Compose:
 
 def for_evaluation(transform: Transform | None) -> Transform | None:
     """Return what of a transform validation and prediction apply: all that is not random."""
-    if isinstance(transform, _Geometric):
+    if isinstance(transform, _MOVES):
         return None
-    return transform.for_evaluation() if isinstance(transform, Compose) else transform
+    if isinstance(transform, Compose):
+        kept = [each for each in map(for_evaluation, transform.transforms) if each is not None]
+        return Compose(kept, key=transform.key)
+    return transform
 
 
 def _flattened(transforms: Sequence[Transform]) -> list[Transform]:
@@ -247,8 +239,8 @@ def _flattened(transforms: Sequence[Transform]) -> list[Transform]:
     return flat
 
 
-def _kind_of(numbered: tuple[int, Transform]) -> type | None:
-    return next((kind for kind in (_Geometric, _Affine) if isinstance(numbered[1], kind)), None)
+def _kind_of(numbered: tuple[int, Transform]) -> tuple[type, ...] | None:
+    return next((kind for kind in (_MOVES, _SCALES) if isinstance(numbered[1], kind)), None)
 
 
 def _scaled(images: tf.Tensor, steps: Sequence[Any]) -> tf.Tensor:
@@ -264,10 +256,6 @@ def _scaled(images: tf.Tensor, steps: Sequence[Any]) -> tf.Tensor:
         scale, offset = scale * factor, offset * factor + shift
     images = tf.cast(images, keras.config.floatx())
     return images * tf.constant(scale, images.dtype) + tf.constant(offset, images.dtype)
-
-
-# A map of rows is int32[b, height], of columns int32[b, width]: the row or column of the image that
-# each pixel shows; -1 stands for none.
 
 
 def _pick(images: tf.Tensor, *, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
@@ -289,11 +277,6 @@ def _identity(length: int | tf.Tensor, *, count: tf.Tensor) -> tf.Tensor:
     line = tf.range(length)
     lines = tf.broadcast_to(line, [count, length])
     return tf.ensure_shape(lines, [None, length if isinstance(length, int) else None])
-
-
-def _length_of(line: tf.Tensor) -> int | tf.Tensor:
-    """Return the pixels that a map has for each image; an int where the shape tells."""
-    return line.shape[1] if line.shape[1] is not None else tf.shape(line)[1]
 
 
 def _flipped(line: tf.Tensor, flips: tf.Tensor) -> tf.Tensor:

@@ -50,7 +50,7 @@ class PythonSource(Source):
             code="no-examples",
         )
         self._examples = examples
-        self._convert = convert or _unchanged
+        self._convert = convert or (lambda example: example)
         self._num_examples = len(examples)
         self._spec = tf.nest.map_structure(_leaf_spec, self._example(examples[0]))
         self.transform = transform
@@ -72,11 +72,13 @@ class PythonSource(Source):
             return tf.nest.map_structure(_no_examples, self._spec)
         get_many = getattr(self._examples, "__getitems__", None)
         found = get_many(wanted) if get_many else [self._examples[index] for index in wanted]
-        columns = [tf.nest.flatten(self._example(example)) for example in found]
+        examples = [self._example(item) for item in found]
+        for index, example in zip(wanted, examples, strict=True):
+            _require_structure(example, self._spec, where=f"example {index}")
+        columns = zip(*map(tf.nest.flatten, examples), strict=True)
         specs = tf.nest.flatten(self._spec)
         stacked = [
-            _stack(leaves, spec, wanted)
-            for leaves, spec in zip(zip(*columns, strict=True), specs, strict=True)
+            _stack(leaves, spec, wanted) for leaves, spec in zip(columns, specs, strict=True)
         ]
         return tf.nest.pack_sequence_as(self._spec, stacked)
 
@@ -111,7 +113,10 @@ class PyDatasetSource(Source):
             fix="check __len__ (or num_batches) of the PyDataset",
             code="no-examples",
         )
+        self._spec: Nest = None
         first = [self.fetch_batch(index) for index in range(min(2, count or 2))]
+        if len(first) > 1:
+            _require_structure(first[1], first[0], where=f"{type(dataset).__name__}[1]")
         self._spec = tf.nest.map_structure(_batch_leaf_spec, *first)
 
     @property
@@ -137,6 +142,7 @@ class PyDatasetSource(Source):
 
     def fetch_batch(self, index: int) -> Nest:
         """Return batch `index` as NumPy arrays, packed as Keras packs it."""
+        where = f"{type(self._dataset).__name__}[{index}]"
         batch = self._dataset[index]
         batch = _without_lists(tuple(batch) if isinstance(batch, list) else batch)
         if isinstance(batch, np.ndarray):
@@ -145,14 +151,19 @@ class PyDatasetSource(Source):
             isinstance(batch, tuple) and len(batch) not in (1, 2, 3)
         ):
             raise UsageError(
-                f"{type(self._dataset).__name__}[{index}]",
+                where,
                 received=f"a {type(batch).__name__}",
                 expected="(x,), (x, y), (x, y, sample_weight) or a dict",
                 fix="return a tuple of arrays",
                 code="not-a-batch",
             )
-        where = f"{type(self._dataset).__name__}[{index}]"
-        return tf.nest.map_structure(functools.partial(_as_array, where=where), batch)
+        batch = tf.nest.map_structure(functools.partial(_as_array, where=where), batch)
+        if self._spec is not None:
+            _require_structure(batch, self._spec, where=where)
+            for leaf, spec in zip(*map(tf.nest.flatten, (batch, self._spec)), strict=True):
+                if leaf is not None and spec is not None:
+                    _require_type(leaf, _numpy_dtype(spec), where=where)
+        return batch
 
     def on_epoch_begin(self) -> None:
         """Passes the beginning of an epoch on to the user's dataset."""
@@ -166,10 +177,6 @@ class PyDatasetSource(Source):
         """Return one line for the log."""
         count = "endless" if self.num_batches is None else f"{self.num_batches:,}"
         return f"Python-indexed, {type(self._dataset).__name__}: {count} batches"
-
-
-def _unchanged(example: Any) -> Any:
-    return example
 
 
 def _without_lists(nest: Any) -> Any:
@@ -189,17 +196,15 @@ def _as_array(leaf: Any, *, where: str) -> np.ndarray[Any, Any] | None:
 
 
 def _dtype_of(array: np.ndarray[Any, Any]) -> tf.DType:
-    if array.dtype.kind in "OUS":
-        return tf.string
-    dtype = tf.as_dtype(array.dtype)
-    return tf.as_dtype(keras.config.floatx()) if dtype.is_floating else dtype
+    return tf.string if array.dtype.kind in "OUS" else tf.as_dtype(array.dtype)
 
 
 def _leaf_spec(leaf: Any) -> tf.TensorSpec | None:
     if leaf is None:
         return None
     array = np.asarray(leaf)
-    return tf.TensorSpec(array.shape, _dtype_of(array))
+    dtype = _dtype_of(array)
+    return tf.TensorSpec(array.shape, keras.config.floatx() if dtype.is_floating else dtype)
 
 
 def _batch_leaf_spec(*leaves: np.ndarray[Any, Any] | None) -> tf.TensorSpec | None:
@@ -207,11 +212,8 @@ def _batch_leaf_spec(*leaves: np.ndarray[Any, Any] | None) -> tf.TensorSpec | No
     if first is None:
         return None
     shapes = [tf.TensorShape(leaf.shape[1:]) for leaf in leaves if leaf is not None]
-    shape = shapes[0]
-    for other in shapes[1:]:
-        shape = shape.most_specific_compatible_shape(other)
-    dtype = tf.string if first.dtype.kind in "OUS" else tf.as_dtype(first.dtype)
-    return tf.TensorSpec(shape, dtype)
+    shape = functools.reduce(tf.TensorShape.most_specific_compatible_shape, shapes)
+    return tf.TensorSpec(shape, _dtype_of(first))
 
 
 def _numpy_dtype(spec: tf.TensorSpec) -> Any:
@@ -238,13 +240,32 @@ def _stack(
                 fix="pad or crop the examples to one shape",
                 code="shapes-differ",
             )
-        require(
-            np.can_cast(array.dtype, result.dtype, "same_kind"),
-            f"example {indices[row]}",
-            received=f"numbers of {array.dtype}",
-            expected=f"{result.dtype}, as in the first example: others would be cut",
-            fix="convert the examples to one type, as by np.float32(...)",
-            code="types-differ",
-        )
+        _require_type(array, result.dtype, where=f"example {indices[row]}")
         result[row] = array if array.ndim else array[()]
     return result
+
+
+def _require_structure(nest: Nest, first: Nest, *, where: str) -> None:
+    """Raise UsageError for an example or batch with other parts than the first."""
+    try:
+        tf.nest.assert_same_structure(nest, first)
+    except (TypeError, ValueError):
+        parts = [keras.tree.map_structure(lambda _: "...", each) for each in (nest, first)]
+        raise UsageError(
+            where,
+            received=f"{parts[0]}",
+            expected=f"{parts[1]}, as of the first",
+            fix="return the same parts for each index",
+            code="structures-differ",
+        ) from None
+
+
+def _require_type(array: np.ndarray[Any, Any], dtype: Any, *, where: str) -> None:
+    require(
+        np.can_cast(array.dtype, dtype, "same_kind"),
+        where,
+        received=f"numbers of {array.dtype}",
+        expected=f"{np.dtype(dtype)}, as of the first: others would be cut",
+        fix="convert all to one type, as by np.float32(...)",
+        code="types-differ",
+    )

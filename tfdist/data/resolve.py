@@ -11,13 +11,9 @@ import tensorflow as tf
 from tfdist.data.arrays import ArraySource, is_array
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.source import Nest, Source
-from tfdist.data.stream import (
-    InputFunctionSource,
-    StreamSource,
-    python_operation,
-    takes_from_its_process,
-)
-from tfdist.errors import UsageError
+from tfdist.data.stream import InputFunctionSource, StreamSource, captured_resources
+from tfdist.data.stream_graph import python_operation
+from tfdist.errors import UsageError, require
 
 _ACCEPTED = (
     "arrays, a tuple or dict of them, a keras.utils.PyDataset, a tf.data.Dataset, a function of "
@@ -34,10 +30,15 @@ def as_source(x: Nest, y: Nest = None, *, sample_weight: Nest = None) -> Source:
     if _all_arrays(x):
         return ArraySource(x, y, sample_weight=sample_weight)
     source, kind = _source_of(x)
-    if y is not None:
-        raise _belongs_inside("y", "the targets", kind)
-    if sample_weight is not None:
-        raise _belongs_inside("sample_weight", "the sample weights", kind)
+    for argument, value in (("y", y), ("sample_weight", sample_weight)):
+        require(
+            value is None,
+            argument,
+            received=f"{argument} beside a {kind}",
+            expected=f"{argument} inside the {kind}",
+            fix=f"make the {kind} give (x, y) or (x, y, sample_weight), and leave {argument} out",
+            code="exclusive",
+        )
     return source
 
 
@@ -60,16 +61,29 @@ def check_supported(source: Source, strategy_kind: str) -> None:
         return
     if isinstance(source, ArraySource):
         source.require_sendable()
-    if isinstance(source, PythonSource | PyDatasetSource):
-        raise _needs_python(source, "reads examples by Python code")
+    what = source.describe().partition(":")[0]
+    operation = None
     if isinstance(source, StreamSource | InputFunctionSource):
         dataset = source.dataset_for()
         operation = python_operation(dataset)
-        if operation is not None:
-            reason = f"calls Python code ({operation}, as from_generator and py_function do)"
-            raise _needs_python(source, reason)
-        if takes_from_its_process(dataset):
-            raise _needs_variables(source)
+        require(
+            operation is not None or next(captured_resources(dataset), None) is None,
+            "data under the ps strategy",
+            received=f"{what}, which uses a variable or a table, as a layer with weights or a "
+            "lookup",
+            expected="functions of the data alone: a worker cannot reach what the chief holds",
+            fix="make the layer a part of the model, or apply it to the data beforehand",
+            code="variables-under-ps",
+        )
+    require(
+        operation is None and not isinstance(source, PythonSource | PyDatasetSource),
+        "data under the ps strategy",
+        received=f"{what}, which calls Python code ({operation or 'for each example or batch'})",
+        expected="data that graph operations can read, since Python runs only in the chief",
+        fix="pass arrays (np.memmap past memory) or a tf.data.Dataset without Python code, "
+        "or choose multiworker",
+        code="python-under-ps",
+    )
 
 
 def _source_of(x: Any) -> tuple[Source, str]:
@@ -126,36 +140,3 @@ def _short(x: Any) -> str:
         return "None"
     text = " ".join(repr(x).split())
     return f"{type(x).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
-
-
-def _belongs_inside(argument: str, what: str, kind: str) -> UsageError:
-    return UsageError(
-        argument,
-        received=f"{argument} beside a {kind}",
-        expected=f"{what} inside the {kind}",
-        fix=f"make the {kind} give (x, y) or (x, y, sample_weight), and leave {argument} out",
-        code="exclusive",
-    )
-
-
-def _needs_python(source: Source, reason: str) -> UsageError:
-    what = source.describe().partition(":")[0]
-    return UsageError(
-        "data under the ps strategy",
-        received=f"{what}, which {reason}",
-        expected="data that graph operations can read, since Python runs only in the chief",
-        fix="pass arrays (np.memmap past memory) or a tf.data.Dataset without Python code, "
-        "or choose multiworker",
-        code="python-under-ps",
-    )
-
-
-def _needs_variables(source: Source) -> UsageError:
-    what = source.describe().partition(":")[0]
-    return UsageError(
-        "data under the ps strategy",
-        received=f"{what}, which uses a variable or a table, as a layer with weights or a lookup",
-        expected="functions of the data alone, since a worker cannot reach what the chief holds",
-        fix="make the layer a part of the model, or apply it to the data beforehand",
-        code="variables-under-ps",
-    )

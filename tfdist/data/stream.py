@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +11,6 @@ from tensorflow.python.framework.none_tensor import NoneTensorSpec
 
 from tfdist.data.source import Nest, Source, Transform
 from tfdist.errors import UsageError
-
-_PYTHON_OPERATIONS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 
 
 class _BatchSource(Source):
@@ -113,42 +110,14 @@ class InputFunctionSource(_BatchSource):
             return _of_batches(self.dataset_for())
 
 
-def python_operation(dataset: tf.data.Dataset) -> str | None:
-    """Return the name of an operation of this dataset that runs Python code, or None.
-
-    Such an operation runs only in the process that made it. Looks at the dataset and all it was
-    made from; what it cannot look into counts as free of Python.
-    """
-    for function in _functions_of(dataset):
-        if hasattr(function, "graph"):
-            definition = function.graph.as_graph_def()
-            bodies = [definition.node, *(f.node_def for f in definition.library.function)]
-            for node in itertools.chain.from_iterable(bodies):
-                if node.op in _PYTHON_OPERATIONS:
-                    return str(node.op)
-    return None
-
-
-def takes_from_its_process(dataset: tf.data.Dataset) -> bool:
-    """Whether a function of this dataset uses a variable or a table of the process that made it."""
-    return any(True for _ in captured_resources(dataset))
-
-
 def captured_resources(dataset: Any) -> Iterator[tf.Tensor]:
     """Yield the variables and tables that its functions capture, those of its inputs first."""
-    for function in _functions_of(dataset):
-        for tensor in getattr(function, "captured_inputs", ()):
+    for parent in getattr(dataset, "_inputs", list)():
+        yield from captured_resources(parent)
+    for wrapper in getattr(dataset, "_functions", list)():
+        for tensor in getattr(getattr(wrapper, "function", None), "captured_inputs", ()):
             if tensor.dtype == tf.resource:
                 yield tensor
-
-
-def _functions_of(dataset: Any) -> Iterator[Any]:
-    """The functions of all that a dataset was made from, and then its own."""
-    for parent in getattr(dataset, "_inputs", list)():
-        yield from _functions_of(parent)
-    for wrapper in getattr(dataset, "_functions", list)():
-        if getattr(wrapper, "function", None) is not None:
-            yield wrapper.function
 
 
 def _of_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:

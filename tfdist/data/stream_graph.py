@@ -34,7 +34,6 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import op_def_registry
 
 from tfdist.data.stream import captured_resources
-from tfdist.errors import UsageError
 
 _LOG = logging.getLogger(__name__)
 _LARGE_BYTES = 2**16
@@ -42,6 +41,7 @@ _IGNORE_STATE = 1  # tf.data's ExternalStatePolicy.IGNORE
 _COPIES = itertools.count()
 _MOST = 2**31 - 1
 _plain = tf.autograph.experimental.do_not_convert
+_PYTHON_OPERATIONS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 _CACHES = frozenset({"CacheDataset", "CacheDatasetV2", "SnapshotDataset", "SnapshotDatasetV2"})
 _PARALLEL_MAPS = frozenset({"ParallelMapDataset", "ParallelMapDatasetV2"})
 _PARALLEL_INTERLEAVES = frozenset(f"ParallelInterleaveDatasetV{n}" for n in (2, 3, 4))
@@ -93,15 +93,9 @@ def read(dataset: tf.data.Dataset, reading: Reading) -> tf.data.Dataset:
 
     Each call starts the draws of the graph anew. Caches are shared by all readings of one dataset.
     To be called eagerly.
-
-    Raises:
-      UsageError: several tasks are to read a dataset that draws without a seed and whose graph
-        cannot be copied.
     """
     graph = _graph_of(dataset)
     if graph is None:
-        if reading.in_step:
-            _require_seeded(dataset)
         return dataset
     return _with_its_length(graph.dataset(reading), graph)
 
@@ -114,6 +108,18 @@ def serialized(dataset: tf.data.Dataset, reading: Reading) -> tf.Tensor:
     return tf.raw_ops.DatasetToGraphV2(
         input_dataset=dataset._variant_tensor, strip_device_assignment=True
     )
+
+
+def python_operation(dataset: tf.data.Dataset) -> str | None:
+    """Return the name of an operation of this dataset that runs Python code, or None.
+
+    Such an operation runs only in the process that made it. What cannot be copied counts as free
+    of Python.
+    """
+    graph = _graph_of(dataset)
+    bodies = _bodies(graph.definition) if graph is not None else []
+    operations = (node.op for body in bodies for node in body.nodes)
+    return next((name for name in operations if name in _PYTHON_OPERATIONS), None)
 
 
 def random_states(dataset: tf.data.Dataset) -> list[tf.Tensor]:
@@ -266,21 +272,13 @@ class _Body:
         node.attr["seed"].i, node.attr["seed2"].i = seeds
         return name
 
-    def replace_inputs(self, instead: dict[str, str]) -> None:
-        """Have every input that names a node of `instead` name what stands there."""
-
-        def resolved(reference: str) -> str:
-            while (found := instead.get(reference.split(":")[0])) is not None:
-                reference = found
-            return reference
-
-        for node in self.nodes:
-            for i, reference in enumerate(node.input):
-                if not reference.startswith("^"):
-                    node.input[i] = resolved(reference)
-        if self.function is not None:
-            for name, reference in self.function.ret.items():
-                self.function.ret[name] = resolved(reference)
+    def become(self, node: Any, operation: str, inputs: Sequence[str]) -> None:
+        """Make a node another operation, with those of its attributes that this one has."""
+        node.op = operation
+        node.input[:] = inputs
+        known = {attribute.name for attribute in op_def_registry.get(operation).attr}
+        for name in set(node.attr) - known:
+            del node.attr[name]
 
 
 def _forget_function(name: str) -> None:
@@ -368,9 +366,10 @@ def _rename_functions(bodies: Sequence[_Body]) -> None:
 
 
 def _leave_out_caches(body: _Body) -> None:
-    caches = {node.name: node.input[0] for node in body.nodes if node.op in _CACHES}
-    if caches:
-        body.replace_inputs(caches)
+    for node in list(body.nodes):
+        if node.op in _CACHES:
+            everything = body.constant(node.name, -1)
+            body.become(node, "TakeDataset", [node.input[0], everything])
 
 
 def _guard_caches(body: _Body, library: Any) -> None:
@@ -469,17 +468,9 @@ def _put_in_order(node: Any, body: _Body, *, drawing: set[str]) -> None:
     if node.op in _PARALLEL_MAPS:
         node.input[len(_data_inputs(node)) - 1] = body.constant(node.name, 1)
     elif node.op in _PARALLEL_INTERLEAVES:
-        arguments = len(node.attr["Targuments"].list.type)
-        del node.input[1 + arguments + 2 :]  # but the cycle's length and the block's
-        node.op = "InterleaveDataset"
-        for name in set(node.attr) - {
-            "f",
-            "Targuments",
-            "output_types",
-            "output_shapes",
-            "metadata",
-        }:
-            del node.attr[name]
+        # Its data, the arguments of its function, the cycle's length and the block's.
+        count = 1 + len(node.attr["Targuments"].list.type) + 2
+        body.become(node, "InterleaveDataset", node.input[:count])
 
 
 def _data_inputs(node: Any) -> list[str]:
@@ -489,21 +480,15 @@ def _data_inputs(node: Any) -> list[str]:
 def _drawing_functions(graph: Any) -> set[str]:
     """Return the functions that draw from a state, or call one that does."""
     functions = {function.signature.name: function for function in graph.library.function}
-    direct = {
-        name
-        for name, function in functions.items()
-        if any(node.op in DRAWING or node.op in _ASSIGNING for node in function.node_def)
-    }
-    while True:
-        more = {
-            name
-            for name, function in functions.items()
-            if name not in direct
-            and any(called in direct for node in function.node_def for called in _called(node))
-        }
-        if not more:
-            return direct
-        direct |= more
+
+    @functools.cache
+    def draws(name: str) -> bool:
+        if name in DRAWING or name in _ASSIGNING:
+            return True
+        nodes = functions[name].node_def if name in functions else ()
+        return any(draws(called) for node in nodes for called in _called(node))
+
+    return {name for name in functions if draws(name)}
 
 
 def _large_constants(definition: Any) -> dict[str, tf.Tensor]:
@@ -560,19 +545,3 @@ def _dtype_of_variable(handle: tf.Tensor) -> tf.DType | None:
     if data is None or not data.is_set or not data.shape_and_type:
         return None
     return tf.as_dtype(data.shape_and_type[0].dtype)
-
-
-def _require_seeded(dataset: Any) -> None:
-    """Raise UsageError for a shuffle without a seed; of a dataset that is not copied."""
-    for parent in getattr(dataset, "_inputs", list)():
-        _require_seeded(parent)
-    seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
-    if all(seed is not None and int(seed) == 0 for seed in seeds):
-        raise UsageError(
-            "tf.data.Dataset",
-            received=f"{type(dataset).__name__.strip('_')} without a seed, read by several tasks, "
-            "in a dataset whose graph cannot be copied",
-            expected="the same order in every task",
-            fix="give each shuffle a seed",
-            code="unseeded",
-        )

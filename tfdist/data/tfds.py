@@ -47,13 +47,11 @@ def load(
     builder = prepare(name, data_dir=data_dir, file_format=file_format, timeout_s=prepare_timeout_s)
     _require_split(builder, split)
     convert = convert or _supervised_pair(builder)
-    if builder.info.file_format.value == "array_record":
-        return _from_array_record(
-            builder, split, convert, transform=transform, memory_limit_bytes=memory_limit_bytes
-        )
-    return _from_tf_data(
-        builder, split, convert, transform=transform, memory_limit_bytes=memory_limit_bytes
-    )
+    is_array_record = builder.info.file_format.value == "array_record"
+    read = _from_array_record if is_array_record else _from_tf_data
+    source = read(builder, split, convert, memory_limit_bytes)
+    source.transform = transform
+    return source
 
 
 def prepare(
@@ -172,8 +170,6 @@ def _from_tf_data(
     builder: Any,
     split: str,
     convert: Callable[[dict[str, Any]], Nest],
-    *,
-    transform: Transform | None,
     memory_limit_bytes: int,
 ) -> Source:
     tfds = _tfds()
@@ -181,14 +177,15 @@ def _from_tf_data(
     reading = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
     dataset = builder.as_dataset(split=split, shuffle_files=False, read_config=reading)
     dataset = dataset.map(convert, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    _require_fixed_shapes(builder, dataset.element_spec)
-    size_bytes = _size_bytes(dataset.element_spec, int(dataset.cardinality()))
+    spec = dataset.element_spec
+    _require_fixed_shapes(builder, spec)
+    size_bytes = _size_bytes(spec, int(dataset.cardinality()))
     if size_bytes <= memory_limit_bytes:
         batches = list(dataset.batch(_READ_BATCH).as_numpy_iterator())
         arrays = tf.nest.map_structure(lambda *parts: np.concatenate(parts), *batches)
-        return _in_memory(arrays, transform)
+        return _in_memory(arrays)
     if builder.info.file_format.value == "tfrecord":
-        return _from_tfrecords(builder, split, convert, dataset.element_spec, transform=transform)
+        return _from_tfrecords(builder, split, convert, spec)
     raise UsageError(
         f"dataset {builder.name}",
         received=f"{size_bytes / 1e9:.1f} GB in {builder.info.file_format.value} files",
@@ -199,12 +196,7 @@ def _from_tf_data(
 
 
 def _from_tfrecords(
-    builder: Any,
-    split: str,
-    convert: Callable[[dict[str, Any]], Nest],
-    spec: Nest,
-    *,
-    transform: Transform | None,
+    builder: Any, split: str, convert: Callable[[dict[str, Any]], Nest], spec: Nest
 ) -> Source:
     features = builder.info.features
     parts = builder.info.splits[split].file_instructions
@@ -216,27 +208,25 @@ def _from_tfrecords(
 
         return tf.map_fn(one, records, fn_output_signature=spec)
 
-    return TFRecordSource([file for file, _, _ in spans], parse, spans=spans, transform=transform)
+    return TFRecordSource([file for file, _, _ in spans], parse, spans=spans)
 
 
 def _from_array_record(
     builder: Any,
     split: str,
     convert: Callable[[dict[str, Any]], Nest],
-    *,
-    transform: Transform | None,
     memory_limit_bytes: int,
 ) -> Source:
-    source = PythonSource(builder.as_data_source(split=split), convert=convert, transform=transform)
+    source = PythonSource(builder.as_data_source(split=split), convert=convert)
     if _size_bytes(source.element_spec, source.num_examples) > memory_limit_bytes:
         return source
-    return _in_memory(source.fetch(np.arange(source.num_examples)), transform)
+    return _in_memory(source.fetch(np.arange(source.num_examples)))
 
 
-def _in_memory(arrays: Nest, transform: Transform | None) -> Source:
+def _in_memory(arrays: Nest) -> Source:
     parts = arrays if isinstance(arrays, tuple) else (arrays,)
     x, y, sample_weight = (*parts, None, None)[:3]
-    return ArraySource(x, y, sample_weight=sample_weight, transform=transform)
+    return ArraySource(x, y, sample_weight=sample_weight)
 
 
 def _require_fixed_shapes(builder: Any, spec: Nest) -> None:

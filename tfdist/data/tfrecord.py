@@ -182,6 +182,8 @@ def _expand(files: str | Path | Sequence[str | Path]) -> list[str]:
         if not matches:
             raise _bad_file(pattern, received="no such file", fix="check the path or pattern")
         found.extend(map(_absolute, matches))
+    if not found:
+        raise _bad_file("TFRecordSource", received="no files", fix="check the path or pattern")
     return found
 
 

@@ -7,19 +7,18 @@ message for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager.record import VariableWatcher
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfdist.ps.messages import READS, calls_functions, outermost
+from tfdist.ps.messages import READS, function_names, outermost
 
 _NO_LIMIT = 2**62
 _WRITES = ("Assign", "Resource", "If", "StatelessIf", "PartitionedCall", "StatefulPartitionedCall")
 _LOOPS = ("While", "StatelessWhile")
 _T = TypeVar("_T")
-_Unit = TypeVar("_Unit", bound=Hashable)
 
 
 class UpdateClock:
@@ -97,7 +96,7 @@ class UpdateClock:
         clocks = {id(count.handle) for count in self._counts.values()}
         for op in operations:
             handles = [outermost(tensor) for tensor in op.inputs if tensor.dtype == tf.resource]
-            if calls_functions(op) or clocks & set(map(id, handles)):
+            if function_names(op) or clocks & set(map(id, handles)):
                 continue
             for device in {str(handle.device) for handle in handles} & self._begun.keys():
                 op._add_control_input(self._begun[device].op)
@@ -137,15 +136,15 @@ def _writes(op: Any) -> bool:
     return bool(op.type.startswith(_WRITES)) and op.type not in READS
 
 
-class InFlight(Generic[_Unit]):
+class InFlight:
     """The work units under way. For each, the steps of others that may be applied before its end.
 
     These are the steps that were under way when it began, and those begun since.
     """
 
     def __init__(self) -> None:
-        self._steps: dict[_Unit, int] = {}
-        self._others: dict[_Unit, int] = {}
+        self._steps: dict[Hashable, int] = {}
+        self._others: dict[Hashable, int] = {}
 
     def admits(self, steps: int, *, max_staleness: int | None) -> bool:
         """Return whether a work unit of so many steps may begin now."""
@@ -155,14 +154,14 @@ class InFlight(Generic[_Unit]):
             return False
         return all(others + steps <= max_staleness for others in self._others.values())
 
-    def begin(self, unit: _Unit, *, steps: int) -> None:
+    def begin(self, unit: Hashable, *, steps: int) -> None:
         """Record that a work unit is under way."""
         for other in self._others:
             self._others[other] += steps
         self._others[unit] = sum(self._steps.values())
         self._steps[unit] = steps
 
-    def end(self, unit: _Unit) -> None:
+    def end(self, unit: Hashable) -> None:
         """Record that a work unit has ended, done or not."""
         self._steps.pop(unit, None)
         self._others.pop(unit, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -20,84 +19,8 @@ from tfdist.ps.messages import read_together
 from tfdist.ps.profile import Phases, PsProfile
 from tfdist.ps.workers import WorkerIncarnation
 from tfdist.training.feed import Part
+from tfdist.training.keras_compat import compiled
 from tfdist.training.program import StepProgram, run_replica
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class Work:
-    """A program, ready to be dispatched, and the results of its steps.
-
-    Attributes:
-      closure: traced, of a `UnitGraph`.
-      dataset: makes what a worker iterates over.
-      log_shapes: of the last step's logs, by name, in the order of their results.
-      counted: the counts of the optimizers that each step applies.
-      counts_each: what a step adds to each of them.
-      num_totals: how many numbers the metrics of the program have.
-      data: the workers' iterators, each with the life of the worker in which it was made.
-      totals: of the metrics since they were reset, None before the first result.
-      logs: of the last step with a result.
-      counts_of_step_0: what the optimizers count before it, None until a step is run.
-      counts_at_rest: what they counted when no step was under way any more, None before.
-    """
-
-    closure: Callable[..., Any]
-    dataset: Callable[[], tf.data.Dataset]
-    log_shapes: dict[str, tuple[int, ...]]
-    counted: list[Any]
-    counts_each: np.ndarray
-    num_totals: int
-    training: bool
-    data: dict[int, tuple[int, Any]] = dataclasses.field(default_factory=dict)
-    totals: np.ndarray | None = None
-    logs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    counts_of_step_0: np.ndarray | None = None
-    counts_at_rest: np.ndarray | None = None
-
-    def count_from(self, step: int) -> None:
-        """Have what optimizers count follow the step from here on, while none is under way.
-
-        They go on from where this program's steps have brought them, unless somebody has changed
-        them since `rests`, such as another program of the same optimizer or a callback.
-        """
-        counts = self._counts()
-        if self.counts_at_rest is None or np.any(counts != self.counts_at_rest):
-            self.counts_of_step_0 = counts - step * self.counts_each
-
-    def rests(self) -> None:
-        """No step is under way any more."""
-        self.counts_at_rest = self._counts()
-
-    def _counts(self) -> np.ndarray:
-        return np.array([count.numpy() for count in self.counted], np.int64)
-
-    def __call__(self, first: int, last: int, incarnation: WorkerIncarnation) -> Any:
-        """Run the steps ``[first, last)`` on a worker; return arrays."""
-        life, given = self.data.get(incarnation.worker_index, (0, None))
-        if life != incarnation.life:
-            given = iter(self.dataset())
-            self.data[incarnation.worker_index] = incarnation.life, given
-        numbers = np.array([first, last], np.int64)
-        if self.counts_of_step_0 is not None:
-            numbers = np.append(numbers, self.counts_of_step_0 + first * self.counts_each)
-        return keras.tree.map_structure(np.asarray, self.closure(given, tf.constant(numbers)))
-
-    def take(self, numbers: np.ndarray) -> np.ndarray:
-        """Take in the totals and log of a range; return the staleness of its steps."""
-        totals, rest = np.split(numbers, [self.num_totals])
-        self.totals = totals if self.totals is None else self.totals + totals
-        logs: dict[str, Any] = {}
-        for name, shape in self.log_shapes.items():
-            log, rest = np.split(rest, [math.prod(shape)])
-            logs[name] = log.astype(np.float32).reshape(shape) if shape else float(log[0])
-        self.logs = logs
-        return rest.astype(np.int64)
-
-
-def encode_result(totals: list[tf.Tensor], logs: tf.Tensor, ages: tf.Tensor) -> tf.Tensor:
-    """Encode for `Work.take` as one vector: each tensor would be a message of its own."""
-    parts = [tf.reshape(tf.cast(part, tf.float64), [-1]) for part in (*totals, logs, ages)]
-    return tf.concat(parts, 0)
 
 
 class _Carried(NamedTuple):
@@ -136,16 +59,13 @@ def _shapes(begin: _Carried) -> _Carried:
     )
 
 
-class UnitGraph:
-    """A program as a worker runs it, to be traced once.
-
-    Both functions take the worker's own iterator, and numbers, int64 ``[2 + optimizers]``: the
-    first step, the one after the last, and what each optimizer has counted before the first.
+class Work:
+    """A program, traced for the workers of a job, and the results of its steps.
 
     Attributes:
-      log_shapes: of what a step returns, by name, once it is traced.
-      counted: the counts of the optimizers that each step applies, once it is traced.
-      counts_each: what a step adds to each of them.
+      training: whether its steps update the model.
+      totals: of the metrics since they were reset, None before the first result.
+      logs: of the last step with a result.
     """
 
     def __init__(
@@ -155,16 +75,73 @@ class UnitGraph:
         *,
         clock: UpdateClock | None = None,
         profile: PsProfile | None = None,
+        outputs: bool = False,
     ) -> None:
-        self.log_shapes: dict[str, tuple[int, ...]] = {}
-        self.counted: list[Any] = []
-        self.counts_each: list[int] = []
+        """Trace the program: here once, as many threads at once might each trace it."""
+        self.training = program.training
+        self.totals: np.ndarray | None = None
+        self.logs: dict[str, Any] = {}
         self._program = program
         self._strategy = strategy
         self._clock = clock
         self._profile = profile
+        self._num_totals = sum(int(np.prod(v.shape)) for v in program.metrics)
+        self._log_shapes: dict[str, tuple[int, ...]] = {}
+        # Counts of the optimizers that each step applies, and what it adds to each of them; their
+        # values before step 0, and when no step was under way any more.
+        self._counted: list[Any] = []
+        self._counts_each = np.zeros(0, np.int64)
+        self._counts_of_step_0: np.ndarray | None = None
+        self._counts_at_rest: np.ndarray | None = None
+        # Each worker's iterator, with the life of the worker in which it was made.
+        self._data: dict[int, tuple[int, Any]] = {}
+        self._dataset = compiled(program.feed.worker_dataset).get_concrete_function()
+        iterator = tf.data.IteratorSpec(self._dataset.structured_outputs.element_spec)
+        # The first step, the one after the last, and each optimizer's count before the first.
+        numbers = tf.TensorSpec([None], tf.int64)
+        traced = compiled(self._outputs if outputs else self._steps)
+        self._closure = traced.get_concrete_function(iterator, numbers)
 
-    def outputs(self, data: Any, numbers: tf.Tensor) -> Any:
+    def count_from(self, step: int) -> None:
+        """Have what optimizers count follow the step from here on, while none is under way.
+
+        They go on from where this program's steps have brought them, unless somebody has changed
+        them since `rests`, such as another program of the same optimizer or a callback.
+        """
+        counts = self._counts()
+        if self._counts_at_rest is None or np.any(counts != self._counts_at_rest):
+            self._counts_of_step_0 = counts - step * self._counts_each
+
+    def rests(self) -> None:
+        """Note that no step is under way any more."""
+        self._counts_at_rest = self._counts()
+
+    def _counts(self) -> np.ndarray:
+        return np.array([count.numpy() for count in self._counted], np.int64)
+
+    def __call__(self, first: int, last: int, incarnation: WorkerIncarnation) -> Any:
+        """Run the steps ``[first, last)`` on a worker; return arrays."""
+        life, given = self._data.get(incarnation.worker_index, (0, None))
+        if life != incarnation.life:
+            given = iter(self._dataset())
+            self._data[incarnation.worker_index] = incarnation.life, given
+        numbers = np.array([first, last], np.int64)
+        if self._counts_of_step_0 is not None:
+            numbers = np.append(numbers, self._counts_of_step_0 + first * self._counts_each)
+        return keras.tree.map_structure(np.asarray, self._closure(given, tf.constant(numbers)))
+
+    def take(self, numbers: np.ndarray) -> np.ndarray:
+        """Take in the totals and log of a range; return the staleness of its steps."""
+        totals, rest = np.split(numbers, [self._num_totals])
+        self.totals = totals if self.totals is None else self.totals + totals
+        logs: dict[str, Any] = {}
+        for name, shape in self._log_shapes.items():
+            log, rest = np.split(rest, [math.prod(shape)])
+            logs[name] = log.astype(np.float32).reshape(shape) if shape else float(log[0])
+        self.logs = logs
+        return rest.astype(np.int64)
+
+    def _outputs(self, data: Any, numbers: tf.Tensor) -> Any:
         """Return what the first step returns."""
         first, last = numbers[0], numbers[1]
         part = self._program.feed.worker_parts(data, first, last)(first)
@@ -172,9 +149,9 @@ class UnitGraph:
         read_together(tf.compat.v1.get_default_graph().get_operations())
         return found
 
-    def steps(self, data: Any, numbers: tf.Tensor) -> Any:
-        """Runs the steps; returns what `Work.take` takes apart, what was recorded, and where steps
-        are profiled, when the parts of each were done.
+    def _steps(self, data: Any, numbers: tf.Tensor) -> Any:
+        """Run the steps; return what `take` takes apart, what was recorded, and where steps are
+        profiled, when the parts of each were done.
         """
         first, last = numbers[0], numbers[1]
         part_of = self._program.feed.worker_parts(data, first, last)
@@ -187,7 +164,9 @@ class UnitGraph:
             parallel_iterations=1,
         )[0]
         stale = self._clock.staleness(end.ages) if self._clock else tf.zeros([0])
-        result = encode_result(end.totals, end.logs, stale)
+        # As one vector: each tensor would be a message of its own.
+        parts = [tf.reshape(tf.cast(p, tf.float64), [-1]) for p in (*end.totals, end.logs, stale)]
+        result = tf.concat(parts, 0)
         return result, [row.stack() for row in end.rows], *(times.stack() for times in end.times)
 
     def _begin(self, first: tf.Tensor, last: tf.Tensor, *, counts: tf.Tensor) -> _Carried:
@@ -218,7 +197,7 @@ class UnitGraph:
             (outputs, totals), ages = clock.step(ages, work=one_step)
         else:
             outputs, totals = one_step()
-        self.counted, self.counts_each = updates.followed, updates.each
+        self._counted, self._counts_each = updates.followed, np.array(updates.each, np.int64)
         if phases:
             times = [array.write(tf.cast(position, tf.int32), phases.end()) for array in times]
         traced = graph.get_operations()[before:]
@@ -239,7 +218,7 @@ class UnitGraph:
 
     def _logs(self, outputs: dict[str, Any]) -> tf.Tensor:
         logs = {name: tf.cast(outputs[name], tf.float32) for name in sorted(outputs)}
-        self.log_shapes.update({name: _known_shape(log, name=name) for name, log in logs.items()})
+        self._log_shapes.update({name: _known_shape(log, name=name) for name, log in logs.items()})
         return tf.concat([tf.reshape(log, [-1]) for log in logs.values()], 0)
 
     def _step(

@@ -23,19 +23,17 @@ import numpy as np
 import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
 
+from tfdist.cluster import JobOptions
 from tfdist.errors import require
 from tfdist.ps.clock import UpdateClock, steps_of_a_unit
-from tfdist.ps.closure import UnitGraph, Work
+from tfdist.ps.closure import Work
 from tfdist.ps.members import Members
-from tfdist.ps.profile import PsProfile, profile_of
 from tfdist.ps.workers import Done, worker_pool_of
 from tfdist.strategy import Job
-from tfdist.training.keras_compat import compiled
 from tfdist.training.program import StepProgram
 
 _CLOSURE_STEPS = 32
 _CLOSURES_PER_WORKER = 2
-_PATIENCE_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +52,8 @@ class ParameterServerEngine:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        patience_s = job.config.options.startup_timeout_s if job.config else _PATIENCE_S
-        self._worker_pool = worker_pool_of(job.strategy, patience_s=patience_s)
+        options = job.config.options if job.config else JobOptions()
+        self._worker_pool = worker_pool_of(job.strategy, patience_s=options.startup_timeout_s)
         self._workers = len(self._worker_pool.shares)
         self._clock: UpdateClock | None = None
         self._applied = 0  # when nobody worked last, by the clock
@@ -64,9 +62,7 @@ class ParameterServerEngine:
         self._under_way: list[DispatchedBlock] = []
         self._times: list[tuple[int, Any]] = []
         self._since_s = 0.0
-        self._profile: PsProfile | None = None
-        if job.config and job.config.options.profile_ps:
-            self._profile = profile_of(job.strategy)
+        self._profile = self._worker_pool.profile if options.profile_ps else None
 
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
@@ -82,8 +78,11 @@ class ParameterServerEngine:
         if not self._under_way:
             work.count_from(first)
             self._since_s = time.perf_counter()
+        most = steps_of_a_unit(
+            most=_CLOSURE_STEPS, workers=self._workers, max_staleness=program.max_staleness
+        )
         each = -(-(last - first) // (self._workers * _CLOSURES_PER_WORKER))
-        each = min(max(each, 1), self._most_steps(program))
+        each = min(max(each, 1), most)
         for start in range(first, last, each):
             span = start, min(start + each, last)
             future = self._dispatch(work, *span, max_staleness=program.max_staleness)
@@ -179,11 +178,6 @@ class ParameterServerEngine:
         function = functools.partial(work, first, last)
         return self._worker_pool.submit(function, steps=steps, max_staleness=max_staleness)
 
-    def _most_steps(self, program: StepProgram) -> int:
-        return steps_of_a_unit(
-            most=_CLOSURE_STEPS, workers=self._workers, max_staleness=program.max_staleness
-        )
-
     def _account(self, unit: DispatchedBlock, done: Done) -> None:
         numbers, rows, *times = done.value
         ages = unit.work.take(numbers)
@@ -214,36 +208,19 @@ class ParameterServerEngine:
                 self._applied = self._clock.applied
 
     def _prepared(self, program: StepProgram, *, outputs: bool = False) -> Work:
-        work = self._work.get(program)
-        if work is None:
+        if program not in self._work:
             require_sums(program)
-            training = program.training
             with self._job.strategy.scope():
-                if training and self._clock is None:
+                if program.training and self._clock is None:
                     self._clock = UpdateClock(Members.of(self._job.strategy).server_devices)
-                dataset = compiled(program.feed.worker_dataset).get_concrete_function()
-                iterator = tf.data.IteratorSpec(dataset.structured_outputs.element_spec)
-                graph = UnitGraph(
+                self._work[program] = Work(
                     program,
                     self._job.strategy,
-                    clock=self._clock if training else None,
-                    profile=self._profile if training else None,
+                    clock=self._clock if program.training else None,
+                    profile=self._profile if program.training else None,
+                    outputs=outputs,
                 )
-                # Traced here once: called by many threads at once it might be traced by each.
-                closure = compiled(graph.outputs if outputs else graph.steps)
-                numbers = tf.TensorSpec([None], tf.int64)
-                closure = closure.get_concrete_function(iterator, numbers)
-            work = Work(
-                closure=closure,
-                dataset=dataset,
-                log_shapes=graph.log_shapes,
-                counted=graph.counted,
-                counts_each=np.array(graph.counts_each, np.int64),
-                num_totals=sum(int(np.prod(v.shape)) for v in program.metrics),
-                training=training,
-            )
-            self._work[program] = work
-        return work
+        return self._work[program]
 
 
 # Metrics of a ps job: their totals add up over work units; others are refused.

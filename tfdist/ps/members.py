@@ -37,13 +37,13 @@ from tfdist.strategy.rendezvous import (
     missing_peers,
     named,
     own_versions,
-    pause_s,
     require_same_versions,
+    wait_for_answers,
     wait_for_chief_to_end,
+    waited_for,
 )
 
 _LOG = logging.getLogger(__name__)
-_SAY_EVERY_S = 10.0
 _STEADY_S = 0.5  # how long a worker must answer: one that is being killed does for a moment
 _UPDATE_TIMEOUT_S = 30.0
 
@@ -88,36 +88,32 @@ class Members:
         """The indices of the workers that work can be given to."""
         return self._connected
 
-    def wait(self, *, timeout_s: float, clients: VersionHandshake) -> frozenset[int]:
+    def wait(
+        self, config: TaskConfig, *, timeout_s: float, versions: VersionHandshake
+    ) -> frozenset[int]:
         """Return the workers that are there once all are, or enough of them after `timeout_s`.
 
         Raises:
           StartupTimeout: a ps, or too many workers, did not come; the message names them.
-          UsageError: one of them is not like this task.
+          UsageError: one of them has another version than this task.
         """
-        servers = [task for task in self._cluster.tasks() if task.type == "ps"]
-        start = said = time.monotonic()
-        awaited = [*servers, *self._workers]
-        while True:
-            missing = self.missing(awaited)
-            awaited = [task for task in awaited if task in missing or clients.awaits(task)]
-            waited_s = time.monotonic() - start
-            if not awaited or waited_s >= timeout_s:
-                clients.require_same()
-                if missing:
-                    self._require_enough(missing, waited_s)
-                break
-            if missing and time.monotonic() - said >= _SAY_EVERY_S:
-                said = time.monotonic()
-                _LOG.warning("waited %.0f s for %s", waited_s, named(self._cluster, missing))
-            time.sleep(pause_s(awaited))
-        absent = {task.index for task in missing}
-        return frozenset(task.index for task in self._workers if task.index not in absent)
+        tasks = [task for task in self._cluster.tasks() if task.type in ("ps", "worker")]
+        missing = wait_for_answers(config, tasks, timeout_s=timeout_s)
+        there = [task for task in tasks if task not in missing]
+        versions.require_same(there)
+        workers = frozenset(task.index for task in there if task.type == "worker")
+        if missing:
+            no_ps = any(task.type == "ps" for task in missing)
+            if no_ps or len(workers) < self._min_workers:
+                raise StartupTimeout(waited_for(config, missing, timeout_s, timeout_s))
+            names = named(self._cluster, missing)
+            _LOG.warning("after %.0f s: going on without %s", timeout_s, names)
+        return workers
 
-    def missing(self, tasks: Collection[Task] | None = None) -> list[Task]:
-        """The tasks at whose address nothing answers now; of all ps where none are given."""
+    def missing(self) -> list[Task]:
+        """Return the parameter servers at whose address nothing answers now."""
         servers = [task for task in self._cluster.tasks() if task.type == "ps"]
-        return missing_peers(self._cluster, servers if tasks is None else tasks)
+        return missing_peers(self._cluster, servers)
 
     def answers(self, worker: int) -> bool:
         """Return whether something listens at a worker's address now."""
@@ -216,17 +212,6 @@ class Members:
             raise error
         return not self._is_stuck
 
-    def _require_enough(self, missing: list[Task], waited_s: float) -> None:
-        servers = [task for task in missing if task.type == "ps"]
-        there = len(self._workers) - (len(missing) - len(servers))
-        if servers or there < self._min_workers:
-            enough = f", and {there} of at least {self._min_workers} workers came" * (not servers)
-            raise StartupTimeout(
-                f"chief-0: waited {waited_s:.0f} s for {named(self._cluster, missing)}{enough}."
-                " Fix: start them, or raise --startup_timeout_s"
-            )
-        _LOG.warning("after %.0f s: going on without %s", waited_s, named(self._cluster, missing))
-
 
 # The versions of a ps job are compared where its tasks meet. A worker or ps sends its own to the
 # chief, a line of text to what answers at the chief's address. Until all are there that is a
@@ -235,6 +220,7 @@ class Members:
 
 
 _AGAIN_S = 0.1
+_LOOK_EVERY_S = 0.02
 _PATIENCE_S = 1.0
 _SHY_S = 3.0
 _MOST_BYTES = 1024
@@ -272,7 +258,6 @@ class VersionHandshake:
         self._config = config
         self._own = versions
         self._found: dict[Task, str] = {}
-        self._seen_s: dict[Task, float] = {}
 
     @contextlib.contextmanager
     def receiving_at(self, listener: socket.socket) -> Iterator[None]:
@@ -286,16 +271,17 @@ class VersionHandshake:
                 listener.shutdown(socket.SHUT_RDWR)  # ends `accept`, which keeps the port
             thread.join()
 
-    def awaits(self, task: Task) -> bool:
-        """Return whether a task that answers may still say what it is; some never do."""
-        since_s = self._seen_s.setdefault(task, time.monotonic())
-        return task not in self._found and time.monotonic() - since_s < _SHY_S
+    def require_same(self, tasks: Collection[Task]) -> None:
+        """Raise UsageError for one of the tasks that has another version than this process.
 
-    def require_same(self) -> None:
-        """Raise UsageError for a task that has another version than this process."""
-        for task in self._config.cluster.tasks():
+        Of those that are there; each is given a moment to send it, as some never do.
+        """
+        end_s = time.monotonic() + _SHY_S
+        while not self._found.keys() >= set(tasks) and time.monotonic() < end_s:
+            time.sleep(_LOOK_EVERY_S)
+        for task, versions in dict(self._found).items():
             require_same_versions(
-                self._found.get(task, self._own),
+                versions,
                 task=f"{task} ({self._config.cluster.address(task)})",
                 own=self._own,
                 own_task=str(self._config.task),

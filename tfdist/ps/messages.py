@@ -40,11 +40,6 @@ class Places:
         return _of_device(operation.device)
 
 
-def calls_functions(operation: tf.Operation) -> bool:
-    """Return whether an operation is a condition, a loop or a call."""
-    return bool(function_names(operation))
-
-
 def function_names(operation: tf.Operation) -> list[str]:
     """Return the functions of an operation: of a condition, a loop or a call."""
     attributes = operation.node_def.attr
@@ -54,13 +49,9 @@ def function_names(operation: tf.Operation) -> list[str]:
 
 def _of_captured(tensor: Any) -> str:
     """Return the task of what a graph captured, through the graphs around it."""
-    graph = getattr(tensor, "graph", None) if not hasattr(tensor, "numpy") else None
-    if graph is None:
-        return _of_device(tensor.device)
-    for outer, inner in getattr(graph, "captures", ()):
-        if inner is tensor:
-            return _of_captured(outer)
-    return _of_device(tensor.device) if tensor.dtype == tf.resource else WORKER
+    tensor = outermost(tensor)
+    is_placed = tensor.dtype == tf.resource or hasattr(tensor, "numpy")
+    return _of_device(tensor.device) if is_placed else WORKER
 
 
 def _of_device(device: str) -> str:
@@ -72,7 +63,7 @@ def _of_device(device: str) -> str:
 
 
 def outermost(handle: Any) -> Any:
-    """Return the variable's own handle behind one, which each function has captured anew."""
+    """Return the tensor, such as a variable's handle, behind one that each function captures."""
     graph = getattr(handle, "graph", None)
     while graph is not None and hasattr(graph, "captures"):
         handle = next((outer for outer, inner in graph.captures if inner is handle), handle)

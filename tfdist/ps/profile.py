@@ -6,21 +6,21 @@ it sends; `PsProfile` is the account of all workers, by the chief.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util_v2 import get_func_graph
 
-from tfdist.ps.messages import READS, WORKER, Places, calls_functions, function_names
+from tfdist.ps.messages import READS, WORKER, Places, function_names
 
 NAMES = ("input", "read", "compute", "write")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class TrafficLink:
     """What goes one way between two tasks in a step.
 
@@ -34,15 +34,14 @@ class TrafficLink:
     size_bytes: int = 0
     unknown: int = 0
 
-    def __add__(self, other: TrafficLink) -> TrafficLink:
-        return TrafficLink(
-            tensors=self.tensors + other.tensors,
-            size_bytes=self.size_bytes + other.size_bytes,
-            unknown=self.unknown + other.unknown,
-        )
+    def add(self, other: TrafficLink) -> None:
+        """Add what another link sends."""
+        self.tensors += other.tensors
+        self.size_bytes += other.size_bytes
+        self.unknown += other.unknown
 
 
-Links = dict[tuple[str, str], TrafficLink]
+Links = collections.defaultdict[tuple[str, str], TrafficLink]
 """By the task that sends and the one that receives, such as ``("ps-0", "worker")``."""
 
 
@@ -118,7 +117,7 @@ def _when(tensors: Sequence[Any]) -> tf.Tensor:
 
 def _updates(operation: tf.Operation) -> bool:
     changes = any(t.dtype == tf.resource for t in operation.inputs)
-    return (changes and operation.type not in READS) or calls_functions(operation)
+    return (changes and operation.type not in READS) or bool(function_names(operation))
 
 
 # What a step sends, counted in its graph.
@@ -126,13 +125,15 @@ def _updates(operation: tf.Operation) -> bool:
 
 def traffic(operations: Iterable[tf.Operation], places: Places) -> Links:
     """What `operations` have sent to each other; the largest branch of a condition, a loop once."""
-    found: Links = {}
+    found: Links = collections.defaultdict(TrafficLink)
     sent: set[tuple[str, str]] = set()
     for operation in operations:
         names = function_names(operation)
         if names:
             inside = [_inside(operation, name, places) for name in names]
-            _merge(found, max(inside, key=lambda one: sum(k.size_bytes for k in one.values())))
+            most = max(inside, key=lambda one: sum(link.size_bytes for link in one.values()))
+            for ends, link in most.items():
+                found[ends].add(link)
             continue
         here = places.of_operation(operation)
         for tensor in operation.inputs:
@@ -140,22 +141,11 @@ def traffic(operations: Iterable[tf.Operation], places: Places) -> Links:
             if there == here or tensor.dtype == tf.resource or (tensor.name, here) in sent:
                 continue
             sent.add((tensor.name, here))
-            _merge(found, {(there, here): _link(tensor)})
+            elements = tensor.shape.num_elements()
+            size_bytes = (elements or 0) * tensor.dtype.size
+            link = TrafficLink(tensors=1, size_bytes=size_bytes, unknown=int(elements is None))
+            found[there, here].add(link)
     return found
-
-
-def _merge(links: Links, more: Links) -> None:
-    """Add `more` to `links`."""
-    for ends, link in more.items():
-        links[ends] = links.get(ends, TrafficLink()) + link
-
-
-def _link(tensor: tf.Tensor) -> TrafficLink:
-    elements = tensor.shape.num_elements()
-    known = elements is not None
-    return TrafficLink(
-        tensors=1, size_bytes=(elements or 0) * tensor.dtype.size, unknown=0 if known else 1
-    )
 
 
 def _inside(operation: tf.Operation, name: str, places: Places) -> Links:
@@ -191,7 +181,7 @@ class PsProfile:
     """The account of a job: an engine adds each range of steps as it is done."""
 
     def __init__(self) -> None:
-        self.links: Links = {}
+        self.links: Mapping[tuple[str, str], TrafficLink] = {}
         """What a step sends, of the program that was traced last."""
         self._workers: dict[int, _Worker] = {}
 
@@ -242,12 +232,3 @@ def _costs(worker: _Worker) -> dict[str, Any]:
         "median_ms": float(np.median(step_ms)),
         "p95_ms": float(np.percentile(step_ms, 95)),
     }
-
-
-_profiles: weakref.WeakKeyDictionary[tf.distribute.Strategy, PsProfile]
-_profiles = weakref.WeakKeyDictionary()
-
-
-def profile_of(strategy: tf.distribute.Strategy) -> PsProfile:
-    """Return the one account of a strategy's job."""
-    return _profiles.setdefault(strategy, PsProfile())

@@ -50,10 +50,10 @@ def parameter_server(
     # Without it a call to a task that has died waits for the task to come back.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     members = Members(config.cluster, min_workers=options.min_workers)
-    clients = VersionHandshake(config, versions=rendezvous.own_versions())
+    versions = VersionHandshake(config, versions=rendezvous.own_versions())
     # As the workers ask for this task meanwhile.
-    with rendezvous.answering(config) as listener, clients.receiving_at(listener):
-        workers = members.wait(timeout_s=timeout_s, clients=clients)
+    with rendezvous.answering(config) as listener, versions.receiving_at(listener):
+        workers = members.wait(config, timeout_s=timeout_s, versions=versions)
     with rendezvous.last_resort(timeout_s=timeout_s):
         return ElasticParameterServerStrategy(
             resolver, members=members, workers=workers, split_bytes=options.split_bytes

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,6 +27,7 @@ from tfdist import phases
 from tfdist.errors import PeerLost
 from tfdist.ps.clock import InFlight
 from tfdist.ps.members import Members
+from tfdist.ps.profile import PsProfile
 
 _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.5
@@ -96,13 +97,14 @@ class WorkerPool:
     Attributes:
       shares: what each worker has done, by its index.
       account: of all training steps.
+      profile: what they cost, where that is asked for.
     """
 
     def __init__(self, members: Members, *, patience_s: float) -> None:
         self._members = members
         self._patience_s = patience_s
         self._waiting: collections.deque[WorkUnit] = collections.deque()
-        self._in_flight: InFlight[WorkUnit] = InFlight()
+        self._in_flight = InFlight()
         self._changed = threading.Condition()
         self._fatal: BaseException | None = None
         self._nobody_since: float | None = None
@@ -110,6 +112,7 @@ class WorkerPool:
         self._warm: set[WorkerIncarnation] = set()
         self.shares = {i: WorkerTally() for i in range(members.num_workers)}
         self.account = Account()
+        self.profile = PsProfile()
         for worker in self.shares:
             self._begin_to_serve(worker, life=1 if worker in members.connected else 0)
         threading.Thread(target=self._watch, name="tfdist-workers", daemon=True).start()
@@ -170,7 +173,10 @@ class WorkerPool:
             if unit is None:
                 return
             if unit.losses and not self._members.answers(worker):
-                self._decline(unit, incarnation)  # which is not what has ended this worker
+                # It is not what has ended this worker: another begins it.
+                self._members.lost(worker)
+                self._release(incarnation)
+                self._requeue(unit)
                 continue
             if not self._run(unit, incarnation, executor):
                 return  # another thread serves this worker
@@ -243,7 +249,10 @@ class WorkerPool:
         if not self._release(incarnation):
             return False
         if error is None:
-            self._complete(unit, incarnation.worker_index, value)
+            worker = incarnation.worker_index
+            share = self.shares[worker]
+            share.units, share.steps, share.failures = share.units + 1, share.steps + unit.steps, 0
+            unit.future.set_result(Done(value=value, worker_index=worker, times=unit.losses + 1))
         elif isinstance(error, tf.errors.OpError) and self._recover(unit, incarnation, error):
             executor.clear_error()  # which it would raise again at its end
         else:
@@ -264,10 +273,6 @@ class WorkerPool:
                 default=None,
             )
         )
-
-    def _complete(self, unit: WorkUnit, worker: int, value: Any) -> None:
-        self.shares[worker].add(steps=unit.steps)
-        unit.future.set_result(Done(value=value, worker_index=worker, times=unit.losses + 1))
 
     def _recover(
         self, unit: WorkUnit, incarnation: WorkerIncarnation, error: tf.errors.OpError
@@ -311,12 +316,6 @@ class WorkerPool:
         reason = f"a work unit was begun {_MAX_LOSSES} times and never done; {reason}"
         unit.future.set_exception(self._fatal or PeerLost(reason))
 
-    def _decline(self, unit: WorkUnit, incarnation: WorkerIncarnation) -> None:
-        """Leave a work unit that was not begun to another."""
-        self._members.lost(incarnation.worker_index)
-        self._release(incarnation)
-        self._requeue(unit)
-
     def _requeue(self, unit: WorkUnit) -> None:
         with self._changed:
             if self._fatal is not None:
@@ -327,14 +326,18 @@ class WorkerPool:
 
     def _watch(self) -> None:
         """Find out who is gone while a call that needs them does not end."""
-        timeout = HeartbeatTimeout(_GONE_S)
+        silent_since_s: dict[Any, float] = {}
         while self._fatal is None:
             time.sleep(_PROBE_EVERY_S)
             with self._changed:
                 held = list(self._held)
-            silent: list[Hashable] = [i for i in held if not self._members.answers(i.worker_index)]
+            silent: list[Any] = [i for i in held if not self._members.answers(i.worker_index)]
             silent += self._members.missing() if held else []
-            for one in timeout.too_long(silent):
+            now_s = time.monotonic()
+            silent_since_s = {one: silent_since_s.get(one, now_s) for one in silent}
+            for one, since_s in silent_since_s.items():
+                if now_s - since_s < _GONE_S:
+                    continue
                 if isinstance(one, WorkerIncarnation):
                     self._reclaim(one)
                 else:
@@ -386,26 +389,11 @@ _worker_pools: weakref.WeakKeyDictionary[tf.distribute.Strategy, WorkerPool] = (
 )
 
 
-def worker_pool_of(strategy: tf.distribute.Strategy, *, patience_s: float) -> WorkerPool:
-    """Return the worker pool of a strategy."""
+def worker_pool_of(strategy: tf.distribute.Strategy, *, patience_s: float = 60.0) -> WorkerPool:
+    """Return the one worker pool of a strategy."""
     if strategy not in _worker_pools:
         _worker_pools[strategy] = WorkerPool(Members.of(strategy), patience_s=patience_s)
     return _worker_pools[strategy]
-
-
-class HeartbeatTimeout:
-    """Tracker of how long each peer has not answered."""
-
-    def __init__(self, most_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most_s = most_s
-        self._clock = clock
-        self._since_s: dict[Hashable, float] = {}
-
-    def too_long(self, unresponsive: Collection[Hashable]) -> list[Hashable]:
-        """Record who is silent now; return those silent at each poll for `most_s`."""
-        now_s = self._clock()
-        self._since_s = {one: self._since_s.get(one, now_s) for one in unresponsive}
-        return [one for one, since_s in self._since_s.items() if now_s - since_s >= self._most_s]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -428,12 +416,6 @@ class WorkerTally:
     def is_left_out(self) -> bool:
         """Whether it gets no work any more."""
         return self.failures >= _MAX_FAILURES
-
-    def add(self, *, steps: int) -> None:
-        """Record a work unit that it has finished."""
-        self.units += 1
-        self.steps += steps
-        self.failures = 0
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

@@ -33,10 +33,12 @@ _OF_PEERS = (
 def is_chief() -> bool:
     """True in the one task that writes; true in a process that stands alone. Not a collective."""
     job = current_job()
-    if job is None:
-        config = read_environment(os.environ)
-        return config is None or not config.cluster.tasks() or _is_chief_task(config)
-    return job.is_chief
+    if job is not None:
+        return job.is_chief
+    config = read_environment(os.environ)
+    if config is None or not config.cluster.tasks():
+        return True
+    return config.task == config.cluster.chief_task
 
 
 def barrier() -> None:
@@ -86,7 +88,15 @@ def naming_lost_peer(job: Job) -> Iterator[None]:
         if not lost or not (lost in str(error) or isinstance(error, _OF_PEERS)):
             raise
         if job.ring is not None and job.ring.differs:
-            raise _another_sum(job.name, lost, *job.ring.differs) from error
+            theirs, mine = job.ring.differs
+            raise UsageError(
+                "sums over the workers",
+                received=f"{theirs}, of {lost.partition(' makes ')[0]}",
+                expected=f"{mine}, as of {job.name}",
+                fix="every worker makes the same sums in the same order: look for a tf.cond, an if "
+                "or a callback that only some of them take",
+                code="different-sums",
+            ) from error
         raise PeerLost(f"{job.name}: {lost}") from error
 
 
@@ -185,17 +195,6 @@ def _require_text_as_keys(value: Any) -> None:
         _require_text_as_keys(item)
 
 
-def _another_sum(name: str, lost: str, theirs: str, mine: str) -> UsageError:
-    return UsageError(
-        "sums over the workers",
-        received=f"{theirs}, of {lost.partition(' makes ')[0]}",
-        expected=f"{mine}, as of {name}",
-        fix="every worker makes the same sums in the same order: look for a tf.cond, an if or a"
-        " callback that only some of them take",
-        code="different-sums",
-    )
-
-
 def _encode(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
@@ -213,10 +212,6 @@ def _decode(value: dict[str, Any]) -> Any:
         return value
     data = base64.b64decode(value["__array__"])
     return np.frombuffer(data, np.dtype(value["dtype"])).reshape(value["shape"]).copy()
-
-
-def _is_chief_task(config: Any) -> bool:
-    return bool(config.task == config.cluster.chief_task)
 
 
 def broadcast_initial_values(job: Job) -> None:
@@ -237,7 +232,10 @@ def broadcast_initial_values(job: Job) -> None:
             if not tf.executing_eagerly():
                 return given(initial_value)
             with tf.device(where["device"]):
-                value = _initial_tensor(initial_value, dtype)
+                value = initial_value() if callable(initial_value) else initial_value
+                if isinstance(value, CheckpointInitialValue):
+                    value = value.wrapped_value
+                value = tf.convert_to_tensor(value, dtype=dtype)
                 if value.dtype == tf.string or not value.dtype.is_numpy_compatible:
                     return given(value)
                 mine = value.numpy() if job.is_chief else np.zeros_like(value.numpy())
@@ -246,10 +244,3 @@ def broadcast_initial_values(job: Job) -> None:
         return initial
 
     extended._get_variable_creator_initial_value = creator
-
-
-def _initial_tensor(value: Any, dtype: Any) -> tf.Tensor:
-    value = value() if callable(value) else value
-    if isinstance(value, CheckpointInitialValue):
-        value = value.wrapped_value
-    return tf.convert_to_tensor(value, dtype=dtype)

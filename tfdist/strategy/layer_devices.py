@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.distribute import one_device_strategy
 
-from tfdist.errors import near, require, require_one_of
+from tfdist.errors import UsageError, near, require, require_one_of
 
 _LOG = logging.getLogger(__name__)
 _GRADIENTS = "gradient_tape/"
@@ -203,6 +203,16 @@ def _devices() -> list[str]:
 
 def _device(pattern: str, name: str) -> str:
     """Return the name of a device there is, as TensorFlow has it; ``CPU`` is the first CPU."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UsageError(
+            "placement",
+            received=f"{pattern!r} ({error})",
+            expected="regular expressions over layer paths",
+            fix="write .* for any text",
+            code="bad-pattern",
+        ) from None
     short = name.upper().removeprefix("/").removeprefix("DEVICE:")
     require_one_of(
         f"placement[{pattern!r}]",

@@ -33,11 +33,11 @@ from tfdist.strategy.stages import PipelineOptions
 
 _LOG = logging.getLogger(__name__)
 _NEIGHBOURS_S = 20.0
-_PER_WORKER = {
-    "single": "one device",
-    "ps": "one device",
-    "pipeline": "one device",
-    "multiworker": "each visible GPU, or one CPU",
+_MORE_DEVICES = {
+    "single": "use strategy mirrored for several devices",
+    "ps": "start more workers",
+    "pipeline": "start more stages",
+    "multiworker": "start more workers, or set CUDA_VISIBLE_DEVICES",
 }
 
 
@@ -101,19 +101,25 @@ def make_strategy(
     )
     devices.set_threads(options.threads_per_task)
     devices.grow_gpu_memory()
+    if kind != "mirrored":
+        _require_devices(options, kind)
     with phases.entered("rendezvous"):
-        if kind == "single":
-            strategy = _single(options, placement=placement)
+        if kind in ("single", "pipeline"):
+            device = "/GPU:0" if tf.config.list_physical_devices("GPU") else "/CPU:0"
+            strategy = tf.distribute.OneDeviceStrategy(device)
+            if placement:
+                strategy = PlacedStrategy(device, placement)
         elif kind == "mirrored":
             strategy = tf.distribute.MirroredStrategy(
                 devices.replica_devices(options.devices_per_worker)
             )
-        elif kind == "pipeline":
-            strategy = _single(options, kind=kind, fix="start more stages")
         elif kind == "multiworker":
             strategy = _multiworker(_needed(config, kind), options, communication_options)
         else:
-            strategy = _parameter_server(_needed(config, kind), options)
+            from tfdist.ps.strategy import parameter_server
+
+            config = _needed(config, kind)
+            strategy = parameter_server(config, _resolver(config), options)
     _hear_sigterm()
     job = Job(strategy=strategy, kind=kind, config=config)
     if kind == "pipeline":
@@ -209,38 +215,12 @@ def _needed(config: TaskConfig | None, kind: str) -> TaskConfig:
     return config
 
 
-def _single(
-    options: JobOptions,
-    *,
-    kind: str = "single",
-    fix: str = "use strategy mirrored for several devices",
-    placement: Mapping[str, str] | None = None,
-) -> tf.distribute.Strategy:
-    _require_devices(options, 1, kind=kind, fix=fix)
-    device = "/GPU:0" if tf.config.list_physical_devices("GPU") else "/CPU:0"
-    if placement:
-        return PlacedStrategy(device, placement)
-    return tf.distribute.OneDeviceStrategy(device)
-
-
-def _parameter_server(config: TaskConfig, options: JobOptions) -> tf.distribute.Strategy:
-    # Keras' optimizers have no updates for what TensorFlow makes of a worker's several devices.
-    _require_devices(options, 1, kind="ps", fix="start more workers")
-    from tfdist.ps.strategy import parameter_server
-
-    return parameter_server(config, _resolver(config), options)
-
-
 def _multiworker(
     config: TaskConfig,
     options: JobOptions,
     communication_options: tf.distribute.experimental.CommunicationOptions | None,
 ) -> tf.distribute.Strategy:
-    gpus = tf.config.list_physical_devices("GPU")
-    local = len(gpus) or 1  # TensorFlow takes all visible GPUs of a worker, and exactly one CPU
-    fix = "start more workers, or set CUDA_VISIBLE_DEVICES"
-    _require_devices(options, local, kind="multiworker", fix=fix)
-    timeout_s = options.startup_timeout_s
+    gpus, timeout_s = tf.config.list_physical_devices("GPU"), options.startup_timeout_s
     implementation = tf.distribute.experimental.CommunicationImplementation
     ring = implementation.AUTO if gpus else implementation.RING
     devices.send_in_large_pieces()
@@ -256,6 +236,7 @@ def _multiworker(
         strategy = tf.distribute.MultiWorkerMirroredStrategy(
             cluster_resolver=_resolver(config), communication_options=communication_options
         )
+    local = _devices_of_a_worker("multiworker")
     expected = local * config.cluster.num_replica_tasks
     require(
         strategy.num_replicas_in_sync == expected,
@@ -304,13 +285,25 @@ def _sum_untraced(strategy: tf.distribute.Strategy, values: np.ndarray) -> np.nd
     return total
 
 
-def _require_devices(options: JobOptions, count: int, *, kind: str, fix: str) -> None:
+def _devices_of_a_worker(kind: str) -> int:
+    """Return on how many devices a worker computes.
+
+    Under multiworker TensorFlow takes all visible GPUs, and exactly one CPU. Under ps Keras'
+    optimizers have no updates for what TensorFlow makes of several.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    return len(gpus) or 1 if kind == "multiworker" else 1
+
+
+def _require_devices(options: JobOptions, kind: str) -> None:
+    count = _devices_of_a_worker(kind)
+    each = "each visible GPU, or one CPU" if kind == "multiworker" else "one device"
     require(
         options.devices_per_worker in (None, count),
         "make_strategy",
         received=f"devices_per_worker={options.devices_per_worker} with strategy {kind}",
-        expected=f"{count}, as a worker of such a job computes on {_PER_WORKER[kind]}",
-        fix=fix,
+        expected=f"{count}, as a worker of such a job computes on {each}",
+        fix=_MORE_DEVICES[kind],
         code="devices",
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import itertools
 import logging
 import socket
@@ -60,9 +61,24 @@ def missing_peers(cluster: ClusterSpec, peers: Iterable[Task]) -> list[Task]:
     return [task for task in peers if not answers(cluster.address(task))]
 
 
-def pause_s(missing: Sequence[Task]) -> float:
-    """How long to leave between two looks for them: the last to come is what all wait for."""
-    return min(_PROBE_ONE_EVERY_S * len(missing), _PROBE_EVERY_S)
+def wait_for_answers(config: TaskConfig, tasks: Sequence[Task], *, timeout_s: float) -> list[Task]:
+    """Return once something answers at the address of each task; after `timeout_s`, those missing.
+
+    Logs now and then whom it waits for.
+    """
+    missing, start_s = list(tasks), time.monotonic()
+    logged_s = start_s
+    while missing := missing_peers(config.cluster, missing):
+        now_s = time.monotonic()
+        remaining_s = start_s + timeout_s - now_s
+        if remaining_s <= 0:
+            break
+        if now_s - logged_s >= _SAY_EVERY_S:
+            logged_s = now_s
+            _LOG.warning("%s", waited_for(config, missing, now_s - start_s, timeout_s))
+        # The fewer are missing the sooner: the last to come is what all wait for.
+        time.sleep(min(_PROBE_ONE_EVERY_S * len(missing), _PROBE_EVERY_S, remaining_s))
+    return missing
 
 
 def named(cluster: ClusterSpec, tasks: Sequence[Task]) -> str:
@@ -84,25 +100,19 @@ def await_peers(config: TaskConfig, *, timeout_s: float) -> None:
         server has not come in `LATER_S` more.
       UsageError: this task's own port is in use.
     """
-    missing = [task for task in config.cluster.training_tasks() if task != config.task]
-    start = said = time.monotonic()
+    others = [task for task in config.cluster.training_tasks() if task != config.task]
+    chief, start_s, most_s = config.cluster.chief_task, time.monotonic(), timeout_s + LATER_S
     with answering(config):
-        while missing := missing_peers(config.cluster, missing):
-            waited_s = time.monotonic() - start
-            if waited_s >= timeout_s:
-                raise StartupTimeout(_message(config, missing, waited_s, timeout_s))
-            if time.monotonic() - said >= _SAY_EVERY_S:
-                said = time.monotonic()
-                _LOG.warning("%s", _message(config, missing, waited_s, timeout_s))
-            time.sleep(min(pause_s(missing), timeout_s - waited_s))
-        chief, most_s = config.cluster.chief_task, timeout_s + LATER_S
+        missing = wait_for_answers(config, others, timeout_s=timeout_s)
+        if missing:
+            raise StartupTimeout(waited_for(config, missing, timeout_s, timeout_s))
         if config.task == chief:
             return
-        while (waited_s := time.monotonic() - start) < most_s:
+        while (waited_s := time.monotonic() - start_s) < most_s:
             if serves(config.cluster.address(chief), timeout_s=most_s - waited_s):
                 return
             time.sleep(_PROBE_ONE_EVERY_S)
-    raise StartupTimeout(_message(config, [chief], waited_s, most_s))
+    raise StartupTimeout(waited_for(config, [chief], waited_s, most_s))
 
 
 def serves(address: str, *, timeout_s: float) -> bool:
@@ -155,12 +165,13 @@ def last_resort(*, timeout_s: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _message(config: TaskConfig, missing: list[Task], waited_s: float, timeout_s: float) -> str:
-    where = f"{config.task}: waited {waited_s:.0f} s of {timeout_s:.0f} s for"
-    if not missing:
-        return f"{where} the cluster to form, although every peer answers"
+def waited_for(
+    config: TaskConfig, missing: Sequence[Task], waited_s: float, timeout_s: float
+) -> str:
+    """Return the line that names the tasks this one has waited for."""
     return (
-        f"{where} {named(config.cluster, missing)}. Fix: start them, or raise --startup_timeout_s"
+        f"{config.task}: waited {waited_s:.0f} s of {timeout_s:.0f} s for "
+        f"{named(config.cluster, missing)}. Fix: start them, or raise --startup_timeout_s"
     )
 
 
@@ -226,30 +237,29 @@ def wait_for_chief_to_end(
     return EXIT_STOPPED
 
 
-class ChiefWatch:
-    """Watches over the chief's port from a thread, for a task that the chief knows nothing of.
+class ChiefWatch(threading.Thread):
+    """Watches over the chief's port, for a task that the chief knows nothing of.
 
     Attributes:
       exit_code: of this task, once the chief has ended or has not come in time; None before.
     """
 
     def __init__(self, config: TaskConfig, *, timeout_s: float) -> None:
+        super().__init__(name="tfdist-chief-watch", daemon=True)
         self.exit_code: int | None = None
         self._config = config
         self._timeout_s = timeout_s
-        threading.Thread(target=self._watch, name="tfdist-chief-watch", daemon=True).start()
 
-    def _watch(self) -> None:
+    def run(self) -> None:
+        """Return when the exit code is known."""
         self.exit_code = wait_for_chief_to_end(
             self._config, stop=threading.Event(), timeout_s=self._timeout_s
         )
 
 
-_watches: list[ChiefWatch] = []
-
-
+@functools.cache
 def chief_watch(config: TaskConfig, *, timeout_s: float) -> ChiefWatch:
     """Return the one watch of this process; begun with the first call."""
-    if not _watches:
-        _watches.append(ChiefWatch(config, timeout_s=timeout_s))
-    return _watches[0]
+    watch = ChiefWatch(config, timeout_s=timeout_s)
+    watch.start()
+    return watch

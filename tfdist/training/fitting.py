@@ -184,9 +184,9 @@ def _train(model: keras.Model, job: Job, engine: Engine, plan: RunPlan) -> keras
         blocks = BlockRunner(model, job, engine, program, phase="step")
         history = TrainLoop(plan, blocks, requests).run()
         if job.config and job.config.options.profile_ps:
-            from tfdist.ps.profile import profile_of
+            from tfdist.ps.workers import worker_pool_of
 
-            show_ps_costs(profile_of(job.strategy).summary())
+            show_ps_costs(worker_pool_of(job.strategy).profile.summary())
         return history
 
 

@@ -15,8 +15,8 @@ import tfdist
 logging.basicConfig(level=logging.INFO)
 strategy = tfdist.make_strategy()
 
-from tfdist.ps.profile import profile_of  # noqa: E402
 from tfdist.ps.split import parts_of  # noqa: E402
+from tfdist.ps.workers import worker_pool_of  # noqa: E402
 from tfdist.strategy.devices import server_of  # noqa: E402
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
@@ -76,7 +76,7 @@ def profile():
     before = loopback_bytes()
     tfdist.fit(model, x, x[:, :250], batch_size=8, epochs=steps // 8, seed=3, verbose=0)
     crossed = (loopback_bytes() - before) / steps
-    return {"crossed": crossed, "summary": profile_of(strategy).summary()}
+    return {"crossed": crossed, "summary": worker_pool_of(strategy).profile.summary()}
 
 
 def loopback_bytes():
