@@ -15,11 +15,11 @@ from tests.unit import sweep_world
 from tests.unit.sweep_world import Crash, Disk
 from tfdist.configs import base
 from tfdist.errors import TfdistError, UsageError
+from tfdist.outputs.sweep_journal import Journal, fold, read
 from tfdist.tuning import sweep
 from tfdist.tuning.chief import Chief
 from tfdist.tuning.config_sweep import ConfigSweep
 from tfdist.tuning.directory import chief_lock
-from tfdist.tuning.journal import Journal, fold, read
 from tfdist.tuning.options import RunOptions, SweepOptions
 from tfdist.tuning.oracle import Search, SearchSpace, make_oracle
 from tfdist.tuning.sweep import launch_flags

@@ -7,8 +7,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
 
+from tfdist.outputs.sweep_journal import fold
 from tfdist.tuning.exports import HParamsBoard
-from tfdist.tuning.journal import fold
 
 SPACE = [{"class_name": "Float", "config": {"name": name}} for name in ("lr", "opt")]
 

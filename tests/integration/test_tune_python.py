@@ -24,12 +24,12 @@ from tests.refusals import refused
 from tests.unit.sweep_world import BEGUN, Crash, Disk, make_chief
 from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.run_directory import RunDirectory
+from tfdist.outputs.sweep_journal import Journal
 from tfdist.strategy import Job, job
 from tfdist.tuning import directory, from_python, inside, trial
 from tfdist.tuning import oracle as space_module
 from tfdist.tuning.chief import Chief
 from tfdist.tuning.from_python import TunerSweep, imports_of, own_program
-from tfdist.tuning.journal import Journal
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.trial_job import (

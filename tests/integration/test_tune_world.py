@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.test_tune import LINE, search_of, space_of
 from tests.unit.sweep_world import EPOCHS, FAILS, LENGTH, Mishaps, World
-from tfdist.tuning.journal import Trial, fold, read
+from tfdist.outputs.sweep_journal import Trial, fold, read
 
 
 def world_of(tuner: str, path: Path, *, seed: int) -> World:

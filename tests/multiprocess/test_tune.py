@@ -18,7 +18,7 @@ from tests import forked_python, processes
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.files import is_held
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.tuning.journal import SweepState, fold, read
+from tfdist.outputs.sweep_journal import SweepState, fold, read
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, RunningTrial, TrialJob
 

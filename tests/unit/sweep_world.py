@@ -18,10 +18,10 @@ from typing import Any
 
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.rendezvous import Lost, MessageReceived, News, PeerJoined
+from tfdist.outputs.sweep_journal import Journal, Slot, SweepState, Trial
 from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial, SweepPlan
 from tfdist.tuning.directory import Ownership
 from tfdist.tuning.guard import LeaseGuard
-from tfdist.tuning.journal import Journal, Slot, SweepState, Trial
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.protocol import ALIVE, LEASE_S, Message
 from tfdist.tuning.remote_runner import RemoteRunner

@@ -21,8 +21,8 @@ from tests.unit.sweep_world import (
     make_chief,
 )
 from tfdist.errors import UsageError
+from tfdist.outputs.sweep_journal import Journal, Trial, fold, read
 from tfdist.tuning.chief import IDLE, RUNNING
-from tfdist.tuning.journal import Journal, Trial, fold, read
 from tfdist.tuning.options import MEDIAN
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.sweep import Retraining, begin_retraining

@@ -24,10 +24,10 @@ from tests.refusals import refused
 from tfdist.errors import TfdistError, UsageError
 from tfdist.files import is_held
 from tfdist.launch.process import raise_file_limit
+from tfdist.outputs.sweep_journal import LOCK, Journal, fold, read
 from tfdist.tuning import directory, exports
 from tfdist.tuning import sweep as sweep_module
 from tfdist.tuning.directory import differences
-from tfdist.tuning.journal import Journal, fold, read
 from tfdist.tuning.options import RunOptions, Show, SweepOptions, parse
 from tfdist.tuning.runner import LauncherRunner, TrialProgram
 from tfdist.tuning.screen import SweepScreen, as_json, change_line, show
@@ -187,7 +187,7 @@ def test_a_line_for_which_there_is_no_room_is_not_there_in_part(tmp_path, monkey
     book = journal(tmp_path)
     book.add("begun", seed=1)
     with monkeypatch.context() as full:
-        full.setattr("tfdist.tuning.journal.FileIO", Full)
+        full.setattr("tfdist.outputs.sweep_journal.FileIO", Full)
         with pytest.raises(TfdistError, match=r"journal\.jsonl: No space left on device"):
             book.add("asked", trial="0", values={"name": "x" * 90})
     book.add("finished", reason="r", is_complete=True)
@@ -222,7 +222,7 @@ def test_a_second_chief_is_refused_with_the_first_ones_pid(tmp_path):
         directory.chief_lock(tmp_path),
     ):
         pass
-    assert not is_held(tmp_path / directory.LOCK)
+    assert not is_held(tmp_path / LOCK)
     with pytest.raises(TfdistError, match=r"no/\.chief\.lock: No such file or directory$"):
         directory.chief_lock(tmp_path / "no").__enter__()
 
@@ -592,15 +592,13 @@ def test_what_a_user_names_is_shown_as_it_is(tmp_path, capsys, caplog):
     show(tmp_path)
     said = capsys.readouterr().out
     assert all(text in said for text in ("[/i]: 2 of 2", objective, "$_$ [/c]=[/b] $^", "[relu]"))
-    directory.write_json(tmp_path / directory.SWEEP, as_json(fold(book.lines)))
-    path = exports.draw_plot(tmp_path)
+    path = exports.draw_plot(fold(book.lines), tmp_path)
     assert path is not None, caplog.text
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_that_cannot_be_does_not_fail_the_sweep(tmp_path, caplog):
-    directory.write_json(tmp_path / directory.SWEEP, as_json(fold(sweep(tmp_path).lines)))
     (tmp_path / directory.PLOT).mkdir()
-    assert exports.draw_plot(tmp_path) is None
+    assert exports.draw_plot(fold(sweep(tmp_path).lines), tmp_path) is None
     assert "no plot: IsADirectoryError" in caplog.text
-    assert exports.draw_plot(tmp_path / "nowhere") is None, "there is no trial"
+    assert exports.draw_plot(fold([]), tmp_path) is None, "there is no trial"

@@ -30,10 +30,10 @@ from tfdist.launch.multihost.rendezvous import (
     PeerJoined,
     listen,
 )
+from tfdist.outputs.sweep_journal import Journal, Slot
 from tfdist.tuning import directory, guard, protocol
 from tfdist.tuning.chief import Chief, SweepPlan
 from tfdist.tuning.guard import KILL_AFTER_S, SAVE_AFTER_S, LeaseGuard
-from tfdist.tuning.journal import Journal, Slot
 from tfdist.tuning.options import RunOptions, SweepOptions, parse
 from tfdist.tuning.protocol import (
     LEASE_S,

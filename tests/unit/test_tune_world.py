@@ -17,8 +17,8 @@ from tests.unit.sweep_world import (
     Mishaps,
     World,
 )
+from tfdist.outputs.sweep_journal import read
 from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial
-from tfdist.tuning.journal import read
 
 SEEDS = range(40)
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError
-from tfdist.tuning.directory import TRIALS
-from tfdist.tuning.journal import HERE, Journal, Slot, SweepState, Trial, fold
-from tfdist.tuning.journal import RUNNING as BEGUN
+from tfdist.outputs.sweep_journal import HERE, TRIALS, Journal, Slot, SweepState, Trial, fold
+from tfdist.outputs.sweep_journal import RUNNING as BEGUN
 from tfdist.tuning.options import MEDIAN, NONE
 from tfdist.tuning.trial_job import (
     Completed,

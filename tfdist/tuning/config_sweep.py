@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.configs.fields import FREE, flat
 from tfdist.errors import require
-from tfdist.tuning.journal import Trial
+from tfdist.outputs.sweep_journal import Trial
 from tfdist.tuning.options import SweepOptions
 from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.sweep import Sweep

@@ -15,14 +15,11 @@ from tfdist import files
 from tfdist.errors import UsageError, require
 from tfdist.files import FileLock, Held, is_held, one_line_errors
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.tuning import journal
+from tfdist.outputs.sweep_journal import JOURNAL, LOCK, TRIALS
 
-JOURNAL = journal.FILE_NAME
 SWEEP = "sweep.json"
 PLOT = "sweep.png"
-TRIALS = "trials"
 FORK_LOG = "fork-server.log"
-LOCK = ".chief.lock"
 
 _SAME = (
     *("tuner", "objective", "direction", "factor"),

@@ -27,8 +27,8 @@ from tfdist.errors import (
 )
 from tfdist.launch.options import Program
 from tfdist.launch.target import imports_tensorflow
-from tfdist.tuning import directory, journal, sweep
-from tfdist.tuning.journal import SweepState, Trial
+from tfdist.outputs.sweep_journal import JOURNAL, TRIALS, SweepState, Trial, read
+from tfdist.tuning import sweep
 from tfdist.tuning.options import NONE, RECONNECT_S, RunOptions, require_no_rule
 from tfdist.tuning.oracle import PROJECT, Search, complete_space, default_dir, of_epochs
 from tfdist.tuning.runner import TrialProgram
@@ -345,7 +345,7 @@ class TunerSweep(Sweep):
         run_dir = first = sweep_dir / RETRAINED
         values = dict(trial.values)
         if not is_best:
-            trials = sweep_dir / directory.TRIALS
+            trials = sweep_dir / TRIALS
             run_dir, first = trials / trial.id, trials / _first_of(trial.id, oracle)
         elif "tuner/epochs" in values:
             values |= {"tuner/epochs": oracle.max_epochs, "tuner/initial_epoch": 0}
@@ -422,7 +422,7 @@ def _raise_unless_done(exit_code: int, state: SweepState, sweep_dir: Path) -> No
 def _take_over_results(tuner: Any, sweep_dir: Path) -> None:
     """Leave the tuner as its own search would, with the results of the sweep."""
     if not tuner.oracle.trials:  # the sweep was finished before
-        lines = journal.read(sweep_dir / directory.JOURNAL)
+        lines = read(sweep_dir / JOURNAL)
         search_of(tuner, sweep_dir, lines[0]).replay(lines)
     tuner.directory, tuner.project_name = str(sweep_dir), PROJECT
 

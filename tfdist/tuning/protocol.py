@@ -23,10 +23,9 @@ from tfdist.launch.multihost import agreement
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.multihost.connection import resolve
 from tfdist.launch.multihost.rendezvous import listen
+from tfdist.outputs.sweep_journal import TRIALS, Slot
 from tfdist.tuning import trial_job
-from tfdist.tuning.directory import TRIALS
 from tfdist.tuning.exports import OF_TRACKERS
-from tfdist.tuning.journal import Slot
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob

@@ -22,8 +22,8 @@ from tfdist.errors import EXIT_FAILED, StartupTimeout, UsageError
 from tfdist.launch.events import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.multihost.connection import Violation, WrongToken
 from tfdist.launch.multihost.rendezvous import Joining, Member
+from tfdist.outputs.sweep_journal import TRIALS
 from tfdist.tuning import directory, guard, protocol
-from tfdist.tuning.directory import TRIALS
 from tfdist.tuning.guard import SAVE_AFTER_S, LeaseGuardClient
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.protocol import ALIVE, ANY_RANK, LEASE_S, Lease, Message, SweepAddress

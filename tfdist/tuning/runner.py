@@ -18,7 +18,7 @@ from tfdist.errors import TfdistError, UsageError
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.guardian import bound_command
 from tfdist.outputs.run_directory import RunDirectory, read_json
-from tfdist.tuning.journal import Slot
+from tfdist.outputs.sweep_journal import Slot
 from tfdist.tuning.trial_job import (
     Completed,
     Failed,

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, News, PeerJoined
+from tfdist.outputs.sweep_journal import HERE, Slot
 from tfdist.tuning import protocol
 from tfdist.tuning.directory import Ownership
-from tfdist.tuning.journal import HERE, Slot
 from tfdist.tuning.protocol import ALIVE, ANY_RANK, LEASE_S, Lease, Message
 from tfdist.tuning.runner import ends_of
 from tfdist.tuning.trial_job import (

@@ -22,11 +22,11 @@ from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.multihost.hosts import environment_of_tasks
 from tfdist.launch.plan import Machine, this_machine
 from tfdist.outputs.run_directory import RunDirectory
+from tfdist.outputs.sweep_journal import JOURNAL, Journal, SweepState, Trial, fold, read
 from tfdist.tuning import directory
 from tfdist.tuning.chief import Chief, SweepPlan, TrialSource
 from tfdist.tuning.exports import HParamsBoard, variables_of_trials
 from tfdist.tuning.guard import LeaseGuardClient
-from tfdist.tuning.journal import Journal, SweepState, Trial, fold, read
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.protocol import listener_of, sweep_address_of
 from tfdist.tuning.remote_runner import ChiefClient, RemoteRunner
@@ -128,7 +128,7 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
         description = sweep.describe()
         if sweep.options.overwrite:
             directory.set_aside(sweep_dir)
-        journal = Journal(sweep_dir / directory.JOURNAL, time_of_day=time.time)
+        journal = Journal(sweep_dir / JOURNAL, time_of_day=time.time)
         _begin_journal(sweep, journal, description)
         if sweep.trackers:
             sweep.tracked = variables_of_trials(sweep.trackers, sweep_dir, begun=journal.lines[0])
@@ -187,7 +187,7 @@ def _serving(sweep: Sweep) -> ServingRunner | None:
 def _may_have_trials(sweep: Sweep) -> bool:
     """Return False if the journal already shows the sweep finished."""
     options = sweep.options
-    return options.overwrite or not fold(read(options.sweep_dir / directory.JOURNAL)).is_complete
+    return options.overwrite or not fold(read(options.sweep_dir / JOURNAL)).is_complete
 
 
 def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> None:

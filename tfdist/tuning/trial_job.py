@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER_MISSING, EXIT_STOPPED
 from tfdist.outputs.run_directory import COUNTERS, DONE
+from tfdist.outputs.sweep_journal import Slot
 from tfdist.tuning.directory import is_run_in
-from tfdist.tuning.journal import Slot
 
 # Early stopping of trials: the median rule of Golovin et al., "Google Vizier", 2017.
 #

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError
+from tfdist.outputs.sweep_journal import TRIALS, SweepState, Trial
 from tfdist.tuning import sweep
 from tfdist.tuning.chief import RUNNING, STOPPED, NextTrial
-from tfdist.tuning.directory import TRIALS
-from tfdist.tuning.journal import SweepState, Trial
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.trial_job import Assignment
