@@ -122,6 +122,8 @@ class Disk:
     """Trials that another runner has: name, lease and runner."""
     on_wait: Callable[[], object] = lambda: None
     """Called where the chief waits."""
+    signals: list[int] = field(default_factory=list)
+    """What has come to the chief."""
 
     def outcome(self, job: TrialJob) -> Completed | None:
         needed = job.goal.until or self.length
@@ -238,6 +240,7 @@ def make_chief(
         journal=journal,
         runner=FakeRunner(disk, parallel),
         observer=Nobody(),
+        signals=lambda: disk.signals,
     )
 
 

@@ -8,8 +8,6 @@ import json
 import os
 import re
 import resource
-import signal
-import subprocess
 import sys
 import types
 from collections.abc import Mapping
@@ -447,41 +445,6 @@ def test_a_trial_that_removes_its_directory_has_failed(tmp_path, monkeypatch):
     while (outcome := trial.poll()) is None:
         runner.wait([trial], 10.0)
     assert outcome == Failed(reason="exit code 3")
-
-
-@pytest.mark.parametrize("is_ignored", [True, False])
-def test_a_hangup_that_is_ignored_stays_so(is_ignored):
-    """As of ``nohup``, whose sweep goes on when the terminal is closed."""
-    came: list[int] = []
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
-    try:
-        with sweep_module._stop_signals_to(types.SimpleNamespace(stop=came.append)):  # type: ignore[arg-type]
-            signal.raise_signal(signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert came == ([] if is_ignored else [signal.SIGHUP])
-
-
-def test_a_request_to_stop_is_heard_that_was_blocked():
-    came: list[int] = []
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    try:
-        with sweep_module._stop_signals_to(types.SimpleNamespace(stop=came.append)):  # type: ignore[arg-type]
-            assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-            signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    assert came == [signal.SIGTERM]
-
-
-def test_how_trials_end_is_told_where_the_ends_of_processes_were_ignored():
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        with sweep_module._stop_signals_to(types.SimpleNamespace(stop=print)):  # type: ignore[arg-type]
-            assert subprocess.run([sys.executable, "-c", "exit(3)"], check=False).returncode == 3
-        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_changed_sweep_is_refused_with_what_has_changed(tmp_path):

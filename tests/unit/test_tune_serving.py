@@ -501,12 +501,20 @@ def test_five_hundred_runners_that_ask_at_once_are_all_served_exactly_once(tmp_p
         flags_of=flags_of,
     )
     search = FakeSearch([], count=2 * COUNT, ahead=COUNT)
-    chief = Chief(plan, search=search, journal=journal, runner=serving, observer=Nobody())
+    signals: list[int] = []
+    chief = Chief(
+        plan,
+        search=search,
+        journal=journal,
+        runner=serving,
+        observer=Nobody(),
+        signals=lambda: signals,
+    )
     clients: list[Client] = []
     thread = threading.Thread(target=_ask_all, args=(clients, address))
     thread.start()
     exit_code = None
-    too_late = threading.Timer(DEADLINE_S, chief.stop, [signal.SIGTERM])
+    too_late = threading.Timer(DEADLINE_S, signals.append, [signal.SIGTERM])
     too_late.start()
     try:
         exit_code = chief.run()

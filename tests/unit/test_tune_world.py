@@ -106,7 +106,7 @@ def test_a_runner_that_lives_on_and_reports_after_its_lease_is_not_heard(tmp_pat
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whatever_happens_no_trial_is_lost_run_twice_or_counted_twice(tmp_path, seed, monkeypatch):
-    monkeypatch.setattr("tfdist.tuning.chief._KILLS_AT_MOST", 99)  # which is another test's
+    monkeypatch.setattr("tfdist.tuning.chief.KILLS_AT_MOST", 99)  # which is another test's
     world = World(tmp_path, seed=seed)
     world.add_host()
     world.add_host()

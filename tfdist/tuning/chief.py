@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError
+from tfdist.launch.events import STOP_SIGNALS
 from tfdist.outputs.sweep_journal import HERE, TRIALS, Journal, Slot, SweepState, Trial, fold
 from tfdist.outputs.sweep_journal import RUNNING as BEGUN
 from tfdist.tuning.options import MEDIAN, NONE
@@ -34,9 +35,18 @@ from tfdist.tuning.trial_job import (
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.5
-_KILLS_AT_MOST = 3
+POLL_S = 0.5
+KILLS_AT_MOST = 3
 """In a row, without a virtual epoch done in between."""
+
+
+Signals = Callable[[], Iterable[int]]
+"""Returns the signals that have come since the last call."""
+
+
+def stop_signal_of(signals: Signals) -> int:
+    """Return the first signal that asks for a stop, 0 if none has come."""
+    return next((signum for signum in signals() if signum in STOP_SIGNALS), 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,12 +88,14 @@ class Chief:
         journal: Journal,
         runner: Runner,
         observer: Observer,
+        signals: Signals = tuple,
     ) -> None:
         self._plan = plan
         self._search = search
         self._journal = journal
         self._runner = runner
         self._observer = observer
+        self._signals = signals
         self.state = fold(journal.lines)
         self._running: dict[str, tuple[TrialJob, RunningTrial]] = {}
         self._next: dict[str, TrialJob] = {}
@@ -92,15 +104,14 @@ class Chief:
         self._ask_again = True
         self._stop_signal = 0
 
-    def stop(self, signum: int) -> None:
-        """Ask for an end that the same command goes on from; a signal handler calls it."""
-        self._stop_signal = signum
-
     def run(self) -> int:
-        """Run trials until there are no more; return the exit code."""
+        """Run trials until there are no more, or a signal asks for a stop; return the exit code.
+
+        After a stop the same command goes on.
+        """
         self._take_over()
         try:
-            while not self._stop_signal and not self._too_many_failed():
+            while not self._is_to_stop() and not self._too_many_failed():
                 self._fill()
                 self._observer.tick(self.state)
                 if self._is_done():
@@ -115,6 +126,10 @@ class Chief:
         reason = f"{self.state.num_failed} failed trials (--max_failed_trials)"
         self._finish(reason, is_complete=False)
         return EXIT_FAILED
+
+    def _is_to_stop(self) -> bool:
+        self._stop_signal = self._stop_signal or stop_signal_of(self._signals)
+        return self._stop_signal != 0
 
     def _is_done(self) -> bool:
         """Whether no trial runs, can be asked for, or waits: for a runner, while none is there."""
@@ -232,7 +247,7 @@ class Chief:
 
     def _step(self, counts: Callable[[Outcome], bool] = lambda outcome: True) -> None:
         """Wait a moment and take down what has ended meanwhile, where it counts."""
-        self._runner.wait([running for _, running in self._running.values()], _POLL_S)
+        self._runner.wait([running for _, running in self._running.values()], POLL_S)
         for name, (_, running) in list(self._running.items()):
             if outcome := running.poll():
                 del self._running[name]
@@ -246,7 +261,7 @@ class Chief:
             return
         reached = len(self._runner.metrics(self._plan.sweep_dir / TRIALS / trial.run))
         kills = (trial.kills if reached <= trial.reached else 0) + outcome.counts
-        if kills > _KILLS_AT_MOST:
+        if kills > KILLS_AT_MOST:
             reason = f"killed {kills} times without progress; the last time: {outcome.reason}"
             self._end(trial, Failed(reason=reason))
             return

@@ -5,26 +5,33 @@ from __future__ import annotations
 import logging
 import os
 import random
-import signal
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped
 from tfdist.files import one_line_errors
-from tfdist.launch.events import STOP_SIGNALS
+from tfdist.launch.events import SignalPipe
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.multihost.hosts import environment_of_tasks
 from tfdist.launch.plan import Machine, this_machine
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import JOURNAL, Journal, SweepState, Trial, fold, read
 from tfdist.tuning import directory
-from tfdist.tuning.chief import Chief, SweepPlan, TrialSource
+from tfdist.tuning.chief import (
+    KILLS_AT_MOST,
+    POLL_S,
+    Chief,
+    Signals,
+    SweepPlan,
+    TrialSource,
+    stop_signal_of,
+)
 from tfdist.tuning.exports import HParamsBoard, variables_of_trials
 from tfdist.tuning.guard import LeaseGuardClient
 from tfdist.tuning.options import RunOptions
@@ -136,9 +143,9 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
         if exit_code == EXIT_OK and sweep.options.retrain_best and state.ranked():
             best = state.ranked()[0]
             begin_retraining(sweep_dir, journal, state, best=best.id)
-            retraining = Retraining(sweep.runner, sweep.retraining(best, state.begun))
-            with _stop_signals_to(retraining):
-                exit_code = retraining.run()
+            with SignalPipe() as signals:
+                job = sweep.retraining(best, state.begun)
+                exit_code = retrain(sweep.runner, job, signals=signals.read)
         return exit_code, state
 
 
@@ -154,17 +161,18 @@ def _trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
         search = sweep.search(journal.lines[0])
         search.replay(journal.lines)
         search.publish()
-        with SweepScreen(sweep_dir, board=HParamsBoard(sweep_dir)) as screen:
+        board = HParamsBoard(sweep_dir)
+        with SweepScreen(sweep_dir, board=board) as screen, SignalPipe() as signals:
             chief = Chief(
                 sweep.plan(state.begun),
                 search=search,
                 journal=journal,
                 runner=serving or sweep.runner,
                 observer=screen,
+                signals=signals.read,
             )
             screen.begin(chief.state)
-            with _stop_signals_to(chief):
-                exit_code = chief.run()
+            exit_code = chief.run()
             screen.end(chief.state)
     finally:
         if serving is not None:
@@ -200,25 +208,6 @@ def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> No
     directory.require_same(sweep.options.sweep_dir, before, now)
     if before["max_trials"] != now["max_trials"]:
         journal.add("extended", max_trials=now["max_trials"])
-
-
-@contextmanager
-def _stop_signals_to(stoppable: Chief | Retraining) -> Iterator[None]:
-    """Have signals ask for a stop, but those that are ignored, as of nohup; give them back."""
-    before = {
-        signum: signal.signal(signum, lambda received, _: stoppable.stop(received))
-        for signum in STOP_SIGNALS
-        if signal.getsignal(signum) != signal.SIG_IGN
-    }
-    # Ignored, it would keep from us how the trials have ended.
-    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 # What runs the trials on this host, for the chief and its runners.
@@ -291,9 +280,6 @@ def launch_flags(options: RunOptions, *, cpus: int) -> list[str]:
 
 # Retraining with a sweep's best hyperparameters at full length; keeps the model.
 
-_POLL_S = 0.5
-_KILLS_AT_MOST = 3
-
 
 def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, best: str) -> None:
     """Write down whose values are trained; what was trained of another is moved aside.
@@ -311,44 +297,29 @@ def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, be
     state.apply(journal.add("retrained", trial=best))
 
 
-class Retraining:
-    """One job, which goes on where it stood when it is killed or the command is run again."""
+def retrain(runner: Runner, job: TrialJob, *, signals: Signals) -> int:
+    """Run the job that trains the best trial anew; return the exit code, and log how it went.
 
-    def __init__(self, runner: Runner, job: TrialJob) -> None:
-        self._runner = runner
-        self._job = job
-        self._stop_signal = 0
-
-    def stop(self, signum: int) -> None:
-        """Ask for an end that the same command goes on from; a signal handler calls it."""
-        self._stop_signal = signum
-
-    def run(self) -> int:
-        """Return the exit code; report how it went."""
-        outcome: Outcome | None = self._runner.outcome(self._job)
-        kills = reached = 0
-        while not isinstance(outcome, Completed | Failed):
-            if self._stop_signal:
-                return Stopped(self._stop_signal).exit_code
-            if kills > _KILLS_AT_MOST:
-                outcome = Failed(reason=f"killed {kills} times without progress")
-                break
-            outcome = self._attempt()
-            done = len(self._runner.metrics(self._job.run_dir))
-            kills, reached = (kills if done <= reached else 0) + 1, max(done, reached)
-        if isinstance(outcome, Failed):
-            logger.error("the best trial could not be trained again: %s", outcome.reason)
-            return EXIT_FAILED
-        path = RunDirectory(self._job.run_dir).model_file
-        logger.info("the best trial, trained again: %.4f; %s", outcome.score, path)
-        return EXIT_OK
-
-    def _attempt(self) -> Outcome:
-        running = self._runner.start(self._job)
-        is_told = False
+    It goes on where it stood when it is killed, or the same command is run again.
+    """
+    outcome: Outcome | None = runner.outcome(job)
+    kills = reached = stop_signal = 0
+    while not isinstance(outcome, Completed | Failed):
+        if stop_signal:
+            return Stopped(stop_signal).exit_code
+        if kills > KILLS_AT_MOST:
+            outcome = Failed(reason=f"killed {kills} times without progress")
+            break
+        running = runner.start(job)
         while (outcome := running.poll()) is None:
-            if self._stop_signal and not is_told:
+            if not stop_signal and (stop_signal := stop_signal_of(signals)):
                 running.stop()
-                is_told = True
-            self._runner.wait([running], _POLL_S)
-        return outcome
+            runner.wait([running], POLL_S)
+        done = len(runner.metrics(job.run_dir))
+        kills, reached = (kills if done <= reached else 0) + 1, max(done, reached)
+    if isinstance(outcome, Failed):
+        logger.error("the best trial could not be trained again: %s", outcome.reason)
+        return EXIT_FAILED
+    path = RunDirectory(job.run_dir).model_file
+    logger.info("the best trial, trained again: %.4f; %s", outcome.score, path)
+    return EXIT_OK
