@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfdist.errors import UsageError
 from tfdist.launch.multihost.rendezvous import Lost, MessageReceived, News, PeerJoined
 from tfdist.outputs.sweep_journal import Journal, Slot, SweepState, Trial
 from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial, SweepPlan
@@ -25,7 +24,6 @@ from tfdist.tuning.guard import LeaseGuard
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.protocol import ALIVE, LEASE_S, Message
 from tfdist.tuning.remote_runner import RemoteRunner
-from tfdist.tuning.runner import LOG
 from tfdist.tuning.serving import ServingRunner
 from tfdist.tuning.trial_job import Completed, Failed, Killed, Outcome, TrialJob
 
@@ -254,7 +252,7 @@ LENGTH = 27
 """Ticks that a trial needs for all of them: longer than a lease."""
 FAILS = "3"
 """A trial that raises when it has done half of that."""
-OWNERSHIP = Ownership(sweep="s", chief="c", address="a:1")
+OWNERSHIP = Ownership(sweep="s", address="a:1")
 
 
 class Process:
@@ -267,8 +265,6 @@ class Process:
         self.outcome: Outcome | None = None
         self.is_asked = False
         self.run = job.run_dir.name
-        job.run_dir.mkdir(parents=True, exist_ok=True)
-        (job.run_dir / LOG).touch()
         world.started[self.run] += 1
         world.processes[self.pid] = self
 
@@ -318,7 +314,6 @@ class Host:
 
     world: World
     rank: int
-    sweep_dir: Path
     held_up: int = 0
     """Ticks for which the runner's process hangs."""
     asleep: int = 0
@@ -326,14 +321,12 @@ class Host:
     cut: int = 0
     """Ticks for which nothing that is said arrives, either way."""
     is_gone: bool = False
-    refused: str = ""
-    """Why it has left by itself."""
     watched: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.guard = LeaseGuard(self.world.now_s)
         self.client = SimClient(self)
-        options = RunOptions(sweep_dir=self.sweep_dir, join="a:1", parallel_trials=1)
+        options = RunOptions(sweep_dir=self.world.path, join="a:1", parallel_trials=1)
         sides: dict[str, Any] = {"chief": self.client, "lease_guard": self}
         self.runner = RemoteRunner(
             options,
@@ -376,11 +369,8 @@ class Host:
         if self.held_up:
             self.held_up -= 1
         elif not self.is_gone:
-            try:
-                self.runner.go_on()
-            except UsageError as error:
-                self.refused = str(error)
-            if self.refused or self.runner.exit_code is not None:
+            self.runner.go_on()
+            if self.runner.exit_code is not None:
                 self.kill_runner()
         self.cut = max(0, self.cut - 1)
 
@@ -593,8 +583,8 @@ class World:
             if self.now_s - heard_s >= LEASE_S:
                 self.lose(rank, "no word")
 
-    def add_host(self, sweep_dir: Path | None = None) -> Host:
-        host = Host(self, len(self.hosts) + 1, sweep_dir or self.path)
+    def add_host(self) -> Host:
+        host = Host(self, len(self.hosts) + 1)
         self.hosts[host.rank] = host
         return host
 

@@ -53,8 +53,8 @@ DONE = Completed(history=({"virtual_epoch": 1, "loss": 0.5},), score=0.5, best_v
 TOKEN = b"correct horse battery staple"
 TERMS = {"tfdist": "1"}
 DEADLINE_S = 200.0
-OWNERSHIP = directory.Ownership(sweep="s", chief="c", address="a:1")
-GREETING = {"sweep": "s", "chief": "c"}
+OWNERSHIP = directory.Ownership(sweep="s", address="a:1")
+GREETING = {"sweep": "s"}
 
 
 # --- the guard
@@ -355,36 +355,24 @@ def test_a_token_is_needed_on_one_machine_too_and_is_in_no_terms(tmp_path):
     assert TOKEN.decode() not in str(sweep_address)
 
 
-def test_the_ownership_file_is_the_sweeps_and_says_where_its_chief_is_now(tmp_path):
-    assert directory.read_ownership(tmp_path) is None
-    first = directory.write_ownership(tmp_path, address="a:1")
-    moved = directory.write_ownership(tmp_path, address="b:2")
-    assert directory.read_ownership(tmp_path) == moved
-    assert (moved.sweep, moved.address) == (first.sweep, "b:2")
-    assert moved.chief != first.chief, "a copy of the directory would be taken for it"
-    (tmp_path / directory.OWNERSHIP).write_text("{")
-    assert directory.read_ownership(tmp_path) is None
-
-
-def test_a_copy_of_the_directory_and_another_sweep_in_it_are_refused(tmp_path):
+def test_the_ownership_file_is_its_chiefs_and_a_copy_made_before_is_refused(tmp_path):
     here, copy = tmp_path / "here", tmp_path / "copy"
     here.mkdir()
+    assert directory.read_ownership(here) is None
     directory.write_ownership(here, address="a:1")
     shutil.copytree(here, copy)  # as a backup has it
-    now = directory.write_ownership(here, address="a:1")
+    now = directory.write_ownership(here, address="b:2")
+    assert directory.read_ownership(here) == now
+    assert now.address == "b:2"
 
     def client(path: Path) -> ChiefClient:
         sweep_address = SweepAddress(address="a:1", token=TOKEN, terms=TERMS)
         return ChiefClient(sweep_address, sweep_dir=path, renew=lambda at_s: None)
 
-    refusal = refused(lambda: client(copy)._check(now.sweep, chief=now.chief))
-    assert refusal == ("--sweep_dir", "not-shared")
-    runner = client(here)
-    runner._check(now.sweep, chief=now.chief)
-    (here / directory.OWNERSHIP).unlink()  # --overwrite has moved it aside
-    other = directory.write_ownership(here, address="a:1")
-    refusal = refused(lambda: runner._check(other.sweep, chief=other.chief))
-    assert refusal == ("--sweep_dir", "another-sweep")
+    assert refused(lambda: client(copy)._check(now.sweep)) == ("--sweep_dir", "not-shared")
+    client(here)._check(now.sweep)
+    (here / directory.OWNERSHIP).write_text("{")
+    assert refused(lambda: client(here)._check(now.sweep)) == ("--sweep_dir", "not-shared")
 
 
 def test_the_runner_and_its_guard_count_the_time_in_which_the_machine_sleeps(monkeypatch):
@@ -414,8 +402,7 @@ def test_a_chief_that_does_not_answer_may_be_there_and_one_that_is_refused_is_no
     client.turn()
     assert client.why == "Connection refused"
     assert len(renewed) == 1
-    mark = directory.write_ownership(tmp_path, address="127.0.0.1:1")  # it is elsewhere now
-    client._sweep = mark.sweep
+    directory.write_ownership(tmp_path, address="127.0.0.1:1")  # it is elsewhere now
     client.turn()
     assert len(renewed) == 1
     assert client.address == "127.0.0.1:1"

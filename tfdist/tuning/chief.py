@@ -233,7 +233,6 @@ class Chief:
             slot=slot,
             trial=trial.id,
             lease=lease,
-            continues=self.state.continued(trial.values),
         )
 
     def _medians(self, trial: Trial) -> Medians:

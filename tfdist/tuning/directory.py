@@ -135,7 +135,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         files.write_json(path, content, durable=False)
 
 
-# Ownership file of a served sweep: its identity and its chief's address.
+# Ownership file of a served sweep: which chief has it, and where that is.
 #
 # A runner that sees another one than its chief has told it, or none, has another directory: one
 # that is not shared, or that was copied before this chief was started.
@@ -148,8 +148,6 @@ class Ownership:
     """Contents of the file."""
 
     sweep: str
-    """Drawn once for a sweep."""
-    chief: str
     """Drawn by each chief: a copy made before does not have it."""
     address: str
     """Of the chief: where runners find it again if it was started anew elsewhere."""
@@ -159,9 +157,7 @@ def read_ownership(sweep_dir: Path) -> Ownership | None:
     """Return it, None where there is none that can be read."""
     try:
         told = json.loads((sweep_dir / OWNERSHIP).read_text(encoding="utf-8"))
-        return Ownership(
-            sweep=str(told["sweep"]), chief=str(told["chief"]), address=str(told["address"])
-        )
+        return Ownership(sweep=str(told["sweep"]), address=str(told["address"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -171,9 +167,7 @@ def write_ownership(sweep_dir: Path, *, address: str) -> Ownership:
 
     Raises TfdistError where the file cannot be written.
     """
-    before = read_ownership(sweep_dir)
-    sweep = before.sweep if before else secrets.token_hex(16)
-    ownership = Ownership(sweep=sweep, chief=secrets.token_hex(16), address=address)
+    ownership = Ownership(sweep=secrets.token_hex(16), address=address)
     write_json(sweep_dir / OWNERSHIP, asdict(ownership))
     return ownership
 

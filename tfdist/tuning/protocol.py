@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -151,7 +150,6 @@ def encode_job(job: TrialJob) -> Message:
         "lease": job.lease,
         "place": job.slot.number,
         "run": job.run_dir.name,
-        "continues": job.continues,
         "flags": list(job.flags),
         "variables": dict(job.variables),
         "goal": dataclasses.asdict(job.goal),
@@ -161,11 +159,11 @@ def encode_job(job: TrialJob) -> Message:
 def decode_job(told: Any, *, sweep_dir: Path) -> TrialJob:
     """Return the trial of a message; raise ValueError for what no chief would say."""
     flags, variables = tuple(map(str, told["flags"])), dict(told["variables"])
-    run, continues, goal = str(told["run"]), told["continues"], told["goal"]
+    run, goal = str(told["run"]), told["goal"]
     if (
         not all(flag.startswith("--config.") for flag in flags)
         or variables.keys() - {trial_job.VARIABLE, *OF_TRACKERS}
-        or not all(map(_is_name, [run, "0" if continues is None else continues]))
+        or (not run or run.startswith(".") or "/" in run)  # a directory among the trials
     ):
         raise ValueError("it is no trial of this sweep")
     return TrialJob(
@@ -174,13 +172,7 @@ def decode_job(told: Any, *, sweep_dir: Path) -> TrialJob:
         variables=variables,
         goal=Goal(**{**goal, "medians": tuple(goal["medians"])}),
         slot=Slot(number=int(told["place"])),
-        continues=continues,
     )
-
-
-def _is_name(run: str) -> bool:
-    """Return whether it is a directory among the trials, and nothing else."""
-    return bool(run) and run == os.path.basename(run) and not run.startswith(".")
 
 
 def encode_outcome(outcome: Outcome) -> Message:

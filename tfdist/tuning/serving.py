@@ -136,8 +136,7 @@ class ServingRunner:
             case PeerJoined():
                 for trial in self._leased_to(news.rank):  # it may hold all that it had
                     trial.lease_ends_s = math.inf
-                told = {"sweep": self._ownership.sweep, "chief": self._ownership.chief}
-                self._server.send(news.rank, told)
+                self._server.send(news.rank, {"sweep": self._ownership.sweep})
             case Differs():
                 logger.warning("a runner was sent away: %s", "; ".join(news.what))
             case Lost():

@@ -91,8 +91,6 @@ class TrialJob:
     trial: str = ""
     lease: int = 0
     """Which start of the trial it is."""
-    continues: str | None = None
-    """The run directory in which the trial began that this one goes on with."""
 
     @property
     def is_written(self) -> bool:
