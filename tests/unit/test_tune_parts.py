@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.refusals import refused
+from tests.refusals import refusal, refused
 from tfdist.errors import TfdistError, UsageError
 from tfdist.files import is_held
 from tfdist.launch.process import raise_file_limit
 from tfdist.outputs.sweep_journal import LOCK, Journal, fold, read
 from tfdist.tuning import directory, exports
 from tfdist.tuning import sweep as sweep_module
-from tfdist.tuning.directory import differences
 from tfdist.tuning.options import RunOptions, Show, SweepOptions, parse
 from tfdist.tuning.runner import LauncherRunner, TrialProgram
 from tfdist.tuning.screen import SweepScreen, as_json, change_line, show
@@ -457,14 +456,19 @@ def test_a_changed_sweep_is_refused_with_what_has_changed(tmp_path):
     said = str(error.value)
     assert "tuner='grid' (there: 'random')" in said
     assert "config.dropout=0.2 (there: 0.1)" in said
-    assert "search space: dropout.max_value=0.9 (there: 0.5)" in said
+    assert "search space.dropout.max_value=0.9 (there: 0.5)" in said
     assert "--overwrite" in said
 
 
-def test_new_and_gone_hyperparameters_are_named():
+def test_a_changed_order_and_new_and_gone_hyperparameters_are_named(tmp_path):
     other = json.loads(json.dumps(SPACE).replace("dropout", "momentum"))
-    assert differences(SPACE, other) == ["momentum is new", "dropout is gone"]
-    assert differences(SPACE, SPACE) == []
+    two, turned = begun(space=[*SPACE, *other]), begun(space=[*other, *SPACE])
+    for now, said in (
+        (two, "hyperparameters=['dropout', 'momentum'] (there: ['dropout'])"),
+        (begun(space=other), "hyperparameters=['momentum'] (there: ['dropout'])"),
+    ):
+        assert said in str(refusal(lambda now=now: directory.require_same(tmp_path, begun(), now)))
+    assert refusal(lambda: directory.require_same(tmp_path, two, turned)).code == "another-sweep"
 
 
 # --- what a person sees

@@ -141,20 +141,12 @@ class RunDirectory:
     def _require_same(
         self, theirs: Mapping[str, Any], ours: Mapping[str, Any], free: Collection[str]
     ) -> None:
-        before, now = flat(theirs), flat(json.loads(to_json(ours)))
-        keys = [key for key in before | now if key not in free]
-        missing = object()
-        different = [k for k in keys if before.get(k, missing) != now.get(k, missing)]
-        if not different:
+        found = differences(theirs, json.loads(to_json(ours)), free=free)
+        if not found:
             return
-        shown = [
-            f"{key}={now.get(key, 'nothing')!r} (there: {before.get(key, 'nothing')!r})"
-            for key in different[:_SHOWN_DIFFERENCES]
-        ]
-        more = len(different) - len(shown)
         raise UsageError(
             f"run directory {self.path}",
-            received=", ".join(shown) + (f" and {more} more differences" if more else ""),
+            received=found,
             expected="the configuration of the run that is in it",
             fix="give this run a run_dir of its own, or --overwrite to move the old one aside",
             code="another-run",
@@ -233,6 +225,23 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         nested = isinstance(value, Mapping)
         found.update(flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value})
     return found
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, free: Collection[str] = ()
+) -> str:
+    """Return ``key=new (there: old)`` for what differs between two configurations; "" for nothing.
+
+    The dotted keys of `free` may differ.
+    """
+    old, new, missing = flat(before), flat(now), object()
+    keys = [k for k in old | new if k not in free and old.get(k, missing) != new.get(k, missing)]
+    shown = [
+        f"{key}={new.get(key, 'nothing')!r} (there: {old.get(key, 'nothing')!r})"
+        for key in keys[:_SHOWN_DIFFERENCES]
+    ]
+    more = len(keys) - len(shown)
+    return ", ".join(shown) + (f" and {more} more differences" if more else "")
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
