@@ -27,7 +27,8 @@ from tfdist.report.run import Run
 from tfdist.report.run_section import Verdict, run_section
 from tfdist.report.sweep import SweepRecord, sweep_section
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_MORE_TO_FOLLOW = "; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 def render(
@@ -48,7 +49,7 @@ def render(
         _comparison(runs) if len(runs) > 1 else "",
         *(run_section(run, i, (verdicts or {}).get(run.path)) for i, run in enumerate(runs)),
     ]
-    policy = _POLICY + ("; connect-src 'self'" if is_followed else "")
+    policy = _POLICY + (_MORE_TO_FOLLOW if is_followed else "")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -56,8 +57,7 @@ def render(
         f'<link rel="icon" href="data:,"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head><body>"
         f'<main data-state="{"going" if is_going else "over"}">{"".join(body)}</main>'
-        '<div id="tip" role="status"></div>'
-        f"<script>{TIPS}{FOLLOW if is_followed else ''}</script></body></html>\n"
+        f"{f'<script>{FOLLOW}</script>' if is_followed else ''}</body></html>\n"
     )
 
 
@@ -214,25 +214,6 @@ details { margin-top: 8px; } summary { cursor: pointer; } dd { margin: 0; }
 .lost::before { content: "tfdist.report does not answer: what follows is old"; display: block;
   position: sticky; top: 0; z-index: 8; padding: 4px 16px; background: var(--bad);
   color: var(--bg); }
-#tip { position: fixed; display: none; pointer-events: none; z-index: 9; max-width: 300px;
-  white-space: pre-line; background: var(--ink); color: var(--bg); border-radius: 6px;
-  padding: 6px 10px; font-size: .8125rem; line-height: 1.4; overflow-wrap: anywhere; }
-"""
-
-TIPS = """
-const tip = document.getElementById("tip");
-document.addEventListener("pointermove", (event) => {
-  const found = event.target.closest ? event.target.closest("[data-tip]") : null;
-  tip.style.display = found ? "block" : "none";
-  if (!found) return;
-  tip.textContent = found.dataset.tip;
-  const box = tip.getBoundingClientRect();
-  const left = Math.min(event.clientX + 14, innerWidth - box.width - 8);
-  const below = event.clientY + 16;
-  tip.style.left = Math.max(4, left) + "px";
-  const above = event.clientY - box.height - 10;
-  tip.style.top = (below + box.height > innerHeight ? above : below) + "px";
-});
 """
 
 FOLLOW = """

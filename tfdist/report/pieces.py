@@ -187,8 +187,8 @@ def _piece(points: Sequence[tuple[float, float]], look: str) -> str:
 def _mark(mark: Mark, x_of: Scale) -> str:
     x = x_of.at(mark.x)
     return (
-        f'<g data-tip="{escape(mark.text)}"><line class="failure" x1="{x:.1f}" x2="{x:.1f}" '
-        f'y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+        f'<g><title>{escape(mark.text)}</title><line class="failure" x1="{x:.1f}" '
+        f'x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
         f'<path class="failure-head" d="M{x - 5:.1f} {_TOP - 9} h10 l-5 9 z"/></g>'
     )
 
@@ -206,7 +206,7 @@ def _hits(shown: Sequence[Series], x_of: Scale, x_label: str) -> list[str]:
         tip = "\n".join([f"{x_label} {number(x)}", *(f"{n}: {number(y)}" for n, y in found)])
         parts.append(
             f'<rect class="hit" x="{left:.1f}" y="{_TOP}" width="{max(0.5, right - left):.1f}" '
-            f'height="{_HEIGHT - _TOP - _BOTTOM:g}" data-tip="{escape(tip)}"/>'
+            f'height="{_HEIGHT - _TOP - _BOTTOM:g}"><title>{escape(tip)}</title></rect>'
         )
     return parts
 
@@ -268,7 +268,7 @@ def parallel_coordinates(axes: Sequence[Axis], lines: Sequence[Crossing], *, lab
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in at)
         parts.append(
-            f'<g class="{css}" style="opacity:{opacity:.2f}" data-tip="{escape(line.tip)}">'
+            f'<g class="{css}" style="opacity:{opacity:.2f}"><title>{escape(line.tip)}</title>'
             f'<polyline class="line" points="{points}"/>{dots}</g>'
         )
     for x, axis in zip(x_of, axes, strict=True):
