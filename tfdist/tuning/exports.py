@@ -141,12 +141,6 @@ class HParamsBoard:
     def __init__(self, sweep_dir: Path) -> None:
         self._path = sweep_dir / BOARD
 
-    def load(self) -> None:
-        """Load what `update` writes with, which takes a moment the first time."""
-        import tensorboard.plugins.hparams.api
-        import tensorboard.plugins.scalar.summary_v2
-        import tensorboard.summary.writer.event_file_writer  # noqa: F401
-
     def update(self, state: SweepState) -> None:
         """Bring the directory up to date. Raises TfdistError where it cannot be written."""
         ended = [trial for trial in state.trials.values() if trial.is_over]
@@ -155,8 +149,6 @@ class HParamsBoard:
             return
         objective = str(state.begun.get("objective"))
         try:
-            if not (self._path / "experiment").exists():
-                self._write("experiment", [(0, _experiment(state, objective))], at=time.time())
             for trial in missing:
                 summaries = _summaries(trial, objective)
                 self._write(trial.id, summaries, at=trial.ended_at or time.time())
@@ -177,16 +169,6 @@ class HParamsBoard:
             writer.add_event(event)
         writer.close()
         os.replace(unfinished, self._path / name)
-
-
-def _experiment(state: SweepState, objective: str) -> Any:
-    from tensorboard.plugins.hparams import api
-
-    space = [entry["config"]["name"] for entry in state.begun.get("space", ())]
-    return api.hparams_config_pb(
-        hparams=[api.HParam(name) for name in dict.fromkeys(space)],
-        metrics=[api.Metric(objective, display_name=objective)],
-    )
 
 
 def _summaries(trial: Trial, objective: str) -> list[tuple[int, Any]]:

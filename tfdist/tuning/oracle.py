@@ -17,7 +17,6 @@ import gc
 import json
 import logging
 import runpy
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -308,8 +307,6 @@ class Search:
         """
         with one_line_errors(self._project):
             self._project.mkdir(exist_ok=True)
-            if trials is None:
-                self._remove_unknown()
             for name in self._oracle.trials if trials is None else trials:
                 directory = self._project / f"trial_{name}"
                 directory.mkdir(exist_ok=True)
@@ -351,12 +348,6 @@ class Search:
         if answer["status"] == RUNNING:
             self._oracle._populate_next.append(trial_id)
         return answer
-
-    def _remove_unknown(self) -> None:
-        """Remove trials that a killed chief had published and the journal does not know."""
-        for directory in self._project.glob("trial_*"):
-            if directory.name.removeprefix("trial_") not in self._oracle.trials:
-                shutil.rmtree(directory)
 
 
 def make_oracle(

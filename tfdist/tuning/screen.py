@@ -94,8 +94,6 @@ class SweepScreen:
         if not self._has_ticked:  # the first trials begin: what takes a moment keeps nobody waiting
             self._has_ticked = True
             exports.load_plot()
-            if self._board is not None:
-                self._board.load()
         if self._has_changed:
             self._write(state)
 

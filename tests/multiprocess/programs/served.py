@@ -53,9 +53,6 @@ class NoBoard:
     def __init__(self, sweep_dir: Path) -> None:
         pass
 
-    def load(self) -> None:
-        pass
-
     def update(self, state: SweepState) -> None:
         pass
 
