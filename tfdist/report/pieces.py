@@ -219,16 +219,6 @@ class Axis:
     ticks: Sequence[tuple[float, str]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Crossing:
-    """A line through the axes, None where it leaves one out; `rank` is 0 for the best."""
-
-    heights: Sequence[float | None]
-    rank: float
-    tip: str
-    is_best: bool = False
-
-
 def axis_of(name: str, values: Sequence[object], *, is_log: bool) -> tuple[Axis, dict[str, float]]:
     """Return an axis and the height of each value by its text: numbers by size, others in turn."""
     numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
@@ -254,21 +244,30 @@ def axis_of(name: str, values: Sequence[object], *, is_log: bool) -> tuple[Axis,
     return Axis(name=name, ticks=shown), heights
 
 
-def parallel_coordinates(axes: Sequence[Axis], lines: Sequence[Crossing], *, label: str) -> str:
-    """Return parallel coordinates: the best line thick, the better the stronger."""
+def parallel_coordinates(
+    axes: Sequence[Axis],
+    lines: Sequence[Sequence[float | None]],
+    *,
+    tips: Sequence[str],
+    label: str,
+) -> str:
+    """Return parallel coordinates: the first line, the best, thick; the better the stronger.
+
+    A line has its height at each axis, None where it leaves one out.
+    """
     width, height, top, bottom = max(400.0, 150.0 * len(axes)), 280.0, 40.0, 16.0
     step = (width - 150) / max(1, len(axes) - 1)
     x_of = [75 + step * i for i in range(len(axes))]
     y_of = Scale(0.0, 1.0, height - bottom, top)
     parts = []
-    for line in sorted(lines, key=lambda line: (line.is_best, -line.rank)):
-        css = "cross best" if line.is_best else "cross"
-        opacity = 1.0 if line.is_best else 1.0 - 0.3 * line.rank
-        at = [(x, y_of.at(y)) for x, y in zip(x_of, line.heights, strict=True) if y is not None]
+    for rank, (line, tip) in reversed([*enumerate(zip(lines, tips, strict=True))]):
+        css = "cross" if rank else "cross best"
+        opacity = 1.0 - 0.3 * rank / len(lines)
+        at = [(x, y_of.at(y)) for x, y in zip(x_of, line, strict=True) if y is not None]
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in at)
         parts.append(
-            f'<g class="{css}" style="opacity:{opacity:.2f}"><title>{escape(line.tip)}</title>'
+            f'<g class="{css}" style="opacity:{opacity:.2f}"><title>{escape(tip)}</title>'
             f'<polyline class="line" points="{points}"/>{dots}</g>'
         )
     for x, axis in zip(x_of, axes, strict=True):

@@ -14,7 +14,6 @@ from tfdist.files import is_held
 from tfdist.outputs.sweep_journal import JOURNAL, LOCK, TRIALS, SweepState, Trial, fold, read
 from tfdist.report.pieces import (
     Axis,
-    Crossing,
     Series,
     axis_of,
     badge,
@@ -107,38 +106,33 @@ def sweep_section(sweep: SweepRecord, index: int, link_of: Mapping[Path, str]) -
     )
 
 
-def coordinates(state: SweepState, *, most: int) -> list[tuple[Axis, list[float | None]]]:
-    """Return the axes of parallel coordinates, and where the completed trials cross each.
+def coordinates(
+    state: SweepState, *, most: int
+) -> tuple[list[Axis], list[tuple[float | None, ...]]]:
+    """Return the axes of parallel coordinates, and the height of each completed trial at them.
 
     The trials are as ranked; the axes are those of `most` hyperparameters, and of the score.
     """
-    trials = state.ranked()
+    trials, objective = state.ranked(), state.begun["objective"]
     columns: dict[str, list[Any]] = {
         name: [t.hyperparameters.get(name) for t in trials] for name in state.varied[:most]
     }
-    found = []
-    for name, values in (*columns.items(), (state.begun["objective"], [t.score for t in trials])):
+    axes, heights = [], []
+    for name, values in (*columns.items(), (objective, [t.score for t in trials])):
         known = [value for value in values if value is not None]
         axis, height_of = axis_of(name, known, is_log=name in state.on_log_scale)
-        found.append((axis, [height_of.get(str(value)) for value in values]))
-    return found
+        axes.append(axis)
+        heights.append([height_of.get(str(value)) for value in values])
+    return axes, list(zip(*heights, strict=True))
 
 
 def _parallel(state: SweepState) -> str:
-    trials = state.ranked()
-    if not trials or not state.varied:
+    if not state.scores or not state.varied:
         return ""
-    axes, heights = zip(*coordinates(state, most=_MAX_AXES), strict=True)
-    lines = [
-        Crossing(
-            heights=[column[rank] for column in heights],
-            rank=rank / max(1, len(trials) - 1),
-            tip=_tip(trial, state.begun["objective"]),
-            is_best=rank == 0,
-        )
-        for rank, trial in enumerate(trials)
-    ]
-    svg = parallel_coordinates(axes, lines, label="Parallel coordinates of the trials")
+    axes, lines = coordinates(state, most=_MAX_AXES)
+    tips = [_tip(trial, state.begun["objective"]) for trial in state.ranked()]
+    label = "Parallel coordinates of the trials"
+    svg = parallel_coordinates(axes, lines, tips=tips, label=label)
     return card(
         '<ul class="legend"><li><span class="key" style="color:var(--c1)"></span>best trial</li>'
         '<li><span class="key" style="color:var(--c0)"></span>others; the better, the stronger</li>'

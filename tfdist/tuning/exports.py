@@ -101,18 +101,17 @@ def _draw_effect(axes: Any, state: SweepState, name: str) -> None:
 
 def _draw_parallel(axes: Any, state: SweepState) -> None:
     """Draw a line for each trial through its values, the better the stronger, the best on top."""
-    found = coordinates(state, most=_MOST_EFFECTS)
-    for number, (axis, _) in enumerate(found):
+    found, lines = coordinates(state, most=_MOST_EFFECTS)
+    for number, axis in enumerate(found):
         axes.axvline(number, color="#bbbbbb", lw=0.8, zorder=0)
         for height, text in axis.ticks:
             where = {"va": "center", "fontsize": 7, "color": "#444444"}
             axes.text(number + 0.02, height, _literal(text), **where)
-    lines = list(zip(*(heights for _, heights in found), strict=True))
     for rank, line in reversed([*enumerate(lines)]):
         look = {"color": _POINTS if rank else _BEST, "alpha": 1.0 - 0.7 * rank / len(lines)}
         points = [(x, height) for x, height in enumerate(line) if height is not None]
         axes.plot(*zip(*points, strict=True), "-o", ms=4, lw=1.3, **look)
-    axes.set_xticks(range(len(found)), [_literal(axis.name) for axis, _ in found])
+    axes.set_xticks(range(len(found)), [_literal(axis.name) for axis in found])
     axes.set_yticks([])
     axes.spines[["top", "right", "left"]].set_visible(False)
 
