@@ -12,18 +12,22 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from tfdist.files import write_json
+from tfdist.launch.multihost.connection import Violation
 from tfdist.launch.multihost.rendezvous import Lost, MessageReceived, News, PeerJoined
 from tfdist.outputs.sweep_journal import Journal, Slot, SweepState, Trial
 from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial, SweepPlan
+from tfdist.tuning.directory import OWNERSHIP as OWNERSHIP_FILE
 from tfdist.tuning.directory import Ownership
 from tfdist.tuning.guard import LeaseGuard
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.protocol import ALIVE, LEASE_S, Message
-from tfdist.tuning.remote_runner import RemoteRunner
+from tfdist.tuning.protocol import ALIVE, LEASE_S, Message, SweepAddress
+from tfdist.tuning.remote_runner import ChiefClient, RemoteRunner
 from tfdist.tuning.serving import ServingRunner
 from tfdist.tuning.trial_job import Completed, Failed, Killed, Outcome, TrialJob
 
@@ -325,6 +329,7 @@ class Host:
 
     def __post_init__(self) -> None:
         self.guard = LeaseGuard(self.world.now_s)
+        self.member: SimMember | None = None
         self.client = SimClient(self)
         options = RunOptions(sweep_dir=self.world.path, join="a:1", parallel_trials=1)
         sides: dict[str, Any] = {"chief": self.client, "lease_guard": self}
@@ -388,43 +393,57 @@ class HostRunner:
         return Process(self._host.world, job, host=self._host)
 
 
-class SimClient:
-    """A runner's connection, by the rules of `ChiefClient` and `RunnerServer`."""
-
-    address, why = "a:1", ""
-    fds: Sequence[int] = ()
+class SimClient(ChiefClient):
+    """A runner's side of its connection to the chief, over the world's network."""
 
     def __init__(self, host: Host) -> None:
+        world = host.world
+        super().__init__(
+            SweepAddress(address=OWNERSHIP.address, token=b"", terms={}),
+            sweep_dir=world.path,
+            renew=host.guard.renew,
+            clock=lambda: world.now_s,
+        )
+        self._host = host
+
+    def _joining(self) -> Any:
+        return SimpleNamespace(attempt=self._attempt)
+
+    def _attempt(self, wake_fds: Sequence[int]) -> SimMember:
+        if self._host.cut:
+            raise TimeoutError("it does not answer")
+        if self._host.world.chief is None:
+            raise ConnectionRefusedError("Connection refused")
+        self._host.member = SimMember(self._host)
+        return self._host.member
+
+
+class SimMember:
+    """A connection, by the rules of `Member` and `RunnerServer`."""
+
+    def __init__(self, host: Host) -> None:
+        if not host.world.join(host.rank):
+            raise Violation("its connection before this one is not known to have ended")
+        self.lost = ""
         self._host = host
         self._inbox: list[Message] = []
         self._under_way: list[tuple[bool, Message]] = []
         """What a cut holds up: whether to the chief, and what; a connection loses nothing."""
-        self._renewed_s = self._said_s = self._heard_s = host.world.now_s
-        self.is_there = self.is_connected = False
+        self._heard_s = host.world.now_s
 
-    @property
-    def unrenewed_s(self) -> float:
-        return self._host.world.now_s - self._renewed_s
-
-    def turn(self, wake_fds: Sequence[int]) -> list[Message]:
-        world = self._host.world
-        if not self.is_connected:
-            self._come()
-            return []
+    def turn(self) -> None:
         if not self._host.cut:
-            self._arrive()
+            under_way, self._under_way = self._under_way, []
+            for is_said, message in under_way:
+                self._pass(is_said, message)
+        if self._inbox:
+            self._heard_s = self._host.world.now_s
+        if self._host.world.now_s - self._heard_s >= LEASE_S:
+            self.lost = "no word"
+
+    def take_messages(self) -> list[Message]:
         heard, self._inbox = self._inbox, []
-        for message in heard:
-            self._heard_s = world.now_s
-            if ALIVE in message:
-                self._renew(message[ALIVE])
-            self.is_there |= "sweep" in message
-        if world.now_s - self._said_s >= 1.0:
-            self._said_s = world.now_s
-            self.send({ALIVE: world.now_s})
-        if world.now_s - self._heard_s >= LEASE_S:
-            self.close()
-        return [one for one in heard if ALIVE not in one]
+        return heard
 
     def send(self, message: Message) -> None:
         self._pass(True, message)
@@ -433,41 +452,17 @@ class SimClient:
         self._pass(False, message)
 
     def _pass(self, is_said: bool, message: Message) -> None:
-        if not self.is_connected:
-            return
         if self._host.cut:
             self._under_way.append((is_said, message))
         elif not is_said:
             self._inbox.append(message)
         elif not self._host.world.said(self._host.rank, message):
-            self.close()  # the chief has given us up: it answers with a reset
-
-    def _arrive(self) -> None:
-        under_way, self._under_way = self._under_way, []
-        for is_said, message in under_way:
-            self._pass(is_said, message)
+            self.lost = "reset"  # the chief has given us up
 
     def close(self) -> None:
-        if self.is_connected and not self._host.cut:
+        self.lost = self.lost or "closed"
+        if not self._host.cut:
             self._host.world.lose(self._host.rank, "reset")
-        self.is_connected = self.is_there = False
-        self._inbox.clear()
-        self._under_way.clear()
-
-    def _come(self) -> None:
-        world = self._host.world
-        if self._host.cut:
-            return
-        if world.chief is None:  # refused
-            self._renew(world.now_s)
-        elif world.join(self._host.rank):
-            self.is_connected = True
-            self._heard_s = self._said_s = world.now_s
-            self._renew(world.now_s)
-
-    def _renew(self, at_s: float) -> None:
-        self._renewed_s = max(self._renewed_s, at_s)
-        self._host.guard.renew(at_s)
 
 
 class WorldJournal(CrashingJournal):
@@ -512,6 +507,7 @@ class World:
         self.events: Callable[[], None] = lambda: None
         self._heard_s: dict[int, float] = {}
         self._news: list[News] = []
+        write_json(path / OWNERSHIP_FILE, asdict(OWNERSHIP))
         self._eventfd = os.eventfd(1)  # readable for ever: the chief never waits
 
     # what the chief sees of the line
@@ -528,7 +524,12 @@ class World:
 
     def send(self, rank: int, message: Message) -> None:
         if rank in self._heard_s and not self.is_dead:
-            self.hosts[rank].client.deliver(message)
+            self.deliver(rank, message)
+
+    def deliver(self, rank: int, message: Message) -> None:
+        member = self.hosts[rank].member
+        if member is not None and not member.lost:
+            member.deliver(message)
 
     def close(self) -> None:
         pass
@@ -536,7 +537,7 @@ class World:
     # what the runners' side does
 
     def join(self, rank: int) -> bool:
-        if rank in self._heard_s:  # its connection before this one is not known to have ended
+        if rank in self._heard_s:
             return False
         self._heard_s[rank] = self.now_s
         self._news.append(PeerJoined(rank=rank))
@@ -547,7 +548,7 @@ class World:
             return False
         self._heard_s[rank] = self.now_s
         if ALIVE in message:
-            self.hosts[rank].client.deliver(message)
+            self.deliver(rank, message)
         else:
             self._news.append(MessageReceived(rank=rank, message=message))
         return True

@@ -335,10 +335,9 @@ class ChiefClient:
             self._renewed(float(message[ALIVE]))
         return True
 
-    def _come(self, wake_fds: Sequence[int]) -> None:
-        began_s = self._clock()
+    def _joining(self) -> Joining:
         host, port = split_address(self.address)
-        joining = Joining(
+        return Joining(
             host,
             port,
             source=None,
@@ -348,6 +347,9 @@ class ChiefClient:
             timeout_s=LEASE_S,
             clock=self._clock,
         )
+
+    def _come(self, wake_fds: Sequence[int]) -> None:
+        began_s, joining = self._clock(), self._joining()
         try:
             self._member = joining.attempt(wake_fds)
         except WrongToken:
