@@ -460,7 +460,7 @@ def test_a_search_whose_trial_this_is_not_is_read_from_its_directory(tmp_path, m
     book = Journal(sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0)
     book.add("begun", seed=3, max_trials=1)
     values = {"units": 4}
-    book.add("asked", asker="r", status="RUNNING", trial="0", values=values, run="0", until=None)
+    book.add("asked", status="RUNNING", trial="0", values=values, run="0", until=None)
     history = [{"virtual_epoch": 1, "val_accuracy": 0.5}]
     book.add("ended", trial="0", status="COMPLETED", history=history, reason="")
     book.add("finished", reason="all trials have ended", is_complete=True)

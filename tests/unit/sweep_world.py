@@ -79,12 +79,12 @@ class FakeSearch:
     def ask(self) -> NextTrial:
         going_on = set(self.asked) - set(self.told)
         if len(self.asked) >= self.count:
-            return NextTrial(status=STOPPED, asker="r")
+            return NextTrial(status=STOPPED)
         if len(going_on) >= self.ahead:
-            return NextTrial(status=IDLE, asker="r")
+            return NextTrial(status=IDLE)
         name = str(len(self.asked))
         self.asked.append(name)
-        return NextTrial(status=RUNNING, asker="r", trial=name, values={"x": int(name) + 1})
+        return NextTrial(status=RUNNING, trial=name, values={"x": int(name) + 1})
 
     def tell(
         self, trial: str, *, status: str, history: Iterable[Mapping[str, float]], reason: str

@@ -190,7 +190,7 @@ def test_a_trial_that_a_runner_elsewhere_has_is_not_started_but_taken_over(tmp_p
     book.add("begun", **BEGUN)
     for name in ("0", "1"):
         more = {"values": {"x": 1}, "run": name, "until": None}
-        book.add("asked", asker="r", status=RUNNING, trial=name, **more)
+        book.add("asked", status=RUNNING, trial=name, **more)
     book.add("started", trial="0")
     book.add("killed", trial="0", reason="", kills=1, reached=0)
     book.add("started", trial="0", runner=7, place=0)
@@ -298,7 +298,7 @@ def test_a_trial_begun_again_is_measured_by_those_that_had_ended_when_it_first_b
     def begin(*names: str) -> None:
         for name in names:
             more = {"values": {"x": 1}, "run": name, "until": None}
-            book.add("asked", asker="r", status=RUNNING, trial=name, **more)
+            book.add("asked", status=RUNNING, trial=name, **more)
             book.add("started", trial=name)
 
     def end(*names: str) -> None:

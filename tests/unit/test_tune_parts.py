@@ -60,7 +60,7 @@ def journal(tmp_path: Path) -> Journal:
 
 def add_trial(book: Journal, name: str, *, score: float | None, **values: Any) -> None:
     """Write down a trial from its beginning to its end."""
-    book.add("asked", asker="r", status="RUNNING", trial=name, values=values, run=name, until=None)
+    book.add("asked", status="RUNNING", trial=name, values=values, run=name, until=None)
     book.add("started", trial=name)
     book.add(
         "ended",
@@ -530,7 +530,7 @@ def test_sweep_json_has_every_trial_and_the_best(tmp_path):
 def test_a_terminal_shows_one_table_that_follows_the_sweep(tmp_path):
     book = sweep(tmp_path)
     running = {"trial": "3", "values": {"lr": 0.25}, "run": "3", "until": None}
-    book.add("asked", asker="r", status="RUNNING", **running)
+    book.add("asked", status="RUNNING", **running)
     book.add("started", trial="3")
     (tmp_path / "trials" / "3").mkdir(parents=True)
     (tmp_path / "trials" / "3" / "metrics.jsonl").write_text(

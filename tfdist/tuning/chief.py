@@ -192,7 +192,6 @@ class Chief:
         run, until = self._part(answer.trial, answer.values or {})
         line = self._journal.add(
             "asked",
-            asker=answer.asker,
             status=answer.status,
             trial=answer.trial,
             values=answer.values,
@@ -330,7 +329,6 @@ class NextTrial:
     """A trial to run; or IDLE, ask again when one has ended; or STOPPED, there is none left."""
 
     status: str
-    asker: str
     trial: str | None = None
     values: Mapping[str, Any] | None = None
 

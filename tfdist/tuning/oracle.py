@@ -263,7 +263,11 @@ class Search:
         number = 0
         while f"runner-{number}" in self._oracle.ongoing_trials:
             number += 1
-        return self._ask(f"runner-{number}")
+        trial = self._oracle.create_trial(f"runner-{number}")
+        if trial.status != RUNNING:
+            return NextTrial(status=trial.status)
+        values = dict(trial.hyperparameters.values)
+        return NextTrial(status=RUNNING, trial=trial.trial_id, values=values)
 
     def tell(
         self, trial: str, *, status: str, history: Iterable[Mapping[str, float]], reason: str
@@ -288,7 +292,7 @@ class Search:
         for line in lines:
             if line["event"] == "asked":
                 self._recorded, self._is_last = line, line is asked[-1] if asked else False
-                self._ask(line["asker"])
+                self.ask()
                 self._recorded = None
             elif line["event"] == "ended":
                 self.tell(
@@ -313,13 +317,6 @@ class Search:
                 _write(directory / "trial.json", self._oracle.trials[name].get_state())
             _write(self._project / "oracle.json", self._oracle.get_state())
             _write(self._project / "tuner0.json", {})
-
-    def _ask(self, asker: str) -> NextTrial:
-        trial = self._oracle.create_trial(asker)
-        if trial.status != RUNNING:
-            return NextTrial(status=trial.status, asker=asker)
-        values = dict(trial.hyperparameters.values)
-        return NextTrial(status=RUNNING, asker=asker, trial=trial.trial_id, values=values)
 
     def _populate_space(self, trial_id: str) -> dict[str, Any]:
         """The oracle's own answer; in a replay, the recorded one where they differ."""

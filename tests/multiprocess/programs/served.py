@@ -35,10 +35,10 @@ class Counting:
 
     def ask(self) -> NextTrial:
         if self._asked >= self._count:
-            return NextTrial(status=STOPPED, asker="r")
+            return NextTrial(status=STOPPED)
         self._asked += 1
         name = str(self._asked - 1)
-        return NextTrial(status=RUNNING, asker="r", trial=name, values={"x": int(name)})
+        return NextTrial(status=RUNNING, trial=name, values={"x": int(name)})
 
     def tell(self, trial: str, **how: Any) -> None:
         pass
