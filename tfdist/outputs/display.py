@@ -271,7 +271,11 @@ class StepProfiler:
         if self._done or self._running is not None or step < self._first:
             return
         logger.info("profiling from step %d to %d, into %s", step, self._last, self._directory)
-        self._running = self._given or _tensorflow_profiler()
+        if self._given is None:
+            import tensorflow as tf
+
+            self._given = tf.profiler.experimental
+        self._running = self._given
         self._running.start(self._directory)
 
     def after(self, step: int) -> None:
@@ -284,12 +288,6 @@ class StepProfiler:
         if self._running is not None:
             self._running.stop()
             self._running, self._done = None, True
-
-
-def _tensorflow_profiler() -> Any:
-    import tensorflow as tf
-
-    return tf.profiler.experimental
 
 
 # Plot of a run: loss and metrics over steps, training and validation.

@@ -74,12 +74,6 @@ def require_fresh(tuner: Any) -> None:
     )
 
 
-def require_one_rule(tuner: Any, early_stop: str) -> None:
-    """Raise UsageError for a rule beside hyperband's own."""
-    if isinstance(tuner.oracle, keras_tuner.oracles.HyperbandOracle):
-        require_no_rule(early_stop)
-
-
 def require_validation(tuner: Any, fit_kwargs: Mapping[str, Any]) -> None:
     """Raise UsageError for an objective of the validation where there is none.
 
@@ -254,7 +248,8 @@ def search(
         rendezvous_token_file=rendezvous_token_file,
         reconnect_s=reconnect_s,
     )
-    require_one_rule(tuner, early_stop)
+    if isinstance(tuner.oracle, keras_tuner.oracles.HyperbandOracle):
+        require_no_rule(early_stop)
     assignment = read_assignment(os.environ)
     if assignment is not None and assignment.belongs_to(options.sweep_dir):
         from tfdist.tuning.inside import run_assigned
@@ -272,7 +267,10 @@ def search(
         _raise_unless_done(exit_code, state, options.sweep_dir)
     else:
         complete_space(tuner)
-    _take_over_results(tuner, options.sweep_dir)
+    if not tuner.oracle.trials:  # the sweep was finished before
+        lines = read(options.sweep_dir / JOURNAL)
+        search_of(tuner, options.sweep_dir, lines[0]).replay(lines)
+    tuner.directory, tuner.project_name = str(options.sweep_dir), PROJECT
 
 
 class TunerSweep(Sweep):
@@ -320,6 +318,8 @@ class TunerSweep(Sweep):
             code="empty-space",
         )
         names = ("strategy", "workers", "ps", "early_stop")
+        settings = {n: str(getattr(oracle, n)) for n in _SETTINGS if hasattr(oracle, n)}
+        settings["executions_per_trial"] = str(tuner.executions_per_trial)
         return {
             "tuner": type(tuner).__name__,
             "objective": oracle.objective.name,
@@ -329,7 +329,7 @@ class TunerSweep(Sweep):
             # the other tuners it cannot be told whether one was given.
             "seed": (tuner.seed or None) if isinstance(tuner, _TELL_THEIR_SEED) else None,
             "max_trials": oracle.max_trials,
-            "config": {**_settings_of(tuner), **_plain(self._fitting)},
+            "config": {"tuner": settings, **_plain(self._fitting)},
             "space": space,
         }
 
@@ -379,12 +379,6 @@ def _trial_program() -> TrialProgram:
     )
 
 
-def _settings_of(tuner: Any) -> dict[str, str]:
-    oracle = tuner.oracle
-    there = {f"tuner.{n}": str(getattr(oracle, n)) for n in _SETTINGS if hasattr(oracle, n)}
-    return {**there, "tuner.executions_per_trial": str(tuner.executions_per_trial)}
-
-
 def _plain(fitting: Mapping[str, Any]) -> dict[str, Any]:
     """Return what JSON has, and changes a trial."""
     kinds = (bool, int, float, str)
@@ -417,14 +411,6 @@ def _raise_unless_done(exit_code: int, state: SweepState, sweep_dir: Path) -> No
             log = sweep_dir / RETRAINED / "launch.log"
             why = f"the best trial could not be trained again; {log} says why"
         raise TfdistError(f"sweep {sweep_dir}: {why}")
-
-
-def _take_over_results(tuner: Any, sweep_dir: Path) -> None:
-    """Leave the tuner as its own search would, with the results of the sweep."""
-    if not tuner.oracle.trials:  # the sweep was finished before
-        lines = read(sweep_dir / JOURNAL)
-        search_of(tuner, sweep_dir, lines[0]).replay(lines)
-    tuner.directory, tuner.project_name = str(sweep_dir), PROJECT
 
 
 def _first_of(trial: str, oracle: Any) -> str:
