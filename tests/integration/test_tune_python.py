@@ -494,20 +494,30 @@ def test_a_tuner_that_is_made_in_a_trial_deletes_nothing(tmp_path, monkeypatch):
     assert (tmp_path / "p" / "kept").exists()
 
 
-def test_the_tuner_of_a_trial_knows_its_space_and_builds_no_model_for_it(tmp_path, monkeypatch):
+@pytest.fixture
+def begun_sweep(tmp_path, monkeypatch):
+    """Begins a sweep over a model, after which a tuner that is made here is that of a trial."""
     populate = BaseTuner._populate_initial_space
     monkeypatch.setattr(BaseTuner, "_populate_initial_space", populate)  # to be given back
-    sweep_dir = tmp_path / "p-sweep"
-    sweep_dir.mkdir()
-    described = described_by(make_tuner(tmp_path, by_layers), sweep_dir)
-    Journal(sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0).add("begun", **described)
+
+    def begin(model: Any, **values: Any) -> None:
+        sweep_dir = tmp_path / "p-sweep"
+        sweep_dir.mkdir()
+        described = described_by(make_tuner(tmp_path, model), sweep_dir)
+        Journal(sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0).add("begun", **described)
+        trial.have_the_tuner_know_its_space(assigned(sweep_dir, **values))
+
+    return begin
+
+
+def test_the_tuner_of_a_trial_knows_its_space_and_builds_no_model_for_it(tmp_path, begun_sweep):
     built: list[Any] = []
 
     def counted(hp: Any) -> keras.Model:
         built.append(hp)
         return by_layers(hp)
 
-    trial.have_the_tuner_know_its_space(assigned(sweep_dir))
+    begun_sweep(by_layers)
     tuner = make_tuner(tmp_path, counted)
     assert {one.name for one in tuner.oracle.get_space().space} == NESTED
     assert built == []
@@ -525,14 +535,8 @@ class Declares(keras_tuner.HyperModel):
         return by_layers(hp)
 
 
-def test_a_hypermodel_that_declares_has_the_values_of_its_trial(tmp_path, monkeypatch):
-    populate = BaseTuner._populate_initial_space
-    monkeypatch.setattr(BaseTuner, "_populate_initial_space", populate)  # to be given back
-    sweep_dir = tmp_path / "p-sweep"
-    sweep_dir.mkdir()
-    described = described_by(make_tuner(tmp_path, Declares()), sweep_dir)
-    Journal(sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0).add("begun", **described)
-    trial.have_the_tuner_know_its_space(assigned(sweep_dir, batch=16))
+def test_a_hypermodel_that_declares_has_the_values_of_its_trial(tmp_path, begun_sweep):
+    begun_sweep(Declares(), batch=16)
     tuner = make_tuner(tmp_path, Declares())
     assert tuner.hypermodel.batch == 16
     assert "batch" in {one.name for one in tuner.oracle.get_space().space}

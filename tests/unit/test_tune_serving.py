@@ -203,20 +203,6 @@ def test_a_runner_is_given_trials_for_its_places_until_it_leaves():
     assert list(served.runner.free_slots(set())) == []
 
 
-def test_what_a_runner_reports_is_taken_once_it_is_written_down():
-    served = Served()
-    served.come(A)
-    trial = served.runner.start(served.job("0", 1))
-    assert served.line.take_sent()[0][1]["run"]["lease"] == 1
-    assert trial.poll() is None
-    assert served.ended(A, ("0", 1)) == []
-    assert trial.poll() == DONE  # the chief writes it down now
-    assert served.hear() == []
-    assert served.ended(A, ("0", 1)) == [], "it is said again by a runner that has come back"
-    trial.taken()
-    assert served.hear() == [(A, {"taken": ["0", 1]})]
-
-
 def test_a_late_report_under_a_lost_lease_does_not_count():
     served = Served()
     served.come(A)
@@ -239,21 +225,6 @@ def test_a_late_report_under_a_lost_lease_does_not_count():
     assert again.poll() is None
     served.ended(B, ("0", 2))
     assert again.poll() == DONE
-
-
-def test_a_new_chief_waits_for_the_runners_of_the_one_before():
-    served = Served()
-    kept = served.runner.take_over(served.job("0", 3))
-    release = served.runner.take_over(served.job("1", 1))
-    vanished = served.runner.take_over(served.job("2", 1, runner=B))
-    assert served.come(A, ("0", 3)) == [(A, GREETING)]
-    served.now_s += LEASE_S
-    served.hear()
-    assert kept.poll() is None
-    assert release.poll() == Killed(reason=f"runner r{A} let it go", counts=False)
-    assert isinstance(vanished.poll(), Killed)
-    served.ended(A, ("0", 3))
-    assert kept.poll() == DONE
 
 
 def test_a_runner_that_is_back_keeps_its_trial_while_the_chief_thinks():
