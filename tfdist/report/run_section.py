@@ -286,19 +286,12 @@ def _ledger(verdict: Verdict | None) -> str:
 def _what_ran(run: Run) -> str:
     job, versions = run.job, run.job.get("versions", {})
     hosts = sorted({span.host for a in run.attempts for span in a.tasks if span.host})
-    peaks: dict[str, int] = {}
-    for attempt in run.attempts:
-        for task, history in attempt.history.items():
-            peaks[task] = max([peaks.get(task, 0), *(m for m in history.memory_bytes if m)])
     facts = {
         "command": code(job.get("command")),
         "strategy": escape(run.strategy),
         "hosts": escape(", ".join(hosts) or job.get("host", "")),
         "CPUs": escape(str(job.get("cpus", ""))),
         "versions": escape(", ".join(f"{name} {version}" for name, version in versions.items())),
-        "peak memory": ", ".join(
-            f"{escape(t)} {p / 2**20:,.0f} MiB" for t, p in peaks.items() if p
-        ),
         "weights": code(run.summary.get("weights_sha256")),
     }
     config = pairs({name: code(value) or UNKNOWN for name, value in flat(run.config).items()})
