@@ -326,6 +326,11 @@ def test_an_empty_space_is_refused(tmp_path):
     assert refused(lambda: described_by(tuner, tmp_path)) == (SEARCH, "empty-space")
 
 
+def test_several_objectives_are_refused(tmp_path):
+    tuner = make_tuner(tmp_path, objective=["val_loss", "val_accuracy"])
+    assert refused(lambda: described_by(tuner, tmp_path)) == ("objective", "several-objectives")
+
+
 def test_a_search_from_a_task_of_a_job_is_refused(tmp_path, monkeypatch):
     cluster = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
     monkeypatch.setenv("TF_CONFIG", cluster)

@@ -301,9 +301,9 @@ class TunerSweep(Sweep):
         complete_space(self._tuner)
         tuner, oracle = self._tuner, self._tuner.oracle
         require(
-            isinstance(oracle.objective.name, str) and oracle.objective.direction,
+            not hasattr(oracle.objective, "objectives"),  # which a MultiObjective adds up
             "objective",
-            received=repr(oracle.objective),
+            received=str(oracle.objective),
             expected="one",
             fix="name one metric",
             code="several-objectives",
