@@ -12,11 +12,11 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError
 from tfdist.launch.events import STOP_SIGNALS
-from tfdist.outputs.sweep_journal import HERE, TRIALS, Journal, Slot, SweepState, Trial, fold
+from tfdist.outputs.sweep_journal import HERE, TRIALS, Journal, Slot, Trial, fold
 from tfdist.outputs.sweep_journal import RUNNING as BEGUN
 from tfdist.tuning.options import MEDIAN, NONE
 from tfdist.tuning.trial_job import (
@@ -32,6 +32,10 @@ from tfdist.tuning.trial_job import (
     medians_of,
     values_of,
 )
+
+if TYPE_CHECKING:  # it loads KerasTuner, and with it TensorFlow
+    from tfdist.tuning.oracle import Search
+    from tfdist.tuning.screen import SweepScreen
 
 logger = logging.getLogger(__name__)
 
@@ -67,16 +71,6 @@ class SweepPlan:
     """What is added to the environment of a trial."""
 
 
-class Observer(Protocol):
-    """Observer of changes, which shows and writes them."""
-
-    def changed(self, state: SweepState, trial: Trial) -> None:
-        """A trial has been asked for, started, killed or ended."""
-
-    def tick(self, state: SweepState) -> None:
-        """Handle the passing of time."""
-
-
 class Chief:
     """Runs one sweep to its end; `run` once."""
 
@@ -84,10 +78,10 @@ class Chief:
         self,
         plan: SweepPlan,
         *,
-        search: TrialSource,
+        search: Search,
         journal: Journal,
         runner: Runner,
-        observer: Observer,
+        observer: SweepScreen,
         signals: Signals = tuple,
     ) -> None:
         self._plan = plan
@@ -318,7 +312,7 @@ def _counts_in_the_end(outcome: Outcome) -> bool:
     return isinstance(outcome, Completed) or (isinstance(outcome, Killed) and not outcome.counts)
 
 
-# Interface of the source of trials; without KerasTuner.
+# What a search answers; without KerasTuner.
 
 RUNNING, IDLE, STOPPED = "RUNNING", "IDLE", "STOPPED"
 """KerasTuner's words."""
@@ -331,21 +325,3 @@ class NextTrial:
     status: str
     trial: str | None = None
     values: Mapping[str, Any] | None = None
-
-
-class TrialSource(Protocol):
-    """Source of trials: chooses them and is told their results."""
-
-    def replay(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Come to where it was after all that the lines of a journal say."""
-
-    def ask(self) -> NextTrial:
-        """Return what to do next."""
-
-    def tell(
-        self, trial: str, *, status: str, history: Iterable[Mapping[str, float]], reason: str
-    ) -> None:
-        """Take in how a trial has ended, COMPLETED or FAILED, and its metrics."""
-
-    def publish(self, trials: Iterable[str] | None = None) -> None:
-        """Write down for others what is known of these trials, by default of all."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped
 from tfdist.files import one_line_errors
@@ -29,7 +29,6 @@ from tfdist.tuning.chief import (
     Chief,
     Signals,
     SweepPlan,
-    TrialSource,
     stop_signal_of,
 )
 from tfdist.tuning.exports import HParamsBoard, variables_of_trials
@@ -41,6 +40,9 @@ from tfdist.tuning.runner import LauncherRunner, TrialProgram
 from tfdist.tuning.screen import SweepScreen, leaderboard
 from tfdist.tuning.serving import RunnerServer, ServingRunner
 from tfdist.tuning.trial_job import Completed, Failed, Goal, Outcome, Runner, TrialJob
+
+if TYPE_CHECKING:  # it loads KerasTuner, and with it TensorFlow
+    from tfdist.tuning.oracle import Search
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class Sweep(ABC):
         """
 
     @abstractmethod
-    def search(self, begun: Mapping[str, Any]) -> TrialSource:
+    def search(self, begun: Mapping[str, Any]) -> Search:
         """Return who chooses, from what the journal begins with: every trial is yet to come."""
 
     def flags_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> tuple[str, ...]:
