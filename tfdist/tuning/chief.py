@@ -93,7 +93,6 @@ class Chief:
         self.state = fold(journal.lines)
         self._running: dict[str, tuple[TrialJob, RunningTrial]] = {}
         self._next: dict[str, TrialJob] = {}
-        self._unpublished: list[str] = []
         self._no_more = False
         self._ask_again = True
         self._stop_signal = 0
@@ -149,9 +148,8 @@ class Chief:
             self._running[name] = job, self._runner.start(job)
         for name in beginning:
             self._changed(name)
-        if self._unpublished:
-            self._search.publish(self._unpublished)
-            self._unpublished = []
+        if beginning:
+            self._search.publish(beginning)
 
     def _prepare(self, slot: Slot) -> bool:
         """Write down that the next trial is started; one that is over already only ends here."""
@@ -197,7 +195,6 @@ class Chief:
         self._ask_again = answer.status != IDLE
         if answer.status != RUNNING or answer.trial is None:
             return None
-        self._unpublished.append(answer.trial)
         return self._changed(answer.trial)
 
     def _part(self, name: str | None, values: Mapping[str, Any]) -> tuple[str | None, int | None]:
