@@ -329,7 +329,7 @@ def code(value: Any) -> str:
 
 
 def details(summary: str, content: str) -> str:
-    """Return what is shown when it is asked for; the empty text without content."""
+    """Return content that is shown on a click; the empty text without content."""
     return f"<details><summary>{summary}</summary>{content}</details>" if content else ""
 
 

@@ -179,7 +179,7 @@ def reading(where: object) -> Iterator[None]:
 
 
 def read_run(path: Path) -> Run:
-    """Return what is in a run directory.
+    """Return the run of a run directory.
 
     Raises:
         UsageError: it is none, or a file in it is damaged.

@@ -51,7 +51,7 @@ def is_sweep(path: Path) -> bool:
 
 
 def read_sweep(path: Path) -> SweepRecord:
-    """Return what is in a sweep's directory; UsageError where it is damaged or has begun only."""
+    """Return the sweep of a directory; UsageError where it is damaged or has begun only."""
     with reading(path):
         state = fold(read(path / JOURNAL))
     require(

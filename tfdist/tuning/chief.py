@@ -125,7 +125,7 @@ class Chief:
         return self._stop_signal != 0
 
     def _is_done(self) -> bool:
-        """Whether no trial runs, can be asked for, or waits: for a runner, while none is there."""
+        """Return whether no trial runs, can be asked for, or waits for a runner."""
         can_ask = self._ask_again and not self._no_more
         return not (self._running or can_ask or self._left())
 
@@ -172,7 +172,7 @@ class Chief:
         return False
 
     def _left(self) -> Trial | None:
-        """Returns a trial that has been asked for and does not run, as a chief before leaves it."""
+        """Return a trial that was asked for and does not run, as an earlier chief leaves it."""
         left = (trial for trial in self.state.trials.values() if not trial.is_over)
         return next((t for t in left if t.id not in self._running and t.id not in self._next), None)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # they load KerasTuner, and with it TensorFlow
 
 
 def program_of(options: SweepOptions) -> TrialProgram:
-    """Return what each trial runs."""
+    """Return the program that each trial runs."""
     return TrialProgram(
         command=("-m", "tfdist.train", f"--config={options.config}", *options.config_flags),
         name=options.config,

@@ -55,7 +55,7 @@ def set_aside(path: Path) -> None:
 
 
 def _names(path: Path) -> set[str]:
-    """Return what there is of a sweep, without what any start writes before it is one."""
+    """Return the files of a sweep, without those that any start writes before it is one."""
     mine = (LOCK, FORK_LOG)
     return {name for name in os.listdir(path) if name not in mine and not name.startswith("old-")}
 
@@ -92,7 +92,7 @@ def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
 
 
 def _identity(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a sweep is told from another by, from its description or its journal's begin."""
+    """Return the part of a sweep's description, or of its journal's begin, that may not change."""
     space = {}
     for entry in description.get("space", ()):
         config = dict(entry["config"])

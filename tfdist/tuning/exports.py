@@ -208,7 +208,7 @@ MLFLOW_FILE = "mlflow-run"
 def variables_of_trials(
     packages: Collection[str], sweep_dir: Path, *, begun: Mapping[str, Any]
 ) -> Mapping[str, str]:
-    """Return what makes the runs that trials begin children of one, also in a sweep that goes on.
+    """Return the variables that make the runs of trials children of one, also after a restart.
 
     Args:
       packages: the trackers that the trials log to, of which ``mlflow`` and ``wandb`` can.

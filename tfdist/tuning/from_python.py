@@ -297,7 +297,7 @@ class TunerSweep(Sweep):
         self.trackers = in_use(fitting.get("callbacks"))
 
     def describe(self) -> dict[str, Any]:
-        """Return what the sweep is; of the arguments of fit, those that JSON has."""
+        """Return the sweep's description; of the arguments of fit, those that JSON has."""
         complete_space(self._tuner)
         tuner, oracle = self._tuner, self._tuner.oracle
         require(
@@ -337,7 +337,7 @@ class TunerSweep(Sweep):
         return search_of(self._tuner, self.options.sweep_dir, begun)
 
     def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> dict[str, str]:
-        """Return what a trial is told; it has the checkpoints of the trial that it continues.
+        """Return the assignment of a trial; it has the checkpoints of the trial that it continues.
 
         The best is trained from the beginning, hyperband's in full.
         """
@@ -380,7 +380,7 @@ def _trial_program() -> TrialProgram:
 
 
 def _plain(fitting: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what JSON has, and changes a trial."""
+    """Return the arguments of fit that JSON has and that change a trial."""
     kinds = (bool, int, float, str)
     return {k: v for k, v in fitting.items() if isinstance(v, kinds) and k != "verbose"}
 

@@ -131,7 +131,7 @@ class _TrialFit:
         return history
 
     def summary(self) -> dict[str, Any]:
-        """Return what there is to say of the last model that was fitted."""
+        """Return the summary of the last model that was fitted."""
         if self.model is None:
             return {}
         job = current_job()

@@ -135,7 +135,7 @@ class Show:
 
 
 def parse(argv: Sequence[str]) -> SweepOptions | Show:
-    """Return what the command line asks for; ``--help`` prints and raise SystemExit(0).
+    """Return the options of the command line; ``--help`` prints and raises SystemExit(0).
 
     Raises UsageError for anything that cannot be.
     """

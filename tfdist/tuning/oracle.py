@@ -259,7 +259,7 @@ class Search:
         oracle.save = oracle._save_trial = _not_yet  # `publish` does, after the journal
 
     def ask(self) -> NextTrial:
-        """Return what to do next."""
+        """Return the next trial, or that there is none now."""
         number = 0
         while f"runner-{number}" in self._oracle.ongoing_trials:
             number += 1
@@ -442,7 +442,7 @@ def of_epochs(tuner: Any) -> str | None:
 
 
 def unreported(objective: str, there: Iterable[str]) -> UsageError:
-    """Return what to raise where a trial reports only these."""
+    """Return the error of a trial that reports only these metrics."""
     there = list(there)
     return UsageError(
         "objective",

@@ -71,7 +71,7 @@ def sweep_address_of(
 
 
 def listener_of(address: str) -> socket.socket:
-    """Return what listens at the address of ``--serve``, and at no other.
+    """Return a socket that listens at the address of ``--serve``, and at no other.
 
     Raises UsageError where this machine does not have it, or something else listens there.
     """
@@ -176,7 +176,7 @@ def decode_job(told: Any, *, sweep_dir: Path) -> TrialJob:
 
 
 def encode_outcome(outcome: Outcome) -> Message:
-    """Return what became of a trial as a message."""
+    """Return the outcome of a trial as a message."""
     return {"kind": type(outcome).__name__.lower(), **dataclasses.asdict(outcome)}
 
 

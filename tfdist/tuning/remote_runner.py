@@ -42,9 +42,9 @@ class _Held:
     running: LaunchedTrial | None = None
     is_watched: bool = False
     is_stopped: bool = False
-    """It was asked to save and end, and not because of itself."""
+    """It was stopped, with the save, for a reason that is not its own."""
     is_lost: bool = False
-    """The lease is another's: it is killed, and nobody is told."""
+    """The lease is another's: it is killed, and its end is not reported."""
     outcome: Outcome | None = None
 
     def stop(self) -> None:
@@ -94,7 +94,7 @@ class RemoteRunner:
                 self._chief.close()
 
     def _code(self) -> int | None:
-        """Return what to end with, None while there is more to do."""
+        """Return the exit code, None while there is more to do."""
         if self._asked is not None and not any(held.running for held in self._held.values()):
             is_late = self._clock() - self._asked_s > _LAST_WORDS_S
             if not self._held or not self._chief.is_there or is_late:
@@ -118,7 +118,7 @@ class RemoteRunner:
         poll.poll(_LOOK_S * 1000)
 
     def go_on(self, wake_fds: Sequence[int] = ()) -> None:
-        """Do what there is to do, without waiting."""
+        """Handle messages and trials once, without waiting."""
         for message in self._chief.turn(wake_fds):
             try:
                 self._obey(message)
@@ -151,7 +151,7 @@ class RemoteRunner:
                 self.exit_code = code if 0 <= code < 256 else EXIT_FAILED
 
     def _present(self) -> None:
-        """Report who we are, which leases we hold, and what has ended meanwhile."""
+        """Report our name, the leases we hold, and the outcomes of trials that have ended."""
         logger.info("the chief at %s is there", self._chief.address)
         holds = [list(lease) for lease, held in self._held.items() if not held.is_lost]
         places = 0 if self._asked is not None else self._options.parallel_trials
@@ -279,7 +279,7 @@ class ChiefClient:
 
     @property
     def fds(self) -> list[int]:
-        """Return what to watch."""
+        """Return the descriptors to watch."""
         return [self._member.fileno()] if self._member else []
 
     @property
@@ -293,7 +293,7 @@ class ChiefClient:
         return self._clock() - self._lost_s if self._member is None else 0.0
 
     def turn(self, wake_fds: Sequence[int] = ()) -> list[Message]:
-        """Return what the chief says; its first word is ``sweep``, when it is known to be ours.
+        """Return the chief's messages; the first is ``sweep``, by which it is known to be ours.
 
         Raises:
           UsageError: it has another token, or directory, or differs from us.

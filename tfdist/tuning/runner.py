@@ -132,7 +132,7 @@ class LauncherRunner:
 
 
 def ends_of(running: Iterable[Any]) -> select.poll:
-    """Return what wakes when a trial here ends."""
+    """Return a poll object that wakes when a trial here ends."""
     poll = select.poll()  # a program may have more files open than `select` can tell of
     for trial in running:
         if trial.pidfd is not None:

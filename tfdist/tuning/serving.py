@@ -267,11 +267,11 @@ class RunnerServer:
         self._thread.start()
 
     def fileno(self) -> int:
-        """Return what is readable when there is news."""
+        """Return the descriptor that is readable when there is news."""
         return self._has_news
 
     def take_news(self) -> list[News]:
-        """Return what has happened since the last call; raise what has ended the thread."""
+        """Return the news since the last call; raise the error that has ended the thread."""
         if self._failure is not None:
             raise self._failure
         with contextlib.suppress(BlockingIOError):

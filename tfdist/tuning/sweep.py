@@ -51,7 +51,7 @@ RETRAINED = "best"
 
 
 class Sweep(ABC):
-    """A sweep as it was asked for: who chooses its trials, and what these run.
+    """A sweep as requested: the search that chooses its trials, and the program these run.
 
     Raises UsageError for an address at which there is no token.
     """
@@ -74,7 +74,7 @@ class Sweep(ABC):
 
     @abstractmethod
     def describe(self) -> Mapping[str, Any]:
-        """Return what it is, as JSON: a sweep that differs in it is another one.
+        """Return its description as JSON: a sweep that differs in it is another one.
 
         It may take seconds, in which the trials' imports are done as well. Raises UsageError for
         one that cannot be.
@@ -82,7 +82,7 @@ class Sweep(ABC):
 
     @abstractmethod
     def search(self, begun: Mapping[str, Any]) -> Search:
-        """Return who chooses, from what the journal begins with: every trial is yet to come."""
+        """Return the search, from the journal's first line and before any trial."""
 
     def flags_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> tuple[str, ...]:
         """Return the ``--config.field=value`` of a trial.
@@ -92,7 +92,7 @@ class Sweep(ABC):
         return ()
 
     def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> Mapping[str, str]:
-        """Return what is added to the environment of a trial; `is_best` as in `flags_of`."""
+        """Return the variables of a trial, added to its environment; `is_best` as in `flags_of`."""
         return {}
 
     def plan(self, begun: Mapping[str, Any]) -> SweepPlan:
@@ -231,7 +231,7 @@ def join(options: RunOptions, program: TrialProgram, environ: Mapping[str, str])
 def runner_of(
     options: RunOptions, program: TrialProgram, environ: Mapping[str, str]
 ) -> LauncherRunner:
-    """Return what runs the trials on this machine."""
+    """Return the runner of trials on this machine."""
     environ = environment_of_tasks(environ)
     machine = this_machine(environ)
     return LauncherRunner(
@@ -248,7 +248,7 @@ def runner_of(
 def _fork_template(
     options: RunOptions, program: TrialProgram, *, machine: Machine, environ: Mapping[str, str]
 ) -> ForkTemplate | None:
-    """Return what imports once for all trials; None where a GPU may be, which no fork survives."""
+    """Return the process that imports once for all trials; None where a fork would break a GPU."""
     if program.imports is None or machine.gpus or machine.has_gpu_driver:
         return None
     log = directory.FORK_LOG

@@ -48,7 +48,7 @@ def hopeless_after(
 
 
 def medians_of(others: Sequence[Sequence[float]]) -> Medians:
-    """Return what to measure by, from the objective at each virtual epoch of other trials."""
+    """Return the medians for the rule, from the objective at each virtual epoch of other trials."""
     medians: list[float | None] = []
     for done in range(1, max(map(len, others), default=0) + 1):
         so_far = [_finite_of(other[:done]) for other in others if len(other) >= done]
@@ -95,7 +95,7 @@ class RunningTrial(Protocol):
     """A trial that was started."""
 
     def poll(self) -> Outcome | None:
-        """Return what became of it, None while it runs."""
+        """Return its outcome, None while it runs."""
 
     def stop(self) -> None:
         """Ask it to save and end; `poll` goes on until it has."""
