@@ -334,11 +334,6 @@ def test_imports_begin_before_a_sweep_is_described_and_end_where_it_cannot_be(tm
         sweep_module.run(ImpossibleSweep(tmp_path, said, overwrite=True))
     assert said == ["imports", "described", "closed"]
     assert not (tmp_path / "old-1").exists(), "moved aside for nothing"
-    book.add("finished", reason="all trials have ended", is_complete=True)
-    said.clear()
-    with pytest.raises(UsageError, match="space: received nothing"):
-        sweep_module.run(ImpossibleSweep(tmp_path, said, overwrite=False))
-    assert said == ["described", "closed"]
 
 
 def test_a_finished_sweep_of_which_no_trial_was_completed_has_failed_again(tmp_path):

@@ -21,7 +21,7 @@ from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.multihost.hosts import environment_of_tasks
 from tfdist.launch.plan import Machine, this_machine
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.outputs.sweep_journal import JOURNAL, Journal, SweepState, Trial, fold, read
+from tfdist.outputs.sweep_journal import JOURNAL, Journal, SweepState, Trial, fold
 from tfdist.tuning import directory
 from tfdist.tuning.chief import (
     KILLS_AT_MOST,
@@ -132,8 +132,7 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
         stack.enter_context(directory.chief_lock(sweep_dir))
         directory.require_own(sweep_dir)
         stack.callback(sweep.runner.close)
-        if _may_have_trials(sweep):
-            sweep.runner.warm_up()
+        sweep.runner.warm_up()
         description = sweep.describe()
         if sweep.options.overwrite:
             directory.set_aside(sweep_dir)
@@ -192,12 +191,6 @@ def _serving(sweep: Sweep) -> ServingRunner | None:
     server = RunnerServer(listener, token=meeting.token, terms=meeting.terms)
     logger.info("runners may come to %s", meeting.address)
     return ServingRunner(sweep.runner, server, ownership=ownership)
-
-
-def _may_have_trials(sweep: Sweep) -> bool:
-    """Return False if the journal already shows the sweep finished."""
-    options = sweep.options
-    return options.overwrite or not fold(read(options.sweep_dir / JOURNAL)).is_complete
 
 
 def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> None:
