@@ -22,7 +22,7 @@ from tfdist.loopback import listen, make_server
 from tfdist.outputs.sweep_journal import LOCK
 from tfdist.report import __main__ as program
 from tfdist.report.page import STYLE, render
-from tfdist.report.pieces import Series, axis_of, duration, line_chart, ticks
+from tfdist.report.pieces import Series, axis_of, chart, duration, ticks
 from tfdist.report.run import TaskHistory, read_run
 from tfdist.report.run_section import PARTS, Verdict
 from tfdist.report.sweep import read_sweep, runs_of_best
@@ -374,8 +374,8 @@ def test_ticks_are_round(low, high, expected):
 
 def test_a_line_breaks_where_nothing_is_known_and_an_empty_one_is_no_chart():
     gap = Series(name="a", points=[(0, 1), (1, 2), (1, float("nan")), (2, 3), (3, 4)])
-    assert line_chart([gap], label="x", x_label="s").count("<polyline") == 2
-    assert line_chart([Series(name="a", points=[])], label="x", x_label="s") == ""
+    assert chart("x", [gap], x_label="s").count("<polyline") == 2
+    assert chart("x", [Series(name="a", points=[])], x_label="s") == ""
 
 
 def test_an_axis_is_by_size_for_numbers_and_by_turn_for_words():

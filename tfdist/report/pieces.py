@@ -110,15 +110,15 @@ class Scale:
         return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
 
 
-def line_chart(
+def chart(
+    title: str,
     series: Sequence[Series],
     *,
-    label: str,
     x_label: str,
-    from_zero: bool = True,
     marks: Sequence[Mark] = (),
+    from_zero: bool = True,
 ) -> str:
-    """Return a chart of lines; the empty text where there is no point."""
+    """Return a card of a chart with its legend; the empty text where there is no point."""
     shown = [one for one in series if one.known]
     if not shown:
         return ""
@@ -134,7 +134,14 @@ def line_chart(
         *(_line(one, x_of, y_of) for one in shown),
         *_hits(shown, x_of, x_label),
     ]
-    return _svg(parts, label=label, width=_WIDTH, height=_HEIGHT)
+    legend = "".join(
+        f'<li><span class="key{" dashed" * one.is_dashed}" '
+        f'style="color:var(--c{one.colour % NUM_COLOURS})"></span>'
+        f"{escape(one.name)}, last {number(one.known[-1][1])}</li>"
+        for one in shown
+    )
+    svg = _svg(parts, label=title, width=_WIDTH, height=_HEIGHT)
+    return card(f'<h3>{escape(title)}</h3><ul class="legend">{legend}</ul>{svg}')
 
 
 def _svg(parts: Sequence[str], *, label: str, width: float, height: float) -> str:
@@ -354,28 +361,6 @@ def badge(status: str) -> str:
     css = {"done": "good", "finished": "good", "completed": "good", "running": "live"}.get(word)
     css = css or ("bad" if word.startswith("failed") else "warn")
     return f'<span class="badge {css}">{escape(status)}</span>'
-
-
-def chart(
-    title: str,
-    series: Sequence[Series],
-    *,
-    x_label: str,
-    marks: Sequence[Mark] = (),
-    from_zero: bool = True,
-) -> str:
-    """Return a card of a chart with its legend; the empty text where there is no point."""
-    shown = [one for one in series if one.known]
-    svg = line_chart(shown, label=title, x_label=x_label, marks=marks, from_zero=from_zero)
-    if not svg:
-        return ""
-    items = "".join(
-        f'<li><span class="key{" dashed" * one.is_dashed}" '
-        f'style="color:var(--c{one.colour % NUM_COLOURS})"></span>'
-        f"{escape(one.name)}, last {number(one.known[-1][1])}</li>"
-        for one in shown
-    )
-    return card(f'<h3>{escape(title)}</h3><ul class="legend">{items}</ul>{svg}')
 
 
 def words(name: str) -> str:
