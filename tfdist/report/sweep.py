@@ -117,7 +117,8 @@ def coordinates(
     columns: dict[str, list[Any]] = {
         name: [t.hyperparameters.get(name) for t in trials] for name in state.varied[:most]
     }
-    axes, heights = [], []
+    axes: list[Axis] = []
+    heights: list[list[float | None]] = []
     for name, values in (*columns.items(), (objective, [t.score for t in trials])):
         known = [value for value in values if value is not None]
         axis, height_of = axis_of(name, known, is_log=name in state.on_log_scale)
