@@ -75,7 +75,15 @@ class RunDirectory:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self.write_config(config)
                 return Claim.NEW
-        self._require_same(theirs, config, free)
+        found = differences(theirs, json.loads(to_json(config)), free=free)
+        require(
+            not found,
+            f"run directory {self.path}",
+            received=found,
+            expected="the configuration of the run that is in it",
+            fix="give this run a run_dir of its own, or --overwrite to move the old one aside",
+            code="another-run",
+        )
         summary = self.read_summary()
         return Claim.FINISHED if summary and summary.get("status") == DONE else Claim.RESUMED
 
@@ -137,20 +145,6 @@ class RunDirectory:
         with self._one_line_errors():
             if self.metrics_file.exists():
                 _write_lines(self.metrics_file, filter(is_kept, _read_lines(self.metrics_file)))
-
-    def _require_same(
-        self, theirs: Mapping[str, Any], ours: Mapping[str, Any], free: Collection[str]
-    ) -> None:
-        found = differences(theirs, json.loads(to_json(ours)), free=free)
-        if not found:
-            return
-        raise UsageError(
-            f"run directory {self.path}",
-            received=found,
-            expected="the configuration of the run that is in it",
-            fix="give this run a run_dir of its own, or --overwrite to move the old one aside",
-            code="another-run",
-        )
 
     def _move_aside(self) -> None:
         """Move everything but what the launcher has just begun to write for this start."""
