@@ -21,7 +21,7 @@ from keras_tuner.src.engine.base_tuner import BaseTuner
 import tfdist.tuning
 from tests.integration.test_tune import result
 from tests.refusals import refused
-from tests.unit.sweep_world import BEGUN, Crash, Disk, make_chief
+from tests.unit.sweep_world import BEGUN, Disk, crashes_to_the_end, make_chief
 from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import Journal
@@ -611,14 +611,8 @@ def test_a_program_killed_at_every_seventh_write_finds_the_same_trials(kind, tmp
     for name in ("whole", "torn"):
         (tmp_path / name).mkdir()
     assert own_chief(kind, tmp_path / "whole", Disk(1, by_rate)).run() == 0
-    disk, crashes = Disk(1, by_rate), 0
-    while True:
-        try:
-            assert own_chief(kind, tmp_path / "torn", disk, at=7).run() == 0
-            break
-        except Crash:
-            crashes += 1
-    assert crashes >= 2
+    disk = Disk(1, by_rate)
+    assert crashes_to_the_end(lambda: own_chief(kind, tmp_path / "torn", disk, at=7)) >= 2
     assert result(tmp_path / "torn") == result(tmp_path / "whole")
 
 

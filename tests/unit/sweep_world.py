@@ -246,6 +246,17 @@ def make_chief(
     )
 
 
+def crashes_to_the_end(make: Callable[[], Chief]) -> int:
+    """Runs chief after chief until one comes to the end; returns how many have died."""
+    crashes = 0
+    while True:
+        try:
+            assert make().run() == 0
+            return crashes
+        except Crash:
+            crashes += 1
+
+
 # Hosts with runners, by a turned clock.
 
 TICK_S = 0.5
