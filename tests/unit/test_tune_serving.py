@@ -452,8 +452,6 @@ def test_five_hundred_runners_that_ask_at_once_are_all_served_exactly_once(tmp_p
     journal.add("begun", objective="loss", direction="min", tuner="random", seed=1)
     plan = SweepPlan(
         sweep_dir=tmp_path,
-        objective="loss",
-        direction="min",
         max_epochs=None,
         max_failed_trials=None,
         flags_of=flags_of,

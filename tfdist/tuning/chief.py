@@ -58,8 +58,6 @@ class SweepPlan:
     """Parameters of a sweep that its chief needs."""
 
     sweep_dir: Path
-    objective: str
-    direction: str
     max_epochs: int | None
     """Of a whole run, of which a trial may be a part, to be continued by another in the same
     directory; None where trials know when to end, and each has a directory of its own."""
@@ -210,8 +208,8 @@ class Chief:
 
     def _job(self, trial: Trial, *, slot: Slot, lease: int) -> TrialJob:
         goal = Goal(
-            objective=self._plan.objective,
-            direction=self._plan.direction,
+            objective=self.state.begun["objective"],
+            direction=self.state.begun["direction"],
             until=trial.until,
             medians=self._medians(trial) if self._plan.early_stop == MEDIAN else (),
         )
@@ -232,7 +230,9 @@ class Chief:
         """
         names = self.state.completed if trial.measured_by is None else trial.measured_by
         ended = [self.state.trials[name] for name in names]
-        return medians_of([values_of(other.history, self._plan.objective) for other in ended])
+        return medians_of(
+            [values_of(other.history, self.state.begun["objective"]) for other in ended]
+        )
 
     def _step(self, counts: Callable[[Outcome], bool] = lambda outcome: True) -> None:
         """Wait a moment and take down what has ended meanwhile, where it counts."""

@@ -99,8 +99,6 @@ class Sweep(ABC):
         """Return how the trials are run, of a sweep that began so."""
         return SweepPlan(
             sweep_dir=self.options.sweep_dir,
-            objective=begun["objective"],
-            direction=begun["direction"],
             max_epochs=self.max_epochs,
             max_failed_trials=self.options.max_failed_trials,
             early_stop=self.options.early_stop,
