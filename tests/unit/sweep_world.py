@@ -212,8 +212,7 @@ def flags_of(trial: Trial) -> tuple[str, ...]:
 
 
 def plan_of(sweep_dir: Path, **changes: Any) -> SweepPlan:
-    options: dict[str, Any] = {"max_epochs": 9, "max_failed_trials": None, "flags_of": flags_of}
-    return SweepPlan(sweep_dir=sweep_dir, **{**options, **changes})
+    return SweepPlan(**{"sweep_dir": sweep_dir, "max_epochs": 9, "flags_of": flags_of, **changes})
 
 
 def make_chief(

@@ -450,12 +450,7 @@ def test_five_hundred_runners_that_ask_at_once_are_all_served_exactly_once(tmp_p
     serving = ServingRunner(FakeRunner(Disk(), 0), line, ownership=OWNERSHIP)
     journal = Journal(tmp_path / "journal.jsonl", time_of_day=time.time)
     journal.add("begun", objective="loss", direction="min", tuner="random", seed=1)
-    plan = SweepPlan(
-        sweep_dir=tmp_path,
-        max_epochs=None,
-        max_failed_trials=None,
-        flags_of=flags_of,
-    )
+    plan = SweepPlan(sweep_dir=tmp_path, flags_of=flags_of)
     search = FakeSearch([], count=2 * COUNT, ahead=COUNT)
     signals: list[int] = []
     chief = Chief(

@@ -58,10 +58,10 @@ class SweepPlan:
     """Parameters of a sweep that its chief needs."""
 
     sweep_dir: Path
-    max_epochs: int | None
+    max_epochs: int | None = None
     """Of a whole run, of which a trial may be a part, to be continued by another in the same
     directory; None where trials know when to end, and each has a directory of its own."""
-    max_failed_trials: int | None
+    max_failed_trials: int | None = None
     early_stop: str = NONE
     flags_of: Callable[[Trial], tuple[str, ...]] = lambda trial: ()
     """The ``--config.field=value`` of a trial; raises UsageError for values that cannot be."""
