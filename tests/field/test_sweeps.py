@@ -7,7 +7,7 @@ import pytest
 
 from tests import forked_python
 from tests.multiprocess.warm import QUIET
-from tfdist.tuning.journal import fold, read
+from tfdist.outputs.sweep_journal import fold, read
 
 PROGRAM = pathlib.Path(__file__).parent / "programs" / "search.py"
 DEADLINE_S = 250

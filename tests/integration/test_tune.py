@@ -12,14 +12,14 @@ import pytest
 
 from tests.refusals import refused
 from tests.unit import sweep_world
-from tests.unit.sweep_world import Crash, Disk
+from tests.unit.sweep_world import Disk, crashes_to_the_end
 from tfdist.configs import base
 from tfdist.errors import TfdistError, UsageError
+from tfdist.outputs.sweep_journal import Journal, fold, read
 from tfdist.tuning import sweep
 from tfdist.tuning.chief import Chief
 from tfdist.tuning.config_sweep import ConfigSweep
 from tfdist.tuning.directory import chief_lock
-from tfdist.tuning.journal import Journal, fold, read
 from tfdist.tuning.options import RunOptions, SweepOptions
 from tfdist.tuning.oracle import Search, SearchSpace, make_oracle
 from tfdist.tuning.sweep import launch_flags
@@ -156,31 +156,20 @@ def opened(tuner: str, sweep_dir: Path) -> Any:
 def test_a_chief_killed_at_every_seventh_write_finds_the_same_trials(tuner, tmp_path):
     space = space_for(tuner, tmp_path)
     assert make_chief(tuner, space, tmp_path / "whole", new_disk()).run() == 0
-    trials, crashes = new_disk(), 0
-    while True:
-        chief = make_chief(tuner, space, tmp_path / "torn", trials, at=7)
-        try:
-            assert chief.run() == 0
-            break
-        except Crash:
-            crashes += 1
-    assert crashes >= 2
+    trials = new_disk()
+    torn = partial(make_chief, tuner, space, tmp_path / "torn", trials, at=7)
+    assert crashes_to_the_end(torn) >= 2
     assert result(tmp_path / "torn") == result(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("tuner", ["random", "grid"])
 def test_several_at_once_find_the_same_set(tuner, space, tmp_path):
     def values(name: str, **options: Any) -> set[str]:
-        while True:
-            try:
-                make_chief(tuner, space, tmp_path / name, trials, **options).run()
-            except Crash:
-                continue
-            return {json.dumps(row[2], sort_keys=True) for row in result(tmp_path / name)}
+        trials = new_disk()
+        crashes_to_the_end(lambda: make_chief(tuner, space, tmp_path / name, trials, **options))
+        return {json.dumps(row[2], sort_keys=True) for row in result(tmp_path / name)}
 
-    trials = new_disk()
     one = values("one")
-    trials = new_disk()
     assert values("three", parallel=3, at=9) == one
     assert len(one) == 20
 

@@ -21,15 +21,15 @@ import tfdist.tuning
 from tests.integration.test_tune import result
 from tests.processes import python
 from tests.refusals import refusal, refused
-from tests.unit.sweep_world import BEGUN, Crash, Disk, make_chief
+from tests.unit.sweep_world import BEGUN, Disk, crashes_to_the_end, make_chief
 from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.run_directory import RunDirectory
+from tfdist.outputs.sweep_journal import Journal
 from tfdist.strategy import Job, job
 from tfdist.tuning import directory, from_python, inside, trial
 from tfdist.tuning import oracle as space_module
 from tfdist.tuning.chief import Chief
 from tfdist.tuning.from_python import TunerSweep, imports_of, own_program
-from tfdist.tuning.journal import Journal
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.trial_job import (
@@ -326,6 +326,11 @@ def test_an_empty_space_is_refused(tmp_path):
     assert refused(lambda: described_by(tuner, tmp_path)) == (SEARCH, "empty-space")
 
 
+def test_several_objectives_are_refused(tmp_path):
+    tuner = make_tuner(tmp_path, objective=["val_loss", "val_accuracy"])
+    assert refused(lambda: described_by(tuner, tmp_path)) == ("objective", "several-objectives")
+
+
 def test_a_search_from_a_task_of_a_job_is_refused(tmp_path, monkeypatch):
     cluster = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
     monkeypatch.setenv("TF_CONFIG", cluster)
@@ -461,7 +466,7 @@ def test_a_search_whose_trial_this_is_not_is_read_from_its_directory(tmp_path, m
     book = Journal(sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0)
     book.add("begun", seed=3, max_trials=1)
     values = {"units": 4}
-    book.add("asked", asker="r", status="RUNNING", trial="0", values=values, run="0", until=None)
+    book.add("asked", status="RUNNING", trial="0", values=values, run="0", until=None)
     history = [{"virtual_epoch": 1, "val_accuracy": 0.5}]
     book.add("ended", trial="0", status="COMPLETED", history=history, reason="")
     book.add("finished", reason="all trials have ended", is_complete=True)
@@ -495,20 +500,30 @@ def test_a_tuner_that_is_made_in_a_trial_deletes_nothing(tmp_path, monkeypatch):
     assert (tmp_path / "p" / "kept").exists()
 
 
-def test_the_tuner_of_a_trial_knows_its_space_and_builds_no_model_for_it(tmp_path, monkeypatch):
+@pytest.fixture
+def begun_sweep(tmp_path, monkeypatch):
+    """Begins a sweep over a model, after which a tuner that is made here is that of a trial."""
     populate = BaseTuner._populate_initial_space
     monkeypatch.setattr(BaseTuner, "_populate_initial_space", populate)  # to be given back
-    sweep_dir = tmp_path / "p-sweep"
-    sweep_dir.mkdir()
-    described = described_by(make_tuner(tmp_path, by_layers), sweep_dir)
-    Journal(sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0).add("begun", **described)
+
+    def begin(model: Any, **values: Any) -> None:
+        sweep_dir = tmp_path / "p-sweep"
+        sweep_dir.mkdir()
+        described = described_by(make_tuner(tmp_path, model), sweep_dir)
+        Journal(sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0).add("begun", **described)
+        trial.have_the_tuner_know_its_space(assigned(sweep_dir, **values))
+
+    return begin
+
+
+def test_the_tuner_of_a_trial_knows_its_space_and_builds_no_model_for_it(tmp_path, begun_sweep):
     built: list[Any] = []
 
     def counted(hp: Any) -> keras.Model:
         built.append(hp)
         return by_layers(hp)
 
-    trial.have_the_tuner_know_its_space(assigned(sweep_dir))
+    begun_sweep(by_layers)
     tuner = make_tuner(tmp_path, counted)
     assert {one.name for one in tuner.oracle.get_space().space} == NESTED
     assert built == []
@@ -526,14 +541,8 @@ class Declares(keras_tuner.HyperModel):
         return by_layers(hp)
 
 
-def test_a_hypermodel_that_declares_has_the_values_of_its_trial(tmp_path, monkeypatch):
-    populate = BaseTuner._populate_initial_space
-    monkeypatch.setattr(BaseTuner, "_populate_initial_space", populate)  # to be given back
-    sweep_dir = tmp_path / "p-sweep"
-    sweep_dir.mkdir()
-    described = described_by(make_tuner(tmp_path, Declares()), sweep_dir)
-    Journal(sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0).add("begun", **described)
-    trial.have_the_tuner_know_its_space(assigned(sweep_dir, batch=16))
+def test_a_hypermodel_that_declares_has_the_values_of_its_trial(tmp_path, begun_sweep):
+    begun_sweep(Declares(), batch=16)
     tuner = make_tuner(tmp_path, Declares())
     assert tuner.hypermodel.batch == 16
     assert "batch" in {one.name for one in tuner.oracle.get_space().space}
@@ -603,14 +612,8 @@ def test_a_program_killed_at_every_seventh_write_finds_the_same_trials(kind, tmp
     for name in ("whole", "torn"):
         (tmp_path / name).mkdir()
     assert own_chief(kind, tmp_path / "whole", Disk(1, by_rate)).run() == 0
-    disk, crashes = Disk(1, by_rate), 0
-    while True:
-        try:
-            assert own_chief(kind, tmp_path / "torn", disk, at=7).run() == 0
-            break
-        except Crash:
-            crashes += 1
-    assert crashes >= 2
+    disk = Disk(1, by_rate)
+    assert crashes_to_the_end(lambda: own_chief(kind, tmp_path / "torn", disk, at=7)) >= 2
     assert result(tmp_path / "torn") == result(tmp_path / "whole")
 
 

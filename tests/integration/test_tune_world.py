@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.test_tune import LINE, search_of, space_of
 from tests.unit.sweep_world import EPOCHS, FAILS, LENGTH, Mishaps, World
-from tfdist.tuning.journal import Trial, fold, read
+from tfdist.outputs.sweep_journal import Trial, fold, read
 
 
 def world_of(tuner: str, path: Path, *, seed: int) -> World:
@@ -26,7 +26,7 @@ def trials_of(world: World) -> dict[str, Trial]:
 def test_trials_with_runners_are_those_of_the_oracle_each_once(
     tuner, seed, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr("tfdist.tuning.chief._KILLS_AT_MOST", 99)
+    monkeypatch.setattr("tfdist.tuning.chief.KILLS_AT_MOST", 99)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     whole = world_of(tuner, tmp_path / "whole", seed=0)
     whole.add_host()

@@ -26,8 +26,8 @@ from tests.multiprocess.test_tune import (
 )
 from tfdist.launch.watchdog import proc_state
 from tfdist.outputs.run_directory import RunDirectory
+from tfdist.outputs.sweep_journal import SweepState, fold, read
 from tfdist.tuning import directory
-from tfdist.tuning.journal import SweepState, fold, read
 
 PROGRAM = Path(__file__).parent / "programs" / "served.py"
 TOKEN = "a secret that nobody must see"

@@ -10,7 +10,7 @@ from tests import forked_python
 from tests.multiprocess.test_tune import until, weights
 from tests.multiprocess.test_tune_hosts import free_address
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.tuning.journal import fold, read
+from tfdist.outputs.sweep_journal import fold, read
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "multiprocess" / "programs" / "tuned.py"

@@ -12,20 +12,22 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from tfdist.errors import UsageError
+from tfdist.files import write_json
+from tfdist.launch.multihost.connection import Violation
 from tfdist.launch.multihost.rendezvous import Lost, MessageReceived, News, PeerJoined
+from tfdist.outputs.sweep_journal import Journal, Slot, SweepState, Trial
 from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial, SweepPlan
+from tfdist.tuning.directory import OWNERSHIP as OWNERSHIP_FILE
 from tfdist.tuning.directory import Ownership
 from tfdist.tuning.guard import LeaseGuard
-from tfdist.tuning.journal import Journal, Slot, SweepState, Trial
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.protocol import ALIVE, LEASE_S, Message
-from tfdist.tuning.remote_runner import RemoteRunner
-from tfdist.tuning.runner import LOG
+from tfdist.tuning.protocol import ALIVE, LEASE_S, Message, SweepAddress
+from tfdist.tuning.remote_runner import ChiefClient, RemoteRunner
 from tfdist.tuning.serving import ServingRunner
 from tfdist.tuning.trial_job import Completed, Failed, Killed, Outcome, TrialJob
 
@@ -77,12 +79,12 @@ class FakeSearch:
     def ask(self) -> NextTrial:
         going_on = set(self.asked) - set(self.told)
         if len(self.asked) >= self.count:
-            return NextTrial(status=STOPPED, asker="r")
+            return NextTrial(status=STOPPED)
         if len(going_on) >= self.ahead:
-            return NextTrial(status=IDLE, asker="r")
+            return NextTrial(status=IDLE)
         name = str(len(self.asked))
         self.asked.append(name)
-        return NextTrial(status=RUNNING, asker="r", trial=name, values={"x": int(name) + 1})
+        return NextTrial(status=RUNNING, trial=name, values={"x": int(name) + 1})
 
     def tell(
         self, trial: str, *, status: str, history: Iterable[Mapping[str, float]], reason: str
@@ -122,6 +124,8 @@ class Disk:
     """Trials that another runner has: name, lease and runner."""
     on_wait: Callable[[], object] = lambda: None
     """Called where the chief waits."""
+    signals: list[int] = field(default_factory=list)
+    """What has come to the chief."""
 
     def outcome(self, job: TrialJob) -> Completed | None:
         needed = job.goal.until or self.length
@@ -208,13 +212,7 @@ def flags_of(trial: Trial) -> tuple[str, ...]:
 
 
 def plan_of(sweep_dir: Path, **changes: Any) -> SweepPlan:
-    options: dict[str, Any] = {"max_epochs": 9, "max_failed_trials": None, "flags_of": flags_of}
-    return SweepPlan(
-        sweep_dir=sweep_dir,
-        objective="val_accuracy",
-        direction="max",
-        **{**options, **changes},
-    )
+    return SweepPlan(**{"sweep_dir": sweep_dir, "max_epochs": 9, "flags_of": flags_of, **changes})
 
 
 def make_chief(
@@ -238,7 +236,19 @@ def make_chief(
         journal=journal,
         runner=FakeRunner(disk, parallel),
         observer=Nobody(),
+        signals=lambda: disk.signals,
     )
+
+
+def crashes_to_the_end(make: Callable[[], Chief]) -> int:
+    """Runs chief after chief until one comes to the end; returns how many have died."""
+    crashes = 0
+    while True:
+        try:
+            assert make().run() == 0
+            return crashes
+        except Crash:
+            crashes += 1
 
 
 # Hosts with runners, by a turned clock.
@@ -251,7 +261,7 @@ LENGTH = 27
 """Ticks that a trial needs for all of them: longer than a lease."""
 FAILS = "3"
 """A trial that raises when it has done half of that."""
-OWNERSHIP = Ownership(sweep="s", chief="c", address="a:1")
+OWNERSHIP = Ownership(sweep="s", address="a:1")
 
 
 class Process:
@@ -264,8 +274,6 @@ class Process:
         self.outcome: Outcome | None = None
         self.is_asked = False
         self.run = job.run_dir.name
-        job.run_dir.mkdir(parents=True, exist_ok=True)
-        (job.run_dir / LOG).touch()
         world.started[self.run] += 1
         world.processes[self.pid] = self
 
@@ -315,7 +323,6 @@ class Host:
 
     world: World
     rank: int
-    sweep_dir: Path
     held_up: int = 0
     """Ticks for which the runner's process hangs."""
     asleep: int = 0
@@ -323,14 +330,13 @@ class Host:
     cut: int = 0
     """Ticks for which nothing that is said arrives, either way."""
     is_gone: bool = False
-    refused: str = ""
-    """Why it has left by itself."""
     watched: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.guard = LeaseGuard(self.world.now_s)
+        self.member: SimMember | None = None
         self.client = SimClient(self)
-        options = RunOptions(sweep_dir=self.sweep_dir, join="a:1", parallel_trials=1)
+        options = RunOptions(sweep_dir=self.world.path, join="a:1", parallel_trials=1)
         sides: dict[str, Any] = {"chief": self.client, "lease_guard": self}
         self.runner = RemoteRunner(
             options,
@@ -373,11 +379,8 @@ class Host:
         if self.held_up:
             self.held_up -= 1
         elif not self.is_gone:
-            try:
-                self.runner.go_on()
-            except UsageError as error:
-                self.refused = str(error)
-            if self.refused or self.runner.exit_code is not None:
+            self.runner.go_on()
+            if self.runner.exit_code is not None:
                 self.kill_runner()
         self.cut = max(0, self.cut - 1)
 
@@ -395,43 +398,57 @@ class HostRunner:
         return Process(self._host.world, job, host=self._host)
 
 
-class SimClient:
-    """A runner's connection, by the rules of `ChiefClient` and `RunnerServer`."""
-
-    address, why = "a:1", ""
-    fds: Sequence[int] = ()
+class SimClient(ChiefClient):
+    """A runner's side of its connection to the chief, over the world's network."""
 
     def __init__(self, host: Host) -> None:
+        world = host.world
+        super().__init__(
+            SweepAddress(address=OWNERSHIP.address, token=b"", terms={}),
+            sweep_dir=world.path,
+            renew=host.guard.renew,
+            clock=lambda: world.now_s,
+        )
+        self._host = host
+
+    def _joining(self) -> Any:
+        return SimpleNamespace(attempt=self._attempt)
+
+    def _attempt(self, wake_fds: Sequence[int]) -> SimMember:
+        if self._host.cut:
+            raise TimeoutError("it does not answer")
+        if self._host.world.chief is None:
+            raise ConnectionRefusedError("Connection refused")
+        self._host.member = SimMember(self._host)
+        return self._host.member
+
+
+class SimMember:
+    """A connection, by the rules of `Member` and `RunnerServer`."""
+
+    def __init__(self, host: Host) -> None:
+        if not host.world.join(host.rank):
+            raise Violation("its connection before this one is not known to have ended")
+        self.lost = ""
         self._host = host
         self._inbox: list[Message] = []
         self._under_way: list[tuple[bool, Message]] = []
         """What a cut holds up: whether to the chief, and what; a connection loses nothing."""
-        self._renewed_s = self._said_s = self._heard_s = host.world.now_s
-        self.is_there = self.is_connected = False
+        self._heard_s = host.world.now_s
 
-    @property
-    def unrenewed_s(self) -> float:
-        return self._host.world.now_s - self._renewed_s
-
-    def turn(self, wake_fds: Sequence[int]) -> list[Message]:
-        world = self._host.world
-        if not self.is_connected:
-            self._come()
-            return []
+    def turn(self) -> None:
         if not self._host.cut:
-            self._arrive()
+            under_way, self._under_way = self._under_way, []
+            for is_said, message in under_way:
+                self._pass(is_said, message)
+        if self._inbox:
+            self._heard_s = self._host.world.now_s
+        if self._host.world.now_s - self._heard_s >= LEASE_S:
+            self.lost = "no word"
+
+    def take_messages(self) -> list[Message]:
         heard, self._inbox = self._inbox, []
-        for message in heard:
-            self._heard_s = world.now_s
-            if ALIVE in message:
-                self._renew(message[ALIVE])
-            self.is_there |= "sweep" in message
-        if world.now_s - self._said_s >= 1.0:
-            self._said_s = world.now_s
-            self.send({ALIVE: world.now_s})
-        if world.now_s - self._heard_s >= LEASE_S:
-            self.close()
-        return [one for one in heard if ALIVE not in one]
+        return heard
 
     def send(self, message: Message) -> None:
         self._pass(True, message)
@@ -440,41 +457,17 @@ class SimClient:
         self._pass(False, message)
 
     def _pass(self, is_said: bool, message: Message) -> None:
-        if not self.is_connected:
-            return
         if self._host.cut:
             self._under_way.append((is_said, message))
         elif not is_said:
             self._inbox.append(message)
         elif not self._host.world.said(self._host.rank, message):
-            self.close()  # the chief has given us up: it answers with a reset
-
-    def _arrive(self) -> None:
-        under_way, self._under_way = self._under_way, []
-        for is_said, message in under_way:
-            self._pass(is_said, message)
+            self.lost = "reset"  # the chief has given us up
 
     def close(self) -> None:
-        if self.is_connected and not self._host.cut:
+        self.lost = self.lost or "closed"
+        if not self._host.cut:
             self._host.world.lose(self._host.rank, "reset")
-        self.is_connected = self.is_there = False
-        self._inbox.clear()
-        self._under_way.clear()
-
-    def _come(self) -> None:
-        world = self._host.world
-        if self._host.cut:
-            return
-        if world.chief is None:  # refused
-            self._renew(world.now_s)
-        elif world.join(self._host.rank):
-            self.is_connected = True
-            self._heard_s = self._said_s = world.now_s
-            self._renew(world.now_s)
-
-    def _renew(self, at_s: float) -> None:
-        self._renewed_s = max(self._renewed_s, at_s)
-        self._host.guard.renew(at_s)
 
 
 class WorldJournal(CrashingJournal):
@@ -519,6 +512,7 @@ class World:
         self.events: Callable[[], None] = lambda: None
         self._heard_s: dict[int, float] = {}
         self._news: list[News] = []
+        write_json(path / OWNERSHIP_FILE, asdict(OWNERSHIP))
         self._eventfd = os.eventfd(1)  # readable for ever: the chief never waits
 
     # what the chief sees of the line
@@ -535,7 +529,12 @@ class World:
 
     def send(self, rank: int, message: Message) -> None:
         if rank in self._heard_s and not self.is_dead:
-            self.hosts[rank].client.deliver(message)
+            self.deliver(rank, message)
+
+    def deliver(self, rank: int, message: Message) -> None:
+        member = self.hosts[rank].member
+        if member is not None and not member.lost:
+            member.deliver(message)
 
     def close(self) -> None:
         pass
@@ -543,7 +542,7 @@ class World:
     # what the runners' side does
 
     def join(self, rank: int) -> bool:
-        if rank in self._heard_s:  # its connection before this one is not known to have ended
+        if rank in self._heard_s:
             return False
         self._heard_s[rank] = self.now_s
         self._news.append(PeerJoined(rank=rank))
@@ -554,7 +553,7 @@ class World:
             return False
         self._heard_s[rank] = self.now_s
         if ALIVE in message:
-            self.hosts[rank].client.deliver(message)
+            self.deliver(rank, message)
         else:
             self._news.append(MessageReceived(rank=rank, message=message))
         return True
@@ -590,8 +589,8 @@ class World:
             if self.now_s - heard_s >= LEASE_S:
                 self.lose(rank, "no word")
 
-    def add_host(self, sweep_dir: Path | None = None) -> Host:
-        host = Host(self, len(self.hosts) + 1, sweep_dir or self.path)
+    def add_host(self) -> Host:
+        host = Host(self, len(self.hosts) + 1)
         self.hosts[host.rank] = host
         return host
 

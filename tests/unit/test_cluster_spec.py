@@ -10,7 +10,6 @@ import pytest
 from tests.refusals import refusal
 from tfdist.cluster import ClusterSpec, Task
 from tfdist.cluster.address import check_address, split_address
-from tfdist.errors import UsageError
 
 PS_JOB = ClusterSpec(chief=("c:1",), worker=("w:1", "w:2"), ps=("p:1",), evaluator=("e:1",))
 GOOD_ADDRESSES = [

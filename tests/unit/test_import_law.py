@@ -190,7 +190,7 @@ BEGINS_WITHOUT = {
     ),
     "spawn": ("import tfdist; tfdist.spawn", {*HEAVY, "cloudpickle"}),
     "tune": (
-        "from tfdist.tuning import chief, directory, exports, journal, options, screen, sweep",
+        "from tfdist.tuning import chief, directory, exports, options, screen, sweep",
         {"keras_tuner", "keras", "tensorflow"},
     ),
     "search": ("import tfdist.tuning; tfdist.tuning.search", {"tfdist.training"}),

@@ -21,11 +21,11 @@ from tests.unit.sweep_world import (
     make_chief,
 )
 from tfdist.errors import UsageError
+from tfdist.outputs.sweep_journal import Journal, Trial, fold, read
 from tfdist.tuning.chief import IDLE, RUNNING
-from tfdist.tuning.journal import Journal, Trial, fold, read
 from tfdist.tuning.options import MEDIAN
 from tfdist.tuning.runner import LauncherRunner
-from tfdist.tuning.sweep import Retraining, begin_retraining
+from tfdist.tuning.sweep import begin_retraining, retrain
 from tfdist.tuning.trial_job import (
     LEAST_TRIALS,
     Completed,
@@ -164,10 +164,12 @@ def test_kills_with_progress_in_between_are_not_counted(tmp_path):
 def test_a_chief_that_is_asked_to_stop_leaves_trials_to_go_on(tmp_path, signum, code):
     disk = Disk()
     chief = make_chief(tmp_path, disk, parallel=2)
-    disk.on_wait = lambda: chief.stop(signum)
+    disk.on_wait = lambda: disk.signals.append(signum)
     assert chief.run() == code
     assert not disk.running
     assert {t.status for t in chief.state.trials.values()} <= {"running", "waiting"}
+    disk.signals.clear()
+    disk.on_wait = lambda: None
     assert make_chief(tmp_path, disk, parallel=2).run() == 0
     assert len(outcome_of(tmp_path)) == 4
     assert disk.work == 4 * disk.length
@@ -188,7 +190,7 @@ def test_a_trial_that_a_runner_elsewhere_has_is_not_started_but_taken_over(tmp_p
     book.add("begun", **BEGUN)
     for name in ("0", "1"):
         more = {"values": {"x": 1}, "run": name, "until": None}
-        book.add("asked", asker="r", status=RUNNING, trial=name, **more)
+        book.add("asked", status=RUNNING, trial=name, **more)
     book.add("started", trial="0")
     book.add("killed", trial="0", reason="", kills=1, reached=0)
     book.add("started", trial="0", runner=7, place=0)
@@ -296,7 +298,7 @@ def test_a_trial_begun_again_is_measured_by_those_that_had_ended_when_it_first_b
     def begin(*names: str) -> None:
         for name in names:
             more = {"values": {"x": 1}, "run": name, "until": None}
-            book.add("asked", asker="r", status=RUNNING, trial=name, **more)
+            book.add("asked", status=RUNNING, trial=name, **more)
             book.add("started", trial=name)
 
     def end(*names: str) -> None:
@@ -335,14 +337,14 @@ JOB = TrialJob(run_dir=Path("best"), flags=("--config.x=1",), goal=GOAL)
 )
 def test_the_best_is_trained_until_it_has_an_end(fates, done, code, starts):
     disk = Disk(fates={"best": [*fates]}, done={"best": done})
-    assert Retraining(FakeRunner(disk), JOB).run() == code
+    assert retrain(FakeRunner(disk), JOB, signals=tuple) == code
     assert len(disk.started) == starts
 
 
 def test_kills_of_the_best_with_progress_in_between_are_not_counted(monkeypatch):
     disk = Disk(fates={"best": [KILLED] * 9})
     monkeypatch.setattr(FakeRunner, "metrics", lambda _, run_dir: [{}] * len(disk.started))
-    assert Retraining(FakeRunner(disk), JOB).run() == 0
+    assert retrain(FakeRunner(disk), JOB, signals=tuple) == 0
     assert len(disk.started) == 10
 
 
@@ -368,10 +370,8 @@ def test_a_better_trial_that_is_found_later_is_trained_in_place_of_the_first(tmp
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_the_best_is_told_to_stop_and_the_same_command_goes_on(signum, code):
     disk = Disk(length=9)
-    runner = FakeRunner(disk)
-    retraining = Retraining(runner, JOB)
-    disk.on_wait = lambda: retraining.stop(signum)
-    assert retraining.run() == code
+    disk.on_wait = lambda: disk.signals.append(signum)
+    assert retrain(FakeRunner(disk), JOB, signals=lambda: disk.signals) == code
     assert not disk.running
-    assert Retraining(FakeRunner(disk), JOB).run() == 0
+    assert retrain(FakeRunner(disk), JOB, signals=tuple) == 0
     assert disk.started == ["best", "best"]

@@ -8,8 +8,6 @@ import json
 import os
 import re
 import resource
-import signal
-import subprocess
 import sys
 import types
 from collections.abc import Mapping
@@ -24,10 +22,9 @@ from tests.refusals import refusal, refused
 from tfdist.errors import TfdistError, UsageError
 from tfdist.files import is_held
 from tfdist.launch.process import raise_file_limit
+from tfdist.outputs.sweep_journal import LOCK, Journal, fold, read
 from tfdist.tuning import directory, exports
 from tfdist.tuning import sweep as sweep_module
-from tfdist.tuning.directory import differences
-from tfdist.tuning.journal import Journal, fold, read
 from tfdist.tuning.options import RunOptions, Show, SweepOptions, parse
 from tfdist.tuning.runner import LauncherRunner, TrialProgram
 from tfdist.tuning.screen import SweepScreen, as_json, change_line, show
@@ -63,7 +60,7 @@ def journal(tmp_path: Path) -> Journal:
 
 def add_trial(book: Journal, name: str, *, score: float | None, **values: Any) -> None:
     """Write down a trial from its beginning to its end."""
-    book.add("asked", asker="r", status="RUNNING", trial=name, values=values, run=name, until=None)
+    book.add("asked", status="RUNNING", trial=name, values=values, run=name, until=None)
     book.add("started", trial=name)
     book.add(
         "ended",
@@ -186,7 +183,7 @@ def test_a_line_for_which_there_is_no_room_is_not_there_in_part(tmp_path, monkey
     book = journal(tmp_path)
     book.add("begun", seed=1)
     with monkeypatch.context() as full:
-        full.setattr("tfdist.tuning.journal.FileIO", Full)
+        full.setattr("tfdist.outputs.sweep_journal.FileIO", Full)
         with pytest.raises(TfdistError, match=r"journal\.jsonl: No space left on device"):
             book.add("asked", trial="0", values={"name": "x" * 90})
     book.add("finished", reason="r", is_complete=True)
@@ -221,7 +218,7 @@ def test_a_second_chief_is_refused_with_the_first_ones_pid(tmp_path):
         directory.chief_lock(tmp_path),
     ):
         pass
-    assert not is_held(tmp_path / directory.LOCK)
+    assert not is_held(tmp_path / LOCK)
     with pytest.raises(TfdistError, match=r"no/\.chief\.lock: No such file or directory$"):
         directory.chief_lock(tmp_path / "no").__enter__()
 
@@ -336,11 +333,6 @@ def test_imports_begin_before_a_sweep_is_described_and_end_where_it_cannot_be(tm
         sweep_module.run(ImpossibleSweep(tmp_path, said, overwrite=True))
     assert said == ["imports", "described", "closed"]
     assert not (tmp_path / "old-1").exists(), "moved aside for nothing"
-    book.add("finished", reason="all trials have ended", is_complete=True)
-    said.clear()
-    with pytest.raises(UsageError, match="space: received nothing"):
-        sweep_module.run(ImpossibleSweep(tmp_path, said, overwrite=False))
-    assert said == ["described", "closed"]
 
 
 def test_a_finished_sweep_of_which_no_trial_was_completed_has_failed_again(tmp_path):
@@ -448,41 +440,6 @@ def test_a_trial_that_removes_its_directory_has_failed(tmp_path, monkeypatch):
     assert outcome == Failed(reason="exit code 3")
 
 
-@pytest.mark.parametrize("is_ignored", [True, False])
-def test_a_hangup_that_is_ignored_stays_so(is_ignored):
-    """As of ``nohup``, whose sweep goes on when the terminal is closed."""
-    came: list[int] = []
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
-    try:
-        with sweep_module._stop_signals_to(types.SimpleNamespace(stop=came.append)):  # type: ignore[arg-type]
-            signal.raise_signal(signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert came == ([] if is_ignored else [signal.SIGHUP])
-
-
-def test_a_request_to_stop_is_heard_that_was_blocked():
-    came: list[int] = []
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    try:
-        with sweep_module._stop_signals_to(types.SimpleNamespace(stop=came.append)):  # type: ignore[arg-type]
-            assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-            signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    assert came == [signal.SIGTERM]
-
-
-def test_how_trials_end_is_told_where_the_ends_of_processes_were_ignored():
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
-        with sweep_module._stop_signals_to(types.SimpleNamespace(stop=print)):  # type: ignore[arg-type]
-            assert subprocess.run([sys.executable, "-c", "exit(3)"], check=False).returncode == 3
-        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-
-
 def test_a_changed_sweep_is_refused_with_what_has_changed(tmp_path):
     directory.require_same(tmp_path, begun(), begun(seed=None))
     wider = json.loads(json.dumps(SPACE))
@@ -492,14 +449,19 @@ def test_a_changed_sweep_is_refused_with_what_has_changed(tmp_path):
     said = str(error)
     assert "tuner='grid' (there: 'random')" in said
     assert "config.dropout=0.2 (there: 0.1)" in said
-    assert "search space: dropout.max_value=0.9 (there: 0.5)" in said
+    assert "search space.dropout.max_value=0.9 (there: 0.5)" in said
     assert "--overwrite" in said
 
 
-def test_new_and_gone_hyperparameters_are_named():
+def test_a_changed_order_and_new_and_gone_hyperparameters_are_named(tmp_path):
     other = json.loads(json.dumps(SPACE).replace("dropout", "momentum"))
-    assert differences(SPACE, other) == ["momentum is new", "dropout is gone"]
-    assert differences(SPACE, SPACE) == []
+    two, turned = begun(space=[*SPACE, *other]), begun(space=[*other, *SPACE])
+    for now, said in (
+        (two, "hyperparameters=['dropout', 'momentum'] (there: ['dropout'])"),
+        (begun(space=other), "hyperparameters=['momentum'] (there: ['dropout'])"),
+    ):
+        assert said in str(refusal(lambda now=now: directory.require_same(tmp_path, begun(), now)))
+    assert refusal(lambda: directory.require_same(tmp_path, two, turned)).code == "another-sweep"
 
 
 # --- what a person sees
@@ -561,7 +523,7 @@ def test_sweep_json_has_every_trial_and_the_best(tmp_path):
 def test_a_terminal_shows_one_table_that_follows_the_sweep(tmp_path):
     book = sweep(tmp_path)
     running = {"trial": "3", "values": {"lr": 0.25}, "run": "3", "until": None}
-    book.add("asked", asker="r", status="RUNNING", **running)
+    book.add("asked", status="RUNNING", **running)
     book.add("started", trial="3")
     (tmp_path / "trials" / "3").mkdir(parents=True)
     (tmp_path / "trials" / "3" / "metrics.jsonl").write_text(
@@ -590,15 +552,13 @@ def test_what_a_user_names_is_shown_as_it_is(tmp_path, capsys, caplog):
     show(tmp_path)
     said = capsys.readouterr().out
     assert all(text in said for text in ("[/i]: 2 of 2", objective, "$_$ [/c]=[/b] $^", "[relu]"))
-    directory.write_json(tmp_path / directory.SWEEP, as_json(fold(book.lines)))
-    path = exports.draw_plot(tmp_path)
+    path = exports.draw_plot(fold(book.lines), tmp_path)
     assert path is not None, caplog.text
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_that_cannot_be_does_not_fail_the_sweep(tmp_path, caplog):
-    directory.write_json(tmp_path / directory.SWEEP, as_json(fold(sweep(tmp_path).lines)))
     (tmp_path / directory.PLOT).mkdir()
-    assert exports.draw_plot(tmp_path) is None
+    assert exports.draw_plot(fold(sweep(tmp_path).lines), tmp_path) is None
     assert "no plot: IsADirectoryError" in caplog.text
-    assert exports.draw_plot(tmp_path / "nowhere") is None, "there is no trial"
+    assert exports.draw_plot(fold([]), tmp_path) is None, "there is no trial"

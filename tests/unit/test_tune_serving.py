@@ -30,10 +30,10 @@ from tfdist.launch.multihost.rendezvous import (
     PeerJoined,
     listen,
 )
+from tfdist.outputs.sweep_journal import Journal, Slot
 from tfdist.tuning import directory, guard, protocol
 from tfdist.tuning.chief import Chief, SweepPlan
 from tfdist.tuning.guard import KILL_AFTER_S, SAVE_AFTER_S, LeaseGuard
-from tfdist.tuning.journal import Journal, Slot
 from tfdist.tuning.options import RunOptions, SweepOptions, parse
 from tfdist.tuning.protocol import (
     LEASE_S,
@@ -53,8 +53,8 @@ DONE = Completed(history=({"virtual_epoch": 1, "loss": 0.5},), score=0.5, best_v
 TOKEN = b"correct horse battery staple"
 TERMS = {"tfdist": "1"}
 DEADLINE_S = 200.0
-OWNERSHIP = directory.Ownership(sweep="s", chief="c", address="a:1")
-GREETING = {"sweep": "s", "chief": "c"}
+OWNERSHIP = directory.Ownership(sweep="s", address="a:1")
+GREETING = {"sweep": "s"}
 
 
 # --- the guard
@@ -203,20 +203,6 @@ def test_a_runner_is_given_trials_for_its_places_until_it_leaves():
     assert list(served.runner.free_slots(set())) == []
 
 
-def test_what_a_runner_reports_is_taken_once_it_is_written_down():
-    served = Served()
-    served.come(A)
-    trial = served.runner.start(served.job("0", 1))
-    assert served.line.take_sent()[0][1]["run"]["lease"] == 1
-    assert trial.poll() is None
-    assert served.ended(A, ("0", 1)) == []
-    assert trial.poll() == DONE  # the chief writes it down now
-    assert served.hear() == []
-    assert served.ended(A, ("0", 1)) == [], "it is said again by a runner that has come back"
-    trial.taken()
-    assert served.hear() == [(A, {"taken": ["0", 1]})]
-
-
 def test_a_late_report_under_a_lost_lease_does_not_count():
     served = Served()
     served.come(A)
@@ -239,21 +225,6 @@ def test_a_late_report_under_a_lost_lease_does_not_count():
     assert again.poll() is None
     served.ended(B, ("0", 2))
     assert again.poll() == DONE
-
-
-def test_a_new_chief_waits_for_the_runners_of_the_one_before():
-    served = Served()
-    kept = served.runner.take_over(served.job("0", 3))
-    release = served.runner.take_over(served.job("1", 1))
-    vanished = served.runner.take_over(served.job("2", 1, runner=B))
-    assert served.come(A, ("0", 3)) == [(A, GREETING)]
-    served.now_s += LEASE_S
-    served.hear()
-    assert kept.poll() is None
-    assert release.poll() == Killed(reason=f"runner r{A} let it go", counts=False)
-    assert isinstance(vanished.poll(), Killed)
-    served.ended(A, ("0", 3))
-    assert kept.poll() == DONE
 
 
 def test_a_runner_that_is_back_keeps_its_trial_while_the_chief_thinks():
@@ -355,36 +326,24 @@ def test_a_token_is_needed_on_one_machine_too_and_is_in_no_terms(tmp_path):
     assert TOKEN.decode() not in str(sweep_address)
 
 
-def test_the_ownership_file_is_the_sweeps_and_says_where_its_chief_is_now(tmp_path):
-    assert directory.read_ownership(tmp_path) is None
-    first = directory.write_ownership(tmp_path, address="a:1")
-    moved = directory.write_ownership(tmp_path, address="b:2")
-    assert directory.read_ownership(tmp_path) == moved
-    assert (moved.sweep, moved.address) == (first.sweep, "b:2")
-    assert moved.chief != first.chief, "a copy of the directory would be taken for it"
-    (tmp_path / directory.OWNERSHIP).write_text("{")
-    assert directory.read_ownership(tmp_path) is None
-
-
-def test_a_copy_of_the_directory_and_another_sweep_in_it_are_refused(tmp_path):
+def test_the_ownership_file_is_its_chiefs_and_a_copy_made_before_is_refused(tmp_path):
     here, copy = tmp_path / "here", tmp_path / "copy"
     here.mkdir()
+    assert directory.read_ownership(here) is None
     directory.write_ownership(here, address="a:1")
     shutil.copytree(here, copy)  # as a backup has it
-    now = directory.write_ownership(here, address="a:1")
+    now = directory.write_ownership(here, address="b:2")
+    assert directory.read_ownership(here) == now
+    assert now.address == "b:2"
 
     def client(path: Path) -> ChiefClient:
         sweep_address = SweepAddress(address="a:1", token=TOKEN, terms=TERMS)
         return ChiefClient(sweep_address, sweep_dir=path, renew=lambda at_s: None)
 
-    refusal = refused(lambda: client(copy)._check(now.sweep, chief=now.chief))
-    assert refusal == ("--sweep_dir", "not-shared")
-    runner = client(here)
-    runner._check(now.sweep, chief=now.chief)
-    (here / directory.OWNERSHIP).unlink()  # --overwrite has moved it aside
-    other = directory.write_ownership(here, address="a:1")
-    refusal = refused(lambda: runner._check(other.sweep, chief=other.chief))
-    assert refusal == ("--sweep_dir", "another-sweep")
+    assert refused(lambda: client(copy)._check(now.sweep)) == ("--sweep_dir", "not-shared")
+    client(here)._check(now.sweep)
+    (here / directory.OWNERSHIP).write_text("{")
+    assert refused(lambda: client(here)._check(now.sweep)) == ("--sweep_dir", "not-shared")
 
 
 def test_the_runner_and_its_guard_count_the_time_in_which_the_machine_sleeps(monkeypatch):
@@ -414,8 +373,7 @@ def test_a_chief_that_does_not_answer_may_be_there_and_one_that_is_refused_is_no
     client.turn()
     assert client.why == "Connection refused"
     assert len(renewed) == 1
-    mark = directory.write_ownership(tmp_path, address="127.0.0.1:1")  # it is elsewhere now
-    client._sweep = mark.sweep
+    directory.write_ownership(tmp_path, address="127.0.0.1:1")  # it is elsewhere now
     client.turn()
     assert len(renewed) == 1
     assert client.address == "127.0.0.1:1"
@@ -492,21 +450,22 @@ def test_five_hundred_runners_that_ask_at_once_are_all_served_exactly_once(tmp_p
     serving = ServingRunner(FakeRunner(Disk(), 0), line, ownership=OWNERSHIP)
     journal = Journal(tmp_path / "journal.jsonl", time_of_day=time.time)
     journal.add("begun", objective="loss", direction="min", tuner="random", seed=1)
-    plan = SweepPlan(
-        sweep_dir=tmp_path,
-        objective="loss",
-        direction="min",
-        max_epochs=None,
-        max_failed_trials=None,
-        flags_of=flags_of,
-    )
+    plan = SweepPlan(sweep_dir=tmp_path, flags_of=flags_of)
     search = FakeSearch([], count=2 * COUNT, ahead=COUNT)
-    chief = Chief(plan, search=search, journal=journal, runner=serving, observer=Nobody())
+    signals: list[int] = []
+    chief = Chief(
+        plan,
+        search=search,
+        journal=journal,
+        runner=serving,
+        observer=Nobody(),
+        signals=lambda: signals,
+    )
     clients: list[Client] = []
     thread = threading.Thread(target=_ask_all, args=(clients, address))
     thread.start()
     exit_code = None
-    too_late = threading.Timer(DEADLINE_S, chief.stop, [signal.SIGTERM])
+    too_late = threading.Timer(DEADLINE_S, signals.append, [signal.SIGTERM])
     too_late.start()
     try:
         exit_code = chief.run()

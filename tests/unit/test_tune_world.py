@@ -3,22 +3,19 @@
 import os
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from tests.unit.sweep_world import (
-    EPOCHS,
     FAILS,
     LENGTH,
     TRIALS,
-    FakeSearch,
     Host,
     Mishaps,
     World,
 )
-from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial
-from tfdist.tuning.journal import read
+from tfdist.outputs.sweep_journal import read
+from tfdist.tuning.chief import Chief
 
 SEEDS = range(40)
 
@@ -106,7 +103,7 @@ def test_a_runner_that_lives_on_and_reports_after_its_lease_is_not_heard(tmp_pat
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_whatever_happens_no_trial_is_lost_run_twice_or_counted_twice(tmp_path, seed, monkeypatch):
-    monkeypatch.setattr("tfdist.tuning.chief._KILLS_AT_MOST", 99)  # which is another test's
+    monkeypatch.setattr("tfdist.tuning.chief.KILLS_AT_MOST", 99)  # which is another test's
     world = World(tmp_path, seed=seed)
     world.add_host()
     world.add_host()
@@ -161,49 +158,6 @@ def test_a_runner_that_hears_of_a_trial_too_late_does_not_start_it(tmp_path):
     require_all_once(world, world.run())
     assert world.started["0"] == 1
     assert world.processes[1].host is world.hosts[2]
-
-
-def test_what_goes_on_elsewhere_is_refused_where_nothing_of_it_is(tmp_path):
-    """A runner that has not the chief's directory would begin anew; the next one goes on."""
-    world = World(tmp_path / "shared", trials=2, search_of=lambda lines: Continuing(lines))
-    world.path.mkdir()
-    first = world.add_host()
-
-    def events() -> None:
-        if world.done["0"] == LENGTH // 3 and len(world.hosts) == 1:
-            first.power_off()
-            world.add_host(tmp_path / "alone")
-        if world.hosts.get(2) and world.hosts[2].refused and len(world.hosts) == 2:
-            world.add_host()
-
-    world.events = events
-    chief = world.run()
-    assert "received nothing of the trial that trial 1 continues" in world.hosts[2].refused
-    assert str(tmp_path / "alone" / "trials" / "0") in world.hosts[2].refused
-    trials = chief.state.trials.values()
-    assert [(t.status, t.run, t.until) for t in trials] == [
-        ("completed", "0", 3),
-        ("completed", "0", None),
-    ]
-    assert world.done == Counter({"0": LENGTH})
-    killed = [line for line in read(world.path / "journal.jsonl") if line["event"] == "killed"]
-    assert any("continues" in line["reason"] for line in killed), "the chief was not told why"
-
-
-class Continuing(FakeSearch):
-    """Asks for a third of a trial, and for the rest of it."""
-
-    def ask(self) -> NextTrial:
-        if len(self.asked) == 2:
-            return NextTrial(status=STOPPED, asker="r")
-        if self.asked and "0" not in self.told:
-            return NextTrial(status=IDLE, asker="r")
-        name = str(len(self.asked))
-        self.asked.append(name)
-        part: dict[str, Any] = {"tuner/epochs": 3}
-        if name == "1":
-            part = {"tuner/epochs": EPOCHS, "tuner/trial_id": "0"}
-        return NextTrial(status=RUNNING, asker="r", trial=name, values={"x": 1, **part})
 
 
 def test_two_runners_of_one_name_are_two(tmp_path, monkeypatch):

@@ -14,10 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 from tfdist.errors import UsageError, require_packages
 from tfdist.outputs.run_directory import COUNTERS
@@ -43,13 +41,12 @@ class ProgressDisplay:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
         in_place: bool = False,
-        every_s: float | None = None,
     ) -> None:
         self._total_steps = total_steps
         self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
         self._clock = clock
         self._in_place = in_place
-        self._every_s = every_s or (_IN_PLACE_EVERY_S if in_place else _EVERY_S)
+        self._every_s = _IN_PLACE_EVERY_S if in_place else _EVERY_S
         self._bar: Progress | None = None
         self._logs: dict[str, float] = {}
         self._past: list[tuple[float, int, int]] = []
@@ -138,16 +135,8 @@ def show_result(
     """Write the summary of a run to `console`, by default standard output."""
     console = console or Console(highlight=False, soft_wrap=True)
     rows = result_rows(summary, run_dir=run_dir, plot=plot)
-    if console.is_terminal:
-        table = Table(title="Result", box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
-        table.add_column(style="dim")
-        table.add_column(overflow="fold")
-        for label, value in rows:
-            table.add_row(label, value)
-        console.print(table)
-        return
     width = max(len(label) for label, _ in rows)
-    for label, value in [("result", str(summary["status"])), *rows[1:]]:
+    for label, value in rows:
         console.print(f"  {label:<{width}}  {value}", markup=False, emoji=False)
 
 
@@ -155,7 +144,7 @@ def result_rows(
     summary: Mapping[str, Any], *, run_dir: str, plot: str | None
 ) -> list[tuple[str, str]]:
     """Return label and value of each row."""
-    rows = [("status", str(summary["status"])), ("strategy", strategy_line(summary))]
+    rows = [("result", str(summary["status"])), ("strategy", strategy_line(summary))]
     resumed = summary.get("resumed_from_step")
     steps = f"{summary['steps']:,}" + (f" (resumed from {resumed:,})" if resumed else "")
     rows += [
@@ -282,7 +271,11 @@ class StepProfiler:
         if self._done or self._running is not None or step < self._first:
             return
         logger.info("profiling from step %d to %d, into %s", step, self._last, self._directory)
-        self._running = self._given or _tensorflow_profiler()
+        if self._given is None:
+            import tensorflow as tf
+
+            self._given = tf.profiler.experimental
+        self._running = self._given
         self._running.start(self._directory)
 
     def after(self, step: int) -> None:
@@ -295,12 +288,6 @@ class StepProfiler:
         if self._running is not None:
             self._running.stop()
             self._running, self._done = None, True
-
-
-def _tensorflow_profiler() -> Any:
-    import tensorflow as tf
-
-    return tf.profiler.experimental
 
 
 # Plot of a run: loss and metrics over steps, training and validation.

@@ -75,7 +75,15 @@ class RunDirectory:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self.write_config(config)
                 return Claim.NEW
-        self._require_same(theirs, config, free)
+        found = differences(theirs, json.loads(to_json(config)), free=free)
+        require(
+            not found,
+            f"run directory {self.path}",
+            received=found,
+            expected="the configuration of the run that is in it",
+            fix="give this run a run_dir of its own, or --overwrite to move the old one aside",
+            code="another-run",
+        )
         summary = self.read_summary()
         return Claim.FINISHED if summary and summary.get("status") == DONE else Claim.RESUMED
 
@@ -137,28 +145,6 @@ class RunDirectory:
         with self._one_line_errors():
             if self.metrics_file.exists():
                 _write_lines(self.metrics_file, filter(is_kept, _read_lines(self.metrics_file)))
-
-    def _require_same(
-        self, theirs: Mapping[str, Any], ours: Mapping[str, Any], free: Collection[str]
-    ) -> None:
-        before, now = flat(theirs), flat(json.loads(to_json(ours)))
-        keys = [key for key in before | now if key not in free]
-        missing = object()
-        different = [k for k in keys if before.get(k, missing) != now.get(k, missing)]
-        if not different:
-            return
-        shown = [
-            f"{key}={now.get(key, 'nothing')!r} (there: {before.get(key, 'nothing')!r})"
-            for key in different[:_SHOWN_DIFFERENCES]
-        ]
-        more = len(different) - len(shown)
-        raise UsageError(
-            f"run directory {self.path}",
-            received=", ".join(shown) + (f" and {more} more differences" if more else ""),
-            expected="the configuration of the run that is in it",
-            fix="give this run a run_dir of its own, or --overwrite to move the old one aside",
-            code="another-run",
-        )
 
     def _move_aside(self) -> None:
         """Move everything but what the launcher has just begun to write for this start."""
@@ -233,6 +219,23 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         nested = isinstance(value, Mapping)
         found.update(flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value})
     return found
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, free: Collection[str] = ()
+) -> str:
+    """Return ``key=new (there: old)`` for what differs between two configurations; "" for nothing.
+
+    The dotted keys of `free` may differ.
+    """
+    old, new, missing = flat(before), flat(now), object()
+    keys = [k for k in old | new if k not in free and old.get(k, missing) != new.get(k, missing)]
+    shown = [
+        f"{key}={new.get(key, 'nothing')!r} (there: {old.get(key, 'nothing')!r})"
+        for key in keys[:_SHOWN_DIFFERENCES]
+    ]
+    more = len(keys) - len(shown)
+    return ", ".join(shown) + (f" and {more} more differences" if more else "")
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

@@ -96,7 +96,7 @@ def _page(paths: Sequence[Path], *, is_followed: bool = False) -> str:
 
 @functools.cache
 def ledger_verdict(path: Path, num_attempts: int) -> Verdict:
-    """Return what `tfdist.ledger` says, in a process of its own: it may load TensorFlow.
+    """Return the verdict of `tfdist.ledger`, run as a process: it may load TensorFlow.
 
     It is asked once, and again when the run has had more attempts.
     """

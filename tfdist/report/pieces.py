@@ -110,15 +110,15 @@ class Scale:
         return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
 
 
-def line_chart(
+def chart(
+    title: str,
     series: Sequence[Series],
     *,
-    label: str,
     x_label: str,
-    from_zero: bool = True,
     marks: Sequence[Mark] = (),
+    from_zero: bool = True,
 ) -> str:
-    """Return a chart of lines; the empty text where there is no point."""
+    """Return a card of a chart with its legend; the empty text where there is no point."""
     shown = [one for one in series if one.known]
     if not shown:
         return ""
@@ -134,7 +134,14 @@ def line_chart(
         *(_line(one, x_of, y_of) for one in shown),
         *_hits(shown, x_of, x_label),
     ]
-    return _svg(parts, label=label, width=_WIDTH, height=_HEIGHT)
+    legend = "".join(
+        f'<li><span class="key{" dashed" * one.is_dashed}" '
+        f'style="color:var(--c{one.colour % NUM_COLOURS})"></span>'
+        f"{escape(one.name)}, last {number(one.known[-1][1])}</li>"
+        for one in shown
+    )
+    svg = _svg(parts, label=title, width=_WIDTH, height=_HEIGHT)
+    return card(f'<h3>{escape(title)}</h3><ul class="legend">{legend}</ul>{svg}')
 
 
 def _svg(parts: Sequence[str], *, label: str, width: float, height: float) -> str:
@@ -187,8 +194,8 @@ def _piece(points: Sequence[tuple[float, float]], look: str) -> str:
 def _mark(mark: Mark, x_of: Scale) -> str:
     x = x_of.at(mark.x)
     return (
-        f'<g data-tip="{escape(mark.text)}"><line class="failure" x1="{x:.1f}" x2="{x:.1f}" '
-        f'y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+        f'<g><title>{escape(mark.text)}</title><line class="failure" x1="{x:.1f}" '
+        f'x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
         f'<path class="failure-head" d="M{x - 5:.1f} {_TOP - 9} h10 l-5 9 z"/></g>'
     )
 
@@ -206,7 +213,7 @@ def _hits(shown: Sequence[Series], x_of: Scale, x_label: str) -> list[str]:
         tip = "\n".join([f"{x_label} {number(x)}", *(f"{n}: {number(y)}" for n, y in found)])
         parts.append(
             f'<rect class="hit" x="{left:.1f}" y="{_TOP}" width="{max(0.5, right - left):.1f}" '
-            f'height="{_HEIGHT - _TOP - _BOTTOM:g}" data-tip="{escape(tip)}"/>'
+            f'height="{_HEIGHT - _TOP - _BOTTOM:g}"><title>{escape(tip)}</title></rect>'
         )
     return parts
 
@@ -217,16 +224,6 @@ class Axis:
 
     name: str
     ticks: Sequence[tuple[float, str]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Crossing:
-    """A line through the axes, None where it leaves one out; `rank` is 0 for the best."""
-
-    heights: Sequence[float | None]
-    rank: float
-    tip: str
-    is_best: bool = False
 
 
 def axis_of(name: str, values: Sequence[object], *, is_log: bool) -> tuple[Axis, dict[str, float]]:
@@ -254,21 +251,30 @@ def axis_of(name: str, values: Sequence[object], *, is_log: bool) -> tuple[Axis,
     return Axis(name=name, ticks=shown), heights
 
 
-def parallel_coordinates(axes: Sequence[Axis], lines: Sequence[Crossing], *, label: str) -> str:
-    """Return parallel coordinates: the best line thick, the better the stronger."""
+def parallel_coordinates(
+    axes: Sequence[Axis],
+    lines: Sequence[Sequence[float | None]],
+    *,
+    tips: Sequence[str],
+    label: str,
+) -> str:
+    """Return parallel coordinates: the first line, the best, thick; the better the stronger.
+
+    A line has its height at each axis, None where it leaves one out.
+    """
     width, height, top, bottom = max(400.0, 150.0 * len(axes)), 280.0, 40.0, 16.0
     step = (width - 150) / max(1, len(axes) - 1)
     x_of = [75 + step * i for i in range(len(axes))]
     y_of = Scale(0.0, 1.0, height - bottom, top)
     parts = []
-    for line in sorted(lines, key=lambda line: (line.is_best, -line.rank)):
-        css = "cross best" if line.is_best else "cross"
-        opacity = 1.0 if line.is_best else 1.0 - 0.3 * line.rank
-        at = [(x, y_of.at(y)) for x, y in zip(x_of, line.heights, strict=True) if y is not None]
+    for rank, (line, tip) in reversed([*enumerate(zip(lines, tips, strict=True))]):
+        css = "cross" if rank else "cross best"
+        opacity = 1.0 - 0.3 * rank / len(lines)
+        at = [(x, y_of.at(y)) for x, y in zip(x_of, line, strict=True) if y is not None]
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in at)
         parts.append(
-            f'<g class="{css}" style="opacity:{opacity:.2f}" data-tip="{escape(line.tip)}">'
+            f'<g class="{css}" style="opacity:{opacity:.2f}"><title>{escape(tip)}</title>'
             f'<polyline class="line" points="{points}"/>{dots}</g>'
         )
     for x, axis in zip(x_of, axes, strict=True):
@@ -330,7 +336,7 @@ def code(value: Any) -> str:
 
 
 def details(summary: str, content: str) -> str:
-    """Return what is shown when it is asked for; the empty text without content."""
+    """Return content that is shown on a click; the empty text without content."""
     return f"<details><summary>{summary}</summary>{content}</details>" if content else ""
 
 
@@ -355,28 +361,6 @@ def badge(status: str) -> str:
     css = {"done": "good", "finished": "good", "completed": "good", "running": "live"}.get(word)
     css = css or ("bad" if word.startswith("failed") else "warn")
     return f'<span class="badge {css}">{escape(status)}</span>'
-
-
-def chart(
-    title: str,
-    series: Sequence[Series],
-    *,
-    x_label: str,
-    marks: Sequence[Mark] = (),
-    from_zero: bool = True,
-) -> str:
-    """Return a card of a chart with its legend; the empty text where there is no point."""
-    shown = [one for one in series if one.known]
-    svg = line_chart(shown, label=title, x_label=x_label, marks=marks, from_zero=from_zero)
-    if not svg:
-        return ""
-    items = "".join(
-        f'<li><span class="key{" dashed" * one.is_dashed}" '
-        f'style="color:var(--c{one.colour % NUM_COLOURS})"></span>'
-        f"{escape(one.name)}, last {number(one.known[-1][1])}</li>"
-        for one in shown
-    )
-    return card(f'<h3>{escape(title)}</h3><ul class="legend">{items}</ul>{svg}')
 
 
 def words(name: str) -> str:

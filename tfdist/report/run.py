@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -31,19 +31,6 @@ class TaskSpan:
     """How it ended: ``running``, ``done``, ``stopped``, ``exit code 1``, ``SIGKILL``."""
     is_failure: bool
     restart: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FailureEntry:
-    """A failure that the launcher named."""
-
-    task: str
-    cause: str
-    what_followed: str
-    at: float | None
-    step: int | None
-    detect_s: float | None
-    last_lines: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +69,8 @@ class AttemptRecord:
     tasks: tuple[TaskSpan, ...]
     first_step_s: float | None = None
     restart_s: float | None = None
-    failures: tuple[FailureEntry, ...] = ()
+    failures: Sequence[Mapping[str, Any]] = ()
+    """The failures that the launcher named, as in its report, with what ``followed``."""
     history: Mapping[str, TaskHistory]
 
 
@@ -191,7 +179,7 @@ def reading(where: object) -> Iterator[None]:
 
 
 def read_run(path: Path) -> Run:
-    """Return what is in a run directory.
+    """Return the run of a run directory.
 
     Raises:
         UsageError: it is none, or a file in it is damaged.
@@ -256,7 +244,7 @@ def moment(text: str | None) -> float | None:
 def _attempt(entry: Mapping[str, Any], path: Path) -> AttemptRecord:
     number = int(entry["attempt"])
     failures = _failures(entry)
-    blamed = {failure.task for failure in failures}
+    blamed = {failure["task"] for failure in failures}
     spans = tuple(_span(task, blamed) for task in entry["tasks"])
     begin, history = _history(path, number)
     begins = [at for at in (begin, *(span.begin for span in spans)) if at is not None]
@@ -292,23 +280,14 @@ def _span(task: Mapping[str, Any], blamed: set[str]) -> TaskSpan:
     )
 
 
-def _failures(entry: Mapping[str, Any]) -> tuple[FailureEntry, ...]:
+def _failures(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the failures that the launcher named, with what followed each."""
     first = entry.get("first_failure")
-    named = [(first, "the attempt ended")] if first else []
-    named += [(one, "started again alone") for one in entry.get("restarts", ())]
-    named += [(one, "the others went on") for one in entry.get("lost", ())]
-    return tuple(
-        FailureEntry(
-            task=str(one["task"]),
-            cause=str(one["cause"]),
-            what_followed=followed,
-            at=moment(one.get("at")),
-            step=one.get("step"),
-            detect_s=one.get("detect_s"),
-            last_lines=tuple(one.get("last_lines", ())),
-        )
-        for one, followed in named
-    )
+    return [
+        *([{**first, "followed": "the attempt ended"}] if first else []),
+        *({**one, "followed": "started again alone"} for one in entry.get("restarts", ())),
+        *({**one, "followed": "the others went on"} for one in entry.get("lost", ())),
+    ]
 
 
 def _history(path: Path, number: int) -> tuple[float | None, dict[str, TaskHistory]]:

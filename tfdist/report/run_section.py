@@ -29,10 +29,9 @@ from tfdist.report.pieces import (
     pairs,
     section,
     table,
-    ticks,
     words,
 )
-from tfdist.report.run import AttemptRecord, Run, TaskHistory, TaskSpan
+from tfdist.report.run import AttemptRecord, Run, TaskHistory, TaskSpan, moment
 
 _MAX_CHARTS = 8
 
@@ -90,24 +89,25 @@ def _failures(run: Run) -> str:
     found = [(attempt, failure) for attempt in run.attempts for failure in attempt.failures]
     content = []
     for attempt, failure in found[-MAX_ROWS:]:
-        at = f" at step {failure.step:,}" if failure.step is not None else ""
-        detected = f"; detected in {failure.detect_s:.2g} s" if failure.detect_s is not None else ""
-        lines = escape("\n".join(failure.last_lines))
+        step, detect_s = failure.get("step"), failure.get("detect_s")
+        at = f" at step {step:,}" if step is not None else ""
+        detected = f"; detected in {detect_s:.2g} s" if detect_s is not None else ""
+        lines = escape("\n".join(failure.get("last_lines", ())))
         content.append(
-            f'<h3><span class="bad">▼</span> {escape(failure.task)}{at}, '
-            f"attempt {attempt.number}</h3><p>{escape(failure.cause)}</p>"
-            f'<p class="note">{clock(failure.at)}; {escape(failure.what_followed)}{detected}</p>'
-            + details("its last lines", f"<pre>{lines}</pre>" if lines else "")
+            f'<h3><span class="bad">▼</span> {escape(failure["task"])}{at}, '
+            f"attempt {attempt.number}</h3><p>{escape(failure['cause'])}</p>"
+            f'<p class="note">{clock(moment(failure.get("at")))}; {failure["followed"]}{detected}'
+            f"</p>{details('its last lines', f'<pre>{lines}</pre>' if lines else '')}"
         )
     return "".join(card(one, "wide") for one in content)
 
 
 def _curves(run: Run) -> str:
     marks = [
-        Mark(x=failure.step, text=f"{failure.task} failed: {failure.cause}")
+        Mark(x=failure["step"], text=f"{failure['task']} failed: {failure['cause']}")
         for attempt in run.attempts
         for failure in attempt.failures
-        if failure.step is not None
+        if failure.get("step") is not None
     ]
     whole = [Series(name="whole job", points=run.points("examples_per_second"))]
     factor, unit = _examples_of_a_step(run)
@@ -221,10 +221,8 @@ def _time_spent(totals: dict[str, dict[str, float]], used: Sequence[str], legend
             stack += bar(part, left / longest, (left + seconds) / longest, tip) if seconds else ""
             left += seconds
         rows.append(f'<span>{escape(task)}</span><div class="track">{stack}</div>')
-    cells = [[escape(t), *(duration(parts.get(p)) for p in used)] for t, parts in totals.items()]
-    as_table = table(["task", *(PARTS[part][0] for part in used)], cells, numbers=1)
     return card(
-        f'{legend}<div class="rows">{"".join(rows)}</div>{details("as a table", as_table)}'
+        f'{legend}<div class="rows">{"".join(rows)}</div>'
         '<p class="note">All attempts together, from what each task says once a second: short '
         "phases are estimates.</p>"
     )
@@ -288,19 +286,12 @@ def _ledger(verdict: Verdict | None) -> str:
 def _what_ran(run: Run) -> str:
     job, versions = run.job, run.job.get("versions", {})
     hosts = sorted({span.host for a in run.attempts for span in a.tasks if span.host})
-    peaks: dict[str, int] = {}
-    for attempt in run.attempts:
-        for task, history in attempt.history.items():
-            peaks[task] = max([peaks.get(task, 0), *(m for m in history.memory_bytes if m)])
     facts = {
         "command": code(job.get("command")),
         "strategy": escape(run.strategy),
         "hosts": escape(", ".join(hosts) or job.get("host", "")),
         "CPUs": escape(str(job.get("cpus", ""))),
         "versions": escape(", ".join(f"{name} {version}" for name, version in versions.items())),
-        "peak memory": ", ".join(
-            f"{escape(t)} {p / 2**20:,.0f} MiB" for t, p in peaks.items() if p
-        ),
         "weights": code(run.summary.get("weights_sha256")),
     }
     config = pairs({name: code(value) or UNKNOWN for name, value in flat(run.config).items()})
@@ -335,7 +326,7 @@ def bar(part: str, left: float, right: float, tip: str) -> str:
     """Return a bar of a track, from 0 at its left to 1 at its right."""
     place = f"left:{100 * left:.2f}%;width:{100 * (right - left):.2f}%"
     style = f"{place};background:var(--{part})"
-    return f'<div class="bar" style="{style}" data-tip="{escape(tip)}"></div>'
+    return f'<div class="bar" style="{style}" title="{escape(tip)}"></div>'
 
 
 def timeline(run: Run, legend: str) -> str:
@@ -355,15 +346,10 @@ def timeline(run: Run, legend: str) -> str:
 
 
 def _scale(seconds: float) -> str:
-    """Return round times; on a narrow screen a label takes a quarter of the track."""
-    unit = 3600 if seconds >= 3600 else 60 if seconds >= 60 else 1
-    shown = [0.0]
-    for at in (unit * tick for tick in ticks(0, seconds / unit, most=4)):
-        if 0.3 * seconds <= at - shown[-1] and at <= 0.6 * seconds:
-            shown.append(at)
+    """Return the times at the begin, the middle and the end; more would touch on a telephone."""
     labels = "".join(
-        f'<span style="left:{100 * at / seconds:.2f}%">{duration(at)}</span>'
-        for at in (*shown, seconds)
+        f'<span style="left:{100 * part:g}%">{duration(part * seconds)}</span>'
+        for part in (0.0, 0.5, 1.0)
     )
     return f'<span></span><div class="scale">{labels}</div>'
 
@@ -391,7 +377,7 @@ def _row(attempt: AttemptRecord, span: TaskSpan, shown: Scale) -> str:
         bars += bar(part, shown.at(left), shown.at(right), about)
     if span.is_failure:
         at = f"left:{100 * shown.at(until):.2f}%"
-        bars += f'<div class="fail-at" style="{at}" data-tip="{escape(tip)}"></div>'
+        bars += f'<div class="fail-at" style="{at}" title="{escape(tip)}"></div>'
     mark = ' <span class="bad">▼</span>' if span.is_failure else ""
     return f'<span>{escape(name)}{mark}</span><div class="track">{bars}</div>'
 

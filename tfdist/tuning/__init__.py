@@ -4,9 +4,8 @@ The journal of a sweep is its only truth. The chief of a sweep that was killed r
 new oracle to the same state by asking and telling it the same, and goes on.
 
 From Python there are `search`, whose trials are jobs, and `HyperModel` for KerasTuner's own
-``tuner.search`` in one process; both are resolved on first use. `options`, `journal`,
-`directory` and `chief` load no KerasTuner; `space` and `oracle` do, and with it Keras and
-TensorFlow.
+``tuner.search`` in one process; both are resolved on first use. `oracle`, `from_python` and
+`inside` load KerasTuner, and with it Keras and TensorFlow; the others do not.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError
-from tfdist.tuning.directory import TRIALS
-from tfdist.tuning.journal import HERE, Journal, Slot, SweepState, Trial, fold
-from tfdist.tuning.journal import RUNNING as BEGUN
+from tfdist.launch.events import STOP_SIGNALS
+from tfdist.outputs.sweep_journal import HERE, TRIALS, Journal, Slot, Trial, fold
+from tfdist.outputs.sweep_journal import RUNNING as BEGUN
 from tfdist.tuning.options import MEDIAN, NONE
 from tfdist.tuning.trial_job import (
     Completed,
@@ -33,11 +33,24 @@ from tfdist.tuning.trial_job import (
     values_of,
 )
 
+if TYPE_CHECKING:  # it loads KerasTuner, and with it TensorFlow
+    from tfdist.tuning.oracle import Search
+    from tfdist.tuning.screen import SweepScreen
+
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.5
-_KILLS_AT_MOST = 3
+POLL_S = 0.5
+KILLS_AT_MOST = 3
 """In a row, without a virtual epoch done in between."""
+
+
+Signals = Callable[[], Iterable[int]]
+"""Returns the signals that have come since the last call."""
+
+
+def stop_signal_of(signals: Signals) -> int:
+    """Return the first signal that asks for a stop, 0 if none has come."""
+    return next((signum for signum in signals() if signum in STOP_SIGNALS), 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,27 +58,15 @@ class SweepPlan:
     """Parameters of a sweep that its chief needs."""
 
     sweep_dir: Path
-    objective: str
-    direction: str
-    max_epochs: int | None
+    max_epochs: int | None = None
     """Of a whole run, of which a trial may be a part, to be continued by another in the same
     directory; None where trials know when to end, and each has a directory of its own."""
-    max_failed_trials: int | None
+    max_failed_trials: int | None = None
     early_stop: str = NONE
     flags_of: Callable[[Trial], tuple[str, ...]] = lambda trial: ()
     """The ``--config.field=value`` of a trial; raises UsageError for values that cannot be."""
     variables_of: Callable[[Trial], Mapping[str, str]] = lambda trial: {}
     """What is added to the environment of a trial."""
-
-
-class Observer(Protocol):
-    """Observer of changes, which shows and writes them."""
-
-    def changed(self, state: SweepState, trial: Trial) -> None:
-        """A trial has been asked for, started, killed or ended."""
-
-    def tick(self, state: SweepState) -> None:
-        """Handle the passing of time."""
 
 
 class Chief:
@@ -75,33 +76,33 @@ class Chief:
         self,
         plan: SweepPlan,
         *,
-        search: TrialSource,
+        search: Search,
         journal: Journal,
         runner: Runner,
-        observer: Observer,
+        observer: SweepScreen,
+        signals: Signals = tuple,
     ) -> None:
         self._plan = plan
         self._search = search
         self._journal = journal
         self._runner = runner
         self._observer = observer
+        self._signals = signals
         self.state = fold(journal.lines)
         self._running: dict[str, tuple[TrialJob, RunningTrial]] = {}
         self._next: dict[str, TrialJob] = {}
-        self._unpublished: list[str] = []
         self._no_more = False
         self._ask_again = True
         self._stop_signal = 0
 
-    def stop(self, signum: int) -> None:
-        """Ask for an end that the same command goes on from; a signal handler calls it."""
-        self._stop_signal = signum
-
     def run(self) -> int:
-        """Run trials until there are no more; return the exit code."""
+        """Run trials until there are no more, or a signal asks for a stop; return the exit code.
+
+        After a stop the same command goes on.
+        """
         self._take_over()
         try:
-            while not self._stop_signal and not self._too_many_failed():
+            while not self._is_to_stop() and not self._too_many_failed():
                 self._fill()
                 self._observer.tick(self.state)
                 if self._is_done():
@@ -117,8 +118,12 @@ class Chief:
         self._finish(reason, is_complete=False)
         return EXIT_FAILED
 
+    def _is_to_stop(self) -> bool:
+        self._stop_signal = self._stop_signal or stop_signal_of(self._signals)
+        return self._stop_signal != 0
+
     def _is_done(self) -> bool:
-        """Whether no trial runs, can be asked for, or waits: for a runner, while none is there."""
+        """Return whether no trial runs, can be asked for, or waits for a runner."""
         can_ask = self._ask_again and not self._no_more
         return not (self._running or can_ask or self._left())
 
@@ -141,9 +146,8 @@ class Chief:
             self._running[name] = job, self._runner.start(job)
         for name in beginning:
             self._changed(name)
-        if self._unpublished:
-            self._search.publish(self._unpublished)
-            self._unpublished = []
+        if beginning:
+            self._search.publish(beginning)
 
     def _prepare(self, slot: Slot) -> bool:
         """Write down that the next trial is started; one that is over already only ends here."""
@@ -166,7 +170,7 @@ class Chief:
         return False
 
     def _left(self) -> Trial | None:
-        """Returns a trial that has been asked for and does not run, as a chief before leaves it."""
+        """Return a trial that was asked for and does not run, as an earlier chief leaves it."""
         left = (trial for trial in self.state.trials.values() if not trial.is_over)
         return next((t for t in left if t.id not in self._running and t.id not in self._next), None)
 
@@ -178,7 +182,6 @@ class Chief:
         run, until = self._part(answer.trial, answer.values or {})
         line = self._journal.add(
             "asked",
-            asker=answer.asker,
             status=answer.status,
             trial=answer.trial,
             values=answer.values,
@@ -190,7 +193,6 @@ class Chief:
         self._ask_again = answer.status != IDLE
         if answer.status != RUNNING or answer.trial is None:
             return None
-        self._unpublished.append(answer.trial)
         return self._changed(answer.trial)
 
     def _part(self, name: str | None, values: Mapping[str, Any]) -> tuple[str | None, int | None]:
@@ -206,8 +208,8 @@ class Chief:
 
     def _job(self, trial: Trial, *, slot: Slot, lease: int) -> TrialJob:
         goal = Goal(
-            objective=self._plan.objective,
-            direction=self._plan.direction,
+            objective=self.state.begun["objective"],
+            direction=self.state.begun["direction"],
             until=trial.until,
             medians=self._medians(trial) if self._plan.early_stop == MEDIAN else (),
         )
@@ -219,7 +221,6 @@ class Chief:
             slot=slot,
             trial=trial.id,
             lease=lease,
-            continues=self.state.continued(trial.values),
         )
 
     def _medians(self, trial: Trial) -> Medians:
@@ -229,11 +230,13 @@ class Chief:
         """
         names = self.state.completed if trial.measured_by is None else trial.measured_by
         ended = [self.state.trials[name] for name in names]
-        return medians_of([values_of(other.history, self._plan.objective) for other in ended])
+        return medians_of(
+            [values_of(other.history, self.state.begun["objective"]) for other in ended]
+        )
 
     def _step(self, counts: Callable[[Outcome], bool] = lambda outcome: True) -> None:
         """Wait a moment and take down what has ended meanwhile, where it counts."""
-        self._runner.wait([running for _, running in self._running.values()], _POLL_S)
+        self._runner.wait([running for _, running in self._running.values()], POLL_S)
         for name, (_, running) in list(self._running.items()):
             if outcome := running.poll():
                 del self._running[name]
@@ -247,7 +250,7 @@ class Chief:
             return
         reached = len(self._runner.metrics(self._plan.sweep_dir / TRIALS / trial.run))
         kills = (trial.kills if reached <= trial.reached else 0) + outcome.counts
-        if kills > _KILLS_AT_MOST:
+        if kills > KILLS_AT_MOST:
             reason = f"killed {kills} times without progress; the last time: {outcome.reason}"
             self._end(trial, Failed(reason=reason))
             return
@@ -306,7 +309,7 @@ def _counts_in_the_end(outcome: Outcome) -> bool:
     return isinstance(outcome, Completed) or (isinstance(outcome, Killed) and not outcome.counts)
 
 
-# Interface of the source of trials; without KerasTuner.
+# What a search answers; without KerasTuner.
 
 RUNNING, IDLE, STOPPED = "RUNNING", "IDLE", "STOPPED"
 """KerasTuner's words."""
@@ -317,24 +320,5 @@ class NextTrial:
     """A trial to run; or IDLE, ask again when one has ended; or STOPPED, there is none left."""
 
     status: str
-    asker: str
     trial: str | None = None
     values: Mapping[str, Any] | None = None
-
-
-class TrialSource(Protocol):
-    """Source of trials: chooses them and is told their results."""
-
-    def replay(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Come to where it was after all that the lines of a journal say."""
-
-    def ask(self) -> NextTrial:
-        """Return what to do next."""
-
-    def tell(
-        self, trial: str, *, status: str, history: Iterable[Mapping[str, float]], reason: str
-    ) -> None:
-        """Take in how a trial has ended, COMPLETED or FAILED, and its metrics."""
-
-    def publish(self, trials: Iterable[str] | None = None) -> None:
-        """Write down for others what is known of these trials, by default of all."""

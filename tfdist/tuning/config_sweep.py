@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.configs.fields import FREE, flat
 from tfdist.errors import require
-from tfdist.tuning.journal import Trial
+from tfdist.outputs.sweep_journal import Trial
 from tfdist.tuning.options import SweepOptions
 from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.sweep import Sweep
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # they load KerasTuner, and with it TensorFlow
 
 
 def program_of(options: SweepOptions) -> TrialProgram:
-    """Return what each trial runs."""
+    """Return the program that each trial runs."""
     return TrialProgram(
         command=("-m", "tfdist.train", f"--config={options.config}", *options.config_flags),
         name=options.config,

@@ -14,19 +14,16 @@ from typing import Any
 from tfdist import files
 from tfdist.errors import UsageError, require
 from tfdist.files import FileLock, Held, is_held, one_line_errors
-from tfdist.outputs.run_directory import RunDirectory
-from tfdist.tuning import journal
+from tfdist.outputs.run_directory import RunDirectory, differences
+from tfdist.outputs.sweep_journal import JOURNAL, LOCK, TRIALS
 
-JOURNAL = journal.FILE_NAME
 SWEEP = "sweep.json"
 PLOT = "sweep.png"
-TRIALS = "trials"
 FORK_LOG = "fork-server.log"
-LOCK = ".chief.lock"
 
 _SAME = (
     *("tuner", "objective", "direction", "factor"),
-    *("strategy", "workers", "ps", "early_stop"),
+    *("strategy", "workers", "ps", "early_stop", "seed"),
 )
 
 
@@ -58,7 +55,7 @@ def set_aside(path: Path) -> None:
 
 
 def _names(path: Path) -> set[str]:
-    """Return what there is of a sweep, without what any start writes before it is one."""
+    """Return the files of a sweep, without those that any start writes before it is one."""
     mine = (LOCK, FORK_LOG)
     return {name for name in os.listdir(path) if name not in mine and not name.startswith("old-")}
 
@@ -82,29 +79,32 @@ def is_run_in(run_dir: Path) -> bool:
 
 def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UsageError where a sweep is started again with what would make it another one."""
-    said = [
-        f"{name}={now.get(name)!r} (there: {before.get(name)!r})"
-        for name in _SAME
-        if before.get(name) != now.get(name)
-    ]
-    if now["seed"] is not None and now["seed"] != before.get("seed"):
-        said.append(f"seed={now['seed']} (there: {before.get('seed')})")
-    old, new = before.get("config", {}), now["config"]
-    said += [
-        f"config.{name}={new.get(name)!r} (there: {old.get(name)!r})"
-        for name in old | new
-        if old.get(name) != new.get(name)
-    ]
-    spaces = before.get("space", []), now["space"]
-    said += [f"search space: {words}" for words in differences(*spaces)]
+    now = {**now, "seed": before.get("seed") if now["seed"] is None else now["seed"]}
+    found = differences(_identity(before), _identity(now))
     require(
-        not said,
+        not found,
         f"sweep directory {path}",
-        received=", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else ""),
+        received=found,
         expected="what the sweep in it began with",
         fix="give this sweep another --sweep_dir, or --overwrite to move the old one aside",
         code="another-sweep",
     )
+
+
+def _identity(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a sweep's description, or of its journal's begin, that may not change."""
+    space = {}
+    for entry in description.get("space", ()):
+        config = dict(entry["config"])
+        conditions = [condition["config"] for condition in config.pop("conditions")]
+        scope = "".join(f" if {c['name']} in {c['values']}" for c in conditions)
+        space[f"{config.pop('name')}{scope}"] = {"type": entry["class_name"], **config}
+    return {
+        **{name: description.get(name) for name in _SAME},
+        "config": description.get("config", {}),
+        "hyperparameters": list(space),
+        "search space": space,
+    }
 
 
 @contextlib.contextmanager
@@ -138,7 +138,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         files.write_json(path, content, durable=False)
 
 
-# Ownership file of a served sweep: its identity and its chief's address.
+# Ownership file of a served sweep: which chief has it, and where that is.
 #
 # A runner that sees another one than its chief has told it, or none, has another directory: one
 # that is not shared, or that was copied before this chief was started.
@@ -151,8 +151,6 @@ class Ownership:
     """Contents of the file."""
 
     sweep: str
-    """Drawn once for a sweep."""
-    chief: str
     """Drawn by each chief: a copy made before does not have it."""
     address: str
     """Of the chief: where runners find it again if it was started anew elsewhere."""
@@ -162,9 +160,7 @@ def read_ownership(sweep_dir: Path) -> Ownership | None:
     """Return it, None where there is none that can be read."""
     try:
         told = json.loads((sweep_dir / OWNERSHIP).read_text(encoding="utf-8"))
-        return Ownership(
-            sweep=str(told["sweep"]), chief=str(told["chief"]), address=str(told["address"])
-        )
+        return Ownership(sweep=str(told["sweep"]), address=str(told["address"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -174,37 +170,6 @@ def write_ownership(sweep_dir: Path, *, address: str) -> Ownership:
 
     Raises TfdistError where the file cannot be written.
     """
-    before = read_ownership(sweep_dir)
-    sweep = before.sweep if before else secrets.token_hex(16)
-    ownership = Ownership(sweep=sweep, chief=secrets.token_hex(16), address=address)
+    ownership = Ownership(sweep=secrets.token_hex(16), address=address)
     write_json(sweep_dir / OWNERSHIP, asdict(ownership))
     return ownership
-
-
-# How two descriptions of a search space differ, in words.
-
-
-def differences(
-    before: list[dict[str, Any]], now: list[dict[str, Any]], *, most: int = 3
-) -> list[str]:
-    """Return what has changed between two descriptions of a space, a few words for each."""
-    old, new = _by_name(before), _by_name(now)
-    said = [f"{name} is new" for name in new if name not in old]
-    said += [f"{name} is gone" for name in old if name not in new]
-    for name in new:
-        for key, value in new[name].items() if name in old else ():
-            if old[name].get(key) != value:
-                said.append(f"{name}.{key}={value!r} (there: {old[name].get(key)!r})")
-    if not said and before != now:
-        said = ["the order of the hyperparameters"]
-    return [*said[:most], f"{len(said) - most} more"] if len(said) > most else said
-
-
-def _by_name(description: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    named = {}
-    for entry in description:
-        config = dict(entry["config"])
-        conditions = [condition["config"] for condition in config.pop("conditions")]
-        scope = "".join(f" if {c['name']} in {c['values']}" for c in conditions)
-        named[f"{config.pop('name')}{scope}"] = {"type": entry["class_name"], **config}
-    return named

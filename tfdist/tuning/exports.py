@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError
-from tfdist.report.sweep import SweepRecord, coordinates, read_sweep
+from tfdist.outputs.sweep_journal import COMPLETED, SweepState, Trial
+from tfdist.report.sweep import coordinates
 from tfdist.tuning.directory import PLOT
-from tfdist.tuning.journal import COMPLETED, SweepState, Trial
 
 # Plot of a sweep: scores, the effect of each hyperparameter, parallel coordinates.
 
@@ -35,19 +35,18 @@ def load_plot() -> None:
         import matplotlib.figure  # noqa: F401
 
 
-def draw_plot(sweep_dir: Path) -> Path | None:
+def draw_plot(state: SweepState, sweep_dir: Path) -> Path | None:
     """Draw the completed trials of a sweep as a PNG in its directory; return its path.
 
     Returns None, and says so in the log, where matplotlib is not installed, no trial is there, or
     the picture cannot be drawn or written: it is no reason for a sweep that is done to fail.
     """
     path = sweep_dir / PLOT
+    if not state.scores:
+        logger.info("no plot: no trial was completed")
+        return None
     try:
-        sweep = read_sweep(sweep_dir)
-        if not sweep.completed:
-            logger.info("no plot: no trial was completed")
-            return None
-        _figure(sweep).savefig(path)
+        _figure(state).savefig(path)
     except ImportError:
         logger.info("no plot: matplotlib is missing; pip install 'tfdist[plots]'")
         return None
@@ -57,63 +56,62 @@ def draw_plot(sweep_dir: Path) -> Path | None:
     return path
 
 
-def _figure(sweep: SweepRecord) -> Any:
+def _figure(state: SweepState) -> Any:
     from matplotlib.figure import Figure  # made by hand: neither pyplot nor a display is touched
 
-    names = sweep.varied[:_MOST_EFFECTS]
+    names = state.varied[:_MOST_EFFECTS]
     rows = -(-len(names) // _COLUMNS)
     figure = Figure(figsize=(13.0, 6.8 + 2.7 * rows), dpi=130, layout="constrained")
     grid = figure.add_gridspec(rows + 2, _COLUMNS, height_ratios=[1.2, *[1.0] * rows, 1.2])
-    _draw_scores(figure.add_subplot(grid[0, :]), sweep)
+    _draw_scores(figure.add_subplot(grid[0, :]), state)
     for number, name in enumerate(names):
         place = grid[1 + number // _COLUMNS, number % _COLUMNS]
-        _draw_effect(figure.add_subplot(place), sweep, name)
-    _draw_parallel(figure.add_subplot(grid[rows + 1, :]), sweep)
-    title = f"{_literal(sweep.tuner)} search, {len(sweep.completed)} trials"
+        _draw_effect(figure.add_subplot(place), state, name)
+    _draw_parallel(figure.add_subplot(grid[rows + 1, :]), state)
+    title = f"{_literal(state.begun['tuner'])} search, {len(state.scores)} trials"
     figure.suptitle(title, fontsize=12)
     return figure
 
 
-def _draw_scores(axes: Any, sweep: SweepRecord) -> None:
-    best, numbers = sweep.best_so_far, range(1, len(sweep.scores) + 1)
-    axes.plot(numbers, sweep.scores, "o", color=_POINTS, ms=5, label="trial")
+def _draw_scores(axes: Any, state: SweepState) -> None:
+    best, numbers = state.best_so_far, range(1, len(state.scores) + 1)
+    axes.plot(numbers, state.scores, "o", color=_POINTS, ms=5, label="trial")
     axes.step(numbers, best, where="post", color=_BEST, label=f"best so far, {best[-1]:.4g}")
     axes.set_xlabel("completed trials, in the order in which they were asked for")
-    axes.set_ylabel(_literal(sweep.objective))
+    axes.set_ylabel(_literal(state.begun["objective"]))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, fontsize=9)
     _plain_axes(axes)
 
 
-def _draw_effect(axes: Any, sweep: SweepRecord, name: str) -> None:
-    known = [trial for trial in sweep.completed if name in trial.hyperparameters]
+def _draw_effect(axes: Any, state: SweepState, name: str) -> None:
+    known = [trial for trial in state.ranked() if name in trial.hyperparameters]
     values = [trial.hyperparameters[name] for trial in known]
     scores = [trial.score for trial in known]
     if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
         pairs = sorted(zip(map(_literal, values), scores, strict=True))
         values, scores = map(list, zip(*pairs, strict=True))
     axes.plot(values, scores, "o", color=_POINTS, ms=4.5, alpha=0.8)
-    if name in sweep.on_log_scale:
+    if name in state.on_log_scale:
         axes.set_xscale("log")
     axes.set_xlabel(_literal(name))
-    axes.set_ylabel(_literal(sweep.objective))
+    axes.set_ylabel(_literal(state.begun["objective"]))
     _plain_axes(axes)
 
 
-def _draw_parallel(axes: Any, sweep: SweepRecord) -> None:
+def _draw_parallel(axes: Any, state: SweepState) -> None:
     """Draw a line for each trial through its values, the better the stronger, the best on top."""
-    found = coordinates(sweep, most=_MOST_EFFECTS)
-    for number, (axis, _) in enumerate(found):
+    found, lines = coordinates(state, most=_MOST_EFFECTS)
+    for number, axis in enumerate(found):
         axes.axvline(number, color="#bbbbbb", lw=0.8, zorder=0)
         for height, text in axis.ticks:
             where = {"va": "center", "fontsize": 7, "color": "#444444"}
             axes.text(number + 0.02, height, _literal(text), **where)
-    lines = list(zip(*(heights for _, heights in found), strict=True))
     for rank, line in reversed([*enumerate(lines)]):
         look = {"color": _POINTS if rank else _BEST, "alpha": 1.0 - 0.7 * rank / len(lines)}
         points = [(x, height) for x, height in enumerate(line) if height is not None]
         axes.plot(*zip(*points, strict=True), "-o", ms=4, lw=1.3, **look)
-    axes.set_xticks(range(len(found)), [_literal(axis.name) for axis, _ in found])
+    axes.set_xticks(range(len(found)), [_literal(axis.name) for axis in found])
     axes.set_yticks([])
     axes.spines[["top", "right", "left"]].set_visible(False)
 
@@ -142,12 +140,6 @@ class HParamsBoard:
     def __init__(self, sweep_dir: Path) -> None:
         self._path = sweep_dir / BOARD
 
-    def load(self) -> None:
-        """Load what `update` writes with, which takes a moment the first time."""
-        import tensorboard.plugins.hparams.api
-        import tensorboard.plugins.scalar.summary_v2
-        import tensorboard.summary.writer.event_file_writer  # noqa: F401
-
     def update(self, state: SweepState) -> None:
         """Bring the directory up to date. Raises TfdistError where it cannot be written."""
         ended = [trial for trial in state.trials.values() if trial.is_over]
@@ -156,8 +148,6 @@ class HParamsBoard:
             return
         objective = str(state.begun.get("objective"))
         try:
-            if not (self._path / "experiment").exists():
-                self._write("experiment", [(0, _experiment(state, objective))], at=time.time())
             for trial in missing:
                 summaries = _summaries(trial, objective)
                 self._write(trial.id, summaries, at=trial.ended_at or time.time())
@@ -178,16 +168,6 @@ class HParamsBoard:
             writer.add_event(event)
         writer.close()
         os.replace(unfinished, self._path / name)
-
-
-def _experiment(state: SweepState, objective: str) -> Any:
-    from tensorboard.plugins.hparams import api
-
-    space = [entry["config"]["name"] for entry in state.begun.get("space", ())]
-    return api.hparams_config_pb(
-        hparams=[api.HParam(name) for name in dict.fromkeys(space)],
-        metrics=[api.Metric(objective, display_name=objective)],
-    )
 
 
 def _summaries(trial: Trial, objective: str) -> list[tuple[int, Any]]:
@@ -228,7 +208,7 @@ MLFLOW_FILE = "mlflow-run"
 def variables_of_trials(
     packages: Collection[str], sweep_dir: Path, *, begun: Mapping[str, Any]
 ) -> Mapping[str, str]:
-    """Return what makes the runs that trials begin children of one, also in a sweep that goes on.
+    """Return the variables that make the runs of trials children of one, also after a restart.
 
     Args:
       packages: the trackers that the trials log to, of which ``mlflow`` and ``wandb`` can.

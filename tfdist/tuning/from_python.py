@@ -27,8 +27,8 @@ from tfdist.errors import (
 )
 from tfdist.launch.options import Program
 from tfdist.launch.target import imports_tensorflow
-from tfdist.tuning import directory, journal, sweep
-from tfdist.tuning.journal import SweepState, Trial
+from tfdist.outputs.sweep_journal import JOURNAL, TRIALS, SweepState, Trial, read
+from tfdist.tuning import sweep
 from tfdist.tuning.options import NONE, RECONNECT_S, RunOptions, require_no_rule
 from tfdist.tuning.oracle import PROJECT, Search, complete_space, default_dir, of_epochs
 from tfdist.tuning.runner import TrialProgram
@@ -72,12 +72,6 @@ def require_fresh(tuner: Any) -> None:
         fix="give the tuner another project_name",
         code="tuner-has-searched",
     )
-
-
-def require_one_rule(tuner: Any, early_stop: str) -> None:
-    """Raise UsageError for a rule beside hyperband's own."""
-    if isinstance(tuner.oracle, keras_tuner.oracles.HyperbandOracle):
-        require_no_rule(early_stop)
 
 
 def require_validation(tuner: Any, fit_kwargs: Mapping[str, Any]) -> None:
@@ -254,7 +248,8 @@ def search(
         rendezvous_token_file=rendezvous_token_file,
         reconnect_s=reconnect_s,
     )
-    require_one_rule(tuner, early_stop)
+    if isinstance(tuner.oracle, keras_tuner.oracles.HyperbandOracle):
+        require_no_rule(early_stop)
     assignment = read_assignment(os.environ)
     if assignment is not None and assignment.belongs_to(options.sweep_dir):
         from tfdist.tuning.inside import run_assigned
@@ -272,7 +267,10 @@ def search(
         _raise_unless_done(exit_code, state, options.sweep_dir)
     else:
         complete_space(tuner)
-    _take_over_results(tuner, options.sweep_dir)
+    if not tuner.oracle.trials:  # the sweep was finished before
+        lines = read(options.sweep_dir / JOURNAL)
+        search_of(tuner, options.sweep_dir, lines[0]).replay(lines)
+    tuner.directory, tuner.project_name = str(options.sweep_dir), PROJECT
 
 
 class TunerSweep(Sweep):
@@ -299,13 +297,13 @@ class TunerSweep(Sweep):
         self.trackers = in_use(fitting.get("callbacks"))
 
     def describe(self) -> dict[str, Any]:
-        """Return what the sweep is; of the arguments of fit, those that JSON has."""
+        """Return the sweep's description; of the arguments of fit, those that JSON has."""
         complete_space(self._tuner)
         tuner, oracle = self._tuner, self._tuner.oracle
         require(
-            isinstance(oracle.objective.name, str) and oracle.objective.direction,
+            not hasattr(oracle.objective, "objectives"),  # which a MultiObjective adds up
             "objective",
-            received=repr(oracle.objective),
+            received=str(oracle.objective),
             expected="one",
             fix="name one metric",
             code="several-objectives",
@@ -320,6 +318,8 @@ class TunerSweep(Sweep):
             code="empty-space",
         )
         names = ("strategy", "workers", "ps", "early_stop")
+        settings = {n: str(getattr(oracle, n)) for n in _SETTINGS if hasattr(oracle, n)}
+        settings["executions_per_trial"] = str(tuner.executions_per_trial)
         return {
             "tuner": type(tuner).__name__,
             "objective": oracle.objective.name,
@@ -329,7 +329,7 @@ class TunerSweep(Sweep):
             # the other tuners it cannot be told whether one was given.
             "seed": (tuner.seed or None) if isinstance(tuner, _TELL_THEIR_SEED) else None,
             "max_trials": oracle.max_trials,
-            "config": {**_settings_of(tuner), **_plain(self._fitting)},
+            "config": {"tuner": settings, **_plain(self._fitting)},
             "space": space,
         }
 
@@ -337,7 +337,7 @@ class TunerSweep(Sweep):
         return search_of(self._tuner, self.options.sweep_dir, begun)
 
     def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> dict[str, str]:
-        """Return what a trial is told; it has the checkpoints of the trial that it continues.
+        """Return the assignment of a trial; it has the checkpoints of the trial that it continues.
 
         The best is trained from the beginning, hyperband's in full.
         """
@@ -345,7 +345,7 @@ class TunerSweep(Sweep):
         run_dir = first = sweep_dir / RETRAINED
         values = dict(trial.values)
         if not is_best:
-            trials = sweep_dir / directory.TRIALS
+            trials = sweep_dir / TRIALS
             run_dir, first = trials / trial.id, trials / _first_of(trial.id, oracle)
         elif "tuner/epochs" in values:
             values |= {"tuner/epochs": oracle.max_epochs, "tuner/initial_epoch": 0}
@@ -379,14 +379,8 @@ def _trial_program() -> TrialProgram:
     )
 
 
-def _settings_of(tuner: Any) -> dict[str, str]:
-    oracle = tuner.oracle
-    there = {f"tuner.{n}": str(getattr(oracle, n)) for n in _SETTINGS if hasattr(oracle, n)}
-    return {**there, "tuner.executions_per_trial": str(tuner.executions_per_trial)}
-
-
 def _plain(fitting: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what JSON has, and changes a trial."""
+    """Return the arguments of fit that JSON has and that change a trial."""
     kinds = (bool, int, float, str)
     return {k: v for k, v in fitting.items() if isinstance(v, kinds) and k != "verbose"}
 
@@ -417,14 +411,6 @@ def _raise_unless_done(exit_code: int, state: SweepState, sweep_dir: Path) -> No
             log = sweep_dir / RETRAINED / "launch.log"
             why = f"the best trial could not be trained again; {log} says why"
         raise TfdistError(f"sweep {sweep_dir}: {why}")
-
-
-def _take_over_results(tuner: Any, sweep_dir: Path) -> None:
-    """Leave the tuner as its own search would, with the results of the sweep."""
-    if not tuner.oracle.trials:  # the sweep was finished before
-        lines = journal.read(sweep_dir / directory.JOURNAL)
-        search_of(tuner, sweep_dir, lines[0]).replay(lines)
-    tuner.directory, tuner.project_name = str(sweep_dir), PROJECT
 
 
 def _first_of(trial: str, oracle: Any) -> str:

@@ -76,12 +76,12 @@ class LeaseGuard:
         self._asked: set[int] = set()
 
     def renew(self, at_s: float) -> None:
-        """The chief has heard of the runner at this time, or has not begun to wait for it."""
+        """Note that the chief had heard of the runner at this time, or did not wait for it yet."""
         self._renewed_s = max(self._renewed_s, at_s)
         self._asked.clear()
 
     def due(self, watched: set[int], at_s: float) -> list[tuple[int, signal.Signals]]:
-        """Return whom to send what."""
+        """Return the signals that are due, each with the one of `watched` that is to get it."""
         if at_s >= self._renewed_s + KILL_AFTER_S:
             return [(one, signal.SIGKILL) for one in watched]
         if at_s < self._renewed_s + SAVE_AFTER_S:
@@ -91,7 +91,7 @@ class LeaseGuard:
 
 
 def guard_lease() -> None:
-    """Do what the runner says; when it is gone, go on until its trials have ended."""
+    """Follow the runner's lines; when it is gone, go on until its trials have ended."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)  # they are for the runner
     guard, said = LeaseGuard(now_s()), b""

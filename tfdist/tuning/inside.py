@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ class _TrialFit:
         return history
 
     def summary(self) -> dict[str, Any]:
-        """Return what there is to say of the last model that was fitted."""
+        """Return the summary of the last model that was fitted."""
         if self.model is None:
             return {}
         job = current_job()
@@ -285,7 +285,7 @@ class HyperModel(keras_tuner.HyperModel):
 
     def fit(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         _require_one_process_or_trial(self._fit)
-        kwargs["callbacks"] = _fitting(kwargs.get("callbacks") or [])
+        kwargs["callbacks"] = [_replaced(one) for one in kwargs.get("callbacks") or []]
         with _routed(model, self._fit):
             return self._inner.fit(hp, model, *args, **kwargs)
 
@@ -300,10 +300,6 @@ def _routed(model: keras.Model, fit: Callable[..., Any]) -> Iterator[None]:
     finally:
         for name in ours:
             object.__delattr__(model, name)
-
-
-def _fitting(callbacks: Sequence[Any]) -> list[Any]:
-    return [_replaced(callback) for callback in callbacks]
 
 
 def _replaced(callback: Any) -> Any:

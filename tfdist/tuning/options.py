@@ -62,11 +62,8 @@ class RunOptions:
         require_one_of("--strategy", self.strategy, STRATEGIES)
         require_one_of("--early_stop", self.early_stop, EARLY_STOPS)
         _require_least(0 if self.serve else 1, parallel_trials=self.parallel_trials)
-        _require_least(
-            1, workers=self.workers, ps=self.ps, max_failed_trials=self.max_failed_trials
-        )
-        _require_least(1, devices_per_worker=self.devices_per_worker)
-        _require_least(1, backup_every_steps=self.backup_every_steps)
+        names = ("workers", "ps", "max_failed_trials", "devices_per_worker", "backup_every_steps")
+        _require_least(1, **{name: getattr(self, name) for name in names})
         mutually_exclusive(
             {"--join": self.join, "--serve": self.serve},
             fix="give --serve to the sweep's chief, and --join to its runners",
@@ -135,7 +132,7 @@ class Show:
 
 
 def parse(argv: Sequence[str]) -> SweepOptions | Show:
-    """Return what the command line asks for; ``--help`` prints and raise SystemExit(0).
+    """Return the options of the command line; ``--help`` prints and raises SystemExit(0).
 
     Raises UsageError for anything that cannot be.
     """

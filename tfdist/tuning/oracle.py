@@ -17,7 +17,6 @@ import gc
 import json
 import logging
 import runpy
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -260,11 +259,15 @@ class Search:
         oracle.save = oracle._save_trial = _not_yet  # `publish` does, after the journal
 
     def ask(self) -> NextTrial:
-        """Return what to do next."""
+        """Return the next trial, or that there is none now."""
         number = 0
         while f"runner-{number}" in self._oracle.ongoing_trials:
             number += 1
-        return self._ask(f"runner-{number}")
+        trial = self._oracle.create_trial(f"runner-{number}")
+        if trial.status != RUNNING:
+            return NextTrial(status=trial.status)
+        values = dict(trial.hyperparameters.values)
+        return NextTrial(status=RUNNING, trial=trial.trial_id, values=values)
 
     def tell(
         self, trial: str, *, status: str, history: Iterable[Mapping[str, float]], reason: str
@@ -289,7 +292,7 @@ class Search:
         for line in lines:
             if line["event"] == "asked":
                 self._recorded, self._is_last = line, line is asked[-1] if asked else False
-                self._ask(line["asker"])
+                self.ask()
                 self._recorded = None
             elif line["event"] == "ended":
                 self.tell(
@@ -308,21 +311,12 @@ class Search:
         """
         with one_line_errors(self._project):
             self._project.mkdir(exist_ok=True)
-            if trials is None:
-                self._remove_unknown()
             for name in self._oracle.trials if trials is None else trials:
                 directory = self._project / f"trial_{name}"
                 directory.mkdir(exist_ok=True)
                 _write(directory / "trial.json", self._oracle.trials[name].get_state())
             _write(self._project / "oracle.json", self._oracle.get_state())
             _write(self._project / "tuner0.json", {})
-
-    def _ask(self, asker: str) -> NextTrial:
-        trial = self._oracle.create_trial(asker)
-        if trial.status != RUNNING:
-            return NextTrial(status=trial.status, asker=asker)
-        values = dict(trial.hyperparameters.values)
-        return NextTrial(status=RUNNING, asker=asker, trial=trial.trial_id, values=values)
 
     def _populate_space(self, trial_id: str) -> dict[str, Any]:
         """The oracle's own answer; in a replay, the recorded one where they differ."""
@@ -351,12 +345,6 @@ class Search:
         if answer["status"] == RUNNING:
             self._oracle._populate_next.append(trial_id)
         return answer
-
-    def _remove_unknown(self) -> None:
-        """Remove trials that a killed chief had published and the journal does not know."""
-        for directory in self._project.glob("trial_*"):
-            if directory.name.removeprefix("trial_") not in self._oracle.trials:
-                shutil.rmtree(directory)
 
 
 def make_oracle(
@@ -454,7 +442,7 @@ def of_epochs(tuner: Any) -> str | None:
 
 
 def unreported(objective: str, there: Iterable[str]) -> UsageError:
-    """Return what to raise where a trial reports only these."""
+    """Return the error of a trial that reports only these metrics."""
     there = list(there)
     return UsageError(
         "objective",

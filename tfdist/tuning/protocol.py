@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,10 +22,9 @@ from tfdist.launch.multihost import agreement
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.multihost.connection import resolve
 from tfdist.launch.multihost.rendezvous import listen
+from tfdist.outputs.sweep_journal import TRIALS, Slot
 from tfdist.tuning import trial_job
-from tfdist.tuning.directory import TRIALS
 from tfdist.tuning.exports import OF_TRACKERS
-from tfdist.tuning.journal import Slot
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob
@@ -73,7 +71,7 @@ def sweep_address_of(
 
 
 def listener_of(address: str) -> socket.socket:
-    """Return what listens at the address of ``--serve``, and at no other.
+    """Return a socket that listens at the address of ``--serve``, and at no other.
 
     Raises UsageError where this machine does not have it, or something else listens there.
     """
@@ -152,7 +150,6 @@ def encode_job(job: TrialJob) -> Message:
         "lease": job.lease,
         "place": job.slot.number,
         "run": job.run_dir.name,
-        "continues": job.continues,
         "flags": list(job.flags),
         "variables": dict(job.variables),
         "goal": dataclasses.asdict(job.goal),
@@ -162,11 +159,11 @@ def encode_job(job: TrialJob) -> Message:
 def decode_job(told: Any, *, sweep_dir: Path) -> TrialJob:
     """Return the trial of a message; raise ValueError for what no chief would say."""
     flags, variables = tuple(map(str, told["flags"])), dict(told["variables"])
-    run, continues, goal = str(told["run"]), told["continues"], told["goal"]
+    run, goal = str(told["run"]), told["goal"]
     if (
         not all(flag.startswith("--config.") for flag in flags)
         or variables.keys() - {trial_job.VARIABLE, *OF_TRACKERS}
-        or not all(map(_is_name, [run, "0" if continues is None else continues]))
+        or (not run or run.startswith(".") or "/" in run)  # a directory among the trials
     ):
         raise ValueError("it is no trial of this sweep")
     return TrialJob(
@@ -175,17 +172,11 @@ def decode_job(told: Any, *, sweep_dir: Path) -> TrialJob:
         variables=variables,
         goal=Goal(**{**goal, "medians": tuple(goal["medians"])}),
         slot=Slot(number=int(told["place"])),
-        continues=continues,
     )
 
 
-def _is_name(run: str) -> bool:
-    """Return whether it is a directory among the trials, and nothing else."""
-    return bool(run) and run == os.path.basename(run) and not run.startswith(".")
-
-
 def encode_outcome(outcome: Outcome) -> Message:
-    """Return what became of a trial as a message."""
+    """Return the outcome of a trial as a message."""
     return {"kind": type(outcome).__name__.lower(), **dataclasses.asdict(outcome)}
 
 

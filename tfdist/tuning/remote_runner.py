@@ -23,12 +23,11 @@ from tfdist.launch.events import STOP_SIGNALS, SignalPipe, exit_code_for
 from tfdist.launch.multihost.connection import Violation, WrongToken
 from tfdist.launch.multihost.rendezvous import Joining, Member
 from tfdist.tuning import directory, guard, protocol
-from tfdist.tuning.directory import TRIALS
 from tfdist.tuning.guard import SAVE_AFTER_S, LeaseGuardClient
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.protocol import ALIVE, ANY_RANK, LEASE_S, Lease, Message, SweepAddress
-from tfdist.tuning.runner import LOG, LaunchedTrial, LauncherRunner, ends_of
-from tfdist.tuning.trial_job import Failed, Killed, Outcome, TrialJob
+from tfdist.tuning.runner import LaunchedTrial, LauncherRunner, ends_of
+from tfdist.tuning.trial_job import Failed, Killed, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +42,9 @@ class _Held:
     running: LaunchedTrial | None = None
     is_watched: bool = False
     is_stopped: bool = False
-    """It was asked to save and end, and not because of itself."""
+    """It was stopped, with the save, for a reason that is not its own."""
     is_lost: bool = False
-    """The lease is another's: it is killed, and nobody is told."""
+    """The lease is another's: it is killed, and its end is not reported."""
     outcome: Outcome | None = None
 
     def stop(self) -> None:
@@ -95,7 +94,7 @@ class RemoteRunner:
                 self._chief.close()
 
     def _code(self) -> int | None:
-        """Return what to end with, None while there is more to do."""
+        """Return the exit code, None while there is more to do."""
         if self._asked is not None and not any(held.running for held in self._held.values()):
             is_late = self._clock() - self._asked_s > _LAST_WORDS_S
             if not self._held or not self._chief.is_there or is_late:
@@ -119,12 +118,10 @@ class RemoteRunner:
         poll.poll(_LOOK_S * 1000)
 
     def go_on(self, wake_fds: Sequence[int] = ()) -> None:
-        """Do what there is to do, without waiting."""
+        """Handle messages and trials once, without waiting."""
         for message in self._chief.turn(wake_fds):
             try:
                 self._obey(message)
-            except UsageError:  # a ValueError, too, but ours
-                raise
             except protocol.NO_SENSE:
                 logger.debug("not understood: %s", message)
         for lease, held in list(self._held.items()):
@@ -154,7 +151,7 @@ class RemoteRunner:
                 self.exit_code = code if 0 <= code < 256 else EXIT_FAILED
 
     def _present(self) -> None:
-        """Report who we are, which leases we hold, and what has ended meanwhile."""
+        """Report our name, the leases we hold, and the outcomes of trials that have ended."""
         logger.info("the chief at %s is there", self._chief.address)
         holds = [list(lease) for lease, held in self._held.items() if not held.is_lost]
         places = 0 if self._asked is not None else self._options.parallel_trials
@@ -172,7 +169,6 @@ class RemoteRunner:
             held.outcome = Failed(reason=f"its runner does not take it: {error}")
             self._report(lease, held)
             return
-        self._require_shared(lease, job)
         try:
             if self._asked is not None:
                 held.outcome = Killed(reason="its runner was asked to stop", counts=False)
@@ -186,26 +182,6 @@ class RemoteRunner:
         except UsageError as error:
             held.outcome = Failed(reason=str(error))
         self._report(lease, held)
-
-    def _require_shared(self, lease: Lease, job: TrialJob) -> None:
-        """Refuse to go on with a trial of which nothing is here: it would begin anew.
-
-        Raises UsageError, which ends us; the chief hears why, and gives the trial to another.
-        """
-        trials = self._options.sweep_dir / TRIALS
-        if job.continues is None or (trials / job.continues / LOG).exists():
-            return
-        error = UsageError(
-            f"{trials / job.continues} on {socket.gethostname()}",
-            received=f"nothing of the trial that trial {lease[0]} continues",
-            expected="what the runner before has written: the same directory on all hosts",
-            fix=f"mount {trials} from where the others have it",
-            code="not-shared",
-        )
-        self._held[lease].outcome = Killed(reason=str(error))
-        self._chief.send({"leaving": True})
-        self._report(lease, self._held[lease])
-        raise error
 
     def _drop(self, lease: Lease) -> None:
         """The lease is lost: another may run the trial, so it is not even saved."""
@@ -297,14 +273,13 @@ class ChiefClient:
         self._renew = renew
         self._clock = clock
         self._member: Member | None = None
-        self._sweep: str | None = None
         self.is_there = False
         self._lost_s = self._renewed_s = clock()
         self._next_s = self._said_s = 0.0
 
     @property
     def fds(self) -> list[int]:
-        """Return what to watch."""
+        """Return the descriptors to watch."""
         return [self._member.fileno()] if self._member else []
 
     @property
@@ -318,7 +293,7 @@ class ChiefClient:
         return self._clock() - self._lost_s if self._member is None else 0.0
 
     def turn(self, wake_fds: Sequence[int] = ()) -> list[Message]:
-        """Return what the chief says; its first word is ``sweep``, when it is known to be ours.
+        """Return the chief's messages; the first is ``sweep``, by which it is known to be ours.
 
         Raises:
           UsageError: it has another token, or directory, or differs from us.
@@ -331,7 +306,7 @@ class ChiefClient:
         heard = [one for one in self._member.take_messages() if not self._is_beat(one)]
         for message in heard:
             if "sweep" in message:
-                self._check(str(message["sweep"]), chief=str(message.get("chief")))
+                self._check(str(message["sweep"]))
         if self._clock() - self._said_s >= _ALIVE_EVERY_S:
             self._said_s = self._clock()
             self._member.send({ALIVE: self._said_s})
@@ -360,10 +335,9 @@ class ChiefClient:
             self._renewed(float(message[ALIVE]))
         return True
 
-    def _come(self, wake_fds: Sequence[int]) -> None:
-        began_s = self._clock()
+    def _joining(self) -> Joining:
         host, port = split_address(self.address)
-        joining = Joining(
+        return Joining(
             host,
             port,
             source=None,
@@ -373,6 +347,9 @@ class ChiefClient:
             timeout_s=LEASE_S,
             clock=self._clock,
         )
+
+    def _come(self, wake_fds: Sequence[int]) -> None:
+        began_s, joining = self._clock(), self._joining()
         try:
             self._member = joining.attempt(wake_fds)
         except WrongToken:
@@ -389,7 +366,7 @@ class ChiefClient:
         found = directory.read_ownership(self._sweep_dir)
         if found is None or found.address == self.address:
             self._renewed(at_s)
-        elif found.sweep == self._sweep:
+        else:
             logger.info("the chief is at %s now", found.address)
             self.address = found.address
 
@@ -397,10 +374,10 @@ class ChiefClient:
         self._renewed_s = max(self._renewed_s, at_s)
         self._renew(at_s)
 
-    def _check(self, sweep: str, *, chief: str) -> None:
-        """Make sure that the chief has the directory that we have, and our sweep."""
+    def _check(self, sweep: str) -> None:
+        """Make sure that the chief has the directory that we have."""
         found = directory.read_ownership(self._sweep_dir)
-        if found is None or (found.sweep, found.chief) != (sweep, chief):
+        if found is None or found.sweep != sweep:
             raise UsageError(
                 "--sweep_dir",
                 received=f"{self._sweep_dir}, which is not that of the chief at {self.address}",
@@ -408,13 +385,4 @@ class ChiefClient:
                 fix="mount it at this path on this host too",
                 code="not-shared",
             )
-        if self._sweep not in (None, sweep):
-            raise UsageError(
-                "--sweep_dir",
-                received=f"{self._sweep_dir}, where another sweep has begun meanwhile",
-                expected="the sweep that this runner had come to",
-                fix="start the runner again",
-                code="another-sweep",
-            )
-        self._sweep = sweep
         self.is_there = True

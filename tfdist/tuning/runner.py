@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError
+from tfdist.files import one_line_errors
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.guardian import bound_command
 from tfdist.outputs.run_directory import RunDirectory, read_json
-from tfdist.tuning.journal import Slot
+from tfdist.outputs.sweep_journal import Slot
 from tfdist.tuning.trial_job import (
     Completed,
     Failed,
@@ -131,7 +132,7 @@ class LauncherRunner:
 
 
 def ends_of(running: Iterable[Any]) -> select.poll:
-    """Return what wakes when a trial here ends."""
+    """Return a poll object that wakes when a trial here ends."""
     poll = select.poll()  # a program may have more files open than `select` can tell of
     for trial in running:
         if trial.pidfd is not None:
@@ -147,8 +148,6 @@ class LaunchedTrial:
         self._job = job
         self._log = job.run_dir / LOG
         self._process: subprocess.Popen[bytes] | None = None
-        self._found: Outcome | None = None
-        """What who held the directory before has come to."""
         self._log_from = 0
         self._report_before: int | None = None
         self._since_s = time.monotonic()
@@ -157,7 +156,8 @@ class LaunchedTrial:
         self._is_unwanted = False
         self._timed_out = False
         self.pidfd: int | None = None
-        self._try_to_start()
+        if not job.is_written:
+            self._start()
 
     def poll(self) -> Outcome | None:
         if self._process is None:
@@ -201,35 +201,25 @@ class LaunchedTrial:
         return ended(status, report=self._report(), last_lines=last_lines)
 
     def _wait_for_directory(self) -> Outcome | None:
-        if self._found is None and not self._is_unwanted:
-            self._try_to_start()
-        if self._found is not None:
-            return self._found
-        if self._is_unwanted:
-            return Killed(reason="the sweep was asked to stop")
-        if self._process is None and time.monotonic() - self._since_s > _LOCKED_AT_MOST_S:
-            return Killed(reason=f"another job runs in {self._job.run_dir}")
-        return None
-
-    def _try_to_start(self) -> None:
         """Start the launcher, once what an earlier chief had started has let go, and is not done.
 
         Raises TfdistError where this machine cannot; another one may.
         """
-        if self._job.is_written:
-            return
-        self._found = self._runner.outcome(self._job)
-        if self._found is not None:
-            return
-        try:
+        if self._is_unwanted:
+            return Killed(reason="the sweep was asked to stop")
+        if not self._job.is_written:
+            if outcome := self._runner.outcome(self._job):
+                return outcome
             self._start()
-        except OSError as error:
-            raise TfdistError(f"{self._job.run_dir}: {error.strerror or error}") from error
+        elif time.monotonic() - self._since_s > _LOCKED_AT_MOST_S:
+            return Killed(reason=f"another job runs in {self._job.run_dir}")
+        return None
 
     def _start(self) -> None:
-        self._job.run_dir.mkdir(parents=True, exist_ok=True)
-        self._report_before = self._report_time()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(one_line_errors(self._job.run_dir))
+            self._job.run_dir.mkdir(parents=True, exist_ok=True)
+            self._report_before = self._report_time()
             log = stack.enter_context(open(self._log, "ab"))
             fds = [stack.enter_context(w.connect()).fileno() for w in (self._runner.warm,) if w]
             self._log_from = log.tell()

@@ -17,9 +17,20 @@ from rich.text import Text
 from tfdist.errors import require
 from tfdist.files import is_held
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.tuning import directory, exports, journal
+from tfdist.outputs.sweep_journal import (
+    COMPLETED,
+    FAILED,
+    JOURNAL,
+    LOCK,
+    TRIALS,
+    WAITING,
+    SweepState,
+    Trial,
+    fold,
+    read,
+)
+from tfdist.tuning import directory, exports
 from tfdist.tuning.exports import HParamsBoard
-from tfdist.tuning.journal import COMPLETED, FAILED, WAITING, SweepState, Trial, fold
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +94,6 @@ class SweepScreen:
         if not self._has_ticked:  # the first trials begin: what takes a moment keeps nobody waiting
             self._has_ticked = True
             exports.load_plot()
-            if self._board is not None:
-                self._board.load()
         if self._has_changed:
             self._write(state)
 
@@ -92,7 +101,7 @@ class SweepScreen:
         """The sweep has ended or was asked to stop: the leaderboard, and the picture."""
         self._stop_live()
         self._write(state)
-        path = exports.draw_plot(self._sweep_dir)
+        path = exports.draw_plot(state, self._sweep_dir)
         leaderboard(state, self._sweep_dir, console=self._console)
         if path is not None:
             self._say(f"plot: {path}")
@@ -184,7 +193,7 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
         "virtual_epochs": trial.until,
         "stopped_at": trial.stopped_at,
         "hyperparameters": trial.hyperparameters,
-        "run_dir": f"{directory.TRIALS}/{trial.run}",
+        "run_dir": f"{TRIALS}/{trial.run}",
         "starts": trial.starts,
         "reason": trial.reason,
         "last_lines": list(trial.last_lines),
@@ -195,7 +204,7 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
 
 def _last_line(trial: Trial, sweep_dir: Path) -> Mapping[str, Any]:
     """Return the metrics of the last virtual epoch that a trial has done so far."""
-    lines = RunDirectory(sweep_dir / directory.TRIALS / trial.run).read_metrics()
+    lines = RunDirectory(sweep_dir / TRIALS / trial.run).read_metrics()
     return lines[-1] if lines else {}
 
 
@@ -234,13 +243,13 @@ def _console() -> Console:
 
 def show(path: Path) -> None:
     """Print the sweep in a directory and write nothing; raise UsageError where there is none."""
-    lines = journal.read(path / directory.JOURNAL)
+    lines = read(path / JOURNAL)
     require(
         lines,
         "--show",
         received=f"{path}, where no sweep is",
-        expected=f"a sweep directory, with {directory.JOURNAL}",
+        expected=f"a sweep directory, with {JOURNAL}",
         fix="give the --sweep_dir of the sweep",
         code="no-sweep",
     )
-    leaderboard(fold(lines), path, is_running=is_held(path / directory.LOCK))
+    leaderboard(fold(lines), path, is_running=is_held(path / LOCK))

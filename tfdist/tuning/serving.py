@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, News, PeerJoined
+from tfdist.outputs.sweep_journal import HERE, Slot
 from tfdist.tuning import protocol
 from tfdist.tuning.directory import Ownership
-from tfdist.tuning.journal import HERE, Slot
 from tfdist.tuning.protocol import ALIVE, ANY_RANK, LEASE_S, Lease, Message
 from tfdist.tuning.runner import ends_of
 from tfdist.tuning.trial_job import (
@@ -116,7 +116,7 @@ class ServingRunner:
 
     def _grant(self, job: TrialJob, *, lease_ends_s: float = math.inf) -> RemoteTrial:
         """Let a runner run a trial; until then if it does not come, else while it is there."""
-        self._trials[job.trial] = RemoteTrial(self, job, lease_ends_s=lease_ends_s)
+        self._trials[job.trial] = RemoteTrial(self._server, job, lease_ends_s=lease_ends_s)
         return self._trials[job.trial]
 
     def _leased_to(self, rank: int) -> list[RemoteTrial]:
@@ -125,7 +125,9 @@ class ServingRunner:
     def _under(self, lease: Lease, *, rank: int) -> RemoteTrial | None:
         """Return the trial that a runner has under this lease, and of which it may report."""
         trial = self._trials.get(lease[0])
-        return trial if trial in self._leased_to(rank) and trial.lease == lease else None
+        if trial is None or not trial.is_leased or trial.job.slot.runner != rank:
+            return None
+        return trial if trial.lease == lease else None
 
     def _name_of(self, rank: int) -> str:
         """Return how to call a runner; a chief before this one may have known its name."""
@@ -136,8 +138,7 @@ class ServingRunner:
             case PeerJoined():
                 for trial in self._leased_to(news.rank):  # it may hold all that it had
                     trial.lease_ends_s = math.inf
-                told = {"sweep": self._ownership.sweep, "chief": self._ownership.chief}
-                self._server.send(news.rank, told)
+                self._server.send(news.rank, {"sweep": self._ownership.sweep})
             case Differs():
                 logger.warning("a runner was sent away: %s", "; ".join(news.what))
             case Lost():
@@ -184,24 +185,14 @@ class ServingRunner:
         else:
             self._server.send(rank, {"drop": list(lease)})
 
-    def stop(self, trial: RemoteTrial) -> None:
-        """Have a trial stopped, where its runner is there; else when it comes back."""
-        self._server.send(trial.job.slot.runner, {"stop": list(trial.lease)})
-
-    def taken(self, trial: RemoteTrial) -> None:
-        """The outcome is written down: who has reported it may forget it."""
-        if trial.is_leased:
-            self._server.send(trial.job.slot.runner, {"taken": list(trial.lease)})
-        self._trials.pop(trial.job.trial, None)
-
 
 class RemoteTrial:
     """A trial that a runner elsewhere has, and the lease that it has it under."""
 
     pidfd = None
 
-    def __init__(self, serving: ServingRunner, job: TrialJob, *, lease_ends_s: float) -> None:
-        self._serving = serving
+    def __init__(self, server: RunnerServer, job: TrialJob, *, lease_ends_s: float) -> None:
+        self._server = server
         self.job = job
         self.lease: Lease = (job.trial, job.lease)
         self.lease_ends_s = lease_ends_s
@@ -222,11 +213,15 @@ class RemoteTrial:
         return self._outcome
 
     def stop(self) -> None:
+        """Have it stopped, where its runner is there; else when that comes back."""
         self.is_unwanted = True
-        self._serving.stop(self)
+        self._server.send(self.job.slot.runner, {"stop": list(self.lease)})
 
     def taken(self) -> None:
-        self._serving.taken(self)
+        """The outcome is written down: the runner that has reported it may forget it."""
+        if self.is_leased:
+            self._server.send(self.job.slot.runner, {"taken": list(self.lease)})
+        self.is_leased = False
 
 
 # Server for a sweep's runners, in its own thread: the chief may be busy for seconds.
@@ -268,11 +263,11 @@ class RunnerServer:
         self._thread.start()
 
     def fileno(self) -> int:
-        """Return what is readable when there is news."""
+        """Return the descriptor that is readable when there is news."""
         return self._has_news
 
     def take_news(self) -> list[News]:
-        """Return what has happened since the last call; raise what has ended the thread."""
+        """Return the news since the last call; raise the error that has ended the thread."""
         if self._failure is not None:
             raise self._failure
         with contextlib.suppress(BlockingIOError):

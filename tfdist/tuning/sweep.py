@@ -5,28 +5,34 @@ from __future__ import annotations
 import logging
 import os
 import random
-import signal
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped
 from tfdist.files import one_line_errors
-from tfdist.launch.events import STOP_SIGNALS
+from tfdist.launch.events import SignalPipe
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.multihost.hosts import environment_of_tasks
 from tfdist.launch.plan import Machine, this_machine
 from tfdist.outputs.run_directory import RunDirectory
+from tfdist.outputs.sweep_journal import JOURNAL, Journal, SweepState, Trial, fold
 from tfdist.tuning import directory
-from tfdist.tuning.chief import Chief, SweepPlan, TrialSource
+from tfdist.tuning.chief import (
+    KILLS_AT_MOST,
+    POLL_S,
+    Chief,
+    Signals,
+    SweepPlan,
+    stop_signal_of,
+)
 from tfdist.tuning.exports import HParamsBoard, variables_of_trials
 from tfdist.tuning.guard import LeaseGuardClient
-from tfdist.tuning.journal import Journal, SweepState, Trial, fold, read
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.protocol import listener_of, sweep_address_of
 from tfdist.tuning.remote_runner import ChiefClient, RemoteRunner
@@ -35,6 +41,9 @@ from tfdist.tuning.screen import SweepScreen, leaderboard
 from tfdist.tuning.serving import RunnerServer, ServingRunner
 from tfdist.tuning.trial_job import Completed, Failed, Goal, Outcome, Runner, TrialJob
 
+if TYPE_CHECKING:  # it loads KerasTuner, and with it TensorFlow
+    from tfdist.tuning.oracle import Search
+
 logger = logging.getLogger(__name__)
 
 RETRAINED = "best"
@@ -42,7 +51,7 @@ RETRAINED = "best"
 
 
 class Sweep(ABC):
-    """A sweep as it was asked for: who chooses its trials, and what these run.
+    """A sweep as requested: the search that chooses its trials, and the program these run.
 
     Raises UsageError for an address at which there is no token.
     """
@@ -65,15 +74,15 @@ class Sweep(ABC):
 
     @abstractmethod
     def describe(self) -> Mapping[str, Any]:
-        """Return what it is, as JSON: a sweep that differs in it is another one.
+        """Return its description as JSON: a sweep that differs in it is another one.
 
         It may take seconds, in which the trials' imports are done as well. Raises UsageError for
         one that cannot be.
         """
 
     @abstractmethod
-    def search(self, begun: Mapping[str, Any]) -> TrialSource:
-        """Return who chooses, from what the journal begins with: every trial is yet to come."""
+    def search(self, begun: Mapping[str, Any]) -> Search:
+        """Return the search, from the journal's first line and before any trial."""
 
     def flags_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> tuple[str, ...]:
         """Return the ``--config.field=value`` of a trial.
@@ -83,15 +92,13 @@ class Sweep(ABC):
         return ()
 
     def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> Mapping[str, str]:
-        """Return what is added to the environment of a trial; `is_best` as in `flags_of`."""
+        """Return the variables of a trial, added to its environment; `is_best` as in `flags_of`."""
         return {}
 
     def plan(self, begun: Mapping[str, Any]) -> SweepPlan:
         """Return how the trials are run, of a sweep that began so."""
         return SweepPlan(
             sweep_dir=self.options.sweep_dir,
-            objective=begun["objective"],
-            direction=begun["direction"],
             max_epochs=self.max_epochs,
             max_failed_trials=self.options.max_failed_trials,
             early_stop=self.options.early_stop,
@@ -123,12 +130,11 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
         stack.enter_context(directory.chief_lock(sweep_dir))
         directory.require_own(sweep_dir)
         stack.callback(sweep.runner.close)
-        if _may_have_trials(sweep):
-            sweep.runner.warm_up()
+        sweep.runner.warm_up()
         description = sweep.describe()
         if sweep.options.overwrite:
             directory.set_aside(sweep_dir)
-        journal = Journal(sweep_dir / directory.JOURNAL, time_of_day=time.time)
+        journal = Journal(sweep_dir / JOURNAL, time_of_day=time.time)
         _begin_journal(sweep, journal, description)
         if sweep.trackers:
             sweep.tracked = variables_of_trials(sweep.trackers, sweep_dir, begun=journal.lines[0])
@@ -136,9 +142,9 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
         if exit_code == EXIT_OK and sweep.options.retrain_best and state.ranked():
             best = state.ranked()[0]
             begin_retraining(sweep_dir, journal, state, best=best.id)
-            retraining = Retraining(sweep.runner, sweep.retraining(best, state.begun))
-            with _stop_signals_to(retraining):
-                exit_code = retraining.run()
+            with SignalPipe() as signals:
+                job = sweep.retraining(best, state.begun)
+                exit_code = retrain(sweep.runner, job, signals=signals.read)
         return exit_code, state
 
 
@@ -154,17 +160,18 @@ def _trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
         search = sweep.search(journal.lines[0])
         search.replay(journal.lines)
         search.publish()
-        with SweepScreen(sweep_dir, board=HParamsBoard(sweep_dir)) as screen:
+        board = HParamsBoard(sweep_dir)
+        with SweepScreen(sweep_dir, board=board) as screen, SignalPipe() as signals:
             chief = Chief(
                 sweep.plan(state.begun),
                 search=search,
                 journal=journal,
                 runner=serving or sweep.runner,
                 observer=screen,
+                signals=signals.read,
             )
             screen.begin(chief.state)
-            with _stop_signals_to(chief):
-                exit_code = chief.run()
+            exit_code = chief.run()
             screen.end(chief.state)
     finally:
         if serving is not None:
@@ -184,12 +191,6 @@ def _serving(sweep: Sweep) -> ServingRunner | None:
     return ServingRunner(sweep.runner, server, ownership=ownership)
 
 
-def _may_have_trials(sweep: Sweep) -> bool:
-    """Return False if the journal already shows the sweep finished."""
-    options = sweep.options
-    return options.overwrite or not fold(read(options.sweep_dir / directory.JOURNAL)).is_complete
-
-
 def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> None:
     """Write down which sweep this is now, or make sure that it is the one that was."""
     if not journal.lines:
@@ -200,25 +201,6 @@ def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> No
     directory.require_same(sweep.options.sweep_dir, before, now)
     if before["max_trials"] != now["max_trials"]:
         journal.add("extended", max_trials=now["max_trials"])
-
-
-@contextmanager
-def _stop_signals_to(stoppable: Chief | Retraining) -> Iterator[None]:
-    """Have signals ask for a stop, but those that are ignored, as of nohup; give them back."""
-    before = {
-        signum: signal.signal(signum, lambda received, _: stoppable.stop(received))
-        for signum in STOP_SIGNALS
-        if signal.getsignal(signum) != signal.SIG_IGN
-    }
-    # Ignored, it would keep from us how the trials have ended.
-    before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 # What runs the trials on this host, for the chief and its runners.
@@ -240,7 +222,7 @@ def join(options: RunOptions, program: TrialProgram, environ: Mapping[str, str])
 def runner_of(
     options: RunOptions, program: TrialProgram, environ: Mapping[str, str]
 ) -> LauncherRunner:
-    """Return what runs the trials on this machine."""
+    """Return the runner of trials on this machine."""
     environ = environment_of_tasks(environ)
     machine = this_machine(environ)
     return LauncherRunner(
@@ -257,7 +239,7 @@ def runner_of(
 def _fork_template(
     options: RunOptions, program: TrialProgram, *, machine: Machine, environ: Mapping[str, str]
 ) -> ForkTemplate | None:
-    """Return what imports once for all trials; None where a GPU may be, which no fork survives."""
+    """Return the process that imports once for all trials; None where a fork would break a GPU."""
     if program.imports is None or machine.gpus or machine.has_gpu_driver:
         return None
     log = directory.FORK_LOG
@@ -291,9 +273,6 @@ def launch_flags(options: RunOptions, *, cpus: int) -> list[str]:
 
 # Retraining with a sweep's best hyperparameters at full length; keeps the model.
 
-_POLL_S = 0.5
-_KILLS_AT_MOST = 3
-
 
 def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, best: str) -> None:
     """Write down whose values are trained; what was trained of another is moved aside.
@@ -311,44 +290,29 @@ def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, be
     state.apply(journal.add("retrained", trial=best))
 
 
-class Retraining:
-    """One job, which goes on where it stood when it is killed or the command is run again."""
+def retrain(runner: Runner, job: TrialJob, *, signals: Signals) -> int:
+    """Run the job that trains the best trial anew; return the exit code, and log how it went.
 
-    def __init__(self, runner: Runner, job: TrialJob) -> None:
-        self._runner = runner
-        self._job = job
-        self._stop_signal = 0
-
-    def stop(self, signum: int) -> None:
-        """Ask for an end that the same command goes on from; a signal handler calls it."""
-        self._stop_signal = signum
-
-    def run(self) -> int:
-        """Return the exit code; report how it went."""
-        outcome: Outcome | None = self._runner.outcome(self._job)
-        kills = reached = 0
-        while not isinstance(outcome, Completed | Failed):
-            if self._stop_signal:
-                return Stopped(self._stop_signal).exit_code
-            if kills > _KILLS_AT_MOST:
-                outcome = Failed(reason=f"killed {kills} times without progress")
-                break
-            outcome = self._attempt()
-            done = len(self._runner.metrics(self._job.run_dir))
-            kills, reached = (kills if done <= reached else 0) + 1, max(done, reached)
-        if isinstance(outcome, Failed):
-            logger.error("the best trial could not be trained again: %s", outcome.reason)
-            return EXIT_FAILED
-        path = RunDirectory(self._job.run_dir).model_file
-        logger.info("the best trial, trained again: %.4f; %s", outcome.score, path)
-        return EXIT_OK
-
-    def _attempt(self) -> Outcome:
-        running = self._runner.start(self._job)
-        is_told = False
+    It goes on where it stood when it is killed, or the same command is run again.
+    """
+    outcome: Outcome | None = runner.outcome(job)
+    kills = reached = stop_signal = 0
+    while not isinstance(outcome, Completed | Failed):
+        if stop_signal:
+            return Stopped(stop_signal).exit_code
+        if kills > KILLS_AT_MOST:
+            outcome = Failed(reason=f"killed {kills} times without progress")
+            break
+        running = runner.start(job)
         while (outcome := running.poll()) is None:
-            if self._stop_signal and not is_told:
+            if not stop_signal and (stop_signal := stop_signal_of(signals)):
                 running.stop()
-                is_told = True
-            self._runner.wait([running], _POLL_S)
-        return outcome
+            runner.wait([running], POLL_S)
+        done = len(runner.metrics(job.run_dir))
+        kills, reached = (kills if done <= reached else 0) + 1, max(done, reached)
+    if isinstance(outcome, Failed):
+        logger.error("the best trial could not be trained again: %s", outcome.reason)
+        return EXIT_FAILED
+    path = RunDirectory(job.run_dir).model_file
+    logger.info("the best trial, trained again: %.4f; %s", outcome.score, path)
+    return EXIT_OK

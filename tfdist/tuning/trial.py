@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tfdist.errors import EXIT_OK, UsageError
+from tfdist.outputs.sweep_journal import JOURNAL
 from tfdist.strategy import current_job, make_strategy
-from tfdist.tuning.journal import FILE_NAME
 from tfdist.tuning.trial_job import Assignment, read_assignment
 
 
@@ -85,7 +85,7 @@ def have_the_tuner_know_its_space(told: Assignment) -> None:
         if not told.belongs_to(default_dir(tuner)):
             populate(tuner)
             return
-        with open(Path(told.sweep_dir, FILE_NAME), encoding="utf-8") as journal:
+        with open(Path(told.sweep_dir, JOURNAL), encoding="utf-8") as journal:
             space = json.loads(journal.readline())["space"]
         hp = HyperParameters.from_config({"space": space, "values": dict(told.values)})
         if tuner.hypermodel is not None:

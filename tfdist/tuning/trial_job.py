@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER_MISSING, EXIT_STOPPED
 from tfdist.outputs.run_directory import COUNTERS, DONE
+from tfdist.outputs.sweep_journal import Slot
 from tfdist.tuning.directory import is_run_in
-from tfdist.tuning.journal import Slot
 
 # Early stopping of trials: the median rule of Golovin et al., "Google Vizier", 2017.
 #
@@ -39,30 +39,22 @@ def hopeless_after(
     """
     values = values_of(metrics, objective)
     for done in range(LEAST_EPOCHS, min(len(values), len(medians)) + 1):
-        median = medians[done - 1]
-        if median is not None and _is_hopeless(values[:done], median, direction=direction):
+        median, finite = medians[done - 1], _finite_of(values[:done])
+        if median is None:
+            continue
+        if not finite or (max(finite) < median if direction == "max" else min(finite) > median):
             return int(metrics[done - 1]["virtual_epoch"])
     return None
 
 
-def _is_hopeless(values: Sequence[float], median: float, *, direction: str) -> bool:
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return True
-    return max(finite) < median if direction == "max" else min(finite) > median
-
-
 def medians_of(others: Sequence[Sequence[float]]) -> Medians:
-    """Return what to measure by, from the objective at each virtual epoch of other trials."""
-    return tuple(
-        _median(_average(other[:done]) for other in others if len(other) >= done)
-        for done in range(1, max(map(len, others), default=0) + 1)
-    )
-
-
-def _median(averages: Iterable[float | None]) -> float | None:
-    known = [average for average in averages if average is not None]
-    return statistics.median(known) if len(known) >= LEAST_TRIALS else None
+    """Return the medians for the rule, from the objective at each virtual epoch of other trials."""
+    medians: list[float | None] = []
+    for done in range(1, max(map(len, others), default=0) + 1):
+        so_far = [_finite_of(other[:done]) for other in others if len(other) >= done]
+        averages = [statistics.fmean(values) for values in so_far if values]
+        medians.append(statistics.median(averages) if len(averages) >= LEAST_TRIALS else None)
+    return tuple(medians)
 
 
 def values_of(metrics: Iterable[Mapping[str, Any]], objective: str) -> tuple[float, ...]:
@@ -71,9 +63,8 @@ def values_of(metrics: Iterable[Mapping[str, Any]], objective: str) -> tuple[flo
     return tuple(math.nan if value is None else float(value) for value in found)
 
 
-def _average(values: Sequence[float]) -> float | None:
-    finite = [value for value in values if math.isfinite(value)]
-    return statistics.fmean(finite) if finite else None
+def _finite_of(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +82,6 @@ class TrialJob:
     trial: str = ""
     lease: int = 0
     """Which start of the trial it is."""
-    continues: str | None = None
-    """The run directory in which the trial began that this one goes on with."""
 
     @property
     def is_written(self) -> bool:
@@ -106,7 +95,7 @@ class RunningTrial(Protocol):
     """A trial that was started."""
 
     def poll(self) -> Outcome | None:
-        """Return what became of it, None while it runs."""
+        """Return its outcome, None while it runs."""
 
     def stop(self) -> None:
         """Ask it to save and end; `poll` goes on until it has."""

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError
+from tfdist.outputs.sweep_journal import TRIALS, SweepState, Trial
 from tfdist.tuning import sweep
 from tfdist.tuning.chief import RUNNING, STOPPED, NextTrial
-from tfdist.tuning.directory import TRIALS
-from tfdist.tuning.journal import SweepState, Trial
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.trial_job import Assignment
@@ -36,10 +35,10 @@ class Counting:
 
     def ask(self) -> NextTrial:
         if self._asked >= self._count:
-            return NextTrial(status=STOPPED, asker="r")
+            return NextTrial(status=STOPPED)
         self._asked += 1
         name = str(self._asked - 1)
-        return NextTrial(status=RUNNING, asker="r", trial=name, values={"x": int(name)})
+        return NextTrial(status=RUNNING, trial=name, values={"x": int(name)})
 
     def tell(self, trial: str, **how: Any) -> None:
         pass
@@ -52,9 +51,6 @@ class NoBoard:
     """Stands for TensorBoard's, which loads TensorFlow."""
 
     def __init__(self, sweep_dir: Path) -> None:
-        pass
-
-    def load(self) -> None:
         pass
 
     def update(self, state: SweepState) -> None:

@@ -7,6 +7,7 @@ over its lines, without KerasTuner.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +19,8 @@ from typing import Any, Literal
 from tfdist.errors import TfdistError, UsageError
 from tfdist.files import fsync, one_line_errors
 
-FILE_NAME = "journal.jsonl"
+JOURNAL, TRIALS, LOCK = "journal.jsonl", "trials", ".chief.lock"
+"""In the directory of a sweep: its journal, the run directories of its trials, its chief's lock."""
 
 
 class Journal:
@@ -167,6 +169,13 @@ class Trial:
         return self.status in (COMPLETED, FAILED)
 
     @property
+    def seconds(self) -> float | None:
+        """Return the time from its first start to its end; None before that."""
+        if self.began_at is None or self.ended_at is None:
+            return None
+        return self.ended_at - self.began_at
+
+    @property
     def hyperparameters(self) -> dict[str, Any]:
         """Return the values without those that KerasTuner keeps for itself."""
         return {k: v for k, v in self.values.items() if not k.startswith("tuner/")}
@@ -223,6 +232,36 @@ class SweepState:
         return tuple(trial.id for trial in self.trials.values() if trial.status == COMPLETED)
 
     @property
+    def scores(self) -> list[float]:
+        """Return the scores of the completed trials, in the order in which they were asked for."""
+        return [t.score for t in self.trials.values() if t.score is not None]
+
+    @property
+    def best_so_far(self) -> list[float]:
+        """Return the best score up to each completed trial."""
+        return list(itertools.accumulate(self.scores, max if self.is_max else min))
+
+    @property
+    def is_max(self) -> bool:
+        """Return whether a higher score is better."""
+        return self.begun.get("direction") == "max"
+
+    @property
+    def varied(self) -> list[str]:
+        """Return the hyperparameters that differ between trials; all of them where none does."""
+        seen: dict[str, set[str]] = {}
+        for trial in self.trials.values():
+            for name, value in trial.hyperparameters.items():
+                seen.setdefault(name, set()).add(str(value))
+        return [name for name, values in seen.items() if len(values) > 1] or list(seen)
+
+    @property
+    def on_log_scale(self) -> set[str]:
+        """Return the hyperparameters that are sampled on a logarithmic scale."""
+        space = (entry["config"] for entry in self.begun.get("space", ()))
+        return {one["name"] for one in space if "log" in str(one.get("sampling"))}
+
+    @property
     def num_failed(self) -> int:
         return sum(trial.status == FAILED for trial in self.trials.values())
 
@@ -234,8 +273,7 @@ class SweepState:
     def ranked(self) -> list[Trial]:
         """Return the completed trials, the best first."""
         done = [t for t in self.trials.values() if t.status == COMPLETED and t.score is not None]
-        is_max = self.begun.get("direction") == "max"
-        return sorted(done, key=lambda t: -(t.score or 0.0) if is_max else t.score or 0.0)
+        return sorted(done, key=lambda t: t.score or 0.0, reverse=self.is_max)
 
 
 def fold(lines: Iterable[Mapping[str, Any]]) -> SweepState:
