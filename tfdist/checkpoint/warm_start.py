@@ -14,7 +14,7 @@ import numpy as np
 from tfdist.checkpoint import state
 from tfdist.checkpoint.store import Checkpoint, CheckpointStore
 from tfdist.errors import UsageError, near, require
-from tfdist.strategy import Job
+from tfdist.strategy import Job, job_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,8 +44,6 @@ def load_weights(
     Raises:
       UsageError: no such file; a layer is not in it or in the model; shapes differ.
     """
-    from tfdist.strategy import job_of
-
     job = job or job_of(model.distribute_strategy)
     path = os.fspath(path)
     require(
