@@ -28,7 +28,6 @@ from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
 from tfdist.strategy.stages import Stages
 from tfdist.training import keras_compat
-from tfdist.training.feed import Part as FeedPart
 from tfdist.training.feed import require_same_batches
 from tfdist.training.program import StepProgram
 
@@ -326,7 +325,7 @@ class PipelineEngine:
     def _batch(self, program: StepProgram, step: int) -> Any:
         """Return the whole batch of a step, which the chief records if it is to be."""
         if not program.feed.direct:
-            data, rows = _noted(program, FeedPart(*next(program.feed.iterator(step))[0]))
+            data, rows = _noted(program, next(program.feed.iterator(step))[0])
             program.feed.advanced_to(step + 1)
             require_same_batches(self._job, program.feed, step, step + 1)
         else:
@@ -408,7 +407,7 @@ def _receive(link: StageLink, step: int, one: Pass) -> Tensors:
     return [tf.constant(array) for array in link.receive(_tag(step, one))]
 
 
-def _noted(program: StepProgram, part: FeedPart) -> tuple[Any, list[tf.Tensor]]:
+def _noted(program: StepProgram, part: Any) -> tuple[Any, list[tf.Tensor]]:
     """Return a batch, and what a ledger says of it."""
     if program.recorder is None:
         return part.data, []
