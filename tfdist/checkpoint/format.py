@@ -20,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import TfdistError, UsageError, require
 from tfdist.files import fsync
 
 FORMAT = "tfdist-checkpoint"
@@ -189,7 +189,15 @@ def _write_shard(path: Path, arrays: Mapping[str, Any]) -> tuple[dict[str, Any],
     with FileIO(path, "xb") as file:
         for name in arrays:
             array = np.asarray(arrays[name])
-            dtype = _storable(name, array)
+            dtype = array.dtype.name
+            require(
+                dtype in _NUMPY_NAMES or dtype in _ML_NAMES,
+                f"checkpoint: array {name!r}",
+                received=f"dtype {array.dtype}",
+                expected="numbers or booleans",
+                fix="keep strings and objects in the metadata, as JSON",
+                code="unsupported-dtype",
+            )
             padding = bytes(-size_bytes % _ALIGNMENT_BYTES)
             for piece in (memoryview(padding), raw_bytes(array)):
                 _write_all(file, piece, digest)
@@ -199,19 +207,6 @@ def _write_shard(path: Path, arrays: Mapping[str, Any]) -> tuple[dict[str, Any],
         os.fsync(file.fileno())
     digest_hex = digest.hexdigest()
     return {"file": path.name, "size_bytes": size_bytes, "sha256": digest_hex}, entries
-
-
-def _storable(name: str, array: Array) -> str:
-    dtype = array.dtype.name
-    if dtype in _NUMPY_NAMES or dtype in _ML_NAMES:
-        return dtype
-    raise UsageError(
-        f"checkpoint: array {name!r}",
-        received=f"dtype {dtype}",
-        expected="numbers or booleans",
-        fix="keep strings and objects in the metadata, as JSON",
-        code="unsupported-dtype",
-    )
 
 
 def raw_bytes(array: Array) -> memoryview:

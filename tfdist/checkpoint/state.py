@@ -117,8 +117,8 @@ def all_from_chief(job: Job, arrays: Mapping[str, Any] | None) -> Arrays:
 def names_of(model: keras.Model) -> dict[str, list[Any]]:
     """Return what each array is: the variable's path, shape and type, as JSON."""
     return {
-        name: [variable.path, list(_whole_shape(variable)), str(variable.dtype)]
-        for name, variable in variables_of(model).items()
+        name: [v.path, list((part_of(v) or v).shape), str(v.dtype)]
+        for name, v in variables_of(model).items()
     }
 
 
@@ -150,7 +150,7 @@ def require_same_variables(
     paths = {name: entry[0] for name, entry in {**saved, **mine}.items()}
     differences = [
         f"{paths[name]}: saved {_shown(saved.get(name))}, model {_shown(mine.get(name))}"
-        for name in sorted(paths, key=_natural)
+        for name in sorted(paths, key=lambda name: (name.split("/")[0], int(name.split("/")[1])))
         if mine.get(name, [])[1:] != list(saved.get(name, []))[1:]
     ]
     _require_none(
@@ -200,11 +200,6 @@ def _own_of_chief(job: Job, value: Any, variable: Any) -> np.ndarray[Any, Any]:
     return whole.reshape(-1)[part.first : part.end]
 
 
-def _whole_shape(variable: Any) -> tuple[int, ...]:
-    part = part_of(variable)
-    return tuple(variable.shape) if part is None else part.shape
-
-
 def _rows_of_all(variable: Any, job: Job) -> np.ndarray[Any, Any]:
     """Return ``[replicas, *shape]``, a row of each replica. A collective."""
     rows = np.zeros((job.num_replicas, *variable.shape), _numpy_dtype(variable))
@@ -244,11 +239,6 @@ def _numpy_dtype(variable: Any) -> Any:
 
 def _shown(entry: Any) -> str:
     return "nothing" if entry is None else f"{tuple(entry[1])} {entry[2]}"
-
-
-def _natural(name: str) -> tuple[str, int]:
-    group, _, index = name.partition("/")
-    return group, int(index)
 
 
 def _differences(
