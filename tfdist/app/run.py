@@ -121,11 +121,15 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     job = current_job()
     in_place = bool(job and job.config and job.config.options.terminal)
     display = ProgressDisplay(total_steps=plan.total_steps, in_place=in_place)
+    profiler = None
+    if config.profile_steps:
+        first, last = config.profile_steps
+        profiler = StepProfiler(directory.tensorboard, first=first, last=last)
     reporter = RunReporter(
         directory,
         plan,
         display=display,
-        profiler=_profiler(config, directory),
+        profiler=profiler,
         worker_steps=_worker_steps,
     )
     try:
@@ -240,13 +244,6 @@ def _trackers(
         config={**flat(config), "seed": seed},
     )
     return () if made is None else (made,)
-
-
-def _profiler(config: Any, directory: RunDirectory) -> StepProfiler | None:
-    if not config.profile_steps:
-        return None
-    first, last = config.profile_steps
-    return StepProfiler(directory.tensorboard, first=first, last=last)
 
 
 def _summarized(
