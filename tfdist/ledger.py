@@ -138,7 +138,7 @@ def _attempt_line(attempt: Any) -> str:
     header, void = attempt.header, attempt.void_steps
     tasks = "1 task" if header.num_tasks == 1 else f"{header.num_tasks} tasks"
     replicas = "1 replica" if header.num_replicas == 1 else f"{header.num_replicas} replicas"
-    cut = sum(file.cut_bytes > 0 for file in attempt.files)
+    cut = sum(file.is_cut for file in attempt.files)
     return (
         f"attempt {header.attempt}: {header.strategy}, {tasks}, {replicas}, "
         f"steps {attempt.first:,} to {attempt.last - 1:,}"

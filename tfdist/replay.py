@@ -102,8 +102,6 @@ def _report(found: Replay) -> list[str]:
         if not found.equals_checkpoint:
             what = f"weights differ by at most {found.checkpoint_difference:.1e} from"
         lines.append(f"{what} the checkpoint of step {found.step + 1}")
-    if not found.observed_same_bits:
-        lines.append("the gradients were seen in a second run of the step, which gave other bits")
     return lines
 
 

@@ -78,6 +78,8 @@ NUMBERS = {
     "validation_freq=(1, 2)": {"validation_freq": (1, 2), "validation_data": (X, Y)},
     "overfit_batches=0.5": {"overfit_batches": 0.5},
     "virtual_epochs=100": {"virtual_epochs": 100},
+    "seed='a'": {"seed": "a"},
+    "seed=1.5": {"seed": 1.5},
 }
 
 

@@ -99,7 +99,7 @@ def test_what_is_recorded_is_what_the_model_was_given(strategies, tmp_path):
     fit(model, tmp_path, data=(X, X[:, 0]), epochs=1, callbacks=[Look()])
     before = [np.zeros(EXAMPLES)] * 3
     ledger = merged(read_directory(tmp_path))
-    rows = [row for _, _, record in ledger.records() for row in np.asarray(record.arrays[0])]
+    rows = [row for record in ledger.records() for row in record.arrays[0]]
     assert len(rows) == len(given) == 7
     for row, now in zip(rows, given, strict=True):
         for mine, old, new in zip(row, before, now, strict=True):

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tfdist
 from tests.models import difference
 from tests.multiprocess.programs import zoo
-from tfdist.training.keras_compat import losses
+from tfdist.training.keras_compat.trace import warn_once
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(60, 6).astype("float32")
@@ -275,7 +275,7 @@ def test_a_masked_loss_in_a_loop_says_that_replicas_count_for_themselves(strateg
         model.compile(keras.optimizers.SGD(0.5), loss)
         return model
 
-    losses._warn.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="tfdist"):
         trained(strategies[2], make, TOKENS.astype("float32"), NEXT)
     assert caplog.text.count("a masked loss in a loop or condition of the step") == 1
@@ -348,7 +348,7 @@ def test_several_means_in_one_tensor_are_means_and_warned_of_once(strategies, ca
         model.compile(keras.optimizers.SGD(0.001), "mse")
         return model
 
-    losses._warn.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="tfdist"):
         require_equal(strategies, make, X, Y, replicas=2)
         trained(strategies[2], make, X, Y)
@@ -394,7 +394,7 @@ def test_losses_over_pairs_say_that_replicas_see_their_own_part(strategies, capl
         model.compile(keras.optimizers.SGD(0.001))
         return model
 
-    losses._warn.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="tfdist"):
         trained(strategies[1], make, X[:examples])
         assert not caplog.records
@@ -408,7 +408,7 @@ def test_layers_as_wide_as_a_part_of_the_batch_compare_nothing(strategies, caplo
         model.compile(keras.optimizers.SGD(0.001), "mse")
         return model
 
-    losses._warn.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="tfdist"):
         trained(strategies[2], make, X[:48], X[:48, :4])
     assert not caplog.records

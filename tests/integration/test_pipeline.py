@@ -510,7 +510,7 @@ def test_a_ledger_says_what_it_says_of_one_device(strategies, one_stage, tmp_pat
         ledger = tfdist.Ledger(tmp_path / name, mode=mode)
         tfdist.fit(model, X, Y, batch_size=8, epochs=2, seed=3, verbose=0, ledger=ledger)
         found = merged(read_directory(tmp_path / name)).records()
-        rows = [[np.asarray(a) for a in record.arrays] for _, _, record in found]
+        rows = [[np.asarray(a) for a in record.arrays] for record in found]
         records.append([np.concatenate(column) for column in zip(*rows, strict=True)])
     for one, other in zip(*records, strict=True):
         np.testing.assert_array_equal(one, other)

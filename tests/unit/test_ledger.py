@@ -20,10 +20,10 @@ from tfdist.audit.files import (
     Record,
     first_examples,
     next_attempt,
-    packed,
     pair_hash,
     read_directory,
-    scan,
+    read_file,
+    to_bytes,
 )
 from tfdist.audit.proof import prove, ranges
 from tfdist.errors import TfdistError, UsageError
@@ -62,9 +62,10 @@ def record_of(head, first, last, *, task=0, change=None, **about):
     if change is not None:
         change(indices, passes)
     if head.mode == "hash":
-        return Record(first=first, last=last, arrays=sums(indices, passes), **about)
-    content = np.arange(first, last).astype(np.uint64)
-    return Record(first=first, last=last, arrays=(indices, passes, content), **about)
+        arrays = sums(indices, passes)
+    else:
+        arrays = indices, passes, np.arange(first, last).astype(np.uint64)
+    return Record(first=first, last=last, payload=to_bytes(arrays), **about)
 
 
 def sums(indices, passes):
@@ -262,17 +263,17 @@ def test_a_file_cut_anywhere_keeps_its_whole_records(tmp_path_factory, cut, mode
     write(directory, [(0, 3), (3, 4), (4, 10)], mode=mode)
     (path,) = directory.iterdir()
     whole = path.read_bytes()
-    ends = [location.start + location.size_bytes for location in scan(path).locations]
+    records = read_file(path).records
+    ends = [whole.index(record.payload) + len(record.payload) for record in records]
     cut = min(cut, len(whole))
     path.write_bytes(whole[:cut])
-    file = scan(path)
+    file = read_file(path)
     if cut <= whole.index(b"\n"):
         assert file is None
         return
-    assert [location.start + location.size_bytes for location in file.locations] == [
-        e for e in ends if e <= cut
-    ]
+    assert file.records == records[: sum(end <= cut for end in ends)]
     assert not file.damaged
+    assert file.is_cut is (cut not in (whole.index(b"\n") + 1, *ends))
     write(directory, [(3 if cut >= ends[0] else 0, 10)], mode=mode, attempt=2)
     assert proof_of(directory).proved
 
@@ -281,8 +282,8 @@ def test_the_format_is_that_of_every_version(tmp_path):
     (file,) = read_directory(EARLIER)
     assert prove([file], order=order).proved
     writer = LedgerWriter(tmp_path, file.header)
-    for location in file.locations:
-        writer.append(file.read(location))
+    for record in file.records:
+        writer.append(dataclasses.replace(record, payload=to_bytes(record.arrays)))
     writer.close()
     assert (tmp_path / file.path.name).read_bytes() == file.path.read_bytes()
 
@@ -291,13 +292,14 @@ def test_the_format_is_that_of_every_version(tmp_path):
 @given(low=st.integers(-1, 2**40), steps=st.integers(0, 5))
 def test_a_record_reads_back_as_it_was_written(tmp_path_factory, low, steps):
     directory = tmp_path_factory.mktemp("ledger")
-    arrays = (np.full((steps, 2, 3), low), np.arange(steps * 2), np.array([2**64 - 1], np.uint64))
-    record = Record(first=3, last=3 + steps, worker=2, begun=4, arrays=arrays)
+    most = np.full(steps, 2**64 - 1, np.uint64)
+    arrays = (np.full((steps, 2, 3), low), np.arange(steps), most)
+    record = Record(first=3, last=3 + steps, worker=2, begun=4, payload=to_bytes(arrays))
     writer = LedgerWriter(directory, header())
     writer.append(record)
     (file,) = read_directory(directory)
-    back = file.read(file.locations[0])
-    assert dataclasses.replace(back, arrays=()) == dataclasses.replace(record, arrays=())
+    (back,) = file.records
+    assert back == record
     assert [a.tolist() for a in back.arrays] == [a.tolist() for a in arrays]
 
 
@@ -395,7 +397,7 @@ def test_a_damaged_ledger_proves_nothing_and_is_not_the_same_as_another(tmp_path
         write(tmp_path / run, [(0, 5), (5, 10)])
     path = tmp_path / "b" / "attempt-1-worker-0.bin"
     data = bytearray(path.read_bytes())
-    data[scan(path).locations[1].start + 5] ^= 1
+    data[data.index(read_file(path).records[1].payload) + 5] ^= 1
     path.write_bytes(data)
     for arguments in ([tmp_path / "a", "--same_as", tmp_path / "b"], [tmp_path / "b"]):
         assert program.main(list(map(str, arguments))) == 1
@@ -410,7 +412,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
 
 
 def test_small_numbers_take_little_room():
-    assert len(packed(record_of(header(), 0, 10))) < 10 * BATCH * 8
+    assert len(record_of(header(), 0, 10).payload) < 10 * BATCH * 8
 
 
 def test_attempts_are_numbered_by_their_files(tmp_path):

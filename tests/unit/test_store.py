@@ -20,9 +20,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.processes import python
 from tfdist.checkpoint import format as format_module
-from tfdist.checkpoint.store import Background, Checkpoint, CheckpointStore, NothingWhole
+from tfdist.checkpoint.store import Checkpoint, CheckpointStore, NothingWhole
 from tfdist.errors import TfdistError, UsageError
 
 EARLIER = Path(__file__).parent / "data" / "run" / "checkpoints"
@@ -640,7 +639,7 @@ def test_a_read_only_directory_is_a_usage_error_at_once(read_only):
 def test_a_path_below_a_file_is_a_usage_error(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "checkpoints"):
-        with pytest.raises(UsageError, match=r"received Not a directory; .*Fix: choose another"):
+        with pytest.raises(UsageError, match=r"received File exists; .*Fix: choose another"):
             CheckpointStore(path).prepare()
 
 
@@ -692,62 +691,3 @@ def test_a_directory_that_was_only_tried_out_is_given_back(tmp_path):
     there.close()
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "there"]
     assert_is(store.read(), 1)
-
-
-# A write beside the training: one at a time, errors come back, no thread is left
-
-
-def test_the_next_piece_waits_for_the_one_before():
-    before = set(threading.enumerate())
-    background, may_end, events = Background("test"), threading.Event(), []
-
-    def first() -> None:
-        may_end.wait(30)
-        events.append("first")
-
-    background.start(first)
-    assert background.busy
-    threading.Timer(0.05, may_end.set).start()
-    background.start(lambda: events.append("second"))
-    background.wait()
-    assert events == ["first", "second"]
-    assert not background.busy
-    assert set(threading.enumerate()) <= before
-
-
-def test_an_error_is_had_once_and_by_default_where_the_next_piece_begins():
-    background, ran = Background("test"), []
-    background.start(lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        background.start(lambda: ran.append(1))
-    assert ran == []
-    background.start(lambda: ran.append(2))
-    background.wait()
-    assert ran == [2]
-    background.start(lambda: 1 / 0)
-    assert isinstance(background.join(), ZeroDivisionError)
-    assert background.join() is None
-
-
-PROGRAM = """
-import sys, threading
-import numpy as np
-from tfdist.checkpoint.store import Background, CheckpointStore
-
-class Slow(dict):
-    def __getitem__(self, name):
-        threading.main_thread().join()   # the interpreter is ending
-        return super().__getitem__(name)
-
-store = CheckpointStore(sys.argv[1])
-background = Background("checkpoint")
-background.start(lambda: store.write(3, Slow(x=np.ones(1000)), meta={}))
-raise {end}
-"""
-
-
-@pytest.mark.parametrize("end", ["RuntimeError", "KeyboardInterrupt", "SystemExit(4)"])
-def test_a_program_that_ends_lets_the_write_end_first(tmp_path, end):
-    program = PROGRAM.replace("{end}", end)
-    assert python("-c", program, tmp_path).returncode != 0
-    assert CheckpointStore(tmp_path).read().step == 3

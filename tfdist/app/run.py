@@ -73,23 +73,15 @@ def run(config: Any, *, overwrite: bool, environ: Mapping[str, str]) -> dict[str
         claim = directory.claim({**config.to_dict(), "seed": seed}, overwrite, free=FREE)
     if claim is Claim.FINISHED and (task is None or task.cluster.kind != "multiworker"):
         return _say_finished(directory)
-    if not overwrite and _is_evaluator(task) and _is_finished(directory):
-        return {}
+    is_evaluator = task is not None and task.task.type == "evaluator"
+    if is_evaluator and not overwrite and (directory.read_summary() or {}).get("status") == DONE:
+        return {}  # there is nothing left to evaluate, as the chief will find too
     try:
         return _run_as_task(config, directory, claim, seed=seed, environ=environ)
     except UsageError:
         if claim is Claim.NEW:
             directory.withdraw()  # so that the corrected run is not refused for being another
         raise
-
-
-def _is_evaluator(task: TaskConfig | None) -> bool:
-    return task is not None and task.task.type == "evaluator"
-
-
-def _is_finished(directory: RunDirectory) -> bool:
-    """Return whether there is nothing left to evaluate, as the chief will find too."""
-    return (directory.read_summary() or {}).get("status") == DONE
 
 
 @naming_a_lost_server()
@@ -129,11 +121,15 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     job = current_job()
     in_place = bool(job and job.config and job.config.options.terminal)
     display = ProgressDisplay(total_steps=plan.total_steps, in_place=in_place)
+    profiler = None
+    if config.profile_steps:
+        first, last = config.profile_steps
+        profiler = StepProfiler(directory.tensorboard, first=first, last=last)
     reporter = RunReporter(
         directory,
         plan,
         display=display,
-        profiler=_profiler(config, directory),
+        profiler=profiler,
         worker_steps=_worker_steps,
     )
     try:
@@ -142,23 +138,19 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
             model = recipe.compiled_model(config, datasets, total_steps=plan.total_steps)
         done = _fit(config, model, datasets, directory, reporter, seed=seed)
     except Stopped:
-        digest = _state_digest(model)
-        if is_chief():
-            summary = _summary(model, reporter, directory, plan, state_digest=digest)
-            directory.write_summary({"status": STOPPED, **summary})
+        _summarized(model, reporter, directory, plan, status=STOPPED)
         raise
     finally:
         reporter.close()
         keras.config.set_dtype_policy(policy)
-    digest = _state_digest(model)
-    if not is_chief():
-        return {}
-    found = _summary(model, reporter, directory, plan, state_digest=digest)
-    summary = {"status": DONE if done else STOPPED, **found}
-    if config.save_model and done:
+    if is_chief() and config.save_model and done:
         save_whole(model, directory.model_file)
-    directory.write_summary(summary)
-    _show(config, summary, directory)
+    status = DONE if done else STOPPED
+    summary = _summarized(model, reporter, directory, plan, status=status)
+    if summary:
+        title = f"{config.dataset}, {config.model}: {strategy_line(summary)}"
+        path = draw_plot(directory.read_metrics(), directory.plot_file, title=title)
+        show_result(summary, run_dir=str(directory.path), plot=str(path) if path else None)
     return summary
 
 
@@ -254,34 +246,29 @@ def _trackers(
     return () if made is None else (made,)
 
 
-def _profiler(config: Any, directory: RunDirectory) -> StepProfiler | None:
-    if not config.profile_steps:
-        return None
-    first, last = config.profile_steps
-    return StepProfiler(directory.tensorboard, first=first, last=last)
-
-
-def _state_digest(model: keras.Model) -> str:
-    """Return the digest of weights and optimizer. A collective where it is sharded."""
-    return state_sha256(model, read=whole)
-
-
-def _summary(
+def _summarized(
     model: keras.Model,
     reporter: RunReporter,
     directory: RunDirectory,
     plan: EpochPlan,
     *,
-    state_digest: str,
+    status: str,
 ) -> dict[str, Any]:
-    job = current_job()
+    """Write the summary in the chief and return it, {} in others.
+
+    A collective where the optimizer is sharded.
+    """
+    state_digest, job = state_sha256(model, read=whole), current_job()
+    if not is_chief():
+        return {}
     assert job is not None
     cluster = job.config.cluster if job.config else None
     workers = cluster.num_replica_tasks if cluster else 1
     # A run that was resumed after its last step has done none: its lines say where it ended.
     lines = directory.read_metrics()
     step = reporter.step if reporter.first_step is not None else lines[-1]["step"] if lines else 0
-    return {
+    summary = {
+        "status": status,
         "strategy": job.kind,
         "workers": workers,
         "ps": len(cluster.ps) if cluster else 0,
@@ -296,6 +283,8 @@ def _summary(
         "resumed_from_step": reporter.first_step or None,
         **(_of_ps_job(model, job) if job.kind == "ps" else {}),
     }
+    directory.write_summary(summary)
+    return summary
 
 
 def _worker_steps() -> dict[str, int]:
@@ -322,12 +311,6 @@ def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
         "ps_bytes": bytes_on_servers(model, job.strategy),
         **({"ps_profile": pool.profile.summary()} if profiled else {}),
     }
-
-
-def _show(config: Any, summary: Mapping[str, Any], directory: RunDirectory) -> None:
-    title = f"{config.dataset}, {config.model}: {strategy_line(summary)}"
-    path = draw_plot(directory.read_metrics(), directory.plot_file, title=title)
-    show_result(summary, run_dir=str(directory.path), plot=str(path) if path else None)
 
 
 def _say_finished(directory: RunDirectory) -> dict[str, Any]:

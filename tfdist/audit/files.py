@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from tfdist.errors import TfdistError, UsageError
+from tfdist.files import one_line_errors
 from tfdist.training.epochs import EpochPlan
 
 MODES = ("hash", "full")
@@ -33,11 +34,7 @@ _FORMAT = "tfdist ledger 1"
 _NAME = re.compile(r"attempt-(\d+)-([A-Za-z0-9_.-]+)\.bin")
 _HEAD = struct.Struct("<IIqqii")
 _CHECKSUM = struct.Struct("<I")
-_LONGEST_HEADER = 1 << 26
-
-
-class _Changed(Exception):
-    """Bytes that are not as they were written."""
+Array = np.ndarray[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,53 +83,36 @@ class Record:
     Attributes:
       worker: under ps, the worker that did it; else -1.
       begun: under ps, how often some worker began it; else 1.
-      arrays: of mode ``full``: indices and passes ``[steps, replicas, share]``, -1 where a share
-        is smaller, and the checksum of the examples' content ``[steps]``; of mode ``hash``: the
-        lowest pass ``[steps]``, and for it and those that follow the number of examples and the
-        sum of their hashes, both ``[steps, passes]``.
+      payload: the arrays, by `to_bytes`.
     """
 
     first: int
     last: int
     worker: int = -1
     begun: int = 1
-    arrays: tuple[Array, ...]
+    payload: bytes
 
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The rows of its steps.
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RecordLocation:
-    """Where in a file a record is; see `Record`."""
-
-    first: int
-    last: int
-    worker: int
-    begun: int
-    start: int
-    size_bytes: int
+        Of mode ``full``: indices and passes ``[steps, replicas, share]``, -1 where a share is
+        smaller, and the checksum of the examples' content ``[steps]``. Of mode ``hash``: the lowest
+        pass ``[steps]``, and for it and those that follow the number of examples and the sum of
+        their hashes, both ``[steps, passes]``.
+        """
+        return tuple(array[: self.last - self.first] for array in from_bytes(self.payload))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerFile:
-    """A file, read through once: its header, its sound records, and what is wrong with it."""
+    """A file as it was read: its header, its sound records, and what is wrong with it."""
 
     path: Path
     header: Header
-    locations: tuple[RecordLocation, ...]
-    cut_bytes: int = 0
+    records: tuple[Record, ...] = ()
+    is_cut: bool = False
     damaged: str = ""
-
-    def read(self, location: RecordLocation) -> Record:
-        """Read one record."""
-        with open(self.path, "rb") as file:
-            file.seek(location.start)
-            arrays = from_bytes(file.read(location.size_bytes))
-        return Record(
-            first=location.first,
-            last=location.last,
-            worker=location.worker,
-            begun=location.begun,
-            arrays=arrays,
-        )
 
 
 class LedgerWriter:
@@ -145,12 +125,15 @@ class LedgerWriter:
 
     def append(self, record: Record) -> None:
         """Write a record through to the operating system; raise TfdistError if it cannot."""
-        try:
-            file = self._file or self._open()
-            file.write(packed(record))
-            file.flush()
-        except OSError as error:
-            raise TfdistError(f"ledger {self._path}: {error.strerror or error}") from error
+        with one_line_errors(f"ledger {self._path}"):
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(self._path, "xb")  # noqa: SIM115
+                self._file.write(_first_line(self._header))
+            about = (record.first, record.last, record.worker, record.begun)
+            head = _HEAD.pack(len(record.payload), zlib.crc32(record.payload), *about)
+            self._file.write(head + _CHECKSUM.pack(zlib.crc32(head)) + record.payload)
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file; nothing is lost without it."""
@@ -159,20 +142,6 @@ class LedgerWriter:
             with contextlib.suppress(OSError):
                 self._file.close()
 
-    def _open(self) -> BinaryIO:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._path, "xb")  # noqa: SIM115
-        self._file.write(_first_line(self._header))
-        return self._file
-
-
-def packed(record: Record) -> bytes:
-    """Return a record as it stands in a file."""
-    payload = to_bytes(record.arrays)
-    about = (record.first, record.last, record.worker, record.begun)
-    head = _HEAD.pack(len(payload), zlib.crc32(payload), *about)
-    return head + _CHECKSUM.pack(zlib.crc32(head)) + payload
-
 
 def next_attempt(directory: str | os.PathLike[str]) -> int:
     """One more than the highest attempt that has a file in `directory`."""
@@ -180,7 +149,7 @@ def next_attempt(directory: str | os.PathLike[str]) -> int:
 
 
 def read_directory(directory: str | os.PathLike[str]) -> list[LedgerFile]:
-    """Read every file of a ledger through, oldest attempt first.
+    """Read every file of a ledger, oldest attempt first.
 
     A file that was cut before its first line was whole is one without a record, where another of
     its attempt tells what it would have said.
@@ -198,7 +167,7 @@ def read_directory(directory: str | os.PathLike[str]) -> list[LedgerFile]:
             fix="start the run with --config.ledger=full or hash, or tfdist.fit(ledger=...)",
             code="no-ledger",
         )
-    read = [(attempt, path, scan(path)) for attempt, path in found]
+    read = [(attempt, path, read_file(path)) for attempt, path in found]
     headers = {attempt: file.header for attempt, _, file in read if file is not None}
     files = []
     for attempt, path, file in read:
@@ -207,38 +176,40 @@ def read_directory(directory: str | os.PathLike[str]) -> list[LedgerFile]:
         elif attempt in headers:
             task = path.stem.partition(f"attempt-{attempt}-")[2]
             header = dataclasses.replace(headers[attempt], task=task)
-            files.append(LedgerFile(path=path, header=header, locations=()))
+            files.append(LedgerFile(path=path, header=header))
     return files
 
 
-def scan(path: Path) -> LedgerFile | None:
-    """Read a file through; None for one that was cut before its first line was whole."""
-    try:
-        with open(path, "rb") as file:
-            line = file.readline(_LONGEST_HEADER)
-            return _scanned(file, line, path) if line.endswith(b"\n") else None
-    except OSError as error:
-        raise TfdistError(f"ledger {path}: {error.strerror or error}") from error
-
-
-def _scanned(file: BinaryIO, line: bytes, path: Path) -> LedgerFile:
-    header = _header(line, path)
-    locations: list[RecordLocation] = []
-    at, size_bytes = len(line), os.fstat(file.fileno()).st_size
-    cut_bytes, damaged = 0, ""
-    while at < size_bytes:
-        try:
-            location = _next_location(file, at)
-        except _Changed:
-            damaged = f"{path.name}: damaged from byte {at} on ({size_bytes - at} bytes unread)"
+def read_file(path: Path) -> LedgerFile | None:
+    """Read a file; None for one that was cut before its first line was whole."""
+    with one_line_errors(f"ledger {path}"):
+        data = path.read_bytes()
+    at = data.find(b"\n") + 1
+    if not at:
+        return None
+    header, records, damaged = _header(data[:at], path), [], ""
+    while at < len(data):
+        start = at + _HEAD.size + _CHECKSUM.size
+        if start > len(data):
             break
-        if location is None:
-            cut_bytes = size_bytes - at
+        head = data[at : at + _HEAD.size]
+        is_sound = zlib.crc32(head) == _CHECKSUM.unpack(data[at + _HEAD.size : start])[0]
+        if is_sound:
+            size_bytes, checksum, first, last, worker, begun = _HEAD.unpack(head)
+            payload = data[start : start + size_bytes]
+            if len(payload) < size_bytes:
+                break
+            is_sound = zlib.crc32(payload) == checksum
+        if not is_sound:
+            left = len(data) - at
+            damaged = f"{path.name}: damaged from byte {at} on ({left} bytes unread)"
             break
-        locations.append(location)
-        at = location.start + location.size_bytes
+        record = Record(first=first, last=last, worker=worker, begun=begun, payload=payload)
+        records.append(record)
+        at = start + size_bytes
+    is_cut = at < len(data) and not damaged
     return LedgerFile(
-        path=path, header=header, locations=tuple(locations), cut_bytes=cut_bytes, damaged=damaged
+        path=path, header=header, records=tuple(records), is_cut=is_cut, damaged=damaged
     )
 
 
@@ -279,38 +250,14 @@ def _header(line: bytes, path: Path) -> Header:
     return header
 
 
-def _next_location(file: BinaryIO, at: int) -> RecordLocation | None:
-    """The record at a byte, None for one that was cut; raises _Changed."""
-    file.seek(at)
-    head = file.read(_HEAD.size)
-    checksum = file.read(_CHECKSUM.size)
-    if len(checksum) < _CHECKSUM.size:
-        return None
-    if zlib.crc32(head) != _CHECKSUM.unpack(checksum)[0]:
-        raise _Changed
-    size_bytes, payload_checksum, first, last, worker, begun = _HEAD.unpack(head)
-    start = file.tell()
-    payload = file.read(size_bytes)
-    if len(payload) < size_bytes:
-        return None
-    if zlib.crc32(payload) != payload_checksum:
-        raise _Changed
-    return RecordLocation(
-        first=first, last=last, worker=worker, begun=begun, start=start, size_bytes=size_bytes
-    )
-
-
-# Compact encoding of a ledger record's arrays as bytes, and decoding.
-
-
-Array = np.ndarray[Any, Any]
+# Compact encoding of a record's arrays as bytes, and decoding.
 
 
 def to_bytes(arrays: Sequence[Array]) -> bytes:
     """Compress them, integers in the smallest type that holds them."""
     stream = io.BytesIO()
     for array in arrays:
-        np.lib.format.write_array(stream, _narrow(array), allow_pickle=False)
+        np.lib.format.write_array(stream, _narrow(np.asarray(array)), allow_pickle=False)
     return zlib.compress(stream.getvalue(), 1)
 
 
@@ -325,7 +272,6 @@ def from_bytes(payload: bytes) -> tuple[Array, ...]:
 
 
 def _narrow(array: Array) -> Array:
-    array = np.asarray(array)
     if array.dtype.kind != "i" or not array.size:
         return array
     low, high = int(array.min()), int(array.max())
@@ -391,12 +337,16 @@ class LedgerAttempt:
         """Steps that a later attempt did again, or that were in flight when the last one ended."""
         return max(0, self.last - max(self.limit, self.first))
 
-    def valid(self) -> Iterator[tuple[LedgerFile, RecordLocation]]:
-        """Its records of steps that count; the last of each file may reach past `limit`."""
-        for file in self.files:
-            yield from (
-                (file, location) for location in file.locations if location.first < self.limit
-            )
+    @property
+    def end(self) -> int:
+        """The end of what counts."""
+        return min(self.last, self.limit)
+
+    def valid(self) -> Iterator[Record]:
+        """Its records of steps that count."""
+        for record in itertools.chain.from_iterable(file.records for file in self.files):
+            if record.first < self.limit:
+                yield dataclasses.replace(record, last=min(record.last, self.limit))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -423,15 +373,9 @@ class Merged:
         """True when every attempt that counts has recorded each example."""
         return all(a.header.mode == "full" for a in self.attempts if any(a.valid()))
 
-    def records(self) -> Iterator[tuple[LedgerAttempt, str, Record]]:
-        """Every record that counts, cut where it stops to count, in the order of the steps."""
-        locations = [(a, file, location) for a in self.attempts for file, location in a.valid()]
-        for attempt, file, location in sorted(locations, key=lambda found: found[2].first):
-            record = file.read(location)
-            last = min(record.last, attempt.limit)
-            kept = tuple(array[: last - record.first] for array in record.arrays)
-            cut = dataclasses.replace(record, last=last, arrays=kept)
-            yield attempt, file.header.task, cut
+    def records(self) -> list[Record]:
+        """Every record that counts, in the order of the steps."""
+        return sorted((r for a in self.attempts for r in a.valid()), key=lambda r: r.first)
 
 
 def merged(files: Sequence[LedgerFile]) -> Merged:
@@ -443,35 +387,28 @@ def merged(files: Sequence[LedgerFile]) -> Merged:
     groups: dict[int, list[LedgerFile]] = {}
     for file in files:
         groups.setdefault(file.header.attempt, []).append(file)
-    groups = {n: group for n, group in groups.items() if any(file.locations for file in group)}
-    if not groups:
-        raise TfdistError("ledger: no step is recorded")
-    for group in groups.values():
-        _require_one_attempt(group)
+    groups = {n: group for n, group in groups.items() if any(file.records for file in group)}
+    limit = _recorded_by_all(groups[max(groups)]) if groups else 0
     attempts: list[LedgerAttempt] = []
-    limit = _recorded_by_all(groups[max(groups)])
     for number in sorted(groups, reverse=True):
-        attempt = _attempt(groups[number], limit=limit)
+        group = groups[number]
+        _require_one_attempt(group)
+        attempt = LedgerAttempt(
+            header=group[0].header,
+            files=tuple(group),
+            first=min(record.first for file in group for record in file.records),
+            last=max(record.last for file in group for record in file.records),
+            limit=limit,
+        )
         limit = min(limit, attempt.first)
         attempts.insert(0, attempt)
+    end = max((attempt.end for attempt in attempts), default=0)
+    if not end:  # what there is was in flight
+        raise TfdistError("ledger: no step is recorded")
     firsts = first_examples(attempts[-1].header.plan)
     for attempt in attempts:
         _require_same_run(attempt, attempts[-1], firsts)
-    end = max(min(a.last, a.limit) for a in attempts)
-    if not end:  # what there is was in flight
-        raise TfdistError("ledger: no step is recorded")
     return Merged(attempts=tuple(attempts), firsts=firsts, end=end)
-
-
-def _attempt(files: Sequence[LedgerFile], *, limit: int) -> LedgerAttempt:
-    locations = [location for file in files for location in file.locations]
-    return LedgerAttempt(
-        header=files[0].header,
-        files=tuple(files),
-        first=min(location.first for location in locations),
-        last=max(location.last for location in locations),
-        limit=limit,
-    )
 
 
 def _recorded_by_all(files: Sequence[LedgerFile]) -> int:
@@ -480,11 +417,11 @@ def _recorded_by_all(files: Sequence[LedgerFile]) -> int:
     A task begins a range when all have recorded the one before: of one that has no file yet, the
     others have a single record.
     """
-    first = min(location.first for file in files for location in file.locations)
+    first = min(record.first for file in files for record in file.records)
     are_all_there = len(files) == files[0].header.num_tasks
-    if not are_all_there and all(len(file.locations) < 2 for file in files):
+    if not are_all_there and all(len(file.records) < 2 for file in files):
         return first
-    return min(max((location.last for location in file.locations), default=first) for file in files)
+    return min(max((record.last for record in file.records), default=first) for file in files)
 
 
 def _require_one_attempt(files: Sequence[LedgerFile]) -> None:
@@ -503,12 +440,9 @@ def _require_same_run(attempt: LedgerAttempt, newest: LedgerAttempt, firsts: Arr
     mine, theirs = attempt.header, newest.header
     different = [name for name in _SAME if getattr(mine, name) != getattr(theirs, name)]
     own, total_steps = first_examples(mine.plan), mine.plan.total_steps
-    last = min(attempt.last, attempt.limit, total_steps)
-    if attempt.last > total_steps or (
-        not different
-        and attempt.first < last
-        and not np.array_equal(own[attempt.first : last], firsts[attempt.first : last])
-    ):
+    steps = slice(attempt.first, max(attempt.first, min(attempt.end, total_steps)))
+    has_others = not different and not np.array_equal(own[steps], firsts[steps])
+    if attempt.last > total_steps or has_others:
         different.append("the examples of its steps")
     if different:
         raise TfdistError(

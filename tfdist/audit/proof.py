@@ -72,26 +72,50 @@ class Tally:
         self.repeats = np.zeros(ledger.end, bool)
         self._seen: dict[int, Array] = {}
         self._sums: dict[int, tuple[int, int]] = {}
-        self._strays: list[int] = []
+        self._strays: set[int] = set()
         self._twice: list[str] = []
-        for _, _, record in ledger.records():
+        for record in ledger.records():
+            if record.begun > 1:
+                who = f" (last by worker-{record.worker})" if record.worker >= 0 else ""
+                steps = ranges(range(record.first, record.last))
+                self._twice.append(f"steps {steps}: handed out {record.begun} times{who}")
             self._add(record)
 
     def _add(self, record: Record) -> None:
-        if record.begun > 1:
-            who = f" (last by worker-{record.worker})" if record.worker >= 0 else ""
-            steps = ranges(range(record.first, record.last))
-            self._twice.append(f"steps {steps}: handed out {record.begun} times{who}")
-        if len(record.arrays) == 3 and record.arrays[0].ndim == 3:
-            self._add_examples(record)
+        """Count a record: of each of its rows the passes, numbers of examples and hashes."""
+        arrays, rows = record.arrays, slice(record.first, record.last)
+        if arrays[0].ndim == 3:  # mode full: an example is a row
+            indices, passes, content = arrays
+            steps, *place = np.nonzero(indices >= 0)
+            indices, passes = indices[steps, *place], passes[steps, *place]
+            counts, hashes = np.ones_like(indices), pair_hash(indices, passes)
+            if self.content is not None:
+                self.content[rows] += content.astype(np.uint64)
         else:
-            self._add_sums(record)
+            lowest, counts, hashes = arrays
+            steps, more = np.nonzero(counts)
+            counts, hashes = counts[steps, more], hashes[steps, more]
+            indices, passes = np.zeros_like(counts), lowest[steps] + more
+        steps = steps + record.first
+        np.add.at(self.counts, steps, counts)
+        np.add.at(self.hashes, steps, hashes)
+        own = (indices < self._num_examples) & (passes >= 0) & (passes < self.num_passes)
+        self._strays.update(steps[~own].tolist())
+        for number in np.unique(passes[own]).tolist():
+            mine = own & (passes == number)
+            seen, total = self._sums.get(number, (0, 0))
+            total = (total + int(hashes[mine].sum(dtype=np.uint64))) % 2**64
+            self._sums[number] = seen + int(counts[mine].sum()), total
+            if self._full:
+                examples = self._seen.setdefault(number, np.zeros(self._num_examples, np.uint16))
+                np.add.at(examples, indices[mine], 1)
+                self.repeats[steps[mine][examples[indices[mine]] > 1]] = True
 
     def problems(self) -> list[str]:
         """Return what was found that belongs to no pass."""
         problems = list(self._twice)
         if self._strays:
-            steps = ranges(sorted(set(self._strays)))
+            steps = ranges(sorted(self._strays))
             problems.append(f"steps {steps}: examples or passes that the run does not have")
         sizes = np.diff(self._ledger.firsts)
         wrong = np.flatnonzero(self.counts != sizes[: self._ledger.end])
@@ -109,65 +133,11 @@ class Tally:
         if self._full:
             return self._pass_by_examples(number, expected, whole, order)
         seen, total = self._sums.get(number, (0, 0))
-        right = self._expected_sum(number, expected, whole, order)
-        if (seen, total) == (expected, right):
-            return PassProof(number=number, expected=expected, seen=seen, whole=whole)
-        return PassProof(
-            number=number,
-            expected=expected,
-            seen=seen,
-            whole=whole,
-            repeated=None,
-            missed=None,
-            steps=self._steps_out_of_order(start, start + expected, order),
-        )
-
-    def _add_examples(self, record: Record) -> None:
-        indices, passes, content = record.arrays
-        rows = slice(record.first, record.last)
-        there = indices >= 0
-        self.counts[rows] += there.sum(axis=(1, 2))
-        hashes = np.where(there, pair_hash(indices, passes), np.uint64(0))
-        self.hashes[rows] += hashes.sum(axis=(1, 2), dtype=np.uint64)
-        if self.content is not None:
-            self.content[rows] += content.astype(np.uint64)
-        step_of = np.broadcast_to(
-            np.arange(record.first, record.last)[:, None, None], indices.shape
-        )[there]
-        indices, passes, hashes = indices[there], passes[there], hashes[there]
-        own = (indices < self._num_examples) & (passes >= 0) & (passes < self.num_passes)
-        self._strays += [int(step) for step in step_of[~own]]
-        for number in np.unique(passes[own]):
-            mine = own & (passes == number)
-            self._note_sum(int(number), int(mine.sum()), hashes[mine])
-            if self._full:
-                self._mark(int(number), indices[mine], step_of[mine])
-
-    def _mark(self, number: int, indices: Array, steps: Array) -> None:
-        if number not in self._seen:
-            self._seen[number] = np.zeros(self._num_examples, np.uint16)
-        seen = self._seen[number]
-        np.add.at(seen, indices, 1)
-        self.repeats[steps[seen[indices] > 1]] = True
-
-    def _add_sums(self, record: Record) -> None:
-        lowest, counts, sums = record.arrays
-        rows = slice(record.first, record.last)
-        self.counts[rows] += counts.sum(axis=1)
-        self.hashes[rows] += sums.sum(axis=1, dtype=np.uint64)
-        for more in range(counts.shape[1]):
-            passes = lowest + more
-            own = (passes >= 0) & (passes < self.num_passes)
-            stray = np.flatnonzero(~own & (counts[:, more] > 0)) + record.first
-            self._strays += stray.tolist()
-            for number in np.unique(passes[own]):
-                mine = own & (passes == number)
-                self._note_sum(int(number), int(counts[mine, more].sum()), sums[mine, more])
-
-    def _note_sum(self, number: int, count: int, hashes: Array) -> None:
-        seen, total = self._sums.get(number, (0, 0))
-        added = int(hashes.sum(dtype=np.uint64))
-        self._sums[number] = (seen + count, (total + added) % 2**64)
+        proof = PassProof(number=number, expected=expected, seen=seen, whole=whole)
+        if (seen, total) == (expected, self._expected_sum(number, expected, whole, order)):
+            return proof
+        steps = self._steps_out_of_order(start, start + expected, order)
+        return dataclasses.replace(proof, repeated=None, missed=None, steps=steps)
 
     def _pass_by_examples(self, number: int, expected: int, whole: bool, order: Order) -> PassProof:
         seen = self._seen.get(number, np.zeros(self._num_examples, np.uint16))
@@ -290,7 +260,7 @@ def _coverage(ledger: Merged) -> list[str]:
     problems = []
     covered = np.zeros(ledger.end, np.int64)
     for attempt in ledger.attempts:
-        header, start, last = attempt.header, attempt.first, min(attempt.last, attempt.limit)
+        header, start, last = attempt.header, attempt.first, attempt.end
         if start >= last:
             continue
         covered[start:last] += 1
@@ -302,8 +272,8 @@ def _coverage(ledger: Merged) -> list[str]:
             )
         for file in attempt.files:
             times = np.zeros(last, np.int64)
-            for location in file.locations:
-                times[location.first : min(location.last, last)] += 1
+            for record in file.records:
+                times[record.first : min(record.last, last)] += 1
             for wrong, finding in ((times == 0, "not recorded"), (times > 1, "recorded twice")):
                 if wrong[start:].any():
                     steps = ranges(np.flatnonzero(wrong[start:]) + start)

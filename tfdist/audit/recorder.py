@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from tfdist.audit.files import MODES, SALT, Header, LedgerWriter, Record, next_attempt
+from tfdist.audit.files import (
+    MODES,
+    SALT,
+    Header,
+    LedgerWriter,
+    Record,
+    next_attempt,
+    to_bytes,
+)
 from tfdist.data.draws import mix_tensor, stream
 from tfdist.errors import UsageError, require_one_of
 from tfdist.strategy import Job
@@ -50,9 +58,15 @@ class Ledger:
 
         Raises UsageError for data that do not come by index.
         """
-        attempt = _of_all_tasks(next_attempt(self._directory), job)
-        header = header_of(program, job, mode=self._mode, attempt=attempt)
-        self._writer = LedgerWriter(self._directory, header) if _writes(job) else None
+        # Each task of a group writes what its replicas were given; else the chief writes all.
+        writes = job.kind == "multiworker" or job.is_chief
+        attempts = np.zeros(job.num_replicas)
+        attempts[job.replica_ids[0]] = next_attempt(self._directory) if writes else 0
+        # The highest of those that write: each may have a directory of its own.
+        attempt = sum_over_tasks(job, attempts, of="the ledgers' attempts").max()
+        if writes:
+            header = header_of(program, job, mode=self._mode, attempt=int(attempt))
+            self._writer = LedgerWriter(self._directory, header)
         return recorded(program, job, mode=self._mode, sink=self._append)
 
     def close(self) -> None:
@@ -109,18 +123,6 @@ def header_of(program: StepProgram, job: Job, *, mode: str, attempt: int) -> Hea
     )
 
 
-def _of_all_tasks(attempt: int, job: Job) -> int:
-    """The highest of the numbers of those that write: each may have a directory of its own."""
-    mine = np.zeros(job.num_replicas)
-    mine[job.replica_ids[0]] = attempt if _writes(job) else 0
-    return int(sum_over_tasks(job, mine, of="the ledgers' attempts").max())
-
-
-def _writes(job: Job) -> bool:
-    """Each task of a group writes what its replicas were given; else the chief writes all."""
-    return job.kind == "multiworker" or job.is_chief
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recorder:
     """The part of a recorded program that is in its graph; see `audit.files.Record`.
@@ -160,8 +162,8 @@ class Recorder:
         self, first: int, last: int, rows: Sequence[Any], *, worker: int = -1, begun: int = 1
     ) -> None:
         """Hands the rows of the steps ``[first, last)`` on."""
-        arrays = tuple(row.numpy() if hasattr(row, "numpy") else row for row in rows)
-        self.sink(Record(first=first, last=last, worker=worker, begun=begun, arrays=arrays))
+        payload = to_bytes([np.asarray(row) for row in rows])
+        self.sink(Record(first=first, last=last, worker=worker, begun=begun, payload=payload))
 
     def _specs(self) -> list[tf.TensorSpec]:
         if self.mode == "full":

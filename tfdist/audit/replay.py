@@ -22,12 +22,12 @@ from tfdist.checkpoint.warm_start import load_weights
 from tfdist.configs import base
 from tfdist.errors import TfdistError, UsageError, require
 from tfdist.outputs.run_directory import DONE, RunDirectory
-from tfdist.strategy import Job, current_job, make_strategy
+from tfdist.strategy import current_job, make_strategy
 from tfdist.training import building
 from tfdist.training.blocks import BlockRunner
 from tfdist.training.engines import engine_for
 from tfdist.training.inputs import Length, prepare
-from tfdist.training.program import StepProgram, program_of
+from tfdist.training.program import program_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +50,6 @@ class Replay:
       passes: of each replica, the passes that they belong to.
       weights_sha256: after the step.
       state_sha256: of weights and optimizer after the step.
-      observed_same_bits: the run of the step in which the gradients were looked at ended with
-        these bits too.
       equals_checkpoint: whether the run's own checkpoint after the step has these bits; None
         where it has none.
       checkpoint_difference: by how much a weight differs from that checkpoint at the most.
@@ -71,7 +69,6 @@ class Replay:
     passes: list[list[int]]
     weights_sha256: str
     state_sha256: str
-    observed_same_bits: bool
     equals_checkpoint: bool | None
     checkpoint_difference: float | None
 
@@ -104,10 +101,10 @@ def replay(
         threads=environment.threads or None,
         environ={},
     )
+    keras.config.set_dtype_policy(config.precision)
     checkpoint = nearest(store, step)
-    with _policy(config.precision):
-        blocks = _blocks(config, fresh=checkpoint is None)
-        return _replayed(blocks, store, checkpoint, step=step)
+    blocks = _blocks(config, fresh=checkpoint is None)
+    return _replayed(blocks, store, checkpoint, step=step)
 
 
 def config_of(settings: Mapping[str, Any]) -> Any:
@@ -140,16 +137,6 @@ def _require_step(step: int, total: int, summary: Mapping[str, Any]) -> None:
     )
 
 
-@contextlib.contextmanager
-def _policy(name: str) -> Iterator[None]:
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(name)
-    try:
-        yield
-    finally:
-        keras.config.set_dtype_policy(before)
-
-
 def _blocks(config: Any, *, fresh: bool) -> BlockRunner:
     """Return the training of the model as the run had it before its first step."""
     job = current_job()
@@ -175,10 +162,7 @@ def _blocks(config: Any, *, fresh: bool) -> BlockRunner:
     building.build(model, job, feed)
     if config.initial_weights and fresh:
         load_weights(model, config.initial_weights, job=job)
-    return _runner(model, job, program_of(model, job, "train_step", feed, seed=config.seed))
-
-
-def _runner(model: keras.Model, job: Job, program: StepProgram) -> BlockRunner:
+    program = program_of(model, job, "train_step", feed, seed=config.seed)
     return BlockRunner(model, job, engine_for(job), program, phase="step")
 
 
@@ -200,16 +184,20 @@ def _replayed(
     blocks.reset_metrics()
     before = state.capture(model, job)
     rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
-    blocks.run(step, step + 1, looked_at=True)
-    metrics = blocks.metrics(blocks.logs)
+    records: list[Record] = []
+    blocks.program.feed.close()  # what is read ahead is read without what is recorded
+    looking = recorded(blocks.program, job, mode="full", sink=records.append)
+    runner = BlockRunner(model, job, engine_for(job), looking, phase="step")
+    with _noting_gradients(model) as (names, values):
+        runner.run(step, step + 1, looked_at=True)
+    norms = dict(zip(names, map(float, values.numpy()), strict=False))
+    metrics = runner.metrics(runner.logs)
     after = state.capture(model, job)
-    hashes = weights_sha256(model), state_sha256(model)
-    state.restore(model, job, before)
-    record, norms = _observed(blocks, step=step)
-    same = _same_bits(after, state.capture(model, job))
-    indices, passes = (array[0] for array in record.arrays[:2])
+    indices, passes = (array[0] for array in records[0].arrays[:2])
     rows = [row >= 0 for row in indices]
-    recorded_after = _arrays_of(store, step + 1)
+    saved: Mapping[str, Any] | None = None
+    with contextlib.suppress(TfdistError):  # there is none, or it is damaged
+        saved = store.read(step + 1).arrays
     return Replay(
         step=step,
         restored_step=checkpoint.step if checkpoint else None,
@@ -223,22 +211,11 @@ def _replayed(
         updated=not _same_bits(_trained(model, before), after),
         examples=[row[there].tolist() for row, there in zip(indices, rows, strict=True)],
         passes=[row[there].tolist() for row, there in zip(passes, rows, strict=True)],
-        weights_sha256=hashes[0],
-        state_sha256=hashes[1],
-        observed_same_bits=same,
-        equals_checkpoint=None if recorded_after is None else _same_bits(after, recorded_after),
-        checkpoint_difference=_difference(after, recorded_after),
+        weights_sha256=weights_sha256(model),
+        state_sha256=state_sha256(model),
+        equals_checkpoint=None if saved is None else _same_bits(after, saved),
+        checkpoint_difference=None if saved is None else _difference(after, saved),
     )
-
-
-def _observed(blocks: BlockRunner, *, step: int) -> tuple[Record, dict[str, float]]:
-    """Run the step with an eye on its gradients and its examples."""
-    records: list[Record] = []
-    model, job = blocks.model, blocks.job
-    looking = recorded(blocks.program, job, mode="full", sink=records.append)
-    with _noting_gradients(model) as (names, norms):
-        _runner(model, job, looking).run(step, step + 1, looked_at=True)
-    return records[0], dict(zip(names, map(float, norms.numpy()), strict=False))
 
 
 @contextlib.contextmanager
@@ -278,18 +255,7 @@ def _trained(model: keras.Model, arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {name: arrays[name] for name in names}
 
 
-def _arrays_of(store: CheckpointStore, step: int) -> Mapping[str, Any] | None:
-    """Return the checkpoint of a step, None where there is none that is whole."""
-    if step not in store.steps():
-        return None
-    with contextlib.suppress(TfdistError):
-        return store.read(step).arrays
-    return None
-
-
-def _difference(mine: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> float | None:
-    if theirs is None:
-        return None
+def _difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
     names = [name for name in mine if name.startswith("weights/") and np.size(mine[name])]
     pairs = [(np.asarray(mine[n], np.float64), np.asarray(theirs[n], np.float64)) for n in names]
     return max((float(np.abs(a - b).max()) for a, b in pairs), default=0.0)
@@ -361,19 +327,17 @@ def _recorded(
     steps = sorted(set(store.steps()), key=lambda s: (s <= step, abs(s - step)))
     for found in steps:
         with contextlib.suppress(TfdistError):  # a damaged one: the next tells as well
-            yield _by_checkpoint(store.read(found).meta.get("place", {}))
-    summary = directory.read_summary() or {}
-    if "strategy" in summary:
-        yield StepEnvironment(kind=summary["strategy"], replicas=int(summary["replicas"]))
+            yield _environment_in(store.read(found).meta.get("place", {}))
+    yield _environment_in(directory.read_summary() or {})
     if config.strategy == "single":
         yield StepEnvironment(kind="single", replicas=1)
 
 
-def _by_checkpoint(meta: Mapping[str, Any]) -> StepEnvironment | None:
-    if "replicas" not in meta:
+def _environment_in(said: Mapping[str, Any]) -> StepEnvironment | None:
+    if "replicas" not in said:
         return None
-    threads = int(meta.get("threads", 0))
-    return StepEnvironment(kind=meta["strategy"], replicas=int(meta["replicas"]), threads=threads)
+    threads = int(said.get("threads", 0))
+    return StepEnvironment(kind=said["strategy"], replicas=int(said["replicas"]), threads=threads)
 
 
 def _by_ledger(directory: RunDirectory, step: int) -> StepEnvironment | None:
@@ -382,7 +346,7 @@ def _by_ledger(directory: RunDirectory, step: int) -> StepEnvironment | None:
     except TfdistError:
         return None
     for attempt in ledger.attempts:
-        if attempt.first <= step < min(attempt.last, attempt.limit):
+        if attempt.first <= step < attempt.end:
             header = attempt.header
             return StepEnvironment(
                 kind=header.strategy, replicas=header.num_replicas, threads=header.threads

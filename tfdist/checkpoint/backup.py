@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import tensorflow as tf
 from tfdist.checkpoint import callback_state, state
 from tfdist.checkpoint.best import Best
 from tfdist.checkpoint.publish import Publisher
-from tfdist.checkpoint.store import Background, Checkpoint, CheckpointStore, NothingWhole
+from tfdist.checkpoint.store import Checkpoint, CheckpointStore, NothingWhole
 from tfdist.errors import (
     UsageError,
     mutually_exclusive,
@@ -119,11 +120,28 @@ class BackupAndRestore(keras.callbacks.Callback):
         if every_s is not None:
             name, unit = "BackupAndRestore: every_s", "seconds"
             every_s = require_number(name, every_s, above=0, unit=unit, fix=fix)
-        self._auto = _auto_interval(every, every_s, mtbf_s)
+        needs = (
+            ("mtbf_s", mtbf_s, "every", every),
+            ("publish_model", publish_model, "publish", publish),
+        )
+        for name, value, other, beside in needs:
+            require(
+                value is None or beside is not None,
+                f"BackupAndRestore: {name}",
+                received=f"{value!r} without {other}",
+                expected=f"it beside {other}",
+                fix=f"add {other}, or leave {name} out",
+                code="exclusive",
+            )
+        self._auto = None if every is None else _auto_interval(every, every_s, mtbf_s)
         self.store = CheckpointStore(directory, keep=keep)
         self.exact = exact
         self.best = best
-        self._publisher = _publisher(publish, publish_model)
+        self._publisher = (
+            publish
+            if isinstance(publish, Publisher | None)
+            else Publisher(publish, make=publish_model)
+        )
         self._every_steps = every_steps
         self._every_s = every_s
         self._best = Best(best, mode)
@@ -134,7 +152,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.found_states = {}
         self._configuration: dict[str, Any] | None = None
         self._prepared = False
-        self._background = Background("checkpoint")
+        self._writer = ThreadPoolExecutor(1)
+        self._written: Future[Path] | None = None
 
     def next_step(self, step: int) -> int | None:
         """Return the step after which it is next due, None where it does not go by steps."""
@@ -146,7 +165,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         every_s = self._auto.interval_s if self._auto else self._every_s
         if every_s is None or self._clock() - self._saved_at < every_s:
             return False
-        return not self._background.busy
+        return self._written is None or self._written.done()
 
     def wants(self, step: int) -> bool:
         """Return True when a checkpoint is due after `step` by the number of steps."""
@@ -205,7 +224,11 @@ class BackupAndRestore(keras.callbacks.Callback):
             "place": _place(job),
             "stages": {} if job.stages is None else job.stages.chosen,
         }
-        self._background.start(lambda: self.store.write(run.step, arrays, meta=meta, best=best))
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._written = self._writer.submit(
+            self.store.write, run.step, arrays, meta=meta, best=best
+        )
+        self._writer.shutdown(wait=False)  # its thread ends with the write
         if self._auto:
             now_s = self._clock()
             chosen = self._auto.saved(blocked_s=now_s - began_s, now_s=now_s)
@@ -217,15 +240,23 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def wait(self) -> None:
         """Return when everything saved is on the disk; raise what went wrong, once."""
-        self._background.wait()
+        if error := self._error_of_write():
+            raise error
+
+    def _error_of_write(self) -> BaseException | None:
+        """Return once no write is under way: what went wrong and was not raised yet, or None."""
+        if self._written is None:
+            return None
+        self._writer.shutdown()
+        written, self._written = self._written, None
+        return written.exception()
 
     def close(self) -> None:
         """Wait for a write under way and let another run write; `save` takes it again.
 
         An error that nobody has waited for is logged: something else is being raised.
         """
-        error = self._background.join()
-        if error is not None:
+        if error := self._error_of_write():
             _LOG.error("%s", error)
         if self._publisher:
             self._publisher.close()
@@ -303,39 +334,14 @@ class BackupAndRestore(keras.callbacks.Callback):
             _LOG.info("resumed with %s: the same run, not the same bits", ", ".join(differences))
 
 
-def _auto_interval(
-    every: str | None, every_s: float | None, mtbf_s: float | None
-) -> AutoInterval | None:
-    """Return what chooses the interval, None where it is given."""
-    where = "BackupAndRestore: mtbf_s"
-    if every is None:
-        require(
-            mtbf_s is None,
-            where,
-            received=f'{mtbf_s!r} without every="auto"',
-            expected='it beside every="auto"',
-            fix='add every="auto", or leave mtbf_s out',
-            code="exclusive",
-        )
-        return None
+def _auto_interval(every: str, every_s: float | None, mtbf_s: float | None) -> AutoInterval:
     fix = 'write every="auto", every_steps=500 or every_s=600'
     require_one_of("BackupAndRestore: every", every, ["auto"], fix=fix)
     mutually_exclusive({"every": every, "every_s": every_s}, fix="leave every_s out")
     if mtbf_s is not None:
-        fix = "give the mean time between two failures of the job"
-        mtbf_s = require_number(where, mtbf_s, above=0, unit="seconds", fix=fix)
+        fix, name = "give the mean time between two failures of the job", "BackupAndRestore: mtbf_s"
+        mtbf_s = require_number(name, mtbf_s, above=0, unit="seconds", fix=fix)
     return AutoInterval(mtbf_s=mtbf_s)
-
-
-def _publisher(
-    publish: str | os.PathLike[str] | Publisher | None, make: str | None
-) -> Publisher | None:
-    if publish is None:
-        fix = "add publish='served', or leave publish_model out"
-        where, expected = "BackupAndRestore: publish_model", "it beside publish"
-        require(not make, where, received=make, expected=expected, fix=fix, code="exclusive")
-        return None
-    return publish if isinstance(publish, Publisher) else Publisher(publish, make=make)
 
 
 def _place(job: Job) -> dict[str, Any]:
@@ -398,14 +404,19 @@ def failures_in(run_dir: str | Path | None) -> tuple[int, float]:
     None and 0 s where the launcher's report cannot be read. An attempt that was stopped by a signal
     counts by its time, and not as a failure: it saved.
     """
+    failures, ran_s = 0, 0.0
     if run_dir is None:
-        return 0, 0.0
+        return failures, ran_s
     try:
-        attempts = json.loads((Path(run_dir) / "report.json").read_text())["attempts"]
-        read = [(_has_failed(attempt), _ran_s(attempt)) for attempt in attempts]
+        for attempt in json.loads(Path(run_dir, "report.json").read_text())["attempts"]:
+            times = [task[at] for task in attempt["tasks"] for at in ("started_at", "ended_at")]
+            seconds = [datetime.fromisoformat(time).timestamp() for time in times if time]
+            ran_s += max(seconds, default=0.0) - min(seconds, default=0.0)
+            failed = attempt["first_failure"] is not None
+            failures += failed and attempt["exit_code"] not in (130, 143)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0, 0.0
-    return sum(failed for failed, _ in read), sum(ran_s for _, ran_s in read)
+    return failures, ran_s
 
 
 class AutoInterval:
@@ -450,21 +461,6 @@ class AutoInterval:
 
 def _shown(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
-
-
-def _has_failed(attempt: Mapping[str, Any]) -> bool:
-    return attempt["first_failure"] is not None and attempt["exit_code"] not in (130, 143)
-
-
-def _ran_s(attempt: Mapping[str, Any]) -> float:
-    """Return the seconds from the first start of a task to the last end."""
-    starts = [_time(task["started_at"]) for task in attempt["tasks"] if task["started_at"]]
-    ends = [_time(task["ended_at"]) for task in attempt["tasks"] if task["ended_at"]]
-    return max(0.0, max(ends) - min(starts)) if starts and ends else 0.0
-
-
-def _time(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
 
 
 # `ModelCheckpoint`: Keras' own, written by the chief alone and never half.

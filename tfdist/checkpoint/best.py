@@ -21,6 +21,9 @@ class Best:
       name: of the metric, as in the logs; None follows nothing.
       mode: "min", "max", or "auto", which goes by the name.
 
+    Attributes:
+      improved: True between the end of an epoch that was the best so far and the next one's begin.
+
     Raises:
       UsageError: another mode, or "auto" with a name that does not tell.
     """
@@ -30,31 +33,26 @@ class Best:
         self._less = name is None or less_is_better(name, mode, where="BackupAndRestore: mode")
         self._value: float | None = None
         self._before: float | None = None
-        self._improved = False
+        self.improved = False
         self._warned = False
-
-    @property
-    def improved(self) -> bool:
-        """True between the end of an epoch that was the best so far and the next one's begin."""
-        return self._improved
 
     def epoch_begins(self) -> None:
         """Forget the end of the epoch before."""
-        self._improved = False
+        self.improved = False
 
     def epoch_ends(self, logs: Mapping[str, Any]) -> None:
         """Look at an epoch's logs; raise UsageError where they can never have the metric."""
         if self._name is None or not self._is_in(logs):
             return
         value = float(logs[self._name])
-        self._improved = is_better(value, self._value, less=self._less)
-        if self._improved:
+        self.improved = is_better(value, self._value, less=self._less)
+        if self.improved:
             self._before, self._value = self._value, value
 
     def not_saved(self) -> None:
         """Forget the epoch that has ended: no checkpoint is of it."""
-        if self._improved:
-            self._improved, self._value = False, self._before
+        if self.improved:
+            self.improved, self._value = False, self._before
 
     def get_state(self) -> dict[str, Any] | None:
         """Return what a resumed run needs to go on, as JSON."""

@@ -9,7 +9,7 @@ import collections
 import csv
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +88,18 @@ def _named(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def prepare_to_resume(callbacks: Sequence[Any], *, epoch: int) -> None:
-    """Before `on_train_begin`: has what is logged already, or will be again, not be there twice."""
+    """Keep what is logged already, or will be again, from being there twice.
+
+    Before `on_train_begin`. TensorBoard writes only what comes after the last step of each tag in
+    its event files; the CSV log loses its lines from `epoch` on, which the run will write again.
+    """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.TensorBoard):
-            write_once(callback)
+            train, validation = (
+                _last_steps(Path(callback.log_dir, name)) for name in ("train", "validation")
+            )
+            both = {tag: min(train[tag], validation[tag]) for tag in train.keys() & validation}
+            callback._summary_module = _OnceOnly({**train, **validation, **both})
         if isinstance(callback, keras.callbacks.CSVLogger) and os.path.exists(callback.filename):
             _cut(callback.filename, separator=callback.sep, epoch=epoch)
             callback.append = True
@@ -101,7 +109,9 @@ def _get(callback: Any) -> Any:
     if hasattr(callback, "get_state"):
         return callback.get_state()
     if isinstance(callback, keras.callbacks.TensorBoard):
-        flush(callback)
+        # What it has kept back, the steps after the checkpoint will not give again.
+        for writer in getattr(callback, "_writers", {}).values():
+            writer.flush()
     for kind, names in _ATTRIBUTES.items():
         if isinstance(callback, kind):
             return {n: _json(getattr(callback, n)) for n in names if hasattr(callback, n)}
@@ -133,28 +143,12 @@ def _json(value: Any) -> Any:
 
 
 def _cut(path: str, *, separator: str, epoch: int) -> None:
-    """Remove the lines of a CSV log from `epoch` on, which the run will write again."""
+    """Remove the lines of a CSV log from `epoch` on."""
     with open(path, newline="") as file:
         rows = list(csv.reader(file, delimiter=separator))
     kept = rows[:1] + [row for row in rows[1:] if row and int(float(row[0])) < epoch]
     with replacing(Path(path)) as unfinished, open(unfinished, "w", newline="") as file:
         csv.writer(file, delimiter=separator).writerows(kept)
-
-
-# Keras' TensorBoard of a resumed training: what its event files have is not written once more.
-
-
-def write_once(board: keras.callbacks.TensorBoard) -> None:
-    """Have the callback write only what comes after the last step of each tag in its files."""
-    train, validation = (_last_steps(Path(board.log_dir, n)) for n in ("train", "validation"))
-    both = {tag: min(train[tag], validation[tag]) for tag in train.keys() & validation.keys()}
-    board._summary_module = _OnceOnly({**train, **validation, **both})
-
-
-def flush(board: keras.callbacks.TensorBoard) -> None:
-    """Write what it has kept back, which the steps after a checkpoint will not give again."""
-    for writer in getattr(board, "_writers", {}).values():
-        writer.flush()
 
 
 class _OnceOnly:
@@ -164,15 +158,13 @@ class _OnceOnly:
         self._last = last
 
     def __getattr__(self, name: str) -> Any:
-        function = getattr(tf.summary, name)
-        return self._if_new(function) if name in ("scalar", "histogram", "image") else function
+        write = getattr(tf.summary, name)
 
-    def _if_new(self, write: Callable[..., Any]) -> Callable[..., Any]:
         def write_if_new(name: str, data: Any, *, step: Any, **options: Any) -> Any:
             is_new = int(step) > self._last.get(name, -1)
             return write(name, data, step=step, **options) if is_new else False
 
-        return write_if_new
+        return write_if_new if name in ("scalar", "histogram", "image") else write
 
 
 def _last_steps(directory: Path) -> dict[str, int]:

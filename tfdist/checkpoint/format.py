@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import TfdistError, UsageError, require
 from tfdist.files import fsync
 
 FORMAT = "tfdist-checkpoint"
@@ -60,85 +60,42 @@ class Unreadable(TfdistError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """One file of raw bytes."""
-
-    file: str
-    size_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """Where one array lies, from `offset` bytes into its shard."""
-
-    shard: str
-    offset: int
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Everything about a checkpoint but the arrays themselves."""
+    """Everything about a checkpoint but the arrays themselves.
+
+    Attributes:
+      shard: of the file of the arrays: ``file``, ``size_bytes`` and ``sha256``.
+      arrays: of each array: ``shard``, ``offset`` in bytes, ``dtype`` and ``shape``.
+    """
 
     step: int
     best: bool
     meta: Mapping[str, Any]
-    shards: Mapping[str, Shard]
-    arrays: Mapping[str, Entry]
-
-    def to_bytes(self) -> bytes:
-        """Return the manifest as JSON; raise TypeError where `meta` is not JSON."""
-        body = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": self.step,
-            "best": self.best,
-            "meta": dict(self.meta),
-            "shards": {name: asdict(shard) for name, shard in self.shards.items()},
-            "arrays": {name: asdict(entry) for name, entry in self.arrays.items()},
-        }
-        body[_CHECKSUM] = _checksum(body)
-        return json.dumps(body, indent=1).encode() + b"\n"
-
-    @classmethod
-    def from_bytes(cls, text: bytes, *, where: str) -> Manifest:
-        """Read what `to_bytes` wrote; raise Damaged, or UsageError for a later format."""
-        try:
-            body = json.loads(text)
-            checksum = body.pop(_CHECKSUM, None)
-            if body["format"] != FORMAT:
-                raise Damaged(f"{_MANIFEST} is not of a tfdist checkpoint")
-            if body["version"] > VERSION:
-                raise _newer_format(where, body["version"])
-            if checksum != _checksum(body):
-                raise Damaged(f"{_MANIFEST} does not match its checksum")
-            return cls(
-                step=body["step"],
-                best=body["best"],
-                meta=body["meta"],
-                shards={name: Shard(**shard) for name, shard in body["shards"].items()},
-                arrays={
-                    name: Entry(**{**entry, "shape": tuple(entry["shape"])})
-                    for name, entry in body["arrays"].items()
-                },
-            )
-        except UsageError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Damaged(f"{_MANIFEST} is cut short or not JSON") from error
+    shard: Mapping[str, Any]
+    arrays: Mapping[str, Mapping[str, Any]]
 
 
 def write_checkpoint(
     directory: Path, arrays: Mapping[str, Any], *, step: int, best: bool, meta: Mapping[str, Any]
 ) -> None:
-    """Write a shard and the manifest into a new `directory` and fsync each; raise OSError."""
+    """Write a shard and the manifest into a new `directory` and fsync each.
+
+    Raises OSError, and TypeError where `meta` is not JSON.
+    """
     shutil.rmtree(directory, ignore_errors=True)
     os.mkdir(directory)
     shard, entries = _write_shard(directory / f"{_SHARD}.bin", arrays)
-    manifest = Manifest(step=step, best=best, meta=meta, shards={_SHARD: shard}, arrays=entries)
-    write_bytes(directory / _MANIFEST, manifest.to_bytes())
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "best": best,
+        "meta": dict(meta),
+        "shards": {_SHARD: shard},
+        "arrays": entries,
+    }
+    body[_CHECKSUM] = _checksum(body)
+    write_bytes(directory / _MANIFEST, json.dumps(body, indent=1).encode() + b"\n")
     fsync(directory)
 
 
@@ -149,13 +106,43 @@ def read_manifest(directory: Path) -> Manifest:
         text = file.read_bytes()
     except OSError as error:
         raise _reading_failed(file, error) from error
-    return Manifest.from_bytes(text, where=f"checkpoint {directory}")
+    try:
+        body = json.loads(text)
+        checksum = body.pop(_CHECKSUM, None)
+        if body["format"] != FORMAT:
+            raise Damaged(f"{_MANIFEST} is not of a tfdist checkpoint")
+        if body["version"] > VERSION:
+            raise UsageError(
+                f"checkpoint {directory}",
+                received=f"format version {body['version']}",
+                expected=f"{VERSION} or lower",
+                fix="use the tfdist that wrote it, or a later one",
+                code="newer-format",
+            )
+        if checksum != _checksum(body):
+            raise Damaged(f"{_MANIFEST} does not match its checksum")
+        return Manifest(
+            step=body["step"],
+            best=body["best"],
+            meta=body["meta"],
+            shard=body["shards"][_SHARD],
+            arrays=body["arrays"],
+        )
+    except UsageError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{_MANIFEST} is cut short or not JSON") from error
 
 
-def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Raise Damaged where a shard is missing or not as long as it was written, or TfdistError."""
-    for shard in manifest.shards.values():
-        _check_size(directory / shard.file, shard)
+def check_size(directory: Path, manifest: Manifest) -> None:
+    """Raise Damaged where the shard is missing or not as long as it was written, or TfdistError."""
+    path, expected = directory / manifest.shard["file"], manifest.shard["size_bytes"]
+    try:
+        size_bytes = path.stat().st_size
+    except OSError as error:
+        raise _reading_failed(path, error) from error
+    if size_bytes != expected:
+        raise Damaged(f"{path.name} has {size_bytes} bytes of {expected}")
 
 
 def read_arrays(directory: Path, manifest: Manifest) -> dict[str, Array]:
@@ -164,11 +151,27 @@ def read_arrays(directory: Path, manifest: Manifest) -> dict[str, Array]:
     Raises Damaged; UsageError where this user may not read them; and Unreadable where they may be
     whole and cannot be read now.
     """
+    check_size(directory, manifest)
+    path, digest = directory / manifest.shard["file"], hashlib.sha256()
     arrays: dict[str, Array] = {}
-    for name, shard in manifest.shards.items():
-        entries = {key: entry for key, entry in manifest.arrays.items() if entry.shard == name}
-        arrays.update(_read_shard(directory / shard.file, shard=shard, entries=entries))
-    return {key: arrays[key] for key in manifest.arrays}
+    position = 0
+    try:
+        with FileIO(path, "rb") as file:
+            for name, entry in sorted(manifest.arrays.items(), key=lambda item: item[1]["offset"]):
+                dtype = np.dtype(getattr(ml_dtypes, entry["dtype"], entry["dtype"]))
+                gap = np.empty(entry["offset"] - position, np.uint8)
+                array = np.empty(entry["shape"], dtype.newbyteorder("<"))
+                for target in (gap, array.reshape(-1).view(np.uint8)):
+                    _read_all(file, target.data, digest)
+                position = entry["offset"] + array.nbytes
+                arrays[name] = array.astype(dtype, copy=False)
+    except OSError as error:
+        raise _reading_failed(path, error) from error
+    except (ValueError, TypeError, EOFError) as error:
+        raise Damaged(f"{path.name}: {error}") from error
+    if digest.hexdigest() != manifest.shard["sha256"] or position != manifest.shard["size_bytes"]:
+        raise Damaged(f"{path.name} does not match its checksum")
+    return {name: arrays[name] for name in manifest.arrays}
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -178,73 +181,32 @@ def write_bytes(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _write_shard(path: Path, arrays: Mapping[str, Any]) -> tuple[Shard, dict[str, Entry]]:
+def _write_shard(path: Path, arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write the arrays; return the file and the entries of `Manifest`."""
     digest = hashlib.sha256()
     entries = {}
     size_bytes = 0
     with FileIO(path, "xb") as file:
         for name in arrays:
             array = np.asarray(arrays[name])
-            dtype = _storable(name, array)
+            dtype = array.dtype.name
+            require(
+                dtype in _NUMPY_NAMES or dtype in _ML_NAMES,
+                f"checkpoint: array {name!r}",
+                received=f"dtype {array.dtype}",
+                expected="numbers or booleans",
+                fix="keep strings and objects in the metadata, as JSON",
+                code="unsupported-dtype",
+            )
             padding = bytes(-size_bytes % _ALIGNMENT_BYTES)
             for piece in (memoryview(padding), raw_bytes(array)):
                 _write_all(file, piece, digest)
                 size_bytes += len(piece)
-            entries[name] = Entry(
-                shard=_SHARD, offset=size_bytes - array.nbytes, dtype=dtype, shape=array.shape
-            )
+            start = size_bytes - array.nbytes
+            entries[name] = {"shard": _SHARD, "offset": start, "dtype": dtype, "shape": array.shape}
         os.fsync(file.fileno())
-    return Shard(file=path.name, size_bytes=size_bytes, sha256=digest.hexdigest()), entries
-
-
-def _read_shard(path: Path, *, shard: Shard, entries: Mapping[str, Entry]) -> dict[str, Array]:
-    digest = hashlib.sha256()
-    arrays = {}
-    position = 0
-    try:
-        with FileIO(path, "rb") as file:
-            _check_size(path, shard)
-            for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
-                dtype = _dtype(entry.dtype)
-                gap = np.empty(entry.offset - position, np.uint8)
-                array = np.empty(entry.shape, dtype.newbyteorder("<"))
-                for target in (gap, array.reshape(-1).view(np.uint8)):
-                    _read_all(file, target.data, digest)
-                position = entry.offset + array.nbytes
-                arrays[name] = array.astype(dtype, copy=False)
-    except OSError as error:
-        raise _reading_failed(path, error) from error
-    except (ValueError, TypeError, EOFError) as error:
-        raise Damaged(f"{path.name}: {error}") from error
-    if digest.hexdigest() != shard.sha256 or position != shard.size_bytes:
-        raise Damaged(f"{path.name} does not match its checksum")
-    return arrays
-
-
-def _check_size(path: Path, shard: Shard) -> None:
-    try:
-        size_bytes = path.stat().st_size
-    except OSError as error:
-        raise _reading_failed(path, error) from error
-    if size_bytes != shard.size_bytes:
-        raise Damaged(f"{path.name} has {size_bytes} bytes of {shard.size_bytes}")
-
-
-def _storable(name: str, array: Array) -> str:
-    dtype = array.dtype.name
-    if dtype in _NUMPY_NAMES or dtype in _ML_NAMES:
-        return dtype
-    raise UsageError(
-        f"checkpoint: array {name!r}",
-        received=f"dtype {dtype}",
-        expected="numbers or booleans",
-        fix="keep strings and objects in the metadata, as JSON",
-        code="unsupported-dtype",
-    )
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, name) if name in _ML_NAMES else name)
+    digest_hex = digest.hexdigest()
+    return {"file": path.name, "size_bytes": size_bytes, "sha256": digest_hex}, entries
 
 
 def raw_bytes(array: Array) -> memoryview:
@@ -285,16 +247,6 @@ def _reading_failed(path: Path, error: OSError) -> Exception:
             code="no-permission",
         )
     return Unreadable(f"checkpoint {path}: {error.strerror or error}")
-
-
-def _newer_format(where: str, version: object) -> UsageError:
-    return UsageError(
-        where,
-        received=f"format version {version}",
-        expected=f"{VERSION} or lower",
-        fix="use the tfdist that wrote it, or a later one",
-        code="newer-format",
-    )
 
 
 def _checksum(body: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tfdist.checkpoint.format import raw_bytes
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, broadcast
-from tfdist.strategy.group import sum_bytes, sum_over_tasks
+from tfdist.strategy.group import sum_bytes
 from tfdist.strategy.parts import gathered, part_of
 
 _DIFFERENCES_SHOWN = 4
@@ -67,16 +67,20 @@ def capture(model: keras.Model, job: Job) -> Arrays:
     Only the chief gets them; the others send the rows of their replicas and get nothing. What is
     sent are bytes, after the steps and outside of them: no arithmetic of the training sees it.
     """
-    variables = variables_of(model)
-    rows = {name: _own_rows(v, job) for name, v in variables.items() if _per_replica(v)}
-    rows = _rows_of_all(job, rows)
-    wholes = rows | dict(_gathered(job, variables))
-    if not job.is_chief:
-        return {}
-    return {
-        name: wholes[name] if name in wholes else _own_copy(_copies(v, job)[0])
-        for name, v in variables.items()
-    }
+    arrays = {}
+    for name, variable in variables_of(model).items():
+        if _per_replica(variable):
+            array = _rows_of_all(variable, job)
+        elif part_of(variable) is not None:
+            array = gathered(job, variable)
+        elif job.is_chief:  # in memory of our own: the next steps write to the variable's
+            array = np.asarray(_copies(variable, job)[0].numpy())
+            array = array if array.flags.owndata else array.copy()
+        else:
+            continue
+        if job.is_chief:  # one at a time: the others forget it
+            arrays[name] = array
+    return arrays
 
 
 def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> None:
@@ -113,8 +117,8 @@ def all_from_chief(job: Job, arrays: Mapping[str, Any] | None) -> Arrays:
 def names_of(model: keras.Model) -> dict[str, list[Any]]:
     """Return what each array is: the variable's path, shape and type, as JSON."""
     return {
-        name: [variable.path, list(_whole_shape(variable)), str(variable.dtype)]
-        for name, variable in variables_of(model).items()
+        name: [v.path, list((part_of(v) or v).shape), str(v.dtype)]
+        for name, v in variables_of(model).items()
     }
 
 
@@ -146,7 +150,7 @@ def require_same_variables(
     paths = {name: entry[0] for name, entry in {**saved, **mine}.items()}
     differences = [
         f"{paths[name]}: saved {_shown(saved.get(name))}, model {_shown(mine.get(name))}"
-        for name in sorted(paths, key=_natural)
+        for name in sorted(paths, key=lambda name: (name.split("/")[0], int(name.split("/")[1])))
         if mine.get(name, [])[1:] != list(saved.get(name, []))[1:]
     ]
     _require_none(
@@ -187,15 +191,6 @@ def _require_none(
         )
 
 
-def _gathered(job: Job, variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield in the chief the whole of each variable that tasks have parts of. A collective."""
-    for name, variable in variables.items():
-        if part_of(variable) is not None:
-            array = gathered(job, variable)  # one at a time: the others forget it
-            if job.is_chief:
-                yield name, array
-
-
 def _own_of_chief(job: Job, value: Any, variable: Any) -> np.ndarray[Any, Any]:
     """Return the chief's array, and of one that tasks have parts of this task's. A collective."""
     part = part_of(variable)
@@ -205,52 +200,24 @@ def _own_of_chief(job: Job, value: Any, variable: Any) -> np.ndarray[Any, Any]:
     return whole.reshape(-1)[part.first : part.end]
 
 
-def _whole_shape(variable: Any) -> tuple[int, ...]:
-    part = part_of(variable)
-    return tuple(variable.shape) if part is None else part.shape
-
-
-def _own_copy(variable: Any) -> np.ndarray[Any, Any]:
-    """Return the value in memory of our own: the next steps write to the variable's."""
-    array = np.asarray(variable.numpy())
-    return array if array.flags.owndata else array.copy()
-
-
-def _own_rows(variable: Any, job: Job) -> np.ndarray[Any, Any]:
-    """``[replicas, *shape]``, zero but for the rows of this task's replicas."""
-    mine = np.zeros((job.num_replicas, *variable.shape), _numpy_dtype(variable))
+def _rows_of_all(variable: Any, job: Job) -> np.ndarray[Any, Any]:
+    """Return ``[replicas, *shape]``, a row of each replica. A collective."""
+    rows = np.zeros((job.num_replicas, *variable.shape), _numpy_dtype(variable))
     for replica, copy in zip(job.replica_ids, _copies(variable, job), strict=True):
-        mine[replica] = copy.numpy()
-    return mine
-
-
-def _rows_of_all(job: Job, rows: Arrays) -> Arrays:
-    """The arrays with the rows of all tasks, by one message for all of them. A collective."""
-    if not rows or job.num_replicas == 1:  # of a pipeline, which has put it in every task
+        rows[replica] = copy.numpy()
+    if job.num_replicas == 1:  # of a pipeline, which has put it in every task
         return rows
-    packed = np.concatenate([a.reshape(-1).view(np.uint8) for a in rows.values()])
-    data, start = sum_bytes(job, packed, of="the replicas' own values").tobytes(), 0
-    whole = {}
-    for name, array in rows.items():
-        part = data[start : start + array.nbytes]
-        whole[name] = np.frombuffer(part, array.dtype).reshape(array.shape)
-        start += array.nbytes
-    return whole
+    return sum_bytes(job, rows, of="the replicas' own values")
 
 
 def _restore_replicas(variable: Any, job: Job, rows: Any) -> None:
     """Give each replica its row; with another number of replicas, the first one the sum."""
-    count = np.array([0.0 if rows is None else float(len(rows))])
-    saved = int(sum_over_tasks(job, count, of="the number of replicas in a checkpoint")[0])
     shape, dtype = tuple(variable.shape), _numpy_dtype(variable)
-    whole = np.zeros((saved, *shape), dtype)
-    if rows is not None:
-        whole[:] = rows
-    whole = sum_bytes(job, whole, of="a variable of each replica")
-    if saved != job.num_replicas:
-        first = whole.sum(axis=0, dtype=dtype)
-        whole = np.zeros((job.num_replicas, *shape), dtype)
-        whole[0] = first
+    if rows is not None and len(rows) != job.num_replicas:
+        total = rows.sum(axis=0, dtype=dtype)
+        rows = np.zeros((job.num_replicas, *shape), dtype)
+        rows[0] = total
+    whole = from_chief(job, rows, like=tf.TensorSpec((job.num_replicas, *shape), dtype))
     for replica, copy in zip(job.replica_ids, _copies(variable, job), strict=True):
         copy.assign(whole[replica])
 
@@ -272,11 +239,6 @@ def _numpy_dtype(variable: Any) -> Any:
 
 def _shown(entry: Any) -> str:
     return "nothing" if entry is None else f"{tuple(entry[1])} {entry[2]}"
-
-
-def _natural(name: str) -> tuple[str, int]:
-    group, _, index = name.partition("/")
-    return group, int(index)
 
 
 def _differences(

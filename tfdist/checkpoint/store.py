@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ from tfdist.checkpoint.format import (
     Damaged,
     Manifest,
     Unreadable,
-    check_sizes,
+    check_size,
     read_arrays,
     read_manifest,
     write_bytes,
     write_checkpoint,
 )
-from tfdist.errors import TfdistError, UsageError, require_int
+from tfdist.errors import TfdistError, UsageError, require, require_int
 from tfdist.files import FileLock, Held, fsync
 
 logger = logging.getLogger(__name__)
@@ -132,20 +132,22 @@ class CheckpointStore:
         Raises TfdistError (disk full, no permission) with every earlier checkpoint in place, and
         UsageError for a second writer or a dtype that cannot be stored.
         """
-        Manifest(step=step, best=best, meta=meta, shards={}, arrays={}).to_bytes()
-        with self._writing, self._one_line_errors(step):
-            self._become_the_writer()
-            serial = max((location.serial for location in self._locations()), default=0) + 1
-            name = f"step-{step:09d}.{serial}"
-            unfinished = self._directory / f"{_UNFINISHED}{name}"
+        with self._writing:
             try:
-                write_checkpoint(unfinished, arrays, step=step, best=best, meta=meta)
-                os.replace(unfinished, self._directory / name)
-            except BaseException:
-                shutil.rmtree(unfinished, ignore_errors=True)
-                raise
-            fsync(self._directory)
-            self._discard_old()
+                self._become_the_writer()
+                serial = max((location.serial for location in self._locations()), default=0) + 1
+                name = f"step-{step:09d}.{serial}"
+                unfinished = self._directory / f"{_UNFINISHED}{name}"
+                try:
+                    write_checkpoint(unfinished, arrays, step=step, best=best, meta=meta)
+                    os.replace(unfinished, self._directory / name)
+                except BaseException:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                    raise
+                fsync(self._directory)
+                self._discard_old()
+            except OSError as error:
+                raise self._failed(f"checkpoint of step {step} in ", error) from error
         return self._directory / name
 
     def steps(self) -> list[int]:
@@ -246,12 +248,15 @@ class CheckpointStore:
         )
 
     def _sound(self) -> list[tuple[_Location, Manifest]]:
-        """Those whose manifest reads and whose shards have their length; bytes are not read."""
+        """Return those whose manifest reads and whose shard has its length, with the bytes unread.
+
+        Left out is what has been found damaged when it was read.
+        """
         sound = []
         for location in self._locations():
             with contextlib.suppress(Damaged):
                 manifest = read_manifest(location.path)
-                check_sizes(location.path, manifest)
+                check_size(location.path, manifest)
                 if location.path not in self._known_damaged:
                     sound.append((location, manifest))
         return sound
@@ -271,7 +276,8 @@ class CheckpointStore:
     def _become_the_writer(self) -> None:
         if self._lock.held:
             return
-        self._made = _make_directory(self._directory)
+        self._made = not self._directory.exists()
+        _make_directory(self._directory)
         self._sound()  # refuses a directory of a later format before it is touched
         try:
             self._lock.acquire()
@@ -289,7 +295,10 @@ class CheckpointStore:
 
     def _give_up(self) -> None:
         if self._made and self._lock.held:
-            _remove_unused(self._directory)
+            with contextlib.suppress(OSError):
+                if os.listdir(self._directory) == [_LOCK]:
+                    os.unlink(self._directory / _LOCK)
+                    os.rmdir(self._directory)
         self._made = False
         self._lock.release()
 
@@ -302,13 +311,6 @@ class CheckpointStore:
             fix="check the path and the step",
             code="no-checkpoint",
         )
-
-    @contextlib.contextmanager
-    def _one_line_errors(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise self._failed(f"checkpoint of step {step} in ", error) from error
 
     def _failed(self, where: str, error: OSError) -> TfdistError:
         """Return what is wrong and what is safe, in one line."""
@@ -326,67 +328,12 @@ class CheckpointStore:
         return TfdistError(f"{where}{self._directory}: {reason}")
 
 
-class Background:
-    """Runs one piece of work at a time in a thread that ends with it.
-
-    The thread is not a daemon: an interpreter that ends waits for it. To be used by one thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    @property
-    def busy(self) -> bool:
-        """True while a piece of work is under way."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def start(self, work: Callable[[], object]) -> None:
-        """Start `work`, once the one before has ended; raise the error of that one instead."""
-        self.wait()
-        self._thread = threading.Thread(target=self._run, args=(work,), name=self._name)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Return once nothing is under way; raise, once, what went wrong."""
-        error = self.join()
-        if error is not None:
-            raise error
-
-    def join(self) -> BaseException | None:
-        """Return once nothing is under way: what went wrong and was not raised yet, or None."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        return error
-
-    def _run(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self._error = error
-
-
-def _make_directory(directory: Path) -> bool:
-    """Make the directory of a store, and those above it; False where it was there. Or OSError."""
-    if directory.is_dir():
-        return False
-    if directory.exists():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
-    _make_directory(directory.parent)
-    directory.mkdir(exist_ok=True)
-    fsync(directory.parent)
-    return True
-
-
-def _remove_unused(directory: Path) -> None:
-    """Remove a directory where nothing but the lock is in it."""
-    with contextlib.suppress(OSError):
-        if os.listdir(directory) == [_LOCK]:
-            os.unlink(directory / _LOCK)
-            os.rmdir(directory)
+def _make_directory(directory: Path) -> None:
+    """Make the directory of a store, and those above it, on the disk too; raise OSError."""
+    if not directory.is_dir():
+        _make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        fsync(directory.parent)
 
 
 def _try_out(directory: Path) -> None:
@@ -400,27 +347,23 @@ def _try_out(directory: Path) -> None:
         os.mkdir(source)
         write_bytes(source / _PROBE, b"\0")
         fsync(source)
-        _try_rename(source, target)
-    finally:
-        for leftover in (source, target):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _try_rename(source: Path, target: Path) -> None:
-    try:
-        os.replace(source, target)
-        moved = not source.exists() and (target / _PROBE).read_bytes() == b"\0"
-        problem = "" if moved else "the files did not come along"
-    except OSError as error:
-        problem = error.strerror or str(error)
-    if problem:
-        raise UsageError(
-            f"checkpoints in {target.parent}",
+        try:
+            os.replace(source, target)
+            moved = not source.exists() and (target / _PROBE).read_bytes() == b"\0"
+            problem = "" if moved else "the files did not come along"
+        except OSError as error:
+            problem = error.strerror or str(error)
+        require(
+            not problem,
+            f"checkpoints in {directory}",
             received=f"a file system that does not rename a directory ({problem})",
             expected="one on which a directory is renamed at once, as a local one does",
             fix="write checkpoints to a local disk, and copy them",
             code="no-rename",
         )
+    finally:
+        for leftover in (source, target):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _wrong_path(directory: Path, error: OSError) -> UsageError | None:

@@ -14,7 +14,7 @@ import numpy as np
 from tfdist.checkpoint import state
 from tfdist.checkpoint.store import Checkpoint, CheckpointStore
 from tfdist.errors import UsageError, near, require
-from tfdist.strategy import Job
+from tfdist.strategy import Job, job_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,8 +44,6 @@ def load_weights(
     Raises:
       UsageError: no such file; a layer is not in it or in the model; shapes differ.
     """
-    from tfdist.strategy import job_of
-
     job = job or job_of(model.distribute_strategy)
     path = os.fspath(path)
     require(
@@ -101,7 +99,11 @@ def _keyed(owner: str, variables: Sequence[Any]) -> dict[str, Any]:
 
 def _read(model: keras.Model, path: str, wanted: dict[str, Any], *, best: bool) -> dict[str, Any]:
     if os.path.isdir(path):
-        values = _from_checkpoint(model, path, best=best)
+        store = CheckpointStore(path)
+        step = store.best() if best else None
+        if best and step is None:
+            raise _unreadable(path, "best=True and no checkpoint that was marked best")
+        values = _values_of(model, store.read(step))
     elif best:
         raise _unreadable(path, "best=True and no directory of checkpoints")
     elif not os.path.exists(path):
@@ -112,10 +114,6 @@ def _read(model: keras.Model, path: str, wanted: dict[str, Any], *, best: bool) 
         values = _from_weights_file(model, path)
     else:
         raise _unreadable(path, "a file that is neither .keras nor .weights.h5")
-    return _checked(values, wanted, path=path)
-
-
-def _checked(values: dict[str, Any], wanted: dict[str, Any], *, path: str) -> dict[str, Any]:
     for key, variable in wanted.items():
         found = values.get(key)
         if found is None or tuple(np.shape(found)) != tuple(variable.shape):
@@ -149,14 +147,6 @@ def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
         raise _unreadable(path, f"weights of another model ({first})") from error
     finally:
         model.set_weights(before)
-
-
-def _from_checkpoint(model: keras.Model, path: str, *, best: bool) -> dict[str, Any]:
-    store = CheckpointStore(path)
-    step = store.best() if best else None
-    if best and step is None:
-        raise _unreadable(path, "best=True and no checkpoint that was marked best")
-    return _values_of(model, store.read(step))
 
 
 def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> None:

@@ -28,8 +28,7 @@ from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
 from tfdist.strategy.stages import Stages
 from tfdist.training import keras_compat
-from tfdist.training.feed import Part as FeedPart
-from tfdist.training.feed import require_same_batches
+from tfdist.training.feed import Part, require_same_batches
 from tfdist.training.program import StepProgram
 
 _LOG = logging.getLogger(__name__)
@@ -346,8 +345,7 @@ class PipelineEngine:
         """
         feed = program.feed
         if not feed.direct:
-            part = FeedPart(*next(feed.iterator(step))[0])
-            batch, recorded = _read_part(staged, program, part)
+            batch, recorded = _read_part(staged, program, next(feed.iterator(step))[0])
             feed.advanced_to(step + 1)
             require_same_batches(self._job, feed, step, step + 1)
         else:
@@ -430,7 +428,7 @@ def _receive(link: StageLink, step: int, one: Pass) -> Tensors:
 
 
 def _read_part(
-    staged: StagedModel, program: StepProgram, part: FeedPart
+    staged: StagedModel, program: StepProgram, part: Part
 ) -> tuple[_StageBatch, list[tf.Tensor]]:
     """Return what the stage reads of a step, and what a ledger says of the step."""
     x, targets, weights = keras.utils.unpack_x_y_sample_weight(part.data)

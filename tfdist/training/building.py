@@ -20,7 +20,6 @@ from tfdist.training.feed import Feed
 from tfdist.training.keras_compat import sharding
 from tfdist.training.program import is_own
 
-_A_RING = "multiworker on CPUs, whose workers make a ring"
 Slots = Literal["whole", "parts", "none"]
 _FEW_ROWS = 8
 """A first axis of no more may be that of a stack, as of an anchor and a positive example."""
@@ -226,18 +225,15 @@ def _require_metrics_of_its_own(model: keras.Model, error: Exception) -> None:
 
 def _is_ready_for_its_own_step(model: keras.Model, metrics: Any) -> bool:
     """Return whether all but the optimizer is built, and the step is not Keras' own."""
-    loss = model._compile_loss
+    loss, named = model._compile_loss, []
+    if metrics is not None:
+        named = keras.tree.flatten([metrics._user_metrics, metrics._user_weighted_metrics])
     return (
         any(is_own(model, step) for step in ("train_step", "test_step"))
         and all(layer.built for layer in model._flatten_layers(include_self=False))
-        and (metrics is None or metrics.built or not _names_metrics(metrics))
+        and (metrics is None or metrics.built or all(one is None for one in named))
         and (loss is None or loss.built or len(keras.tree.flatten(model.loss)) == 1)
     )
-
-
-def _names_metrics(metrics: Any) -> bool:
-    named = keras.tree.flatten([metrics._user_metrics, metrics._user_weighted_metrics])
-    return any(one is not None for one in named)
 
 
 def _has_call(model: keras.Model) -> bool:
@@ -305,23 +301,18 @@ def shards(optimizer: Any, variables: Sequence[Any], job: Job, *, callbacks: Any
     Raises:
       UsageError: the strategy, the optimizer or a callback needs the state whole.
     """
-    if job.kind in ("ps", "pipeline"):
-        raise _not_sharded(f"strategy {job.kind}, which divides it already", _A_RING)
-    if job.num_replicas == 1:
+    divides = job.kind in ("ps", "pipeline")
+    if job.num_replicas == 1 and not divides:
         return False
-    if job.ring is None:
-        raise _not_sharded(f"strategy {job.kind} without a ring", _A_RING)
+    if divides or job.ring is None:
+        why = "which divides it already" if divides else "without a ring"
+        expected = "multiworker on CPUs, whose workers make a ring"
+        raise sharding.not_sharded(f"strategy {job.kind}, {why}", expected=expected)
     if any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in keras.tree.flatten(callbacks)):
-        raise _not_sharded("SwapEMAWeights", "no callback that needs the averages whole")
+        expected = "no callback that needs the averages whole"
+        raise sharding.not_sharded("SwapEMAWeights", expected=expected)
     sharding.require_by_element(optimizer, variables)
     return True
-
-
-def _not_sharded(received: str, expected: str) -> UsageError:
-    fix = "leave it or sharded_optimizer out"
-    return UsageError(
-        "sharded_optimizer", received=received, expected=expected, fix=fix, code="not-sharded"
-    )
 
 
 def _require_variables_of_scope(model: keras.Model, job: Job) -> None:

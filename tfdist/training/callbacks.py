@@ -96,7 +96,9 @@ def _require_callback(callback: Any) -> None:
 
 def wants_every_batch(callback: keras.callbacks.Callback, *, mode: str) -> bool:
     """Return True when the callback overrides a batch hook of `mode` (train, test, predict)."""
-    if isinstance(callback, keras.callbacks.TensorBoard) and _by_batch(callback):
+    if isinstance(callback, keras.callbacks.TensorBoard) and (
+        callback._should_trace or callback.write_steps_per_second  # single batches
+    ):
         return True
     if isinstance(callback, trackers.Tracker):
         return wants_every_batch(callback.inner, mode=mode)
@@ -104,11 +106,6 @@ def wants_every_batch(callback: keras.callbacks.Callback, *, mode: str) -> bool:
     if mode == "train":
         hooks += ["on_batch_begin", "on_batch_end"]
     return any(_sees_every_batch(callback, hook) for hook in hooks)
-
-
-def _by_batch(board: keras.callbacks.TensorBoard) -> bool:
-    """Return True when it traces or times single batches."""
-    return board._should_trace or board.write_steps_per_second
 
 
 def _sees_every_batch(callback: keras.callbacks.Callback, hook: str) -> bool:

@@ -50,22 +50,18 @@ class SynchronousEngine(Engine):
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._blocks: dict[StepProgram, Any] = {}
-        self._gathering: dict[StepProgram, bool] = {}
+        self._blocks: dict[StepProgram, tuple[Any, bool]] = {}  # a function, whether it gathers
         self._steps: dict[StepProgram, Callable[..., Any]] = {}
 
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
         """Run the steps ``[first, last)``. A collective: every task calls it alike."""
-        function = self._blocks.get(program)
-        if function is None:
-            function = self._blocks[program] = self._compile_block(program)
-            if program.exact:
-                traced = function.get_concrete_function(*_arguments(program, first, last))
-                require_deterministic(traced.graph)
+        if program not in self._blocks:
+            self._blocks[program] = self._traced_block(program, first, last)
+        function, gathers = self._blocks[program]
         logs: dict[str, tf.Tensor] = {}
-        for start, end in self._calls(program, first, last):
+        for start, end in _calls(program, first, last) if gathers else [(first, last)]:
             with naming_lost_peer(self._job):
                 logs, rows = function(*_arguments(program, start, end))
             self._advance(program, start, end)
@@ -93,36 +89,20 @@ class SynchronousEngine(Engine):
             program.feed.advanced_to(last)
             require_same_batches(self._job, program.feed, first, last)
 
-    def _calls(self, program: StepProgram, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Cut a block into calls, in each of which what replicas gather keeps its shape.
+    def _traced_block(self, program: StepProgram, first: int, last: int) -> tuple[Any, bool]:
+        """Return the function of a program's blocks, and whether replicas gather in a step.
 
-        Sparse gradients are gathered, and within one call a gather accepts one shape only ("Shape
-        mismatch in the collective instance"). Batches by index change at the end of an epoch;
-        those that come ready may change at every step.
+        Raises UsageError where one that is to be exact draws by itself.
         """
-        if not program.training or not self._gathers(program, first, last):
-            yield first, last
-            return
-        by_index = isinstance(program.feed.source, GraphSource | PythonSource)
-        start = first
-        for step in range(first + 1, last):
-            sizes = {len(program.feed.plan.span(s)) for s in (step - 1, step)}
-            if len(sizes) > 1 or not by_index:
-                yield start, step
-                start = step
-        yield start, last
-
-    def _gathers(self, program: StepProgram, first: int, last: int) -> bool:
-        """Return True when replicas gather in a step; traces the program."""
-        if program not in self._gathering:
-            found = False
-            if self._job.num_replicas > 1:
-                arguments = _arguments(program, first, last)
-                graph = self._blocks[program].get_concrete_function(*arguments).graph
-                functions = graph.as_graph_def().library.function
-                found = any(n.op == _GATHER for f in functions for n in f.node_def)
-            self._gathering[program] = found
-        return self._gathering[program]
+        function = self._compile_block(program)
+        several = program.training and self._job.num_replicas > 1
+        if not several and not program.exact:
+            return function, False
+        graph = function.get_concrete_function(*_arguments(program, first, last)).graph
+        if program.exact:
+            require_deterministic(graph)
+        functions = graph.as_graph_def().library.function
+        return function, several and any(n.op == _GATHER for f in functions for n in f.node_def)
 
     def _compile_block(self, program: StepProgram) -> Any:
         @compiled
@@ -222,6 +202,23 @@ class SynchronousEngine(Engine):
         return sum_bytes(self._job, whole, of="a step's outputs")
 
 
+def _calls(program: StepProgram, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Cut a block into calls, in each of which what replicas gather keeps its shape.
+
+    Sparse gradients are gathered, and within one call a gather accepts one shape only ("Shape
+    mismatch in the collective instance"). Batches by index change at the end of an epoch; those
+    that come ready may change at every step.
+    """
+    by_index = isinstance(program.feed.source, GraphSource | PythonSource)
+    start = first
+    for step in range(first + 1, last):
+        sizes = {len(program.feed.plan.span(s)) for s in (step - 1, step)}
+        if len(sizes) > 1 or not by_index:
+            yield start, step
+            start = step
+    yield start, last
+
+
 def _draw_apart(job: Job) -> None:
     """Have `tf.random` draw other numbers in each task, also where all have set the same seed."""
     graph = tf.compat.v1.get_default_graph()
@@ -237,7 +234,7 @@ def _arguments(program: StepProgram, first: int, last: int) -> list[Any]:
 def _parts(program: StepProgram, step: tf.Tensor, iterator: Any) -> list[Part]:
     if iterator is None:
         return list(program.feed.at(step))
-    return [Part(*part) for part in iterator.get_next()]
+    return list(iterator.get_next())
 
 
 def _log_values(outputs: list[Any]) -> list[dict[str, tf.Tensor]]:

@@ -15,13 +15,13 @@ from keras.src.utils.python_utils import pythonify_logs
 from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore, save_whole
 from tfdist.checkpoint.best import best_so_far, less_is_better
-from tfdist.checkpoint.store import CheckpointStore
+from tfdist.checkpoint.store import Checkpoint
 from tfdist.checkpoint.warm_start import set_weights
-from tfdist.errors import EXIT_OK, Stopped, UsageError, require_int
+from tfdist.errors import EXIT_OK, Stopped, UsageError, require, require_int
 from tfdist.outputs.display import ScalarWriter
 from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import Job, broadcast
-from tfdist.strategy.rendezvous import ChiefWatch, chief_watch
+from tfdist.strategy.rendezvous import chief_watch
 from tfdist.training import building
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
 from tfdist.training.callbacks import callback_list, wants_every_batch
@@ -253,7 +253,22 @@ def evaluator_of(callbacks: Any, *, job: Job, validation_data: Any) -> Evaluator
             _LOG.warning("no evaluator in this job: start it with --evaluator")
         return None
     evaluator = given or Evaluator()
-    _require_something_to_evaluate(listed, validation_data)
+    require(
+        validation_data is not None,
+        "fit",
+        received="no validation_data in a job with an evaluator",
+        expected="what it is to evaluate checkpoints on",
+        fix="pass validation_data, or start the job without --evaluator",
+        code="missing-validation",
+    )
+    require(
+        _backups(listed),
+        "callbacks",
+        received="no tfdist.BackupAndRestore in a job with an evaluator",
+        expected="one, whose checkpoints it is to evaluate",
+        fix="add tfdist.BackupAndRestore(directory), or start the job without --evaluator",
+        code="missing-backup",
+    )
     for callback in listed:
         _require_no_validation(callback)
     evaluator.files = Evaluations(_backups(listed)[0].store.directory)
@@ -277,134 +292,90 @@ def evaluate_checkpoints(
       Stopped: it was asked to by a signal.
     """
     assert job.config is not None
+    assert evaluator.files is not None
     watch = chief_watch(job.config, timeout_s=job.config.options.startup_timeout_s)
     alone = dataclasses.replace(job, config=None)  # decides by itself when it evaluates
     evaluation = evaluation_in(alone)
+    quiet = callback_list(None, job=alone, model=model, verbose=0, epochs=1, steps=evaluation.steps)
     listed = keras.tree.flatten(callbacks or [])
-    backup = _backups(listed)[0]
+    store, unread = _backups(listed)[0].store, set[str]()
     folders = [c.log_dir for c in listed if getattr(c, "log_dir", None)]
-    assert evaluator.files is not None
-    with StopRequests() as requests:
-        loop = _Loop(
-            model=model,
-            evaluation=evaluation,
-            callbacks=callback_list(
-                None, job=alone, model=model, verbose=0, epochs=1, steps=evaluation.steps
-            ),
-            store=backup.store,
-            evaluator=evaluator,
-            files=evaluator.files,
-            scalars=[ScalarWriter(f"{folder}/evaluator") for folder in folders],
-            requests=requests,
-        )
-        try:
-            loop.run(watch)
-        except StopRequested as asked:
-            line = f"evaluator: stopped by signal {asked.signum}"
-            raise Stopped(asked.signum, line) from None
-    has_checkpoints = backup.store.newest_name() is not None
-    raise SystemExit(EXIT_OK if has_checkpoints else watch.exit_code)
+    scalars = [ScalarWriter(f"{folder}/evaluator") for folder in folders]
 
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class _Loop:
-    """Looks for checkpoints and evaluates the newest, until the chief has gone."""
-
-    model: keras.Model
-    evaluation: Evaluation
-    callbacks: Any
-    store: CheckpointStore
-    evaluator: Evaluator
-    files: Evaluations
-    scalars: Sequence[ScalarWriter]
-    requests: StopRequests
-    unread: set[str] = dataclasses.field(default_factory=set)
-
-    def run(self, watch: ChiefWatch) -> None:
-        """Return when the chief has gone, and its last checkpoint is evaluated."""
-        phases.enter("serve")
-        while True:
-            is_over = watch.exit_code is not None  # asked first: what is found now is the last
-            name = self.store.newest_name()
-            if name is not None and not self._is_done(name):
-                self._evaluate(name)
-            elif is_over:
-                return
-            elif self.requests.signum is not None:
-                raise StopRequested(self.requests.signum)
-            else:
-                time.sleep(_LOOK_EVERY_S)
-
-    def _is_done(self, name: str) -> bool:
-        """By what is written: the process before this one may have done it."""
-        return name in self.unread or name in (line["checkpoint"] for line in self.files.lines())
-
-    def _evaluate(self, name: str) -> None:
-        checkpoint = self.store.read_named(name)
-        if checkpoint is None:  # the chief has removed it meanwhile, and written others
-            self.unread.add(name)
-            return
+    def line_of(name: str, checkpoint: Checkpoint, requests: StopRequests) -> dict[str, Any]:
         start_s = time.perf_counter()
-        set_weights(self.model, checkpoint, where=f"weights in {self.store.directory}")
-        figures = self.evaluation.run(self.callbacks, requests=self.requests)
-        values = {f"val_{key}": value for key, value in figures.items()}
-        line = {
+        set_weights(model, checkpoint, where=f"weights in {store.directory}")
+        metrics = evaluation.run(quiet, requests=requests)
+        values = {f"val_{key}": value for key, value in metrics.items()}
+        for writer in scalars:
+            numbers = {n: v for n, v in values.items() if isinstance(v, (int, float))}
+            writer.write(checkpoint.step, numbers)
+        return {
             "step": checkpoint.step,
             "examples": checkpoint.meta["examples"],
             "checkpoint": name,
             **values,
             "seconds": time.perf_counter() - start_s,
         }
-        for writer in self.scalars:
-            numbers = {n: v for n, v in values.items() if isinstance(v, (int, float))}
-            writer.write(checkpoint.step, numbers)
-        self._judge(line)
 
-    def _judge(self, line: dict[str, Any]) -> None:
-        lines = self.files.with_line(line)
-        evaluator = self.evaluator
-        best, since = best_so_far(
-            lines, monitor=evaluator.monitor, less=evaluator.less, min_delta=evaluator.min_delta
-        )
-        is_best = not since and best is not None
-        figure = line.get(evaluator.monitor)
-        _LOG.info("step %d: %s %s%s", line["step"], evaluator.monitor, figure, ", best" * is_best)
-        if is_best:
-            save_whole(self.model, self.files.best_file)
-        # Last: a checkpoint that has its line is not looked at again.
-        self.files.write(lines)
-        is_hopeless = evaluator.patience is not None and since >= evaluator.patience
-        if is_hopeless and not self.files.is_stop_requested:
-            best_step = best["step"] if best else None
-            self.files.ask_to_stop({"step": line["step"], "best_step": best_step})
+    phases.enter("serve")
+    with StopRequests() as requests:
+        try:
+            while True:
+                is_over = watch.exit_code is not None  # asked first: what is found now is the last
+                name = store.newest_name()
+                # By what is written: the process before this one may have done it.
+                done = {line["checkpoint"] for line in evaluator.files.lines()} | unread
+                if name is not None and name not in done:
+                    checkpoint = store.read_named(name)
+                    if checkpoint is None:  # the chief has removed it, and written others
+                        unread.add(name)
+                    else:
+                        _judge(line_of(name, checkpoint, requests), model, evaluator)
+                elif is_over:
+                    break
+                elif requests.signum is not None:
+                    raise StopRequested(requests.signum)
+                else:
+                    time.sleep(_LOOK_EVERY_S)
+        except StopRequested as asked:
+            message = f"evaluator: stopped by signal {asked.signum}"
+            raise Stopped(asked.signum, message) from None
+    raise SystemExit(EXIT_OK if store.newest_name() is not None else watch.exit_code)
+
+
+def _judge(line: dict[str, Any], model: keras.Model, evaluator: Evaluator) -> None:
+    """Write down what a checkpoint has come to, keep the best, and ask for the end."""
+    files = evaluator.files
+    assert files is not None
+    lines = files.with_line(line)
+    best, since = best_so_far(
+        lines, monitor=evaluator.monitor, less=evaluator.less, min_delta=evaluator.min_delta
+    )
+    is_best = not since and best is not None
+    value = line.get(evaluator.monitor)
+    _LOG.info("step %d: %s %s%s", line["step"], evaluator.monitor, value, ", best" * is_best)
+    if is_best:
+        save_whole(model, files.best_file)
+    # Last: a checkpoint that has its line is not looked at again.
+    files.write(lines)
+    is_hopeless = evaluator.patience is not None and since >= evaluator.patience
+    if is_hopeless and not files.is_stop_requested:
+        files.ask_to_stop({"step": line["step"], "best_step": best["step"] if best else None})
 
 
 def _backups(callbacks: Sequence[Any]) -> list[BackupAndRestore]:
     return [c for c in callbacks if isinstance(c, BackupAndRestore)]
 
 
-def _require_something_to_evaluate(callbacks: Sequence[Any], validation_data: Any) -> None:
-    if validation_data is None:
-        raise UsageError(
-            "fit",
-            received="no validation_data in a job with an evaluator",
-            expected="what it is to evaluate checkpoints on",
-            fix="pass validation_data, or start the job without --evaluator",
-            code="missing-validation",
-        )
-    if not _backups(callbacks):
-        raise UsageError(
-            "callbacks",
-            received="no tfdist.BackupAndRestore in a job with an evaluator",
-            expected="one, whose checkpoints it is to evaluate",
-            fix="add tfdist.BackupAndRestore(directory), or start the job without --evaluator",
-            code="missing-backup",
-        )
-
-
 def _require_no_validation(callback: Any) -> None:
-    """Refuse what follows a metric that an epoch's end does not have."""
-    name, kind = _followed(callback), type(callback).__name__
+    """Refuse what decides by a metric that an epoch's end does not have."""
+    name, kind = getattr(callback, "monitor", None), type(callback).__name__
+    if isinstance(callback, BackupAndRestore):
+        name = callback.best
+    is_saver = isinstance(callback, keras.callbacks.ModelCheckpoint)
+    if isinstance(callback, Evaluator) or (is_saver and not callback.save_best_only):
+        return  # it takes any or none
     if isinstance(name, str) and name.startswith("val_"):
         raise UsageError(
             "callbacks",
@@ -414,13 +385,3 @@ def _require_no_validation(callback: Any) -> None:
             fix=f"use tfdist.Evaluator({name!r}, patience=...), which keeps the best and can stop",
             code="unsupported-monitor",
         )
-
-
-def _followed(callback: Any) -> Any:
-    """Return the metric by which a callback decides, None for one that takes any or none."""
-    if isinstance(callback, BackupAndRestore):
-        return callback.best
-    is_saver = isinstance(callback, keras.callbacks.ModelCheckpoint)
-    if isinstance(callback, Evaluator) or (is_saver and not callback.save_best_only):
-        return None
-    return getattr(callback, "monitor", None)

@@ -14,7 +14,8 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -24,8 +25,8 @@ from tfdist.data.arrays import ArraySource
 from tfdist.data.order import example_at, example_at_numpy
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.source import GraphSource, Source, batch_spec, lean_options, unpack
-from tfdist.data.stream import StreamSource
-from tfdist.data.stream_graph import random_states
+from tfdist.data.stream import InputFunctionSource, StreamSource
+from tfdist.data.stream_graph import Reading, random_states, read, serialized
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_over_tasks
@@ -37,8 +38,7 @@ Digest = tuple[int, int]
 """Of a whole batch, and of its targets alone; 64 bits each."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One replica's part of a step.
 
     Attributes:
@@ -142,13 +142,12 @@ class Feed(abc.ABC):
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
         """Return the parts of this task's replicas for the steps ``[first, last)``, made ahead.
 
-        Elements are tuples, one ``(data, share, count)`` for each replica of this task, with
-        `Part.examples` after them where the feed records.
+        Elements are tuples, one `Part` for each replica of this task.
         """
 
     def worker_dataset(self) -> tf.data.Dataset:
         """Return what each ps worker is given once, an endless dataset; called in graph."""
-        raise TypeError(f"{type(self).__name__}: Python code does not run on a ps worker")
+        raise NotImplementedError
 
     def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
         """Return what makes the parts of the steps ``[first, last)``, in order, on a ps worker.
@@ -156,18 +155,18 @@ class Feed(abc.ABC):
         Called in graph, once for the block, and what it returns once in a step's graph. `given`
         is the worker's iterator over `worker_dataset`.
         """
-        raise TypeError(f"{type(self).__name__}: Python code does not run on a ps worker")
+        raise NotImplementedError
 
     def first_batch(self) -> Any:
         """Return this task's first part of the first step, as the step gets it; eager tensors.
 
         A look that changes nothing.
         """
-        return next(iter(self.dataset(0, 1)))[0][0]
+        return next(iter(self.dataset(0, 1)))[0].data
 
     def at(self, step: tf.Tensor) -> list[Part]:
         """Return the parts of this task's replicas in `step`, scalar int64; pure graph."""
-        raise TypeError(f"{type(self).__name__} has no batch for a step by itself")
+        raise NotImplementedError
 
     def iterator(self, step: int) -> Any:
         """Return the iterator whose next element is that of `step`; made anew after a jump."""
@@ -219,8 +218,8 @@ class GraphFeed(Feed):
         """As in `Feed`."""
 
         @tf.autograph.experimental.do_not_convert
-        def parts(step: tf.Tensor) -> tuple[tuple[Any, ...], ...]:
-            return tuple(_as_element(part) for part in self.at(step, arrays))
+        def parts(step: tf.Tensor) -> tuple[Part, ...]:
+            return tuple(self.at(step, arrays))
 
         steps = tf.data.Dataset.range(first, last).with_options(lean_options())
         return steps.map(parts, num_parallel_calls=2, deterministic=True).prefetch(AHEAD_STEPS)
@@ -238,7 +237,7 @@ class GraphFeed(Feed):
         # Traced, optimized and started anew in each work unit, which costs as much as sending
         # some megabytes: worth it for a transform, which is so done ahead.
         batches = iter(self.dataset(first, last, arrays))
-        return lambda _: Part(*batches.get_next()[0])
+        return lambda _: batches.get_next()[0]
 
     def _part(self, replica: int, first: tf.Tensor, size: Any, arrays: Any) -> Part:
         low, high = share_of(replica, parts=self._job.num_replicas, size=size)
@@ -262,11 +261,6 @@ class GraphFeed(Feed):
         passes = positions // size
         data = self.source.transformed(data, example_ids=indices, epoch=passes, seed=self._seed)
         return (self._after(data) if self._after else data), (indices, passes)
-
-
-def _as_element(part: Part) -> tuple[Any, ...]:
-    element = (part.data, part.share, part.count)
-    return element if part.examples is None else (*element, part.examples)
 
 
 def digest_of(leaves: Sequence[Any]) -> int:
@@ -314,8 +308,25 @@ class PythonFeed(Feed):
         return raw.map(packed).prefetch(AHEAD_STEPS)
 
     @abc.abstractmethod
+    def _batch(self, step: int) -> tuple[int, Callable[[int, int], tuple[Any, Any, Any]]]:
+        """Return the size of a batch, and what gives leaves, ids and passes of some of its rows."""
+
     def _load(self, step: int) -> tuple[Any, ...]:
-        """Returns, for each replica of this task: leaves, ids, passes, share, count."""
+        """Return, for each replica of this task: leaves, ids, passes, share, count."""
+        size, rows = self._batch(step)
+        parts = []
+        for replica in self._job.replica_ids:
+            low, high = share_of(replica, parts=self._job.num_replicas, size=size)
+            leaves, ids, passes = rows(low, max(high, low + 1))
+            share, count = np.float32((high - low) / size), np.int64(high - low)
+            parts.append((*leaves, ids, passes, share, count))
+        return tuple(parts)
+
+    def _ordered(self, positions: np.ndarray, *, size: int) -> np.ndarray:
+        """Return what is at positions of the run, in the order of its passes over `size` things."""
+        return example_at_numpy(
+            positions, num_examples=size, seed=self._seed, shuffle=self.order.shuffle
+        )
 
     def _read(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
         threads = self._threads
@@ -338,14 +349,14 @@ class PythonFeed(Feed):
         """Return what to call before a step is read, the first or another; nothing else is then."""
         return ()
 
-    def _packed(self, part: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _packed(self, part: tuple[Any, ...]) -> Part:
         *leaves, ids, passes, share, count = part
         rest = iter(leaves)
         flat = [None if s is None else next(rest) for s in tf.nest.flatten(self._spec)]
         data = tf.nest.pack_sequence_as(self._spec, flat)
         data = self.source.transformed(data, example_ids=ids, epoch=passes, seed=self._seed)
-        element = ((self._after(data) if self._after else data), share, count)
-        return (*element, (ids, passes)) if self.records else element
+        data = self._after(data) if self._after else data
+        return Part(data, share, count, (ids, passes) if self.records else None)
 
 
 class IndexedFeed(PythonFeed):
@@ -354,23 +365,15 @@ class IndexedFeed(PythonFeed):
     source: PythonSource
     can_record = True
 
-    def _load(self, step: int) -> tuple[Any, ...]:
-        span = self.plan.span(step)
-        parts = []
-        for replica in self._job.replica_ids:
-            low, high = share_of(replica, parts=self._job.num_replicas, size=len(span))
-            positions = span.start + np.arange(low, max(high, low + 1))
-            ids = example_at_numpy(
-                positions,
-                num_examples=self.order.examples or 1,
-                seed=self._seed,
-                shuffle=self.order.shuffle,
-            )
-            passes = positions // (self.order.examples or 1)
-            leaves = _leaves(self.source.fetch(ids))
-            share = np.float32((high - low) / len(span))
-            parts.append((*leaves, ids, passes, share, np.int64(high - low)))
-        return tuple(parts)
+    def _batch(self, step: int) -> tuple[int, Callable[[int, int], tuple[Any, Any, Any]]]:
+        span, size = self.plan.span(step), self.order.examples or 1
+
+        def rows(low: int, high: int) -> tuple[Any, Any, Any]:
+            positions = span.start + np.arange(low, high)
+            ids = self._ordered(positions, size=size)
+            return _leaves(self.source.fetch(ids)), ids, positions // size
+
+        return len(span), rows
 
 
 class BatchFeed(PythonFeed):
@@ -392,37 +395,219 @@ class BatchFeed(PythonFeed):
             return self.source.on_epoch_end, self.source.on_epoch_begin
         return (self.source.on_epoch_begin,) if begins or is_first else ()
 
-    def _load(self, step: int) -> tuple[Any, ...]:
-        batches = self._batches
-        index, passes = step, 0
+    def _batch(self, step: int) -> tuple[int, Callable[[int, int], tuple[Any, Any, Any]]]:
+        batches, index, passes = self._batches, step, 0
         if batches:
             passes = step // batches
-            at = np.array([step])
-            index = int(
-                example_at_numpy(
-                    at, num_examples=batches, seed=self._seed, shuffle=self.order.shuffle
-                )[0]
-            )
+            index = int(self._ordered(np.array([step]), size=batches)[0])
         batch = self.source.fetch_batch(index)
         if self._job.num_tasks > 1 and digest_is_due(step, first=self._first):
             self.digests[step] = digests_of(batch)
         leaves = _leaves(batch)
-        size = len(leaves[0])
-        parts = []
-        for replica in self._job.replica_ids:
-            low, high = share_of(replica, parts=self._job.num_replicas, size=size)
-            start = min(low, size - 1)
-            rows = slice(start, max(high, start + 1))
-            numbers = np.arange(rows.start, rows.stop)
+
+        def rows(low: int, high: int) -> tuple[Any, Any, Any]:
+            numbers = np.arange(low, high)
             ids = ids_of_rows(index, numbers, batch=self.plan.global_batch_size)
-            share = np.float32((high - low) / size)
-            cut = [leaf[rows] for leaf in leaves]
-            parts.append((*cut, ids, np.full(len(ids), passes), share, np.int64(high - low)))
-        return tuple(parts)
+            return [leaf[low:high] for leaf in leaves], ids, np.full(len(ids), passes)
+
+        return len(leaves[0]), rows
 
 
 def _leaves(batch: Any) -> list[Any]:
-    return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    """Return the tensors of a batch, those that a sparse or ragged one is made of, too."""
+    return [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
+
+
+# Feeds from streams: a dataset of the user's own batches, resumed by reading it again.
+
+
+_SAY_EVERY_BATCHES = 16
+_plain = tf.autograph.experimental.do_not_convert
+
+
+def reading_of(job: Job, seed: int) -> Reading:
+    """Return how a job reads a stream."""
+    return Reading(seed=seed, in_step=job.num_tasks > 1 or job.num_workers > 1)
+
+
+class StreamFeed(Feed):
+    """Feed of a stream: every task reads the same batches and takes its replicas' slices.
+
+    The global batch is then the user's own, whatever the number of tasks. Under ps each worker
+    reads its own part of a training stream, over and over: not each example exactly once.
+    """
+
+    source: StreamSource
+
+    def __init__(self, source: StreamSource, plan: EpochPlan, **options: Any) -> None:
+        super().__init__(source, plan, **options)
+        self._reading = reading_of(self._job, self._seed)
+        self.may_be_empty = self._job.num_replicas > 1
+        self._in_order = not self.order.shuffle
+
+    def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
+        """As in `Feed`; called eagerly."""
+        return self._dataset(first, last, self._reading)
+
+    def first_batch(self) -> Any:
+        """As in `Feed`; fills no cache of the user's."""
+        reading = dataclasses.replace(self._reading, peek=True)
+        return next(iter(self._dataset(0, 1, reading)))[0].data
+
+    def _dataset(self, first: int, last: int, reading: Reading) -> tf.data.Dataset:
+        batches = self._endless(read(self.source.dataset_for(), reading))
+        batches = _from_step(first, batches).take(last - first)
+        numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), batches))
+        if self._job.num_tasks > 1 and not reading.peek:
+            numbered = numbered.map(_plain(partial(self._with_digest, first)))
+        return numbered.map(_plain(self._parts)).prefetch(AHEAD_STEPS)
+
+    def _with_digest(self, first: int, step: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
+        """Note the digests of a batch that tasks are to compare."""
+
+        leaves, targets = _leaves(batch), _leaves(unpack(batch)[1])
+
+        def note() -> tf.Tensor:
+            note_of = partial(self._note, len(leaves))
+            return tf.numpy_function(note_of, [step, *leaves, *targets], tf.bool)
+
+        due = digest_is_due(step, first=first)
+        with tf.control_dependencies([tf.cond(due, note, lambda: tf.constant(True))]):
+            return tf.identity(step), batch
+
+    def _note(self, count: int, step: np.ndarray, *arrays: np.ndarray) -> np.bool_:
+        self.digests[int(step)] = digest_of(arrays[:count]), digest_of(arrays[count:])
+        return np.True_
+
+    def worker_dataset(self) -> tf.data.Dataset:
+        """As in `Feed`: the dataset's own graph when order counts, else the worker's batches."""
+        with tf.init_scope():
+            graph = serialized(self.source.dataset_for(), self._reading)
+        if self._in_order:
+            return tf.data.Dataset.from_tensors(graph).repeat()
+        index = tf.distribute.coordinator.experimental_get_current_worker_index()
+        batches = _from_graph(graph, self.source)
+        return self._endless(batches.shard(self._job.num_workers, index))
+
+    def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
+        """As in `Feed`."""
+        batches = given
+        if self._in_order:
+            whole = self._endless(_from_graph(given.get_next(), self.source))
+            batches = iter(whole.skip(first).take(last - first))
+        return lambda step: self._whole(step, batches.get_next())
+
+    def _endless(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        batches = self.order.batches
+        if batches is None:
+            return dataset if self.source.is_endless else dataset.repeat()
+        return dataset.take(batches).repeat()
+
+    def _parts(self, step: tf.Tensor, data: Any) -> tuple[Part, ...]:
+        whole = self._whole(step, data)
+        if self._job.num_replicas == 1:
+            return (whole,)
+        return tuple(self._part(whole, replica) for replica in self._job.replica_ids)
+
+    def _part(self, whole: Part, replica: int) -> Part:
+        low, high = share_of(replica, parts=self._job.num_replicas, size=whole.count)
+        stop = tf.maximum(high, low + 1)
+        data = tf.nest.map_structure(lambda leaf: _rows(leaf, low, stop), whole.data)
+        return Part(data, tf.cast((high - low) / whole.count, tf.float32), high - low)
+
+    def _whole(self, number: tf.Tensor, data: Any) -> Part:
+        """Return the part of a whole batch; `number` is that of no other batch of the run."""
+        size = tf.cast(tf.shape(_first(data))[0], tf.int64)
+        ids = ids_of_rows(number, tf.range(size), batch=self.plan.global_batch_size)
+        data = self.source.transformed(data, example_ids=ids, epoch=0, seed=self._seed)
+        data = self._after(data) if self._after else data
+        # Counted once more: a transform may leave rows out.
+        size = tf.cast(tf.shape(_first(data))[0], tf.int64)
+        return Part(data, tf.constant(1.0), size)
+
+
+class InputFunctionFeed(StreamFeed):
+    """Feed of what the user's function gives each task; a replica takes whole batches."""
+
+    source: InputFunctionSource  # type: ignore[assignment]
+    counts_fractions = True
+
+    def __init__(self, source: Any, plan: EpochPlan, **options: Any) -> None:
+        super().__init__(source, plan, **options)
+        self.may_be_empty = False
+        self._in_order = False
+
+    def _dataset(self, first: int, last: int, reading: Reading) -> tf.data.Dataset:
+        """As in `StreamFeed`; a task with several devices reads its stream once for each."""
+        job = self._job
+        context = tf.distribute.InputContext(
+            num_input_pipelines=job.num_tasks,
+            input_pipeline_id=job.task_index,
+            num_replicas_in_sync=job.num_replicas,
+        )
+        batches = self._endless(read(self.source.dataset_for(context), reading))
+        local = len(job.replica_ids)
+        shards = tuple(batches.shard(local, i) if local > 1 else batches for i in range(local))
+        steps = _from_step(first, tf.data.Dataset.zip(shards)).take(last - first)
+
+        def parts(step: tf.Tensor, each: Any) -> tuple[Part, ...]:
+            numbers = [step * job.num_replicas + replica for replica in job.replica_ids]
+            return tuple(self._whole(n, d) for n, d in zip(numbers, each, strict=True))
+
+        numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), steps))
+        return numbered.map(_plain(parts)).prefetch(AHEAD_STEPS)
+
+    def worker_dataset(self) -> tf.data.Dataset:
+        """As in `Feed`: the function's dataset for this worker."""
+        context = tf.distribute.InputContext(
+            num_input_pipelines=self._job.num_workers,
+            input_pipeline_id=(tf.distribute.coordinator.experimental_get_current_worker_index()),
+            num_replicas_in_sync=1,
+        )
+        return self._endless(self.source.dataset_for(context))
+
+
+def _from_step(first: int, batches: tf.data.Dataset) -> tf.data.Dataset:
+    """Leave out the first batches: reads them again, and report on the way that this goes on.
+
+    It may take longer than a task may hang.
+    """
+    if first == 0:
+        return batches
+
+    def said() -> tf.Tensor:
+        return tf.numpy_function(_go_on, [], tf.bool)
+
+    def is_due(number: tf.Tensor, _: Any) -> tf.Tensor:
+        speaks = (number < first) & (number % _SAY_EVERY_BATCHES == 0)
+        with tf.control_dependencies([tf.cond(speaks, said, lambda: tf.constant(True))]):
+            return number >= first
+
+    return batches.enumerate().filter(_plain(is_due)).map(_plain(lambda _, batch: batch))
+
+
+def _go_on() -> np.bool_:
+    phases.go_on()
+    return np.True_
+
+
+def _from_graph(graph: tf.Tensor, source: Any) -> tf.data.Dataset:
+    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
+    return tf.data.experimental.from_variant(variant, structure=source.batched_spec)
+
+
+def _rows(leaf: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
+    if leaf is None:
+        return None
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[start:stop]
+    rest = tf.shape(leaf, tf.int64)[1:]
+    first = tf.concat([[start], tf.zeros_like(rest)], 0)
+    return tf.sparse.slice(leaf, first, tf.concat([[stop - start], rest], 0))
+
+
+def _first(data: Any) -> tf.Tensor:
+    return next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
 
 
 # Agreement check: the tasks of a job compare digests of the data they read.

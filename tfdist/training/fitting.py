@@ -96,6 +96,8 @@ def fit(
     require_int("initial_epoch", initial_epoch, least=0)
     if max_staleness is not None:
         require_int("max_staleness", max_staleness, least=0)
+    if seed is not None:
+        seed = require_int("seed", seed)
     if isinstance(validation_freq, int) or validation_data is not None or validation_split:
         _require_frequency(validation_freq)
     if validation_split and validation_data is None:
@@ -291,6 +293,8 @@ class StepLoop:
         require_int("first_step", first_step, least=0)
         if max_staleness is not None:
             require_int("max_staleness", max_staleness, least=0)
+        if seed is not None:
+            require_int("seed", seed)
         self._job = _job()
         self._metrics = list(metrics)
         for optimizer, variables in sharded_optimizers:

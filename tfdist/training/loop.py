@@ -164,7 +164,10 @@ class TrainLoop:
         except StopRequested as asked:
             self._stop(asked.signum, at_epoch_begin=self.step == steps.start)
         self._blocks.engine.publish_state(self._blocks.program)
-        logs = self._logs_of_epoch()
+        before, self._to_restore = self._to_restore, None
+        # As they were, where only the validation of the epoch is due.
+        kept = resume.logs_before_validation(before)
+        logs = kept or self._blocks.metrics(self._blocks.logs)
         self._warn_of_bad_loss(logs.get("loss"), epoch=epoch)
         if plan.validation is not None and self._model._should_eval(epoch, plan.validation_freq):
             values = self._validated(plan.validation, logs)
@@ -231,12 +234,6 @@ class TrainLoop:
                 logs = blocks.metrics(blocks.logs)
             with phases.entered("callback"):
                 self._callbacks.on_train_batch_end(last - 1 - epoch.start, logs)
-
-    def _logs_of_epoch(self) -> dict[str, Any]:
-        """Return the metrics of an epoch, as they were where only its validation is due."""
-        before, self._to_restore = self._to_restore, None
-        kept = resume.logs_before_validation(before)
-        return kept or self._blocks.metrics(self._blocks.logs)
 
     def _validated(self, validation: Evaluation, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Evaluate; when asked to stop, save so that a resumed run does all of it again."""

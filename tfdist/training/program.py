@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
 from tfdist.strategy import Job
 from tfdist.training import keras_compat
 from tfdist.training.feed import Feed, Part
@@ -202,21 +202,15 @@ def run_replica(
         variable.assign(tf.where(part.count > 0, tf.convert_to_tensor(variable), old))
     if not program.keep_logs:
         return outputs
-    return keras_compat.logs_by_fraction(flat_logs(_require_logs(outputs)), trace)
-
-
-def _require_logs(outputs: Any) -> dict[str, Any]:
-    if isinstance(outputs, dict) and outputs:
-        return outputs
-    raise UsageError(
+    require(
+        isinstance(outputs, dict) and outputs,
         "step",
-        received=f"a {type(outputs).__name__} with nothing in it from a step"
-        if isinstance(outputs, dict)
-        else f"a {type(outputs).__name__} from a step",
-        expected="a dict of scalars by name",
+        received=f"a {type(outputs).__name__} from a step",
+        expected="a dict of one or more scalars by name",
         fix='return {"loss": loss}, for example',
         code="no-logs",
     )
+    return keras_compat.logs_by_fraction(flat_logs(outputs), trace)
 
 
 def as_number(value: tf.Tensor) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -110,15 +110,12 @@ def require_resumable(plan: RunPlan, *, job: Job) -> None:
         those of the plan.
     """
     require_exact(plan.backups, plan.feed, job=job)
-    if plan.saved is not None:
-        _require_same_run(plan.saved, plan.feed, seed=plan.seed)
-
-
-def _require_same_run(saved: RunState, feed: Feed, *, seed: int) -> None:
-    mine, plan = fingerprint(feed), feed.plan
+    saved, epochs = plan.saved, plan.feed.plan
+    if saved is None:
+        return
     before = {**saved.fingerprint, "seed": saved.seed, "examples_so_far": saved.examples}
-    so_far = {"examples_so_far": plan.examples_before(saved.step), **epoch_at(saved.step, plan)}
-    now = {**mine, "seed": seed, **so_far}
+    so_far = {"examples_so_far": epochs.examples_before(saved.step), **epoch_at(saved.step, epochs)}
+    now = {**fingerprint(plan.feed), "seed": plan.seed, **so_far}
     differences = [
         f"{name} {before.get(name)} -> {now.get(name)}"
         for name in now
@@ -243,21 +240,15 @@ def require_deterministic(graph: Any) -> None:
       graph: the `tf.Graph` of a block of steps, with all functions it calls. Python code inside
         (`tf.py_function`) is not looked into.
     """
-    found = sorted(set(_drawing(graph.as_graph_def(add_shapes=False))))
+    graph_def = graph.as_graph_def(add_shapes=False)
+    bodies = [graph_def.node, *(f.node_def for f in graph_def.library.function)]
+    found = sorted({f"{n.op} ({n.name})" for body in bodies for n in body if n.op in DRAWING})
     if found:
         more = f", and {len(found) - _OPS_SHOWN} more" if len(found) > _OPS_SHOWN else ""
         raise _refused(
             f"a step that draws from no seed of the run: {', '.join(found[:_OPS_SHOWN])}{more}",
             expected="random draws by Keras' layers, or with a keras.random.SeedGenerator",
         )
-
-
-def _drawing(graph_def: Any) -> Iterator[str]:
-    bodies = [graph_def.node, *(f.node_def for f in graph_def.library.function)]
-    for body in bodies:
-        for node in body:
-            if node.op in DRAWING:
-                yield f"{node.op} ({node.name})"
 
 
 def _refused(received: str, *, expected: str) -> UsageError:

@@ -22,6 +22,8 @@ from typing import Any
 import keras
 from keras.src.utils.python_utils import is_default
 
+from tfdist.files import write_json
+
 TRACKERS: Mapping[str, str] = {
     "mlflow": "MLflow",
     "wandb": "Weights & Biases",
@@ -31,7 +33,6 @@ TRACKERS: Mapping[str, str] = {
 }
 """The packages whose callbacks are trackers, and what they are called."""
 
-_JOURNAL_CHARS = 256
 _LOG = logging.getLogger(__name__)
 
 
@@ -59,7 +60,7 @@ def wrapped(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
 
 def without_callback() -> list[Tracker]:
     """Return a `Tracker` of ClearML's task, where there is one: it sees what TensorBoard writes."""
-    if "clearml" not in sys.modules or _clearml_run(None) is None:
+    if "clearml" not in sys.modules or run_of("clearml", None) is None:
         return []
     return [Tracker(keras.callbacks.Callback(), package="clearml")]
 
@@ -110,15 +111,17 @@ class Tracker(keras.callbacks.Callback):
         if run is None or state.get("package") != self.package:
             return
         with self._warning_of_failure(f"resume its run {run}"):
-            _RESUME[self.package](self.inner, run)
-            self._logged.update(self._last_logged(run))
+            _resume(self.package, self.inner, run)
+            self._logged.update(self._noted(run))
+            if self.package == "mlflow":  # which writes by a thread: what it has is what counts
+                self._logged.update(_logged_in_mlflow(self.inner, run))
             self._is_resumed = True
 
     def get_state(self) -> dict[str, Any]:
         """Return the tracker's run, for the checkpoint."""
         run = None
         with contextlib.suppress(Exception):  # one that has failed has none
-            run = _RUN[self.package](self.inner)
+            run = run_of(self.package, self.inner)
         return {"package": self.package, "run": run}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -186,10 +189,33 @@ class Tracker(keras.callbacks.Callback):
         if self._is_broken or self.step <= self._logged["step"]:
             return
         if self.wants_block_logs:
-            log = _LOG_BLOCK.get(self.package, _as_it_comes)
             with self._warning_of_failure("write"):
-                if log(self, max(before, self._logged["step"]), batch, logs):
+                if self._log_block(max(before, self._logged["step"]), batch, logs):
                     self._note(step=self.step)
+
+    def _log_block(self, before: int, batch: int, logs: Any) -> bool:
+        """Log the end of a block, where one of the tracker's steps is in it; by the run's steps.
+
+        The callbacks of W&B and Comet count calls, and log a batch of number 0 whatever their rate.
+        """
+        inner, every = self.inner, _steps_between_logs(self.package, self.inner)
+        if every is None:
+            inner.on_train_batch_end(batch, logs)
+        elif not crossed(before, self.step, every):
+            return False
+        elif self.package == "mlflow":
+            inner.log_every_n_steps = 1
+            try:
+                inner.on_train_batch_end(batch, logs)
+            finally:
+                inner.log_every_n_steps = every
+        elif self.package == "wandb":  # under the number of the block's last batch
+            inner.global_step = inner.global_batch = self.step - 1
+            inner.on_train_batch_end(0, logs)
+        else:
+            inner.our_step = self.step - 1  # which Comet's adds one to
+            inner.on_train_batch_end(0, logs)
+        return True
 
     def _set_counts(self) -> None:
         """Have Comet's callback, which counts its calls, go on with the run's steps and epochs."""
@@ -219,7 +245,7 @@ class Tracker(keras.callbacks.Callback):
         self._logged.update(done)
         if self._journal is not None and not self._is_broken:
             with self._warning_of_failure("be noted beside the checkpoints"):
-                _write_over(self._journal, json.dumps({**self.get_state(), **self._logged}))
+                write_json(self._journal, {**self.get_state(), **self._logged}, durable=False)
 
     def _noted(self, run: str | None) -> dict[str, int]:
         """Return the last step and epoch of a run that the journal has."""
@@ -231,27 +257,11 @@ class Tracker(keras.callbacks.Callback):
                 return {name: noted[name] for name in ("step", "epoch")}
         return {}
 
-    def _last_logged(self, run: str) -> dict[str, int]:
-        """Return the last step and epoch of a run that are logged, whatever was saved after."""
-        logged = self._noted(run)
-        if self.package == "mlflow":  # which writes by a thread: what it has is what counts
-            logged |= _logged_in_mlflow(self.inner, run)
-        return logged
-
 
 def warn(what: str, error: Exception) -> None:
     """Log in one line that a tracker is left out."""
     gist = (str(error).splitlines() or [""])[0]
     _LOG.warning("%s (%s: %s); the training goes on without it", what, type(error).__name__, gist)
-
-
-def _write_over(path: Path, text: str) -> None:
-    """Write a short text in one piece over another of the same length, without making a file."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        os.pwrite(fd, text.ljust(_JOURNAL_CHARS).encode(), 0)
-    finally:
-        os.close(fd)
 
 
 def crossed(before: int, after: int, every: int) -> bool:
@@ -262,55 +272,16 @@ def crossed(before: int, after: int, every: int) -> bool:
 # What differs between trackers: how they count steps, how a run is called and gone on with.
 
 
-def _as_it_comes(tracker: Tracker, before: int, batch: int, logs: Any) -> bool:
-    tracker.inner.on_train_batch_end(batch, logs)
-    return True
-
-
-def _block_to_mlflow(tracker: Tracker, before: int, batch: int, logs: Any) -> bool:
-    """Log at the first end of a block after each multiple; the step is the optimizer's."""
-    inner = tracker.inner
-    every = getattr(inner, "log_every_n_steps", None)
-    if every is None or isinstance(every, bool):
-        return _as_it_comes(tracker, before, batch, logs)
-    if not crossed(before, tracker.step, every):
-        return False
-    inner.log_every_n_steps = 1
-    try:
-        inner.on_train_batch_end(batch, logs)
-    finally:
-        inner.log_every_n_steps = every
-    return True
-
-
-def _block_to_wandb(tracker: Tracker, before: int, batch: int, logs: Any) -> bool:
-    """Log under the number of the block's last batch, where `WandbMetricsLogger` counts calls."""
-    inner = tracker.inner
-    every = getattr(inner, "log_freq", None)
-    if not isinstance(every, int) or not hasattr(inner, "global_batch"):
-        return _as_it_comes(tracker, before, batch, logs)
-    if not crossed(before, tracker.step, every):
-        return False
-    inner.global_step = inner.global_batch = tracker.step - 1
-    inner.on_train_batch_end(0, logs)  # a number that it logs, whatever its frequency
-    return True
-
-
-def _block_to_comet(tracker: Tracker, before: int, batch: int, logs: Any) -> bool:
-    """Log under the number of steps, where `CometKerasCallback` counts calls."""
-    inner = tracker.inner
-    if not crossed(before, tracker.step, inner.experiment.auto_metric_step_rate):
-        return False
-    inner.our_step = tracker.step - 1  # which it adds one to
-    inner.on_train_batch_end(0, logs)  # a number that it logs, whatever its rate
-    return True
-
-
-_LOG_BLOCK: Mapping[str, Callable[[Tracker, int, int, Any], bool]] = {
-    "comet_ml": _block_to_comet,
-    "mlflow": _block_to_mlflow,
-    "wandb": _block_to_wandb,
-}
+def _steps_between_logs(package: str, inner: Any) -> int | None:
+    """Return how often a tracker's callback logs steps, None for each block as it comes."""
+    every = None
+    if package == "mlflow":
+        every = getattr(inner, "log_every_n_steps", None)
+    elif package == "wandb" and hasattr(inner, "global_batch"):
+        every = getattr(inner, "log_freq", None)
+    elif package == "comet_ml":
+        every = inner.experiment.auto_metric_step_rate
+    return every if isinstance(every, int) and not isinstance(every, bool) else None
 
 
 class _FailuresOfMlflow(logging.Filter):
@@ -335,13 +306,51 @@ def _hear_failures_of_mlflow(fail: Callable[[str, Exception], None]) -> None:
         logger.addFilter(_FailuresOfMlflow(fail))
 
 
-def _mlflow_run(inner: Any) -> str | None:
-    run = sys.modules["mlflow"].active_run()
-    return None if run is None else str(run.info.run_id)
+def run_of(package: str, inner: Any) -> str | None:
+    """Return the id of the tracker's run, None where none is under way."""
+    module: Any = sys.modules[package]
+    match package:
+        case "mlflow":
+            run = module.active_run()
+            return None if run is None else str(run.info.run_id)
+        case "wandb":
+            return None if module.run is None else str(module.run.id)
+        case "clearml":
+            run = module.Task.current_task()
+            return None if run is None else str(run.id)
+    run = getattr(inner, "experiment", None)
+    if run is None:
+        return None
+    return str(run.hash if package == "aim" else run.get_key())
 
 
-def _resume_in_mlflow(inner: Any, run: str) -> None:
-    resume_in_mlflow(run)
+def _resume(package: str, inner: Any, run: str) -> None:
+    """Go on in a run, in place of the one that the program has begun for it."""
+    if run_of(package, inner) == run:
+        return
+    module: Any = sys.modules[package]
+    match package:
+        case "mlflow":
+            resume_in_mlflow(run)
+        case "wandb" if module.run is not None:
+            begun = module.run
+            known = {"project": begun.project, "entity": begun.entity or None}
+            directory = begun.settings.root_dir
+            module.finish()
+            module.init(id=run, resume="allow", dir=directory, **known)
+        case "aim":  # the run that the callback has begun when it was made stays, and is empty
+            inner.close()
+            inner._run_hash = run
+            inner.experiment  # noqa: B018  # opens it
+        case "comet_ml":
+            inner.experiment.end()
+            inner.experiment = module.ExistingExperiment(previous_experiment=run)
+        case "clearml":
+            begun = module.Task.current_task()
+            if begun is not None:
+                begun.close()
+            # Without an offset, which would be added to our steps.
+            module.Task.init(continue_last_task=run).set_initial_iteration(0)
 
 
 def resume_in_mlflow(run: str) -> None:
@@ -366,82 +375,10 @@ def _logged_in_mlflow(inner: Any, run: str) -> dict[str, int]:
     return {last: max(steps)} if steps else {}
 
 
-def _wandb_run(inner: Any) -> str | None:
-    run = sys.modules["wandb"].run
-    return None if run is None else str(run.id)
-
-
-def _resume_in_wandb(inner: Any, run: str) -> None:
-    """Make the run the current one, in the project of the one that the program has begun."""
-    wandb: Any = sys.modules["wandb"]
-    begun = wandb.run
-    if begun is None or begun.id == run:
-        return
-    known = {"project": begun.project, "entity": begun.entity or None}
-    directory = begun.settings.root_dir
-    wandb.finish()
-    wandb.init(id=run, resume="allow", dir=directory, **known)
-
-
-def _aim_run(inner: Any) -> str | None:
-    run = getattr(inner, "experiment", None)
-    return None if run is None else str(run.hash)
-
-
-def _resume_in_aim(inner: Any, run: str) -> None:
-    """Open the run; the one that the callback has begun when it was made stays, and is empty."""
-    if inner.experiment.hash != run:
-        inner.close()
-        inner._run_hash = run
-        inner.experiment  # noqa: B018  # opens it
-
-
-def _comet_run(inner: Any) -> str | None:
-    experiment = getattr(inner, "experiment", None)
-    return None if experiment is None else str(experiment.get_key())
-
-
-def _resume_in_comet(inner: Any, run: str) -> None:
-    if inner.experiment.get_key() != run:
-        inner.experiment.end()
-        comet = sys.modules["comet_ml"]
-        inner.experiment = comet.ExistingExperiment(previous_experiment=run)
-
-
-def _clearml_run(inner: Any) -> str | None:
-    task = sys.modules["clearml"].Task.current_task()
-    return None if task is None else str(task.id)
-
-
-def _resume_in_clearml(inner: Any, run: str) -> None:
-    kind = sys.modules["clearml"].Task
-    begun = kind.current_task()
-    if begun is None or begun.id != run:
-        if begun is not None:
-            begun.close()
-        kind.init(continue_last_task=run).set_initial_iteration(0)  # else added to our steps
-
-
-_RUN: Mapping[str, Callable[[Any], str | None]] = {
-    "mlflow": _mlflow_run,
-    "wandb": _wandb_run,
-    "aim": _aim_run,
-    "comet_ml": _comet_run,
-    "clearml": _clearml_run,
-}
-_RESUME: Mapping[str, Callable[[Any, str], None]] = {
-    "mlflow": _resume_in_mlflow,
-    "wandb": _resume_in_wandb,
-    "aim": _resume_in_aim,
-    "comet_ml": _resume_in_comet,
-    "clearml": _resume_in_clearml,
-}
-
-
 def in_use(callbacks: Any) -> set[str]:
     """Return the packages of trackers that there is a callback or, of some, a current run of."""
     used = map(package_of, keras.tree.flatten(callbacks or []))
-    begun = {name for name in ("mlflow", "wandb") if name in sys.modules and _RUN[name](None)}
+    begun = {name for name in ("mlflow", "wandb") if name in sys.modules and run_of(name, None)}
     return {*filter(None, used), *begun}
 
 
@@ -454,7 +391,8 @@ def make_tracker(
     with one warning, where it is not installed or cannot begin.
     """
     try:
-        return _MAKE[name](run_name, directory, config)
+        make = _make_mlflow if name == "mlflow" else _make_wandb
+        return make(run_name, directory, config)
     except Exception as error:
         why = "is not installed" if isinstance(error, ImportError) else "cannot begin a run"
         warn(f"{TRACKERS[name]} {why}", error)
@@ -469,30 +407,19 @@ def _make_mlflow(run_name: str, directory: Path, config: Mapping[str, Any]) -> A
     return callback
 
 
-def _identity(directory: Path) -> str:
-    """Return a name for the run in a directory: another one when it is begun anew there."""
-    file = directory / "config.json"
-    told = f"{file.stat().st_mtime_ns} {file.read_text()}"
-    return hashlib.sha256(told.encode()).hexdigest()[:12]
-
-
 def _make_wandb(run_name: str, directory: Path, config: Mapping[str, Any]) -> Any:
     wandb = importlib.import_module("wandb")
+    file = directory / "config.json"  # of a run that is begun anew there it is another one
+    identity = f"{file.stat().st_mtime_ns} {file.read_text()}"
     wandb.init(
         project=os.environ.get("WANDB_PROJECT", "tfdist"),
         name=run_name,
         config=dict(config),
         dir=str(directory),
-        id=_identity(directory),
+        id=hashlib.sha256(identity.encode()).hexdigest()[:12],
         resume="allow",
     )
     return importlib.import_module("wandb.integration.keras").WandbMetricsLogger()
-
-
-_MAKE: Mapping[str, Callable[[str, Path, Mapping[str, Any]], Any]] = {
-    "mlflow": _make_mlflow,
-    "wandb": _make_wandb,
-}
 
 
 def warn_of_autolog() -> None:

@@ -24,7 +24,6 @@ what one device would see, and every replica does the same update on its own cop
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,12 +64,7 @@ def install() -> None:
     """Put the replacements in place, each once a process; those of a ps job in one alone."""
     on_servers()  # which adds them
     for replacement in REPLACEMENTS:
-        _put_in_place(replacement)
-
-
-@functools.cache
-def _put_in_place(replacement: Replacement) -> None:
-    replacement.put_in_place()
+        replacement.put_in_place()
 
 
 @contextlib.contextmanager

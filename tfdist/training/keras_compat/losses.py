@@ -13,8 +13,6 @@ included.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,11 +25,15 @@ from keras.src.losses import loss as keras_loss
 from keras.src.metrics.reduction_metrics import Mean
 from keras.src.trainers.compile_utils import CompileLoss
 
-from tfdist.strategy.job import current_job
 from tfdist.training.keras_compat.reduction import sum_over_replicas
-from tfdist.training.keras_compat.trace import Original, StepTrace, ops_behind, replaces
+from tfdist.training.keras_compat.trace import (
+    Original,
+    StepTrace,
+    ops_behind,
+    replaces,
+    warn_once,
+)
 
-_LOG = logging.getLogger(__name__)
 _PRODUCTS = frozenset(("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"))
 _MEAN = "sum_over_batch_size"
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
@@ -154,7 +156,7 @@ def _unmasked_in_all(
 def _sums_in_step(trace: StepTrace, what: str) -> bool:
     """Return whether replicas can sum where `what` is computed; warn where several cannot."""
     if trace.num_replicas > 1 and not trace.is_in_step():
-        _warn(
+        warn_once(
             f"{what} in a loop or condition of the step is divided by what each of "
             f"{trace.num_replicas} replicas counts for itself, which is not what one device "
             "computes; compute it in the step itself"
@@ -166,14 +168,6 @@ def _over_replicas(count: tf.Tensor, trace: StepTrace) -> tf.Tensor:
     """Sum a count over all replicas that have an example; no gradient goes through it."""
     mine = tf.stop_gradient(count) * tf.sign(tf.cast(trace.share, count.dtype))
     return sum_over_replicas([mine])[0]
-
-
-@functools.cache
-def _warn(line: str) -> None:
-    """Log a line once in the process, on the chief."""
-    job = current_job()
-    if job is None or job.is_chief:
-        _LOG.warning("%s", line)
 
 
 # Several losses in one tensor are summed: by Keras where a layer adds them, else by the tape.
@@ -188,7 +182,7 @@ def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
         return False
     if _has_examples(value, trace):
         return True
-    _warn(
+    warn_once(
         f"{what} of shape {tuple(value.shape)} on {trace.num_replicas} replicas: its numbers are "
         "taken for means over the batch; sums over the batch would count "
         f"1/{trace.num_replicas} of what they count on one device: make them means"
@@ -269,7 +263,7 @@ def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
             any(op.name in batch for op in ops_behind([factor])) for factor in operation.inputs
         )
         if among_examples:
-            _warn(
+            warn_once(
                 f"a matrix product of the batch with itself on {trace.num_replicas} replicas: each "
                 "compares the examples of its own part only, so that the loss is not what one "
                 "device computes"

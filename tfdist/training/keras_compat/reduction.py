@@ -237,7 +237,8 @@ def scattered(optimizer: Any, grads: list[Any], variables: Sequence[Any], trace:
     With two workers the sum of parts has the bits of the whole sum. With more it adds in another
     order, so that the whole sum is made and cut.
     """
-    parts = [_part_for(optimizer, variable) for variable in variables]
+    indices = map(optimizer._get_variable_index, variables)
+    parts = [place_of(optimizer._trainable_variables[index]) for index in indices]
     if trace.num_replicas > 2:
         return [_own(g, part) for g, part in zip(reduced(grads, trace), parts, strict=True)]
     dense = [i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)]
@@ -247,11 +248,6 @@ def scattered(optimizer: Any, grads: list[Any], variables: Sequence[Any], trace:
     for i, total in zip(dense, sums, strict=True):
         totals[i] = total
     return totals
-
-
-def _part_for(optimizer: Any, variable: Any) -> VariablePart:
-    index = optimizer._get_variable_index(variable)
-    return place_of(optimizer._trainable_variables[index])
 
 
 def _own(gradient: Any, part: VariablePart) -> Any:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,9 +30,8 @@ from tfdist.training.keras_compat.reduction import (
     sum_over_replicas,
     wholes_of,
 )
-from tfdist.training.keras_compat.trace import StepTrace, current
+from tfdist.training.keras_compat.trace import StepTrace, current, warn_once
 
-_LOG = logging.getLogger(__name__)
 _NAMES = (
     *("SGD", "Adam", "AdamW", "Adamax", "Nadam", "Adagrad", "Adadelta", "RMSprop", "Ftrl"),
     *("Lion", "ScheduleFreeAdamW"),
@@ -47,19 +45,26 @@ def require_by_element(optimizer: Any, variables: Sequence[Any]) -> None:
     """Raise UsageError for what cannot be updated part by part."""
     inner = _innermost(optimizer)
     if type(inner) not in BY_ELEMENT:
-        raise _refused(
+        raise not_sharded(
             f"{type(inner).__name__}, whose update may need whole variables",
             expected=f"one of {', '.join(kind.__name__ for kind in BY_ELEMENT)}",
-            fix="use one of them, or leave sharded_optimizer out",
         )
     for variable in variables:
         if variable.dtype not in _TYPES:
-            raise _refused(
+            raise not_sharded(
                 f"{variable.path} of {variable.dtype}",
                 expected=f"trainable variables of {', '.join(_TYPES)}",
                 fix="use a mixed precision, which keeps float32 weights, or leave "
                 "sharded_optimizer out",
             )
+
+
+def not_sharded(
+    received: str, *, expected: str, fix: str = "leave it or sharded_optimizer out"
+) -> UsageError:
+    return UsageError(
+        "sharded_optimizer", received=received, expected=expected, fix=fix, code="not-sharded"
+    )
 
 
 @contextlib.contextmanager
@@ -75,7 +80,7 @@ def building_in_parts(optimizer: Any, job: Job) -> Iterator[None]:
         yield
         return
     if optimizer.built:
-        raise _refused(
+        raise not_sharded(
             f"{type(optimizer).__name__}, which is built with whole slots",
             expected="an optimizer without any, of which each worker makes its part",
             fix="compile the model with a new optimizer, whose first fit is sharded",
@@ -143,12 +148,10 @@ def _step_of(optimizer: Any) -> StepTrace:
     """Return the trace of the step that applies the optimizer; elsewhere nobody gathers."""
     trace = current()
     if trace is None or not trace.in_hook:
-        raise UsageError(
-            "sharded_optimizer",
-            received=f"{type(optimizer).__name__}.apply outside of a step of tfdist",
+        raise not_sharded(
+            f"{type(optimizer).__name__}.apply outside of a step of tfdist",
             expected="updates in the steps of tfdist.fit",
             fix="use another optimizer there",
-            code="not-sharded",
         )
     return trace
 
@@ -188,15 +191,9 @@ def _check_finite(optimizer: Any, grads: Any) -> Any:
 
 def _save_nothing(optimizer: Any, store: Any) -> None:
     """Leave the slots out of a `.keras` file: one task, which alone writes it, has a part."""
-    _warn_of_file(type(optimizer).__name__)
-
-
-@functools.cache
-def _warn_of_file(name: str) -> None:
-    _LOG.warning(
-        "the state of %s is sharded: files of the model are without it; checkpoints of "
-        "BackupAndRestore have it",
-        name,
+    warn_once(
+        f"the state of {type(optimizer).__name__} is sharded: files of the model are without it; "
+        "checkpoints of BackupAndRestore have it"
     )
 
 
@@ -231,9 +228,3 @@ def _gather(pairs: Sequence[tuple[Any, Any]]) -> None:
     wholes = gather_over_workers(parts, [tuple(variable.shape) for variable, _ in pairs])
     for (variable, _), value in zip(pairs, wholes, strict=True):
         own_copy(variable).assign(value)
-
-
-def _refused(received: str, *, expected: str, fix: str) -> UsageError:
-    return UsageError(
-        "sharded_optimizer", received=received, expected=expected, fix=fix, code="not-sharded"
-    )

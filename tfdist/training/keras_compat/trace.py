@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +14,12 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable
 
+from tfdist.strategy.job import current_job
+
 if TYPE_CHECKING:
     from tfdist.ps.keras_compat import UpdateCounts
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -93,6 +98,14 @@ def following(trace: StepTrace) -> Iterator[None]:
         _thread.trace = None
 
 
+@functools.cache
+def warn_once(line: str) -> None:
+    """Log a line once in the process, on the chief."""
+    job = current_job()
+    if job is None or job.is_chief:
+        _LOG.warning("%s", line)
+
+
 def ops_behind(values: Sequence[Any]) -> Iterator[tf.Operation]:
     """Yield the operations that tensors were computed by."""
     seen = set()
@@ -135,8 +148,9 @@ class Replacement:
         """Return what is replaced, such as ``SeedGenerator.next``."""
         return f"{self.owner.__name__}.{self.name}"
 
+    @functools.cache  # noqa: B019  # they live as long as the process
     def put_in_place(self) -> None:
-        """Replace the name; to be called once a process."""
+        """Replace the name, once a process."""
         found = getattr(self.owner, self.name)
         is_property = isinstance(found, property)
         original = found.fget if is_property else found

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,6 +33,7 @@ from tfdist.training.keras_compat.trace import (
     StepTrace,
     on_servers,
     replaces,
+    warn_once,
 )
 
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
@@ -77,21 +77,14 @@ def _is_statistic(variable: Any, trace: StepTrace) -> bool:
 @replaces(Variable, "value", issue=f"{_KERAS}/backend/common/stateless_scope.py#L82")
 def _local_value(original: Original, trace: StepTrace, self: Any) -> Any:
     """Read a variable that lives in the step; `_noting_writes` is the other half."""
-    found = _in_step(self, trace)
-    return original(self) if found is None else found
-
-
-def _in_step(variable: Any, trace: StepTrace) -> tf.Tensor | None:
-    found = trace.local.get(id(variable))
-    if found is None:
-        found = trace.held.get(id(variable))
-    if found is None and id(variable) in trace.taken:
+    found = trace.local.get(id(self), trace.held.get(id(self)))
+    if found is None and id(self) in trace.taken:
         from tfdist.ps.keras_compat import taken
 
-        found = taken(variable, trace)
+        found = taken(self, trace)
     if found is None and trace.counts is not None:
-        found = trace.counts.value(variable)
-    return found
+        found = trace.counts.value(self)
+    return original(self) if found is None else found
 
 
 # Keras adds by reading, adding and assigning, which loses updates under a parameter server.
@@ -202,7 +195,6 @@ def _is_ours(gradient: Any, variable: Any, trace: StepTrace) -> bool:
 # Ended by: no release, Keras 3.15.1 included.
 
 
-_LOG = logging.getLogger(__name__)
 _GOLDEN_RATIO = 0x9E3779B9
 _SEEDS = f"{_KERAS}/random/seed_generator.py"
 
@@ -234,7 +226,7 @@ def _draw(trace: StepTrace) -> tf.Tensor:
 def _warn_in_loop(trace: StepTrace) -> None:
     graph = tf.compat.v1.get_default_graph()
     if graph is not trace.graph and type(graph).__name__ == "WhileBodyFuncGraph":
-        _LOG.warning(
+        warn_once(
             "a random draw inside a loop of the model gives the same numbers in each iteration "
             "of that loop; draw before the loop, or give the iteration's number as the seed"
         )
