@@ -300,6 +300,35 @@ def test_an_optimizer_of_a_step_of_ones_own_is_built_before(strategies, replicas
     assert model.second.iterations.numpy() == 1
 
 
+class AccumulatesByHand(keras.Sequential):
+    """Applies its optimizer every second step, by a condition."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        gradients = tape.gradient(loss, self.trainable_variables)
+
+        def apply():
+            self.optimizer.apply(gradients, self.trainable_variables)
+
+        tf.cond(self.optimizer.iterations % 2 == 0, apply, lambda: None)
+        return {"loss": loss}
+
+
+def test_an_optimizer_in_a_condition_is_refused_on_several_replicas(strategies):
+    """The replicas of one process cannot sum there; TensorFlow's own message is half a page."""
+    for replicas in (1, 2):
+        with strategies[replicas].scope():
+            model = AccumulatesByHand([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        if replicas == 1:
+            assert fit(model, X, Y).epoch == [0]
+        else:
+            line = refusal(lambda model=model: fit(model, X, Y))
+            assert "SGD applied in a tf.cond or loop of the step" in line
+
+
 def test_optimizers_inside_another_are_of_the_scope_too(strategies):
     outside = keras.optimizers.OptimizerMap(keras.optimizers.SGD())
     with strategies[2].scope():

@@ -60,6 +60,7 @@ def _gradient_hook(
         servers.require_by_rows(self, trainable_variables or self._trainable_variables)
     if trace.num_replicas > 1:
         _require_built(self)
+        _require_in_step(self, trace)
         grads = [g if g is None else times(g, trace.share) for g in grads]
     if whole_variables := wholes_of.get(self):
         trainable_variables = trainable_variables or list(whole_variables)
@@ -92,6 +93,19 @@ def _require_built(optimizer: Any) -> None:
             expected="one that has its variables before the first step",
             fix="call its build(variables) inside `with strategy.scope():`",
             code="not-built",
+        )
+
+
+def _require_in_step(optimizer: Any, trace: StepTrace) -> None:
+    """Raise UsageError in a condition or loop, where the replicas of one process cannot sum."""
+    if not trace.is_in_step() and tf.distribute.get_strategy().extended._use_merge_call():
+        raise UsageError(
+            "step",
+            received=f"{type(optimizer).__name__} applied in a tf.cond or loop of the step, on "
+            f"{trace.num_replicas} replicas of one process",
+            expected="an optimizer that is applied in the step itself, where replicas sum gradients",
+            fix="accumulate by the optimizer's gradient_accumulation_steps, or use strategy single",
+            code="optimizer-in-condition",
         )
 
 
