@@ -75,6 +75,9 @@ NUMBERS = {
     "epochs=-1": {"epochs": -1},
     "epochs=1.5": {"epochs": 1.5},
     "epochs=True": {"epochs": True},
+    "epochs=None": {"epochs": None},
+    "seed=1.5": {"seed": 1.5},
+    "seed='a'": {"seed": "a"},
     "steps_per_epoch=0": {"steps_per_epoch": 0},
     "initial_epoch=-1": {"initial_epoch": -1},
     "validation_split=1.0": {"validation_split": 1.0},
@@ -370,6 +373,15 @@ def test_a_step_that_is_a_tf_function_is_refused_on_several_replicas(strategies)
 
 
 @pytest.mark.parametrize("act", ["fit", "evaluate", "predict"])
+def test_a_generator_function_leads_to_a_dataset(strategies, act):
+    def batches():
+        yield X, Y
+
+    line = refusal(lambda: getattr(tfdist, act)(regression(strategies[1]), batches))
+    assert "use tf.data.Dataset.from_generator" in line
+
+
+@pytest.mark.parametrize("act", ["fit", "evaluate", "predict"])
 def test_the_name_of_a_dataset_leads_to_the_source_for_it(strategies, act):
     line = refusal(lambda: getattr(tfdist, act)(regression(strategies[1]), "mnist"))
     assert line.startswith("x: received str 'mnist';")
@@ -621,6 +633,42 @@ def test_callbacks_that_cannot_be_are_refused(strategies, tmp_path):
     line = refusal(lambda: fit(model, X, Y, callbacks=[backup]))
     assert "tfdist.BackupAndRestore" in line
     assert not (tmp_path / "backup").exists()
+
+
+class Broken(keras.utils.PyDataset):
+    """Its fourth batch is not as the first one is, or cannot be read."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        rows = slice(3 * index, 3 * index + 3)
+        if index < 3:
+            return (X[rows] * 10).astype(int), Y[rows]
+        if self.kind == "error":
+            raise KeyError("a file that is not there")
+        return (X[rows], Y[rows]) if self.kind == "type" else (X[:0].astype(int), Y[:0])
+
+
+BROKEN = {
+    "type": "Broken[3]: received numbers of float32; expected int64",
+    "empty": "Broken[3]: received a batch without an example;",
+    "error": "a file that is not there",
+}
+
+
+@pytest.mark.parametrize("act", ["fit", "predict"])
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_reading_a_batch_raises_is_raised(strategies, kind, act):
+    """TensorFlow gives its text, in an error of many lines, and would cut fractions."""
+    model = regression(strategies[2])
+    with pytest.raises(KeyError if kind == "error" else UsageError) as caught:
+        getattr(tfdist, act)(model, Broken(kind), verbose=0)
+    assert BROKEN[kind] in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf"])

@@ -111,6 +111,7 @@ class PyDatasetSource(Source):
             fix="check __len__ (or num_batches) of the PyDataset",
             code="no-examples",
         )
+        self._spec: Nest = None
         first = [self.fetch_batch(index) for index in range(min(2, count or 2))]
         self._spec = tf.nest.map_structure(_batch_leaf_spec, *first)
 
@@ -152,7 +153,10 @@ class PyDatasetSource(Source):
                 code="not-a-batch",
             )
         where = f"{type(self._dataset).__name__}[{index}]"
-        return tf.nest.map_structure(functools.partial(_as_array, where=where), batch)
+        arrays = tf.nest.map_structure(functools.partial(_as_array, where=where), batch)
+        if self._spec is not None:
+            _require_like_first(arrays, self._spec, where=where)
+        return arrays
 
     def on_epoch_begin(self) -> None:
         """Passes the beginning of an epoch on to the user's dataset."""
@@ -186,6 +190,29 @@ def _without_lists(nest: Any) -> Any:
 def _as_array(leaf: Any, *, where: str) -> np.ndarray[Any, Any] | None:
     require_dense(leaf, where=where)
     return None if leaf is None else np.asarray(leaf)
+
+
+def _require_like_first(batch: Nest, spec: Nest, *, where: str) -> None:
+    """Raise `UsageError` for a batch that the types of the first one would cut, or without rows."""
+    for leaf, first in zip(tf.nest.flatten(batch), tf.nest.flatten(spec), strict=False):
+        if leaf is None or first is None:
+            continue
+        require(
+            leaf.ndim and len(leaf),
+            where,
+            received="a batch without an example",
+            expected="at least one example in every batch",
+            fix="leave the empty batch out of __len__ (or num_batches)",
+            code="no-examples",
+        )
+        require(
+            leaf.dtype.kind != "f" or first.dtype.is_floating,
+            where,
+            received=f"numbers of {leaf.dtype}",
+            expected=f"{first.dtype.name}, as in the first batch: fractions would be cut",
+            fix="convert all batches to one type, as by np.float32(...)",
+            code="types-differ",
+        )
 
 
 def _dtype_of(array: np.ndarray[Any, Any]) -> tf.DType:

@@ -150,7 +150,7 @@ class BlockRunner:
         phases.enter(self._phase if self._has_run else "trace", step=first if counts else None)
         start, before = time.perf_counter(), engine.steps_under_way
         goes_on = self.length.is_known and not looked_at
-        with naming_bad_data():
+        with naming_bad_data(self.program.feed):
             self.logs = engine.run(self.program, first, last, goes_on=goes_on)
         self._has_run = True
         elapsed_s, left = time.perf_counter() - start, engine.steps_under_way
@@ -162,7 +162,7 @@ class BlockRunner:
     def finish(self) -> None:
         """Wait for the steps that are under way; what the last of them says is what counts."""
         if self.engine.steps_under_way:
-            with naming_bad_data():
+            with naming_bad_data(self.program.feed):
                 self.logs = self.engine.finish(self.program)
 
     def metrics(self, logs: Mapping[str, float]) -> dict[str, Any]:
@@ -229,15 +229,24 @@ class BlockRunner:
 
 
 @contextlib.contextmanager
-def naming_bad_data() -> Iterator[None]:
-    """Raise UsageError for data that end too soon and for a wrong label, in one line."""
+def naming_bad_data(feed: Any) -> Iterator[None]:
+    """Raise UsageError for data that end too soon and for a wrong label, in one line.
+
+    What Python code has raised that reads for the feed is raised as it is.
+    """
     try:
         yield
     except tf.errors.OpError as error:
-        named = _bad_data(error)
+        named = _bad_data(error) or _of_reading(error, feed.failure)
         if named is None:
             raise
         raise named from None
+
+
+def _of_reading(error: tf.errors.OpError, failure: Exception | None) -> Exception | None:
+    """Return the failure that this error tells of, None where it has another reason."""
+    named = failure is not None and f"{type(failure).__name__}: " in str(error)
+    return failure if named else None
 
 
 def _bad_data(error: tf.errors.OpError) -> UsageError | None:

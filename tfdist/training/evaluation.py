@@ -23,7 +23,7 @@ from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.rendezvous import ChiefWatch, chief_watch
 from tfdist.training import building
-from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
+from tfdist.training.blocks import BlockRunner, Decision, any_task, decide, naming_bad_data
 from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.engines import engine_for, joined, naming_a_lost_server
 from tfdist.training.inputs import Length, prepare
@@ -93,7 +93,8 @@ def predict(
         if looks and step and any_task(job, model.stop_predicting, of="requests to stop"):
             break
         listed.on_predict_batch_begin(step)
-        batches.append(next(computed))
+        with naming_bad_data(feed):
+            batches.append(next(computed))
         listed.on_predict_batch_end(step, {"outputs": batches[-1]})
     listed.on_predict_end()
     return keras.tree.map_structure(lambda *parts: joined(parts), *batches)

@@ -103,7 +103,7 @@ def _require_in_step(optimizer: Any, trace: StepTrace) -> None:
             "step",
             received=f"{type(optimizer).__name__} applied in a tf.cond or loop of the step, on "
             f"{trace.num_replicas} replicas of one process",
-            expected="an optimizer that is applied in the step itself, where replicas sum gradients",
+            expected="one that is applied in the step itself, where replicas sum gradients",
             fix="accumulate by the optimizer's gradient_accumulation_steps, or use strategy single",
             code="optimizer-in-condition",
         )
