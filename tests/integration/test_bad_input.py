@@ -635,6 +635,26 @@ def test_callbacks_that_cannot_be_are_refused(strategies, tmp_path):
     assert not (tmp_path / "backup").exists()
 
 
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_epoch_end", "on_train_batch_end"])
+@pytest.mark.parametrize("by", ["compile", "optimizer"])
+def test_a_model_that_a_callback_compiles_is_refused(strategies, hook, by):
+    """The step goes on with the optimizer of before, and checkpoints would have the other one's."""
+
+    def change(*_, **__):
+        with strategies[2].scope():
+            other = keras.optimizers.SGD(0.5)
+            if by == "compile":
+                model.compile(other, "mse")
+            else:
+                model.optimizer = other
+
+    model = regression(strategies[2])
+    callback = keras.callbacks.Callback()
+    setattr(callback, hook, change)
+    line = refusal(lambda: fit(model, X, Y, epochs=2, callbacks=[callback]))
+    assert line.startswith("callbacks: received a model that was compiled, or given another")
+
+
 class Broken(keras.utils.PyDataset):
     """Its fourth batch is not as the first one is, or cannot be read."""
 
