@@ -22,7 +22,13 @@ from tfdist.errors import Stopped, UsageError
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import resume
-from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
+from tfdist.training.blocks import (
+    BlockRunner,
+    Decision,
+    any_task,
+    decide,
+    require_same_weights,
+)
 from tfdist.training.callbacks import (
     begin_epoch,
     callback_list,
@@ -107,6 +113,7 @@ class TrainLoop:
         self._every = [n for n in map(steps_between_calls, listed) if n]
         self._scheduled = [c for c in listed if hasattr(c, "next_step")]
         self._with_logs = bool(broadcast(wants_logs(listed)))
+        self._has_begun = False
 
     def run(self) -> keras.callbacks.History:
         """Run the epochs from where the run stands; return Keras' History.
@@ -160,6 +167,7 @@ class TrainLoop:
             self._callbacks.on_epoch_begin(epoch)
         if within:
             self._restore()  # after the hook, which may set what the checkpoint knows better
+        self._compare_weights()
         try:
             self._run_steps(steps)
         except StopRequested as asked:
@@ -176,6 +184,13 @@ class TrainLoop:
         for backup in plan.backups:
             self._save(backup, ended=logs)
         return logs
+
+    def _compare_weights(self) -> None:
+        """Have the tasks of a group compare the weights that an epoch begins with. A collective."""
+        takes_the_chiefs = self._job.stages is not None and not self._has_begun
+        self._has_begun = True
+        if self._job.has_peers and not takes_the_chiefs:
+            require_same_weights(self._job, self._model)
 
     def _run_steps(self, steps: range) -> None:
         """Run the rest of an epoch's steps; return early when a callback stops them.
