@@ -109,8 +109,13 @@ class StagedModel:
 
     @property
     def metrics(self) -> list[Any]:
-        """Return the variables of the model's metrics, which the last stage updates."""
+        """Return the variables of the model's metrics; those of a layer are its stage's."""
         return list(self._model.metrics_variables)
+
+    @property
+    def own_metrics(self) -> list[Any]:
+        """Return those that this stage updates."""
+        return [v for v in self.metrics if self._owners[id(v)] == self._place.index]
 
     @property
     def global_clipnorm(self) -> float | None:
@@ -149,11 +154,11 @@ class StagedModel:
         sizes = {-(-rows // (self._place.pipelines * each)) for each in micros}
         return sorted(sizes, reverse=True)
 
-    def values_of_last(self, variables: list[Any]) -> list[np.ndarray]:
-        """Return the values of variables where the last stage has peers, else nothing."""
-        if self._place.peers is None or not self.stage.is_last:
+    def values_of_metrics(self) -> list[np.ndarray]:
+        """Return the values of this stage's metrics where it has peers, else nothing."""
+        if self._place.peers is None:
             return []
-        return [np.asarray(v.value).copy() for v in variables]
+        return [np.asarray(v.value).copy() for v in self.own_metrics]
 
     def begin(self) -> None:
         """Take the chief's weights, unless each task has its own stage's. A collective."""
