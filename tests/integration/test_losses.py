@@ -275,7 +275,7 @@ def test_a_masked_loss_in_a_loop_says_that_replicas_count_for_themselves(strateg
         model.compile(keras.optimizers.SGD(0.5), loss)
         return model
 
-    losses._warn.cache_clear()
+    losses.warn.cache_clear()
     with caplog.at_level(logging.WARNING, logger="tfdist"):
         trained(strategies[2], make, TOKENS.astype("float32"), NEXT)
     assert caplog.text.count("a masked loss in a loop or condition of the step") == 1
@@ -348,7 +348,7 @@ def test_several_means_in_one_tensor_are_means_and_warned_of_once(strategies, ca
         model.compile(keras.optimizers.SGD(0.001), "mse")
         return model
 
-    losses._warn.cache_clear()
+    losses.warn.cache_clear()
     with caplog.at_level(logging.WARNING, logger="tfdist"):
         require_equal(strategies, make, X, Y, replicas=2)
         trained(strategies[2], make, X, Y)
@@ -356,6 +356,27 @@ def test_several_means_in_one_tensor_are_means_and_warned_of_once(strategies, ca
     assert len(told) == 1
     assert told[0].startswith("add_loss of shape (2,) on 2 replicas")
     assert "1/2 of what they count on one device" in told[0]
+
+
+class Clips(keras.optimizers.SGD):
+    """Clips by a method of its own, to which a replica's own gradients come."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply([tf.clip_by_norm(g, 0.1) for g in grads], trainable_variables)
+
+
+@pytest.mark.parametrize("kind", [Clips, keras.optimizers.SGD])
+def test_an_optimizer_that_takes_gradients_by_itself_is_warned_of(strategies, caplog, kind):
+    def make():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile(kind(0.001), "mse")
+        return model
+
+    losses.warn.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="tfdist"):
+        trained(strategies[2], make, X, Y)
+    said = "Clips.apply gets the gradients of each replica's own part of the batch"
+    assert caplog.text.count(said) == (1 if kind is Clips else 0)
 
 
 class Contrastive(keras.Model):
@@ -394,7 +415,7 @@ def test_losses_over_pairs_say_that_replicas_see_their_own_part(strategies, capl
         model.compile(keras.optimizers.SGD(0.001))
         return model
 
-    losses._warn.cache_clear()
+    losses.warn.cache_clear()
     with caplog.at_level(logging.WARNING, logger="tfdist"):
         trained(strategies[1], make, X[:examples])
         assert not caplog.records
@@ -408,7 +429,7 @@ def test_layers_as_wide_as_a_part_of_the_batch_compare_nothing(strategies, caplo
         model.compile(keras.optimizers.SGD(0.001), "mse")
         return model
 
-    losses._warn.cache_clear()
+    losses.warn.cache_clear()
     with caplog.at_level(logging.WARNING, logger="tfdist"):
         trained(strategies[2], make, X[:48], X[:48, :4])
     assert not caplog.records

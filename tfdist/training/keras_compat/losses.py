@@ -154,7 +154,7 @@ def _unmasked_in_all(
 def _sums_in_step(trace: StepTrace, what: str) -> bool:
     """Return whether replicas can sum where `what` is computed; warn where several cannot."""
     if trace.num_replicas > 1 and not trace.is_in_step():
-        _warn(
+        warn(
             f"{what} in a loop or condition of the step is divided by what each of "
             f"{trace.num_replicas} replicas counts for itself, which is not what one device "
             "computes; compute it in the step itself"
@@ -169,7 +169,7 @@ def _over_replicas(count: tf.Tensor, trace: StepTrace) -> tf.Tensor:
 
 
 @functools.cache
-def _warn(line: str) -> None:
+def warn(line: str) -> None:
     """Log a line once in the process, on the chief."""
     job = current_job()
     if job is None or job.is_chief:
@@ -188,7 +188,7 @@ def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
         return False
     if _has_examples(value, trace):
         return True
-    _warn(
+    warn(
         f"{what} of shape {tuple(value.shape)} on {trace.num_replicas} replicas: its numbers are "
         "taken for means over the batch; sums over the batch would count "
         f"1/{trace.num_replicas} of what they count on one device: make them means"
@@ -269,7 +269,7 @@ def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
             any(op.name in batch for op in ops_behind([factor])) for factor in operation.inputs
         )
         if among_examples:
-            _warn(
+            warn(
                 f"a matrix product of the batch with itself on {trace.num_replicas} replicas: each "
                 "compares the examples of its own part only, so that the loss is not what one "
                 "device computes"
