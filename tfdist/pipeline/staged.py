@@ -310,8 +310,9 @@ class StagedModel:
         before = {name: vars(inner)[name] for name in own}
         vars(inner).update(own)
         try:
-            optimizer = self._model.optimizer
-            self._job.strategy.run(lambda: optimizer.apply(gradients, self.stage.variables))
+            apply = self._model.optimizer.apply_gradients  # as Keras' step does
+            pairs = list(zip(gradients, self.stage.variables, strict=True))
+            self._job.strategy.run(lambda: apply(pairs))
         finally:
             vars(inner).update(before)
 
