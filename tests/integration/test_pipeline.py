@@ -456,6 +456,16 @@ def test_micro_batches_end_with_the_weights_and_logs_of_whole_batches(strategies
     assert_same_run(fitted(one_stage(), optimizer=OPTIMIZERS[name]), expected)
 
 
+def test_stages_compute_in_float64(strategies, one_stage):
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        expected = fitted(strategies[1])
+        assert_same_run(fitted(one_stage()), expected)
+    finally:
+        keras.config.set_floatx("float32")
+
+
 def test_losses_that_are_sums_are_those_of_whole_batches(strategies, one_stage):
     """A sum over the examples, beside a regularizer's loss and a mean; and one by `add_loss`."""
     sums = keras.losses.SparseCategoricalCrossentropy(reduction="sum")

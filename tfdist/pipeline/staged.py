@@ -289,7 +289,8 @@ class StagedModel:
         model, y_pred = self._model, self.packed(outputs)
         loss = added
         if model._compile_loss is not None:
-            loss += model._compile_loss(batch.targets, y_pred, sample_weight=batch.weights)
+            own = model._compile_loss(batch.targets, y_pred, sample_weight=batch.weights)
+            loss += tf.cast(own, loss.dtype)
         rows = tf.shape(outputs[0])[0]
         model._loss_tracker.update_state(loss, sample_weight=rows)
         if model._compile_metrics is not None:
