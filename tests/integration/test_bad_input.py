@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import tfdist
 from tests import forked_python, refusals
+from tfdist.errors import UsageError
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(12, 4).astype("float32")
@@ -70,6 +71,9 @@ NUMBERS = {
     "epochs=-1": {"epochs": -1},
     "epochs=1.5": {"epochs": 1.5},
     "epochs=True": {"epochs": True},
+    "epochs=None": {"epochs": None},
+    "seed=1.5": {"seed": 1.5},
+    "seed='a'": {"seed": "a"},
     "steps_per_epoch=0": {"steps_per_epoch": 0},
     "initial_epoch=-1": {"initial_epoch": -1},
     "validation_split=1.0": {"validation_split": 1.0},
@@ -78,8 +82,6 @@ NUMBERS = {
     "validation_freq=(1, 2)": {"validation_freq": (1, 2), "validation_data": (X, Y)},
     "overfit_batches=0.5": {"overfit_batches": 0.5},
     "virtual_epochs=100": {"virtual_epochs": 100},
-    "seed='a'": {"seed": "a"},
-    "seed=1.5": {"seed": 1.5},
 }
 
 
@@ -297,6 +299,35 @@ def test_an_optimizer_of_a_step_of_ones_own_is_built_before(strategies, replicas
     assert model.second.iterations.numpy() == 1
 
 
+class AccumulatesByHand(keras.Sequential):
+    """Applies its optimizer every second step, by a condition."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        gradients = tape.gradient(loss, self.trainable_variables)
+
+        def apply():
+            self.optimizer.apply(gradients, self.trainable_variables)
+
+        tf.cond(self.optimizer.iterations % 2 == 0, apply, lambda: None)
+        return {"loss": loss}
+
+
+def test_an_optimizer_in_a_condition_is_refused_on_several_replicas(strategies):
+    """The replicas of one process cannot sum there; TensorFlow's own message is half a page."""
+    for replicas in (1, 2):
+        with strategies[replicas].scope():
+            model = AccumulatesByHand([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        if replicas == 1:
+            assert fit(model, X, Y).epoch == [0]
+        else:
+            line = refusal(lambda model=model: fit(model, X, Y))
+            assert "SGD applied in a tf.cond or loop of the step" in line
+
+
 def test_optimizers_inside_another_are_of_the_scope_too(strategies):
     outside = keras.optimizers.OptimizerMap(keras.optimizers.SGD())
     with strategies[2].scope():
@@ -335,6 +366,15 @@ def test_a_step_that_is_a_tf_function_is_refused_on_several_replicas(strategies)
     with strategies[2].scope():
         line = refusal(lambda: tfdist.StepLoop(tf.function(lambda x: {}), X, global_batch_size=4))
     assert "StepLoop: received a tf.function" in line
+
+
+@pytest.mark.parametrize("act", ["fit", "evaluate", "predict"])
+def test_a_generator_function_leads_to_a_dataset(strategies, act):
+    def batches():
+        yield X, Y
+
+    line = refusal(lambda: getattr(tfdist, act)(regression(strategies[1]), batches))
+    assert "use tf.data.Dataset.from_generator" in line
 
 
 @pytest.mark.parametrize("act", ["fit", "evaluate", "predict"])
@@ -589,6 +629,62 @@ def test_callbacks_that_cannot_be_are_refused(strategies, tmp_path):
     line = refusal(lambda: fit(model, X, Y, callbacks=[backup]))
     assert "tfdist.BackupAndRestore" in line
     assert not (tmp_path / "backup").exists()
+
+
+@pytest.mark.parametrize("hook", ["on_train_begin", "on_epoch_end", "on_train_batch_end"])
+@pytest.mark.parametrize("by", ["compile", "optimizer"])
+def test_a_model_that_a_callback_compiles_is_refused(strategies, hook, by):
+    """The step goes on with the optimizer of before, and checkpoints would have the other one's."""
+
+    def change(*_, **__):
+        with strategies[2].scope():
+            other = keras.optimizers.SGD(0.5)
+            if by == "compile":
+                model.compile(other, "mse")
+            else:
+                model.optimizer = other
+
+    model = regression(strategies[2])
+    callback = keras.callbacks.Callback()
+    setattr(callback, hook, change)
+    line = refusal(lambda: fit(model, X, Y, epochs=2, callbacks=[callback]))
+    assert line.startswith("callbacks: received a model that was compiled, or given another")
+
+
+class Broken(keras.utils.PyDataset):
+    """Its fourth batch is not as the first one is, or cannot be read."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        rows = slice(3 * index, 3 * index + 3)
+        if index < 3:
+            return (X[rows] * 10).astype(int), Y[rows]
+        if self.kind == "error":
+            raise KeyError("a file that is not there")
+        return (X[rows], Y[rows]) if self.kind == "type" else (X[:0].astype(int), Y[:0])
+
+
+BROKEN = {
+    "type": "Broken[3]: received numbers of float32; expected int64",
+    "empty": "Broken[3]: received a batch without an example;",
+    "error": "a file that is not there",
+}
+
+
+@pytest.mark.parametrize("act", ["fit", "predict"])
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_reading_a_batch_raises_is_raised(strategies, kind, act):
+    """TensorFlow gives its text, in an error of many lines, and would cut fractions."""
+    model = regression(strategies[2])
+    with pytest.raises(KeyError if kind == "error" else UsageError) as caught:
+        getattr(tfdist, act)(model, Broken(kind), verbose=0)
+    assert BROKEN[kind] in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf"])

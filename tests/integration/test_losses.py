@@ -358,6 +358,27 @@ def test_several_means_in_one_tensor_are_means_and_warned_of_once(strategies, ca
     assert "1/2 of what they count on one device" in told[0]
 
 
+class Clips(keras.optimizers.SGD):
+    """Clips by a method of its own, to which a replica's own gradients come."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply([tf.clip_by_norm(g, 0.1) for g in grads], trainable_variables)
+
+
+@pytest.mark.parametrize("kind", [Clips, keras.optimizers.SGD])
+def test_an_optimizer_that_takes_gradients_by_itself_is_warned_of(strategies, caplog, kind):
+    def make():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile(kind(0.001), "mse")
+        return model
+
+    warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="tfdist"):
+        trained(strategies[2], make, X, Y)
+    said = "Clips.apply gets the gradients of each replica's own part of the batch"
+    assert caplog.text.count(said) == (1 if kind is Clips else 0)
+
+
 class Contrastive(keras.Model):
     """Which of the others in the batch is an example's own."""
 

@@ -432,7 +432,15 @@ def fitted(strategy, make=model_with, **given):
     return model.get_weights(), history.history, predicted, evaluated
 
 
+class Centres(keras.optimizers.SGD):
+    """Takes the mean out of each gradient, by a method of its own."""
+
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients([(g - tf.reduce_mean(g), v) for g, v in grads_and_vars])
+
+
 OPTIMIZERS = {  # made in the scope
+    "by a method of its own": lambda: Centres(0.1),
     "adamw": lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.1),
     "scaled": lambda: keras.optimizers.LossScaleOptimizer(
         keras.optimizers.SGD(0.1, global_clipnorm=0.2), initial_scale=1024.0
@@ -449,6 +457,16 @@ OPTIMIZERS = {  # made in the scope
 def test_micro_batches_end_with_the_weights_and_logs_of_whole_batches(strategies, one_stage, name):
     expected = fitted(strategies[1], optimizer=OPTIMIZERS[name])
     assert_same_run(fitted(one_stage(), optimizer=OPTIMIZERS[name]), expected)
+
+
+def test_stages_compute_in_float64(strategies, one_stage):
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        expected = fitted(strategies[1])
+        assert_same_run(fitted(one_stage()), expected)
+    finally:
+        keras.config.set_floatx("float32")
 
 
 def test_losses_that_are_sums_are_those_of_whole_batches(strategies, one_stage):

@@ -141,6 +141,7 @@ def test_pandas_is_converted_as_keras_does():
         (lambda: ArraySource(X, 3), "y", "not-an-array"),
         (lambda: ArraySource(np.float32(1)), "x", "not-an-array"),
         (lambda: ArraySource(np.array([1, "a"], object)), "x", "mixed-objects"),
+        (lambda: ArraySource(np.array(["2026-01-01"], "datetime64[D]")), "x", "not-numbers"),
         (lambda: ArraySource(tf.ragged.constant([[1], [1, 2]])), "x", "not-dense"),
         (lambda: ArraySource(sparse.eye(3)), "x", "not-dense"),
         (lambda: ArraySource(X, (Y, Y), sample_weight=(Y,)), "sample_weight", "structures-differ"),

@@ -55,6 +55,14 @@ def test_steps_of_workers_with_one_seed_draw_different_numbers(job):
     assert workers[0]["drawn apart"][0] > 1e-3
 
 
+@pytest.mark.parametrize("call", ["a callback", "fit", "evaluate", "predict"])
+def test_weights_that_the_chief_alone_has_set_are_refused(job, call):
+    workers, _ = job
+    (line,) = {worker["weights"][call] for worker in workers}
+    assert line.startswith("weights: received ")
+    assert "only/kernel, whose sums in the tasks are " in line
+
+
 def test_random_inputs_of_a_pydataset_are_warned_of(job):
     _, said = job
     assert said.count("right for random augmentation") == 1, said

@@ -245,6 +245,14 @@ def _as_column(value: Any, *, where: str) -> Any:
     array = _to_array(value)
     if isinstance(array, np.ndarray) and array.dtype.kind == "O":
         array = _strings(array, where=where)
+    require(
+        not isinstance(array, np.ndarray) or array.dtype.kind not in "mM",
+        where,
+        received=f"an array of {array.dtype}",
+        expected="numbers or strings",
+        fix="convert times to numbers, as by .astype('datetime64[s]').astype('int64')",
+        code="not-numbers",
+    )
     if len(array.shape) == 0:
         raise UsageError(
             where,

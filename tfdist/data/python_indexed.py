@@ -162,6 +162,7 @@ class PyDatasetSource(Source):
             _require_structure(batch, self._spec, where=where)
             for leaf, spec in zip(*map(tf.nest.flatten, (batch, self._spec)), strict=True):
                 if leaf is not None and spec is not None:
+                    _require_rows(leaf, where=where)
                     _require_type(leaf, _numpy_dtype(spec), where=where)
         return batch
 
@@ -193,6 +194,17 @@ def _without_lists(nest: Any) -> Any:
 def _as_array(leaf: Any, *, where: str) -> np.ndarray[Any, Any] | None:
     require_dense(leaf, where=where)
     return None if leaf is None else np.asarray(leaf)
+
+
+def _require_rows(leaf: np.ndarray[Any, Any], *, where: str) -> None:
+    require(
+        leaf.ndim and len(leaf),
+        where,
+        received="a batch without an example",
+        expected="at least one example in every batch",
+        fix="leave the empty batch out of __len__ (or num_batches)",
+        code="no-examples",
+    )
 
 
 def _dtype_of(array: np.ndarray[Any, Any]) -> tf.DType:

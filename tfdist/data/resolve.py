@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from typing import Any
 
@@ -116,7 +117,7 @@ def _refuse_foreign(x: Any) -> None:
         )
     if x is None or isinstance(x, dict | list | tuple | bytes | int | float):
         raise _not_accepted(x, fix="convert each part with np.asarray(...)")
-    if isinstance(x, types.GeneratorType):
+    if isinstance(x, types.GeneratorType) or inspect.isgeneratorfunction(x):
         fix = "use tf.data.Dataset.from_generator(function, output_signature=...) or a PyDataset"
         raise _not_accepted(x, fix=fix)
     if isinstance(x, tf.distribute.DistributedDataset):

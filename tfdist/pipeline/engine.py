@@ -78,7 +78,7 @@ class PipelineEngine:
                 batch = self._batch(staged, program, step)
                 if program.training:
                     self._choose_size(staged, program, step, batch)
-                before = staged.values_of_last(staged.metrics)
+                before = staged.values_of_metrics()
                 batches = self._micro_batches(staged, program, step, batch)
                 del batch  # they have all of it
                 if program.training:
@@ -192,7 +192,7 @@ class PipelineEngine:
         Metrics grow by what each pipeline has added to them. With the gradients go the layers'
         statistics: they become the mean of all pipelines', each by its `part` of the examples.
         """
-        peers, now = self._place.peers, staged.values_of_last(staged.metrics)
+        peers, now = self._place.peers, staged.values_of_metrics()
         if peers is None or not (gradients or now):
             return gradients
         variables = staged.stage.variables[: len(gradients)]
@@ -212,7 +212,10 @@ class PipelineEngine:
         for variable, value in zip(changed, sums[len(mine) :], strict=False):
             variable.assign(value)
         for variable, old, more in zip(
-            staged.metrics if now else [], metrics, sums[len(mine) + len(changed) :], strict=True
+            staged.own_metrics if now else [],
+            metrics,
+            sums[len(mine) + len(changed) :],
+            strict=True,
         ):
             variable.assign(old + more)
         return [tf.constant(g) if some else None for g, some in zip(sums, total, strict=False)]

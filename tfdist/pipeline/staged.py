@@ -109,8 +109,13 @@ class StagedModel:
 
     @property
     def metrics(self) -> list[Any]:
-        """Return the variables of the model's metrics, which the last stage updates."""
+        """Return the variables of the model's metrics; those of a layer are its stage's."""
         return list(self._model.metrics_variables)
+
+    @property
+    def own_metrics(self) -> list[Any]:
+        """Return those that this stage updates."""
+        return [v for v in self.metrics if self._owners[id(v)] == self._place.index]
 
     @property
     def global_clipnorm(self) -> float | None:
@@ -149,11 +154,11 @@ class StagedModel:
         sizes = {-(-rows // (self._place.pipelines * each)) for each in micros}
         return sorted(sizes, reverse=True)
 
-    def values_of_last(self, variables: list[Any]) -> list[np.ndarray]:
-        """Return the values of variables where the last stage has peers, else nothing."""
-        if self._place.peers is None or not self.stage.is_last:
+    def values_of_metrics(self) -> list[np.ndarray]:
+        """Return the values of this stage's metrics where it has peers, else nothing."""
+        if self._place.peers is None:
             return []
-        return [np.asarray(v.value).copy() for v in variables]
+        return [np.asarray(v.value).copy() for v in self.own_metrics]
 
     def begin(self) -> None:
         """Take the chief's weights, unless each task has its own stage's. A collective."""
@@ -284,7 +289,8 @@ class StagedModel:
         model, y_pred = self._model, self.packed(outputs)
         loss = added
         if model._compile_loss is not None:
-            loss += model._compile_loss(batch.targets, y_pred, sample_weight=batch.weights)
+            own = model._compile_loss(batch.targets, y_pred, sample_weight=batch.weights)
+            loss += tf.cast(own, loss.dtype)
         rows = tf.shape(outputs[0])[0]
         model._loss_tracker.update_state(loss, sample_weight=rows)
         if model._compile_metrics is not None:
@@ -305,8 +311,9 @@ class StagedModel:
         before = {name: vars(inner)[name] for name in own}
         vars(inner).update(own)
         try:
-            optimizer = self._model.optimizer
-            self._job.strategy.run(lambda: optimizer.apply(gradients, self.stage.variables))
+            apply = self._model.optimizer.apply_gradients  # as Keras' step does
+            pairs = list(zip(gradients, self.stage.variables, strict=True))
+            self._job.strategy.run(lambda: apply(pairs))
         finally:
             vars(inner).update(before)
 

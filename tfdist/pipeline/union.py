@@ -39,6 +39,7 @@ def owners_of(model: keras.Model, parts: Sequence[ModelPart]) -> dict[int, int]:
     """
     owners = {id(v): part.index for part in parts for v in part.module.variables}
     owners.update((id(v), len(parts) - 1) for v in model.metrics_variables)
+    owners.update((id(v), part.index) for part in parts for v in part.module.metrics_variables)
     optimizers = list(_optimizers(model))
     for optimizer in optimizers:
         trainable = optimizer._trainable_variables

@@ -29,6 +29,8 @@ from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
 
 _BLOCK_S = 1.0
 _GROWTH = 8
+_SAME_WEIGHTS = 1e-4
+"""Sums of weights that differ by less, of the sum of their sizes, differ by rounding."""
 _LENGTH = re.compile(r"expected to contain (\d+) elements? but contained (?:only |at least )?(\d+)")
 _BAD_LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of (\[.*?\))")
 
@@ -115,6 +117,33 @@ def any_task(job: Job, value: bool, *, of: str) -> bool:
     return bool(sum_over_tasks(job, np.array([float(value)]), of=of)[0])
 
 
+def require_same_weights(job: Job, model: keras.Model) -> None:
+    """Compare the trainable weights of all tasks, up to rounding. A collective.
+
+    Each computes its part of a step with its own. Processors that differ may round otherwise.
+
+    Raises:
+      UsageError: a weight differs, as where the chief alone has loaded some.
+    """
+    tensors = [tf.cast(variable, tf.float32) for variable in model.trainable_variables]
+    numbers = [[tf.reduce_sum(t).numpy(), tf.reduce_sum(tf.abs(t)).numpy()] for t in tensors]
+    table = np.zeros((job.num_tasks, len(tensors), 2))
+    if tensors:
+        table[job.task_index] = numbers
+    table = sum_over_tasks(job, table.reshape(-1), of="sums of weights").reshape(table.shape)
+    apart = np.abs(table - table[0]).max(axis=(0, 2), initial=0.0)
+    (differing,) = np.nonzero(apart > _SAME_WEIGHTS * table[0, :, 1])
+    for index in differing[:1]:
+        sums = ", ".join(f"{total:g}" for total in table[:, index, 0])
+        raise UsageError(
+            "weights",
+            received=f"{model.trainable_variables[index].path}, whose sums in the tasks are {sums}",
+            expected="the same weights in every task",
+            fix="set or load them in every task, and not in the chief alone",
+            code="tasks-differ",
+        )
+
+
 class BlockRunner:
     """Runs a program of a model block by block, and reads the metrics in between.
 
@@ -150,7 +179,7 @@ class BlockRunner:
         phases.enter(self._phase if self._has_run else "trace", step=first if counts else None)
         start, before = time.perf_counter(), engine.steps_under_way
         goes_on = self.length.is_known and not looked_at
-        with naming_bad_data():
+        with naming_bad_data(self.program.feed):
             self.logs = engine.run(self.program, first, last, goes_on=goes_on)
         self._has_run = True
         elapsed_s, left = time.perf_counter() - start, engine.steps_under_way
@@ -162,7 +191,7 @@ class BlockRunner:
     def finish(self) -> None:
         """Wait for the steps that are under way; what the last of them says is what counts."""
         if self.engine.steps_under_way:
-            with naming_bad_data():
+            with naming_bad_data(self.program.feed):
                 self.logs = self.engine.finish(self.program)
 
     def metrics(self, logs: Mapping[str, float]) -> dict[str, Any]:
@@ -229,15 +258,24 @@ class BlockRunner:
 
 
 @contextlib.contextmanager
-def naming_bad_data() -> Iterator[None]:
-    """Raise UsageError for data that end too soon and for a wrong label, in one line."""
+def naming_bad_data(feed: Any) -> Iterator[None]:
+    """Raise UsageError for data that end too soon and for a wrong label, in one line.
+
+    What Python code has raised that reads for the feed is raised as it is.
+    """
     try:
         yield
     except tf.errors.OpError as error:
-        named = _bad_data(error)
+        named = _bad_data(error) or _of_reading(error, feed.failure)
         if named is None:
             raise
         raise named from None
+
+
+def _of_reading(error: tf.errors.OpError, failure: Exception | None) -> Exception | None:
+    """Return the failure that this error tells of, None where it has another reason."""
+    named = failure is not None and f"{type(failure).__name__}: " in str(error)
+    return failure if named else None
 
 
 def _bad_data(error: tf.errors.OpError) -> UsageError | None:

@@ -23,7 +23,14 @@ from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.rendezvous import chief_watch
 from tfdist.training import building
-from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
+from tfdist.training.blocks import (
+    BlockRunner,
+    Decision,
+    any_task,
+    decide,
+    naming_bad_data,
+    require_same_weights,
+)
 from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.engines import engine_for, joined, naming_a_lost_server
 from tfdist.training.inputs import Length, prepare
@@ -53,6 +60,7 @@ def evaluate(
     evaluation = Evaluation(
         model, job, engine_for(job), (x, y, sample_weight), batch_size=batch_size, steps=steps
     )
+    _compare_weights(job, model)
     listed = callback_list(
         callbacks, job=job, model=model, verbose=verbose, epochs=1, steps=evaluation.steps
     )
@@ -78,6 +86,7 @@ def predict(
     length = _length(batch_size=batch_size, steps=steps)
     feed = prepare(x, None, None, job=job, length=length, shuffle=False, seed=0)
     building.build_to_predict(model, job, feed)
+    _compare_weights(job, model)
     # A layer that draws while it predicts draws anew in each call, as under Keras.
     seed = int(broadcast(random.randrange(2**31)))
     program = program_of(model, job, "predict_step", feed, seed=seed)
@@ -93,10 +102,17 @@ def predict(
         if looks and step and any_task(job, model.stop_predicting, of="requests to stop"):
             break
         listed.on_predict_batch_begin(step)
-        batches.append(next(computed))
+        with naming_bad_data(feed):
+            batches.append(next(computed))
         listed.on_predict_batch_end(step, {"outputs": batches[-1]})
     listed.on_predict_end()
     return keras.tree.map_structure(lambda *parts: joined(parts), *batches)
+
+
+def _compare_weights(job: Job, model: keras.Model) -> None:
+    """Have the tasks of a group compare their weights; those of a pipeline take the chief's."""
+    if job.has_peers and job.stages is None:
+        require_same_weights(job, model)
 
 
 def _length(*, batch_size: int | None, steps: int | None) -> Length:

@@ -105,6 +105,7 @@ class Feed(abc.ABC):
       records: True to give `Part.examples`; set before anything is made from the feed.
       digests: by step, of batches that several tasks read whole and are to compare.
       digests_cover_inputs: False where inputs may differ between tasks, as augmented ones do.
+      failure: what Python code that reads has raised, of which TensorFlow gives the text alone.
     """
 
     direct: bool = False
@@ -112,6 +113,7 @@ class Feed(abc.ABC):
     can_record: bool = False
     records: bool = False
     digests_cover_inputs: bool = True
+    failure: Exception | None = None
 
     def __init__(
         self,
@@ -300,7 +302,7 @@ class PythonFeed(Feed):
                tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.int64))  # fmt: skip
         signature = tuple(one for _ in self._job.replica_ids)
         raw = tf.data.Dataset.from_generator(
-            lambda: self._read(int(first), int(last)), output_signature=signature
+            lambda: self._read_noting(int(first), int(last)), output_signature=signature
         )
         packed = tf.autograph.experimental.do_not_convert(
             lambda *parts: tuple(map(self._packed, parts))
@@ -327,6 +329,13 @@ class PythonFeed(Feed):
         return example_at_numpy(
             positions, num_examples=size, seed=self._seed, shuffle=self.order.shuffle
         )
+
+    def _read_noting(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
+        try:
+            yield from self._read(first, last)
+        except Exception as error:
+            self.failure = error
+            raise
 
     def _read(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
         threads = self._threads

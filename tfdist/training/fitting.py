@@ -19,7 +19,7 @@ from tfdist.errors import require, require_int
 from tfdist.outputs.display import show_ps_costs
 from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.training import building, inputs, resume
-from tfdist.training.blocks import BlockRunner
+from tfdist.training.blocks import BlockRunner, naming_bad_data
 from tfdist.training.engines import engine_for, naming_a_lost_server
 from tfdist.training.epochs import VirtualEpochs
 from tfdist.training.evaluation import Evaluation, evaluate_checkpoints, evaluator_of
@@ -94,10 +94,10 @@ def fit(
     optimizer, variables = model.optimizer, model.trainable_variables
     sharded = sharded_optimizer and building.shards(optimizer, variables, job, callbacks=callbacks)
     require_int("initial_epoch", initial_epoch, least=0)
-    if max_staleness is not None:
-        require_int("max_staleness", max_staleness, least=0)
     if seed is not None:
         seed = require_int("seed", seed)
+    if max_staleness is not None:
+        require_int("max_staleness", max_staleness, least=0)
     if isinstance(validation_freq, int) or validation_data is not None or validation_split:
         _require_frequency(validation_freq)
     if validation_split and validation_data is None:
@@ -291,10 +291,10 @@ class StepLoop:
     ) -> None:
         building.require_compiled_functions(doing="StepLoop")
         require_int("first_step", first_step, least=0)
+        if seed is not None:
+            seed = require_int("seed", seed)
         if max_staleness is not None:
             require_int("max_staleness", max_staleness, least=0)
-        if seed is not None:
-            require_int("seed", seed)
         self._job = _job()
         self._metrics = list(metrics)
         for optimizer, variables in sharded_optimizers:
@@ -323,7 +323,8 @@ class StepLoop:
         Scalars come as floats, other tensors as arrays.
         """
         require_int("steps", steps, least=1)
-        logs = self._engine.run(self._program, self.step, self.step + steps)
+        with naming_bad_data(self._program.feed):
+            logs = self._engine.run(self._program, self.step, self.step + steps)
         self.step += steps
         return logs
 

@@ -156,7 +156,7 @@ def _check(length: Length) -> None:
         "overfit_batches": (length.overfit_batches, 1),
     }
     for name, (value, least) in numbers.items():
-        if value is not None:
+        if value is not None or name == "epochs":
             require_int(name, value, least=least)
     require(
         isinstance(length.virtual_epochs, VirtualEpochs | None),

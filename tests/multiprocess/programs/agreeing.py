@@ -173,12 +173,41 @@ def drawn_apart(strategy):
     return tfdist.fit(model, ones, ones, verbose=0).history["apart"]
 
 
+class Doubles(keras.callbacks.Callback):
+    """Changes the weights of the chief alone, as where it loads some."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if tfdist.is_chief():
+            self.model.set_weights([2 * weight for weight in self.model.get_weights()])
+
+
+def weights_of_the_chief(strategy):
+    """How each call is refused where weights differ."""
+    ones, refused = np.ones((8, 1), "float32"), {}
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, name="only")])
+        model.compile("sgd", "mse")
+    calls = {
+        "a callback": lambda: tfdist.fit(model, ones, ones, epochs=2, callbacks=[Doubles()]),
+        "fit": lambda: tfdist.fit(model, ones, ones),
+        "evaluate": lambda: tfdist.evaluate(model, ones, ones),
+        "predict": lambda: tfdist.predict(model, ones),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except tfdist.UsageError as error:
+            refused[name] = str(error)
+    return refused
+
+
 def main():
     strategy = tfdist.make_strategy()
     found = {case: counts_of(case, strategy) for case in CASES}
     with strategy.scope():
         identity = keras.Sequential([keras.Input((1,)), keras.layers.Identity()])
     stream = numbered(IDS).shuffle(EXAMPLES).batch(BATCH)
+    found["weights"] = weights_of_the_chief(strategy)
     found["drawn apart"] = drawn_apart(strategy)
     found["predicted"] = tfdist.predict(identity, stream, verbose=0)[:, 0].tolist()
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
