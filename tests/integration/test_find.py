@@ -184,10 +184,9 @@ def test_the_parts_of_an_estimate_are_what_can_be_counted(strategy):
     assert [w.tobytes() for w in model.get_weights()] == before
 
 
-@pytest.mark.parametrize("what", ["MobileNetV2:128:16", "VGG16:64:16"])
-def test_an_estimate_is_within_15_percent_of_what_is_measured(what):
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = python(ROOT / "benchmarks" / "memory_estimates.py", what, timeout=300, env=environ)
+def test_an_estimate_is_within_15_percent_of_what_is_measured():
+    program, environ = ROOT / "benchmarks" / "memory_estimates.py", {"PYTHONPATH": str(ROOT)}
+    done = python(program, "MobileNetV2:128:16", timeout=300, env=os.environ | environ)
     assert done.returncode == 0, done.stderr
     error = float(done.stdout.splitlines()[-1].split("|")[4].strip(" %"))
     assert abs(error) < 15, done.stdout
