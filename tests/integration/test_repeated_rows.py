@@ -95,7 +95,7 @@ SOME = ("sgd", "adam", "adafactor")
     ("replicas", "setting", "names"),
     [
         (2, "weight_decay", tuple(OPTIMIZERS)),
-        (1, "accumulation", SOME),
+        (1, "weight_decay", SOME),
         *((2, setting, SOME) for setting in SETTINGS if setting != "weight_decay"),
     ],
 )
