@@ -13,8 +13,8 @@ import tensorflow as tf
 import tfdist
 
 RNG = np.random.RandomState(0)
-EXAMPLES, BATCH_SIZE, EPOCHS = 50, 16, 4
-STEPS = EPOCHS * 4  # the last batch of an epoch has 2 examples: one of three replicas gets none
+EXAMPLES, BATCH_SIZE, EPOCHS = 52, 17, 4
+STEPS = EPOCHS * 4  # two replicas get 9 and 8 examples, and of the last one one gets none
 CLASSES = 4
 
 ROWS = RNG.randn(EXAMPLES, 6).astype("float32")
@@ -171,8 +171,8 @@ def made(case):
         keras.config.set_dtype_policy("float32")
 
 
-# Three replicas have all that two have, and a share that is empty; on one, what is a path apart.
-GRID = [*((name, 3) for name in CASES), ("cnn", 2), ("dense", 1), ("mixed_float16", 1)]
+# On one replica, what is a path apart.
+GRID = [*((name, 2) for name in CASES), ("dense", 1), ("mixed_float16", 1)]
 
 
 def assert_close(one, other, tolerance):
@@ -261,7 +261,7 @@ def test_an_embedding_sees_batches_of_changing_shape(strategies):
         tfdist.fit(model, data, epochs=2, seed=5, verbose=0, steps_per_epoch=4)
         return model.get_weights()
 
-    for one, many in zip(train(strategies[1]), train(strategies[3]), strict=True):
+    for one, many in zip(train(strategies[1]), train(strategies[2]), strict=True):
         np.testing.assert_allclose(one, many, atol=1e-6)
 
 
@@ -354,7 +354,7 @@ def test_logs_of_a_custom_step_are_those_of_one_device(strategies, kind):
         options = {"batch_size": BATCH_SIZE, "epochs": 2, "seed": 5, "verbose": 0}
         return tfdist.fit(model, ROWS, TARGETS, **options).history
 
-    one, many = train(strategies[1]), train(strategies[3])
+    one, many = train(strategies[1]), train(strategies[2])
     assert list(one) == list(many)
     for name, values in one.items():
         np.testing.assert_allclose(many[name], values, rtol=1e-5)
@@ -377,7 +377,7 @@ def test_figures_that_a_model_adds_to_its_metrics_are_in_the_logs(strategies):
         data = {"validation_data": (ROWS[:40], TARGETS[:40]), "shuffle": False, "verbose": 0}
         return fit(model, ROWS, TARGETS, batch_size=BATCH_SIZE, epochs=2, **data).history
 
-    ours = train(strategies[3].scope(), tfdist.fit)
+    ours = train(strategies[2].scope(), tfdist.fit)
     keras_own = train(contextlib.nullcontext(), keras.Model.fit)
     assert set(ours) == set(keras_own) == {"loss", "error", "val_loss", "val_error"}
     for name, values in keras_own.items():
@@ -482,7 +482,7 @@ def test_a_loss_function_of_one_number_is_a_mean(strategies):
         options["sample_weight"] = np.full(EXAMPLES, 0.5, "float32")
         return model, tfdist.fit(model, ROWS, TARGETS, **options).history
 
-    (one, logs), (many, other_logs) = train(strategies[1]), train(strategies[3])
+    (one, logs), (many, other_logs) = train(strategies[1]), train(strategies[2])
     np.testing.assert_allclose(one.get_weights()[0], many.get_weights()[0], atol=1e-6)
     for name, values in logs.items():
         np.testing.assert_allclose(other_logs[name], values, rtol=1e-5)

@@ -25,8 +25,9 @@ from tfdist.training import inputs
 from tfdist.training.feed import require_same_batches
 
 RNG = np.random.RandomState(0)
-X = RNG.randn(50, 4).astype("float32")
-Y = RNG.randn(50, 1).astype("float32")
+# Of batches of 8 the last has one example, and nothing for one of two replicas.
+X = RNG.randn(49, 4).astype("float32")
+Y = RNG.randn(49, 1).astype("float32")
 
 
 class Batches(keras.utils.PyDataset):
@@ -117,7 +118,7 @@ def by_keras():
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_kind_equals_keras_on_one_device(kind, strategies, by_keras):
     make, arguments = KINDS[kind]
-    for replicas in (1, 3) if kind in ("arrays", "dataset", "python_source") else (3,):
+    for replicas in (1, 2) if kind in ("arrays", "dataset", "python_source") else (2,):
         model, history = train(strategies[replicas], *make(), epochs=2, shuffle=False, **arguments)
         if kind == "endless":  # its second epoch goes on where the first ended
             assert model.optimizer.iterations.numpy() == 14
@@ -150,7 +151,7 @@ def test_a_pass_to_count_batches_is_told_in_a_warning(strategies, caplog):
 
 def test_shuffled_python_examples_are_those_of_arrays(strategies):
     arrays, _ = train(strategies[1], X, Y, batch_size=8, epochs=2)
-    examples, _ = train(strategies[3], Examples(), batch_size=8, epochs=2)
+    examples, _ = train(strategies[2], Examples(), batch_size=8, epochs=2)
     assert difference(arrays, examples) < 1e-6
 
 
@@ -211,7 +212,7 @@ def test_batches_of_rows_of_no_fixed_size_train_as_under_keras(strategies, kind)
         made.compile(keras.optimizers.SGD(0.05), "mse")
         return made
 
-    with strategies[3].scope():
+    with strategies[2].scope():
         ours = model()
     tfdist.fit(ours, data.batch(8), epochs=2, verbose=0)
     theirs = model()
@@ -222,7 +223,7 @@ def test_batches_of_rows_of_no_fixed_size_train_as_under_keras(strategies, kind)
 @pytest.mark.parametrize("kind", ["arrays", "examples", "pydataset", "dataset", "unknown_length"])
 def test_evaluate_and_predict_see_every_example_once(kind, strategies):
     make, arguments = KINDS[kind]
-    model, _ = train(strategies[3], X, Y, batch_size=8)
+    model, _ = train(strategies[2], X, Y, batch_size=8)
     expected = keras_evaluate(model)
     np.testing.assert_allclose(
         tfdist.evaluate(model, *make(), verbose=0, **arguments), expected, rtol=1e-5
@@ -285,7 +286,7 @@ def test_a_pydataset_of_a_run_that_goes_on_within_a_pass_is_told_that_it_begins(
 
 
 def test_steps_of_an_epoch_are_whole_batches_that_go_on_from_pass_to_pass(strategies):
-    # The seventh step has the last two examples and the first six of the next pass.
+    # The seventh step has the last example and the first seven of the next pass.
     steps, _ = train(strategies[1], X, Y, batch_size=8, steps_per_epoch=7, shuffle=False)
     again = [np.concatenate([part, part])[:56] for part in (X, Y)]
     passes, _ = train(strategies[1], *again, batch_size=8, shuffle=False)

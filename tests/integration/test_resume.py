@@ -240,10 +240,10 @@ def test_an_interval_must_be_positive(tmp_path, interval):
 
 def test_metric_totals_of_another_number_of_replicas_are_taken_over(strategies, tmp_path):
     with pytest.raises(Cut):
-        fit(make(strategies[3]), tmp_path, [AtStep(7)])
+        fit(make(strategies[2]), tmp_path, [AtStep(7)])
     model = make(strategies[1])
     history = fit(model, tmp_path, epochs=1)
-    whole = make(strategies[3])
+    whole = make(strategies[2])
     expected = fit(whole, tmp_path / "whole", epochs=1)
     np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=0.2)
 
@@ -258,7 +258,7 @@ def test_training_starts_from_given_weights(strategies, tmp_path, source):
         model.save(path)
     else:
         model.save_weights(path)
-    other = make(strategies[3])
+    other = make(strategies[2])
     other.layers[0].kernel.assign(other.layers[0].kernel * 2)
     tfdist.fit(other, X, Y, epochs=0, verbose=0, initial_weights=path)
     for mine, theirs in zip(other.get_weights(), model.get_weights(), strict=True):

@@ -23,7 +23,7 @@ CAUSES = {
 }
 
 
-PLACES = {1: [*CAUSES], 2: [*CAUSES]}
+PLACES = {1: ["data", "after"], 2: [*CAUSES]}
 """Where tasks deadlock, one attempt after the other, by the number of workers."""
 
 

@@ -101,8 +101,8 @@ def told_by_a_scheduler(first: str, second: str, beside: str) -> list[dict[str, 
 
 def codes_of(told: list[dict[str, Any]], folder: Path, *flags: str) -> list[int]:
     """Starts tfdist.train with each TF_CONFIG, as a scheduler would, and waits for all."""
-    small = ("--config.total_examples=3000", "--config.checkpoints=3", *flags)
-    command = ("-m", "tfdist.train", "--config.global_batch_size=50", *small)
+    small = ("--config.total_examples=3000", "--config.checkpoints=3", "--config.model=dense")
+    command = ("-m", "tfdist.train", "--config.global_batch_size=50", *small, *flags)
     processes = []
     for config in told:
         environ = {**os.environ, **QUIET, "TF_CONFIG": json.dumps(config)}

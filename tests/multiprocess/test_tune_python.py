@@ -38,7 +38,7 @@ def run(tmp_path: Path, *args: str, **variables: str) -> str:
 
 @pytest.mark.timeout(2.5 * DEADLINE_S)
 def test_two_multiworker_trials_at_once_of_which_one_loses_a_worker(tmp_path):
-    said = run(tmp_path, "multiworker", "2")
+    said = run(tmp_path, "multiworker", "2", "3")
     state = fold(read(tmp_path / "sweep" / "journal.jsonl"))
     trials, best = state.trials, state.ranked()[0]
     assert {trial.status for trial in trials.values()} == {"completed"}
@@ -54,7 +54,8 @@ def test_two_multiworker_trials_at_once_of_which_one_loses_a_worker(tmp_path):
     assert found is not None
     assert found[1] == found[2], "the best model is not that of the best epoch"
     assert f"saved model of {best.values['units']} units" in said
-    again = run(tmp_path, "multiworker", "2")  # a finished sweep: nothing is run, the same is told
+    # A finished sweep: nothing is run, the same is told.
+    again = run(tmp_path, "multiworker", "2", "3")
     assert "best" in again
     assert again.endswith("".join(said.splitlines(keepends=True)[-3:]))
     assert len(read(tmp_path / "sweep" / "journal.jsonl")) == sum(
@@ -71,7 +72,7 @@ def test_a_chief_that_is_killed_and_one_whose_trials_another_host_has_find_the_s
         (path / "killed").touch()  # no task is to be killed
     (torn / "hold").touch()
     with open(tmp_path / "chief.log", "w") as log:
-        program = (str(PROGRAM), str(torn), "single", "1")
+        program = (str(PROGRAM), str(torn), "single", "1", "2")
         chief = forked_python.Program(*program, env=ENVIRON, stdout=log, stderr=log)
     try:
         until(lambda: (torn / "held").exists(), within_s=DEADLINE_S)
@@ -81,7 +82,7 @@ def test_a_chief_that_is_killed_and_one_whose_trials_another_host_has_find_the_s
     launcher = torn / "sweep" / "trials" / "0" / "launch.log"
     until(lambda: "ending the task" in launcher.read_text(), within_s=DEADLINE_S)
     (torn / "hold").unlink()
-    run(torn, "single", "1")
+    run(torn, "single", "1", "2")
     trials = fold(read(torn / "sweep" / "journal.jsonl")).trials
     assert {trial.status for trial in trials.values()} == {"completed"}
     assert trials["0"].starts == 2
@@ -90,11 +91,11 @@ def test_a_chief_that_is_killed_and_one_whose_trials_another_host_has_find_the_s
 
     address, token = free_address(), {"TFDIST_RENDEZVOUS_TOKEN": "a secret that nobody sees"}
     with open(tmp_path / "runner.log", "w") as log:
-        program = (str(PROGRAM), str(served), "single", "1")
+        program = (str(PROGRAM), str(served), "single", "1", "2")
         env = {**ENVIRON, **token, "JOIN": address}
         runner = forked_python.Program(*program, env=env, stdout=log, stderr=log)
     try:
-        run(served, "single", "1", SERVE=address, **token)
+        run(served, "single", "1", "2", SERVE=address, **token)
         assert runner.wait(DEADLINE_S) == 0
     finally:
         runner.kill()

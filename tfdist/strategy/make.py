@@ -275,6 +275,8 @@ def _in_stages(job: Job, pipeline: PipelineOptions, options: JobOptions) -> Job:
     ports = settings.from_environ(os.environ).ports
     with phases.entered("rendezvous"):
         place, ring = stages.join(config, pipeline, timeout_s=timeout_s, ports=ports)
+    if job.has_evaluator and config.task == config.cluster.chief_task:
+        rendezvous.answer_until_the_end(config)
     return dataclasses.replace(job, ring=ring, stages=place)
 
 

@@ -151,6 +151,20 @@ def answering(config: TaskConfig) -> Iterator[socket.socket]:
         yield listener
 
 
+def answer_until_the_end(config: TaskConfig) -> None:
+    """Accept connections at this task's port as long as the process lives, from a thread.
+
+    For a chief without a server of TensorFlow, which the evaluator watches.
+    """
+
+    def answer() -> None:
+        with answering(config) as listener:
+            while True:
+                listener.accept()[0].close()
+
+    threading.Thread(target=answer, name="tfdist-chief-answers", daemon=True).start()
+
+
 @contextlib.contextmanager
 def last_resort(*, timeout_s: float) -> Iterator[None]:
     """End the process, with its Python stacks, when the block takes longer than `timeout_s`.

@@ -56,7 +56,7 @@ class Examples(keras.metrics.Metric):
 
 
 def counts():
-    SEEN["every optimizer"] = zoo.by_every_optimizer(strategy, steps=30, batch_size=4)
+    SEEN["every optimizer"] = zoo.by_every_optimizer(strategy, steps=18, batch_size=4)
     with strategy.scope():
         model = zoo.dense("loss_scaling")
         model.compile(model.optimizer, "mse", metrics=[Examples()])
@@ -140,20 +140,6 @@ def callbacks():
 
 def find():
     SEEN["range test"] = zoo.range_tested(strategy)
-
-
-def resume():
-    def train(epochs):
-        with strategy.scope():
-            model = zoo.cnn()
-        backup = tfdist.BackupAndRestore(OUT / "backup", every_steps=4)
-        history = tfdist.fit(
-            model, zoo.IMAGES, zoo.LABELS, batch_size=16, epochs=epochs, seed=3, verbose=0,
-            callbacks=[backup],
-        )  # fmt: skip
-        return int(model.optimizer.iterations.numpy()), history.history["loss"]
-
-    SEEN["first"], SEEN["longer"] = train(2), train(4)
 
 
 def own_step():
@@ -242,7 +228,7 @@ def steps_of_optimizers():
     for name, optimizer in optimizers.items():
         with strategy.scope():
             model, x = zoo.descending(optimizer())
-        for _ in range(2):
+        for _ in range(2 if name == "ramp" else 1):
             tfdist.fit(model, x, x, batch_size=4, epochs=7, verbose=0)
         SEEN[f"went down by {name}"] = -zoo.flat(model)[0]
     SEEN["still to go down"] = float(model.optimizer._accumulated_gradients[0].numpy()[0, 0])
@@ -265,7 +251,7 @@ def repeated_rows():
 
 def staleness():
     account = worker_pool_of(strategy, patience_s=0).account
-    for bound in (None, 0, 1, 5):
+    for bound in (None, 0, 1):
         with strategy.scope():
             model = zoo.dense("adam")
         account.staleness.clear()
@@ -309,7 +295,7 @@ def ranges_that_go_on():
             if left[-1]:
                 raise LookupError("mine")
 
-    (x, y), (xv, yv) = ((np.tile(zoo.X, (n, 1)), np.tile(zoo.Y, (n, 1))) for n in (20, 9))
+    (x, y), (xv, yv) = ((np.tile(zoo.X, (n, 1)), np.tile(zoo.Y, (n, 1))) for n in (10, 5))
     with (
         mock.patch.object(ParameterServerEngine, "run", run_and_look),
         mock.patch("tfdist.training.blocks._BLOCK_S", 0.05),
@@ -335,7 +321,7 @@ def ranges_that_go_on():
 
 
 PARTS = (
-    counts, grid, sources, callbacks, resume, own_step, metrics, steps_of_optimizers, staleness,
+    counts, grid, sources, callbacks, own_step, metrics, steps_of_optimizers, staleness,
     repeated_rows, ranges_that_go_on, find,
 )  # fmt: skip
 for part in PARTS:

@@ -1,9 +1,9 @@
 """A pipeline job that does what its tests look at; each task writes what it saw.
 
 Arguments: where to write, and what it does, several one after the other with a comma between:
-``fits``, ``again`` (recomputing), ``compiled``, ``auto`` (cut by measured times) and ``scales``
-(the loss, up to overflows) train, evaluate and predict; ``plain`` does so without statistics of
-batches; ``sums`` sums losses, accumulates gradients and keeps a ledger;
+``fits``, ``undivided`` (batches) and ``plain`` (without statistics of batches) train, evaluate and
+predict; ``again`` (recomputing), ``compiled``, ``auto`` (cut by measured times) and ``scales`` (the
+loss, up to overflows) train; ``sums`` sums losses, accumulates gradients and keeps a ledger;
 ``tries`` finds cut and size of micro-batches by measuring, and keeps them in checkpoints;
 ``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
 ``looks`` evaluates in the middle of each epoch;
@@ -134,9 +134,10 @@ def trains(strategy):
         "held": held,
         "looked": looked,
         "chosen": current_job().stages.chosen,
-        "evaluated": tfdist.evaluate(model, X, y, batch_size=8, verbose=0),
-        "predicted": tfdist.predict(model, X, batch_size=8, verbose=0).tolist(),
     }
+    if DOES in ("fits", "undivided", "plain"):
+        seen["evaluated"] = tfdist.evaluate(model, X, y, batch_size=8, verbose=0)
+        seen["predicted"] = tfdist.predict(model, X, batch_size=8, verbose=0).tolist()
     (OUT / f"{DOES}-{STAGES}-{current_job().name}.json").write_text(json.dumps(seen))
 
 

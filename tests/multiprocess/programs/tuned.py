@@ -1,7 +1,7 @@
-"""A sweep of a user's own: 3 trials of a tiny model, a task of the second killed once.
+"""A sweep of a user's own: trials of a tiny model, a task of the second killed once.
 
-Usage: tuned.py SWEEP_DIR STRATEGY WORKERS. The first waits while there is a file SWEEP_DIR/hold.
-The variables SERVE and JOIN make it a chief or a runner of several hosts.
+Usage: tuned.py SWEEP_DIR STRATEGY WORKERS TRIALS. The first trial waits while there is a file
+SWEEP_DIR/hold. The variables SERVE and JOIN make it a chief or a runner of several hosts.
 """
 
 import os
@@ -15,7 +15,9 @@ import keras_tuner
 import numpy as np
 
 import tfdist.tuning
+from tests.forked_python import SharedTemplate
 from tfdist.cluster import read_environment
+from tfdist.tuning import sweep
 
 X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int64")
@@ -72,9 +74,12 @@ class Held(keras.callbacks.Callback):
 
 
 if __name__ == "__main__":
-    sweep_dir, strategy, workers = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    sweep_dir, strategy = Path(sys.argv[1]), sys.argv[2]
+    workers, trials = map(int, sys.argv[3:])
+    if strategy == "single":  # the others begin with imports of their own
+        sweep.ForkTemplate = SharedTemplate
     tuner = keras_tuner.RandomSearch(
-        Hyper(), "val_accuracy", max_trials=3, seed=5, directory=sweep_dir, project_name="own"
+        Hyper(), "val_accuracy", max_trials=trials, seed=5, directory=sweep_dir, project_name="own"
     )
     tfdist.tuning.search(
         tuner,

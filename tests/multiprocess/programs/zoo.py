@@ -310,6 +310,17 @@ def tokens(optimizer="adam", recurrent=False):
     return model
 
 
+def looked_up(optimizer):
+    """A table and a kernel large enough to be in parts, with a penalty and a constraint."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    tied = {"kernel_regularizer": "l2", "kernel_constraint": keras.constraints.MaxNorm(1.0)}
+    rows = [keras.Input((5,), dtype="int32"), layers.Embedding(200, 4), layers.Flatten()]
+    model = keras.Sequential([*rows, layers.Dense(24, activation="tanh", **tied), layers.Dense(1)])
+    model.compile(OPTIMIZERS[optimizer](), "mse")
+    return model
+
+
 class PerExample(keras.layers.Layer):
     """Adds a loss of each example."""
 
