@@ -166,5 +166,5 @@ def test_the_program_answers_a_wrong_flag_with_exit_code_2_and_without_tensorflo
 def test_help_is_on_standard_output():
     done = run_program("--help")
     assert done.returncode == 0
-    assert done.stdout.strip() == help_text()
+    assert done.stdout.strip() == help_text().strip()
     assert done.stderr == ""

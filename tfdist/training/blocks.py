@@ -29,8 +29,6 @@ from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
 
 _BLOCK_S = 1.0
 _GROWTH = 8
-_SAME_WEIGHTS = 1e-4
-"""Sums of weights that differ by less, of the sum of their sizes, differ by rounding."""
 _LENGTH = re.compile(r"expected to contain (\d+) elements? but contained (?:only |at least )?(\d+)")
 _BAD_LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of (\[.*?\))")
 
@@ -115,33 +113,6 @@ def decide(
 def any_task(job: Job, value: bool, *, of: str) -> bool:
     """Return True in every task when `value` is true in some task. A collective."""
     return bool(sum_over_tasks(job, np.array([float(value)]), of=of)[0])
-
-
-def require_same_weights(job: Job, model: keras.Model) -> None:
-    """Compare the trainable weights of all tasks, up to rounding. A collective.
-
-    Each computes its part of a step with its own. Processors that differ may round otherwise.
-
-    Raises:
-      UsageError: a weight differs, as where the chief alone has loaded some.
-    """
-    tensors = [tf.cast(variable, tf.float32) for variable in model.trainable_variables]
-    numbers = [[tf.reduce_sum(t).numpy(), tf.reduce_sum(tf.abs(t)).numpy()] for t in tensors]
-    table = np.zeros((job.num_tasks, len(tensors), 2))
-    if tensors:
-        table[job.task_index] = numbers
-    table = sum_over_tasks(job, table.reshape(-1), of="sums of weights").reshape(table.shape)
-    apart = np.abs(table - table[0]).max(axis=(0, 2), initial=0.0)
-    (differing,) = np.nonzero(apart > _SAME_WEIGHTS * table[0, :, 1])
-    for index in differing[:1]:
-        sums = ", ".join(f"{total:g}" for total in table[:, index, 0])
-        raise UsageError(
-            "weights",
-            received=f"{model.trainable_variables[index].path}, whose sums in the tasks are {sums}",
-            expected="the same weights in every task",
-            fix="set or load them in every task, and not in the chief alone",
-            code="tasks-differ",
-        )
 
 
 class BlockRunner:

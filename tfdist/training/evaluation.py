@@ -23,14 +23,7 @@ from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.rendezvous import chief_watch
 from tfdist.training import building
-from tfdist.training.blocks import (
-    BlockRunner,
-    Decision,
-    any_task,
-    decide,
-    naming_bad_data,
-    require_same_weights,
-)
+from tfdist.training.blocks import BlockRunner, Decision, any_task, decide, naming_bad_data
 from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.engines import engine_for, joined, naming_a_lost_server
 from tfdist.training.inputs import Length, prepare
@@ -112,7 +105,7 @@ def predict(
 def _compare_weights(job: Job, model: keras.Model) -> None:
     """Have the tasks of a group compare their weights; those of a pipeline take the chief's."""
     if job.has_peers and job.stages is None:
-        require_same_weights(job, model)
+        building.require_same_weights(job, model)
 
 
 def _length(*, batch_size: int | None, steps: int | None) -> Length:

@@ -18,17 +18,12 @@ import numpy as np
 from tfdist import phases
 from tfdist.checkpoint import callback_state
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
-from tfdist.errors import Stopped, UsageError
+from tfdist.errors import Stopped
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import resume
-from tfdist.training.blocks import (
-    BlockRunner,
-    Decision,
-    any_task,
-    decide,
-    require_same_weights,
-)
+from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
+from tfdist.training.building import compiled_parts, require_as_compiled, require_same_weights
 from tfdist.training.callbacks import (
     begin_epoch,
     callback_list,
@@ -94,7 +89,7 @@ class TrainLoop:
         self._blocks = blocks
         self._model = blocks.model
         self._job = blocks.job
-        self._compiled = _compiled(blocks.model)
+        self._compiled = compiled_parts(blocks.model)
         self._requests = requests
         self._to_restore = plan.saved
         self._saved_step = None if plan.saved is None else plan.saved.step
@@ -219,7 +214,7 @@ class TrainLoop:
                         self._save(backup)
 
     def _decide(self, epoch_end: int) -> Decision:
-        self._require_as_compiled()
+        require_as_compiled(self._model, self._compiled)
         mine = Decision(last=0, stop=self._model.stop_training)
         if self._job.is_chief:
             longest = self.step + self._blocks.length.steps()
@@ -251,7 +246,7 @@ class TrainLoop:
                 logs = blocks.metrics(blocks.logs)
             with phases.entered("callback"):
                 self._callbacks.on_train_batch_end(last - 1 - epoch.start, logs)
-            self._require_as_compiled()
+            require_as_compiled(self._model, self._compiled)
 
     def _validated(self, validation: Evaluation, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Evaluate; when asked to stop, save so that a resumed run does all of it again."""
@@ -271,21 +266,6 @@ class TrainLoop:
         stop = any_task(self._job, self._model.stop_training, of="requests to stop")
         self._model.stop_training = stop
         return stop
-
-    def _require_as_compiled(self) -> None:
-        """Raise UsageError where a callback has compiled the model, or set another optimizer.
-
-        The step is traced with what there was when `fit` began, and goes on with that.
-        """
-        now = zip(_compiled(self._model), self._compiled, strict=True)
-        if any(one is not before for one, before in now):
-            raise UsageError(
-                "callbacks",
-                received="a model that was compiled, or given another optimizer, while fit runs",
-                expected="the optimizer, loss and metrics that fit began with",
-                fix="call fit for each of them; a callback may set learning_rate",
-                code="compiled-in-fit",
-            )
 
     def _warn_of_bad_loss(self, loss: Any, *, epoch: int) -> None:
         """Report once that the loss is NaN or infinite; like Keras, the run goes on."""
@@ -332,7 +312,7 @@ class TrainLoop:
         logs: Mapping[str, Any] | None = None,
     ) -> None:
         """Have a checkpoint made, also of an epoch that has `ended` or is yet to be validated."""
-        self._require_as_compiled()
+        require_as_compiled(self._model, self._compiled)
         blocks, model, step = self._blocks, self._model, self.step
         with phases.entered("save"):
             blocks.engine.publish_state(blocks.program)
@@ -396,8 +376,3 @@ class TrainLoop:
             sum_over_tasks(self._job, np.zeros(1), of="the end of a stopped run")
         phases.enter("done")
         raise Stopped(signum, line)
-
-
-def _compiled(model: keras.Model) -> tuple[Any, Any]:
-    """Return what tells one `compile` of a model from another."""
-    return getattr(model, "optimizer", None), getattr(model, "_loss_tracker", None)

@@ -216,7 +216,8 @@ class Hub:
                     self._selector.unregister(listener)
                     self._turned_away[f"whoever came next: {error.strerror} (see ulimit -n)"] += 1
                 return  # else there is nobody any more
-            self.add(sock, address=str(address[0]))
+            # A socket of both kinds writes an IPv4 address as one of IPv6.
+            self.add(sock, address=str(address[0]).removeprefix("::ffff:"))
 
     def _make_room(self) -> None:
         """Drop the oldest of those who have not joined where there are too many."""

@@ -21,8 +21,10 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_lib
 
 from tfdist.errors import UsageError
+from tfdist.training.keras_compat.losses import warn_of_its_own
 from tfdist.training.keras_compat.reduction import (
     reduced,
+    require_in_step,
     scattered,
     summed_rows,
     times,
@@ -33,7 +35,6 @@ from tfdist.training.keras_compat.trace import (
     StepTrace,
     on_servers,
     replaces,
-    warn_once,
 )
 
 _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
@@ -61,8 +62,8 @@ def _gradient_hook(
         servers.require_by_rows(self, trainable_variables or self._trainable_variables)
     if trace.num_replicas > 1:
         _require_built(self)
-        _require_in_step(self, trace)
-        _warn_of_its_own(self)
+        require_in_step(self, trace)
+        warn_of_its_own(self)
         grads = [g if g is None else times(g, trace.share) for g in grads]
     if whole_variables := wholes_of.get(self):
         trainable_variables = trainable_variables or list(whole_variables)
@@ -96,31 +97,6 @@ def _require_built(optimizer: Any) -> None:
             fix="call its build(variables) inside `with strategy.scope():`",
             code="not-built",
         )
-
-
-def _require_in_step(optimizer: Any, trace: StepTrace) -> None:
-    """Raise UsageError in a condition or loop, where the replicas of one process cannot sum."""
-    if not trace.is_in_step() and tf.distribute.get_strategy().extended._use_merge_call():
-        raise UsageError(
-            "step",
-            received=f"{type(optimizer).__name__} applied in a tf.cond or loop of the step, on "
-            f"{trace.num_replicas} replicas of one process",
-            expected="one that is applied in the step itself, where replicas sum gradients",
-            fix="accumulate by the optimizer's gradient_accumulation_steps, or use strategy single",
-            code="optimizer-in-condition",
-        )
-
-
-def _warn_of_its_own(optimizer: Any) -> None:
-    """Warn of an optimizer that takes gradients by a method of its own, before they are summed."""
-    for name in ("apply", "apply_gradients"):
-        owner = next(kind for kind in type(optimizer).__mro__ if name in vars(kind))
-        if not owner.__module__.startswith("keras.src."):
-            warn_once(
-                f"{owner.__name__}.{name} gets the gradients of each replica's own part of the "
-                "batch: to clip or normalise them there is not what one device does; do it in "
-                "update_step, or by clipnorm, clipvalue or global_clipnorm"
-            )
 
 
 def _on_ps() -> bool:
