@@ -21,13 +21,13 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_lib
 
 from tfdist.errors import UsageError
-from tfdist.training.keras_compat.losses import warn_of_its_own
 from tfdist.training.keras_compat.reduction import (
     reduced,
     require_in_step,
     scattered,
     summed_rows,
     times,
+    warn_of_its_own,
     wholes_of,
 )
 from tfdist.training.keras_compat.trace import (

@@ -170,18 +170,6 @@ def _over_replicas(count: tf.Tensor, trace: StepTrace) -> tf.Tensor:
     return sum_over_replicas([mine])[0]
 
 
-def warn_of_its_own(optimizer: Any) -> None:
-    """Warn of an optimizer that takes gradients by a method of its own, before they are summed."""
-    for name in ("apply", "apply_gradients"):
-        owner = next(kind for kind in type(optimizer).__mro__ if name in vars(kind))
-        if not owner.__module__.startswith("keras.src."):
-            warn_once(
-                f"{owner.__name__}.{name} gets the gradients of each replica's own part of the "
-                "batch: to clip or normalise them there is not what one device does; do it in "
-                "update_step, or by clipnorm, clipvalue or global_clipnorm"
-            )
-
-
 # Several losses in one tensor are summed: by Keras where a layer adds them, else by the tape.
 
 

@@ -16,7 +16,7 @@ from tfdist.errors import UsageError
 from tfdist.strategy.job import current_job
 from tfdist.strategy.parts import VariablePart, part_of
 from tfdist.strategy.ring import Ring
-from tfdist.training.keras_compat.trace import StepTrace, current
+from tfdist.training.keras_compat.trace import StepTrace, current, warn_once
 
 _PACK_BYTES = 2**20
 _BUCKET_BYTES = 25 * 2**20
@@ -52,6 +52,18 @@ def require_in_step(optimizer: Any, trace: StepTrace) -> None:
             fix="accumulate by the optimizer's gradient_accumulation_steps, or use strategy single",
             code="optimizer-in-condition",
         )
+
+
+def warn_of_its_own(optimizer: Any) -> None:
+    """Warn of an optimizer that takes gradients by a method of its own, before they are summed."""
+    for name in ("apply", "apply_gradients"):
+        owner = next(kind for kind in type(optimizer).__mro__ if name in vars(kind))
+        if not owner.__module__.startswith("keras.src."):
+            warn_once(
+                f"{owner.__name__}.{name} gets the gradients of each replica's own part of the "
+                "batch: to clip or normalise them there is not what one device does; do it in "
+                "update_step, or by clipnorm, clipvalue or global_clipnorm"
+            )
 
 
 def reduce_statistics(trace: StepTrace) -> None:
