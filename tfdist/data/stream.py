@@ -26,13 +26,17 @@ class _BatchSource(Source):
     @property
     def num_batches(self) -> int | None:
         """The number of batches in one pass, or None where it is unknown or endless."""
-        count = int(self._whole.cardinality())
-        return count if count >= 0 else None
+        return self._cardinality if self._cardinality >= 0 else None
 
     @property
     def is_endless(self) -> bool:
         """Whether the dataset says that it never ends (`repeat()` without a count)."""
-        return int(self._whole.cardinality()) == tf.data.INFINITE_CARDINALITY
+        return self._cardinality == tf.data.INFINITE_CARDINALITY
+
+    @functools.cached_property
+    def _cardinality(self) -> int:
+        with tf.init_scope():  # a feed may ask while a function is traced
+            return int(self._whole.cardinality())
 
     @property
     def element_spec(self) -> Nest:
