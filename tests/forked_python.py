@@ -132,7 +132,7 @@ class SharedTemplate:
         """Returns a socket to a fork server of its own, which is forked after the imports."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            _asked({}, [theirs.fileno()]).close()
+            _asked({"cwd": str(Path.cwd())}, [theirs.fileno()]).close()
         return ours
 
     def close(self) -> None:
@@ -219,10 +219,11 @@ def _serve(listener: socket.socket, owner: int) -> None:
     os.close(until)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request = json.loads(data)
-    if request:
+    if "argv" in request:
         _run(request, connection, fds)
     else:
         connection.close()
+        os.chdir(request["cwd"])  # that of the launcher, as where it forks itself
         _serve_a_job(socket.socket(fileno=fds[0]))
 
 
