@@ -106,9 +106,10 @@ def make_strategy(
     with phases.entered("rendezvous"):
         if kind in ("single", "pipeline"):
             device = "/GPU:0" if tf.config.list_physical_devices("GPU") else "/CPU:0"
-            strategy = tf.distribute.OneDeviceStrategy(device)
             if placement:
                 strategy = PlacedStrategy(device, placement)
+            else:
+                strategy = tf.distribute.OneDeviceStrategy(device)
         elif kind == "mirrored":
             strategy = tf.distribute.MirroredStrategy(
                 devices.replica_devices(options.devices_per_worker)
