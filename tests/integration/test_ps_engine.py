@@ -186,7 +186,7 @@ def test_whatever_reads_a_ps_that_has_died_names_it(act, monkeypatch):
     monkeypatch.setattr(building, "require_compiled_functions", lost)
     loop = object.__new__(tfdist.StepLoop)
     loop._engine = SimpleNamespace(run=lost, publish_metrics=lost)
-    loop._program, loop.step = None, 0
+    loop._program, loop.step = SimpleNamespace(feed=SimpleNamespace(failure=None)), 0
     acts = {"run": lambda: loop.run(1), "results": loop.results}
     with pytest.raises(PeerLost, match="ps-1 does not answer any more"):
         acts.get(act, lambda: getattr(tfdist, act)(None, None))()
