@@ -22,7 +22,7 @@ import harness
 import row
 
 from tfdist.launch.multihost.agreement import TOKEN_VARIABLE
-from tfdist.launch.multihost.connection import Channel, Link
+from tfdist.launch.multihost.connection import Channel
 from tfdist.tuning import config_sweep, protocol
 from tfdist.tuning.options import SweepOptions, parse
 from tfdist.tuning.protocol import sweep_address_of
@@ -37,8 +37,8 @@ class Runner:
     """A runner that asks once, and says of the trial that it gets that it has ended."""
 
     def __init__(self, rank: int, address: tuple[str, int], *, token: bytes) -> None:
-        link = Link(token, accepts=False)
-        self.channel = Channel(socket.create_connection(address), link, clock=time.monotonic)
+        sock = socket.create_connection(address)
+        self.channel = Channel(sock, token, accepts=False, clock=time.monotonic)
         self.rank = rank
         self.has_come = self.is_in = self.is_done = False
         self.asked_s = self.served_s = 0.0
