@@ -85,7 +85,7 @@ def test_each_launcher_starts_its_own_tasks_of_one_cluster(both, command, tmp_pa
     assert len(clusters) == 1
     addresses = json.loads(clusters.pop())["worker"]
     assert [address.partition(":")[0] for address in addresses] == [*HOSTS[:1] * 2, *HOSTS[1:] * 2]
-    assert len(jobs[1].text.split("2 hosts, alike in tfdist ")) == 2
+    assert len(jobs[1].text.split("2 hosts, all with tfdist ")) == 2
     assert re.search(r"configuration \w{12}: 127\.0\.0\.1 at \S+, 127\.0\.0\.2 at", jobs[1].text)
     tasks = report("run")["attempts"][0]["tasks"]
     assert [task["host"] for task in tasks] == [*HOSTS[:1] * 2, *HOSTS[1:] * 2]

@@ -105,7 +105,7 @@ class Team:
         }
         versions = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
         return (
-            f"{len(at)} hosts, alike in {', '.join(versions)}, configuration {fingerprint(terms)}: "
+            f"{len(at)} hosts, all with {', '.join(versions)}, configuration {fingerprint(terms)}: "
             + named(f"{self.name(rank)} at {address}" for rank, address in at.items())
         )
 
