@@ -149,7 +149,7 @@ class Feed(abc.ABC):
 
     def worker_dataset(self) -> tf.data.Dataset:
         """Return what each ps worker is given once, an endless dataset; called in graph."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__}: Python code does not run on a ps worker")
 
     def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
         """Return what makes the parts of the steps ``[first, last)``, in order, on a ps worker.
@@ -157,7 +157,7 @@ class Feed(abc.ABC):
         Called in graph, once for the block, and what it returns once in a step's graph. `given`
         is the worker's iterator over `worker_dataset`.
         """
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__}: Python code does not run on a ps worker")
 
     def first_batch(self) -> Any:
         """Return this task's first part of the first step, as the step gets it; eager tensors.
@@ -168,7 +168,7 @@ class Feed(abc.ABC):
 
     def at(self, step: tf.Tensor) -> list[Part]:
         """Return the parts of this task's replicas in `step`, scalar int64; pure graph."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no batch for a step by itself")
 
     def iterator(self, step: int) -> Any:
         """Return the iterator whose next element is that of `step`; made anew after a jump."""
