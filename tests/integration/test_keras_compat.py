@@ -565,7 +565,33 @@ def test_stock_warns_of_functions_traced_on_purpose(caplog):
         assert "retracing" in caplog.text
 
 
+def sums(compiled, add):
+    """1 + 1e8 - 1e8, where nothing else holds the terms, and where the function returns two."""
+
+    def summed(x, *, held):
+        terms = [tf.exp(x), tf.exp(x) * 1e8, tf.exp(x) * -1e8]
+        return add(terms), *terms[: 2 * held]
+
+    zero = tf.zeros([1])
+    return [float(compiled(functools.partial(summed, held=held))(zero)[0][0]) for held in (0, 1)]
+
+
+def by_addn(terms):
+    return tf.raw_ops.AddN(inputs=terms)
+
+
+def test_stock_sums_begin_with_what_nothing_else_holds():
+    """By the time they are made, which goes by the threads; here by what the function returns."""
+    assert sums(tf.function, by_addn) == sums(tf.function, sum) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("add", [tf.add_n, sum], ids=["add_n", "sum"])
+def test_a_sum_of_several_goes_by_their_order(add):
+    assert sums(keras_compat.compiled, add) == [0.0, 0.0]
+
+
 FAULT_SHOWN_BY = {
+    "tensorflow.python.ops.gen_math_ops.add_n": test_stock_sums_begin_with_what_nothing_else_holds,
     "SeedGenerator.next": test_stock_replicas_drop_the_same_units,
     "keras.src.random.seed_generator.global_seed_generator": (
         test_stock_replicas_have_no_generator_in_common

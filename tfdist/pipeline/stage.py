@@ -233,7 +233,8 @@ class Segment:
         self._begin_sums()
         if kept.tape is None:
             return self._backward_again(kept.batch, kept.received, gradients)
-        own, back = self._gradients(kept.tape, kept.targets, kept.received, gradients)
+        with keras_compat.adding_in_order():  # what the tape runs was traced with the first pass
+            own, back = self._gradients(kept.tape, kept.targets, kept.received, gradients)
         self._add(own)
         return back
 

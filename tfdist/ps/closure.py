@@ -19,7 +19,7 @@ from tfdist.ps.messages import read_together
 from tfdist.ps.profile import Phases, PsProfile
 from tfdist.ps.workers import WorkerIncarnation
 from tfdist.training.feed import Part
-from tfdist.training.keras_compat import compiled
+from tfdist.training.keras_compat import adding_in_order, compiled
 from tfdist.training.program import StepProgram, run_replica
 
 
@@ -128,7 +128,9 @@ class Work:
         numbers = np.array([first, last], np.int64)
         if self._counts_of_step_0 is not None:
             numbers = np.append(numbers, self._counts_of_step_0 + first * self._counts_each)
-        return keras.tree.map_structure(np.asarray, self._closure(given, tf.constant(numbers)))
+        with adding_in_order():
+            found = self._closure(given, tf.constant(numbers))
+        return keras.tree.map_structure(np.asarray, found)
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
         """Take in the totals and log of a range; return the staleness of its steps."""

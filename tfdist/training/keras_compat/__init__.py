@@ -12,6 +12,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     gradients   the gradient hook: gradients are reduced where they enter the optimizer
     reduction   the sum over replicas itself, in few messages, which keeps no graph
     sharding    each worker updates its part of each variable, and has slots of that alone
+    sums        are made in the order that is written, so that bits do not go by the threads
     losses      a replica's loss counts by its fraction of the global batch; means count examples
     variables   statistics travel with the gradients; additions and updates are one operation each;
                 draws come from (seed, step, replica)
@@ -24,10 +25,7 @@ what one device would see, and every replica does the same update on its own cop
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import tensorflow as tf
+from collections.abc import Iterator
 
 from tfdist.training.keras_compat import gradients, variables  # noqa: F401  (they register)
 from tfdist.training.keras_compat.losses import added_in_part, logs_by_fraction
@@ -36,6 +34,7 @@ from tfdist.training.keras_compat.reduction import (
     reduce_statistics,
     sum_over_replicas,
 )
+from tfdist.training.keras_compat.sums import adding_in_order, compiled
 from tfdist.training.keras_compat.trace import (
     REPLACEMENTS,
     Replacement,
@@ -50,6 +49,7 @@ __all__ = [
     "Replacement",
     "StepTrace",
     "added_in_part",
+    "adding_in_order",
     "all_reduce",
     "compiled",
     "install",
@@ -76,15 +76,3 @@ def tracing(trace: StepTrace) -> Iterator[StepTrace]:
         yield trace
         if trace.training:
             reduce_statistics(trace)
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    """`tf.function` for what is traced once for each program, and so often in a process.
-
-    TensorFlow takes that for a mistake and warns, by the name of the Python function
-    (https://github.com/tensorflow/tensorflow/issues/34025); it has no public switch for one
-    function. Ended by: no release, TensorFlow 2.21 included.
-    """
-    made = tf.function(function, autograph=False)
-    made._omit_frequent_tracing_warning = True
-    return made

@@ -135,6 +135,7 @@ class Replacement:
       issue: the public issue, or the line of the released source where there is none.
       ended_by: the release that needs it no longer, such as ``keras 3.16``; None as long as no
         release does without.
+      anywhere: called outside of a step too, with None for the trace.
     """
 
     owner: Any
@@ -142,6 +143,7 @@ class Replacement:
     instead: Callable[..., Any]
     issue: str
     ended_by: str | None = None
+    anywhere: bool = False
 
     @property
     def target(self) -> str:
@@ -158,7 +160,7 @@ class Replacement:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             trace = current()
-            if trace is None:
+            if trace is None and not self.anywhere:
                 return original(*args, **kwargs)
             return self.instead(original, trace, *args, **kwargs)
 
@@ -171,13 +173,12 @@ REPLACEMENTS: list[Replacement] = []
 
 
 def replaces(
-    owner: Any, name: str, *, issue: str, ended_by: str | None = None
+    owner: Any, name: str, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Have the decorated function stand in for a name while a step is traced; see `Replacement`."""
 
     def register(instead: Callable[..., Any]) -> Callable[..., Any]:
-        one = Replacement(owner=owner, name=name, instead=instead, issue=issue, ended_by=ended_by)
-        REPLACEMENTS.append(one)
+        REPLACEMENTS.append(Replacement(owner=owner, name=name, instead=instead, **options))
         return instead
 
     return register
