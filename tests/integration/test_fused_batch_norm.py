@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.refusals import refusal
+from tfdist.strategy.layer_devices import PlacedStrategy
 from tfdist.training import keras_compat
 
 L = keras.layers
@@ -86,6 +87,12 @@ ELSE = {
     "a small epsilon": (lambda: L.BatchNormalization(epsilon=1e-6), SHAPE, {}),
     "bfloat16": (lambda: L.BatchNormalization(dtype="mixed_bfloat16"), SHAPE, {}),
     "float16": (lambda: L.BatchNormalization(dtype="mixed_float16"), SHAPE, {}),
+    "bfloat16 of float32": (
+        lambda: L.BatchNormalization(dtype="mixed_bfloat16", autocast=False),
+        SHAPE,
+        {},
+    ),
+    "float32 of float16": (lambda: L.BatchNormalization(autocast=False), SHAPE, {}),
     "float64": (lambda: L.BatchNormalization(dtype="float64"), SHAPE, {}),
     "synchronized": (lambda: L.BatchNormalization(synchronized=True), SHAPE, {}),
     "renorm": (lambda: L.BatchNormalization(renorm=True), SHAPE, {}),
@@ -98,7 +105,8 @@ ELSE = {
 @pytest.mark.parametrize("what", list(ELSE))
 def test_all_else_goes_keras_way(what):
     make, shape, given = ELSE[what]
-    x = np.random.default_rng(2).normal(3.0, 2.0, shape).astype("float32")
+    dtype = "float16" if what == "float32 of float16" else "float32"
+    x = np.random.default_rng(2).normal(3.0, 2.0, shape).astype(dtype)
     expected, _ = computed(make(), x, fused=False, **given)
     found, kernels = computed(make(), x, fused=True, **given)
     assert not kernels
@@ -158,6 +166,12 @@ def test_steps_end_with_the_weights_and_statistics_of_keras(strategies, kernels,
     assert len(kernels) >= 2 * replicas
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_on_a_device_of_its_own_a_layer_gives_the_bits_of_one_device(strategies, kernels):
+    placed = PlacedStrategy("/CPU:0", {"batch_normalization": "CPU:1"})
+    np.testing.assert_equal(fitted(placed, True), fitted(strategies[1], True))
+    assert kernels
 
 
 def test_a_fit_is_by_what_it_asks_for_alone(strategies):

@@ -72,7 +72,7 @@ def _by_fused_kernel(
     )
     # The kernel's variance is that of a sample, Keras' that of the population.
     count = tf.cast(tf.reduce_prod(tf.shape(inputs)[:3]), variance.dtype)
-    variance *= tf.maximum(count - 1.0, 1.0) / count
+    variance *= (count - 1.0) / count
     for moving, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
         moving.assign(moving * self.momentum + value * (1.0 - self.momentum))
     return outputs
@@ -84,7 +84,7 @@ def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
         and inputs.shape.rank == 4
         and layer.axis in (-1, 3)
         and inputs.dtype == tf.float32
-        and layer.compute_dtype == layer.variable_dtype == "float32"
+        and layer.compute_dtype == "float32"
         and layer.epsilon >= _LEAST_EPSILON
         and not (layer.synchronized or getattr(layer, "renorm", False))  # since Keras 3.13
     )
