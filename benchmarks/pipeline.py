@@ -8,18 +8,21 @@ are not measured keep the figures of the last run.
 Expected before measuring, of ResNet-50 (128x128, batch 120): one core 13.3 s a step, two stages 7.7
 (1.7, of at most 1.82 with ten micro-batches), torch the same to 2 %; without micro-batches 0.97 of
 one core, as 1 MiB an example crosses; the size found within 2 % of the best, as its candidates
-15 and 8 are on both sides of it. A transformer: 1.0 of torch. Memory of its own: 0.63, as 290 MiB
-of each process are what TensorFlow and Keras take, and 0.72 with the 410 MiB of their files.
+15 and 8 are on both sides of it; with fused_batch_norm 1.1 of torch. A transformer: 1.0 of torch.
+Memory of its own: 0.63, as 290 MiB of each process are what TensorFlow and Keras take, and 0.72
+with the 410 MiB of their files.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 import unittest.mock
 from collections.abc import Iterator, Sequence
@@ -56,7 +59,9 @@ def sweep(args: argparse.Namespace) -> list[str]:
     options = split_size.parse([*words, "--steps", str(args.steps)])
     torch_size = args.torch_size
     request = {"model": "resnet50", "image": args.image_size, "batch": args.batch_size}
-    measured, torch_s = _beside_torch(options, {**request, "size": torch_size})
+    measured, (torch_s, fused_s) = _beside_torch(
+        options, {**request, "size": torch_size}, with_fused=True
+    )
     split_size.draw(measured, PICTURE)
     staged = [one for one in measured if one.stages > 1 and not one.found]
     found = next(one for one in measured if one.found)
@@ -64,6 +69,7 @@ def sweep(args: argparse.Namespace) -> list[str]:
     best = min(staged, key=lambda one: one.median_s)
     alone = min((one for one in core if one.size < one.batch), key=lambda one: one.median_s)
     same = _of_size(staged, torch_size)
+    fused = dataclasses.replace(same, seconds=tuple(fused_s))
     whole, one_whole = _of_size(staged, args.batch_size), _of_size(core, args.batch_size)
     side = args.image_size
     return [
@@ -71,8 +77,10 @@ def sweep(args: argparse.Namespace) -> list[str]:
         _claim("best split size / one core with accumulation", alone, best, 1.7),
         _claim("split size found by itself / the best of the sweep", best, found, 0.97),
         _claim(f"split size {torch_size} / torch's 1F1B", torch_s, same, 1.0),
+        _claim("the same with fused_batch_norm / torch's 1F1B", torch_s, fused, 1.0),
         _claim("without micro-batches / one core without them", one_whole, whole, 0.93),
         *_lines(measured, torch_s, torch_size),
+        f"2 stages, split size {torch_size}, fused_batch_norm: {_seconds(fused_s)}",
     ]
 
 
@@ -82,7 +90,7 @@ def transformer(args: argparse.Namespace) -> list[str]:
     words = [TRANSFORMER, "--batch_size", str(batch), "--sizes", str(size)]
     options = split_size.parse([*words, "--one_device", str(size), "--steps", str(args.steps)])
     request = {"model": "transformer", "batch": batch, "size": size}
-    measured, torch_s = _beside_torch(options, request)
+    measured, (torch_s,) = _beside_torch(options, request)
     same = _of_size([one for one in measured if one.stages > 1], size)
     return [
         f"{batch} examples a step",
@@ -141,15 +149,31 @@ def measure_memory(args: argparse.Namespace) -> None:
     harness.emit("pipeline", "memory", peak_mib=mib["VmHWM:"], file_mib=mib["RssFile:"])
 
 
-def _beside_torch(options: Any, request: dict[str, Any]) -> tuple[list[StepTimes], list[float]]:
-    """Measure the cells of `tfdist.bench pipeline`, and torch's in the same rounds."""
+def _beside_torch(
+    options: Any, request: dict[str, Any], *, with_fused: bool = False
+) -> tuple[list[StepTimes], list[list[float]]]:
+    """Measure the cells of `tfdist.bench pipeline`, and torch's in the same rounds.
+
+    And, where asked for, a job in stages with fused_batch_norm, at torch's split size.
+    """
     script = str(ROOT / "benchmarks" / "pipeline_torch.py")
     request = {**request, "steps": options.steps + 1}
     command = [harness.PEER_PYTHON, script, json.dumps(request)]
-    with contextlib.closing(StepperJob(command, timeout_s=TIMEOUT_S)) as torch:
+    with contextlib.ExitStack() as stack:
+        torch = StepperJob(command, timeout_s=TIMEOUT_S)
+        stack.callback(torch.close)
         torch.wait()  # it times its parts before that, and nothing else may run then
-        times, (seconds,) = split_size.measure(options, beside=[torch])
-    return times, seconds
+        beside = [torch]
+        if with_fused:
+            run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-bench-"))
+            own = argparse.Namespace(**{**vars(options), "fused_batch_norm": True})
+            cell = {"stages": options.stages, "sizes": [request["size"]], "run_dir": run_dir}
+            fused = split_size.stepper(own, **cell)
+            stack.callback(fused.close)
+            fused.wait()
+            fused.step()  # finds the cut
+            beside.append(fused)
+        return split_size.measure(options, beside=beside)
 
 
 def _of_size(measured: Sequence[StepTimes], size: int) -> StepTimes:
@@ -168,10 +192,13 @@ def _lines(measured: Sequence[StepTimes], torch_s: Sequence[float], size: int) -
     for one in measured:
         where = "one core" if one.stages == 1 else f"{one.stages} stages"
         found = " (found by itself)" if one.found else ""
-        each = ", ".join(f"{seconds:.2f}" for seconds in one.seconds)
-        yield f"{where}, split size {one.size}{found}: {one.median_s:.2f} s a step ({each})"
-    each = ", ".join(f"{seconds:.2f}" for seconds in torch_s)
-    yield f"torch, 2 stages, split size {size}: {statistics.median(torch_s):.2f} s a step ({each})"
+        yield f"{where}, split size {one.size}{found}: {_seconds(one.seconds)}"
+    yield f"torch, 2 stages, split size {size}: {_seconds(torch_s)}"
+
+
+def _seconds(taken: Sequence[float]) -> str:
+    each = ", ".join(f"{seconds:.2f}" for seconds in taken)
+    return f"{statistics.median(taken):.2f} s a step ({each})"
 
 
 ROWS = {

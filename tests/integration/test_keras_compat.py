@@ -508,6 +508,15 @@ def test_stock_statistics_drift_apart(strategies):
     assert np.abs(copies[0].numpy() - copies[1].numpy()).max() > 1e-3
 
 
+def test_stock_normalizes_by_kernels_of_their_own():
+    layer = keras.layers.BatchNormalization()
+    run = tf.function(lambda x: layer(x, training=True), autograph=False)
+    graph = run.get_concrete_function(tf.ones([2, 3, 3, 1])).graph
+    kinds = [operation.type for operation in graph.get_operations()]
+    assert "SquaredDifference" in kinds
+    assert not any(kind.startswith("FusedBatchNorm") for kind in kinds)
+
+
 @pytest.mark.parametrize("name", ["assign_add", "assign_sub"])
 def test_stock_adds_in_three_operations(name):
     variable = keras.Variable(1.0)
@@ -645,6 +654,7 @@ FAULT_SHOWN_BY = {
     "TFOptimizer._all_reduce_sum_gradients": test_stock_reduces_once_more_in_the_update,
     "Variable.value": test_stock_keeps_either_all_variables_to_a_step_or_none,
     "Variable._direct_assign": test_stock_statistics_drift_apart,
+    "BatchNormalization.call": test_stock_normalizes_by_kernels_of_their_own,
     "Variable.assign_add": test_stock_adds_in_three_operations,
     "Variable.assign_sub": test_stock_adds_in_three_operations,
     "StrategyExtendedV1._use_merge_call": test_stock_updates_go_through_merge_call,

@@ -24,7 +24,7 @@ from tfdist.pipeline.union import fill, is_empty, making_empty_slots, owners_of,
 from tfdist.strategy import job as jobs
 from tfdist.strategy import stages
 from tfdist.training.feed import Part
-from tfdist.training.keras_compat import random_key
+from tfdist.training.keras_compat import fuse_batch_norm, random_key
 from tfdist.training.keras_compat.trace import ops_behind
 
 L = keras.layers
@@ -117,11 +117,14 @@ def segmented(model, cut, *, kept):
     return segments_of(graph, assignment, kept=[kept] * (max(assignment) + 1))
 
 
-def trained(make, cut, *, schedule="1f1b", keep="tape", others=None, in_segments=False):
+def trained(
+    make, cut, *, schedule="1f1b", keep="tape", others=None, in_segments=False, fused=False
+):
     """Run one step's passes; return loss, gradients by path, and the variables' values after it."""
     keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     model = make()
+    fuse_batch_norm(model, fused=fused)
     parts = [[part] for part in stages_of(model, cut)]
     if in_segments:
         parts = segmented(model, cut, kept=0)
@@ -229,6 +232,18 @@ def test_a_last_stage_that_does_both_passes_at_once_has_the_same_sums(
     np.testing.assert_allclose(losses, expected[0], rtol=1e-6)
     assert_same(gradients, expected[1], bits=False)
     assert_same(statistics, expected[2], bits=False)
+
+
+@pytest.mark.parametrize("keep", ["tape", "recompute", "nothing"])
+def test_stages_take_the_fused_kernel_as_the_whole_model_does(whole, keep):
+    by_keras = whole["residual"]
+    expected = trained(residual, [], fused=True)
+    found = trained(residual, ["conv0"], keep=keep, others="tape", fused=True)
+    for one, other in ((found, expected), (expected, by_keras)):
+        np.testing.assert_allclose(one[0], other[0], rtol=1e-6)
+        assert_same(one[1], other[1], bits=False)
+        assert_same(one[2], other[2], bits=False)
+    assert any((expected[1][path] != by_keras[1][path]).any() for path in by_keras[1])
 
 
 def test_a_stage_has_segments_as_far_as_they_save_memory():
@@ -534,6 +549,29 @@ def test_a_ledger_says_what_it_says_of_one_device(strategies, one_stage, tmp_pat
         np.testing.assert_array_equal(one, other)
 
 
+def test_a_fit_in_stages_takes_the_kernel_that_it_asks_for(strategies, one_stage):
+    x, y = random.random((6, 8, 8, 2), "float32"), Y[:6]
+
+    def weights_of(strategy, asked):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = residual()
+            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        for fused in asked:
+            tfdist.fit(model, x, y, batch_size=3, seed=3, verbose=0, fused_batch_norm=fused)
+        return model.get_weights()
+
+    kernels, stock, both = (
+        weights_of(one_stage(), asked) for asked in ([True, True], [False, False], [True, False])
+    )
+    by_one_device = weights_of(strategies[1], [True, True])
+    for one, other in ((kernels, by_one_device), (kernels, stock)):
+        for mine, theirs in zip(one, other, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+    for one in (kernels, stock):
+        assert any((a != b).any() for a, b in zip(one, both, strict=True))
+
+
 def test_a_layer_that_is_frozen_between_two_fits_stays_as_it_is(one_stage):
     with one_stage().scope():
         model = model_with()
@@ -596,6 +634,21 @@ def test_the_places_that_are_chosen_cut_the_model():
     places = chosen_places(graph, possible, num_stages=3, rows=4, micros=8)
     assert len(graph.cut(graph.behind([p.position for p in places]), num_stages=3)) == 3
     assert refusal(lambda: possible_places(graph, num_stages=9)).code == "too-many-stages"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_parts_are_timed_by_the_kernel_that_steps_take(monkeypatch, fused):
+    kernel, traced = tf.raw_ops.FusedBatchNormV3, []
+    noted = lambda **given: traced.append(given) or kernel(**given)  # noqa: E731
+    monkeypatch.setattr(tf.raw_ops, "FusedBatchNormV3", noted)
+    model = residual()
+    before = model.get_weights()
+    fuse_batch_norm(model, fused=fused)
+    graph = LayerGraph(model)
+    chosen_places(graph, possible_places(graph, num_stages=2), num_stages=2, rows=4, micros=8)
+    assert bool(traced) == fused
+    for one, other in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_parts_that_make_integers_alone_are_timed():

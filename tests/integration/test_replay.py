@@ -98,6 +98,15 @@ def test_a_step_without_a_checkpoint_starts_from_the_initial_weights(trained, tm
     assert found["updated"] is True
 
 
+def test_a_step_by_fused_kernels_gives_the_bits_of_the_run(tmp_path):
+    run_dir = tmp_path / "run"
+    fused = ("--config.model=resnet20", "--config.fused_batch_norm=true")
+    arguments = (*LENGTH, *fused, "--config.strategy=single", f"--config.run_dir={run_dir}")
+    done = run("tfdist.train", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert replayed(run_dir, 3)["equals_checkpoint"] is True
+
+
 def test_where_a_step_ran_is_told_by_the_nearest_checkpoint_that_is_whole(tmp_path):
     directory = RunDirectory(tmp_path)
     store = CheckpointStore(directory.checkpoints)

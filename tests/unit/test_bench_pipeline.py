@@ -95,6 +95,13 @@ def test_a_job_that_ends_early_is_an_error_with_its_last_words(program):
             two_steps()
 
 
+@pytest.mark.parametrize("flags", [[], ["--fused_batch_norm"]])
+def test_a_job_trains_with_the_kernel_that_is_asked_for(monkeypatch, flags):
+    monkeypatch.setattr(split_size, "StepperJob", lambda command, timeout_s: command)
+    command = split_size.stepper(split_size.parse(flags), stages=2, sizes=[8], run_dir="runs/1")
+    assert json.loads(command[-1])["fused_batch_norm"] is bool(flags)
+
+
 def test_a_step_is_as_fast_as_its_median():
     times = StepTimes(stages=2, size=4, batch=12, seconds=(1.0, 9.0, 2.0))
     assert (times.median_s, times.examples_per_second) == (2.0, 6.0)

@@ -23,7 +23,7 @@ from tfdist.configs import base
 from tfdist.errors import TfdistError, UsageError, require
 from tfdist.outputs.run_directory import DONE, RunDirectory
 from tfdist.strategy import current_job, make_strategy
-from tfdist.training import building
+from tfdist.training import building, keras_compat
 from tfdist.training.blocks import BlockRunner
 from tfdist.training.engines import engine_for
 from tfdist.training.inputs import Length, prepare
@@ -160,6 +160,7 @@ def _blocks(config: Any, *, fresh: bool) -> BlockRunner:
         seed=config.seed,
     )
     building.build(model, job, feed)
+    keras_compat.fuse_batch_norm(model, fused=config.fused_batch_norm)
     if config.initial_weights and fresh:
         load_weights(model, config.initial_weights, job=job)
     program = program_of(model, job, "train_step", feed, seed=config.seed)

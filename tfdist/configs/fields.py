@@ -155,6 +155,11 @@ FIELDS: tuple[Field, ...] = (
         False,
         "under multiworker: each worker keeps the optimizer's state of its part alone",
     ),
+    Field(
+        "fused_batch_norm",
+        False,
+        "BatchNormalization in training steps by TensorFlow's fused kernel, which rounds otherwise",
+    ),
     # To look into a run
     Field(
         "overfit_batches",
@@ -182,6 +187,7 @@ FREE = frozenset(
         "tracker",
         "max_staleness",
         "sharded_optimizer",
+        "fused_batch_norm",
         "profile_steps",
     }
 )

@@ -18,7 +18,7 @@ from tfdist.checkpoint.warm_start import load_weights
 from tfdist.errors import require, require_int
 from tfdist.outputs.display import show_ps_costs
 from tfdist.strategy import Job, broadcast, current_job, job_of
-from tfdist.training import building, inputs, resume
+from tfdist.training import building, inputs, keras_compat, resume
 from tfdist.training.blocks import BlockRunner, naming_bad_data
 from tfdist.training.engines import engine_for, naming_a_lost_server
 from tfdist.training.epochs import VirtualEpochs
@@ -59,6 +59,7 @@ def fit(
     ledger: Ledger | None = None,
     max_staleness: int | None = None,
     sharded_optimizer: bool = False,
+    fused_batch_norm: bool = False,
 ) -> keras.callbacks.History:
     """Train a compiled model; what `keras.Model.fit` does, under every strategy.
 
@@ -78,6 +79,8 @@ def fit(
         of the weights and its writing; None for any number. Under other strategies there are none.
       sharded_optimizer: under multiworker each worker keeps the optimizer's state of its part of
         the weights alone; see the guide on training. With one worker there is nothing to divide.
+      fused_batch_norm: compute `BatchNormalization` in training steps by TensorFlow's fused kernel,
+        which is faster and rounds in another way than Keras; see the guide on training.
 
     Returns:
       Keras' `History`, the same in every task.
@@ -100,6 +103,14 @@ def fit(
         require_int("max_staleness", max_staleness, least=0)
     if isinstance(validation_freq, int) or validation_data is not None or validation_split:
         _require_frequency(validation_freq)
+    require(
+        isinstance(fused_batch_norm, bool),
+        "fused_batch_norm",
+        received=repr(fused_batch_norm),
+        expected="True or False",
+        fix="pass one of them, or leave it out",
+        code="wrong-type",
+    )
     if validation_split and validation_data is None:
         arrays = (x, y, sample_weight)
         (x, y, sample_weight), validation_data = inputs.split(
@@ -150,6 +161,7 @@ def fit(
             load_weights(model, initial_weights, job=job)
     building.build(model, job, feed, slots="parts" if sharded else "whole")
     building.require_known_variables(model)
+    keras_compat.fuse_batch_norm(model, fused=fused_batch_norm)
     building.require_examples_first(model, job, "train_step", feed)
     engine = engine_for(job)
     plan = RunPlan(
