@@ -594,9 +594,10 @@ def test_stock_sums_begin_with_what_nothing_else_holds():
     assert sums(tf.function, by_addn) == sums(tf.function, sum) == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("add", [tf.add_n, sum], ids=["add_n", "sum"])
-def test_a_sum_of_several_goes_by_their_order(add):
-    assert sums(keras_compat.compiled, add) == [0.0, 0.0]
+@pytest.mark.parametrize(("add", "total"), [(tf.add_n, 1.0), (sum, 0.0)], ids=["add_n", "sum"])
+def test_a_sum_of_several_goes_by_their_order(add, total):
+    """As Python adds, and of add_n from the last to the first."""
+    assert sums(keras_compat.compiled, add) == [total, total]
 
 
 FAULT_SHOWN_BY = {

@@ -12,7 +12,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     gradients   the gradient hook: gradients are reduced where they enter the optimizer
     reduction   the sum over replicas itself, in few messages, which keeps no graph
     sharding    each worker updates its part of each variable, and has slots of that alone
-    sums        are made in the order that is written, so that bits do not go by the threads
+    sums        are made in one order, so that bits do not go by the threads
     losses      a replica's loss counts by its fraction of the global batch; means count examples
     variables   statistics travel with the gradients; additions and updates are one operation each;
                 draws come from (seed, step, replica)

@@ -70,11 +70,15 @@ def _by_fused_kernel(
         epsilon=self.epsilon,
         is_training=True,
     )
-    # The kernel's variance is that of a sample, Keras' that of the population.
+    # The kernel's variance is that of a sample, Keras' that of the population. One product for each:
+    # of two with constants TensorFlow makes one where it knows the shape, which rounds otherwise.
     count = tf.cast(tf.reduce_prod(tf.shape(inputs)[:3]), variance.dtype)
-    variance *= (count - 1.0) / count
-    for moving, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
-        moving.assign(moving * self.momentum + value * (1.0 - self.momentum))
+    new = 1.0 - self.momentum
+    for moving, value, factor in (
+        (self.moving_mean, mean, new),
+        (self.moving_variance, variance, (count - 1.0) / count * new),
+    ):
+        moving.assign(moving * self.momentum + value * factor)
     return outputs
 
 

@@ -1,4 +1,4 @@
-"""Sums of three terms and more are made in the order that is written, so that bits are the same.
+"""Sums of three terms and more are made in one order, so that bits do not go by the threads.
 
 TensorFlow's AddN begins with whichever of its terms nothing else holds by the time it runs, and
 that goes by which thread was faster
@@ -7,6 +7,10 @@ Gradients of one tensor are summed by it, and a pass of the graph's optimizer ma
 ``a + b + c``. Of two terms the order does not matter. So what tfdist compiles adds two and two,
 without that pass, which has no finer switch; its other rewritings made no step of a CNN, LSTM,
 ResNet or transformer faster by 1 %.
+
+Gradients are added from the last to the first: a tape around a layer and a backward function of it
+have the two of a mean and of a variance, which come last, in either order. So the stages of a
+pipeline round as one device does.
 Ended by: no release, TensorFlow 2.21 included.
 """
 
@@ -90,7 +94,7 @@ def _adding_two_and_two(
     in_graph = (trace is not None or _is_adding()) and not tf.executing_eagerly()
     if not in_graph or not all(_is_of_floats(value) for value in inputs):
         return original(inputs, name)
-    return tf.identity(functools.reduce(operator.add, inputs), name)
+    return tf.identity(functools.reduce(operator.add, reversed(inputs)), name)
 
 
 def _is_of_floats(value: Any) -> bool:
