@@ -265,13 +265,11 @@ class Topic:
     Attributes:
       rules: what can be wrong here.
       check: yields what is.
-      seen: returns in a few words what was seen when nothing is; empty where nobody looked.
     """
 
     name: str
     rules: tuple[Rule, ...]
     check: Callable[[JobFacts], Iterator[HostFinding]]
-    seen: Callable[[JobFacts], str]
 
 
 # Hosts of the job under preflight, and this host's index.

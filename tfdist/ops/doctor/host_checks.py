@@ -46,11 +46,7 @@ def _check_hosts(facts: JobFacts) -> Iterator[HostFinding]:
             yield HostFinding("D001", (name,), absence.why, "every host of the job", fix)
 
 
-def _seen_hosts(facts: JobFacts) -> str:
-    return ", ".join(host.name for host in facts.hosts)
-
-
-HOSTS = Topic(name="hosts", rules=_HOSTS_RULES, check=_check_hosts, seen=_seen_hosts)
+HOSTS = Topic(name="hosts", rules=_HOSTS_RULES, check=_check_hosts)
 
 
 # Checks of each host's memory, file limits and speed.
@@ -156,18 +152,7 @@ def _size(size_bytes: float) -> str:
     return f"{size_bytes / _MIB:.0f} MiB"
 
 
-def _seen_machines(facts: JobFacts) -> str:
-    cpus = sorted({host.machine.cpus for host in facts.present})
-    counts = " and ".join(str(count) for count in cpus)
-    memory = [has for host in facts.present if (has := available(host)) is not None]
-    work = [host.work_s for host in facts.present if host.work_s is not None]
-    parts = [f"{counts} CPU{'s' * (cpus != [1])}"]
-    parts += [f"{_size(min(memory))} free or more"] if memory else []
-    parts += [f"the slowest {max(work) / min(work):.2f} of the fastest"] if len(work) > 1 else []
-    return ", ".join(parts)
-
-
-MACHINES = Topic(name="machines", rules=_MACHINES_RULES, check=_check_machines, seen=_seen_machines)
+MACHINES = Topic(name="machines", rules=_MACHINES_RULES, check=_check_machines)
 
 
 # Checks that hosts have the same software and equivalent processors.
@@ -262,12 +247,7 @@ def _differing(
     return HostFinding(code, names, "; ".join(groups_named), "the same on all hosts", fix)
 
 
-def _seen_software(facts: JobFacts) -> str:
-    machine = facts.present[0].machine
-    return ", ".join([*(f"{name} {version}" for name, version in machine.versions), machine.cpu])
-
-
-SOFTWARE = Topic(name="software", rules=_SOFTWARE_RULES, check=_check_software, seen=_seen_software)
+SOFTWARE = Topic(name="software", rules=_SOFTWARE_RULES, check=_check_software)
 
 
 # Checks of the hosts' clocks.
@@ -293,14 +273,7 @@ def _check_clocks(facts: JobFacts) -> Iterator[HostFinding]:
         yield HostFinding("D401", (here,), received, f"less than {_MOST_APART_S:.0f} s", fix)
 
 
-def _seen_clocks(facts: JobFacts) -> str:
-    off = [host.clock_ahead_s for host in facts.present if host.clock_ahead_s is not None]
-    if not off:
-        return ""
-    return f"{max(abs(s) for s in off) * 1e3:.1f} ms apart at most"
-
-
-CLOCKS = Topic(name="clocks", rules=_CLOCKS_RULES, check=_check_clocks, seen=_seen_clocks)
+CLOCKS = Topic(name="clocks", rules=_CLOCKS_RULES, check=_check_clocks)
 
 
 # Checks of the shared directory that checkpoints need.
@@ -371,15 +344,4 @@ def _check_disk(here: str, path: str, found: Directory) -> Iterator[HostFinding]
         yield HostFinding("D807", (here,), f"{path}: {found.free >> 20} MiB free", expected, fix)
 
 
-def _seen_directory(facts: JobFacts) -> str:
-    found = [host.directory for host in facts.present if host.directory is not None]
-    if not found:
-        return ""
-    sync_ms = max(directory.sync_s for directory in found) * 1e3
-    free = min(directory.free for directory in found) / _GIB
-    return f"{facts.shared_dir}: {free:.1f} GiB free, fsync {sync_ms:.0f} ms"
-
-
-DIRECTORY = Topic(
-    name="shared directory", rules=_DIRECTORY_RULES, check=_check_directories, seen=_seen_directory
-)
+DIRECTORY = Topic(name="shared directory", rules=_DIRECTORY_RULES, check=_check_directories)
