@@ -250,16 +250,6 @@ def test_restarts_that_are_told_make_another_attempt(name):
         assert config.options.attempt == attempt
 
 
-def test_nodes_of_a_cloud_are_reached_at_their_addresses():
-    alias = {"SLURM_NODE_ALIASES": "node01:10.0.0.1:host1,node02:[fd00::2]:host2"}
-    config = read({**recorded("slurm_srun_n3")[0], **alias})
-    assert [split_address(a)[0] for a in config.cluster.worker] == [
-        "10.0.0.1",
-        "10.0.0.1",
-        "fd00::2",
-    ]
-
-
 # TF_CONFIG beside a scheduler
 
 
@@ -428,15 +418,8 @@ def test_a_pod_with_its_full_name_finds_itself():
 # mpirun
 
 
-def test_local_ranks_of_pals_are_read_too():
-    environ = {"PMI_SIZE": "2", "PMI_RANK": "1", "PMI_LOCAL_SIZE": "2", "PMI_LOCAL_RANK": "1"}
-    config = read(environ)
-    assert config.cluster.worker == ("127.0.0.1:20000", "127.0.0.1:20001")
-    assert config.task == Task("worker", 1)
-
-
 def test_ranks_of_different_jobs_have_different_ports():
-    ranks = {"PMI_SIZE": "2", "PMI_RANK": "1", "PMI_LOCAL_SIZE": "2", "PMI_LOCAL_RANK": "1"}
+    ranks = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
     jobs = ({}, {"PALS_APID": "b7a5"}, {"SLURM_JOB_ID": "7"}, {"PBS_JOBID": "7.server"})
     first_ports = {str(read_environment({**ranks, **job})) for job in jobs}
     assert len(first_ports) == len(jobs)

@@ -19,7 +19,6 @@ from tfdist.cluster.tf_config import TaskConfig
 
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # the batch script, the shell of salloc, and their like
 _GROUPS = ("SLURM_JOB_NODELIST_HET_GROUP_", "SLURM_JOB_NODELIST_PACK_GROUP_")  # today's, older
-_ALIAS = re.compile(r"([^:,]+):(\[[^\]]*\]|[^:,]*)(?::[^,]*)?")
 _PASS_ON = "pass Slurm's variables on to the task as they are"
 
 
@@ -53,7 +52,7 @@ def from_environ(environ: Mapping[str, str], job_settings: JobSettings) -> TaskC
     if step is None:
         return None
     at = placement.ports_of_ranks(
-        _hosts_of_ranks(environ, step),
+        _hosts_of_ranks(step),
         first_port=first_port(environ, job_settings),
         among=job_settings.ports,
     )
@@ -89,7 +88,7 @@ def node_of(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
             "1 for each node: a launcher starts the tasks of its node itself",
             "run srun with --ntasks-per-node=1",
         )
-    return _hosts_of_ranks(environ, step), step.rank
+    return _hosts_of_ranks(step), step.rank
 
 
 def first_port(environ: Mapping[str, str], job_settings: JobSettings) -> int:
@@ -256,14 +255,9 @@ def _check_self(environ: Mapping[str, str], step: _Step) -> None:
         raise contradiction("SLURM_GTIDS", shown(tasks_here), expected, fix)
 
 
-def _hosts_of_ranks(environ: Mapping[str, str], step: _Step) -> list[str]:
-    """Return the host of each rank: the node's name, or the address of a node in a cloud."""
-    aliases = text(environ, "SLURM_NODE_ALIASES")
-    known: dict[str, str] = {}
-    if aliases and aliases != "(null)":
-        known = {match[1]: match[2].strip("[]") for match in _ALIAS.finditer(aliases)}
-    hosts = [known.get(node.name) or node.name for node in step.nodes]
-    return [hosts[index] for index in step.where]
+def _hosts_of_ranks(step: _Step) -> list[str]:
+    """Return the node of each rank, by its name."""
+    return [step.nodes[index].name for index in step.where]
 
 
 def _expanded(environ: Mapping[str, str], variable: str) -> list[str]:
