@@ -19,7 +19,7 @@ from tfdist.cluster import (
     read_environment,
     slurm,
 )
-from tfdist.cluster.address import parse_hosts, ranks_of, split_address
+from tfdist.cluster.address import parse_hosts, split_address
 from tfdist.cluster.placement import FIRST_PORT, PORTS_PER_JOB, port_of_job
 from tfdist.cluster.settings import NAMES, JobSettings
 from tfdist.errors import UsageError
@@ -72,16 +72,6 @@ def test_the_ports_of_a_job_follow_from_its_number_and_step():
     assert max(first_ports) + PORTS_PER_JOB <= 32_768  # where outgoing connections begin
     assert port_of_job("7", step=1) != port_of_job("7")
     assert port_of_job("prterun-a1-4711@1") in range(FIRST_PORT, 32_704)
-
-
-def test_each_task_of_a_small_job_has_a_port_of_its_own():
-    for config in read_all(recorded("slurm_srun_n3")):
-        first = port_of_job("1")
-        assert config.cluster.worker == (
-            f"node01:{first}",
-            f"node01:{first + 1}",
-            f"node02:{first + 2}",
-        )
 
 
 def test_one_variable_sets_the_first_port():
@@ -386,10 +376,6 @@ def test_a_host_that_is_listed_twice_goes_on_counting_its_ports():
     config = read(hosts)
     assert config.cluster.worker == ("a:5000", "b:5000", "a:5001")
     assert config.task == Task("worker", 2)
-
-
-def test_ranks_fill_host_after_host():
-    assert ranks_of([("a", 2), ("b", 1)]) == ["a", "a", "b"]
 
 
 def test_one_host_alone_is_a_process_by_itself_unless_more_is_wished():
