@@ -22,7 +22,7 @@ DOCTOR = (
     "--json",
 )
 # What another process on this machine may cause at any moment.
-OF_THE_MOMENT = {"D105", "D302", "D303", "D601", "D602", "D605", "D806", "D807"}
+OF_THE_MOMENT = {"D302", "D303", "D601", "D605", "D807"}
 OF_THE_MOMENT |= {"D903", "D904", "D905"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tfdist.launch.events import named
 from tfdist.ops.doctor.facts import Directory, HostFacts, HostFinding, JobFacts, Topic
@@ -56,13 +56,10 @@ _PER_TASK = _GIB  # importing TensorFlow takes 640 MB of it
 _SHARED = 256 * _MIB
 _FILES, _FILES_PER_TASK = 1024, 16
 _SLOW_HOST = 1.5
-_FEW = 0.5
 
 _MACHINES_RULES = rules_of("""
 D601 warning: little memory for the tasks
     Importing TensorFlow takes 640 MB; a task that the kernel ends says nothing.
-D602 warning: much less memory than the other hosts
-    All tasks hold the same model: what fits elsewhere may not fit here.
 D603 warning: little shared memory on a host with GPUs
     NCCL moves data between GPUs of a host by /dev/shm, of which a container has 64 MB unless
     told otherwise.
@@ -70,8 +67,6 @@ D604 warning: few open files
     Each task has a connection to each other one, in both directions, and its data.
 D605 warning: a host slower than the others
     Every step of a synchronous job waits for the slowest.
-D606 warning: fewer CPUs than the other hosts
-    Its tasks prepare data and compute slower, and the others wait.
 """)
 
 
@@ -102,11 +97,6 @@ def _memory(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
         received = f"{_size(has)} free{of} for {tasks} {'tasks' if tasks > 1 else 'task'}"
         fix = "end what else runs there, ask for more memory, or start fewer tasks"
         yield HostFinding("D601", (here,), received, f"{_size(tasks * _PER_TASK)} or more", fix)
-    usual = _usual(facts, host, available)
-    if usual is not None and has < _FEW * usual:
-        expected = f"about {_size(usual)}, as on the others"
-        fix = "give all hosts the same limit, and see what else runs there"
-        yield HostFinding("D602", (here,), f"{_size(has)} free{of}", expected, fix)
 
 
 def _limits(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
@@ -124,26 +114,15 @@ def _limits(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
 
 
 def _speed(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
-    here = facts.name(host.index)
-    cpus = _usual(facts, host, lambda other: other.machine.cpus)
-    if cpus is not None and host.machine.cpus < _FEW * cpus:
-        expected = f"about {cpus:.0f}, as the others have"
-        fix = "ask for the same number on each host (--cpus-per-task, resources.limits.cpu)"
-        yield HostFinding("D606", (here,), f"{host.machine.cpus} CPUs", expected, fix)
-    work_s = _usual(facts, host, lambda other: other.work_s)
-    if work_s is not None and host.work_s is not None and host.work_s > _SLOW_HOST * work_s:
+    others = [o.work_s for o in facts.present if o is not host and o.work_s is not None]
+    if host.work_s is None or not others:
+        return
+    usual_s = statistics.median(others)
+    if host.work_s > _SLOW_HOST * usual_s:
         received = f"{host.work_s * 1e3:.0f} ms for a piece of work on each of its CPUs"
-        expected = f"about {work_s * 1e3:.0f} ms, as on the others"
+        expected = f"about {usual_s * 1e3:.0f} ms, as on the others"
         fix = "see what else runs there (top), its limit of CPUs, its clock and temperature"
-        yield HostFinding("D605", (here,), received, expected, fix)
-
-
-def _usual(
-    facts: JobFacts, host: HostFacts, value: Callable[[HostFacts], float | None]
-) -> float | None:
-    """Return the median of a value over the other hosts that have one, None for none."""
-    found = [v for other in facts.present if other is not host and (v := value(other)) is not None]
-    return statistics.median(found) if found else None
+        yield HostFinding("D605", (facts.name(host.index),), received, expected, fix)
 
 
 def _size(size_bytes: float) -> str:
@@ -279,7 +258,6 @@ CLOCKS = Topic(name="clocks", rules=_CLOCKS_RULES, check=_check_clocks)
 # Checks of the shared directory that checkpoints need.
 
 _LEAST_FREE = _GIB
-_SLOW_SYNC_S = 1.0
 
 _DIRECTORY_RULES = rules_of("""
 D801 error: a shared directory that is not there
@@ -292,8 +270,6 @@ D804 error: a rename that is not atomic
     A checkpoint is written beside and renamed; a reader must find the old or the new.
 D805 error: a file system without fsync
     A checkpoint that is not on the disk is lost with the host's power.
-D806 warning: an fsync that takes long
-    Each checkpoint waits for several of them.
 D807 warning: little free space in the shared directory
     A save that fails keeps the last good checkpoint, and ends the job.
 """)
@@ -334,10 +310,6 @@ def _check_disk(here: str, path: str, found: Directory) -> Iterator[HostFinding]
         expected = "a write that reaches the disk"
         fix = "use a file system that has fsync"
         yield HostFinding("D805", (here,), f"{path}: {found.sync_error}", expected, fix)
-    elif found.sync_s > _SLOW_SYNC_S:
-        received = f"{path}: {found.sync_s:.1f} s for a small file"
-        fix = "see what else writes there, or save less often"
-        yield HostFinding("D806", (here,), received, f"less than {_SLOW_SYNC_S:.0f} s", fix)
     if found.free < _LEAST_FREE:
         expected = f"{_LEAST_FREE >> 20} MiB or more, and room for several checkpoints"
         fix = "delete old runs, or name another directory"

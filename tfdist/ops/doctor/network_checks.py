@@ -22,8 +22,6 @@ from tfdist.ops.rules import rules_of
 
 # Checks of the hosts' name resolution, forward and reverse.
 
-_SLOW_LOOK_UP_S = 1.0
-
 _NAMES_RULES = rules_of("""
 D101 error: a name that leads nowhere
     A task connects to the others by the names that the job has for their hosts.
@@ -33,8 +31,6 @@ D103 warning: a host whose own name is loopback to itself
     What listens at that address, as gloo and MPI may, is not reached from outside.
 D104 warning: an address whose name leads elsewhere
     Kerberos, MPI and logs go by the name of an address; it names another machine.
-D105 warning: a name that takes long to resolve
-    Each task asks for each name when it starts, and again at every new connection.
 """)
 
 
@@ -60,10 +56,6 @@ def _wrong_name(
         fix = f"enter {found.name} in DNS or in /etc/hosts of {here}"
         yield HostFinding("D101", (here,), received, f"an address for {found.name}", fix)
         return
-    if found.took_s > _SLOW_LOOK_UP_S:
-        received = f"{found.took_s:.1f} s for {found.name}"
-        fix = "correct the name servers in /etc/resolv.conf, or use /etc/hosts"
-        yield HostFinding("D105", (here,), received, f"less than {_SLOW_LOOK_UP_S:.0f} s", fix)
     if not is_name(found.name):
         return
     if index == host.index:
