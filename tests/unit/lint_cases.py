@@ -82,7 +82,7 @@ OF_OPTIONS: dict[str, tuple[dict[str, list[str]], dict[str, object]]] = {
 HOSTS = ("TFDIST_HOSTS=a,b", "TFDIST_NODE_RANK=0")
 OF_ENVIRON = {
     "ENV001_cluster": ("TFDIST_CLUSTER=kubernetis",),
-    "ENV001_port": ("TFDIST_PORT=port",),
+    "ENV001_ps": ("TFDIST_PS=many",),
     "ENV001_strategy": ("TFDIST_STRATEGY=multi-worker",),
     "ENV002_strategie": ("TFDIST_STRATEGIE=ps",),
     "ENV003_ports": ("TFDIST_HOSTS=a:2222,b:2222", "TFDIST_NODE_RANK=0"),

@@ -74,13 +74,6 @@ def test_the_ports_of_a_job_follow_from_its_number_and_step():
     assert port_of_job("prterun-a1-4711@1") in range(FIRST_PORT, 32_704)
 
 
-def test_one_variable_sets_the_first_port():
-    configs = read_all([{**e, "TFDIST_PORT": "5000"} for e in recorded("slurm_srun_n3")])
-    assert configs[0].cluster.worker == ("node01:5000", "node01:5001", "node02:5002")
-    pods = recorded("kubernetes_indexed_job")
-    assert read_all([{**e, "TFDIST_PORT": "80"} for e in pods])[2].cluster.worker[2].endswith(":80")
-
-
 def test_one_variable_says_which_ports_a_job_may_have():
     steps = recorded("slurm_srun_n3")  # of job 1
     few = read_all([{**e, "TFDIST_PORTS": "30000-30031"} for e in steps])[0].cluster.worker
@@ -372,9 +365,8 @@ def test_an_ipv6_address_without_brackets_is_told_how_it_is_written(text):
 
 
 def test_a_host_that_is_listed_twice_goes_on_counting_its_ports():
-    hosts = {"TFDIST_HOSTS": "a:1,b:1,a:1", "TFDIST_NODE_RANK": "2", "TFDIST_PORT": "5000"}
-    config = read(hosts)
-    assert config.cluster.worker == ("a:5000", "b:5000", "a:5001")
+    config = read({"TFDIST_HOSTS": "a:1,b:1,a:1", "TFDIST_NODE_RANK": "2"})
+    assert config.cluster.worker == ("a:2222", "b:2222", "a:2223")
     assert config.task == Task("worker", 2)
 
 

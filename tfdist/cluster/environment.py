@@ -94,8 +94,7 @@ def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfi
     """Return this rank's part of the job, or None outside a job of several ranks.
 
     Ranks are taken host after host, as mpirun places them by default
-    (``--map-by slot``). Ports begin at one that follows from the name of the job, or at
-    TFDIST_PORT.
+    (``--map-by slot``). Ports begin at one that follows from the name of the job.
 
     Raises:
         UsageError: the hosts of the ranks are unknown, or this one is not where it should be.

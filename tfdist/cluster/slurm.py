@@ -42,8 +42,8 @@ def from_environ(environ: Mapping[str, str], job_settings: JobSettings) -> TaskC
     """Return this task's part of the job step, or None outside a step of several tasks.
 
     Tasks are taken in order of SLURM_PROCID. Their ports begin at one that follows from the job
-    and step number (`placement.port_of_job`), or at TFDIST_PORT. In a heterogeneous job
-    TFDIST_HET_GROUPS says what each component is for.
+    and step number (`placement.port_of_job`). In a heterogeneous job TFDIST_HET_GROUPS says what
+    each component is for.
 
     Raises:
         UsageError: the variables contradict each other, or do not say on which node a task is.
@@ -92,9 +92,7 @@ def node_of(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
 
 
 def first_port(environ: Mapping[str, str], job_settings: JobSettings) -> int:
-    """Return the port of the first task of the step: the one that is set, or the job's own."""
-    if job_settings.port:
-        return job_settings.port
+    """Return the port of the first task of the step."""
     step = needed(environ, "SLURM_STEP_ID")
     return placement.port_of_job(
         str(needed(environ, "SLURM_JOB_ID")), step=step, job_settings=job_settings
