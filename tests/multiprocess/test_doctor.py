@@ -22,7 +22,7 @@ DOCTOR = (
     "--json",
 )
 # What another process on this machine may cause at any moment.
-OF_THE_MOMENT = {"D105", "D302", "D303", "D601", "D602", "D605", "D806", "D807"}
+OF_THE_MOMENT = {"D302", "D303", "D601", "D605", "D807"}
 OF_THE_MOMENT |= {"D903", "D904", "D905"}
 
 
@@ -58,10 +58,6 @@ def codes(printed):
     return {finding["code"] for finding in printed["findings"]} - OF_THE_MOMENT
 
 
-def seen(printed):
-    return {topic["topic"] for topic in printed["topics"] if topic["severity"] == "ok"}
-
-
 def on_both(hosts, *flags, listed="a,b", a=(), b=(), **of_b):
     """Runs the doctor on both hosts; returns what each came to."""
     job = (*DOCTOR, *flags, f"--hosts={listed}")
@@ -75,7 +71,8 @@ def test_one_host_with_nothing_wrong(tmp_path):
     code, printed, _ = end(start([*DOCTOR, f"--shared_dir={tmp_path}"], http_proxy=proxy))
     assert codes(printed) == set(), printed
     assert code in (0, 1)
-    assert {"hosts", "network", "software", "machines", "shared directory"} <= seen(printed)
+    topics = {"hosts", "network", "software", "machines", "shared directory"}
+    assert topics <= set(printed["topics"])
     exchange = printed["facts"]["exchange"]
     assert exchange["is_right"]
     assert min(exchange[name] for name in ("reduce_s", "push_s", "pull_s")) > 0
@@ -87,7 +84,6 @@ def test_tasks_of_one_host_leave_it_to_the_first_of_them(tmp_path):
     done = python(*LAUNCH[1:], *flags, "-m", "tfdist.doctor", "--quick", timeout=DEADLINE_S)
     assert done.returncode in (EXIT_OK, EXIT_FAILED), done.stdout + done.stderr
     assert done.stdout.count("1 host of 1") == 1
-    assert "2 free" in done.stdout
     assert "worker-1 leaves 127.0.0.1 to worker-0" in done.stdout + done.stderr
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.refusals import refusal
 from tfdist.cluster import ClusterSpec, Task
-from tfdist.cluster.address import check_address, split_address
+from tfdist.cluster.address import check_address
 
 PS_JOB = ClusterSpec(chief=("c:1",), worker=("w:1", "w:2"), ps=("p:1",), evaluator=("e:1",))
 GOOD_ADDRESSES = [
@@ -39,10 +39,6 @@ BAD_PORTS = [
     "host:9999999",
     "host:\uff18",
 ]
-
-
-def test_a_task_is_named_after_its_type_and_index():
-    assert str(Task("worker", 3)) == "worker-3"
 
 
 def test_tasks_sort_in_the_order_in_which_they_start():
@@ -75,10 +71,6 @@ def test_specs_and_tasks_are_frozen_hashable_and_survive_pickling():
         PS_JOB.chief = ()  # type: ignore[misc]
     assert len({PS_JOB, pickle.loads(pickle.dumps(PS_JOB))}) == 1
     assert len({Task("ps", 0), pickle.loads(pickle.dumps(Task("ps", 0)))}) == 1
-
-
-def test_lists_of_addresses_become_tuples():
-    assert ClusterSpec.from_dict({"worker": ["a:1"]}) == ClusterSpec(worker=("a:1",))
 
 
 def test_a_dict_holds_only_the_types_that_have_tasks():
@@ -126,11 +118,6 @@ def test_a_task_that_the_cluster_does_not_have_is_refused():
 @pytest.mark.parametrize("address", GOOD_ADDRESSES)
 def test_an_address_of_any_usual_form_is_accepted(address):
     assert ClusterSpec(worker=(address,)).address(Task("worker", 0)) == address
-
-
-def test_an_address_splits_into_host_and_port():
-    assert split_address("[::1]:1234") == ("::1", 1234)
-    assert split_address("host:80") == ("host", 80)
 
 
 @pytest.mark.parametrize("address", [*BAD_ADDRESSES, *BAD_PORTS])

@@ -170,9 +170,7 @@ def test_flags_of_a_configuration_go_with_their_values():
     assert program.parse(["memory"])[1] == []
 
 
-@pytest.mark.parametrize(
-    "flag", ["--first=0", "--most=0", "--steps=-1", "--use=0", "--timeout_s=0"]
-)
+@pytest.mark.parametrize("flag", ["--first=0", "--most=0", "--steps=-1", "--timeout_s=0"])
 def test_the_program_refuses_what_cannot_be(flag, capsys):
     assert program.main(["batch", "a.py:f", flag]) == 2
     line = capsys.readouterr().err

@@ -1,7 +1,6 @@
 """A job on several hosts, decided before anybody is spoken to: whose are which tasks."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -219,15 +218,6 @@ def test_several_launchers_on_a_node_are_refused():
     environ = slurm(2, 0, SLURM_STEP_NUM_TASKS="4", SLURM_NTASKS="4")
     environ["SLURM_STEP_TASKS_PER_NODE"] = "2(x2)"
     assert "--ntasks-per-node=1" in refusal("", environ)
-
-
-def test_a_recorded_step_of_one_task_a_node_is_a_group():
-    folder = Path(__file__).parent / "environments"
-    record = json.loads((folder / "slurm_srun_three_nodes.json").read_text())
-    tasks = [{**record["common"], **own, **WITH_TOKEN} for own in record["tasks"]]
-    groups = [decided("", environ)[1] for environ in tasks]
-    assert [group.rank for group in groups] == list(range(len(tasks)))
-    assert len({group.hosts for group in groups}) == 1
 
 
 # what is alike

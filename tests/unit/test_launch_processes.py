@@ -147,10 +147,6 @@ def test_an_output_that_is_closed_is_one_request_to_stop(processes):
     assert processes.wait(0) == []
 
 
-def test_nothing_happening_is_no_event(processes):
-    assert processes.wait(0) == []
-
-
 def test_a_start_that_was_not_begun_is_taken_back_when_the_task_is_to_end(processes):
     processes.perform(Signal(W0, signal.SIGTERM))
     assert processes.wait(1) == [Ended(task=W0, status=-signal.SIGTERM, at_s=5.0)]

@@ -7,15 +7,13 @@ from tfdist.cluster import ClusterSpec, JobOptions, job_configs, resolved_strate
 from tfdist.launch.options import parse
 
 
-@pytest.mark.parametrize("flags", [["--strategy=pipeline", "--stages=3"], ["--stages=3"]])
-def test_a_pipeline_has_a_task_for_each_stage(flags):
+@pytest.mark.parametrize(
+    ("flags", "workers"),
+    [(["--strategy=pipeline", "--stages=2"], 2), (["--stages=2", "--workers=4"], 4)],
+)
+def test_a_pipeline_has_a_task_for_each_stage(flags, workers):
     options = parse(flags)
-    assert (options.strategy, options.workers) == ("pipeline", 3)
-
-
-def test_more_workers_are_more_pipelines():
-    options = parse(["--stages=2", "--workers=4"])
-    assert (options.strategy, options.stages, options.workers) == ("pipeline", 2, 4)
+    assert (options.strategy, options.stages, options.workers) == ("pipeline", 2, workers)
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,6 @@ def test_no_command_line_takes_a_token_or_repeats_it(program, between, capsys):
     assert "correct-horse" not in printed.out + printed.err
 
 
-def test_hosts_that_are_alike_do_not_differ():
-    assert differences({"python": "3.11"}, {"python": "3.11"}) == []
-
-
 def test_each_difference_is_said_from_both_sides():
     ours = {"python": "3.11", "tensorflow": "2.21.0", "env.TF_X": "1"}
     theirs = {"python": "3.12", "tensorflow": "2.21.0", "env.TF_Y": "a\nb"}

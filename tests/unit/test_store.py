@@ -143,13 +143,6 @@ def test_reading_needs_the_arrays_once(store):
 # What is kept
 
 
-def test_the_last_ones_are_kept(store):
-    for step in (1, 2, 3, 4):
-        write(store, step)
-    assert store.steps() == [3, 4]
-    assert hidden_leftovers(store.directory) == []
-
-
 def test_the_best_is_kept_until_a_better_one(store):
     for step in range(1, 7):
         write(store, step, best=step in (2, 5))
@@ -519,15 +512,6 @@ def test_directories_above_that_were_made_for_it_are_on_the_disk_too(tmp_path, d
     store.close()
     above = [tmp_path, tmp_path / "runs", tmp_path / "runs" / "a"]
     assert [path for what, path in disk_events if what == "fsync" and path in above] == above
-
-
-def test_a_directory_without_permission_is_one_line(tmp_path, monkeypatch):
-    def refuse(*args: Any, **kwargs: Any) -> int:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(TfdistError, match=r"step 1 in .*: Permission denied"):
-        write(CheckpointStore(tmp_path), 1)
 
 
 # A disk that is full

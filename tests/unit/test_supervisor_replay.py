@@ -10,15 +10,12 @@ from hypothesis import strategies as st
 
 from tfdist.cluster import Task
 from tfdist.launch.events import (
-    AskForStacks,
     Awakening,
     Beat,
     Begin,
     Ended,
     KillOne,
     Raised,
-    Say,
-    ShowFailure,
     Signal,
     Start,
     Started,
@@ -26,7 +23,7 @@ from tfdist.launch.events import (
 )
 from tfdist.launch.report import Failure
 from tfdist.launch.state import EVALUATOR, JobState, RestartPolicy
-from tfdist.launch.supervisor import STACKS_S, decide
+from tfdist.launch.supervisor import decide
 from tfdist.launch.watchdog import Watchdog
 
 CHIEF, PS = Task("chief", 0), Task("ps", 0)
@@ -80,72 +77,6 @@ def replay(state, *history):
     """Returns what was decided at each moment, but nothing of the moments without a decision."""
     decided = [(one.at_s, decide(state, one)) for one in history]
     return [(at_s, actions) for at_s, actions in decided if actions]
-
-
-STARTS = [(0.0, [Start(task)]) for task in PS_JOB]
-
-
-def test_a_worker_of_a_ps_job_that_is_killed_is_started_again_alone():
-    state = job(PS_JOB, max_restarts=1)
-    decided = replay(
-        state,
-        *begun(PS_JOB),
-        Awakening(at_s=3.0, events=(beat(CHIEF, 3.0, step=40),)),
-        Awakening(at_s=4.0, events=(ended(W1, 4.0, -KILL),)),
-        Awakening(at_s=4.5, events=(Started(task=W1, pid=8, at_s=4.5),)),
-        Awakening(at_s=9.0, events=(ended(CHIEF, 9.0, 0),)),
-        Awakening(at_s=9.5, events=tuple(ended(t, 9.5, -TERM) for t in (W0, W1, PS))),
-    )
-    assert decided[:4] == STARTS
-    said = (
-        "worker-1 failed: killed by SIGKILL, not by the launcher; started again alone, "
-        "restart 1 of 1 within 3600 s: worker-1.restart-1.log"
-    )
-    assert decided[4:] == [
-        (4.0, [KillOne(W1), Say(said), Start(W1, restart=1)]),
-        (9.0, [Signal(W0, TERM), Signal(W1, TERM), Signal(PS, TERM)]),
-    ]
-    assert state.is_over
-    assert state.exit_code == 0
-    (failure,) = state.restarts
-    assert (failure.task, failure.step, failure.at_s) == (W1, 40, 4.0)
-    records = state.tasks[W1].records
-    assert [(r.pid, r.status, r.stopped) for r in records] == [(7, -KILL, False), (8, -TERM, True)]
-
-
-def test_a_worker_that_hangs_has_its_stacks_printed_and_ends_the_job():
-    state = job(MULTIWORKER_JOB, hang_timeout_s=HANG_S, states=dict.fromkeys(MULTIWORKER_JOB, "S"))
-    beats = [
-        Awakening(
-            at_s=at_s,
-            events=tuple(beat(task, at_s, step=30, since_s=1.0) for task in (W0, W2))
-            + ((beat(W1, at_s, step=29, phase="callback", since_s=1.0),) if at_s < 3 else ()),
-        )
-        for at_s in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
-    ]
-    decided = replay(
-        state,
-        *begun(MULTIWORKER_JOB),
-        *beats,
-        Awakening(at_s=7.0 + STACKS_S),
-        Awakening(at_s=8.0, events=tuple(ended(t, 8.0, -TERM) for t in MULTIWORKER_JOB)),
-    )
-    cause = (
-        "hangs: does not answer: silent for 4 s (its process sleeps), last report: in a callback "
-        "after 29 steps; worker-0, worker-2 wait for it"
-    )
-    at_s, actions = decided[3]
-    assert at_s == 6.0
-    assert actions[0] == Say(f"worker-1: {cause}; the stacks of worker-1, worker-0, worker-2:")
-    assert actions[1:] == [AskForStacks(task) for task in (W1, W0, W2)]
-    assert decided[4] == (
-        7.0,
-        [
-            ShowFailure(W1, cause, stacks=(W1, W0, W2)),
-            *(Signal(task, TERM) for task in MULTIWORKER_JOB),
-        ],
-    )
-    assert (state.failure.at_s, state.failure.step, state.exit_code) == (2.0, 30, 1)
 
 
 def test_a_task_that_never_gets_a_process_hangs_and_one_that_has_ended_does_not():

@@ -129,15 +129,6 @@ def test_a_stopped_task_is_named_and_not_asked_for_its_stacks():
     assert hang.since_s == 1003.0  # its last word
 
 
-def test_the_silent_one_is_blamed_by_a_waiting_one_whose_time_is_up_first():
-    job = Job()
-    job.enter("step", step=10)
-    job.run(HANG_S - 5)  # a long range of steps
-    job.stop(W2)
-    hang = job.run(6)
-    assert hang.task == W2
-
-
 def test_before_one_of_all_alike_is_blamed_each_is_heard_once_more():
     job = Job()
     job.enter("step", step=10)

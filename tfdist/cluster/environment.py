@@ -56,14 +56,13 @@ from tfdist.errors import UsageError, require_one_of
 # * Open MPI: OMPI_COMM_WORLD_SIZE, _RANK, _LOCAL_SIZE, _LOCAL_RANK
 #   (https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html);
 # * MPICH and Intel MPI (Hydra): PMI_SIZE, PMI_RANK, MPI_LOCALNRANKS, MPI_LOCALRANKID;
-#   PALS: PMI_LOCAL_SIZE, PMI_LOCAL_RANK;
 # * PMIx alone (prterun): PMIX_RANK, which has no size beside it
 #   (https://github.com/open-mpi/ompi/issues/9167), and so needs TFDIST_HOSTS.
 
 _OMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 _OMPI_LOCAL = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 _PMI = ("PMI_SIZE", "PMI_RANK")
-_PMI_LOCAL = (("MPI_LOCALNRANKS", "MPI_LOCALRANKID"), ("PMI_LOCAL_SIZE", "PMI_LOCAL_RANK"))
+_PMI_LOCAL = ("MPI_LOCALNRANKS", "MPI_LOCALRANKID")
 _PMIX_RANK = "PMIX_RANK"
 _LOCAL_HOST = "127.0.0.1"
 _JOB_NAMES = (
@@ -95,8 +94,7 @@ def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfi
     """Return this rank's part of the job, or None outside a job of several ranks.
 
     Ranks are taken host after host, as mpirun places them by default
-    (``--map-by slot``). Ports begin at one that follows from the name of the job, or at
-    TFDIST_PORT.
+    (``--map-by slot``). Ports begin at one that follows from the name of the job.
 
     Raises:
         UsageError: the hosts of the ranks are unknown, or this one is not where it should be.
@@ -119,8 +117,7 @@ def _world(environ: Mapping[str, str]) -> _World | None:
     if _is_of_slurm(environ):
         return None
     if _PMI[0] in environ and _PMI[1] in environ:
-        known = (names for names in _PMI_LOCAL if names[0] in environ)
-        return _sized(environ, _PMI, next(known, _PMI_LOCAL[0]))
+        return _sized(environ, _PMI, _PMI_LOCAL)
     if _PMIX_RANK in environ:
         value = text(environ, HOSTS)
         if not value:

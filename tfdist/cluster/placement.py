@@ -32,12 +32,12 @@ _JOBS = 397  # prime, so that job numbers in steps of any size are spread over a
 def place(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> TaskConfig:
     """Return the TF_CONFIG of the task of `rank`, where `hosts` has the host of each rank.
 
-    The tasks of a host have `DEFAULT_PORT` and the ports after it, in order of rank. A port
-    that is set goes before it, and so does the first of a range.
+    The tasks of a host have `DEFAULT_PORT` and the ports after it, in order of rank, or those
+    of a range that is set.
     """
     types = task_types(len(hosts), job_settings=job_settings)
     ports = job_settings.ports
-    first_port = job_settings.port or (DEFAULT_PORT if ports is None else ports.start)
+    first_port = DEFAULT_PORT if ports is None else ports.start
     at = addresses(hosts, first_port=first_port, among=ports)
     return placed(at, types, rank=rank, job_settings=job_settings)
 
@@ -127,21 +127,27 @@ def addresses(hosts: Sequence[str], *, first_port: int, among: range | None = No
         used[host] = port + 1
         made.append(join(host, port))
     last_port = max(used.values(), default=1) - 1
-    if among is not None and last_port not in among and first_port > among.start:
+    if among is None or last_port in among:
+        return made
+    if first_port > among.start:
         return addresses(hosts, first_port=among.start, among=among)  # the whole of it
-    _check_last_port(last_port, first_port=first_port, among=among)
-    return made
+    raise UsageError(
+        settings.PORTS,
+        received=f"{as_text(among)}, {len(among)} ports, "
+        f"for {last_port - first_port + 1} tasks on a host",
+        expected="a port for each task of a host",
+        fix=f"set {settings.PORTS} to a larger range",
+        code="ENV001",
+    )
 
 
 def port_of_job(job: str, *, step: int = 0, job_settings: JobSettings | None = None) -> int:
     """Return the first of the ports of a job, the same wherever its name is known.
 
     `PORTS_PER_JOB` ports belong to it. Jobs with numbers that follow each other, as those that
-    share a machine often have, get different ones; so do the steps of a job. A port that is
-    set goes before them, and a range is divided among the jobs.
+    share a machine often have, get different ones; so do the steps of a job. A range
+    that is set is divided among the jobs.
     """
-    if job_settings is not None and job_settings.port:
-        return job_settings.port
     first_port, jobs = FIRST_PORT, _JOBS
     if job_settings is not None and job_settings.ports is not None:
         first_port, jobs = (
@@ -164,7 +170,6 @@ def ports_of_ranks(
     last_port = first_port + len(hosts) - 1
     if len(hosts) > PORTS_PER_JOB or (among is not None and last_port not in among):
         return addresses(hosts, first_port=first_port, among=among)
-    _check_last_port(last_port, first_port=first_port)
     return [join(host, first_port + rank) for rank, host in enumerate(hosts)]
 
 
@@ -178,26 +183,6 @@ def is_name(host: str) -> bool:
     """Return whether `host` is a name that says which host it is: no number, not localhost."""
     plain = host.strip("[]").lower()
     return ":" not in plain and not plain.replace(".", "").isdigit() and plain != "localhost"
-
-
-def _check_last_port(last_port: int, *, first_port: int, among: range | None = None) -> None:
-    count = last_port - first_port + 1
-    if among is not None and count > len(among):
-        raise UsageError(
-            settings.PORTS,
-            received=f"{as_text(among)}, {len(among)} ports, for {count} tasks on a host",
-            expected="a port for each task of a host",
-            fix=f"set {settings.PORTS} to a larger range",
-            code="ENV001",
-        )
-    if last_port > 65_535:
-        raise UsageError(
-            settings.PORT,
-            received=f"{first_port} for the first of {count} ports in a row",
-            expected="ports up to 65535",
-            fix=f"set {settings.PORT} to a lower one",
-            code="ENV001",
-        )
 
 
 def _ps_count(job_settings: JobSettings) -> int:

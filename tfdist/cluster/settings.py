@@ -16,13 +16,13 @@ from tfdist.cluster.address import shown
 from tfdist.cluster.ports import parse_ports
 from tfdist.cluster.spec import TASK_TYPES
 from tfdist.cluster.tf_config import JobOptions, check_strategy
-from tfdist.errors import UsageError, mutually_exclusive, near
+from tfdist.errors import UsageError, near
 
 LAUNCHED = "TFDIST_JOB"
 """Set by our own launcher in its tasks, whose TF_CONFIG is the whole truth."""
 
 CLUSTER, STRATEGY, PS = "TFDIST_CLUSTER", "TFDIST_STRATEGY", "TFDIST_PS"
-PORT, PORTS, GROUPS = "TFDIST_PORT", "TFDIST_PORTS", "TFDIST_HET_GROUPS"
+PORTS, GROUPS = "TFDIST_PORTS", "TFDIST_HET_GROUPS"
 HOSTS, NODE_RANK, LOCAL_RANK = "TFDIST_HOSTS", "TFDIST_NODE_RANK", "TFDIST_LOCAL_RANK"
 
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
@@ -49,7 +49,7 @@ FLAGS = {
 }
 """The variable of each flag of the launcher that ``tfdist.submit`` sets in tasks."""
 
-_OF_CLUSTERS = (CLUSTER, STRATEGY, PS, PORT, GROUPS, HOSTS, NODE_RANK, LOCAL_RANK)
+_OF_CLUSTERS = (CLUSTER, STRATEGY, PS, GROUPS, HOSTS, NODE_RANK, LOCAL_RANK)
 NAMES = (*_OF_CLUSTERS, *FLAGS.values(), RESTARTS, UNCOUNTED_RESTARTS)
 
 _MAX = 2**31 - 1
@@ -62,13 +62,11 @@ class JobSettings(JobOptions):
 
     Attributes:
       ps: how many of the tasks, the last ones, are ps; None for the strategy's default.
-      port: of the first task of a host, the others having the next; None for the source's own.
       ports: those that tasks may have; None for any.
       groups: the task type of each component of a heterogeneous job; empty for none.
     """
 
     ps: int | None = None
-    port: int | None = None
     ports: range | None = None
     groups: tuple[str, ...] = ()
 
@@ -89,8 +87,6 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
     strategy = text(environ, STRATEGY) or "auto"
     check_strategy(strategy, where=STRATEGY, code="ENV001")
     groups, ports = text(environ, GROUPS), text(environ, PORTS)
-    port = integer(environ, PORT, least=1, most=65_535)
-    mutually_exclusive({PORTS: ports, PORT: port}, fix=f"unset {PORT}")
     stages = integer(environ, STAGES, least=1)
     if stages is not None and strategy != "pipeline":
         raise _wrong(STAGES, f"{stages}", "none without stages", f"set {STRATEGY}=pipeline")
@@ -98,7 +94,6 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
         strategy=strategy,
         ps=integer(environ, PS, least=0),
         evaluator=_switch(environ, EVALUATOR),
-        port=port,
         ports=parse_ports(ports, where=PORTS) if ports else None,
         groups=_groups(groups) if groups else (),
         attempt=1 + restarts(environ),

@@ -19,7 +19,6 @@ from tfdist.cluster.tf_config import TaskConfig
 
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # the batch script, the shell of salloc, and their like
 _GROUPS = ("SLURM_JOB_NODELIST_HET_GROUP_", "SLURM_JOB_NODELIST_PACK_GROUP_")  # today's, older
-_ALIAS = re.compile(r"([^:,]+):(\[[^\]]*\]|[^:,]*)(?::[^,]*)?")
 _PASS_ON = "pass Slurm's variables on to the task as they are"
 
 
@@ -43,8 +42,8 @@ def from_environ(environ: Mapping[str, str], job_settings: JobSettings) -> TaskC
     """Return this task's part of the job step, or None outside a step of several tasks.
 
     Tasks are taken in order of SLURM_PROCID. Their ports begin at one that follows from the job
-    and step number (`placement.port_of_job`), or at TFDIST_PORT. In a heterogeneous job
-    TFDIST_HET_GROUPS says what each component is for.
+    and step number (`placement.port_of_job`). In a heterogeneous job TFDIST_HET_GROUPS says what
+    each component is for.
 
     Raises:
         UsageError: the variables contradict each other, or do not say on which node a task is.
@@ -53,7 +52,7 @@ def from_environ(environ: Mapping[str, str], job_settings: JobSettings) -> TaskC
     if step is None:
         return None
     at = placement.ports_of_ranks(
-        _hosts_of_ranks(environ, step),
+        _hosts_of_ranks(step),
         first_port=first_port(environ, job_settings),
         among=job_settings.ports,
     )
@@ -89,13 +88,11 @@ def node_of(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
             "1 for each node: a launcher starts the tasks of its node itself",
             "run srun with --ntasks-per-node=1",
         )
-    return _hosts_of_ranks(environ, step), step.rank
+    return _hosts_of_ranks(step), step.rank
 
 
 def first_port(environ: Mapping[str, str], job_settings: JobSettings) -> int:
-    """Return the port of the first task of the step: the one that is set, or the job's own."""
-    if job_settings.port:
-        return job_settings.port
+    """Return the port of the first task of the step."""
     step = needed(environ, "SLURM_STEP_ID")
     return placement.port_of_job(
         str(needed(environ, "SLURM_JOB_ID")), step=step, job_settings=job_settings
@@ -256,14 +253,9 @@ def _check_self(environ: Mapping[str, str], step: _Step) -> None:
         raise contradiction("SLURM_GTIDS", shown(tasks_here), expected, fix)
 
 
-def _hosts_of_ranks(environ: Mapping[str, str], step: _Step) -> list[str]:
-    """Return the host of each rank: the node's name, or the address of a node in a cloud."""
-    aliases = text(environ, "SLURM_NODE_ALIASES")
-    known: dict[str, str] = {}
-    if aliases and aliases != "(null)":
-        known = {match[1]: match[2].strip("[]") for match in _ALIAS.finditer(aliases)}
-    hosts = [known.get(node.name) or node.name for node in step.nodes]
-    return [hosts[index] for index in step.where]
+def _hosts_of_ranks(step: _Step) -> list[str]:
+    """Return the node of each rank, by its name."""
+    return [step.nodes[index].name for index in step.where]
 
 
 def _expanded(environ: Mapping[str, str], variable: str) -> list[str]:

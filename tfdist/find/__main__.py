@@ -32,13 +32,9 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
     )
     parser.add_argument("--batch_size", type=int, help="of lr and memory; default 32, or as config")
     parser.add_argument("--steps", type=int, help="of lr (100), or of each trial of batch (3)")
-    parser.add_argument("--lowest", type=float, default=1e-7, help="first rate of lr")
-    parser.add_argument("--highest", type=float, default=10.0, help="last rate of lr")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="picture of lr")
-    parser.add_argument("--optimizer", help="of memory; default the model's own")
     parser.add_argument("--first", type=int, default=8, help="first size of batch")
     parser.add_argument("--most", type=int, default=65_536, help="largest size of batch")
-    parser.add_argument("--use", type=float, default=0.9, help="part of the free memory of batch")
     parser.add_argument("--timeout_s", type=float, default=600.0, help="of each trial of batch")
     config, ours = of_config(argv)
     options = parser.parse_args(ours)
@@ -86,8 +82,6 @@ def _lr(words: Sequence[str], options: Any) -> object:
         subject.x,
         subject.y,
         options.batch_size or subject.batch_size or 32,
-        lowest=options.lowest,
-        highest=options.highest,
         steps=options.steps or 100,
     )
     if options.plot and is_chief():
@@ -101,7 +95,6 @@ def _batch(words: Sequence[str], options: Any) -> object:
         first=options.first,
         most=options.most,
         steps=options.steps or 3,
-        use=options.use,
         timeout_s=options.timeout_s,
     )
     return search.run({"subject": words})
@@ -114,7 +107,7 @@ def _memory(words: Sequence[str], options: Any) -> object:
 
     subject = read(words, strategy=make_strategy("single"))
     size = options.batch_size or subject.batch_size or 32
-    return estimate_memory(subject.model, size, options.optimizer)
+    return estimate_memory(subject.model, size)
 
 
 if __name__ == "__main__":

@@ -267,8 +267,6 @@ class PreflightPeer:
 
 # Report of the doctor: a table for people, JSON for programs.
 
-_OK, _NOT_SEEN = "ok", "-"
-
 
 def exit_code(findings: Sequence[HostFinding]) -> int:
     """Return 0 for none, 1 for warnings and 2 where there is an error."""
@@ -282,8 +280,8 @@ def as_text(result: PreflightResult) -> str:
     for topic in TOPICS:
         found = _of(topic, result.findings)
         if not found:
-            state, seen = _state(topic, result)
-            lines.append(f"{topic.name:{width}}  {state:7}        {seen}".rstrip())
+            why = _left_out(topic, result.facts)
+            lines.append(f"{topic.name:{width}}  {f'not looked at: {why}' if why else 'ok'}")
         for finding in found:
             state = f"{_severity(finding).value:7}  {finding.code}"
             where = ", ".join(finding.hosts[:4]) + (", ..." if len(finding.hosts) > 4 else "")
@@ -298,8 +296,6 @@ def as_text(result: PreflightResult) -> str:
 
 def as_json(result: PreflightResult) -> str:
     """Return an object with the exit code, the findings, the topics that are well, the facts."""
-    well = [topic for topic in TOPICS if not _of(topic, result.findings)]
-    states = {topic.name: _state(topic, result) for topic in well}
     return json.dumps(
         {
             "exit_code": exit_code(result.findings),
@@ -310,8 +306,9 @@ def as_json(result: PreflightResult) -> str:
                 for finding in result.findings
             ],
             "topics": [
-                {"topic": name, "severity": state if state == _OK else None, "seen": seen}
-                for name, (state, seen) in states.items()
+                topic.name
+                for topic in TOPICS
+                if not _of(topic, result.findings) and not _left_out(topic, result.facts)
             ],
             "facts": encode(result.facts),
         },
@@ -319,13 +316,11 @@ def as_json(result: PreflightResult) -> str:
     )
 
 
-def _state(topic: Topic, result: PreflightResult) -> tuple[str, str]:
-    """Return ``ok`` and a summary, or why the topic was left out."""
-    seen = topic.seen(result.facts)
-    if seen:
-        return _OK, seen
-    left_out = result.facts.left_out if topic.name == "exchange" else ""
-    return _NOT_SEEN, f"not looked at{f': {left_out}' if left_out else ''}"
+def _left_out(topic: Topic, facts: JobFacts) -> str:
+    """Return why nobody looked at a topic; empty where somebody did."""
+    if topic is network_checks.EXCHANGE and facts.exchange is None:
+        return facts.left_out
+    return "no --shared_dir" if topic is host_checks.DIRECTORY and not facts.shared_dir else ""
 
 
 def _summary(result: PreflightResult) -> str:

@@ -34,13 +34,11 @@ class NameFacts:
     name: of a host, as the job has it.
     addresses: what it leads to on the host that asked.
     error: why it leads nowhere.
-    took_s: how long the answer took.
     """
 
     name: str
     addresses: tuple[str, ...] = ()
     error: str = ""
-    took_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +144,7 @@ class Directory:
       error: why it cannot be used at all: it is not there, or not to be written.
       unseen: hosts whose files this one does not see.
       torn: reads of a file while another host replaced it that saw neither the old nor the new.
-      sync_error, sync_s: of writing a small file through to the disk.
+      sync_error: of writing a small file through to the disk.
       free: bytes.
     """
 
@@ -156,7 +154,6 @@ class Directory:
     torn: int = 0
     reads: int = 0
     sync_error: str = ""
-    sync_s: float = 0.0
     free: int = 0
 
 
@@ -265,13 +262,11 @@ class Topic:
     Attributes:
       rules: what can be wrong here.
       check: yields what is.
-      seen: returns in a few words what was seen when nothing is; empty where nobody looked.
     """
 
     name: str
     rules: tuple[Rule, ...]
     check: Callable[[JobFacts], Iterator[HostFinding]]
-    seen: Callable[[JobFacts], str]
 
 
 # Hosts of the job under preflight, and this host's index.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tfdist.launch.events import named
 from tfdist.ops.doctor.facts import Directory, HostFacts, HostFinding, JobFacts, Topic
@@ -46,11 +46,7 @@ def _check_hosts(facts: JobFacts) -> Iterator[HostFinding]:
             yield HostFinding("D001", (name,), absence.why, "every host of the job", fix)
 
 
-def _seen_hosts(facts: JobFacts) -> str:
-    return ", ".join(host.name for host in facts.hosts)
-
-
-HOSTS = Topic(name="hosts", rules=_HOSTS_RULES, check=_check_hosts, seen=_seen_hosts)
+HOSTS = Topic(name="hosts", rules=_HOSTS_RULES, check=_check_hosts)
 
 
 # Checks of each host's memory, file limits and speed.
@@ -60,13 +56,10 @@ _PER_TASK = _GIB  # importing TensorFlow takes 640 MB of it
 _SHARED = 256 * _MIB
 _FILES, _FILES_PER_TASK = 1024, 16
 _SLOW_HOST = 1.5
-_FEW = 0.5
 
 _MACHINES_RULES = rules_of("""
 D601 warning: little memory for the tasks
     Importing TensorFlow takes 640 MB; a task that the kernel ends says nothing.
-D602 warning: much less memory than the other hosts
-    All tasks hold the same model: what fits elsewhere may not fit here.
 D603 warning: little shared memory on a host with GPUs
     NCCL moves data between GPUs of a host by /dev/shm, of which a container has 64 MB unless
     told otherwise.
@@ -74,8 +67,6 @@ D604 warning: few open files
     Each task has a connection to each other one, in both directions, and its data.
 D605 warning: a host slower than the others
     Every step of a synchronous job waits for the slowest.
-D606 warning: fewer CPUs than the other hosts
-    Its tasks prepare data and compute slower, and the others wait.
 """)
 
 
@@ -106,11 +97,6 @@ def _memory(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
         received = f"{_size(has)} free{of} for {tasks} {'tasks' if tasks > 1 else 'task'}"
         fix = "end what else runs there, ask for more memory, or start fewer tasks"
         yield HostFinding("D601", (here,), received, f"{_size(tasks * _PER_TASK)} or more", fix)
-    usual = _usual(facts, host, available)
-    if usual is not None and has < _FEW * usual:
-        expected = f"about {_size(usual)}, as on the others"
-        fix = "give all hosts the same limit, and see what else runs there"
-        yield HostFinding("D602", (here,), f"{_size(has)} free{of}", expected, fix)
 
 
 def _limits(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
@@ -128,26 +114,15 @@ def _limits(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
 
 
 def _speed(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
-    here = facts.name(host.index)
-    cpus = _usual(facts, host, lambda other: other.machine.cpus)
-    if cpus is not None and host.machine.cpus < _FEW * cpus:
-        expected = f"about {cpus:.0f}, as the others have"
-        fix = "ask for the same number on each host (--cpus-per-task, resources.limits.cpu)"
-        yield HostFinding("D606", (here,), f"{host.machine.cpus} CPUs", expected, fix)
-    work_s = _usual(facts, host, lambda other: other.work_s)
-    if work_s is not None and host.work_s is not None and host.work_s > _SLOW_HOST * work_s:
+    others = [o.work_s for o in facts.present if o is not host and o.work_s is not None]
+    if host.work_s is None or not others:
+        return
+    usual_s = statistics.median(others)
+    if host.work_s > _SLOW_HOST * usual_s:
         received = f"{host.work_s * 1e3:.0f} ms for a piece of work on each of its CPUs"
-        expected = f"about {work_s * 1e3:.0f} ms, as on the others"
+        expected = f"about {usual_s * 1e3:.0f} ms, as on the others"
         fix = "see what else runs there (top), its limit of CPUs, its clock and temperature"
-        yield HostFinding("D605", (here,), received, expected, fix)
-
-
-def _usual(
-    facts: JobFacts, host: HostFacts, value: Callable[[HostFacts], float | None]
-) -> float | None:
-    """Return the median of a value over the other hosts that have one, None for none."""
-    found = [v for other in facts.present if other is not host and (v := value(other)) is not None]
-    return statistics.median(found) if found else None
+        yield HostFinding("D605", (facts.name(host.index),), received, expected, fix)
 
 
 def _size(size_bytes: float) -> str:
@@ -156,18 +131,7 @@ def _size(size_bytes: float) -> str:
     return f"{size_bytes / _MIB:.0f} MiB"
 
 
-def _seen_machines(facts: JobFacts) -> str:
-    cpus = sorted({host.machine.cpus for host in facts.present})
-    counts = " and ".join(str(count) for count in cpus)
-    memory = [has for host in facts.present if (has := available(host)) is not None]
-    work = [host.work_s for host in facts.present if host.work_s is not None]
-    parts = [f"{counts} CPU{'s' * (cpus != [1])}"]
-    parts += [f"{_size(min(memory))} free or more"] if memory else []
-    parts += [f"the slowest {max(work) / min(work):.2f} of the fastest"] if len(work) > 1 else []
-    return ", ".join(parts)
-
-
-MACHINES = Topic(name="machines", rules=_MACHINES_RULES, check=_check_machines, seen=_seen_machines)
+MACHINES = Topic(name="machines", rules=_MACHINES_RULES, check=_check_machines)
 
 
 # Checks that hosts have the same software and equivalent processors.
@@ -262,12 +226,7 @@ def _differing(
     return HostFinding(code, names, "; ".join(groups_named), "the same on all hosts", fix)
 
 
-def _seen_software(facts: JobFacts) -> str:
-    machine = facts.present[0].machine
-    return ", ".join([*(f"{name} {version}" for name, version in machine.versions), machine.cpu])
-
-
-SOFTWARE = Topic(name="software", rules=_SOFTWARE_RULES, check=_check_software, seen=_seen_software)
+SOFTWARE = Topic(name="software", rules=_SOFTWARE_RULES, check=_check_software)
 
 
 # Checks of the hosts' clocks.
@@ -293,20 +252,12 @@ def _check_clocks(facts: JobFacts) -> Iterator[HostFinding]:
         yield HostFinding("D401", (here,), received, f"less than {_MOST_APART_S:.0f} s", fix)
 
 
-def _seen_clocks(facts: JobFacts) -> str:
-    off = [host.clock_ahead_s for host in facts.present if host.clock_ahead_s is not None]
-    if not off:
-        return ""
-    return f"{max(abs(s) for s in off) * 1e3:.1f} ms apart at most"
-
-
-CLOCKS = Topic(name="clocks", rules=_CLOCKS_RULES, check=_check_clocks, seen=_seen_clocks)
+CLOCKS = Topic(name="clocks", rules=_CLOCKS_RULES, check=_check_clocks)
 
 
 # Checks of the shared directory that checkpoints need.
 
 _LEAST_FREE = _GIB
-_SLOW_SYNC_S = 1.0
 
 _DIRECTORY_RULES = rules_of("""
 D801 error: a shared directory that is not there
@@ -319,8 +270,6 @@ D804 error: a rename that is not atomic
     A checkpoint is written beside and renamed; a reader must find the old or the new.
 D805 error: a file system without fsync
     A checkpoint that is not on the disk is lost with the host's power.
-D806 warning: an fsync that takes long
-    Each checkpoint waits for several of them.
 D807 warning: little free space in the shared directory
     A save that fails keeps the last good checkpoint, and ends the job.
 """)
@@ -361,25 +310,10 @@ def _check_disk(here: str, path: str, found: Directory) -> Iterator[HostFinding]
         expected = "a write that reaches the disk"
         fix = "use a file system that has fsync"
         yield HostFinding("D805", (here,), f"{path}: {found.sync_error}", expected, fix)
-    elif found.sync_s > _SLOW_SYNC_S:
-        received = f"{path}: {found.sync_s:.1f} s for a small file"
-        fix = "see what else writes there, or save less often"
-        yield HostFinding("D806", (here,), received, f"less than {_SLOW_SYNC_S:.0f} s", fix)
     if found.free < _LEAST_FREE:
         expected = f"{_LEAST_FREE >> 20} MiB or more, and room for several checkpoints"
         fix = "delete old runs, or name another directory"
         yield HostFinding("D807", (here,), f"{path}: {found.free >> 20} MiB free", expected, fix)
 
 
-def _seen_directory(facts: JobFacts) -> str:
-    found = [host.directory for host in facts.present if host.directory is not None]
-    if not found:
-        return ""
-    sync_ms = max(directory.sync_s for directory in found) * 1e3
-    free = min(directory.free for directory in found) / _GIB
-    return f"{facts.shared_dir}: {free:.1f} GiB free, fsync {sync_ms:.0f} ms"
-
-
-DIRECTORY = Topic(
-    name="shared directory", rules=_DIRECTORY_RULES, check=_check_directories, seen=_seen_directory
-)
+DIRECTORY = Topic(name="shared directory", rules=_DIRECTORY_RULES, check=_check_directories)

@@ -167,7 +167,7 @@ T = TypeVar("T")
 def look_up(names: Sequence[str]) -> tuple[NameFacts, ...]:
     """Resolve the names, all at once."""
     return tuple(
-        found or NameFacts(name=name, error="no answer", took_s=_DEADLINE_S)
+        found or NameFacts(name=name, error="no answer")
         for name, found in zip(names, _all_at_once(_forward, names), strict=True)
     )
 
@@ -179,13 +179,10 @@ def look_back(addresses: Sequence[str]) -> tuple[ReverseFacts, ...]:
 
 
 def _forward(name: str) -> NameFacts:
-    start = time.monotonic()
     try:
-        addresses, error = addresses_of(name), ""
-    except OSError as refused:
-        addresses, error = (), refused.strerror or str(refused)
-    took_s = time.monotonic() - start
-    return NameFacts(name=name, addresses=addresses, error=error, took_s=took_s)
+        return NameFacts(name=name, addresses=addresses_of(name))
+    except OSError as error:
+        return NameFacts(name=name, error=error.strerror or str(error))
 
 
 def _reverse(address: str) -> ReverseFacts | None:
@@ -293,13 +290,12 @@ class Storage:
             is_read_only = error.errno in _NOT_TO_BE_WRITTEN
             return Directory(error=reason_of(error), is_read_only=is_read_only)
         found = Directory(free=state.f_bavail * state.f_frsize)
-        start = time.perf_counter()
         try:
             for path in (self._file(self._index), self._place):
                 fsync(path)
         except OSError as error:
             return replace(found, sync_error=reason_of(error))
-        return replace(found, sync_s=time.perf_counter() - start)
+        return found
 
     def read(self, written: Directory, *, present: Sequence[int]) -> Directory:
         """Return `written` completed by the state of the others' files."""

@@ -17,13 +17,10 @@ from tfdist.ops.doctor.facts import (
     NameFacts,
     Reach,
     Topic,
-    Wire,
 )
 from tfdist.ops.rules import rules_of
 
 # Checks of the hosts' name resolution, forward and reverse.
-
-_SLOW_LOOK_UP_S = 1.0
 
 _NAMES_RULES = rules_of("""
 D101 error: a name that leads nowhere
@@ -34,8 +31,6 @@ D103 warning: a host whose own name is loopback to itself
     What listens at that address, as gloo and MPI may, is not reached from outside.
 D104 warning: an address whose name leads elsewhere
     Kerberos, MPI and logs go by the name of an address; it names another machine.
-D105 warning: a name that takes long to resolve
-    Each task asks for each name when it starts, and again at every new connection.
 """)
 
 
@@ -61,10 +56,6 @@ def _wrong_name(
         fix = f"enter {found.name} in DNS or in /etc/hosts of {here}"
         yield HostFinding("D101", (here,), received, f"an address for {found.name}", fix)
         return
-    if found.took_s > _SLOW_LOOK_UP_S:
-        received = f"{found.took_s:.1f} s for {found.name}"
-        fix = "correct the name servers in /etc/resolv.conf, or use /etc/hosts"
-        yield HostFinding("D105", (here,), received, f"less than {_SLOW_LOOK_UP_S:.0f} s", fix)
     if not is_name(found.name):
         return
     if index == host.index:
@@ -121,14 +112,7 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-def _seen_names(facts: JobFacts) -> str:
-    names = {(n.name, n.addresses[0]) for host in facts.present for n in host.names if n.addresses}
-    return ", ".join(
-        f"{name} {address}" if name != address else name for name, address in sorted(names)
-    )
-
-
-NAMES = Topic(name="names", rules=_NAMES_RULES, check=_check_names, seen=_seen_names)
+NAMES = Topic(name="names", rules=_NAMES_RULES, check=_check_names)
 
 
 # Checks of the job's ports: free, reachable from the other hosts, and exposed to whom.
@@ -206,15 +190,7 @@ def _ports(ports: list[int]) -> str:
     return f"port{'s' * (len(ports) > 1)} {named(ports)}"
 
 
-def _seen_ports(facts: JobFacts) -> str:
-    count = sum(not port.error for host in facts.present for port in host.ports)
-    if not count:
-        return ""
-    reached = ", reached from all hosts" if len(facts.hosts) > 1 else ""
-    return f"{count} free{reached}"
-
-
-PORTS = Topic(name="ports", rules=_PORTS_RULES, check=_check_ports, seen=_seen_ports)
+PORTS = Topic(name="ports", rules=_PORTS_RULES, check=_check_ports)
 
 
 # How well the connections between hosts carry what a job sends.
@@ -267,20 +243,7 @@ def rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e3:.0f} kB/s"
 
 
-def _seen_network(facts: JobFacts) -> str:
-    wires = [wire for host in facts.present for wire in host.wires if not wire.error]
-    if not wires:
-        return ""
-    return f"{_range(wires)}, {max(wire.latency_s for wire in wires) * 1e3:.2f} ms there and back"
-
-
-def _range(wires: list[Wire]) -> str:
-    speeds = sorted(wire.bytes_per_s for wire in wires)
-    least, most = rate(speeds[0]), rate(speeds[-1])
-    return least if least == most else f"{least} to {most}"
-
-
-NETWORK = Topic(name="network", rules=_NETWORK_RULES, check=_check_network, seen=_seen_network)
+NETWORK = Topic(name="network", rules=_NETWORK_RULES, check=_check_network)
 
 
 # Checks for proxies that gRPC would use between tasks.
@@ -332,12 +295,7 @@ def _inside(host: str, network: str) -> bool:
         return False
 
 
-def _seen_proxies(facts: JobFacts) -> str:
-    proxies = [host for host in facts.present if host.machine.proxy is not None]
-    return "excepted for the hosts of the job" if proxies else "none"
-
-
-PROXIES = Topic(name="proxies", rules=_PROXIES_RULES, check=_check_proxies, seen=_seen_proxies)
+PROXIES = Topic(name="proxies", rules=_PROXIES_RULES, check=_check_proxies)
 
 
 # Checks of TensorFlow's servers: all-reduce, push and pull, compared with a plain socket.
@@ -409,14 +367,4 @@ def _slowest(facts: JobFacts) -> tuple[float, float]:
     return min(w.bytes_per_s for w in wires), max(w.latency_s for w in wires)
 
 
-def _seen_exchange(facts: JobFacts) -> str:
-    found = facts.exchange
-    if found is None:
-        return ""
-    return (
-        f"{found.size_bytes >> 20} MiB: all-reduce {found.reduce_s * 1e3:.0f} ms, "
-        f"push {found.push_s * 1e3:.0f} ms, pull {found.pull_s * 1e3:.0f} ms"
-    )
-
-
-EXCHANGE = Topic(name="exchange", rules=_EXCHANGE_RULES, check=_check_exchange, seen=_seen_exchange)
+EXCHANGE = Topic(name="exchange", rules=_EXCHANGE_RULES, check=_check_exchange)

@@ -18,7 +18,7 @@ from tfdist.cluster.address import parse_hosts, ranks_of
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
 from tfdist.ops.lint.environment import check_size, check_variables, is_ours
-from tfdist.ops.lint.programs import check_command, grace_s
+from tfdist.ops.lint.programs import check_command
 from tfdist.ops.lint.rules import Finding, Location
 
 _DEFAULT_GRACE_S = 30
@@ -343,18 +343,12 @@ def _fails(rule: Map, code: int) -> bool:
 
 
 def _short_grace(job: Workload, group: PodGroup) -> Iterator[Wrong]:
-    """Yield a grace period in which the tasks, or the launcher in the pod, cannot end."""
+    """Yield a grace period in which the tasks can hardly save."""
     allowed_s = group.spec.number("terminationGracePeriodSeconds", _DEFAULT_GRACE_S)
-    graces = [grace_s(container.words) for container in group.containers]
-    launcher_s = max((grace for grace in graces if grace is not None), default=None)
     if allowed_s < _DEFAULT_GRACE_S:
         expected = f"{_DEFAULT_GRACE_S} s or more, and longer than a save takes"
-    elif launcher_s is not None and allowed_s <= launcher_s:
-        expected = f"more than --grace_s {launcher_s:g} of the launcher in the pod"
-    else:
-        return
-    path = f"{group.path}.template.spec.terminationGracePeriodSeconds"
-    yield job.place(group.spec, path), f"{allowed_s} s", expected, "raise it"
+        path = f"{group.path}.template.spec.terminationGracePeriodSeconds"
+        yield job.place(group.spec, path), f"{allowed_s} s", expected, "raise it"
 
 
 def _set_by_operator(job: Workload, group: PodGroup) -> Iterator[Wrong]:

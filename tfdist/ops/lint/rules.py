@@ -97,16 +97,11 @@ CFG012 error: profile_steps are not (first, last)
 CFG013 error: early stopping without validation
 CFG014 error: a global batch smaller than the number of replicas
 CFG015 warning: BatchNormalization under ps, where workers overwrite its statistics
-CFG016 warning: momentum has no effect with this optimizer
-CFG017 warning: a run shorter than one step
-CFG018 warning: a virtual epoch ends before a backup is due
 CFG020 warning: validation on the training examples
 CFG021 error: several devices under the strategy single
-CFG022 warning: a config file imports TensorFlow, and so does every check of it
 CFG023 warning: max_staleness in a job without ps
 CFG024 error: a config file fails, or does not end in time
 CFG025 error: sharded_optimizer under mirrored, ps or pipeline
-CFG026 warning: sharded_optimizer has no effect under single
 LCH001 error: a flag for ps jobs in a job without ps
 LCH002 error: flags that tfdist.launch or tfdist.train refuses
 K8S001 error: a manifest is not YAML
@@ -121,7 +116,7 @@ K8S018 warning: no Service for the names of the pods
 K8S019 error: the Service of the pods is not headless
 K8S024 warning: exit code 2, a mistake of the user's, is tried again
 K8S025 warning: the job is given up for exit code 75, 130 or 143, which mean: again
-K8S026 warning: the pod's grace period is shorter than a save or the launcher's grace
+K8S026 warning: the pod's grace period may be shorter than a save
 K8S034 error: a TFJob sets a variable that its operator sets
 K8S035 error: all pods have the TF_CONFIG or the rank of one
 """)
