@@ -70,7 +70,7 @@ def _by_fused_kernel(
         epsilon=self.epsilon,
         is_training=True,
     )
-    # The kernel's variance is that of a sample, Keras' that of the population. One product for each:
+    # The kernel's variance is that of a sample, Keras' of the population. One product for each:
     # of two with constants TensorFlow makes one where it knows the shape, which rounds otherwise.
     count = tf.cast(tf.reduce_prod(tf.shape(inputs)[:3]), variance.dtype)
     new = 1.0 - self.momentum
