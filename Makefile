@@ -22,7 +22,7 @@ endef
 # The tests are meant for any machine, as the demo is, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test test-mpi test-slurm test-networks test-ray test-migrations test-browser test-versions \
+.PHONY: help setup demo test test-all test-mpi test-slurm test-networks test-ray test-migrations test-browser test-versions \
 	docs lint chaos bench soak stress recovery clean
 
 help:  ## this list
@@ -42,14 +42,21 @@ demo: setup  ## train a CNN on the digits with 4 workers and 1 parameter server
 # Two files side by side where a test is a process that computes. Three of jobs: those that wait, for
 # a grace to pass or a peer to come, leave the machine to others. Tests that hold how long something
 # takes run after them, alone.
-test: setup  ## every test; make test ARGS="tests/unit -k store" for some
+define RUN_TESTS
+$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(1)" tests/unit tests/integration tests/field
+$(CPU_ONLY) $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "($(1)) and not alone" tests/multiprocess
+$(CPU_ONLY) $(PY) -m pytest -m "($(1)) and alone" $$(grep -l pytest.mark.alone tests/multiprocess/test_*.py)
+endef
+
+test: setup  ## the tests of the core, in ten minutes; make test ARGS="tests/unit -k store" for some
 ifeq ($(strip $(ARGS)),)
-	$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/integration tests/field
-	$(CPU_ONLY) $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone" tests/multiprocess
-	$(CPU_ONLY) $(PY) -m pytest -m alone $$(grep -l pytest.mark.alone tests/multiprocess/test_*.py)
+	$(call RUN_TESTS,not slow)
 else
 	$(CPU_ONLY) $(PY) -m pytest $(ARGS)
 endif
+
+test-all: setup  ## every test
+	$(call RUN_TESTS,slow or not slow)
 
 test-mpi: setup  ## two ranks under a real mpirun, which root installs from Debian
 	tests/mpi/setup.sh

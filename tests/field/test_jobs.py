@@ -16,6 +16,8 @@ from tests.multiprocess.trainings import launch
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 DEADLINE_S = 250
 WORKERS = 3

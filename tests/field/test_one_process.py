@@ -14,6 +14,8 @@ from tests.field.programs.models import X, Y
 from tests.models import AtStep, Cut
 from tfdist.errors import UsageError
 
+pytestmark = pytest.mark.slow
+
 layers = keras.layers
 
 

@@ -9,6 +9,8 @@ from tests import forked_python
 from tests.multiprocess.warm import QUIET
 from tfdist.outputs.sweep_journal import fold, read
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = pathlib.Path(__file__).parent / "programs" / "search.py"
 DEADLINE_S = 250
 

@@ -10,6 +10,8 @@ import tfdist
 from tests.models import difference
 from tfdist.data import PythonSource
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(20, 5)).astype("float32")
 Y = RNG.normal(size=(20, 1)).astype("float32")

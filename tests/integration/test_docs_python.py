@@ -13,6 +13,8 @@ import pytest
 from tests import forked_python
 from tests.unit.test_docs import PAGES, ROOT, name_of, python_blocks
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 240
 SMALLER = {
     "total_examples=1_000_000": "total_examples=1_000",

@@ -23,6 +23,8 @@ from tfdist.find.learning_rate import has_diverged, read, smoothed
 from tfdist.find.memory import Operation, peak_of
 from tfdist.find.trial import decode_spec, encode_spec
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.RandomState(0)
 X = RNG.randn(96, 6).astype("float32")
 Y = (X.sum(1) > 0).astype("int32")

@@ -12,6 +12,8 @@ import tensorflow as tf
 
 import tfdist
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.RandomState(0)
 EXAMPLES, BATCH_SIZE, EPOCHS = 52, 17, 4
 STEPS = EPOCHS * 4  # two replicas get 9 and 8 examples, and of the last one one gets none

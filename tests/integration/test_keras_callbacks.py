@@ -17,6 +17,8 @@ from tfdist import phases
 from tfdist.training import blocks
 from tfdist.training.engines import SynchronousEngine
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.RandomState(0)
 X = RNG.randn(42, 4).astype("float32")
 Y = (X @ RNG.randn(4, 1)).astype("float32")

@@ -12,6 +12,8 @@ from tests.models import difference
 from tests.multiprocess.programs import zoo
 from tfdist.training.keras_compat.trace import warn_once
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.RandomState(0)
 X = RNG.randn(60, 6).astype("float32")
 X[1::3] *= 3

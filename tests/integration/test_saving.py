@@ -23,6 +23,8 @@ from tfdist.errors import TfdistError, UsageError
 from tfdist.strategy import group, job_of
 from tfdist.training import resume
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.RandomState(0)
 X = RNG.randn(60, 4).astype("float32")
 Y = RNG.randint(0, 3, 60)

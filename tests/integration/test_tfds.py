@@ -20,6 +20,8 @@ from tfdist.data.python_indexed import PythonSource
 from tfdist.data.tfrecord import TFRecordSource
 from tfdist.errors import StartupTimeout, UsageError
 
+pytestmark = pytest.mark.slow
+
 PREPARE = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)

@@ -19,6 +19,8 @@ from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.engines import SynchronousEngine
 from tfdist.tuning import exports
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.RandomState(0)
 X = RNG.randn(48, 4).astype("float32")
 Y = (X @ RNG.randn(4, 1)).astype("float32")

@@ -41,6 +41,8 @@ from tfdist.tuning.trial_job import (
     read_assignment,
 )
 
+pytestmark = pytest.mark.slow
+
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int64")
 

@@ -12,6 +12,8 @@ import pytest
 
 import tfdist
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 150
 

@@ -9,7 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.multiprocess.warm import forked
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parent / "programs" / "deadlock.py"
 DEADLINE_S = 400

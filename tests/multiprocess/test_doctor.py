@@ -12,6 +12,8 @@ from tests.multiprocess.namespaces import TwoHosts
 from tests.processes import python
 from tfdist.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 250
 # The doctor as it is, but for how long it waits for TensorFlow's servers on a busy machine.
 DOCTOR = (

@@ -4,6 +4,7 @@ import os
 import shlex
 
 import keras
+import pytest
 
 from tests import forked_python
 from tests.multiprocess.jobs import ROOT
@@ -11,6 +12,8 @@ from tests.multiprocess.trainings import launch
 from tests.multiprocess.warm import QUIET
 from tests.unit.test_docs import _FENCE
 from tfdist.checkpoint import CheckpointStore
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = ROOT / "docs" / "examples"
 EPOCH_STEPS = 24

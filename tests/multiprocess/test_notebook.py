@@ -12,6 +12,8 @@ from tests.multiprocess.jobs import ROOT
 from tests.multiprocess.warm import QUIET
 from tfdist.checkpoint import CheckpointStore
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOK = ROOT / "docs" / "examples" / "notebook.ipynb"
 DEADLINE_S = 240
 LONG = """

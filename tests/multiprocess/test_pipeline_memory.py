@@ -1,9 +1,13 @@
 """A model that does not fit into the memory of one process trains on two stages."""
 
+import pytest
+
 from tests.multiprocess.memory_limit import limited_groups
 from tests.multiprocess.trainings import PROGRAMS, ended
 from tests.multiprocess.warm import executed
 from tfdist.errors import EXIT_OK
+
+pytestmark = pytest.mark.slow
 
 LIMIT_BYTES = 1040 * 2**20  # one process takes 1190 MiB, the chief of two 920
 DEADLINE_S = 250

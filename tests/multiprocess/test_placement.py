@@ -15,6 +15,8 @@ from tests.multiprocess.trainings import PROGRAMS, launch
 from tests.multiprocess.warm import as_it_comes, forked
 from tfdist.outputs.display import PS_COLUMNS
 
+pytestmark = pytest.mark.slow
+
 
 def job(out: Path, *parts: str, ps: int, workers=2, flags=(), start=forked):
     """What the chief saw, and what the job printed."""

@@ -9,6 +9,8 @@ import pytest
 from tests import forked_python
 from tests.multiprocess.trainings import PROGRAMS, ended
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = PROGRAMS / "resized.py"
 DEADLINE_S = 200
 KILLED = 128 + 9

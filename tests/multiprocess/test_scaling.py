@@ -8,6 +8,8 @@ import pytest
 from tests.multiprocess.jobs import ROOT
 from tests.processes import python
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 500
 
 

@@ -26,6 +26,8 @@ from tests import forked_python
 from tests.multiprocess.test_serve import DEADLINE_S, Service, wait_until_healthy
 from tfdist import bench
 
+pytestmark = pytest.mark.slow
+
 X = np.random.default_rng(0).random((3, 4)).astype("float32")
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.multiprocess.trainings import PROGRAMS, launch
 
+pytestmark = pytest.mark.slow
+
 PROGRAM, RESIZED = PROGRAMS / "sharded.py", PROGRAMS / "sharded_resized.py"
 DEADLINE_S = 500
 

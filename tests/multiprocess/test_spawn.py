@@ -12,6 +12,8 @@ import pytest
 
 from tests.multiprocess.jobs import ROOT, Job, default_signals
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = ROOT / "tests" / "multiprocess" / "programs" / "spawned.py"
 # The fork server as it is, but for what it imports: no function here needs TensorFlow.
 LIGHT = "import tfdist.launch.fork_server as f; f.IMPORTS = ('json',)"

@@ -2,9 +2,13 @@
 
 import json
 
+import pytest
+
 from tests.fake_trackers import steps_in_events
 from tests.multiprocess.jobs import ROOT
 from tests.multiprocess.trainings import EPOCH_STEPS, FLAGS, STEPS, TrainingJob, launch
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = str(ROOT / "tests" / "multiprocess" / "programs" / "tracked.py")
 DEADLINE_S = 240

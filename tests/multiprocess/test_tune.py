@@ -22,6 +22,8 @@ from tfdist.outputs.sweep_journal import SweepState, fold, read
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, RunningTrial, TrialJob
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 150.0
 SWEEP_DEADLINE_S = 400.0

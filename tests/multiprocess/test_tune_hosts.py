@@ -29,6 +29,8 @@ from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import SweepState, fold, read
 from tfdist.tuning import directory
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parent / "programs" / "served.py"
 TOKEN = "a secret that nobody must see"
 GIVEN_BACK_S = 15.0  # 10 of them pass by design

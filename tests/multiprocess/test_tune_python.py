@@ -12,6 +12,8 @@ from tests.multiprocess.test_tune_hosts import free_address
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import fold, read
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "multiprocess" / "programs" / "tuned.py"
 EXAMPLES = 96

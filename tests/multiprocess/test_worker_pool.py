@@ -12,6 +12,8 @@ from tests.multiprocess.trainings import PROGRAMS, launch
 from tests.processes import until
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = PROGRAMS / "worker_pool.py"
 DEADLINE_S = 500
 
