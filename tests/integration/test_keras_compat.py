@@ -24,7 +24,9 @@ from keras.src.losses import loss as keras_loss
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random import seed_generator
 from packaging.version import Version
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.distribute import parameter_server_strategy_v2
+from tensorflow.python.eager import context
 from tensorflow.python.framework.ops import gradient_registry
 
 import tfdist
@@ -587,6 +589,40 @@ def sums(compiled, add):
 
 def by_addn(terms):
     return tf.raw_ops.AddN(inputs=terms)
+
+
+def test_slices_count_in_a_sum_and_shapes_are_known_after_it():
+    """Gradients of an embedding that is looked up twice, and that what comes of it is times."""
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            looked_up = tf.tanh(tf.gather(x, [1, 3, 3])) + tf.gather(x, [3, 0, 1])
+            found = tf.tanh(looked_up @ tf.transpose(x))
+        total = tape.gradient(found, x)
+        assert total.shape == x.shape
+        return tf.convert_to_tensor(total)
+
+    x = tf.constant(X)
+    np.testing.assert_allclose(keras_compat.compiled(gradient)(x), gradient(x), rtol=1e-5)
+
+
+def test_options_that_are_set_in_a_step_stay():
+    @keras_compat.compiled
+    def sets():
+        tf.config.optimizer.set_experimental_options({"loop_optimization": False})
+
+    options = tf.config.optimizer.get_experimental_options()
+    try:
+        sets()
+        config = config_pb2.ConfigProto.FromString(
+            context.context().function_call_options.config_proto_serialized
+        )
+        rewriting = config.graph_options.rewrite_options
+        assert rewriting.loop_optimization == rewriter_config_pb2.RewriterConfig.OFF
+        assert rewriting.arithmetic_optimization != rewriter_config_pb2.RewriterConfig.OFF
+    finally:
+        tf.config.optimizer.set_experimental_options({"loop_optimization": True, **options})
 
 
 def test_stock_sums_begin_with_what_nothing_else_holds():

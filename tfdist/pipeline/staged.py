@@ -351,7 +351,7 @@ def _parts_of(model: keras.Model) -> list[Any]:
     compiled = [getattr(model, name, None) for name in ("optimizer", "_compile_loss")]
     trainable = [weight.trainable for weight in model.weights]
     is_fused = keras_compat.fuses_batch_norm(model)
-    return [*compiled, is_fused, *trainable, *state.variables_of(model).values()]
+    return [*compiled, *is_fused, *trainable, *state.variables_of(model).values()]
 
 
 def _require_stages_compute_it(model: keras.Model) -> None:

@@ -26,6 +26,7 @@ from tfdist.errors import TfdistError, UsageError, require, require_int, require
 from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text
 from tfdist.serving.versions import find_models
 from tfdist.strategy import broadcast, job_of
+from tfdist.training import keras_compat
 from tfdist.training.evaluation import predict
 
 _LOG = logging.getLogger(__name__)
@@ -133,7 +134,8 @@ class _Export:
 
     def answers(self, x: Any) -> dict[str, np.ndarray]:
         """Return the outputs by name."""
-        answer = self.signature(**self.named(x))
+        with keras_compat.adding_in_order():  # as bits are compared
+            answer = self.signature(**self.named(x))
         return {name: answer[name].numpy() for name in self.outputs}
 
 

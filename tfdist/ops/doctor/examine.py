@@ -121,6 +121,7 @@ def follow(
                 hosts=job.hosts,
                 present=(peer.facts,),
                 absent=(Absence(index=0, why=str(error)),),
+                shared_dir=shared_dir or "",
                 left_out="there is no meeting",
             )
     took_s = time.monotonic() - start
@@ -320,7 +321,16 @@ def _left_out(topic: Topic, facts: JobFacts) -> str:
     """Return why nobody looked at a topic; empty where somebody did."""
     if topic is network_checks.EXCHANGE and facts.exchange is None:
         return facts.left_out
-    return "no --shared_dir" if topic is host_checks.DIRECTORY and not facts.shared_dir else ""
+    if topic is host_checks.DIRECTORY and not any(host.directory for host in facts.present):
+        return "there is no meeting" if facts.shared_dir else "no --shared_dir"
+    measured = {
+        network_checks.NAMES: any(host.names for host in facts.present),
+        network_checks.NETWORK: any(host.wires for host in facts.present),
+        host_checks.CLOCKS: any(host.clock_ahead_s is not None for host in facts.present),
+    }
+    if measured.get(topic, True):
+        return ""
+    return "there is one host" if len(facts.hosts) == 1 else "the hosts have not met"
 
 
 def _summary(result: PreflightResult) -> str:

@@ -76,7 +76,8 @@ def tracing(trace: StepTrace) -> Iterator[StepTrace]:
     """Make Keras follow `trace` in this thread; used inside the replica function of a step."""
     install()
     servers = on_servers()
-    with following(trace), servers.reading_once() if servers else contextlib.nullcontext():
+    reading = servers.reading_once() if servers else contextlib.nullcontext()
+    with adding_in_order(), following(trace), reading:
         yield trace
         if trace.training:
             reduce_statistics(trace)

@@ -18,8 +18,6 @@ from keras.layers import BatchNormalization
 from tfdist.training.keras_compat.trace import Original, StepTrace, replaces
 
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
-_LEAST_EPSILON = 1.001e-5
-"""The least that cuDNN's kernel takes, as in `tf.compat.v1.nn.fused_batch_norm`."""
 _fused: weakref.WeakSet[BatchNormalization] = weakref.WeakSet()
 
 
@@ -33,9 +31,9 @@ def fuse_batch_norm(model: keras.Model, *, fused: bool) -> None:
         (_fused.add if fused else _fused.discard)(layer)
 
 
-def fuses_batch_norm(model: keras.Model) -> bool:
-    """Return whether `fuse_batch_norm` has last set some layer of the model to the kernel."""
-    return any(layer in _fused for layer in _layers_of(model))
+def fuses_batch_norm(model: keras.Model) -> list[bool]:
+    """Return of each such layer of the model whether `fuse_batch_norm` has set it to the kernel."""
+    return [layer in _fused for layer in _layers_of(model)]
 
 
 def _layers_of(model: keras.Model) -> list[BatchNormalization]:
@@ -56,7 +54,7 @@ def _by_fused_kernel(
     """Normalize float32 ``[batch, height, width, channels]`` and update the moving statistics.
 
     All else goes Keras' way: inference, frozen layers, other shapes, axes and types, masks,
-    `synchronized` and `renorm`, and an epsilon below the kernel's least.
+    `synchronized` and `renorm`.
     """
     if not (training and self.trainable and mask is None and _has_kernel(self, inputs)):
         return original(self, inputs, training=training, mask=mask)
@@ -89,6 +87,5 @@ def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
         and layer.axis in (-1, 3)
         and inputs.dtype == tf.float32
         and layer.compute_dtype == "float32"
-        and layer.epsilon >= _LEAST_EPSILON
         and not (layer.synchronized or getattr(layer, "renorm", False))  # since Keras 3.13
     )

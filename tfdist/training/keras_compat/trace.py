@@ -135,7 +135,7 @@ class Replacement:
       issue: the public issue, or the line of the released source where there is none.
       ended_by: the release that needs it no longer, such as ``keras 3.16``; None as long as no
         release does without.
-      anywhere: called outside of a step too, with None for the trace.
+      anywhere: called outside of a step too, in the whole process, with None for the trace.
     """
 
     owner: Any
