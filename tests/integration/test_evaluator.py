@@ -16,6 +16,8 @@ from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import job_of
 from tfdist.training import evaluation, fitting, loop
 
+pytestmark = pytest.mark.slow
+
 X = np.linspace(-1, 1, 40, dtype="float32")[:, None]
 Y = 3 * X + 1
 CLUSTER = ClusterSpec(worker=("a:1", "b:1"), evaluator=("c:1",))

@@ -192,6 +192,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "policy"), [(1, "mixed_float16"), (2, "float32")])
 @pytest.mark.timeout(600)
 def test_a_run_stopped_again_and_again_ends_like_one_left_alone(
@@ -213,6 +214,7 @@ def test_a_run_stopped_again_and_again_ends_like_one_left_alone(
         assert found[name] == value, name
 
 
+@pytest.mark.slow
 def test_weights_that_a_callback_has_swapped_for_their_averages_are_swapped_back(
     strategies, tmp_path
 ):

@@ -16,6 +16,8 @@ from tfdist.audit.replay import StepEnvironment, step_environment_of
 from tfdist.checkpoint import CheckpointStore
 from tfdist.outputs.run_directory import RunDirectory
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 200
 STEPS = 12
 LENGTH = (

@@ -25,6 +25,8 @@ from tfdist.tuning.oracle import Search, SearchSpace, make_oracle
 from tfdist.tuning.sweep import launch_flags
 from tfdist.tuning.trial_job import Completed, Failed, TrialJob
 
+pytestmark = pytest.mark.slow
+
 CHECKPOINTS = 9
 SPACE = """
 def space(hp, config):

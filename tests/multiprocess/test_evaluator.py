@@ -17,6 +17,8 @@ from tests.multiprocess.warm import QUIET
 from tfdist.cluster import hold_ports
 from tfdist.outputs.run_directory import Evaluations, RunDirectory
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = PROGRAMS / "evaluated.py"
 
 

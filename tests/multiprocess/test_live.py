@@ -14,6 +14,8 @@ from tests.processes import python, until
 from tfdist.cluster import hold_ports
 from tfdist.report.run import read_run
 
+pytestmark = pytest.mark.slow
+
 SOURCE = """
 import json, os, signal
 from tfdist import phases

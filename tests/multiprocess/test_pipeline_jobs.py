@@ -144,6 +144,7 @@ def test_a_run_whose_stage_was_killed_ends_with_the_bits_of_one_that_was_not(
         assert {**seen, "held": None} == {**expected, "held": None}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * DEADLINE_S)
 def test_stages_on_two_hosts_train_beside_an_evaluator(tmp_path):
     hosts = ("127.0.0.1", "127.0.0.2")
@@ -191,6 +192,7 @@ def test_a_stage_that_dies_is_named(tmp_path):
     assert code != EXIT_USAGE, said
 
 
+@pytest.mark.slow
 def test_every_split_size_is_measured_beside_one_device(tmp_path, capfd):
     words = ("--batch_size=12", "--sizes=auto,3", "--one_device=3", "--steps=1", "--timeout_s=120")
     lines = tmp_path / "split.jsonl"
@@ -206,6 +208,7 @@ def test_every_split_size_is_measured_beside_one_device(tmp_path, capfd):
     assert all(len(cell["seconds"]) == 1 for cell in cells)
 
 
+@pytest.mark.slow
 def test_a_subject_that_fails_is_said_by_the_bench(tmp_path, capfd):
     program = f"{PROGRAMS / 'split_subject.py'}:made"
     assert bench.main(["pipeline", program, "--batch_size=12", "--sizes=3", "--steps=1"]) == 1
