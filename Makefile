@@ -48,7 +48,7 @@ $(CPU_ONLY) $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "($(1
 $(CPU_ONLY) $(PY) -m pytest -m "($(1)) and alone" $$(grep -l pytest.mark.alone tests/multiprocess/test_*.py)
 endef
 
-test: setup  ## the tests of the core, in ten minutes; make test ARGS="tests/unit -k store" for some
+test: setup  ## the tests of the core, in about ten minutes; make test ARGS="tests/unit -k store" for some
 ifeq ($(strip $(ARGS)),)
 	$(call RUN_TESTS,not slow)
 else

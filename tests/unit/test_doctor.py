@@ -491,6 +491,13 @@ def test_an_evaluator_is_told_to_leave_it():
 # The answer
 
 
+def test_what_nobody_measured_is_not_well():
+    lines = examine.as_text(examined(alone())).splitlines()
+    for topic in ("network", "clocks"):
+        (line,) = (line for line in lines if line.startswith(topic))
+        assert line.endswith("not looked at: the hosts have not met")
+
+
 def test_json_has_the_findings_the_topics_that_are_well_and_the_facts():
     printed = json.loads(examine.as_json(examined(with_versions(keras="3.0"))))
     assert printed["exit_code"] == EXIT_USAGE

@@ -10,7 +10,7 @@ LSTM, ResNet or transformer faster by 1 % (float32, a CPU; GPUs are not tried).
 
 Gradients are added from the last to the first: a tape around a layer and a backward function of it
 have the two of a mean and of a variance, which come last, in either order. So a normalization
-rounds alike in the stages of a pipeline and on one device.
+rounds in the same way in the stages of a pipeline and on one device.
 Ended by: no release, TensorFlow 2.21 included.
 """
 
