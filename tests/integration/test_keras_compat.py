@@ -519,6 +519,18 @@ def test_stock_normalizes_by_kernels_of_their_own():
     assert not any(kind.startswith("FusedBatchNorm") for kind in kinds)
 
 
+@pytest.mark.parametrize(
+    ("layer", "kinds"),
+    [
+        (keras.layers.LayerNormalization(), {"SquaredDifference", "Mean", "Rsqrt"}),
+        (keras.layers.Activation("gelu"), {"Erfc"}),
+    ],
+)
+def test_stock_has_no_kernel_of_its_own(layer, kinds):
+    graph = tf.function(layer, autograph=False).get_concrete_function(tf.ones([2, 3])).graph
+    assert kinds <= {operation.type for operation in graph.get_operations()}
+
+
 @pytest.mark.parametrize("name", ["assign_add", "assign_sub"])
 def test_stock_adds_in_three_operations(name):
     variable = keras.Variable(1.0)
@@ -692,6 +704,8 @@ FAULT_SHOWN_BY = {
     "Variable.value": test_stock_keeps_either_all_variables_to_a_step_or_none,
     "Variable._direct_assign": test_stock_statistics_drift_apart,
     "BatchNormalization.call": test_stock_normalizes_by_kernels_of_their_own,
+    "LayerNormalization.call": test_stock_has_no_kernel_of_its_own,
+    "keras.src.backend.tensorflow.nn.gelu": test_stock_has_no_kernel_of_its_own,
     "Variable.assign_add": test_stock_adds_in_three_operations,
     "Variable.assign_sub": test_stock_adds_in_three_operations,
     "StrategyExtendedV1._use_merge_call": test_stock_updates_go_through_merge_call,

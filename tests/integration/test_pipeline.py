@@ -24,7 +24,7 @@ from tfdist.pipeline.union import fill, is_empty, making_empty_slots, owners_of,
 from tfdist.strategy import job as jobs
 from tfdist.strategy import stages
 from tfdist.training.feed import Part
-from tfdist.training.keras_compat import fuse_batch_norm, random_key
+from tfdist.training.keras_compat import fuse, random_key
 from tfdist.training.keras_compat.trace import ops_behind
 
 L = keras.layers
@@ -124,7 +124,7 @@ def trained(
     keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     model = make()
-    fuse_batch_norm(model, fused=fused)
+    fuse(model, fused=fused)
     parts = [[part] for part in stages_of(model, cut)]
     if in_segments:
         parts = segmented(model, cut, kept=0)
@@ -558,7 +558,7 @@ def test_a_fit_in_stages_takes_the_kernel_that_it_asks_for(strategies, one_stage
             model = residual()
             model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         for fused in asked:
-            tfdist.fit(model, x, y, batch_size=3, seed=3, verbose=0, fused_batch_norm=fused)
+            tfdist.fit(model, x, y, batch_size=3, seed=3, verbose=0, fused_kernels=fused)
         return model.get_weights()
 
     kernels, stock, both = (
@@ -643,7 +643,7 @@ def test_parts_are_timed_by_the_kernel_that_steps_take(monkeypatch, fused):
     monkeypatch.setattr(tf.raw_ops, "FusedBatchNormV3", noted)
     model = residual()
     before = model.get_weights()
-    fuse_batch_norm(model, fused=fused)
+    fuse(model, fused=fused)
     graph = LayerGraph(model)
     chosen_places(graph, possible_places(graph, num_stages=2), num_stages=2, rows=4, micros=8)
     assert bool(traced) == fused

@@ -102,7 +102,7 @@ def test_a_step_without_a_checkpoint_starts_from_the_initial_weights(trained, tm
 
 def test_a_step_by_fused_kernels_gives_the_bits_of_the_run(tmp_path):
     run_dir = tmp_path / "run"
-    fused = ("--config.model=resnet20", "--config.fused_batch_norm=true")
+    fused = ("--config.model=resnet20", "--config.fused_kernels=true")
     arguments = (*LENGTH, *fused, "--config.strategy=single", f"--config.run_dir={run_dir}")
     done = run("tfdist.train", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -53,6 +53,13 @@ def test_a_custom_step_and_an_empty_batch_fraction_equal_one_device(synchronous)
     np.testing.assert_allclose(task["weights custom step"], expected, atol=1e-6)
 
 
+def test_fused_kernels_round_in_another_way_on_workers_too(synchronous):
+    by_keras, fused = synchronous[1][0]["fused"]
+    assert by_keras != fused
+    expected = zoo.normalized(tf.distribute.get_strategy())
+    np.testing.assert_allclose([by_keras, fused], expected, atol=1e-6)
+
+
 def test_masks_and_losses_per_example_equal_one_device(synchronous):
     expected = zoo.tagged(zoo.tagger(), keras.Model.fit, keras.Model.evaluate)
     for task in synchronous[1]:

@@ -95,11 +95,11 @@ def test_a_job_that_ends_early_is_an_error_with_its_last_words(program):
             two_steps()
 
 
-@pytest.mark.parametrize("flags", [[], ["--fused_batch_norm"]])
+@pytest.mark.parametrize("flags", [[], ["--fused_kernels"]])
 def test_a_job_trains_with_the_kernel_that_is_asked_for(monkeypatch, flags):
     monkeypatch.setattr(split_size, "StepperJob", lambda command, timeout_s: command)
     command = split_size.stepper(split_size.parse(flags), stages=2, sizes=[8], run_dir="runs/1")
-    assert json.loads(command[-1])["fused_batch_norm"] is bool(flags)
+    assert json.loads(command[-1])["fused_kernels"] is bool(flags)
 
 
 def test_a_step_is_as_fast_as_its_median():

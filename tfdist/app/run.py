@@ -188,7 +188,7 @@ def _fit(
         seed=seed,
         max_staleness=config.max_staleness,
         sharded_optimizer=config.sharded_optimizer,
-        fused_batch_norm=config.fused_batch_norm,
+        fused_kernels=config.fused_kernels,
         **{name: value for name, value in options.items() if value},
     )
     losses = history.history.get("loss", [])

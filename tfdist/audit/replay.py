@@ -160,7 +160,7 @@ def _blocks(config: Any, *, fresh: bool) -> BlockRunner:
         seed=config.seed,
     )
     building.build(model, job, feed)
-    keras_compat.fuse_batch_norm(model, fused=config.fused_batch_norm)
+    keras_compat.fuse(model, fused=config.fused_kernels)
     if config.initial_weights and fresh:
         load_weights(model, config.initial_weights, job=job)
     program = program_of(model, job, "train_step", feed, seed=config.seed)

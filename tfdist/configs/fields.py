@@ -156,9 +156,9 @@ FIELDS: tuple[Field, ...] = (
         "under multiworker: each worker keeps the optimizer's state of its part alone",
     ),
     Field(
-        "fused_batch_norm",
+        "fused_kernels",
         False,
-        "BatchNormalization in training steps by TensorFlow's fused kernel, which rounds otherwise",
+        "BatchNormalization, LayerNormalization, GELU by one kernel each, which rounds otherwise",
     ),
     # To look into a run
     Field(
@@ -187,7 +187,7 @@ FREE = frozenset(
         "tracker",
         "max_staleness",
         "sharded_optimizer",
-        "fused_batch_norm",
+        "fused_kernels",
         "profile_steps",
     }
 )

@@ -152,7 +152,7 @@ def parse(argv: Sequence[str]) -> Any:
     add("--stages", type=int, default=2, help="default 2")
     add("--schedule", default="1f1b", help="1f1b, gpipe or serial")
     add("--keep", default="tape", help="tape, recompute or compiled")
-    add("--fused_batch_norm", action="store_true", help="train with it, as by tfdist.fit")
+    add("--fused_kernels", action="store_true", help="train with it, as by tfdist.fit")
     add("--steps", type=int, default=5, help="timed steps of each size; default 5")
     add("--timeout_s", type=float, default=900.0, help="of each step, and of the start")
     add("--plot", type=Path, metavar="FILE.png", help="a picture of it")
@@ -250,7 +250,7 @@ def stepper(options: Any, *, stages: int, sizes: Sequence[int], run_dir: str) ->
         "image_size": options.image_size,
         "schedule": options.schedule,
         "keep": options.keep,
-        "fused_batch_norm": options.fused_batch_norm,
+        "fused_kernels": options.fused_kernels,
         "first": [0] * (stages > 1),
         "sizes": list(sizes),
         "rounds": options.steps + 1,

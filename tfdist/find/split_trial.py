@@ -87,7 +87,7 @@ def main() -> int:
         steps_per_epoch=len(sizes),
         callbacks=[Steps(job, sizes, path)],
         verbose=0,
-        fused_batch_norm=request["fused_batch_norm"],
+        fused_kernels=request["fused_kernels"],
     )
     return 0
 

@@ -399,6 +399,7 @@ class Segment:
             part=batch.share,
             batch=inputs,
             training=training,
+            fused=training and keras_compat.is_fused(self.part.module),
         )
         trace.draws = self.part.draws_before  # those of the whole model
         return trace

@@ -346,12 +346,16 @@ def staged_model(model: keras.Model, job: Job, *, batch: int) -> StagedModel:
 def _parts_of(model: keras.Model) -> list[Any]:
     """Return what a model is compiled of and built of, and which of its weights are trainable.
 
-    And whether its BatchNormalization is fused, which steps are traced with.
+    And whether its kernels are fused, which steps are traced with.
     """
     compiled = [getattr(model, name, None) for name in ("optimizer", "_compile_loss")]
     trainable = [weight.trainable for weight in model.weights]
-    is_fused = keras_compat.fuses_batch_norm(model)
-    return [*compiled, *is_fused, *trainable, *state.variables_of(model).values()]
+    return [
+        *compiled,
+        keras_compat.is_fused(model),
+        *trainable,
+        *state.variables_of(model).values(),
+    ]
 
 
 def _require_stages_compute_it(model: keras.Model) -> None:

@@ -135,7 +135,7 @@ def _timed_passes(module: keras.Model, rows: int, *, first: bool) -> Callable[[]
         floats = [] if first else [x for x in given if x.dtype.is_floating]
         with tf.GradientTape() as tape, keras.StatelessScope():  # statistics and seeds stay
             tape.watch(floats)
-            with keras_compat.tracing(_trace(rows)):
+            with keras_compat.tracing(_trace(module, rows)):
                 outputs = tf.nest.flatten(module(one_or_list(given), training=True))
             outputs = [outputs[i] for i in made]
         values = [variable.value for variable in module.trainable_variables]
@@ -153,10 +153,14 @@ def _timed_passes(module: keras.Model, rows: int, *, first: bool) -> Callable[[]
     return timed
 
 
-def _trace(rows: int) -> keras_compat.StepTrace:
+def _trace(module: keras.Model, rows: int) -> keras_compat.StepTrace:
     """Return the trace of a step, with which layers compute as they do in the stages."""
     return keras_compat.StepTrace(
-        num_replicas=1, share=1.0, examples=rows, random_key=tf.zeros([2], tf.int32)
+        num_replicas=1,
+        share=1.0,
+        examples=rows,
+        random_key=tf.zeros([2], tf.int32),
+        fused=keras_compat.is_fused(module),
     )
 
 

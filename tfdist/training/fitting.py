@@ -59,7 +59,7 @@ def fit(
     ledger: Ledger | None = None,
     max_staleness: int | None = None,
     sharded_optimizer: bool = False,
-    fused_batch_norm: bool = False,
+    fused_kernels: bool = False,
 ) -> keras.callbacks.History:
     """Train a compiled model; what `keras.Model.fit` does, under every strategy.
 
@@ -79,8 +79,8 @@ def fit(
         of the weights and its writing; None for any number. Under other strategies there are none.
       sharded_optimizer: under multiworker each worker keeps the optimizer's state of its part of
         the weights alone; see the guide on training. With one worker there is nothing to divide.
-      fused_batch_norm: compute `BatchNormalization` in training steps by TensorFlow's fused kernel,
-        which is faster and rounds in another way than Keras; see the guide on training.
+      fused_kernels: compute `BatchNormalization`, `LayerNormalization` and GELU in training steps
+        by one kernel each, which is faster and rounds in another way; see the guide on training.
 
     Returns:
       Keras' `History`, the same in every task.
@@ -104,9 +104,9 @@ def fit(
     if isinstance(validation_freq, int) or validation_data is not None or validation_split:
         _require_frequency(validation_freq)
     require(
-        isinstance(fused_batch_norm, bool),
-        "fused_batch_norm",
-        received=repr(fused_batch_norm),
+        isinstance(fused_kernels, bool),
+        "fused_kernels",
+        received=repr(fused_kernels),
         expected="True or False",
         fix="pass one of them, or leave it out",
         code="wrong-type",
@@ -161,7 +161,7 @@ def fit(
             load_weights(model, initial_weights, job=job)
     building.build(model, job, feed, slots="parts" if sharded else "whole")
     building.require_known_variables(model)
-    keras_compat.fuse_batch_norm(model, fused=fused_batch_norm)
+    keras_compat.fuse(model, fused=fused_kernels)
     building.require_examples_first(model, job, "train_step", feed)
     engine = engine_for(job)
     plan = RunPlan(

@@ -33,6 +33,7 @@ class StepProgram:
       feed: where batches come from.
       seed: of every random draw in the step.
       training: True where gradients are reduced and losses weighted by the batch fraction.
+      fused: True where layers take fused kernels; see `keras_compat.fused`.
       metrics: Keras variables that a replica with an empty batch fraction leaves as they were.
       keras_metrics: whose variables these are.
       keep_logs: True to return what `function` returned in the last step.
@@ -45,6 +46,7 @@ class StepProgram:
     feed: Any
     seed: int
     training: bool
+    fused: bool = False
     metrics: Sequence[Any] = ()
     keras_metrics: Sequence[Any] = ()
     keep_logs: bool = False
@@ -131,6 +133,7 @@ def program_of(
         feed=feed,
         seed=seed,
         training=method == "train_step",
+        fused=method == "train_step" and keras_compat.is_fused(model),
         metrics=() if method == "predict_step" else tuple(model.metrics_variables),
         keras_metrics=() if method == "predict_step" else tuple(model.metrics),
         keep_logs=own and method != "predict_step",
@@ -190,6 +193,7 @@ def run_replica(
         random_key=keras_compat.random_key(program.seed, step=step, replica=replica),
         batch=part.data,
         training=program.training,
+        fused=program.fused,
         local=local or {},
         at_hook=at_hook,
         counts=counts,

@@ -29,6 +29,7 @@ def equivalence():
     # The last step has one example: the shares of all replicas but one are empty.
     tfdist.fit(model, zoo.X[:41], zoo.Y[:41], batch_size=4, seed=3, verbose=0)
     SEEN["weights custom step"] = zoo.flat(model)
+    SEEN["fused"] = zoo.normalized(strategy)
     with strategy.scope():
         model = zoo.tagger()
     SEEN["masked"] = zoo.tagged(model, tfdist.fit, tfdist.evaluate)

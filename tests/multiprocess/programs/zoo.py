@@ -187,6 +187,20 @@ def dense(optimizer="sgd", kind=keras.Sequential):
     return model
 
 
+def normalized(strategy, **fit):
+    """The weights that Keras' kernels make, and those of fused ones."""
+    layers, found = keras.layers, []
+    for fused in (False, True):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            hidden = [layers.Dense(8, activation="gelu"), layers.LayerNormalization()]
+            model = keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.05), "mse")
+        tfdist.fit(model, X, Y, batch_size=8, seed=3, verbose=0, fused_kernels=fused, **fit)
+        found.append(flat(model))
+    return found
+
+
 def penalized(optimizer, loss="mse"):
     """A small regression model with a penalty and a constraint."""
     keras.utils.set_random_seed(1)

@@ -16,7 +16,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     losses      a replica's loss counts by its fraction of the global batch; means count examples
     variables   statistics travel with the gradients; additions and updates are one operation each;
                 draws come from (seed, step, replica)
-    normalization  BatchNormalization by the fused kernel, where `fit` is asked for it
+    fused       BatchNormalization, LayerNormalization, GELU by one kernel, where `fit` is asked to
 
 The heart is the gradient hook: where they enter `Optimizer.apply`, and nowhere else,
 they are summed over the replicas. Clipping, finiteness checks, accumulation and decay then see
@@ -29,8 +29,8 @@ import contextlib
 from collections.abc import Iterator
 
 from tfdist.training.keras_compat import gradients, variables  # noqa: F401  (they register)
+from tfdist.training.keras_compat.fused import fuse, is_fused
 from tfdist.training.keras_compat.losses import added_in_part, logs_by_fraction
-from tfdist.training.keras_compat.normalization import fuse_batch_norm, fuses_batch_norm
 from tfdist.training.keras_compat.reduction import (
     all_reduce,
     reduce_statistics,
@@ -54,9 +54,9 @@ __all__ = [
     "adding_in_order",
     "all_reduce",
     "compiled",
-    "fuse_batch_norm",
-    "fuses_batch_norm",
+    "fuse",
     "install",
+    "is_fused",
     "logs_by_fraction",
     "random_key",
     "sum_over_replicas",

@@ -34,6 +34,7 @@ class StepTrace:
       random_key: int32 [2] of (seed, step, replica), from which every draw of the step comes.
       batch: what the step function is given, a nest of tensors ``[examples, ...]``.
       training: False leaves the statistics of layers to each replica.
+      fused: layers take the kernels of `fused` in this package.
       local: values of variables, by `id`, that live in the step and not in the variable.
       at_hook: called with the gradients where they enter an optimizer.
       held: values of variables, by `id`, that the step has read once and goes on with.
@@ -51,6 +52,7 @@ class StepTrace:
     part: tf.Tensor | float = 1.0
     batch: Any = ()
     training: bool = True
+    fused: bool = False
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     at_hook: Callable[[Sequence[Any]], None] | None = None
     held: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""BatchNormalization by the fused kernel: what it computes is Keras', and where it is taken."""
+"""Fused kernels: what they compute is Keras', and where they are taken."""
 
 import itertools
 
@@ -14,6 +14,7 @@ from tfdist.training import keras_compat
 
 L = keras.layers
 SHAPE = (4, 5, 6, 3)
+KERNELS = ("FusedBatchNormV3", "FusedBatchNormGradV3", "PartitionedCall")
 RNG = np.random.default_rng(0)
 X = RNG.normal(1.0, 2.0, (22, 6, 6, 2)).astype("float32")
 Y = RNG.integers(0, 3, (22,))
@@ -26,7 +27,6 @@ class Derived(L.BatchNormalization):
 def computed(layer, x, *, fused, training=True, **given):
     """What a step computes of a layer, with the gradients by its input and weights; its kernels."""
     layer.build(x.shape)
-    keras_compat.fuse_batch_norm(keras.Sequential([layer]), fused=fused)
     random = np.random.default_rng(1)
     for weight in layer.weights:
         weight.assign(random.uniform(0.5, 1.5, weight.shape))
@@ -35,7 +35,11 @@ def computed(layer, x, *, fused, training=True, **given):
     @tf.function(autograph=False)
     def step(x):
         trace = keras_compat.StepTrace(
-            num_replicas=1, share=1.0, examples=1, random_key=tf.zeros([2], tf.int32)
+            num_replicas=1,
+            share=1.0,
+            examples=1,
+            random_key=tf.zeros([2], tf.int32),
+            fused=fused,
         )
         with tf.GradientTape() as tape, keras_compat.tracing(trace):
             tape.watch(x)
@@ -43,7 +47,7 @@ def computed(layer, x, *, fused, training=True, **given):
         return loss, tape.gradient(loss, [x, *(v.value for v in layer.trainable_variables)])
 
     graph = step.get_concrete_function(tf.constant(x)).graph
-    kernels = {o.type for o in graph.get_operations() if o.type.startswith("FusedBatchNorm")}
+    kernels = {o.type for o in graph.get_operations() if o.type in KERNELS}
     loss, gradients = step(tf.constant(x))
     return [loss, *gradients, *layer.weights], kernels
 
@@ -128,13 +132,18 @@ def convolutions(strategy, optimizer):
     return model
 
 
-def fitted(strategy, *asked, optimizer=lambda: keras.optimizers.SGD(0.05, momentum=0.9)):
+def fitted(
+    strategy,
+    *asked,
+    make=convolutions,
+    optimizer=lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+):
     """The weights after a fit for each of `asked`, of epochs with a smaller last batch."""
-    model = convolutions(strategy, optimizer)
+    model = make(strategy, optimizer)
     for fused in asked:
         tfdist.fit(
             model, X, Y, batch_size=8, epochs=2, seed=3, verbose=0,
-            validation_data=(X[:5], Y[:5]), fused_batch_norm=fused,
+            validation_data=(X[:5], Y[:5]), fused_kernels=fused,
         )  # fmt: skip
     return model.get_weights()
 
@@ -184,7 +193,7 @@ def test_a_fit_is_by_what_it_asks_for_alone(strategies):
 
 def test_keras_own_training_is_as_it_was(strategies, kernels):
     model = convolutions(strategies[1], keras.optimizers.SGD)
-    tfdist.fit(model, X, Y, batch_size=8, verbose=0, fused_batch_norm=True)
+    tfdist.fit(model, X, Y, batch_size=8, verbose=0, fused_kernels=True)
     count = len(kernels)
     assert count
     model(X, training=True)
@@ -195,5 +204,154 @@ def test_keras_own_training_is_as_it_was(strategies, kernels):
 @pytest.mark.parametrize("given", [1, None, "yes"])
 def test_what_is_neither_true_nor_false_is_refused(strategies, given):
     model = convolutions(strategies[1], keras.optimizers.SGD)
-    error = refusal(lambda: tfdist.fit(model, X, Y, fused_batch_norm=given))
-    assert str(error).startswith(f"fused_batch_norm: received {given!r}; expected True or False.")
+    error = refusal(lambda: tfdist.fit(model, X, Y, fused_kernels=given))
+    assert str(error).startswith(f"fused_kernels: received {given!r}; expected True or False.")
+
+
+# LayerNormalization and GELU, which XLA compiles.
+
+WORDS = np.random.default_rng(3).normal(0.5, 2.0, (4, 5, 7)).astype("float32")
+
+
+class DerivedNormalization(L.LayerNormalization):
+    """May compute something else."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        L.LayerNormalization,
+        lambda: L.LayerNormalization(epsilon=1e-6),
+        lambda: L.LayerNormalization(axis=[-1]),
+        lambda: L.Activation("gelu"),
+        lambda: L.Activation(lambda x: keras.ops.gelu(x, approximate=True)),
+        lambda: L.Dense(7, activation="gelu"),
+    ],
+)
+@pytest.mark.parametrize("shape", [(4, 5, 7), (1, 1, 7), (6, 7)])
+def test_what_xla_compiles_is_that_of_keras(make, shape):
+    x = np.resize(WORDS, shape)
+    expected, none = computed(make(), x, fused=False)
+    found, kernels = computed(make(), x, fused=True)
+    assert "PartitionedCall" not in none
+    assert "PartitionedCall" in kernels
+    for one, other in zip(found, expected, strict=True):
+        largest = np.abs(other).max()
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        (DerivedNormalization, WORDS),
+        (lambda: L.LayerNormalization(axis=1), WORDS),
+        (lambda: L.LayerNormalization(axis=[1, 2]), WORDS),
+        (lambda: L.LayerNormalization(scale=False), WORDS),
+        (lambda: L.LayerNormalization(center=False), WORDS),
+        (lambda: L.LayerNormalization(dtype="mixed_bfloat16"), WORDS),
+        (lambda: L.LayerNormalization(dtype="float64"), WORDS),
+        (lambda: L.Activation("gelu", dtype="mixed_float16"), WORDS.astype("float16")),
+        (lambda: L.Activation("gelu", dtype="float64"), WORDS.astype("float64")),
+    ],
+)
+def test_what_xla_does_not_compile_goes_keras_way(make, x):
+    expected, _ = computed(make(), x, fused=False)
+    found, kernels = computed(make(), x, fused=True)
+    assert "PartitionedCall" not in kernels
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_lengths_that_are_not_known_go_keras_way():
+    activation = L.Activation("gelu")
+    trace = keras_compat.StepTrace(
+        num_replicas=1, share=1.0, examples=1, random_key=tf.zeros([2], tf.int32), fused=True
+    )
+
+    def step(x):
+        with keras_compat.tracing(trace):
+            return activation(x)
+
+    for shape, compiled in (([None, 7], True), ([None, None], False), ([None, 3, None], False)):
+        spec = tf.TensorSpec(shape, tf.float32)
+        graph = tf.function(step, autograph=False).get_concrete_function(spec).graph
+        calls = [o for o in graph.get_operations() if o.type == "PartitionedCall"]
+        assert bool(calls) == compiled
+
+
+def test_the_last_axis_may_be_named_by_its_number():
+    _, kernels = computed(L.LayerNormalization(axis=2), WORDS, fused=True)
+    assert "PartitionedCall" in kernels
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+def test_gelu_of_large_and_special_values(approximate):
+    x = np.float32([[-1e30, -50, -10, -6, -1e-30, 0, 1e-30, 6, 10, 50, 1e30, np.inf, np.nan]])
+    make = lambda: L.Activation(lambda x: keras.ops.gelu(x, approximate=approximate))  # noqa: E731
+    (_, expected), _ = computed(make(), x, fused=False)
+    (_, found), _ = computed(make(), x, fused=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def transformer(strategy, optimizer=lambda: keras.optimizers.Adam(0.01)):
+    keras.backend.clear_session(free_memory=False)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        x = keras.Input(X.shape[1:])
+        h = L.Reshape((12, 6))(x)
+        normal = L.LayerNormalization()(h)
+        h = L.Add()([h, L.MultiHeadAttention(2, 3)(normal, normal)])
+        h = L.Add()([h, L.Dense(6, activation="gelu")(L.LayerNormalization()(h))])
+        model = keras.Model(x, L.Dense(3)(L.Flatten()(h)))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer(), loss, metrics=["accuracy"])
+    return model
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"optimizer": accumulating}])
+def test_steps_of_a_transformer_end_with_the_weights_of_keras(strategies, replicas, options):
+    fit = dict(make=transformer, **options)
+    expected = fitted(strategies[replicas], False, **fit)
+    found = fitted(strategies[replicas], True, **fit)
+    assert any((one != other).any() for one, other in zip(found, expected, strict=True))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+    np.testing.assert_equal(fitted(strategies[replicas], True, **fit), found)  # the bits
+
+
+def composed(x):
+    """What LayerNormalization is; Keras' stops a gradient in its moments, as tf.nn.moments does."""
+    centered = x - tf.reduce_mean(x, -1, keepdims=True)
+    variance = tf.reduce_mean(tf.square(centered), -1, keepdims=True)
+    return centered * tf.math.rsqrt(variance + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "function"),
+    [(lambda: L.Activation("gelu"), tf.nn.gelu), (L.LayerNormalization, composed)],
+)
+def test_a_gradient_of_a_gradient_is_right(make, function):
+    weights = tf.constant(np.random.default_rng(4).normal(size=(7, 5)), tf.float32)
+    layer = make()
+    layer.build((4, 5, 5))
+
+    @tf.function(autograph=False)
+    def penalty(weights, layer, *, fused=False):
+        trace = keras_compat.StepTrace(
+            num_replicas=1, share=1.0, examples=4, random_key=tf.zeros([2], tf.int32), fused=fused
+        )
+        x = tf.constant(WORDS)
+        with tf.GradientTape() as outer, keras_compat.tracing(trace):
+            outer.watch(weights)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                outputs = tf.tanh(layer(x @ weights))
+            loss = tf.reduce_mean(tf.square(inner.gradient(outputs, x)))
+        return outer.gradient(loss, weights)
+
+    found, expected = penalty(weights, layer, fused=True), penalty(weights, function)
+    most = np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * most)
+    if function is composed:
+        assert np.abs(penalty(weights, layer) - expected).max() > 1e-3 * most
