@@ -62,6 +62,28 @@ def test_a_cut_run_ends_with_the_same_bits(strategies, tmp_path):
         assert json.dumps(history.history) == json.dumps(expected.history)
 
 
+def test_the_state_of_stateful_layers_is_resumed(strategies, tmp_path):
+    def trained(directory, more=()):
+        keras.utils.set_random_seed(1)
+        with strategies[1].scope():
+            recurrent = keras.layers.LSTM(3, stateful=True)
+            model = keras.Sequential(
+                [keras.Input(batch_shape=(5, 4, 1)), recurrent, keras.layers.Dense(1)]
+            )
+            model.compile("adam", "mse")
+        backup = tfdist.BackupAndRestore(directory, every_steps=4)
+        tfdist.fit(
+            model, X[..., None], Y, batch_size=5, epochs=2, shuffle=False, seed=5, verbose=0,
+            callbacks=[backup, *more],
+        )  # fmt: skip
+        return bits(model)
+
+    whole = trained(tmp_path / "whole")
+    with pytest.raises(Cut):
+        trained(tmp_path / "cut", [AtStep(6)])
+    assert trained(tmp_path / "cut") == whole
+
+
 class Adversaries(keras.Model):
     """Two models with an optimizer each, as in Keras' guide to such networks."""
 
