@@ -84,6 +84,17 @@ def test_the_state_of_stateful_layers_is_resumed(strategies, tmp_path):
     assert trained(tmp_path / "cut") == whole
 
 
+class OwnBest(keras.callbacks.Callback):
+    """Keeps what it likes under the name that EarlyStopping has for its weights."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.best_weights = {"kernel": self.model.layers[-1].kernel.numpy(), "epoch": "first"}
+
+
+def test_a_callback_may_keep_anything_under_the_name_of_best_weights(strategies, tmp_path):
+    assert fit(make(strategies[1]), tmp_path, [OwnBest()], epochs=2).epoch == [0, 1]
+
+
 class Adversaries(keras.Model):
     """Two models with an optimizer each, as in Keras' guide to such networks."""
 

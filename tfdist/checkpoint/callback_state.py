@@ -58,7 +58,8 @@ def best_weights(callbacks: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
     return {
         f"callbacks/{name}/{i}": np.array(weight)
         for name, callback in _named(callbacks)
-        for i, weight in enumerate(getattr(callback, "best_weights", None) or [])
+        if isinstance(callback, keras.callbacks.EarlyStopping)
+        for i, weight in enumerate(callback.best_weights or [])
     }
 
 
@@ -73,7 +74,7 @@ def set_best_weights(callbacks: Sequence[Any], arrays: Mapping[str, Any]) -> Non
         kept: list[Any] = []
         while (key := f"callbacks/{name}/{len(kept)}") in arrays:
             kept.append(arrays[key])
-        if kept and hasattr(callback, "best_weights"):
+        if kept and isinstance(callback, keras.callbacks.EarlyStopping):
             callback.best_weights = kept
 
 
