@@ -599,6 +599,14 @@ def test_what_cannot_be_trained_in_stages_is_refused(one_stage, kind, reduction,
     assert refusal(lambda: tfdist.fit(model, X, X[:, :3], batch_size=8, verbose=0)).code == code
 
 
+def test_a_model_is_not_saved_while_each_task_has_a_part(one_stage, tmp_path):
+    with one_stage().scope():
+        model = model_with("sgd")
+    saving = keras.callbacks.ModelCheckpoint(tmp_path / "model.keras", save_freq=2)
+    line = refusal(lambda: tfdist.fit(model, X, Y, batch_size=8, verbose=0, callbacks=[saving]))
+    assert line.code == "unsupported-callback"
+
+
 def test_a_slot_belongs_to_the_stage_of_its_variable():
     model = model_with("adam")
     model.optimizer.build(model.trainable_variables)

@@ -56,6 +56,7 @@ def callback_list(
     given = [c for c in keras.tree.flatten(callbacks) if c is not None] if callbacks else []
     for callback in given:
         _require_callback(callback)
+        _require_whole_weights(callback, job)
     if job.is_chief:
         trackers.warn_of_autolog()
         given = [*map(trackers.wrapped, given), *trackers.without_callback()]
@@ -91,6 +92,21 @@ def _require_callback(callback: Any) -> None:
             expected="instances of keras.callbacks.Callback, or a list of them",
             fix=f"write {name}(...)" if is_class else "derive it from keras.callbacks.Callback",
             code="not-a-callback",
+        )
+
+
+def _require_whole_weights(callback: keras.callbacks.Callback, job: Job) -> None:
+    """Raise UsageError for what saves a model of which the chief has one stage at that time."""
+    saves = isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.OrbaxCheckpoint)
+    if job.stages is not None and saves and callback.save_freq != "epoch":
+        raise UsageError(
+            "callbacks",
+            received=f"{type(callback).__name__}(save_freq={callback.save_freq}) under strategy "
+            "pipeline",
+            expected='save_freq="epoch", as within an epoch each task has its own stage alone',
+            fix="leave save_freq out; tfdist.BackupAndRestore(directory, every_steps=...) saves "
+            "within an epoch",
+            code="unsupported-callback",
         )
 
 
