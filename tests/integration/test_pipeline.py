@@ -44,11 +44,11 @@ def residual():
 
 
 def words():
-    """Integers in, with masks that cross every cut."""
+    """Integers in, masks that cross every cut, and layers of no, one and several draws."""
     ids = keras.Input((6,), dtype="int32", name="ids")
     x = L.Embedding(10, 4, mask_zero=True, name="embed")(ids)
-    x = L.LSTM(5, return_sequences=True, name="lstm0")(x)
-    x = L.LSTM(5, name="lstm1")(x)
+    x = L.LSTM(5, return_sequences=True, dropout=0.3, recurrent_dropout=0.3, name="lstm0")(x)
+    x = L.Dropout(0.2, name="drop")(L.LSTM(5, name="lstm1")(x))
     return keras.Model(ids, L.Dense(3, name="head")(x), name="words")
 
 

@@ -18,6 +18,8 @@ from tfdist.errors import UsageError, near, require
 
 Assignment = tuple[int, ...]
 """The stage of each node of a `LayerGraph`."""
+MOST_DRAWS = 2**30
+"""Numbers of draws from there on are those of no seed generator."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +54,8 @@ class ModelPart:
       sources: of each tensor of `sent`, its place in the list of `received`, `inputs` and what
         `module` makes: some only pass through.
       nodes: Keras' nodes of its layers' calls.
-      draws_before: layers with random draws in the stages before.
+      draws: numbers of the draws of the model's seed generators, by their `id`: no two have the
+        same, and they do not go by the cut.
     """
 
     index: int
@@ -63,7 +66,7 @@ class ModelPart:
     sent: tuple[Any, ...]
     sources: tuple[int, ...]
     nodes: tuple[Any, ...]
-    draws_before: int
+    draws: Mapping[int, range]
 
     @property
     def is_last(self) -> bool:
@@ -107,6 +110,11 @@ class LayerGraph:
         self.inputs: list[Any] = list(functional.inputs)
         self.outputs: list[Any] = list(functional.outputs)
         self._made_by = {id(t): i for i, n in enumerate(self.nodes) for t in n.output_tensors}
+        generators = dict.fromkeys(g for node in self.nodes for g in _generators(node.operation))
+        self._draws = {
+            key: range(first, MOST_DRAWS, len(generators))
+            for first, key in enumerate(generators, 1)
+        }
         for node in self.nodes:
             _require_no_state(node.operation)
 
@@ -251,9 +259,7 @@ class LayerGraph:
             sent=tuple(sent),
             sources=tuple(places[id(t)] for t in sent),
             nodes=tuple(mine),
-            draws_before=sum(
-                _draws(node.operation) for i, node in enumerate(self.nodes) if assignment[i] < k
-            ),
+            draws=self._draws,
         )
 
     def _require_possible(self, assignment: Assignment, *, num_stages: int) -> None:
@@ -354,8 +360,9 @@ def _work(node: Any) -> tuple[Any, ...]:
     return type(node.operation).__name__, config, shapes
 
 
-def _draws(operation: Any) -> int:
-    return sum(getattr(x, "seed_generator", None) is not None for x in _layers_of(operation))
+def _generators(operation: Any) -> list[int]:
+    """Return the `id` of each seed generator of an operation and the layers inside it."""
+    return [id(g) for x in _layers_of(operation) for g in getattr(x, "_seed_generators", ())]
 
 
 def _layers_of(operation: Any) -> list[Any]:

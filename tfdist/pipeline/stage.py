@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.errors import require_one_of
-from tfdist.pipeline.cuts import ModelPart, has_mask, one_or_list
+from tfdist.pipeline.cuts import MOST_DRAWS, ModelPart, has_mask, one_or_list
 from tfdist.pipeline.schedule import Pass
 from tfdist.pipeline.union import release
 from tfdist.training import keras_compat
@@ -391,7 +391,7 @@ class Segment:
     def _trace(
         self, batch: MicroBatch, inputs: Tensors, *, training: bool
     ) -> keras_compat.StepTrace:
-        trace = keras_compat.StepTrace(
+        return keras_compat.StepTrace(
             num_replicas=1,
             share=1.0,
             examples=tf.shape(inputs[0])[0],
@@ -400,9 +400,9 @@ class Segment:
             batch=inputs,
             training=training,
             fused=training and keras_compat.is_fused(self.part.module),
+            draws=MOST_DRAWS + self.part.index * 2**16,
+            numbers={key: iter(numbers) for key, numbers in self.part.draws.items()},
         )
-        trace.draws = self.part.draws_before  # those of the whole model
-        return trace
 
     def _message(self, outputs: Tensors, received: Received, added: tf.Tensor | None) -> Tensors:
         pairs = zip(self.part.sent, outputs, strict=True)

@@ -8,7 +8,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -42,6 +42,7 @@ class StepTrace:
       counts: what optimizers have for their counts of updates; None for what is in the variable.
       updated: parts of variables that a sharded optimizer updates, in the order of its gradients.
       layers: what holds the losses that layers have added, by the `id` of the layer.
+      numbers: of the draws of seed generators, by their `id`; those of others count up.
       graph: the step's own.
     """
 
@@ -65,6 +66,7 @@ class StepTrace:
     in_losses: bool = False
     statistics: list[Variable] = dataclasses.field(default_factory=list)
     layers: dict[int, Any] = dataclasses.field(default_factory=dict)
+    numbers: Mapping[int, Iterator[int]] = dataclasses.field(default_factory=dict)
     graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
 
     def is_in_step(self) -> bool:

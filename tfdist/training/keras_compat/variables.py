@@ -212,14 +212,17 @@ def random_key(seed: int, *, step: tf.Tensor, replica: tf.Tensor | int) -> tf.Te
 def _seed_of_the_step(
     original: Original, trace: StepTrace, self: Any, ordered: bool = True
 ) -> tf.Tensor:
-    return _draw(trace)
+    return _draw(trace, generator=self)
 
 
-def _draw(trace: StepTrace) -> tf.Tensor:
+def _draw(trace: StepTrace, generator: SeedGenerator | None = None) -> tf.Tensor:
     _warn_in_loop(trace)
-    trace.draws += 1
-    offset = trace.draws * _GOLDEN_RATIO % 2**32
-    offset = tf.constant([offset - 2**32 if offset >= 2**31 else offset, trace.draws])
+    if id(generator) in trace.numbers:
+        number = next(trace.numbers[id(generator)])
+    else:
+        number = trace.draws = trace.draws + 1
+    offset = number * _GOLDEN_RATIO % 2**32
+    offset = tf.constant([offset - 2**32 if offset >= 2**31 else offset, number])
     return tf.cast(trace.random_key + offset, random_seed_dtype())
 
 
