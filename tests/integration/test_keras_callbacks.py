@@ -350,6 +350,16 @@ def test_model_checkpoint_counts_batches_over_virtual_epochs_of_unequal_steps(st
     assert {iterations for iterations, _ in _saved(tmp_path).values()} == {7}
 
 
+def test_model_checkpoint_counts_batches_from_the_initial_epoch(strategies, tmp_path):
+    checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}-{batch}.keras", save_freq=3)
+    tfdist.fit(
+        make_model(strategies[1]), X, Y, BATCH_SIZE,
+        verbose=0, callbacks=[checkpoint], epochs=3, initial_epoch=1,
+    )  # fmt: skip
+    steps = range(3, 2 * STEPS + 1, 3)
+    assert {iterations for iterations, _ in _saved(tmp_path).values()} == set(steps)
+
+
 def test_csv_logger_writes_what_keras_writes(without_batches):
     ours, theirs = (
         list(csv.DictReader((without_batches.path / f"{whose}.csv").read_text().splitlines()))

@@ -229,7 +229,8 @@ class TrainLoop:
 
     def _due(self) -> list[int]:
         """Return the next step of each callback that goes by steps, after the present one."""
-        fixed = [(self.step // n + 1) * n for n in self._every]
+        done = self.step - self._epochs.steps_before(self._plan.initial_epoch)
+        fixed = [self.step - done % n + n for n in self._every]
         own = [callback.next_step(self.step) for callback in self._scheduled]
         return fixed + [step for step in own if step is not None]
 
