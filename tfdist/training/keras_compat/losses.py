@@ -301,10 +301,10 @@ def _on_lists_of_the_step(
 #
 # A mean of numbers, one a step, counts numbers and not the examples behind them. A tracker of the
 # user's own that is fed with the step's loss gets it as one device has it, weighted by the batch
-# fraction. The loss of each of several outputs is a mean over batches where the size of a batch is
-# not known when the step is traced, and a small last batch would count too much: examples are
-# counted. The padding example of a replica whose batch fraction is empty counts neither in a mean
-# nor in synchronized statistics.
+# fraction, or by a micro-batch's part of the step. The loss of each of several outputs is a mean
+# over batches where the size of a batch is not known when the step is traced, and a small last
+# batch would count too much: examples are counted. The padding example of a replica whose batch
+# fraction is empty counts neither in a mean nor in synchronized statistics.
 
 
 @replaces(CompileLoss, "call", issue=f"{_KERAS}/trainers/compile_utils.py#L836")
@@ -322,11 +322,10 @@ def _mean_of_examples(
 ) -> Any:
     if trace.in_losses and sample_weight is None:
         return original(self, values, trace.examples)
-    if trace.num_replicas == 1:
+    is_whole = trace.num_replicas == 1 and not tf.is_tensor(trace.part)
+    if is_whole or sample_weight is not None or tf.convert_to_tensor(values).shape.rank != 0:
         return original(self, values, sample_weight)
-    if tf.convert_to_tensor(values).shape.rank != 0:
-        return original(self, values, sample_weight)
-    return original(self, values, trace.share if sample_weight is None else sample_weight)
+    return original(self, values, trace.share * trace.part)
 
 
 @replaces(nn, "_compute_moments_sync", issue=f"{_KERAS}/backend/tensorflow/nn.py#L1515")
