@@ -135,6 +135,12 @@ def test_normalisation_joins_to_one_product_and_sum():
     np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_normalisation_takes_what_arrays_give():
+    images = IMAGES.astype(np.float32)
+    found = apply(Normalize(mean=images.mean(), std=images.std()))
+    np.testing.assert_allclose(found, (images - images.mean()) / images.std(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("bound", [2, 3, 9, 100])
 def test_draws_are_uniform_over_examples_and_epochs(bound):
     """Chi-square, far below what one seed in a million would give."""

@@ -192,6 +192,14 @@ def test_a_view_at_a_multiple_of_64_bytes_is_mapped_where_it_is(tmp_path):
     assert np.array_equal(file.tensor(), data[16:48])
 
 
+def test_changes_of_a_view_that_cannot_be_mapped_are_seen(tmp_path):
+    array = np.memmap(tmp_path / "x.bin", np.float64, "w+", shape=X.shape)
+    for value in (1, 2):
+        array[:] = value
+        source = ArraySource(array[2:], cache_dir=tmp_path / "cache")
+        assert np.array_equal(source.gather([3]), np.full([1, 3], value))
+
+
 def test_private_changes_of_a_memory_map_are_kept(tmp_path):
     X.tofile(tmp_path / "x.bin")
     array = np.memmap(tmp_path / "x.bin", np.float64, "c", shape=X.shape)
@@ -307,6 +315,15 @@ def test_examples_whose_numbers_the_first_one_s_type_would_cut_are_named():
         source.fetch(np.array([1, 2]))
     source = PythonSource([(np.zeros(2), target) for target in reversed(targets)])
     assert source.fetch(np.array([0, 1, 2]))[1].tolist() == [0.5, 1, 0]
+
+
+@pytest.mark.parametrize(("first", "later"), [(np.uint8(1), np.uint16(300)), (1, np.uint64(2**63))])
+def test_examples_whose_numbers_do_not_fit_the_first_one_s_type_are_named(first, later):
+    images = [np.full(2, first), np.full(2, first).astype(later.dtype), np.full(2, later)]
+    source = PythonSource(images)
+    assert source.fetch(np.array([0, 1])).tolist() == [[1, 1], [1, 1]]
+    with pytest.raises(UsageError, match="example 2: received numbers of uint"):
+        source.fetch(np.array([2]))
 
 
 def test_examples_of_other_parts_than_the_first_are_named():

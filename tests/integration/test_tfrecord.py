@@ -137,6 +137,17 @@ def test_files_that_are_not_whole_are_refused(tmp_path, content, message):
     assert not list((tmp_path / "cache").glob("*.part"))
 
 
+def test_a_path_is_taken_as_it_is_and_a_directory_refused(tmp_path):
+    path = tmp_path / "run [1]" / "a.tfrecord"
+    path.parent.mkdir()
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        writer.write(record(3))
+    source = TFRecordSource(path, parse, cache_dir=tmp_path / "cache")
+    assert source.gather([0])[1].numpy() == [3]
+    with pytest.raises(UsageError, match="received a directory"):
+        TFRecordSource(path.parent, parse)
+
+
 @pytest.mark.parametrize(
     ("files", "message"), [("/none/such-*", "no such file"), ([], "received no files")]
 )

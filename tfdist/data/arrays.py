@@ -342,7 +342,8 @@ def of_memmap(array: np.memmap[Any, Any], *, cache_dir: Path | None = None) -> M
     """Return the array's own file where it can be mapped as it is, else a copy made for that.
 
     None where it cannot be mapped at all: private changes (mode "c"), no plain number type, no
-    file name. A copy is made once on a machine and says so in the log.
+    file name, or it needs a copy and can be written to, of which the file's time does not always
+    tell. A copy is made once on a machine and says so in the log.
     """
     dtype = _plain_dtype(array.dtype)
     if dtype is None or array.mode == "c" or array.filename is None or array.size == 0:
@@ -350,6 +351,8 @@ def of_memmap(array: np.memmap[Any, Any], *, cache_dir: Path | None = None) -> M
     path = os.path.abspath(os.fspath(array.filename))
     offset = _file_offset(array) if array.flags.c_contiguous else None
     if offset is None or offset % _ALIGNMENT_BYTES or not array.dtype.isnative:
+        if array.mode != "r":
+            return None
         return _aligned_copy(array, path, dtype=dtype, cache_dir=cache_dir)
     return MappedFile(path=path, dtype=dtype, shape=array.shape, offset_bytes=offset)
 

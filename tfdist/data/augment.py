@@ -131,9 +131,9 @@ class Normalize(_Own):
     std: float | Sequence[float]
 
     def __post_init__(self) -> None:
-        stds = [self.std] if isinstance(self.std, int | float) else list(self.std)
+        stds = np.atleast_1d(np.asarray(self.std, np.float64))
         require(
-            stds and min(stds) > 0,
+            len(stds) and min(stds) > 0,
             "Normalize",
             received=f"std={self.std}",
             expected="a positive number, or one for each channel",

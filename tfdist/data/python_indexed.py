@@ -273,8 +273,11 @@ def _require_structure(nest: Nest, first: Nest, *, where: str) -> None:
 
 
 def _require_type(array: np.ndarray[Any, Any], dtype: Any, *, where: str) -> None:
+    fits = np.can_cast(array.dtype, dtype, "same_kind")
+    if fits and np.dtype(dtype).kind in "iu" and array.dtype != dtype:
+        fits = bool((array.astype(dtype) == array).all())
     require(
-        np.can_cast(array.dtype, dtype, "same_kind"),
+        fits,
         where,
         received=f"numbers of {array.dtype}",
         expected=f"{np.dtype(dtype)}, as of the first: others would be cut",

@@ -178,9 +178,12 @@ def _expand(files: str | Path | Sequence[str | Path]) -> list[str]:
     patterns = [files] if isinstance(files, str | Path) else list(files)
     found: list[str] = []
     for pattern in map(str, patterns):
-        matches = sorted(tf.io.gfile.glob(pattern))
+        exists = tf.io.gfile.exists(pattern)  # a path may have brackets in it
+        matches = [pattern] if exists else sorted(tf.io.gfile.glob(pattern))
         if not matches:
             raise _bad_file(pattern, received="no such file", fix="check the path or pattern")
+        if any(map(tf.io.gfile.isdir, matches)):
+            raise _bad_file(pattern, received="a directory", fix="name its files, as DIR/*")
         found.extend(map(_absolute, matches))
     if not found:
         raise _bad_file("TFRecordSource", received="no files", fix="check the path or pattern")
