@@ -269,6 +269,8 @@ def test_the_program_with_a_file_and_with_checkpoints(tmp_path, capsys):
     np.testing.assert_allclose(call(place, x=tf.constant(data))["y"], model(data), atol=1e-6)
     manifest = json.loads((place / "manifest.json").read_text())
     assert (manifest["run"], manifest["step"]) == (str(tmp_path / "backup"), 8)
+    assert export.main([*words, "--model", f"{tmp_path}/my model.py:make", "--best"]) == 2
+    assert "received no checkpoint that was marked best" in capsys.readouterr().err
 
 
 def test_each_new_one_is_published_and_a_failure_ends_nothing():

@@ -59,7 +59,17 @@ def read_model(
     )
     served, trained = (_made_by(make),) * 2 if make is not None else _of_run(config or {})
     store = CheckpointStore(directory)
-    checkpoint = store.read(store.best() if best else step)
+    if best:
+        step = store.best()
+        require(
+            step is not None,
+            f"--best {source}",
+            received="no checkpoint that was marked best",
+            expected="one, as BackupAndRestore(best=...) marks it",
+            fix="leave --best out for the newest one",
+            code="no-best",
+        )
+    checkpoint = store.read(step)
     set_weights(trained, checkpoint, where=str(directory))
     step = int(checkpoint.step)
     origin = {"run": str(source.absolute()), "step": step, "saved_at": store.written_at(step)}
