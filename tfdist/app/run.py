@@ -213,10 +213,10 @@ def _stopping(config: Any) -> keras.callbacks.EarlyStopping | Evaluator | None:
 
 def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:
     job = current_job()
-    by_chief = job is None or not job.has_evaluator
+    is_validated = bool(config.validation_split) and (job is None or not job.has_evaluator)
     return BackupAndRestore(
         directory.checkpoints,
-        best="val_loss" if config.publish and by_chief else None,
+        best="val_loss" if is_validated else None,
         publish=Publisher(config.publish, run=directory.path) if config.publish else None,
         every="auto" if config.backup_every == "auto" else None,
         every_steps=config.backup_every_steps or None,

@@ -130,7 +130,7 @@ FIELDS: tuple[Field, ...] = (
         "",
         "directory of a server's models: the best checkpoints become versions as the run goes",
     ),
-    Field("keep_checkpoints", 2, "checkpoints kept", least=1),
+    Field("keep_checkpoints", 2, "checkpoints kept, beside the best by val_loss", least=1),
     Field(
         "ledger",
         "off",
