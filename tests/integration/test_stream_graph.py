@@ -106,7 +106,6 @@ def drawing(number):
 
 UNSEEDED = {
     "shuffle": lambda: tf.data.Dataset.range(20).shuffle(20),
-    "shuffle once": lambda: tf.data.Dataset.range(20).shuffle(20, reshuffle_each_iteration=False),
     "random": lambda: tf.data.Dataset.random().take(3),
     "sampled": lambda: tf.data.Dataset.sample_from_datasets(
         [tf.data.Dataset.range(20), tf.data.Dataset.range(100, 120)]
@@ -137,6 +136,17 @@ def test_draws_differ_between_passes_and_between_inner_datasets():
         assert found[:half] != found[half:], kind
     inner = np.array(values(read(UNSEEDED["inner shuffle"](), Reading()))).reshape(3, 8) % 10
     assert len({tuple(row) for row in inner}) == 3
+
+
+def test_parts_of_a_dataset_that_is_shuffled_once_stay_apart():
+    """As TensorFlow's tutorials split a dataset; each part is read with the seed of its reader."""
+    whole = tf.data.Dataset.range(20).shuffle(20, reshuffle_each_iteration=False)
+    train = values(read(whole.skip(5).shuffle(20), Reading(seed=1)).repeat(2))
+    test = values(read(whole.take(5), Reading(seed=0)).repeat(2))
+    assert sorted(train[:15] + test[:5]) == list(range(20))
+    assert train[:15] != train[15:]
+    assert sorted(train[:15]) == sorted(train[15:])
+    assert test[:5] == test[5:] != [*range(5)]
 
 
 def test_a_seed_of_the_user_stays():

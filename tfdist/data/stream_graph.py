@@ -10,7 +10,8 @@ Three things in a user's graph make that wrong without a word:
   So each is fed through `_guarded`, whose end no cancelled reading reaches, and each dataset gets a
   memory cache of tfdist's own, out of reach of iterators that the program itself has dropped.
 - **Draws without a seed**, as of `shuffle(n)`: they get seeds from the seed of the run. All tasks
-  then see the same batches, and a resumed run sees those of the run before.
+  then see the same batches, and a resumed run sees those of the run before. That of
+  `shuffle(n, reshuffle_each_iteration=False)` is the same in all runs and evaluations.
 - **Order that depends on timing** (`deterministic=False`, draws within a parallel map): with
   several tasks, order is made deterministic and a parallel map that draws runs one call at a time.
 
@@ -38,6 +39,7 @@ from tfdist.data.stream import captured_resources
 _LOG = logging.getLogger(__name__)
 _LARGE_BYTES = 2**16
 _IGNORE_STATE = 1  # tf.data's ExternalStatePolicy.IGNORE
+_SEED_OF_SPLITS = 0
 _COPIES = itertools.count()
 _MOST = 2**31 - 1
 _plain = tf.autograph.experimental.do_not_convert
@@ -168,10 +170,13 @@ class _StreamGraph:
             else:
                 _guard_caches(body, graph.library)
         bodies = _bodies(graph)
-        numbers = itertools.count()
+        numbers, splits = itertools.count(), itertools.count()
         for body in bodies:
             for node in list(body.nodes):
-                _seed(node, body, seed=reading.seed, numbers=numbers)
+                if body.depth == 0 and _shuffles_once(node):
+                    _seed(node, body, seed=_SEED_OF_SPLITS, numbers=splits)
+                else:
+                    _seed(node, body, seed=reading.seed, numbers=numbers)
         if reading.in_step:
             drawing = _drawing_functions(graph)
             for body in bodies:
@@ -437,6 +442,15 @@ def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:
             node.input[generator] = name
     elif _draws_without_seed(node):
         node.attr["seed"].i, node.attr["seed2"].i = _seeds(seed, next(numbers))
+
+
+def _shuffles_once(node: Any) -> bool:
+    """Return whether a node shuffles in one order, of which `take` and `skip` make parts.
+
+    These are read in runs and evaluations that have seeds of their own, and are to stay apart.
+    """
+    again = "reshuffle_each_iteration"
+    return again in node.attr and not node.attr[again].b
 
 
 def _draws_without_seed(node: Any) -> bool:
