@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import re
 import sys
@@ -39,6 +40,9 @@ def run_program(name: str, run: Callable[[], int], *, is_report: bool = False) -
     A program that `is_report` has no pipe or socket of its own but standard output: where that is
     closed nobody reads it to its end, which is no error.
     """
+    with contextlib.suppress(OSError):  # it is set by then
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a path may be none of its texts
     try:
         return run()
     except TfdistError as error:

@@ -1,5 +1,6 @@
 """Programs that argparse reads tell a mistake in one line, as the others do."""
 
+import io
 import signal
 import subprocess
 import sys
@@ -143,6 +144,13 @@ def test_a_program_ends_with_the_code_of_its_error(error, code, said, capsys):
 
     assert run_program("p", run) == code
     assert capsys.readouterr().err.startswith(said)
+
+
+def test_what_the_output_s_encoding_has_not_is_printed_all_the_same(monkeypatch):
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert run_program("p", lambda: print("run directory \xe9", flush=True) or 0) == 0
+    assert printed.getvalue() == b"run directory \\xe9\n"
 
 
 def test_a_closed_output_is_no_error_of_a_report_and_a_closed_socket_is_one_of_others():
