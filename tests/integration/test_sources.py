@@ -151,6 +151,11 @@ def test_bad_arrays_are_refused(make, where, code):
     assert refused(make) == (where, code)
 
 
+def test_a_list_of_pairs_is_refused_in_a_line_that_can_be_read():
+    with pytest.raises(UsageError, match=r"x\[3\]\[1\]: 1 and 192 more; expected"):
+        ArraySource([(np.zeros(4), np.zeros(1))] * 100)
+
+
 # Arrays in files
 
 

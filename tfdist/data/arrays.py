@@ -22,6 +22,7 @@ from tfdist.data.source import GraphSource, Nest, Transform
 from tfdist.errors import UsageError, require
 
 _log = logging.getLogger(__name__)
+_SHOWN_ARRAYS = 8
 MEMORY_LIMIT_BYTES = 2**31
 """Past this sum, arrays in memory are refused under ps: no message to a worker carries 2 GiB."""
 
@@ -204,11 +205,12 @@ def _common_length(columns: dict[str, Nest]) -> int:
         if leaf is not None
     }
     lengths = set(found.values())
+    shown = [f"{name}: {length}" for name, length in found.items()]
+    more = f" and {len(shown) - _SHOWN_ARRAYS} more" * (len(shown) > _SHOWN_ARRAYS)
     require(
         len(lengths) == 1 and 0 not in lengths,
         "data",
-        received="arrays of "
-        + (", ".join(f"{name}: {length}" for name, length in found.items()) or "no examples"),
+        received=f"arrays of {', '.join(shown[:_SHOWN_ARRAYS]) or 'no examples'}{more}",
         expected="the same number of examples, at least one, in every array",
         fix="check how the arrays were cut",
         code="lengths-differ",
