@@ -98,6 +98,14 @@ def test_forked_tasks_draw_random_numbers_of_their_own(launch):
     assert len({number for pair in drawn for number in pair}) == 6
 
 
+@STARTS
+def test_a_program_may_set_the_encoding_of_its_output(launch, command):
+    source = "import sys; sys.stdout.reconfigure(encoding='latin-1'); print('\\xe9')"
+    job = launch(source, "--run_dir=run", command=command)
+    assert job.end() == 0
+    assert b"\xe9\n" in Path("run/logs/attempt-1/worker-0.log").read_bytes()
+
+
 def test_a_programs_traceback_is_pythons_own_and_comes_once(launch, tmp_path):
     source = """
     import json, os, signal

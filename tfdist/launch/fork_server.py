@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import random
@@ -30,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from tfdist.cluster import Task
 from tfdist.cluster.tf_config import VARIABLE
@@ -164,6 +165,10 @@ class _Server:
         os.dup2(output_fd, 1)
         os.dup2(output_fd, 2)
         os.close(output_fd)
+        for name in ("stdout", "stderr"):
+            stream = _of_a_pipe(getattr(sys, name))
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
         os.set_inheritable(notes_fd, False)
         request["notes_fd"] = notes_fd
         for name in request["unset"]:
@@ -188,6 +193,16 @@ class _Server:
 
     def _tell(self, message: dict[str, Any]) -> None:
         self._control.send(json.dumps(message).encode())
+
+
+def _of_a_pipe(stream: TextIO) -> TextIO:
+    """Return a stream as Python makes it for a pipe, unbuffered.
+
+    The server's is that of a file, its log, and asks for its place in it when its encoding is set.
+    """
+    raw: Any = io.FileIO(stream.fileno(), "w", closefd=False)
+    raw.name = stream.name
+    return io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, write_through=True)
 
 
 def _reseed() -> None:
