@@ -98,7 +98,7 @@ def _require_callback(callback: Any) -> None:
 def _require_whole_weights(callback: keras.callbacks.Callback, job: Job) -> None:
     """Raise UsageError for what saves a model of which the chief has one stage at that time."""
     saves = isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.OrbaxCheckpoint)
-    if job.stages is not None and saves and callback.save_freq != "epoch":
+    if saves and job.stages is not None and callback.save_freq != "epoch":
         raise UsageError(
             "callbacks",
             received=f"{type(callback).__name__}(save_freq={callback.save_freq}) under strategy "
