@@ -234,6 +234,28 @@ def test_weights_that_a_callback_has_swapped_for_their_averages_are_swapped_back
         assert found[name] == value, name
 
 
+def test_a_validation_that_moves_the_state_of_layers_is_done_to_its_end(strategies, tmp_path):
+    def attempt(directory, *more):
+        keras.utils.set_random_seed(1)
+        with strategies[1].scope():
+            recurrent = keras.layers.LSTM(3, stateful=True)
+            model = keras.Sequential(
+                [keras.Input(batch_shape=(10, 4, 1)), recurrent, keras.layers.Dense(3)]
+            )
+            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        history = tfdist.fit(
+            model, X[..., None], Y, batch_size=10, epochs=2, seed=5, verbose=0,
+            validation_data=(X[..., None], Y),
+            callbacks=[Counts(), *more, tfdist.BackupAndRestore(directory)],
+        )  # fmt: skip
+        return history.history, [weight.tobytes() for weight in model.get_weights()]
+
+    expected = attempt(tmp_path / "whole")
+    with pytest.raises(Stopped, match="at step 9, state saved"):
+        attempt(tmp_path / "cut", AskAt(Moment("test batch end", batch=3)))
+    assert attempt(tmp_path / "cut") == expected
+
+
 def test_a_signal_inside_a_compiled_range_stops_the_run_soon(strategies, tmp_path, caplog):
     class Signalling(keras.Sequential):
         def train_step(self, data):

@@ -42,12 +42,12 @@ def variables_of(model: keras.Model) -> dict[str, Any]:
         "weights": model.weights,
         "optimizer": list(slots.values()),
         "metrics": model.metrics_variables,
-        "states": _states(model),
+        "states": states_of(model),
     }
     return {f"{group}/{i}": v for group, listed in groups.items() for i, v in enumerate(listed)}
 
 
-def _states(model: keras.Model) -> list[Any]:
+def states_of(model: keras.Model) -> list[Any]:
     """Return what stateful recurrent layers go on with, which is no weight to Keras."""
     layers = (layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.RNN))
     states = [layer.states for layer in layers if layer.stateful]

@@ -255,7 +255,7 @@ class TrainLoop:
             return validation.run(self._callbacks)  # the training ends with it
         listed = self._callbacks.callbacks
         before = callback_state.get_states(listed) if self._plan.backups else {}
-        requests = self._requests if resume.may_break_off(listed) else None
+        requests = self._requests if resume.may_break_off(self._model, listed) else None
         try:
             return validation.run(self._callbacks, requests=requests)
         except StopRequested as asked:

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
+from tfdist.checkpoint.state import states_of
 from tfdist.checkpoint.store import SecondWriter
 from tfdist.cluster import JobOptions
 from tfdist.data.stream import InputFunctionSource, StreamSource
@@ -174,12 +175,14 @@ def logs_before_validation(saved: RunState | None) -> dict[str, Any] | None:
     return {n: np.asarray(v) if isinstance(v, list) else v for n, v in logs.items()}
 
 
-def may_break_off(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
-    """Return whether the weights are those of the training in the middle of a validation.
+def may_break_off(model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]) -> bool:
+    """Return whether the state is that of the training in the middle of a validation.
 
-    One who has put others in their place cannot be asked for the very bits back.
+    One who has put other weights in their place cannot be asked for the very bits back, and
+    stateful layers go on from batch to batch.
     """
-    return not any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
+    swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
+    return not (swaps or states_of(model))
 
 
 def unfit(model: keras.Model, figures: Mapping[str, Any]) -> str:
