@@ -11,6 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from tests import forked_python
+from tests.refusals import refusal
 from tfdist import replay
 from tfdist.audit.replay import StepEnvironment, step_environment_of
 from tfdist.checkpoint import CheckpointStore
@@ -126,6 +127,19 @@ def test_where_a_step_ran_is_told_by_the_nearest_checkpoint_that_is_whole(tmp_pa
     damaged[0] ^= 1
     (newest / "arrays.bin").write_bytes(damaged)
     assert place_at(10) == StepEnvironment(kind="mirrored", replicas=3, threads=4)
+
+
+def test_a_run_in_stages_is_replayed_on_whole_batches_where_asked_for_alone(tmp_path):
+    directory, config = RunDirectory(tmp_path), ConfigDict({"strategy": "auto"})
+    store = CheckpointStore(directory.checkpoints)
+    place = {"strategy": "pipeline", "replicas": 1, "threads": 2}
+    store.write(5, {"x": np.ones(3)}, meta={"place": place})
+
+    def place_of(kind: str | None) -> StepEnvironment:
+        return step_environment_of(directory, store, config, step=4, kind=kind, replicas=None)
+
+    assert "under strategy pipeline" in str(refusal(lambda: place_of(None)))
+    assert place_of("single") == StepEnvironment(kind="single", replicas=1, threads=2)
 
 
 def test_what_cannot_be_replayed_is_one_line(tmp_path, capsys):

@@ -286,7 +286,8 @@ def step_environment_of(
     """Where the run did the step, by what it wrote down; `kind` and `replicas` go before that."""
     found = _recorded(directory, store, config, step)
     recorded_as = next((each for each in found if each is not None), None)
-    if (recorded_as is not None and recorded_as.kind == "ps") or config.strategy == "ps":
+    ran_under = recorded_as.kind if recorded_as else config.strategy
+    if "ps" in (ran_under, config.strategy):
         raise UsageError(
             f"run directory {directory.path}",
             received="a run under strategy ps",
@@ -294,6 +295,15 @@ def step_environment_of(
             fix="nothing: a step of ps depends on which workers' updates came before it, and not "
             "on the step alone",
             code="ps-run",
+        )
+    if ran_under == "pipeline" and kind is None:
+        raise UsageError(
+            f"run directory {directory.path}",
+            received="a run under strategy pipeline, whose steps are made of micro-batches",
+            expected="single, mirrored or multiworker",
+            fix="say --strategy single for a step of whole batches: the run's to rounding, but for "
+            "Dropout and BatchNormalization",
+            code="pipeline-run",
         )
     if replicas is not None and (replicas < 1 or (kind == "single" and replicas != 1)):
         raise UsageError(
