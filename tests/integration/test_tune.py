@@ -360,6 +360,7 @@ def test_overwrite_is_refused_while_a_sweep_runs(tmp_path):
     ("changes", "fields", "where"),
     [
         ({}, {"run_dir": "x"}, "config.run_dir"),
+        ({}, {"publish": "served"}, "config.publish"),
         ({}, {"strategy": "ps"}, "--strategy"),
         ({}, {"validation_split": ""}, "--objective"),
         ({"tuner": "hyperband"}, {"checkpoints": 2}, "config.checkpoints"),

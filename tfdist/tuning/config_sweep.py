@@ -114,6 +114,14 @@ def _check(options: SweepOptions, config: Any) -> None:
         code="run-dir-in-a-sweep",
     )
     require(
+        not config.publish,
+        "config.publish",
+        received=repr(config.publish),
+        expected="''; each trial, whatever its score, would be the next version",
+        fix="leave it out; python -m tfdist.export publishes the best trial's run in the end",
+        code="publish-in-a-sweep",
+    )
+    require(
         config.strategy in ("auto", options.strategy),
         "--strategy",
         received=f"{options.strategy} with config.strategy={config.strategy!r}",
