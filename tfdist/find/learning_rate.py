@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,14 @@ def find_learning_rate(
     building.require_examples_first(model, job, "train_step", feed)
     rates: list[float] = np.geomspace(lowest, highest, steps).tolist()
     engine = engine_for(job)
+    program = program_of(model, job, "train_step", feed, seed=seed)
     with (
         StopRequests() as requests,
         contextlib.closing(feed),
-        _unchanged(model, job),
+        _unchanged(model, job, publish=functools.partial(engine.publish_state, program)),
         contextlib.closing(engine),
         _settable_rate(model, job),
     ):
-        program = program_of(model, job, "train_step", feed, seed=seed)
         blocks = BlockRunner(model, job, engine, program, phase="step")
         losses = _losses(
             blocks, rates, requests=requests, smoothing=smoothing, diverges_at=diverges_at
@@ -156,8 +157,12 @@ def _loss_of(blocks: BlockRunner, step: int) -> float:
 
 
 @contextlib.contextmanager
-def _unchanged(model: keras.Model, job: Job) -> Iterator[None]:
-    """Set every variable of weights, optimizer and metrics in the end as it was. A collective."""
+def _unchanged(model: keras.Model, job: Job, *, publish: Callable[[], None]) -> Iterator[None]:
+    """Set every variable of weights, optimizer and metrics in the end as it was. A collective.
+
+    `publish` has the variables hold what the engine keeps elsewhere, as that of a pipeline does.
+    """
+    publish()
     before = state.capture(model, job)
     is_lost = False
     try:
@@ -168,6 +173,7 @@ def _unchanged(model: keras.Model, job: Job) -> Iterator[None]:
     finally:
         phases.enter("save")
         if not is_lost:
+            publish()
             state.restore(model, job, before if job.is_chief else None)
         phases.enter("done")
 

@@ -121,6 +121,8 @@ def trains(strategy):
         callbacks.append(tfdist.BackupAndRestore(OUT / "checkpoints", every_steps=3))
     weights = WEIGHTS * (20 if DOES == "scales" else 1)
     ledger = tfdist.Ledger(OUT / "ledger") if DOES == "sums" else None
+    if DOES == "looks":  # and leaves the model as it was, whose optimizer is not built
+        tfdist.find_learning_rate(model, X, Y, 8, steps=10)
     history = tfdist.fit(
         model, X, y, sample_weight=weights, batch_size=8, epochs=2, seed=3, verbose=0,
         callbacks=callbacks, validation_data=(X[:7], y[:7]), ledger=ledger,
