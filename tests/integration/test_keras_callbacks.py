@@ -360,6 +360,14 @@ def test_model_checkpoint_counts_batches_from_the_initial_epoch(strategies, tmp_
     assert {iterations for iterations, _ in _saved(tmp_path).values()} == set(steps)
 
 
+def test_model_checkpoint_goes_on_counting_in_a_second_fit(strategies, tmp_path):
+    checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}-{batch}.keras", save_freq=3)
+    model = make_model(strategies[1])
+    for _ in range(2):
+        tfdist.fit(model, X, Y, BATCH_SIZE, verbose=0, callbacks=[checkpoint])
+    assert {iterations for iterations, _ in _saved(tmp_path).values()} == {3, 6, 9}
+
+
 def test_csv_logger_writes_what_keras_writes(without_batches):
     ours, theirs = (
         list(csv.DictReader((without_batches.path / f"{whose}.csv").read_text().splitlines()))

@@ -174,10 +174,8 @@ def wants_logs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
     )
 
 
-def steps_between_calls(callback: keras.callbacks.Callback) -> int | None:
-    """Return how often a callback must be called at a batch's end, in steps; None: as it comes."""
-    if wants_every_batch(callback, mode="train"):
-        return 1
-    if isinstance(callback, keras.callbacks.ModelCheckpoint):
-        return callback.save_freq if isinstance(callback.save_freq, int) else None
-    return None
+def steps_to_save(callback: keras.callbacks.Callback) -> int | None:
+    """Return after how many more steps a ModelCheckpoint saves that counts them; else None."""
+    if not isinstance(callback, keras.callbacks.ModelCheckpoint) or callback.save_freq == "epoch":
+        return None
+    return max(1, int(callback.save_freq) - int(callback._batches_seen_since_last_saving))

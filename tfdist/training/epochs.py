@@ -103,10 +103,6 @@ class EpochPlan:
         """Return the epoch that `step` belongs to."""
         return bisect.bisect_right(self.step_starts, step) - 1
 
-    def steps_before(self, epoch: int) -> int:
-        """Steps of the epochs before `epoch`, which the run may not have."""
-        return self.step_starts[min(epoch, self.num_epochs)]
-
     def steps(self, epoch: int) -> range:
         """Return the steps of one epoch."""
         return range(self.step_starts[epoch], self.step_starts[epoch + 1])

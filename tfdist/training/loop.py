@@ -28,7 +28,8 @@ from tfdist.training.callbacks import (
     begin_epoch,
     callback_list,
     counting_steps,
-    steps_between_calls,
+    steps_to_save,
+    wants_every_batch,
     wants_logs,
 )
 from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
@@ -105,7 +106,7 @@ class TrainLoop:
             history=True,
         )
         listed = self._callbacks.callbacks
-        self._every = [n for n in map(steps_between_calls, listed) if n]
+        self._every_batch = any(wants_every_batch(c, mode="train") for c in listed)
         self._scheduled = [c for c in listed if hasattr(c, "next_step")]
         self._with_logs = bool(broadcast(wants_logs(listed)))
         self._has_begun = False
@@ -229,8 +230,10 @@ class TrainLoop:
 
     def _due(self) -> list[int]:
         """Return the next step of each callback that goes by steps, after the present one."""
-        done = self.step - self._epochs.steps_before(self._plan.initial_epoch)
-        fixed = [self.step - done % n + n for n in self._every]
+        if self._every_batch:
+            return [self.step + 1]
+        left = map(steps_to_save, self._callbacks.callbacks)
+        fixed = [self.step + steps for steps in left if steps is not None]
         own = [callback.next_step(self.step) for callback in self._scheduled]
         return fixed + [step for step in own if step is not None]
 

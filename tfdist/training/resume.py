@@ -75,7 +75,7 @@ def _take(backup: BackupAndRestore, job: Job) -> None:
 def first_step_and_epoch(plan: RunPlan) -> tuple[int, int]:
     """Return the next step of a run, and the first epoch whose end is still to come."""
     epochs, saved = plan.feed.plan, plan.saved
-    first = epochs.steps_before(plan.initial_epoch)
+    first = epochs.step_starts[min(plan.initial_epoch, epochs.num_epochs)]
     if saved is not None:
         first = saved.step
     epoch = epochs.epoch_of(first) if first < epochs.total_steps else epochs.num_epochs
