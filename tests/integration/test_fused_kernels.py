@@ -308,8 +308,7 @@ def transformer(strategy, optimizer=lambda: keras.optimizers.Adam(0.01)):
     return model
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"optimizer": accumulating}])
+@pytest.mark.parametrize(("replicas", "options"), [(1, {}), (2, {"optimizer": accumulating})])
 def test_steps_of_a_transformer_end_with_the_weights_of_keras(strategies, replicas, options):
     fit = dict(make=transformer, **options)
     expected = fitted(strategies[replicas], False, **fit)
