@@ -1,5 +1,6 @@
 """Fused kernels: what they compute is Keras', and where they are taken."""
 
+import functools
 import itertools
 
 import keras
@@ -24,13 +25,13 @@ class Derived(L.BatchNormalization):
     """May compute something else."""
 
 
-def computed(layer, x, *, fused, training=True, **given):
+def computed(layer, x, *, fused, training=True, of=KERNELS, **given):
     """What a step computes of a layer, with the gradients by its input and weights; its kernels."""
     layer.build(x.shape)
     random = np.random.default_rng(1)
     for weight in layer.weights:
         weight.assign(random.uniform(0.5, 1.5, weight.shape))
-    slope = tf.constant(random.normal(size=x.shape), x.dtype)
+    slope = tf.constant(random.normal(size=layer.compute_output_shape(x.shape)), x.dtype)
 
     @tf.function(autograph=False)
     def step(x):
@@ -47,7 +48,7 @@ def computed(layer, x, *, fused, training=True, **given):
         return loss, tape.gradient(loss, [x, *(v.value for v in layer.trainable_variables)])
 
     graph = step.get_concrete_function(tf.constant(x)).graph
-    kernels = {o.type for o in graph.get_operations() if o.type in KERNELS}
+    kernels = {o.type for o in graph.get_operations() if o.type in of}
     loss, gradients = step(tf.constant(x))
     return [loss, *gradients, *layer.weights], kernels
 
@@ -291,6 +292,108 @@ def test_gelu_of_large_and_special_values(approximate):
     (_, expected), _ = computed(make(), x, fused=False)
     (_, found), _ = computed(make(), x, fused=True)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+# Products with a matrix of weights, and attention.
+
+PRODUCTS = ("MatMul", "BatchMatMulV2", "Einsum")
+
+
+def assert_close(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        largest = np.abs(other).max()
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape", "output"),
+    [
+        ("abc,cde->abde", (4, 5, 7), (5, 2, 3)),
+        ("abcd,cde->abe", (4, 5, 2, 7), (5, 3)),
+        ("abc,cd->abd", (4, 5, 7), (5, 3)),
+        ("abcde,edf->abcf", (4, 5, 2, 3, 7), None),
+        ("abcde,def->abcf", (4, 5, 2, 3, 7), (5, 2, 6)),
+    ],
+)
+def test_a_product_with_weights_is_one_for_all_examples(equation, shape, output):
+    if output is None:  # the axes of the weights in another order: as Keras has it
+        output, kinds = (5, 2, 6), {"Einsum"}
+    else:
+        kinds = {"MatMul"}
+    x = np.resize(WORDS, shape)
+    expected, stock = computed(L.EinsumDense(equation, output), x, fused=False, of=PRODUCTS)
+    found, kernels = computed(L.EinsumDense(equation, output), x, fused=True, of=PRODUCTS)
+    assert stock != {"MatMul"}
+    assert kernels == kinds
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("equation", "operands", "options"),
+    [
+        ("ab,bc->ac", [(4, 5), (5, 3)], {}),  # one product for Keras too
+        ("abc,cd->adb", [(4, 5, 7), (7, 3)], {}),
+        ("abc,bcd->abd", [(4, 5, 7), (5, 7, 3)], {}),
+        ("abc,c->ab", [(4, 5, 7), (7,)], {}),
+        ("abca,ad->abcd", [(4, 5, 7, 4), (4, 3)], {}),
+        ("abc,cd->abd", [(4, 5, 7), (7, 3)], {"dtype": "int32"}),
+        ("abc->acb", [(4, 5, 7)], {}),
+        ("abc,cd,de->abe", [(4, 5, 7), (7, 3), (3, 2)], {}),
+        ("...c,cd->...d", [(4, 5, 7), (7, 3)], {}),
+    ],
+)
+def test_other_equations_are_what_they_were(equation, operands, options):
+    dtype = options.get("dtype", "float32")
+    operands = [tf.constant(np.resize(WORDS, shape).astype(dtype)) for shape in operands]
+    expected = keras.ops.einsum(equation, *operands)
+    trace = keras_compat.StepTrace(
+        num_replicas=1, share=1.0, examples=4, random_key=tf.zeros([2], tf.int32), fused=True
+    )
+    with keras_compat.tracing(trace):
+        found = keras.ops.einsum(equation, *operands)
+    assert found.dtype == expected.dtype
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def attending(layer, *, dtype="float32", mask=False, **call):
+    """A model of one layer that attends to its inputs, some of which may be padding."""
+
+    def make():
+        x = keras.Input((5, 7))
+        h = L.Masking(0.0)(x) if mask else x
+        return keras.Model(x, layer(dtype=dtype)(h, h, **call))
+
+    return make
+
+
+HEADS = functools.partial(L.MultiHeadAttention, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        attending(HEADS),
+        attending(HEADS, use_causal_mask=True),
+        attending(HEADS, mask=True),
+        attending(functools.partial(L.GroupQueryAttention, 3, 4, 2)),
+        attending(functools.partial(L.GroupQueryAttention, 3, 4, 1), use_causal_mask=True),
+        attending(functools.partial(L.MultiHeadAttention, 2, 3, dropout=0.0, output_shape=4)),
+    ],
+)
+def test_attention_is_that_of_keras(make):
+    x = WORDS.copy()
+    x[1, 3:] = 0.0
+    expected, stock = computed(make(), x, fused=False, of=PRODUCTS)
+    found, kernels = computed(make(), x, fused=True, of=PRODUCTS)
+    assert "Einsum" in stock
+    assert kernels == {"MatMul", "BatchMatMulV2"}
+    assert_close(found, expected)
+
+
+def test_attention_in_half_precision_goes_keras_way():
+    make = attending(HEADS, dtype="mixed_bfloat16")
+    _, kernels = computed(make(), WORDS, fused=True, of=PRODUCTS)
+    assert "Einsum" in kernels
 
 
 def transformer(strategy, optimizer=lambda: keras.optimizers.Adam(0.01)):

@@ -158,7 +158,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "fused_kernels",
         False,
-        "BatchNormalization, LayerNormalization, GELU by one kernel each, which rounds otherwise",
+        "normalization, GELU, attention by one kernel each, or a few, which rounds otherwise",
     ),
     # To look into a run
     Field(

@@ -79,8 +79,8 @@ def fit(
         of the weights and its writing; None for any number. Under other strategies there are none.
       sharded_optimizer: under multiworker each worker keeps the optimizer's state of its part of
         the weights alone; see the guide on training. With one worker there is nothing to divide.
-      fused_kernels: compute `BatchNormalization`, `LayerNormalization` and GELU in training steps
-        by one kernel each, which is faster and rounds in another way; see the guide on training.
+      fused_kernels: compute normalization, GELU, attention and `EinsumDense` in training steps
+        by one kernel each, or a few, which rounds in another way; see the guide on training.
 
     Returns:
       Keras' `History`, the same in every task.

@@ -2,7 +2,8 @@
 
 Each of Keras' goes through all of the activations, and as many again do for the gradient. One
 kernel, TensorFlow's for BatchNormalization and what XLA compiles for LayerNormalization and GELU,
-goes through them once, and rounds in another way; so it is taken where it is asked for.
+goes through them once. Products with a matrix of weights are one for all examples, where Keras' are
+one for each. Both round in another way; so they are taken where they are asked for.
 Ended by: no release, Keras 3.15.1 included.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.layers import BatchNormalization, LayerNormalization
-from keras.src.backend.tensorflow import nn
+from keras.src.backend.tensorflow import nn, numpy
 
 from tfdist.training.keras_compat.trace import Original, StepTrace, replaces
 
@@ -146,6 +148,47 @@ def _erf_gelu(x: tf.Tensor) -> tf.Tensor:
 
 def _tanh_gelu(x: tf.Tensor) -> tf.Tensor:
     return 0.5 * x * (1.0 + tf.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+
+
+@replaces(numpy, "einsum", issue=f"{_KERAS}/backend/tensorflow/numpy.py#L249")
+def _by_one_product(
+    original: Original, trace: StepTrace, subscripts: str, *operands: Any, **options: Any
+) -> tf.Tensor:
+    """Multiply by a matrix of weights, as `EinsumDense` and attention do.
+
+    Keras' product by example has a gradient of the weights by example too, which is then summed.
+    """
+    matrix = re.fullmatch(r"(\w{2,})(\w+),\2(\w*)->\1\3", subscripts.replace(" ", ""))
+    letters = "".join(matrix.groups()) if matrix else ""
+    if not (trace.fused and matrix and len(set(letters)) == len(letters) and not options):
+        return original(subscripts, *operands, **options)
+    x, weights = map(keras.ops.convert_to_tensor, operands)
+    if not (x.dtype == weights.dtype and x.dtype.is_floating):
+        return original(subscripts, x, weights)
+    return tf.tensordot(x, weights, axes=len(matrix[2]))
+
+
+@replaces(nn, "_dot_product_attention_xla", issue=f"{_KERAS}/backend/tensorflow/nn.py#L1704")
+def _attention_by_heads(
+    original: Original,
+    trace: StepTrace,
+    query: tf.Tensor,
+    key: tf.Tensor,
+    value: tf.Tensor,
+    bias: tf.Tensor | None,
+    mask: tf.Tensor | None,
+    is_causal: bool,
+    scale: Any,
+) -> tf.Tensor:
+    """Transpose float32 ``[batch, length, heads, width]`` once, where each `einsum` does."""
+    if not (trace.fused and query.dtype == tf.float32):
+        return original(query, key, value, bias, mask, is_causal, scale)
+    query, key, value = (tf.transpose(each, [0, 2, 1, 3]) for each in (query, key, value))
+    logits = tf.matmul(query, key, transpose_b=True) * tf.cast(scale, tf.float32)
+    if bias is not None:
+        logits += bias
+    weights = tf.nn.softmax(nn._apply_masks(logits, mask, is_causal))
+    return tf.transpose(tf.matmul(weights, value), [0, 2, 1, 3])
 
 
 @functools.cache
