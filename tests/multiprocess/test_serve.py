@@ -481,21 +481,20 @@ def wait_until_available(running: Service, versions: set[str]) -> None:
 
 def test_clients_that_try_again_lose_nothing_with_the_front(tmp_path):
     make_version(tmp_path / "m", 1)
-    with (
-        service(tmp_path, replicas=2) as running,
-        load(running, send=send_again) as outcomes,
-        load_by_grpc(running.grpc) as by_grpc,
-    ):
+    with service(tmp_path, replicas=2) as running, contextlib.ExitStack() as clients:
+        # Each for itself, so that no request is sent again as the next front is killed.
+        loads = [load(running, clients=1, send=send_again) for _ in range(4)]
+        outcomes = list(map(clients.enter_context, [*loads, load_by_grpc(running.grpc)]))
         replicas = running.replicas()
         for kills in range(1, 4):
-            wait_for_more(outcomes)
-            wait_for_more(by_grpc)
+            for each in outcomes:
+                wait_for_more(each)
             os.kill(front_of(running.process.pid), signal.SIGKILL)
             running.wait_for("front: was killed by SIGKILL; another one is started", kills)
             call_by_grpc(running.grpc)  # a new connection, refused by nobody
             assert running.predict([1])[0] == 200
-        wait_for_more(outcomes)
-        wait_for_more(by_grpc)
+        for each in outcomes:
+            wait_for_more(each)
         assert running.replicas() == replicas
 
 
