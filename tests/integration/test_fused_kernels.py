@@ -25,6 +25,12 @@ class Derived(L.BatchNormalization):
     """May compute something else."""
 
 
+def trace_of(*, fused=True):
+    return keras_compat.StepTrace(
+        num_replicas=1, share=1.0, examples=4, random_key=tf.zeros([2], tf.int32), fused=fused
+    )
+
+
 def computed(layer, x, *, fused, training=True, of=KERNELS, **given):
     """What a step computes of a layer, with the gradients by its input and weights; its kernels."""
     layer.build(x.shape)
@@ -35,14 +41,7 @@ def computed(layer, x, *, fused, training=True, of=KERNELS, **given):
 
     @tf.function(autograph=False)
     def step(x):
-        trace = keras_compat.StepTrace(
-            num_replicas=1,
-            share=1.0,
-            examples=1,
-            random_key=tf.zeros([2], tf.int32),
-            fused=fused,
-        )
-        with tf.GradientTape() as tape, keras_compat.tracing(trace):
+        with tf.GradientTape() as tape, keras_compat.tracing(trace_of(fused=fused)):
             tape.watch(x)
             loss = tf.reduce_sum(tf.cast(layer(x, training=training, **given), x.dtype) * slope)
         return loss, tape.gradient(loss, [x, *(v.value for v in layer.trainable_variables)])
@@ -265,12 +264,9 @@ def test_what_xla_does_not_compile_goes_keras_way(make, x):
 
 def test_lengths_that_are_not_known_go_keras_way():
     activation = L.Activation("gelu")
-    trace = keras_compat.StepTrace(
-        num_replicas=1, share=1.0, examples=1, random_key=tf.zeros([2], tf.int32), fused=True
-    )
 
     def step(x):
-        with keras_compat.tracing(trace):
+        with keras_compat.tracing(trace_of()):
             return activation(x)
 
     for shape, compiled in (([None, 7], True), ([None, None], False), ([None, 3, None], False)):
@@ -346,10 +342,7 @@ def test_other_equations_are_what_they_were(equation, operands, options):
     dtype = options.get("dtype", "float32")
     operands = [tf.constant(np.resize(WORDS, shape).astype(dtype)) for shape in operands]
     expected = keras.ops.einsum(equation, *operands)
-    trace = keras_compat.StepTrace(
-        num_replicas=1, share=1.0, examples=4, random_key=tf.zeros([2], tf.int32), fused=True
-    )
-    with keras_compat.tracing(trace):
+    with keras_compat.tracing(trace_of()):
         found = keras.ops.einsum(equation, *operands)
     assert found.dtype == expected.dtype
     np.testing.assert_allclose(found, expected, rtol=1e-6)
@@ -396,6 +389,16 @@ def test_attention_in_half_precision_goes_keras_way():
     assert "Einsum" in kernels
 
 
+def test_attention_adds_a_bias_and_scales():
+    random = np.random.default_rng(5)
+    query, key, value = random.normal(size=(3, 2, 5, 2, 3)).astype("float32")
+    given = dict(bias=random.normal(size=(2, 2, 5, 5)).astype("float32"), scale=0.5)
+    expected = keras.ops.dot_product_attention(query, key, value, **given)
+    with keras_compat.tracing(trace_of()):
+        found = keras.ops.dot_product_attention(query, key, value, **given)
+    assert_close([found], [expected])
+
+
 def transformer(strategy, optimizer=lambda: keras.optimizers.Adam(0.01)):
     keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
@@ -440,11 +443,8 @@ def test_a_gradient_of_a_gradient_is_right(make, function):
 
     @tf.function(autograph=False)
     def penalty(weights, layer, *, fused=False):
-        trace = keras_compat.StepTrace(
-            num_replicas=1, share=1.0, examples=4, random_key=tf.zeros([2], tf.int32), fused=fused
-        )
         x = tf.constant(WORDS)
-        with tf.GradientTape() as outer, keras_compat.tracing(trace):
+        with tf.GradientTape() as outer, keras_compat.tracing(trace_of(fused=fused)):
             outer.watch(weights)
             with tf.GradientTape() as inner:
                 inner.watch(x)

@@ -175,14 +175,12 @@ def _attention_by_heads(
     query: tf.Tensor,
     key: tf.Tensor,
     value: tf.Tensor,
-    bias: tf.Tensor | None,
-    mask: tf.Tensor | None,
-    is_causal: bool,
-    scale: Any,
+    *rest: Any,
 ) -> tf.Tensor:
     """Transpose float32 ``[batch, length, heads, width]`` once, where each `einsum` does."""
     if not (trace.fused and query.dtype == tf.float32):
-        return original(query, key, value, bias, mask, is_causal, scale)
+        return original(query, key, value, *rest)
+    bias, mask, is_causal, scale = rest
     query, key, value = (tf.transpose(each, [0, 2, 1, 3]) for each in (query, key, value))
     logits = tf.matmul(query, key, transpose_b=True) * tf.cast(scale, tf.float32)
     if bias is not None:
