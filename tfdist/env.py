@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 
 from tfdist.argument_parser import Parser, run_program
+from tfdist.cluster.settings import holds_a_secret, may_name_a_secret
 from tfdist.errors import EXIT_OK
 from tfdist.ops.doctor.machine import look
-from tfdist.ops.submit.request import is_secret
 
 _PACKAGES = (
     *("protobuf", "grpcio", "h5py", "ml_dtypes", "tensorflow-datasets", "keras-tuner"),
@@ -65,7 +65,8 @@ def report(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for name in sorted(environ):
         if _VARIABLES.fullmatch(name):
             value = environ[name]
-            yield name, "set, not shown" if is_secret(name, value) else value or "(empty)"
+            is_secret = bool(value) and (may_name_a_secret(name) or holds_a_secret(value))
+            yield name, "set, not shown" if is_secret else value or "(empty)"
 
 
 def _parser() -> Parser:

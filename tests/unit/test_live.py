@@ -168,9 +168,20 @@ def test_memory_of_a_process_that_is_gone_is_not_known():
 
 
 def test_secrets_of_the_command_are_not_written_down():
-    told = description_of_job("single", argv=["python", "train.py", "--api_key=abc", "--lr=1"])
+    secrets = [
+        "--api_key=abc",
+        "--wandb_key",
+        "abc",
+        "--auth=abc",
+        "--pwd",
+        "-abc",
+        "hf_abcdefghijkl",
+    ]
+    usual = ["--lr=1", "--auth", "--keys=2", "--monkey", "3", "https://a.b/c"]
+    argv = ["python", "train.py", *secrets, "--store=s3://me:abc@host/?a=b", *usual]
+    told = description_of_job("single", argv=argv)
     assert "abc" not in told["command"]
-    assert "--lr=1" in told["command"]
+    assert told["command"].endswith(" ".join(usual))
 
 
 STATUS = json.loads((RUNS / "multiworker" / "live.json").read_text())

@@ -209,8 +209,29 @@ _SECRET = re.compile(
     r"|password|passwd|passphrase)$",
     re.IGNORECASE,
 )
+_MAY_BE_SECRET = re.compile(
+    r"(^|[_.-])(key|auth|pwd|pass|bearer|jwt|pat|cookie|dsn)$", re.IGNORECASE
+)
+_HOLDS_SECRET = re.compile(
+    r"\b(ghp_|github_pat_|glpat-|hf_|sk-|xox[abp]-|AKIA)[A-Za-z0-9_-]{12,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"|[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@"
+)
 
 
 def names_a_secret(name: str) -> bool:
     """Return whether a name is that of a secret, as HF_TOKEN, ``--api_key`` and PGPASSWORD are."""
     return bool(_SECRET.search(name))
+
+
+def may_name_a_secret(name: str) -> bool:
+    """Return whether a value of this name is better not shown, as of ``--wandb_key``, ``--auth``.
+
+    A name such as ``--sort_key`` is among them, so that nothing may be refused for it.
+    """
+    return names_a_secret(name) or bool(_MAY_BE_SECRET.search(name))
+
+
+def holds_a_secret(text: str) -> bool:
+    """Return whether a text has a token of a known service, or a password in an address."""
+    return bool(_HOLDS_SECRET.search(text))

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tfdist.cluster.settings import names_a_secret
+from tfdist.cluster.settings import holds_a_secret, may_name_a_secret
 from tfdist.errors import UsageError, require
 
 _MATTERS = re.compile(r"(TF|TF2|KERAS|XLA|TFDIST)_")
@@ -91,7 +91,7 @@ def summary_of_hosts(found: Mapping[str, Sequence[str]]) -> str:
 
 
 def without_secrets(args: Sequence[str], *, key: bytes | None = None) -> list[str]:
-    """Return a program's arguments with a mark in the place of each that is named as a secret.
+    """Return a program's arguments with a mark in the place of each that is, or may be, a secret.
 
     With `key` equal values have equal marks, which tell nothing to those who do not have it.
     """
@@ -99,13 +99,15 @@ def without_secrets(args: Sequence[str], *, key: bytes | None = None) -> list[st
     follows = False
     for arg in args:
         name, equals, value = arg.partition("=")
-        if follows:
+        if follows and not arg.startswith("--"):
             result.append(_mark(arg, key))
-        elif equals and names_a_secret(name):
+        elif equals and (may_name_a_secret(name) or holds_a_secret(value)):
             result.append(f"{name}={_mark(value, key)}")
+        elif holds_a_secret(arg):
+            result.append(_mark(arg, key))
         else:
             result.append(arg)
-        follows = not equals and arg.startswith("-") and names_a_secret(arg)
+        follows = not equals and arg.startswith("-") and may_name_a_secret(arg)
     return result
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tfdist.argument_parser import Parser
 from tfdist.cluster import settings
-from tfdist.cluster.settings import RUN_DIR, names_a_secret
+from tfdist.cluster.settings import RUN_DIR, holds_a_secret, names_a_secret
 from tfdist.errors import UsageError, require_one_of
 from tfdist.launch import options as launcher
 from tfdist.launch.options import LaunchOptions, begins_program
@@ -443,11 +443,6 @@ def _text(value: object) -> str:
 
 # Secrets: a job names where they are. Their values are in no flag, script or manifest.
 
-_KNOWN = re.compile(
-    r"\b(ghp_|github_pat_|glpat-|hf_|sk-|xox[abp]-|AKIA)[A-Za-z0-9_-]{12,}"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-    r"|[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@"
-)
 _FIX = "put the value where the scheduler keeps it, and name that: --secret NAME={form}"
 
 
@@ -466,13 +461,13 @@ def _refuse_values(program: Sequence[str], *, env: Mapping[str, str], form: str)
             name, value = name, "" if after.startswith("-") else after
         elif not name.startswith("-"):
             name, value = "", argument
-        if is_secret(name.lstrip("-"), value) or _KNOWN.search(argument):
+        if is_secret(name.lstrip("-"), value) or holds_a_secret(argument):
             raise _refused(name if name.startswith("--") else "the program's arguments", form)
 
 
 def is_secret(name: str, value: str) -> bool:
     """Return whether `value`, given for `name`, looks like a secret itself."""
-    return bool(value) and bool(names_a_secret(name) or _KNOWN.search(value))
+    return bool(value) and (names_a_secret(name) or holds_a_secret(value))
 
 
 def _reference(text: str, pattern: str, form: str) -> tuple[str, str]:
