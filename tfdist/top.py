@@ -94,6 +94,9 @@ def view(run_dir: Path) -> RenderableType:
         if not is_going:  # the guardian has ended them with their launcher
             gone = [{**task, "state": "ended"} for task in status["tasks"]]
             status = {**status, "tasks": gone}
+        # The last heartbeat of a job that has ended may be of some steps before its end.
+        steps = [status["step"], *(line["step"] for line in lines[-1:] if not is_going)]
+        status = {**status, "step": max((s for s in steps if s is not None), default=None)}
         head = _head(status, is_running=is_going)
         return Group(head, _table(status), _metrics(lines[-1:]))
 
@@ -156,11 +159,11 @@ def _mebibytes(size: int | None) -> str:
 
 def _metrics(last: list[dict[str, Any]]) -> Text:
     values = [
-        f"{name} {number(value)}"
+        f"{name} {'not finite' if value is None else number(value)}"
         for line in last
         for name, value in line.items()
-        if (name not in COUNTERS or name == "examples_per_second")
-        and isinstance(value, int | float)
+        if (name not in COUNTERS and isinstance(value, int | float | None))
+        or (name == "examples_per_second" and value)
     ]
     return Text("last epoch: " + "  ".join(values) if values else "", style="dim")
 

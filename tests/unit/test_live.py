@@ -236,6 +236,15 @@ def test_the_table_has_a_row_for_each_task():
         assert name in text
 
 
+def test_of_a_job_that_is_over_the_last_line_of_its_metrics_tells_the_step(tmp_path):
+    (tmp_path / "live.json").write_text(json.dumps({**STATUS, "step": 25}))
+    line = {"step": 100, "loss": 2.5, "val_loss": None, "examples_per_second": None}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    text = shown(tmp_path)
+    assert "step 100 " in text
+    assert "last epoch: loss 2.5  val_loss not finite\n" in text
+
+
 def test_a_job_of_a_killed_launcher_is_not_shown_as_running(tmp_path):
     task = {**STATUS["tasks"][0], "state": "running", "phase": "step"}
     status = {**STATUS, "state": "running", "tasks": [task]}

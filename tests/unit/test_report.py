@@ -99,7 +99,8 @@ def test_a_ps_run_shows_its_staleness_and_who_did_the_steps():
 
 def test_rates_of_ps_workers_are_their_parts_of_each_epoch_of_an_attempt(tmp_path):
     run_dir = Path(shutil.copytree(RUNS / "ps", tmp_path / "run"))
-    counts = [(30, 10), (50, 30), (10, 5), (25, 10)]  # it was resumed before the third
+    # It was resumed within the third, and once more before the fourth.
+    counts = [(30, 10), (50, 30), (10, 5), (28, 12), (58, 22)]
     lines = [
         {"step": 40 * (i + 1), "examples_per_second": 100.0, "worker_steps": {"w-0": a, "w-1": b}}
         for i, (a, b) in enumerate(counts)
@@ -108,7 +109,30 @@ def test_rates_of_ps_workers_are_their_parts_of_each_epoch_of_an_attempt(tmp_pat
     page = page_of(run_dir)
     assert "Examples per second, by worker" in page.text
     tips = [tip for tip in page.tips if "w-0: " in tip and tip.startswith("step")]
-    assert tips == ["step 80\nw-0: 50\nw-1: 50", "step 160\nw-0: 75\nw-1: 25"]
+    assert tips == ["step 80\nw-0: 50\nw-1: 50", "step 200\nw-0: 75\nw-1: 25"]
+
+
+def test_the_last_value_of_a_metric_is_that_of_the_last_line(run_dir):
+    lines = [
+        {"step": 1, "loss": 2.5, "val_loss": 3.5, "accuracy": 0.5, "hits": None},
+        {"step": 2, "loss": 1.25, "val_loss": None, "accuracy": 0.0, "hits": None},
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = page_of(run_dir).text
+    for shown in ("1.25last loss", "not finitelast validation loss", "0last accuracy"):
+        assert shown in text
+    assert "validation, last \N{EN DASH}" in text
+    assert "hits" not in text
+
+
+def test_a_run_that_was_finished_without_the_launcher_is_done(run_dir):
+    report = json.loads((run_dir / "report.json").read_text())
+    (run_dir / "report.json").write_text(json.dumps({**report, "exit_code": 1}))
+    os.utime(run_dir / "summary.json", (1.0, 1.0))
+    assert read_run(run_dir).status == "failed (exit code 1)"
+    os.utime(run_dir / "summary.json")
+    os.utime(run_dir / "report.json", (1.0, 1.0))
+    assert read_run(run_dir).status == "done"
 
 
 def test_runs_side_by_side_show_what_differs_and_curves_over_each_other():
@@ -351,10 +375,10 @@ def test_rates_are_between_stretches_with_a_step_after_the_one_that_it_resumed_f
         begin=0.0,
         width_s=2.0,
         phases={},
-        steps=(0, 10, None, 30, 40),
-        memory_bytes=(None,) * 5,
+        steps=(0, 10, None, 30, 40, 2, 12),  # the program trains twice
+        memory_bytes=(None,) * 7,
     )
-    assert history.rates() == [(6.0, 5.0), (9.0, 5.0)]
+    assert history.rates() == [(6.0, 5.0), (9.0, 5.0), (13.0, 5.0)]
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def chart(
     legend = "".join(
         f'<li><span class="key{" dashed" * one.is_dashed}" '
         f'style="color:var(--c{one.colour % NUM_COLOURS})"></span>'
-        f"{escape(one.name)}, last {number(one.known[-1][1])}</li>"
+        f"{escape(one.name)}, last {number(one.points[-1][1])}</li>"
         for one in shown
     )
     svg = _svg(parts, label=title, width=_WIDTH, height=_HEIGHT)
@@ -313,11 +313,11 @@ def cards(contents: Iterable[str]) -> str:
 
 
 def figures(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return numbers in large print, each with what it is; those that are not known left out."""
+    """Return texts in large print, each with what it is; those that are not known left out."""
     cells = "".join(
         f'<div class="figure"><b>{escape(value)}</b><span>{escape(about)}</span></div>'
         for value, about in pairs
-        if value not in (UNKNOWN, "0")
+        if value != UNKNOWN
     )
     return f'<div class="figures">{cells}</div>'
 

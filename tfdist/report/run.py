@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 from tfdist.errors import UsageError, require
 from tfdist.files import is_held
-from tfdist.outputs.run_directory import COUNTERS, Evaluations, RunDirectory, read_json
+from tfdist.outputs.run_directory import COUNTERS, DONE, Evaluations, RunDirectory, read_json
 
 REPORT_FILE, LIVE_FILE, HISTORY_FILE = "report.json", "live.json", "history.json"
 _CHECKPOINT = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -55,6 +56,7 @@ class TaskHistory:
         return [
             ((before_s + at_s) / 2 + self.width_s, (step - before) / (at_s - before_s))
             for (before_s, before), (at_s, step) in itertools.pairwise(known)
+            if step >= before  # else of another training of the same program
         ]
 
 
@@ -120,7 +122,7 @@ class Run:
 
     @property
     def last_metrics(self) -> dict[str, float]:
-        """Return the last value of each metric that has one."""
+        """Return the last value of each metric that has had one, NaN where it is not finite."""
         names = [prefix + name for name in self.metric_names for prefix in ("", "val_")]
         return {n: value for n in names if (value := self.last(n)) is not None}
 
@@ -148,15 +150,20 @@ class Run:
         return max(ends) - self.begin if self.begin and ends else None
 
     def points(self, name: str) -> list[tuple[float, float]]:
-        """Return a metric over the steps."""
-        return [
-            (float(line["step"]), float(line[name]))
+        """Return a metric over the steps, NaN where it was not finite, which the file has as null.
+
+        Empty where it never was.
+        """
+        found = [
+            (float(line["step"]), math.nan if line[name] is None else float(line[name]))
             for line in self.metrics
-            if isinstance(line.get(name), int | float) and isinstance(line.get("step"), int | float)
+            if isinstance(line.get(name, ""), int | float | None)
+            and isinstance(line.get("step"), int | float)
         ]
+        return found if any(math.isfinite(value) for _, value in found) else []
 
     def last(self, name: str) -> float | None:
-        """Return the last value of a metric, None without one."""
+        """Return the last value of a metric, NaN where it is not finite, None without one."""
         points = self.points(name)
         return points[-1][1] if points else None
 
@@ -208,10 +215,11 @@ def _read(path: Path) -> Run:
     is_reported = any(attempt.number == live.get("attempt") for attempt in attempts)
     if live and not is_reported and (is_running or live.get("state") != "ended"):
         attempts.append(_unfinished(live, path, is_running=is_running))
+    is_done = summary.get("status") == DONE and not is_running and _is_after_report(directory)
     return Run(
         path=path,
         name=path.resolve().name,
-        status=_status(report, summary, is_running=is_running),
+        status="done" if is_done else _status(report, summary, is_running=is_running),
         job=report.get("job", {}),
         config=config,
         summary=summary,
@@ -221,6 +229,14 @@ def _read(path: Path) -> Run:
         checkpoints=tuple(_checkpoints(directory.checkpoints)),
         live=live if is_running else {},
     )
+
+
+def _is_after_report(directory: RunDirectory) -> bool:
+    """Return whether the summary is of a later start than the launcher's last one."""
+    with contextlib.suppress(OSError):
+        reported_at = (directory.path / REPORT_FILE).stat().st_mtime
+        return directory.summary_file.stat().st_mtime > reported_at
+    return False
 
 
 def _status(report: Mapping[str, Any], summary: Mapping[str, Any], *, is_running: bool) -> str:

@@ -74,14 +74,15 @@ def _figures(run: Run, verdict: Verdict | None) -> str:
         (number(run.steps), "steps"),
         (duration(run.seconds), "so far" if run.status == "running" else "from start to end"),
         (number(rate), "examples per second"),
-        (str(len(tasks)), f"tasks, {run.strategy}"),
-        (str(len(run.attempts)), "attempts" if len(run.attempts) != 1 else "attempt"),
+        (number(len(tasks) or None), f"tasks, {run.strategy}"),
+        (number(len(run.attempts) or None), "attempts" if len(run.attempts) != 1 else "attempt"),
     ]
     if verdict is not None and verdict.is_proved is not None:
         proved = "proved" if verdict.is_proved else "NOT proved"
         known.append((proved, "each example exactly once"))
-    metrics = run.last_metrics.items()
-    known += [(number(value), f"last {words(name).lower()}") for name, value in metrics]
+    for name, value in run.last_metrics.items():
+        shown = number(value) if math.isfinite(value) else "not finite"
+        known.append((shown, f"last {words(name).lower()}"))
     return figures(known[:8])
 
 
@@ -153,7 +154,7 @@ def _chart_by_task(
         for task, history in attempt.history.items():
             offset = history.begin - run.begin
             points = [(offset + at, y) for at, y in points_of(history)]
-            series.setdefault(task, []).extend([*points, (offset, math.nan)])
+            series.setdefault(task, []).extend([(offset, math.nan), *points] if points else [])
     moving = [(task, ps) for task, ps in sorted(series.items()) if any(y > 0 for _, y in ps)]
     lines = [
         Series(name=task, points=points, colour=i, is_dashed=bool(i % 2))
@@ -169,7 +170,7 @@ def _worker_rates(run: Run) -> list[Series]:
     for before, line in itertools.pairwise(lines):
         rate = line["examples_per_second"] or 0.0
         done = {w: n - before["worker_steps"].get(w, 0) for w, n in line["worker_steps"].items()}
-        if min(done.values()) >= 0 and any(done.values()):  # else of two attempts
+        if sum(done.values()) >= line["step"] - before["step"] > 0:  # else of two attempts
             for worker, steps in done.items():
                 share = steps / sum(done.values())
                 points.setdefault(worker, []).append((line["step"], rate * share))

@@ -91,7 +91,7 @@ def sweep_section(sweep: SweepRecord, index: int, link_of: Mapping[Path, str]) -
     known = [
         (number(best[0].score if best else None), f"best {state.begun['objective']}"),
         (str(len(state.scores)), "trials completed"),
-        (str(state.num_failed), "trials failed"),
+        (number(state.num_failed or None), "trials failed"),
         (state.begun["tuner"], "tuner"),
         (text(state.begun["seed"]), "seed"),
     ]
