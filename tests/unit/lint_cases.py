@@ -17,6 +17,7 @@ GOOD = json.dumps({"cluster": WORKERS, "task": WORKER_0})
 
 OF_TEXT = {
     "LNT001_latin_1.json": b'{"cluster": {"worker": ["z\xfcrich:2222"]}}',
+    "LNT002_script.env": b"export TFDIST_STRATEGY=nonsense\n",
     "LNT002_table.toml": b'[cluster]\nworker = ["a.example:2222"]\n',
     "TFC001_comma.json": GOOD.replace('"b.example:2222"', "").encode(),
     "TFC001_cut_off.json": GOOD.partition(": {")[0].encode(),
@@ -73,6 +74,7 @@ OF_OPTIONS: dict[str, tuple[dict[str, list[str]], dict[str, object]]] = {
     "TFC019_strategy": (WORKERS, {"strategy": "mutliworker"}),
     "TFC020_multiworker_with_ps": (PS, {"strategy": "multiworker"}),
     "TFC020_ps_without_ps": (WORKERS, {"strategy": "ps"}),
+    "TFC020_stages": (WORKERS, {"strategy": "pipeline", "stages": 3}),
     "TFC025_more_than_there_are": (PS, {"min_workers": 2}),
     "TFC025_without_ps": (WORKERS, {"min_workers": 1}),
     "TFC026_profile": (WORKERS, {"profile_ps": True}),

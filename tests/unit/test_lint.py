@@ -62,6 +62,17 @@ def test_a_proxy_in_capitals_is_none_to_grpc():
     assert finding.code == "ENV008"
 
 
+def test_a_value_of_several_lines_is_read_to_its_end():
+    cluster = json.dumps({"cluster": {"worker": ["a:2222", "b:2222"]}}, indent=1)[1:-2]
+    task = '"task": {"type": "worker", "index": 0}'
+    text = (
+        f"# TF_CONFIG\nTF_CONFIG={{{cluster},\n{task}\n}}\n# more\n\nBASH_FUNC_x%%=() {{  y\n}}\n"
+    )
+    assert findings(text, "job.env") == []
+    (finding,) = findings(text.replace('"index": 0', '"index": 2'), "job.env")
+    assert (finding.code, finding.place.line) == ("TFC017", 2)
+
+
 def codes(text: str, name: str = "-", kind: str | None = None) -> set[str]:
     return {finding.code for finding in findings(text, name, kind)}
 
@@ -204,8 +215,10 @@ LAUNCH, TRAIN = "python -m tfdist.launch ", "python -m tfdist.train "
         (LAUNCH + "--nproc 2 train.py", {"LCH002"}),
         ("tfdist launch --workers two train.py", {"LCH002"}),
         ("/opt/bin/tfdist --workers two train.py", {"LCH002"}),
-        ("tfdist doctor --workers two", set()),
-        ("torchrun --nproc 2 train.py", set()),
+        ("uv run tfdist launch --workers two train.py", {"LCH002"}),
+        ("python -m tfdist --workers two train.py", {"LCH002"}),
+        ("tfdist doctor --workers two", {"LNT002"}),
+        ("torchrun --nproc 2 train.py", {"LNT002"}),
         (LAUNCH + "--workers 8 --config.global_batch_size=4", {"CFG014"}),
         (LAUNCH + "--workers 8 --ps 1 --config.global_batch_size=4", set()),
         (LAUNCH + "--strategy pipeline --workers 8 --config.global_batch_size=4", set()),

@@ -335,6 +335,14 @@ def _check_agreement(config: TaskConfig) -> None:
     if strategy in ("single", "mirrored") and count > 1:
         fix = f"ask for strategy {kind} or auto, or empty the cluster"
         _disagree(strategy, has=f"{count} training tasks", expected="one training task", fix=fix)
+    if count % (config.options.stages or 1):
+        raise UsageError(
+            "tfdist.stages",
+            received=f"{config.options.stages} stages and {count} tasks",
+            expected="a task for each stage of each pipeline",
+            fix=f"use {count} stages, or another number of tasks",
+            code="TFC020",
+        )
 
 
 def _disagree(strategy: str, *, has: str, expected: str, fix: str) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from tfdist.cluster import TaskConfig
 from tfdist.cluster.address import split_address
-from tfdist.errors import StartupTimeout, require, require_int, require_one_of
+from tfdist.errors import StartupTimeout, require_int, require_one_of
 from tfdist.strategy import neighbours, rendezvous
 from tfdist.strategy.ring import Ring
 
@@ -97,14 +97,6 @@ def join(
     """
     tasks = config.cluster.training_tasks()
     count = config.options.stages or len(tasks)
-    require(
-        len(tasks) % count == 0,
-        "stages",
-        received=f"{count} stages and {len(tasks)} tasks",
-        expected="a task for each stage of each pipeline",
-        fix=f"use --stages {len(tasks)}",
-        code="wrong-number",
-    )
     rank, pipelines = tasks.index(config.task), len(tasks) // count
     pipeline, index = divmod(rank, count)
     names = tuple(_name(str(task), i, count, pipelines) for i, task in enumerate(tasks))

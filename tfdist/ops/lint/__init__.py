@@ -18,7 +18,7 @@ from tfdist.ops.lint.environment import (
     check_environment,
     check_tf_config,
 )
-from tfdist.ops.lint.programs import check_command, check_config_file
+from tfdist.ops.lint.programs import check_command, check_config_file, program_of
 from tfdist.ops.lint.rules import RULES, Finding, Location
 from tfdist.ops.rules import Rule, Severity
 
@@ -73,7 +73,12 @@ def lint(
     if environ is not None:
         found += check_environment(environ, lambda name: Location(file="environment", path=name))
     if command:
-        found += check_command(command, Location(file="command line"), replicas=replicas)
+        place = Location(file="command line")
+        if not program_of(command)[0]:
+            fix = "give the command with its words apart, or name files"
+            expected = "a command of tfdist.launch or tfdist.train"
+            found.append(Finding("LNT002", place, repr(command[0]), expected, fix))
+        found += check_command(command, place, replicas=replicas)
     for source in sources:
         text = _text(source)
         kind = source.kind or (kind_of(source.name, text) if isinstance(text, str) else "")
@@ -108,6 +113,14 @@ def kind_of(name: str, text: str) -> str | None:
 def _check(kind: str | None, text: str, name: str, replicas: int | None) -> Iterator[Finding]:
     if kind == "tf_config":
         yield from check_tf_config(text.removesuffix("\n"), Location(file=name))
+    elif kind == "environ" and (script := re.search("^(export|declare) ", text, re.MULTILINE)):
+        yield Finding(
+            "LNT002",
+            Location(file=name, line=text.count("\n", 0, script.start()) + 1),
+            "a line of a shell script",
+            "NAME=value, without quotes, as env prints it",
+            "write what env prints where the script has run",
+        )
     elif kind == "environ":
         values, lines = _read_environ(text)
         yield from check_environment(
@@ -126,13 +139,19 @@ def _check(kind: str | None, text: str, name: str, replicas: int | None) -> Iter
 
 
 def _read_environ(text: str) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the variables of ``NAME=value`` lines, as ``env`` prints them, and their lines."""
+    """Return the variables of ``NAME=value`` lines, as ``env`` prints them, and their lines.
+
+    A value may be JSON of several lines.
+    """
     values: dict[str, str] = {}
     lines: dict[str, int] = {}
+    name = ""
     for number, line in enumerate(text.splitlines(), start=1):
-        name, equals, value = line.partition("=")
-        if equals and re.fullmatch(r"[A-Za-z_]\w*", name):
-            values[name], lines[name] = value, number
+        if match := re.match(r"([A-Za-z_][^\s=]*)=", line):  # bash's functions have a % in it
+            name = match[1]
+            values[name], lines[name] = line[match.end() :], number
+        elif name and re.match(r'\s*["{}\[\],]', line):
+            values[name] += f"\n{line}"
     return values, lines
 
 

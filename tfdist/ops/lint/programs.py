@@ -37,7 +37,7 @@ def check_command(
     a configuration whose file is not on this machine.
     `replicas` is how many the job has, where that is known and no launcher in `words` says it.
     """
-    program, arguments = _split(words)
+    program, arguments = program_of(words)
     if not program or any("$" in argument for argument in arguments):
         return
     strategy = "auto"
@@ -92,17 +92,19 @@ def print_configuration() -> None:
     print(json.dumps(answer, default=str))
 
 
-def _split(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+def program_of(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Return the program of tfdist that a command starts, empty for another, and its flags."""
     for position, word in enumerate(words):
+        rest = words[position + 1 :]
+        first = rest[0] if rest else ""
         if word in (LAUNCH, TRAIN):
-            return word, words[position + 1 :]
-    if words and words[0].rpartition("/")[2] == "tfdist":
-        first = words[1] if len(words) > 1 else ""
-        if first in ("launch", "train"):
-            return f"tfdist.{first}", words[2:]
-        if first.startswith("-") or first.endswith(".py"):
-            return LAUNCH, words[1:]
+            return word, rest
+        if word.rpartition("/")[2] == "tfdist":
+            if first in ("launch", "train"):
+                return f"tfdist.{first}", rest[1:]
+            is_program = not position or words[position - 1] == "-m"
+            if is_program and (first.startswith("-") or first.endswith(".py")):
+                return LAUNCH, rest
     return "", ()
 
 
