@@ -535,6 +535,32 @@ def test_a_broadcast_of_keys_that_json_would_change_is_refused():
     assert tfdist.broadcast({"a": [{"b": 1}]}) == {"a": [{"b": 1}]}
 
 
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (b"ab\0", "bytes"),
+        ([{1, 2}], "set"),
+        ({"a": np.zeros(2, [("x", int)])}, "ndarray with fields"),
+    ],
+)
+def test_a_broadcast_of_what_would_come_as_something_else_is_refused(value, named):
+    assert f"received a {named};" in refusal(lambda: tfdist.broadcast(value))
+    assert tfdist.broadcast((np.float32(2), tf.zeros(1), None)) is not None
+
+
+@pytest.mark.parametrize("kind", ["multiworker", "pipeline"])
+def test_a_task_that_made_no_strategy_does_not_speak_to_itself(monkeypatch, kind):
+    workers = {"worker": ["a:2222", "b:2222"]}
+    task = {"type": "worker", "index": 1}
+    config = {"cluster": workers, "task": task, "tfdist": {"strategy": kind}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    for call in (tfdist.barrier, lambda: tfdist.broadcast(1)):
+        assert "in worker-1 before it has a strategy" in refusal(call)
+    config["task"] = {"type": "evaluator", "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    tfdist.barrier()
+
+
 def test_two_lengths_of_a_run_are_refused(strategies):
     length = tfdist.VirtualEpochs(total_examples=24)
     for other in ({"epochs": 2}, {"steps_per_epoch": 2}):

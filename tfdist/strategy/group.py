@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.python.trackable.base import CheckpointInitialValue
 
 from tfdist import phases
-from tfdist.cluster import read_environment
+from tfdist.cluster import read_environment, resolved_strategy
 from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy.job import Job, current_job
 
@@ -42,8 +42,12 @@ def is_chief() -> bool:
 
 
 def barrier() -> None:
-    """Return once every training task has called it. A collective under multiworker."""
-    job = current_job()
+    """Return once every training task has called it. A collective under multiworker.
+
+    Raises:
+      UsageError: the task has no strategy yet, without which it waits for nobody.
+    """
+    job = _own_job("barrier")
     if job is not None:
         sum_over_tasks(job, np.zeros(1), of="a barrier")
 
@@ -56,14 +60,30 @@ def broadcast(value: Any = None) -> Any:
         come as lists.
 
     Raises:
-      UsageError: a dict has keys that are not text, of which JSON would make some.
+      UsageError: the value cannot be sent as it is: a dict has keys that are not text, of which
+        JSON would make some; or the task has no strategy yet.
     """
-    job = current_job()
+    job = _own_job("broadcast")
     if job is None or job.is_chief:
-        _require_text_as_keys(value)
+        _require_sendable(value)
     if job is None or job.kind not in ("multiworker", "pipeline"):
         return value
     return _broadcast(job, value)
+
+
+def _own_job(collective: str) -> Job | None:
+    """Return the job of this process; None in one that stands alone."""
+    job = current_job()
+    config = read_environment(os.environ) if job is None else None
+    if config is not None and resolved_strategy(config) in ("multiworker", "pipeline"):
+        raise UsageError(
+            collective,
+            received=f"a call in {config.task} before it has a strategy",
+            expected="one after it: until then a task reaches no other",
+            fix="call tfdist.make_strategy() first",
+            code="no-strategy",
+        )
+    return job
 
 
 def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
@@ -176,31 +196,43 @@ def _broadcast(job: Job, value: Any) -> Any:
     return json.loads(message.tobytes(), object_hook=_decode)
 
 
-def _require_text_as_keys(value: Any) -> None:
+def _require_sendable(value: Any) -> None:
     """Under every strategy: a program is tried out where there is one task."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise UsageError(
+                    "broadcast",
+                    received=f"a dict with the key {key!r}",
+                    expected="text as keys, as JSON has them",
+                    fix="send a list of pairs, and make a dict of it again",
+                    code="broadcast-key",
+                )
+        value = list(value.values())
     if isinstance(value, list | tuple):
         for item in value:
-            _require_text_as_keys(item)
-    if not isinstance(value, dict):
-        return
-    for key, item in value.items():
-        if not isinstance(key, str):
-            raise UsageError(
-                "broadcast",
-                received=f"a dict with the key {key!r}",
-                expected="text as keys, as JSON has them",
-                fix="send a list of pairs, and make a dict of it again",
-                code="broadcast-key",
-            )
-        _require_text_as_keys(item)
+            _require_sendable(item)
+    elif not isinstance(value, str | int | float | None):
+        _array_of(value)
+
+
+def _array_of(value: Any) -> np.ndarray[Any, Any]:
+    array = np.asarray(value)
+    if array.dtype == object or array.dtype.names or isinstance(value, bytes):
+        raise UsageError(
+            "broadcast",
+            received=f"a {type(value).__name__}" + " with fields" * bool(array.dtype.names),
+            expected="what JSON can say, and NumPy arrays of numbers or text in it",
+            fix="send what it is made of, as numbers, text, lists and arrays",
+            code="broadcast-value",
+        )
+    return array
 
 
 def _encode(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
-    array = np.asarray(value)
-    if array.dtype == object:
-        raise TypeError(f"broadcast: cannot send a {type(value).__name__}; send JSON or arrays")
+    array = _array_of(value)
     data = base64.b64encode(array.tobytes()).decode()
     # To NumPy itself bfloat16 and the like are so many bytes: they go by their names.
     dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
