@@ -267,7 +267,10 @@ def test_more_gpus_than_there_are_is_a_mistake(line, said):
 
 @pytest.mark.parametrize(
     ("value", "gpus"),
-    [("", ()), ("-1", ()), ("0,2", ("0", "2")), ("1,-1,2", ("1",)), ("GPU-ab, 3", ("GPU-ab", "3"))],
+    [
+        *[("", ()), ("-1", ()), ("NoDevFiles", ()), ("none", ())],
+        *[("0,2", ("0", "2")), ("1,-1,2", ("1",)), ("GPU-ab, 3", ("GPU-ab", "3"))],
+    ],
 )
 def test_visible_gpus_are_read_as_cuda_reads_them(value, gpus):
     assert visible_gpus(value) == gpus

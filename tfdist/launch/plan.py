@@ -6,6 +6,7 @@ Pure, but for what reads this machine, so that ``--dry_run`` can print it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -140,14 +141,10 @@ def listed_gpus(text: str) -> tuple[str, ...]:
 def visible_gpus(value: str) -> tuple[str, ...]:
     """Return the devices that CUDA sees for a value of CUDA_VISIBLE_DEVICES.
 
-    CUDA stops at the first entry that is none, such as -1.
+    CUDA stops at the first entry that is none, such as -1 or Slurm's NoDevFiles.
     """
-    gpus: list[str] = []
-    for entry in value.split(","):
-        if not entry.strip() or entry.strip().startswith("-"):
-            break
-        gpus.append(entry.strip())
-    return tuple(gpus)
+    entries = (entry.strip() for entry in value.split(","))
+    return tuple(itertools.takewhile(re.compile(r"\d|GPU-|MIG-").match, entries))
 
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
