@@ -875,6 +875,22 @@ def test_make_strategy_says_that_tf_keras_is_keras_2(variables, lines):
     assert ran.stderr.count("TF_USE_LEGACY_KERAS=1: tf.keras is Keras 2") == lines
 
 
+EVALUATOR = (
+    ASK
+    + """
+workers = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
+options = {"strategy": "multiworker", "devices_per_worker": 2}
+config = {"cluster": workers, "task": {"type": "evaluator", "index": 0}, "tfdist": options}
+ask(environ={"TF_CONFIG": json.dumps(config)})
+print(json.dumps(said))
+"""
+)
+
+
+def test_an_evaluator_is_made_where_workers_have_several_devices():
+    assert said_by(EVALUATOR) == ["made"]
+
+
 def test_make_strategy_after_an_operation_is_refused():
     for line in said_by(TOO_LATE):
         assert "a process in which TensorFlow has already run an operation" in line

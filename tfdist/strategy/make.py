@@ -101,8 +101,8 @@ def make_strategy(
     )
     devices.set_threads(options.threads_per_task)
     devices.grow_gpu_memory()
-    if kind != "mirrored":
-        _require_devices(options, kind)
+    if kind != "mirrored" and not (config is not None and config.task.type == "evaluator"):
+        _require_devices(options, kind)  # those of an evaluator's job are of the workers
     with phases.entered("rendezvous"):
         if kind in ("single", "pipeline"):
             device = "/GPU:0" if tf.config.list_physical_devices("GPU") else "/CPU:0"
