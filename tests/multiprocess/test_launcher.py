@@ -61,9 +61,10 @@ def test_a_program_runs_as_python_would_run_it(launch, tmp_path, command):
 def test_a_module_runs_as_python_would_run_it(launch, tmp_path, command):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "tool.py").write_text(
-        "import sys; print('saw', __name__, __spec__.name, sys.argv[1:], sys.path[0])"
+        "import sys; print('saw', __name__, __spec__.name, sys.argv[3:], sys.path[0])"
     )
-    job = launch("", "-m", "package.tool", command=command)
+    long = ["x" * 100_000] * 2  # as a pattern of many files is, once a shell has read it
+    job = launch("", "-m", "package.tool", *long, command=command)
     assert job.end() == 0
     script = str(tmp_path / "program.py")
     assert f"[worker-0] saw __main__ package.tool ['{script}'] {tmp_path}\n" in job.text

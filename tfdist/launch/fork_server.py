@@ -42,12 +42,12 @@ from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.process import Starter, bootstrap_command, spawn
 from tfdist.launch.task import run_task, set_title
 
-MAX_MESSAGE_BYTES = 1 << 17
+_MAX_ANSWER_BYTES = 1 << 17
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Environment of the server: NumPy's libraries make their threads when they are loaded, and
 TensorFlow's, of which it has its own, when it is first used."""
 
-_FDS_PER_REQUEST = 2
+_FDS_PER_REQUEST = 3
 _FOR_TASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """What a service manager or a scheduler that ends a job sends to each of its processes. The tasks
 save then, and would end with the server: it waits for its launcher's end."""
@@ -123,12 +123,11 @@ class _Server:
                     os.read(self._wake_fd, 4096)
                     self._reap()
                     continue
-                data, fds, _, _ = socket.recv_fds(
-                    self._control, MAX_MESSAGE_BYTES, _FDS_PER_REQUEST
-                )
+                data, fds, _, _ = socket.recv_fds(self._control, 1, _FDS_PER_REQUEST)
                 if not data:
                     return None
-                request = json.loads(data)
+                with open(fds.pop(0), "rb") as file:
+                    request = json.load(file)
                 if self._fork(request, fds):
                     return dict(request)
 
@@ -386,7 +385,7 @@ class ForkStarter(Starter):
         self._clock = clock
         self._cause_of_kill = cause_of_kill
         self._is_ready = self._is_over = False
-        self._waiting: deque[tuple[Task, bytes, tuple[int, int]]] = deque()
+        self._waiting: deque[tuple[Task, tuple[int, ...]]] = deque()
         self._tasks: set[Task] = set()
         self._server: subprocess.Popen[bytes] | None = None
         if server is not None:
@@ -431,11 +430,13 @@ class ForkStarter(Starter):
             "set": {k: v for k, v in env.items() if self._environ.get(k) != v},
             "unset": [name for name in self._environ if name not in env],
         }
-        message = json.dumps(request).encode()
-        if len(message) > MAX_MESSAGE_BYTES:
-            raise OSError(f"its flags are too long for --start fork: {len(message)} bytes")
+        # In memory, as a program may have more arguments than go through a socket in one piece.
+        request_fd = os.memfd_create("tfdist request")
+        with open(request_fd, "w", closefd=False) as file:
+            json.dump(request, file)
+        os.lseek(request_fd, 0, os.SEEK_SET)
         self._tasks.add(spec.task)
-        self._waiting.append((spec.task, message, (os.dup(output_fd), os.dup(notes_fd))))
+        self._waiting.append((spec.task, (request_fd, os.dup(output_fd), os.dup(notes_fd))))
         self._send_waiting()
 
     def withdraw(self, task: Task) -> bool:
@@ -464,7 +465,7 @@ class ForkStarter(Starter):
         events: list[Started | Ended] = []
         while self._socket.fileno() >= 0:
             try:
-                data = self._socket.recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+                data = self._socket.recv(_MAX_ANSWER_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
             except ConnectionError:
@@ -505,10 +506,10 @@ class ForkStarter(Starter):
         Each of its answers brings us back here.
         """
         while self._is_ready and self._waiting:
-            _, message, fds = request = self._waiting[0]
+            _, fds = request = self._waiting[0]
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
             try:
-                self._socket.sendmsg([message], rights, socket.MSG_DONTWAIT)
+                self._socket.sendmsg([b"+"], rights, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError:  # it is gone: `collect` sees that
@@ -526,8 +527,8 @@ class ForkStarter(Starter):
         status = -signal.SIGKILL
         return [Ended(task=task, status=status, at_s=now_s, cause=cause) for task in tasks]
 
-    def _forget(self, request: tuple[Task, bytes, tuple[int, int]]) -> None:
-        for fd in request[2]:
+    def _forget(self, request: tuple[Task, tuple[int, ...]]) -> None:
+        for fd in request[1]:
             os.close(fd)
 
 

@@ -67,7 +67,7 @@ from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.target import check_program, file_of_program, imports_tensorflow
 from tfdist.launch.watchdog import Watchdog
 
-_FILES_PER_TASK = 5  # port, pipe, log, and two more while it is started
+_FILES_PER_TASK = 6  # port, pipe, log, and three more while it is started
 _OTHER_FILES = 128
 
 
