@@ -410,6 +410,14 @@ def test_a_tf_config_that_is_not_used_is_said_to_be(environ, capsys):
     assert line.startswith("[launch] TF_CONFIG is in the environment and not used")
 
 
+def test_variables_of_a_job_without_a_launcher_are_said_to_be_unused(capsys):
+    read = {"TFDIST_PORTS": "20000-20100", "TFDIST_RESTARTS": "1", "TFDIST_CLUSTER": "none"}
+    environ = {**read, "TFDIST_HOSTS": "a,b", "TFDIST_STRATEGY": "ps", "TFDIST_RUN_DIR": " "}
+    assert run_job(parse(["--dry_run", "--strategy=single", "-m", "this"]), environ=environ) == 0
+    said = "[launch] TFDIST_STRATEGY, TFDIST_HOSTS: not used, as the launcher goes by its flags\n"
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize(("value", "lines"), [("1", 1), ("True", 1), ("0", 0), ("", 0), ("no", 0)])
 def test_keras_2_as_tf_keras_is_said_at_the_start(value, lines, capsys):
     options = parse(["--dry_run", "--strategy=single", "-m", "this"])

@@ -67,6 +67,7 @@ from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.target import check_program, file_of_program, imports_tensorflow
 from tfdist.launch.watchdog import Watchdog
 
+_READ = (settings.CLUSTER, settings.PORTS, settings.RESTARTS, settings.UNCOUNTED_RESTARTS)
 _FILES_PER_TASK = 6  # port, pipe, log, and three more while it is started
 _OTHER_FILES = 128
 
@@ -82,6 +83,9 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     _pass_over_tf_config(options.program, environ)
     if line := settings.legacy_keras(environ):
         _remark(line)
+    unread = [n for n in settings.NAMES if n not in _READ and settings.text(environ, n)]
+    if unread:
+        _remark(f"{', '.join(unread)}: not used, as the launcher goes by its flags")
     options, group = decided_group(with_variables(options, environ), environ)
     job = _job(options, group, environ=environment_of_tasks(environ), search=search)
     hosts = 0 if group is None else len(group.hosts)
