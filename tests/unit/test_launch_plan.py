@@ -212,10 +212,12 @@ def test_the_users_own_settings_go_before_what_the_launcher_would_choose():
         ("--workers 2", "0123", {"worker-0": "0,1", "worker-1": "2,3"}),
         ("--workers 2 --devices_per_worker 1", "0123", {"worker-0": "0", "worker-1": "1"}),
         ("--workers 3", "0123", {"worker-0": "0", "worker-1": "1", "worker-2": "2"}),
-        ("--strategy single", "01", {"worker-0": "0"}),
+        ("--strategy single", "01", {"worker-0": "0,1"}),  # for a placement
+        ("--strategy single --devices_per_worker 1", "01", {"worker-0": "0"}),
+        ("--stages 2", "0123", {"worker-0": "0", "worker-1": "1"}),
         ("--strategy mirrored", "01", {"worker-0": "0,1"}),
         ("--devices_per_worker 2", "0123", {"worker-0": "0,1"}),
-        ("--ps 1", "01", {"chief-0": "-1", "worker-0": "0,1", "ps-0": "-1"}),
+        ("--ps 1", "01", {"chief-0": "-1", "worker-0": "0", "ps-0": "-1"}),
         (
             "--ps 1 --workers 3",
             "01",

@@ -83,7 +83,9 @@ class LaunchOptions:
         False, "", "one more task, outside the training, that evaluates each checkpoint"
     )
     devices_per_worker: int | None = _option(
-        None, "K", "devices of each worker (the GPUs divided among the workers, or one CPU)"
+        None,
+        "K",
+        "devices of each worker (its part of the GPUs, under ps and pipeline one; one CPU)",
     )
     threads_per_task: int | None = _option(
         None, "T", "CPU threads of each task (the CPUs divided among the tasks)"

@@ -385,9 +385,8 @@ def _divide_gpus(job: JobDescription, here: Collection[Task]) -> dict[Task, str]
     if not gpus:
         return {}
     workers = [task for task in here if task.type == "worker"]
-    each = job.options.devices_per_worker or max(1, len(gpus) // max(1, len(workers)))
-    if job.strategy == "single":
-        each = 1
+    most = 1 if job.strategy in ("ps", "pipeline") else len(gpus)  # what a task computes on
+    each = job.options.devices_per_worker or min(most, len(gpus) // max(1, len(workers)) or 1)
     shared = job.strategy == "ps" and each == 1  # its workers need no device of their own
     if each * len(workers) > len(gpus) and not shared:
         raise _too_few_gpus(job.options, gpus=gpus, workers=len(workers))

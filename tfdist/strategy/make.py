@@ -163,7 +163,7 @@ def _resolve(kind: str, config: TaskConfig | None, placement: Mapping[str, str] 
         "make_strategy(placement)",
         received=f"a placement under strategy {kind}",
         expected="strategy single, whose one replica has all devices of the process",
-        fix="leave it out; under pipeline a cut divides the model",
+        fix="start with --strategy single, or leave it out; under pipeline a cut divides the model",
         code="no-placement",
     )
     return kind
