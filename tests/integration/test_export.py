@@ -167,6 +167,20 @@ def test_outputs_keep_their_names_in_any_order(tmp_path):
             np.testing.assert_allclose(found[name], wanted, atol=1e-2)
 
 
+def test_a_model_in_bfloat16_answers_in_float32(tmp_path):
+    x = keras.Input((3,), name="x")
+    dense = layers.Dense(2, name="y", dtype="mixed_bfloat16", kernel_initializer="ones")
+    model = keras.Model(x, dense(x), name="half")
+    asked = RNG.rand(2, 3).astype("float32")
+    place = tfdist.export_model(model, tmp_path, samples=asked)
+    manifest = json.loads((place / "manifest.json").read_text())
+    assert manifest["outputs"] == {"y": ["float32", [None, 2]]}
+    np.testing.assert_array_equal(call(place, x=asked)["y"], np.float32(model(asked)))
+    place = tfdist.export_model(model, tmp_path, samples=asked, precision="int8")
+    found = json.loads((place / "manifest.json").read_text())["precision"]
+    assert found["largest_difference"] < 0.1
+
+
 def test_a_subclassed_model_with_a_dict_of_inputs(tmp_path):
     model = Halves()
     x = {"left": RNG.rand(6, 5).astype("float32"), "right": RNG.rand(6, 3).astype("float32")}

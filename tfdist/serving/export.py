@@ -169,7 +169,7 @@ def _measured(export: _Export, wanted: Any, x: Any, y: Any) -> dict[str, Any]:
         batch = keras.tree.map_structure(lambda a: a[start : start + _BATCH], x)  # noqa: B023
         parts.append(list(export.answers(batch).values()))
     lower = [np.concatenate(output) for output in zip(*parts, strict=True)]
-    full = [np.asarray(a) for a in keras.tree.flatten(wanted)]
+    full = _arrays(wanted)
     gaps = [_gap(a, b) for a, b in zip(lower, full, strict=True)]
     if not all(np.isfinite(gap).all() for gap in gaps):
         raise TfdistError(
@@ -244,6 +244,12 @@ def _count(x: Any) -> int:
     return len(keras.tree.flatten(x)[0])
 
 
+def _arrays(outputs: Any) -> list[np.ndarray]:
+    """Return arrays in the order of their nest, those of bfloat16 as numbers of NumPy's own."""
+    arrays = [np.asarray(a) for a in keras.tree.flatten(outputs)]
+    return [a.astype(np.float32) if a.dtype == tf.bfloat16 else a for a in arrays]
+
+
 def _gap(lower: np.ndarray, full: np.ndarray) -> np.ndarray:
     """Return how far numbers are apart; of anything else 1 where it differs."""
     if full.dtype.kind not in "fiu":
@@ -253,7 +259,7 @@ def _gap(lower: np.ndarray, full: np.ndarray) -> np.ndarray:
 
 def _require_equal(found: Mapping[str, np.ndarray], wanted: Any) -> None:
     """Raise TfdistError unless the answers are those of `tfdist.predict`."""
-    flat = [np.asarray(a) for a in keras.tree.flatten(wanted)]
+    flat = _arrays(wanted)
     shapes, others = [value.shape for value in found.values()], [like.shape for like in flat]
     if shapes != others:
         raise TfdistError(
@@ -349,7 +355,8 @@ def _by_name(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
     if len(set(names)) != len(paths):
         names = [f"output_{i}" for i in range(len(paths))]
     floats = {n: v for n, (_, v) in zip(names, paths, strict=True)}
-    return {n: tf.cast(v, tf.float32) if v.dtype == tf.float16 else v for n, v in floats.items()}
+    halves = (tf.float16, tf.bfloat16)  # a client has no bfloat16, nor has JSON its NaN
+    return {n: tf.cast(v, tf.float32) if v.dtype in halves else v for n, v in floats.items()}
 
 
 def _write_warm_up(directory: Path, name: str, request: Mapping[str, tf.Tensor]) -> None:
