@@ -21,7 +21,7 @@ import tfdist.tuning
 from tests.integration.test_tune import result
 from tests.processes import python
 from tests.refusals import refusal, refused
-from tests.unit.sweep_world import BEGUN, Disk, crashes_to_the_end, make_chief
+from tests.unit.sweep_world import Disk, crashes_to_the_end, make_chief
 from tfdist.errors import TfdistError, UsageError
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import Journal
@@ -604,7 +604,7 @@ def own_chief(kind: Any, sweep_dir: Path, disk: Disk, *, at: int | None = None) 
         search_of=search_of,
         at=at,
         how="within",
-        plan=sweep_of(tuner, sweep_dir).plan(BEGUN),
+        sweep=sweep_of(tuner, sweep_dir),
         begun={"max_trials": tuner.oracle.max_trials},
     )
 

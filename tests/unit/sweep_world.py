@@ -21,7 +21,7 @@ from tfdist.files import write_json
 from tfdist.launch.multihost.connection import Violation
 from tfdist.launch.multihost.rendezvous import Lost, MessageReceived, News, PeerJoined
 from tfdist.outputs.sweep_journal import Journal, Slot, SweepState, Trial
-from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial, SweepPlan
+from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial
 from tfdist.tuning.directory import OWNERSHIP as OWNERSHIP_FILE
 from tfdist.tuning.directory import Ownership
 from tfdist.tuning.guard import LeaseGuard
@@ -211,8 +211,20 @@ def flags_of(trial: Trial) -> tuple[str, ...]:
     return tuple(f"--config.{name}={value}" for name, value in trial.hyperparameters.items())
 
 
-def plan_of(sweep_dir: Path, **changes: Any) -> SweepPlan:
-    return SweepPlan(**{"sweep_dir": sweep_dir, "max_epochs": 9, "flags_of": flags_of, **changes})
+def sweep_of(
+    sweep_dir: Path,
+    *,
+    flags_of: Callable[[Trial], tuple[str, ...]] = flags_of,
+    **options: Any,
+) -> Any:
+    """What a chief has to know of a sweep."""
+    return SimpleNamespace(
+        options=RunOptions(sweep_dir=sweep_dir, **options),
+        max_epochs=9,
+        tracked={},
+        flags_of=lambda trial, seed: flags_of(trial),
+        variables_of=lambda trial, seed: {},
+    )
 
 
 def make_chief(
@@ -223,7 +235,7 @@ def make_chief(
     at: int | None = None,
     how: str = "before",
     parallel: int = 1,
-    plan: SweepPlan | None = None,
+    sweep: Any = None,
     begun: Mapping[str, Any] = {},
     **changes: Any,
 ) -> Chief:
@@ -231,7 +243,7 @@ def make_chief(
     disk.running.clear()  # a trial dies with its chief
     journal = CrashingJournal(path / "journal.jsonl", at=at, how=how, **begun)
     return Chief(
-        plan or plan_of(path, **changes),
+        sweep or sweep_of(path, **changes),
         search=search_of(list(journal.lines)),
         journal=journal,
         runner=FakeRunner(disk, parallel),
@@ -624,10 +636,11 @@ class World:
         journal = WorldJournal(self.path / "journal.jsonl", at=at, how=how)
         journal.world = self
         journal._time_of_day = self._time_of_day
-        plan = plan_of(self.path)
         serving = ServingRunner(Here(self), self, ownership=OWNERSHIP, clock=lambda: self.now_s)
         search = self._search_of(list(journal.lines))
-        self.chief = Chief(plan, search=search, journal=journal, runner=serving, observer=Nobody())
+        self.chief = Chief(
+            sweep_of(self.path), search=search, journal=journal, runner=serving, observer=Nobody()
+        )
         return self.chief
 
     def _time_of_day(self) -> float:

@@ -20,7 +20,7 @@ import pytest
 
 from tests.processes import python
 from tests.refusals import refused
-from tests.unit.sweep_world import Disk, FakeRunner, FakeSearch, Nobody, World, flags_of
+from tests.unit.sweep_world import Disk, FakeRunner, FakeSearch, Nobody, World, sweep_of
 from tfdist.errors import UsageError
 from tfdist.launch.multihost.connection import Channel, Link
 from tfdist.launch.multihost.rendezvous import (
@@ -32,7 +32,7 @@ from tfdist.launch.multihost.rendezvous import (
 )
 from tfdist.outputs.sweep_journal import Journal, Slot
 from tfdist.tuning import directory, guard, protocol
-from tfdist.tuning.chief import Chief, SweepPlan
+from tfdist.tuning.chief import Chief
 from tfdist.tuning.guard import KILL_AFTER_S, SAVE_AFTER_S, LeaseGuard
 from tfdist.tuning.options import RunOptions, SweepOptions, parse
 from tfdist.tuning.protocol import (
@@ -450,11 +450,10 @@ def test_five_hundred_runners_that_ask_at_once_are_all_served_exactly_once(tmp_p
     serving = ServingRunner(FakeRunner(Disk(), 0), line, ownership=OWNERSHIP)
     journal = Journal(tmp_path / "journal.jsonl", time_of_day=time.time)
     journal.add("begun", objective="loss", direction="min", tuner="random", seed=1)
-    plan = SweepPlan(sweep_dir=tmp_path, flags_of=flags_of)
     search = FakeSearch([], count=2 * COUNT, ahead=COUNT)
     signals: list[int] = []
     chief = Chief(
-        plan,
+        sweep_of(tmp_path),
         search=search,
         journal=journal,
         runner=serving,

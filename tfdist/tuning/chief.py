@@ -18,7 +18,7 @@ from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError
 from tfdist.launch.events import STOP_SIGNALS
 from tfdist.outputs.sweep_journal import HERE, TRIALS, Journal, Slot, Trial, fold
 from tfdist.outputs.sweep_journal import RUNNING as BEGUN
-from tfdist.tuning.options import MEDIAN, NONE
+from tfdist.tuning.options import MEDIAN
 from tfdist.tuning.trial_job import (
     Completed,
     Failed,
@@ -36,6 +36,7 @@ from tfdist.tuning.trial_job import (
 if TYPE_CHECKING:  # it loads KerasTuner, and with it TensorFlow
     from tfdist.tuning.oracle import Search
     from tfdist.tuning.screen import SweepScreen
+    from tfdist.tuning.sweep import Sweep
 
 logger = logging.getLogger(__name__)
 
@@ -53,28 +54,12 @@ def stop_signal_of(signals: Signals) -> int:
     return next((signum for signum in signals() if signum in STOP_SIGNALS), 0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SweepPlan:
-    """Parameters of a sweep that its chief needs."""
-
-    sweep_dir: Path
-    max_epochs: int | None = None
-    """Of a whole run, of which a trial may be a part, to be continued by another in the same
-    directory; None where trials know when to end, and each has a directory of its own."""
-    max_failed_trials: int | None = None
-    early_stop: str = NONE
-    flags_of: Callable[[Trial], tuple[str, ...]] = lambda trial: ()
-    """The ``--config.field=value`` of a trial; raises UsageError for values that cannot be."""
-    variables_of: Callable[[Trial], Mapping[str, str]] = lambda trial: {}
-    """What is added to the environment of a trial."""
-
-
 class Chief:
     """Runs one sweep to its end; `run` once."""
 
     def __init__(
         self,
-        plan: SweepPlan,
+        sweep: Sweep,
         *,
         search: Search,
         journal: Journal,
@@ -82,7 +67,7 @@ class Chief:
         observer: SweepScreen,
         signals: Signals = tuple,
     ) -> None:
-        self._plan = plan
+        self._sweep = sweep
         self._search = search
         self._journal = journal
         self._runner = runner
@@ -200,10 +185,11 @@ class Chief:
 
         Hyperband says in the values which trial another one continues.
         """
-        if self._plan.max_epochs is None:
+        whole = self._sweep.max_epochs
+        if whole is None:
             return name, None
         until = values.get("tuner/epochs")
-        is_cut = until is not None and until < self._plan.max_epochs
+        is_cut = until is not None and until < whole
         return self.state.continued(values) or name, until if is_cut else None
 
     def _job(self, trial: Trial, *, slot: Slot, lease: int) -> TrialJob:
@@ -211,17 +197,21 @@ class Chief:
             objective=self.state.begun["objective"],
             direction=self.state.begun["direction"],
             until=trial.until,
-            medians=self._medians(trial) if self._plan.early_stop == MEDIAN else (),
+            medians=self._medians(trial) if self._sweep.options.early_stop == MEDIAN else (),
         )
+        seed = self.state.begun["seed"]
         return TrialJob(
-            run_dir=self._plan.sweep_dir / TRIALS / trial.run,
-            flags=self._plan.flags_of(trial),
-            variables=self._plan.variables_of(trial),
+            run_dir=self._run_dir(trial),
+            flags=self._sweep.flags_of(trial, seed),
+            variables={**self._sweep.tracked, **self._sweep.variables_of(trial, seed)},
             goal=goal,
             slot=slot,
             trial=trial.id,
             lease=lease,
         )
+
+    def _run_dir(self, trial: Trial) -> Path:
+        return self._sweep.options.sweep_dir / TRIALS / trial.run
 
     def _medians(self, trial: Trial) -> Medians:
         """Return the medians of the trials that had ended when this one first began.
@@ -248,7 +238,7 @@ class Chief:
         if not isinstance(outcome, Killed):
             self._end(trial, outcome)
             return
-        reached = len(self._runner.metrics(self._plan.sweep_dir / TRIALS / trial.run))
+        reached = len(self._runner.metrics(self._run_dir(trial)))
         kills = (trial.kills if reached <= trial.reached else 0) + outcome.counts
         if kills > KILLS_AT_MOST:
             reason = f"killed {kills} times without progress; the last time: {outcome.reason}"
@@ -288,7 +278,7 @@ class Chief:
         return trial
 
     def _too_many_failed(self) -> bool:
-        most = self._plan.max_failed_trials
+        most = self._sweep.options.max_failed_trials
         return most is not None and self.state.num_failed >= most
 
     def _stop_all(self) -> None:

@@ -23,14 +23,7 @@ from tfdist.launch.plan import Machine, this_machine
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import JOURNAL, Journal, SweepState, Trial, fold
 from tfdist.tuning import directory
-from tfdist.tuning.chief import (
-    KILLS_AT_MOST,
-    POLL_S,
-    Chief,
-    Signals,
-    SweepPlan,
-    stop_signal_of,
-)
+from tfdist.tuning.chief import KILLS_AT_MOST, POLL_S, Chief, Signals, stop_signal_of
 from tfdist.tuning.exports import HParamsBoard, variables_of_trials
 from tfdist.tuning.guard import LeaseGuardClient
 from tfdist.tuning.options import RunOptions
@@ -59,7 +52,8 @@ class Sweep(ABC):
     first_seed: int | None = None
     """Of a sweep that begins and whose description has none; None to draw one."""
     max_epochs: int | None = None
-    """As in `SweepPlan`."""
+    """Of a whole run, of which a trial may be a part, to be continued by another in the same
+    directory; None where trials know when to end, and each has a directory of its own."""
     trackers: Collection[str] = ()
     """The packages of trackers that its trials log to."""
     tracked: Mapping[str, str] = MappingProxyType({})
@@ -85,7 +79,7 @@ class Sweep(ABC):
         """Return the search, from the journal's first line and before any trial."""
 
     def flags_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> tuple[str, ...]:
-        """Return the ``--config.field=value`` of a trial.
+        """Return the ``--config.field=value`` of a trial; raise UsageError where they cannot be.
 
         Where it is the best, they are of its values trained anew: in full, with the model saved.
         """
@@ -94,17 +88,6 @@ class Sweep(ABC):
     def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> Mapping[str, str]:
         """Return the variables of a trial, added to its environment; `is_best` as in `flags_of`."""
         return {}
-
-    def plan(self, begun: Mapping[str, Any]) -> SweepPlan:
-        """Return how the trials are run, of a sweep that began so."""
-        return SweepPlan(
-            sweep_dir=self.options.sweep_dir,
-            max_epochs=self.max_epochs,
-            max_failed_trials=self.options.max_failed_trials,
-            early_stop=self.options.early_stop,
-            flags_of=lambda trial: self.flags_of(trial, begun["seed"]),
-            variables_of=lambda trial: {**self.tracked, **self.variables_of(trial, begun["seed"])},
-        )
 
     def retraining(self, trial: Trial, begun: Mapping[str, Any]) -> TrialJob:
         """Return the job that trains the best trial's values anew."""
@@ -163,7 +146,7 @@ def _trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
         board = HParamsBoard(sweep_dir)
         with SweepScreen(sweep_dir, board=board) as screen, SignalPipe() as signals:
             chief = Chief(
-                sweep.plan(state.begun),
+                sweep,
                 search=search,
                 journal=journal,
                 runner=serving or sweep.runner,
