@@ -283,7 +283,7 @@ def _to_array(value: Any) -> Any:
         return value
     if isinstance(value, tf.Variable):
         return tf.identity(value)
-    if _is_pandas(value):
+    if type(value).__module__.split(".")[0] == "pandas" and hasattr(value, "to_numpy"):
         # Keras gives a Series of n numbers the shape (n, 1).
         array = value.to_numpy()
         return array[:, None] if array.ndim == 1 else array
@@ -303,10 +303,6 @@ def _strings(array: np.ndarray[Any, Any], *, where: str) -> np.ndarray[Any, Any]
         fix="convert the columns to one number type (.astype), or pass them as a dict",
         code="mixed-objects",
     )
-
-
-def _is_pandas(value: object) -> bool:
-    return type(value).__module__.split(".")[0] == "pandas" and hasattr(value, "to_numpy")
 
 
 def _is_scipy_sparse(value: object) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,6 @@ from tfdist.data.cache import cached_file
 from tfdist.data.source import GraphSource, Nest, Transform
 from tfdist.errors import UsageError, require
 
-_log = logging.getLogger(__name__)
 # A record: length (uint64), checksum of the length (uint32), the bytes, their checksum (uint32).
 _HEADER = struct.Struct("<QI")
 _FOOTER_BYTES = 4

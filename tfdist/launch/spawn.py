@@ -161,7 +161,8 @@ def _pickled(fn: Any, args: Sequence[Any]) -> bytes:
     try:
         call = cloudpickle.dumps((fn, tuple(args)))
     except Exception as error:
-        name = _culprit({**_variables(fn), **_named(args)}, seen=set()) or "the function"
+        given = {f"argument {number}": value for number, value in enumerate(args, 1)}
+        name = _culprit({**_variables(fn), **given}, seen=set()) or "the function"
         raise UsageError(
             "tfdist.spawn",
             received=f"{name}, which cannot be pickled ({_first_line(error)})",
@@ -176,10 +177,6 @@ def _cells() -> dict[str, list[str]]:
     """Return the lines of code that are of no file, as those of a notebook's cells."""
     known: Mapping[str, Any] = linecache.cache
     return {name: e[2] for name, e in known.items() if len(e) == 4 and e[1] is None}
-
-
-def _named(args: Sequence[Any]) -> dict[str, Any]:
-    return {f"argument {number}": value for number, value in enumerate(args, 1)}
 
 
 def _culprit(variables: Mapping[str, Any], *, seen: set[int]) -> str | None:

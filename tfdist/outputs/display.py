@@ -103,9 +103,8 @@ class ProgressDisplay:
         self._console.file.flush()
 
     def _state(self) -> str:
-        parts = [
-            f"{name} {_number(value)}" for name, value in sorted(self._logs.items(), key=_rank)
-        ]
+        shown = sorted(self._logs, key=_SHOWN.index)
+        parts = [f"{name} {_number(self._logs[name])}" for name in shown]
         (began, first_step, first_example), (now, step, example) = self._past[0], self._past[-1]
         if now > began and step > first_step:
             left_s = (self._total_steps - step) * (now - began) / (step - first_step)
@@ -117,10 +116,6 @@ class ProgressDisplay:
 def _number(value: float) -> str:
     """Return a loss or metric as it is shown."""
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
-
-
-def _rank(log: tuple[str, float]) -> int:
-    return _SHOWN.index(log[0])
 
 
 def _duration(seconds: float) -> str:

@@ -73,7 +73,7 @@ class RunDirectory:
             theirs = self.read_config()
             if theirs is None:
                 self.path.mkdir(parents=True, exist_ok=True)
-                self.write_config(config)
+                write_text(self.config_file, to_json(config, indent=1) + "\n")
                 return Claim.NEW
         found = differences(theirs, json.loads(to_json(config)), free=free)
         require(
@@ -99,11 +99,6 @@ class RunDirectory:
         with contextlib.suppress(OSError):
             self.config_file.unlink()
             self.path.rmdir()  # only where nothing else is in it
-
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write the resolved configuration, whole or not at all."""
-        with self._one_line_errors():
-            write_text(self.config_file, to_json(config, indent=1) + "\n")
 
     def read_config(self) -> dict[str, Any] | None:
         """Return the configuration of the run that owns the directory, None where none does."""

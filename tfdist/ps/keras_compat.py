@@ -7,7 +7,7 @@ job alone does; what else such a step needs is found here, too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -130,7 +130,7 @@ def _about_to_take(
 ) -> Any:
     if self.gradient_accumulation_steps:
         sums = [one for one in self._accumulated_gradients if one is not None]
-        trace.taken.update((id(one), []) for one in sums if _has_servers(one))
+        trace.taken.update((id(one), []) for one in sums if _are_on_servers(_parts(one)))
     return original(self, grads, trainable_variables)
 
 
@@ -173,8 +173,8 @@ def _subtract(part: Any, mine: tf.Tensor) -> None:
     tf.cond(tf.reduce_all(is_finite), subtract, begin_anew)
 
 
-def _has_servers(variable: Any) -> bool:
-    return all(server_of(part) is not None for part in _parts(variable))
+def _are_on_servers(parts: Iterable[Any]) -> bool:
+    return all(server_of(part) is not None for part in parts)
 
 
 def _parts(variable: Any) -> tuple[Any, ...]:
@@ -195,7 +195,7 @@ def _on_their_servers(
     original: Original, trace: StepTrace, self: Any, trainable_variables: Any
 ) -> Any:
     weights = [v.value if isinstance(v, Variable) else v for v in trainable_variables]
-    if not all(map(_is_on_servers, weights)):
+    if not all(_are_on_servers(parts_of(weight)) for weight in weights):
         return original(self, trainable_variables)
 
     def update(weight: Any, average: Any) -> None:
@@ -212,10 +212,6 @@ def _on_their_servers(
                 weight, update, args=(average,), group=False
             )
     return None
-
-
-def _is_on_servers(weight: Any) -> bool:
-    return all(server_of(part) is not None for part in parts_of(weight))
 
 
 # A variable is constrained on the parameter server that holds it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,8 +30,6 @@ from tfdist.outputs.sweep_journal import (
 )
 from tfdist.tuning import directory, exports
 from tfdist.tuning.exports import HParamsBoard
-
-logger = logging.getLogger(__name__)
 
 _SHOWN = 10
 _REFRESH_S = 1.0
