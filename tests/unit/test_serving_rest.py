@@ -22,6 +22,7 @@ SIGNATURES = {
     "text": {"t": spec("object", -1)},
     "pair": {"a": spec("int64", -1), "b": spec("float32", -1, 2)},
     "flag": {"f": spec("bool", -1)},
+    "label": {"t": spec("object", -1), "x": spec("float32", -1)},
 }
 
 
@@ -62,6 +63,16 @@ def test_nan_and_infinity():
     found = decode(b'{"instances": [[NaN, -Infinity]]}').inputs["x"]
     assert np.isnan(found[0, 0])
     assert found[0, 1] == -np.inf
+
+
+@pytest.mark.parametrize("text", ["Information Inf", 'a "Inf\\', "NaN"])
+def test_a_number_that_is_not_finite_leaves_texts_beside_it_as_they_are(text):
+    rows = [{"t": text, "x": -np.inf}, {"t": "Infinity", "x": np.nan}]
+    body = json.dumps({"signature_name": "label", "instances": rows})
+    for short in (body, body.replace("-Infinity", "-Inf")):
+        inputs = decode(short.encode()).inputs
+        assert list(inputs["t"]) == [text.encode(), b"Infinity"]
+        np.testing.assert_array_equal(inputs["x"], np.array([-np.inf, np.nan], "float32"))
 
 
 @pytest.mark.parametrize(

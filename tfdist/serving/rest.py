@@ -10,6 +10,7 @@ import binascii
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ DEFAULT_SIGNATURE = "serving_default"
 _NAMES = {"float32": "float", "float64": "double", "float16": "half", "object": "string"}
 _MOST_DIMENSIONS = 64  # of a NumPy array
 _SHOWN = 500  # characters of a value in an error
+_TEXT_OR_INF = re.compile(rb'(?s)("(?:[^"\\]++|\\.?)*+"?)|Inf(?:inity)?')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +100,7 @@ def _parse_slowly(body: bytes, found: orjson.JSONDecodeError) -> Any:
     """Parse by Python's own parser, which knows NaN; orjson's error says where it is wrong."""
     if b"NaN" in body or b"Inf" in body:
         try:
-            return json.loads(body.replace(b"Infinity", b"Inf").replace(b"Inf", b"Infinity"))
+            return json.loads(_TEXT_OR_INF.sub(lambda part: part[1] or b"Infinity", body))
         except (ValueError, RecursionError):
             pass
     _invalid(f"JSON Parse error: {found.msg} at offset: {found.pos}")
