@@ -16,6 +16,7 @@ from tfdist.find.batch_size import (
     available_bytes,
     largest,
 )
+from tfdist.find.trial import failure
 from tfdist.launch.plan import memory_groups
 
 
@@ -84,6 +85,19 @@ def test_a_child_that_takes_too_much_is_ended(monkeypatch):
     code = "x = b'1' * (200 << 20); import signal; signal.pause()"
     trial = run_child(monkeypatch, code, limit_bytes=100 << 20)
     assert (trial.fits, trial.cause) == (False, "took more than 100 MiB")
+
+
+def test_a_peak_between_two_looks_counts(monkeypatch):
+    trial = run_child(monkeypatch, f"{ANSWER} json.dump({{'peak_bytes': 2 << 30}}, sys.stdout)")
+    assert (trial.fits, trial.cause) == (False, "took more than 1024 MiB")
+
+
+def test_want_of_memory_is_told_from_other_errors():
+    assert "out_of_memory" in failure(ValueError("OOM when allocating tensor with shape[8]"))
+    assert "out_of_memory" in failure(MemoryError())
+    assert failure(TypeError("no class 'BLOOMBlock'")) == {
+        "error": "TypeError: no class 'BLOOMBlock'"
+    }
 
 
 @pytest.mark.parametrize(
@@ -163,8 +177,8 @@ def test_the_program_refuses_two_subjects(capsys):
 
 
 def test_flags_of_a_configuration_go_with_their_values():
-    flags = ["--config", "configs/mnist.py", "--config.model=cnn"]
-    options, words = program.parse(["lr", "--steps", "20", *flags])
+    flags = ["--config", "configs/mnist.py", "--config.model=cnn", "--config.fused_kernels"]
+    options, words = program.parse(["lr", *flags, "--steps", "20"])
     assert (options.what, options.steps, options.subject, words) == ("lr", 20, None, flags)
     assert program.parse(["batch", "a.py:f"])[1] == ["a.py:f"]
     assert program.parse(["memory"])[1] == []

@@ -48,14 +48,15 @@ def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
 
 def of_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the flags of `tfdist.train`, each with its value, and all other words."""
-    config, ours, rest = list[str](), list[str](), iter(argv)
-    for word in rest:
+    config, ours, rest = list[str](), list[str](), list(argv)
+    while rest:
+        word = rest.pop(0)
         if not word.startswith("--config"):
             ours.append(word)
             continue
         config.append(word)
-        if "=" not in word:
-            config += [value for value in [next(rest, None)] if value is not None]
+        if "=" not in word and rest and not rest[0].startswith("--"):  # else a switch
+            config.append(rest.pop(0))
     return config, ours
 
 

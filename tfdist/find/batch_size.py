@@ -198,7 +198,10 @@ def try_out(request: Mapping[str, Any], limits: MemoryLimits, *, timeout_s: floa
             child.wait()
         answer.seek(0)
         output.seek(0)
-        return _trial(size, child.returncode, cause, answer.read(), output.read())
+        trial = _trial(size, child.returncode, cause, answer.read(), output.read())
+    if trial.fits and (trial.peak_bytes or 0) > limits.process:  # between two looks at it
+        return BatchTrial(batch_size=size, fits=False, cause=_too_much(limits.process))
+    return trial
 
 
 def _watched(child: subprocess.Popen[str], limit_bytes: int, *, timeout_s: float) -> str:
@@ -210,12 +213,16 @@ def _watched(child: subprocess.Popen[str], limit_bytes: int, *, timeout_s: float
             return ""
         with contextlib.suppress(psutil.Error):
             if process.memory_info().rss > limit_bytes:
-                return f"took more than {limit_bytes >> 20} MiB"
+                return _too_much(limit_bytes)
         if time.monotonic() > deadline_s:
             raise TfdistError(
                 f"find_batch_size: a trial took more than {timeout_s:g} s. "
                 "Fix: pass timeout_s, or most for the largest size to try"
             )
+
+
+def _too_much(limit_bytes: int) -> str:
+    return f"took more than {limit_bytes >> 20} MiB"
 
 
 def _trial(size: int, status: int, cause: str, answer: str, output: str) -> BatchTrial:

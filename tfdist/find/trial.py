@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from typing import Any
 from tfdist.errors import UsageError
 from tfdist.launch.guardian import die_with
 
-_OUT_OF_MEMORY = ("ResourceExhausted", "OOM", "bad_alloc", "out of memory", "MemoryError")
+_OUT_OF_MEMORY = re.compile(r"ResourceExhausted|\bOOM\b|bad_alloc|out of memory|MemoryError")
 
 
 def main() -> int:
@@ -36,12 +37,16 @@ def main() -> int:
         parts = ("where", "received", "expected", "fix", "code")
         answer = {"refused": {part: str(getattr(error, part)) for part in parts}}
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        key = "out_of_memory" if any(word in text for word in _OUT_OF_MEMORY) else "error"
-        answer = {key: " ".join(text.split())[:500]}
+        answer = failure(error)
     with output:
         json.dump(answer, output)
     return 0
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """Return the answer of a trial that has failed: for want of memory, or for something else."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return {"out_of_memory" if _OUT_OF_MEMORY.search(text) else "error": text[:500]}
 
 
 def _run(request: dict[str, Any]) -> dict[str, Any]:
