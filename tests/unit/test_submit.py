@@ -231,6 +231,7 @@ def test_shared_memory_of_the_users_own_is_not_replaced():
         (PODS + "--namespace 'A B' train.py", "--namespace"),
         (PODS + "--node_selector disk=a/b train.py", "--node_selector disk=ssd"),
         (PODS + "--volume data train.py", "--volume"),
+        (PODS + "--volume a=/data --volume b=/data/ train.py", "each place once"),
         (PODS + "--volume data=/data:rw train.py", "--volume"),
         (PODS + "--node_selector ssd train.py", "NAME=VALUE"),
         (PODS + "--strategy ps --gpus 1 train.py", "--kind jobset"),

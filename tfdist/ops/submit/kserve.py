@@ -17,7 +17,10 @@ from tfdist.ops.submit.pods import GPU, MANAGED_BY, Manifest, given
 KIND = "inferenceservice"
 _NAME = r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?"
 _STORES = ("pvc://", "s3://", "gs://", "https://", "http://", "hdfs://", "oci://")
-_AMOUNT = r"[1-9][0-9]{0,8}(m|[KMGT]i?)?"
+_AMOUNTS = {
+    "cpus": (r"[1-9][0-9]{0,8}m?", "CPUs as Kubernetes has them: 2, or 500m for a half"),
+    "memory": (r"[1-9][0-9]{0,8}[MGT]i?", "a number and M, G, T, Mi, Gi or Ti"),
+}
 
 
 def is_asked_for(argv: Sequence[str]) -> bool:
@@ -39,9 +42,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         fix="write --model pvc://CLAIM/served/NAME, for example",
         code="bad-value",
     )
-    for flag in ("cpus", "memory"):
+    for flag, form in _AMOUNTS.items():
         if value := getattr(values, flag):
-            _require_form(f"--{flag}", value, _AMOUNT, "an amount of Kubernetes, as 500m or 2Gi")
+            _require_form(f"--{flag}", value, *form)
     require_int("--replicas", values.replicas, least=0)
     if values.max_replicas is None:
         values.max_replicas = max(values.replicas, 1)

@@ -180,6 +180,11 @@ class JobRequest:
         if self.launch.evaluator and not self.has_several_tasks:
             fix = "leave --evaluator out, or use --strategy ps, multiworker or pipeline"
             raise wrong("evaluator", "one process", "a job of several tasks", fix)
+        mounts = [volume.mount.rstrip("/") for volume in self.volumes]
+        if twice := next((mount for mount in mounts if mounts.count(mount) > 1), ""):
+            raise wrong(
+                "volume", f"{twice} twice", "each place once", "mount one of them elsewhere"
+            )
         for name in (*self.env, *self.secrets):
             if not re.fullmatch(_VARIABLE, name):
                 expected, fix = "the name of a variable", "use letters, digits and _"
