@@ -170,7 +170,8 @@ def _pickled(fn: Any, args: Sequence[Any]) -> bytes:
             fix=f"make {name} inside the function",
             code="not-picklable",
         ) from None
-    return pickle.dumps({"path": list(sys.path), "cells": _cells(), "call": call})
+    of_caller = {"path": list(sys.path), "argv": list(sys.argv), "cells": _cells()}
+    return pickle.dumps({**of_caller, "call": call})
 
 
 def _cells() -> dict[str, list[str]]:
@@ -331,7 +332,7 @@ def serve(argv: Sequence[str]) -> None:
     with _opened(function_fd, "rb") as file:
         given = pickle.load(file)
     os.close(function_fd)
-    sys.path[:] = given["path"]
+    sys.path[:], sys.argv[:] = given["path"], given["argv"]
     for name, lines in given["cells"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     config = read_environment(os.environ)

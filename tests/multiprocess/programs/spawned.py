@@ -59,7 +59,7 @@ def within():
     try:
         tfdist.spawn(answer, 1)
     except tfdist.UsageError as error:
-        return error.code
+        return error.code, sys.argv
 
 
 def train(x):
@@ -112,7 +112,7 @@ def checks(start):
     assert isinstance(error.__cause__, tfdist.UsageError)
     assert error.__cause__.code == "not-picklable"
     assert tfdist.spawn(sys.exit, 0, strategy="single", start=start) is None
-    assert tfdist.spawn(within, strategy="single", start=start) == "nested-spawn"
+    assert tfdist.spawn(within, strategy="single", start=start) == ("nested-spawn", sys.argv)
 
     os.mkdir("closed")
     open("closed/logs", "w").close()
