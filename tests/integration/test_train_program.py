@@ -111,6 +111,16 @@ def test_a_run_is_exported_with_its_normalisation_inside(finished, tmp_path):
     assert (manifest["run"], manifest["step"]) == (str(finished), 21)
 
 
+def test_a_run_is_exported_in_its_precision(finished):
+    from tfdist.serving import sources
+
+    config = json.loads((finished / "config.json").read_text())
+    served, model = sources._of_run({**config, "precision": "mixed_bfloat16"})
+    assert served.get_layer("normalize").compute_dtype == "float32"
+    hidden, logits = [layer.compute_dtype for layer in model.layers if layer.weights][-2:]
+    assert (hidden, logits) == ("bfloat16", "float32")
+
+
 def test_a_finished_run_says_so_and_is_not_run_again(finished):
     before = (finished / "summary.json").stat().st_mtime_ns
     done = train(finished, *SHORT, "--config.seed=5")

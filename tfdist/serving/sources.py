@@ -119,12 +119,15 @@ def _of_run(config: dict[str, Any]) -> tuple[keras.Model, keras.Model]:
 
     read = ml_collections.ConfigDict(config)
     datasets = load_datasets(read)
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(read.precision)
     trained = build_model(
         read.model,
         image_shape=datasets.image_shape,
         num_classes=datasets.num_classes,
         dropout=read.dropout,
     )
+    keras.config.set_dtype_policy(policy)  # the data of the run are normalised in float32
     images = keras.Input(datasets.image_shape, name="image")
     variance = np.square(np.asarray(read.augmentation.std, np.float64)).tolist()
     mean = list(read.augmentation.mean)
