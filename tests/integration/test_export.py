@@ -14,6 +14,7 @@ from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
 import tfdist
 from tests.refusals import refusal
 from tfdist import export
+from tfdist.checkpoint.publish import _written
 from tfdist.errors import TfdistError, UsageError
 from tfdist.files import FileLock
 from tfdist.serving import sources
@@ -339,6 +340,28 @@ def test_the_checkpoints_of_a_run_that_was_begun_anew_are_published(tmp_path):
         place.mkdir(parents=True)
         (place / "manifest.json").write_text(json.dumps(origin))
         assert found in export._published(options)
+
+
+def test_what_a_layer_has_learned_by_adapt_is_published_or_refused(tmp_path):
+    values = (RNG.randn(16, 3) * 5 + 20).astype("float32")
+    scale, look_up = layers.Normalization(), layers.StringLookup(output_mode="one_hot")
+    scale.adapt(values)
+    look_up.adapt(["a", "b"])
+    x, word = keras.Input((3,)), keras.Input((1,), dtype="string")
+    model = keras.Model(x, layers.Dense(2)(scale(x)), name="adapted")
+    model.compile("sgd", "mse")
+    backup = tfdist.BackupAndRestore(tmp_path)
+    tfdist.fit(model, values, values[:, :2], callbacks=[backup], verbose=0)
+    found, _ = sources.read_model(tmp_path, make=str(_written(model, tmp_path)))
+    np.testing.assert_array_equal(found(values), model(values))
+    vocabulary = keras.Model(word, layers.Dense(2)(look_up(word)))
+    caught = refusal(lambda: _written(vocabulary, tmp_path))
+    assert (caught.code, caught.received) == (
+        "not-a-model",
+        "a model with a vocabulary that StringLookup has learned by adapt",
+    )
+    known = layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
+    assert _written(keras.Model(word, layers.Dense(2)(known(word))), tmp_path)
 
 
 def line():

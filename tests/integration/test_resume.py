@@ -391,6 +391,40 @@ def test_every_weight_of_a_model_is_set_whatever_it_is_called(strategies, tmp_pa
             np.testing.assert_array_equal(mine, theirs)
 
 
+def test_a_normalization_goes_by_the_statistics_that_are_loaded(strategies, tmp_path):
+    """Keras' layer computes with copies of its weights, which Keras alone renews as it loads."""
+    x = np.random.RandomState(0).randn(16, 3).astype("float32") * 5 + 20
+
+    def build():
+        with strategies[1].scope():
+            scale = keras.layers.Normalization(name="scale")
+            layers = [keras.Input((3,)), scale, keras.layers.Dense(1, name="only")]
+            model = keras.Sequential(layers)
+            model.compile("sgd", "mse")
+        return model
+
+    def fit(model):
+        backup = tfdist.BackupAndRestore(tmp_path / "checkpoint")
+        tfdist.fit(model, x, x[:, :1], verbose=0, callbacks=[backup])
+
+    trained = build()
+    trained.layers[0].adapt(x)
+    fit(trained)
+    wanted = trained.predict(x, verbose=0)
+    trained.save(tmp_path / "m.keras")
+    trained.save_weights(tmp_path / "m.weights.h5")
+    for source in ("m.keras", "m.weights.h5", "checkpoint", "a resumed run"):
+        other = build()
+        if source == "a resumed run":
+            fit(other)
+        else:
+            tfdist.load_weights(other, tmp_path / source)
+        np.testing.assert_array_equal(other.predict(x, verbose=0), wanted)
+    other = build()
+    tfdist.load_weights(other, tmp_path / "m.weights.h5", layers=["only"])
+    np.testing.assert_array_equal(other.layers[0].mean, [[0, 0, 0]])
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "loss_scaled"])
 def test_the_optimizer_stays_as_it_is_when_weights_are_loaded(strategies, tmp_path, optimizer):
     """Else the chief alone would go on with the moments of another run."""

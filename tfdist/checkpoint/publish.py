@@ -83,16 +83,19 @@ class Publisher:
 
 def _written(model: keras.Model, directory: Path) -> Path:
     """Write down what the model is made of, for another process; return the file."""
-    foreign = {type(layer) for layer in [model, *model._flatten_layers()]}
-    foreign = {cls for cls in foreign if cls.__module__.partition(".")[0] != "keras"}
-    require(
-        not foreign,
-        "publish",
-        received=f"a model with {', '.join(sorted(cls.__name__ for cls in foreign))}",
-        expected="classes of Keras alone, which another process knows too",
-        fix="pass publish_model='file.py:function', which returns the model as it is built here",
-        code="not-a-model",
-    )
+    for layer in [model, *model._flatten_layers()]:
+        name, is_foreign = type(layer).__name__, type(layer).__module__.partition(".")[0] != "keras"
+        # It is no weight, and Keras has it in the configuration only where it was given.
+        learned = hasattr(layer, "get_vocabulary") and layer.get_config()["vocabulary"] is None
+        of_layer = name if is_foreign else f"a vocabulary that {name} has learned by adapt"
+        require(
+            not (is_foreign or learned),
+            "publish",
+            received=f"a model with {of_layer}",
+            expected="what another process can make of its description and checkpoints",
+            fix="pass publish_model='file.py:function', which returns the model as it is here",
+            code="not-a-model",
+        )
     with saveable(model, where="publish", fix="pass publish_model='file.py:function'"):
         config = keras.saving.serialize_keras_object(model)
     config.pop("compile_config", None)

@@ -99,6 +99,14 @@ def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> N
         else:
             value = None if arrays is None else arrays[name]
             variable.assign(_own_of_chief(job, value, variable))
+    renew_constants(model)
+
+
+def renew_constants(model: keras.Model) -> None:
+    """Have layers that compute with copies of their weights take those that have just been set."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()
 
 
 def from_chief(job: Job, value: Any, *, like: Any) -> np.ndarray[Any, Any]:

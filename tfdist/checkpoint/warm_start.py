@@ -58,6 +58,7 @@ def load_weights(
     values = _read(model, path, wanted, best=best) if job.is_chief else {}
     for name, variable in wanted.items():
         variable.assign(state.from_chief(job, values.get(name), like=variable))
+    state.renew_constants(model)
     _LOG.info("%s: %d variables set", path, len(wanted))
     return list(wanted)
 
@@ -158,6 +159,7 @@ def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> No
     for i, variable in enumerate(model.weights):
         if "seed_generator" not in variable.path:
             variable.assign(checkpoint.arrays[f"weights/{i}"])
+    state.renew_constants(model)
 
 
 def _values_of(model: keras.Model, checkpoint: Checkpoint) -> dict[str, Any]:
