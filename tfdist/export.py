@@ -104,13 +104,16 @@ def _follow(options: Any) -> None:
     there = _published(options)
     if not options.source.exists():
         _LOG.warning("%s is not there yet: waiting for it", options.source)
-    _publish_each(
-        lambda: (
-            found if (found := newest_in(options.source, best=options.best)) not in there else None
-        ),
-        lambda: print(_publish(options), flush=True),
-        pause=lambda: stop.wait(_LOOK_EVERY_S),
-    )
+
+    def newest() -> str | None:
+        found = newest_in(options.source, best=options.best)
+        return None if found in there else found
+
+    def publish() -> None:
+        print(_publish(options), flush=True)
+        there.update(_published(options))  # it may have read a newer one than was found
+
+    _publish_each(newest, publish, pause=lambda: stop.wait(_LOOK_EVERY_S))
 
 
 def _set_at_eof(stop: threading.Event) -> None:

@@ -1,6 +1,7 @@
 """Exports: the SavedModel answers as the model does, or nothing is published."""
 
 import io
+import itertools
 import json
 import shutil
 
@@ -168,6 +169,14 @@ def test_outputs_keep_their_names_in_any_order(tmp_path):
             np.testing.assert_allclose(found[name], wanted, atol=1e-2)
 
 
+def test_samples_may_name_the_inputs_of_a_list(tmp_path):
+    b, a = keras.Input((3,), name="b"), keras.Input((3,), name="a")
+    model = keras.Model([b, a], layers.Subtract(name="y")([b, a]), name="named")
+    asked = {"a": np.ones((2, 3), "float32"), "b": np.zeros((2, 3), "float32")}
+    found = call(tfdist.export_model(model, tmp_path, samples=asked), **asked)
+    np.testing.assert_array_equal(found["y"], -1)
+
+
 def test_a_model_in_bfloat16_answers_in_float32(tmp_path):
     x = keras.Input((3,), name="x")
     dense = layers.Dense(2, name="y", dtype="mixed_bfloat16", kernel_initializer="ones")
@@ -322,6 +331,25 @@ def test_a_source_that_is_not_there_yet_is_waited_for(tmp_path, monkeypatch, cap
     words = [str(tmp_path / "none"), str(tmp_path), "--follow", "--until_eof"]
     assert export.main(words) == 0
     assert "none is not there yet" in caplog.text
+
+
+def test_a_checkpoint_that_comes_before_the_one_that_was_found_is_read_is_published_once(
+    tmp_path, monkeypatch
+):
+    def publish(options):
+        place = options.directory / "m" / f"{len(list(tmp_path.glob('m/*'))) + 1}"
+        place.mkdir(parents=True)
+        origin = {"run": str(options.source.absolute()), "step": 2, "saved_at": 2.5}
+        (place / "manifest.json").write_text(json.dumps(origin))
+        return place
+
+    found = itertools.chain(["1:1.5"], itertools.repeat("2:2.5"))
+    monkeypatch.setattr(sources, "newest_in", lambda *_, **__: next(found))
+    monkeypatch.setattr(export, "_publish", publish)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    assert export.main([str(tmp_path / "run"), str(tmp_path), "--follow", "--until_eof"]) == 0
+    assert len(list(tmp_path.glob("m/*"))) == 1
 
 
 def test_the_checkpoints_of_a_run_that_was_begun_anew_are_published(tmp_path):

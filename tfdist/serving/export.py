@@ -129,6 +129,8 @@ class _Export:
 
     def named(self, x: Any) -> dict[str, tf.Tensor]:
         """Return the inputs of a request for `x`, by name."""
+        if isinstance(x, Mapping) and x.keys() == {spec.name for spec in self.inputs}:
+            x = [x[spec.name] for spec in self.inputs]  # as Keras takes it for a list of inputs
         flat = zip(self.inputs, keras.tree.flatten(x), strict=True)
         return {spec.name: tf.cast(tf.constant(np.asarray(a)), spec.dtype) for spec, a in flat}
 
@@ -149,7 +151,7 @@ def _checked(export: _Export, samples: Any, wanted: Any) -> dict[str, Any]:
         if not np.array_equal(value, again[name], equal_nan=value.dtype.kind == "f"):
             raise TfdistError(
                 f"export: output {name!r} differs between two calls with one request: a layer "
-                "draws at random though training=False; nothing is published"
+                "draws at random or keeps a state, though training=False; nothing is published"
             )
     if wanted is not None:
         _require_equal(first, wanted)
