@@ -15,10 +15,10 @@ from tfdist.pipeline.link import StageLink
 @pytest.fixture
 def ends():
     before, after = socket.socketpair()
-    pair = StageLink(after, name="stage 1"), StageLink(before, name="stage 0")
-    yield pair
-    for link in pair:
-        link.close()
+    yield StageLink(after, name="stage 1"), StageLink(before, name="stage 0")
+    for end in (before, after):
+        end.shutdown(socket.SHUT_RDWR)
+        end.close()
 
 
 @pytest.mark.parametrize(
@@ -62,19 +62,13 @@ def test_a_failed_neighbour_says_why_after_what_it_had_sent(ends):
             ends[1].receive("F1")
 
 
-def test_a_neighbour_that_has_ended_is_named(ends):
-    ends[0].close()
-    with pytest.raises(PeerLost, match=r"stage 1|stage 0 has ended.*B3"):
-        ends[1].receive("B3")
-
-
 def test_a_neighbour_that_dies_is_named():
     near, far = socket.socketpair()
     link = StageLink(near, name="worker-1")
     far.close()
     with pytest.raises(PeerLost, match="worker-1 has gone: it has closed its connection"):
         link.receive("F0")
-    link.close()
+    near.close()
 
 
 def test_stages_at_different_messages_are_told(ends):
@@ -89,7 +83,7 @@ def test_what_is_no_message_is_refused():
     far.sendall(struct.pack("<I", 2**31))
     with pytest.raises(PeerLost, match="no message of a stage"):
         link.receive("F0")
-    link.close()
+    near.close()
     far.close()
 
 

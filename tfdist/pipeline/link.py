@@ -13,7 +13,6 @@ import queue
 import socket
 import struct
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +23,7 @@ from tfdist.errors import PeerLost
 
 _LOG = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
-_ERROR, _END = "error", "end"
-_CLOSE_S = 10.0
+_ERROR = "error"
 _MAX_HEADER_BYTES = 2**24
 
 
@@ -33,27 +31,21 @@ class StageLink:
     """One end of a link.
 
     Args:
-      end: connected to the neighbour; the link closes it.
+      end: connected to the neighbour.
       name: what to call the neighbour in an error.
 
     Attributes:
-      waited_s: how long `receive` has waited.
       lost: why nothing more can be received; empty while it can.
     """
 
     def __init__(self, end: socket.socket, *, name: str) -> None:
-        self.waited_s = 0.0
         self._end, self._name = end, name
         self.lost = ""
         self._out: queue.SimpleQueue[tuple[str, Sequence[np.ndarray]]] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         end.setblocking(True)
-        self._threads = [
-            threading.Thread(target=work, name=f"tfdist-link-{name}", daemon=True)
-            for work in (self._send_all, self._receive_all)
-        ]
-        for thread in self._threads:
-            thread.start()
+        for work in (self._send_all, self._receive_all):
+            threading.Thread(target=work, name=f"tfdist-link-{name}", daemon=True).start()
 
     def send(self, tag: str, arrays: Sequence[np.ndarray]) -> None:
         """Queue a message; the arrays must not change any more."""
@@ -67,19 +59,15 @@ class StageLink:
         """
         if self.lost:
             raise PeerLost(self.lost)
-        start = time.monotonic()
         phases.set_at_sum(True)  # who hangs is the one that waits for nobody
         try:
             found, arrays = self._inbox.get()
         finally:
             phases.set_at_sum(False)
-        self.waited_s += time.monotonic() - start
         if found == tag:
             return list(arrays)
         if found == _ERROR:
             self.lost = str(arrays)
-        elif found == _END:
-            self.lost = f"{self._name} has ended, where this stage waits for {tag}"
         else:
             self.lost = f"{self._name} is at {found}, where this stage is at {tag}"
         raise PeerLost(self.lost)
@@ -88,25 +76,10 @@ class StageLink:
         """Tell the neighbour why this end cannot go on; what was queued goes first."""
         self._out.put((_ERROR, [np.frombuffer(reason.encode(), np.uint8)]))
 
-    def close(self) -> None:
-        """Send what is queued, and end the connection."""
-        self._out.put((_END, ()))
-        self._threads[0].join(_CLOSE_S)
-        try:
-            self._end.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            _LOG.debug("%s: %s", self._name, error)
-        for thread in self._threads:  # one that sends to a neighbour that does not read ends now
-            thread.join(_CLOSE_S)
-        self._end.close()
-
     def _send_all(self) -> None:
         try:
             while True:
-                tag, arrays = self._out.get()
-                self._send(tag, arrays)
-                if tag == _END:
-                    return
+                self._send(*self._out.get())
         except OSError as error:  # the receiving thread has the neighbour's own words
             _LOG.debug("%s: %s", self._name, error)
 
@@ -123,7 +96,7 @@ class StageLink:
                 tag, arrays = self._message()
                 reason = arrays[0].tobytes().decode(errors="replace") if tag == _ERROR else ""
                 self._inbox.put((tag, reason or arrays))
-                if tag in (_ERROR, _END):
+                if tag == _ERROR:
                     return
         except (OSError, ValueError, TypeError) as error:
             self._inbox.put((_ERROR, f"{self._name} has gone: {error}"))
