@@ -29,7 +29,7 @@ from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
 from tfdist.strategy.stages import Stages
 from tfdist.training import keras_compat
 from tfdist.training.feed import Part, require_same_batches
-from tfdist.training.program import StepProgram
+from tfdist.training.program import Engine, StepProgram
 
 _LOG = logging.getLogger(__name__)
 _MAX_NDIM = 16
@@ -54,7 +54,7 @@ class _StageBatch(NamedTuple):
     weights: Any
 
 
-class PipelineEngine:
+class PipelineEngine(Engine):
     """Runs blocks of steps, each as the passes of its micro-batches by the schedule."""
 
     def __init__(self, job: Job) -> None:
@@ -102,21 +102,6 @@ class PipelineEngine:
                 ]
                 yield staged.packed(self._whole(columns, count=len(staged.graph.outputs)))
 
-    def finish(self, program: StepProgram) -> dict[str, float]:
-        """Do nothing: all are done when `run` returns."""
-        return {}
-
-    def close(self) -> None:
-        """Do nothing: all are done when `run` returns."""
-
-    @property
-    def steps_under_way(self) -> int:
-        """0, always."""
-        return 0
-
-    def reset_metrics(self) -> None:
-        """Do nothing: the model's own variables hold the metrics."""
-
     def publish_metrics(self, program: StepProgram) -> None:
         """Give all tasks the metrics of the last stage. A collective."""
         with self._telling_neighbours():
@@ -126,9 +111,6 @@ class PipelineEngine:
         """Give all tasks the weights and metrics, and the chief the slots. A collective."""
         with self._telling_neighbours():
             self._staged(program).gather()
-
-    def take_state(self, program: StepProgram) -> None:
-        """Do nothing: what is restored is in all tasks."""
 
     def _staged(self, program: StepProgram) -> StagedModel:
         """Return the model in stages; the first call is a collective."""

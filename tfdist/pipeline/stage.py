@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -23,6 +23,9 @@ from tfdist.pipeline.cuts import MOST_DRAWS, ModelPart, has_mask, one_or_list
 from tfdist.pipeline.schedule import Pass
 from tfdist.pipeline.union import release
 from tfdist.training import keras_compat
+
+if TYPE_CHECKING:
+    from tfdist.pipeline.whole_step import StageExchange
 
 KEEPS = ("tape", "recompute", "compiled", "nothing")
 Tensors = list[tf.Tensor]
@@ -66,19 +69,6 @@ class Received(NamedTuple):
 def nothing_received() -> Received:
     """Return what the first stage receives."""
     return Received(tensors=[], masks=[], added=tf.constant(0.0))
-
-
-class StageExchange(Protocol):
-    """Messages to and from the neighbouring stages, in the graph of a step."""
-
-    def received(self, one: Pass) -> Received:
-        """Return what a forward pass receives."""
-
-    def gradients(self, one: Pass, targets: Tensors) -> Tensors:
-        """Return the gradients that a backward pass receives, of the first of these targets."""
-
-    def sent(self, one: Pass, tensors: Tensors) -> tf.Tensor:
-        """Send what a pass has made; return a scalar that is there when that is done."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -202,8 +192,8 @@ class Segment:
         self._forward = keras_compat.compiled(self._traced_forward)
         self._backward_again = keras_compat.compiled(self._traced_backward)
         self._both = keras_compat.compiled(self._traced_both)
-        self._predict = keras_compat.compiled(partial(self._traced_inference, loss_of=None))
-        self._evaluate = keras_compat.compiled(partial(self._traced_inference, loss_of=loss_of))
+        self.predict = keras_compat.compiled(partial(self._traced_inference, loss_of=None))
+        self.evaluate = keras_compat.compiled(partial(self._traced_inference, loss_of=loss_of))
 
     def unpacked(self, tensors: Tensors) -> Received:
         """Return what the message of what computes before this holds."""
@@ -271,14 +261,6 @@ class Segment:
         """Have `take_sums` return these."""
         self._begin_sums()
         self._add(sums)
-
-    def predict(self, batch: MicroBatch, received: Received) -> Tensors:
-        """Return the message, or the model's flat outputs; without training."""
-        return self._predict(batch, received)
-
-    def evaluate(self, batch: MicroBatch, received: Received) -> Tensors:
-        """Return the message, or the scalar loss; without training."""
-        return self._evaluate(batch, received)
 
     def take_sums(self) -> list[tf.Tensor | None]:
         """Return the sums of the gradients, as `Stage.take_sums`."""
@@ -355,6 +337,7 @@ class Segment:
     def _traced_inference(
         self, batch: MicroBatch, received: Received, *, loss_of: LossOf | None
     ) -> Tensors:
+        """Return the message, or the model's flat outputs or the scalar loss; without training."""
         outputs, added = self._run(batch, received, training=False, loss_of=loss_of)
         return outputs if self.part.is_last else self._message(outputs, received, added)
 

@@ -42,20 +42,21 @@ class WholeStep:
         if function is None:
 
             def passes(step: tf.Tensor, batches: list[MicroBatch]) -> list[tf.Tensor | None]:
-                exchange = _Messages(self, step, batches)
+                exchange = StageExchange(self, step, batches)
                 return self._stage.traced_passes(order, batches, exchange)
 
             function = self._compiled[tuple(order)] = keras_compat.compiled(passes)
         self._stage.take(function(tf.constant(step, tf.int64), batches))
 
 
-class _Messages:
-    """The messages of one step, in its graph."""
+class StageExchange:
+    """Messages to and from the neighbouring stages, in the graph of a step."""
 
     def __init__(self, whole: WholeStep, step: tf.Tensor, batches: list[MicroBatch]) -> None:
         self._whole, self._step, self._batches = whole, step, batches
 
     def received(self, one: Pass) -> Received:
+        """Return what a forward pass receives."""
         stage, link = self._whole._stage, self._whole._before
         if link is None:
             return nothing_received()
@@ -69,6 +70,7 @@ class _Messages:
         return stage.unpacked(found)
 
     def gradients(self, one: Pass, targets: Tensors) -> Tensors:
+        """Return the gradients that a backward pass receives, of the first of these targets."""
         link = self._whole._after
         if link is None:
             return []
@@ -79,6 +81,7 @@ class _Messages:
         return found
 
     def sent(self, one: Pass, tensors: Tensors) -> tf.Tensor:
+        """Send what a pass has made; return a scalar that is there when that is done."""
         link = self._whole._after if one.forward else self._whole._before
         if link is None:
             return tf.constant(0)
