@@ -57,21 +57,12 @@ class ArraySource(GraphSource):
             for name, part in parts.items()
         }
         self.transform = transform
-        self._num_examples = _common_length(columns)
+        self.num_examples: int = _common_length(columns)
         packed = keras.utils.pack_x_y_sample_weight(*columns.values())
         self._columns = _map_present(functools.partial(_column, cache_dir=cache_dir), packed)
         self._present = [column for column in tf.nest.flatten(self._columns) if column is not None]
+        self.element_spec = _map_present(lambda column: column.spec, self._columns)
         self._memory_limit_bytes = memory_limit_bytes
-
-    @property
-    def num_examples(self) -> int:
-        """The length of the arrays."""
-        return self._num_examples
-
-    @property
-    def element_spec(self) -> Nest:
-        """Nest of `tf.TensorSpec` of one example."""
-        return _map_present(lambda column: column.spec, self._columns)
 
     @property
     def size_bytes(self) -> int:

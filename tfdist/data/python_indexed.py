@@ -51,36 +51,26 @@ class PythonSource(Source):
         )
         self._examples = examples
         self._convert = convert or (lambda example: example)
-        self._num_examples = len(examples)
-        self._spec = tf.nest.map_structure(_leaf_spec, self._example(examples[0]))
+        self.num_examples: int = len(examples)
+        self.element_spec = tf.nest.map_structure(_leaf_spec, self._example(examples[0]))
         self.transform = transform
-
-    @property
-    def num_examples(self) -> int:
-        """`len()` of the collection, read once."""
-        return self._num_examples
-
-    @property
-    def element_spec(self) -> Nest:
-        """Nest of `tf.TensorSpec`, taken from the first example."""
-        return self._spec
 
     def fetch(self, indices: np.ndarray[Any, Any]) -> Nest:
         """Return the examples at `indices` (int64[b], b may be 0) as arrays [b, ...]."""
         wanted = [int(index) for index in indices]
         if not wanted:
-            return tf.nest.map_structure(_no_examples, self._spec)
+            return tf.nest.map_structure(_no_examples, self.element_spec)
         get_many = getattr(self._examples, "__getitems__", None)
         found = get_many(wanted) if get_many else [self._examples[index] for index in wanted]
         examples = [self._example(item) for item in found]
         for index, example in zip(wanted, examples, strict=True):
-            _require_structure(example, self._spec, where=f"example {index}")
+            _require_structure(example, self.element_spec, where=f"example {index}")
         columns = zip(*map(tf.nest.flatten, examples), strict=True)
-        specs = tf.nest.flatten(self._spec)
+        specs = tf.nest.flatten(self.element_spec)
         stacked = [
             _stack(leaves, spec, wanted) for leaves, spec in zip(columns, specs, strict=True)
         ]
-        return tf.nest.pack_sequence_as(self._spec, stacked)
+        return tf.nest.pack_sequence_as(self.element_spec, stacked)
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -113,27 +103,17 @@ class PyDatasetSource(Source):
             fix="check __len__ (or num_batches) of the PyDataset",
             code="no-examples",
         )
-        self._spec: Nest = None
+        self.element_spec = None
         first = [self.fetch_batch(index) for index in range(min(2, count or 2))]
         if len(first) > 1:
             _require_structure(first[1], first[0], where=f"{type(dataset).__name__}[1]")
-        self._spec = tf.nest.map_structure(_batch_leaf_spec, *first)
-
-    @property
-    def num_examples(self) -> None:
-        """Not known: batches may differ in size."""
-        return None
+        self.element_spec = tf.nest.map_structure(_batch_leaf_spec, *first)
 
     @property
     def num_batches(self) -> int | None:
         """The number of batches in one pass; None for an endless PyDataset."""
         count = self._dataset.num_batches
         return None if count is None else int(count)
-
-    @property
-    def element_spec(self) -> Nest:
-        """Nest of specs of one example, taken from the first two batches."""
-        return self._spec
 
     @property
     def workers(self) -> int:
@@ -158,9 +138,9 @@ class PyDatasetSource(Source):
                 code="not-a-batch",
             )
         batch = tf.nest.map_structure(functools.partial(_as_array, where=where), batch)
-        if self._spec is not None:
-            _require_structure(batch, self._spec, where=where)
-            for leaf, spec in zip(*map(tf.nest.flatten, (batch, self._spec)), strict=True):
+        if self.element_spec is not None:
+            _require_structure(batch, self.element_spec, where=where)
+            for leaf, spec in zip(*map(tf.nest.flatten, (batch, self.element_spec)), strict=True):
                 if leaf is not None and spec is not None:
                     _require_rows(leaf, where=where)
                     _require_type(leaf, _numpy_dtype(spec), where=where)

@@ -30,16 +30,10 @@ class Source(abc.ABC):
     """Examples and where they come from; `transform` is applied to each batch after it is read."""
 
     transform: Transform | None = None
-
-    @property
-    @abc.abstractmethod
-    def num_examples(self) -> int | None:
-        """The number of examples in one pass, or None where it is not known."""
-
-    @property
-    @abc.abstractmethod
-    def element_spec(self) -> Nest:
-        """Nest of `tf.TensorSpec` of one example, before the transform; None where y is absent."""
+    num_examples: int | None = None
+    """The number of examples in one pass, or None where it is not known."""
+    element_spec: Nest
+    """Nest of `tf.TensorSpec` of one example, before the transform; None where y is absent."""
 
     @abc.abstractmethod
     def describe(self) -> str:

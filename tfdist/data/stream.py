@@ -19,11 +19,6 @@ class _BatchSource(Source):
     _whole: tf.data.Dataset
 
     @property
-    def num_examples(self) -> None:
-        """Not known: the size of the last batch is not."""
-        return None
-
-    @property
     def num_batches(self) -> int | None:
         """The number of batches in one pass, or None where it is unknown or endless."""
         return self._cardinality if self._cardinality >= 0 else None
@@ -38,7 +33,7 @@ class _BatchSource(Source):
         with tf.init_scope():  # a feed may ask while a function is traced
             return int(self._whole.cardinality())
 
-    @property
+    @functools.cached_property
     def element_spec(self) -> Nest:
         """Nest of specs of one example: those of a batch without their first axis."""
         return tf.nest.map_structure(_without_batch_axis, self.batched_spec)

@@ -85,17 +85,8 @@ class TFRecordSource(GraphSource):
         self._parse = tf.autograph.experimental.do_not_convert(parse)
         self._in_memory = sum(self.index.sizes_bytes) <= memory_limit_bytes
         self._held: dict[str, tf.Tensor] | None = None
-        self._spec = _parsed_spec(self._parse)
-
-    @property
-    def num_examples(self) -> int:
-        """The number of records in all files."""
-        return len(self.index.lengths)
-
-    @property
-    def element_spec(self) -> Nest:
-        """Nest of specs of what `parse` gives for one record."""
-        return self._spec
+        self.num_examples: int = len(self.index.lengths)
+        self.element_spec = _parsed_spec(self._parse)
 
     @tf.autograph.experimental.do_not_convert
     def gather(self, indices: tf.Tensor, *, arrays: Nest = None) -> Nest:
