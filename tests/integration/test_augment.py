@@ -176,14 +176,6 @@ def test_draws_of_neighbours_of_one_example_and_of_two_transforms_are_independen
         assert joint(rows, other.below(9, index=0)) < limit
 
 
-def test_real_draws_fill_the_unit_interval():
-    values = draws_for("x", example_ids=np.arange(50_000), epoch=0, seed=0).uniform(index=0).numpy()
-    assert values.min() >= 0.0
-    assert values.max() < 1.0
-    assert values.mean() == pytest.approx(0.5, abs=0.01)
-    assert values.var() == pytest.approx(1 / 12, abs=0.002)
-
-
 def test_what_is_not_the_image_passes_unchanged():
     x = {"image": IMAGES, "meta": LABELS}
     batch = (x, LABELS, np.ones(32))

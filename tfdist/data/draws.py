@@ -59,11 +59,6 @@ class Draws:
         product = high * tf.cast(bound, tf.uint64)
         return tf.cast(tf.bitwise.right_shift(product, tf.constant(32, tf.uint64)), tf.int32)
 
-    def uniform(self, *, index: int) -> tf.Tensor:
-        """Return draw `index` of each example, float32[b], uniform in [0, 1)."""
-        high = tf.bitwise.right_shift(self._bits(index), tf.constant(40, tf.uint64))
-        return tf.cast(high, tf.float32) * (1.0 / (1 << 24))
-
     def _bits(self, index: int) -> tf.Tensor:
         return stream(self.keys, tf.constant(index, tf.uint64))
 
