@@ -33,7 +33,7 @@ def members(listeners, monkeypatch):
     monkeypatch.setattr(members_module.tf_context, "get_server_def", lambda: definition)
     chief, ps, *workers = (f"127.0.0.1:{one.getsockname()[1]}" for one in listeners)
     made = Members(ClusterSpec(chief=(chief,), ps=(ps,), worker=tuple(workers)))
-    made._connected = frozenset({1})
+    made.connected = frozenset({1})
     return made
 
 

@@ -82,16 +82,12 @@ class CheckpointStore:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
-        self._directory = Path(directory)
+        self.directory = Path(directory)
         self._keep = require_int("checkpoint: keep", keep, least=1, fix="say keep=3")
         self._writing = threading.Lock()
-        self._lock = FileLock(self._directory / _LOCK)
+        self._lock = FileLock(self.directory / _LOCK)
         self._made = False
         self._known_damaged: set[Path] = set()
-
-    @property
-    def directory(self) -> Path:
-        return self._directory
 
     def prepare(self) -> None:
         """Become the writer, and find out now whether a checkpoint can be written.
@@ -106,13 +102,13 @@ class CheckpointStore:
             held = self._lock.held
             try:
                 self._become_the_writer()
-                _try_out(self._directory)
+                _try_out(self.directory)
             except BaseException as error:
                 if not held:
                     self._give_up()
                 if not isinstance(error, OSError):
                     raise
-                refusal = _wrong_path(self._directory, error)
+                refusal = _wrong_path(self.directory, error)
                 raise refusal or self._failed("checkpoints in ", error) from error
 
     def write(
@@ -137,18 +133,18 @@ class CheckpointStore:
                 self._become_the_writer()
                 serial = max((location.serial for location in self._locations()), default=0) + 1
                 name = f"step-{step:09d}.{serial}"
-                unfinished = self._directory / f"{_UNFINISHED}{name}"
+                unfinished = self.directory / f"{_UNFINISHED}{name}"
                 try:
                     write_checkpoint(unfinished, arrays, step=step, best=best, meta=meta)
-                    os.replace(unfinished, self._directory / name)
+                    os.replace(unfinished, self.directory / name)
                 except BaseException:
                     shutil.rmtree(unfinished, ignore_errors=True)
                     raise
-                fsync(self._directory)
+                fsync(self.directory)
                 self._discard_old()
             except OSError as error:
                 raise self._failed(f"checkpoint of step {step} in ", error) from error
-        return self._directory / name
+        return self.directory / name
 
     def steps(self) -> list[int]:
         """Return the steps of the whole checkpoints, in the order they were written."""
@@ -200,9 +196,9 @@ class CheckpointStore:
                     return self.read(step)
                 problems.append(f"{location.path.name} is damaged ({error})")
                 if len(problems) < len(locations) and location.path not in self._known_damaged:
-                    logger.warning("%s: %s; using the one before", self._directory, problems[-1])
+                    logger.warning("%s: %s; using the one before", self.directory, problems[-1])
                 self._known_damaged.add(location.path)
-        raise NothingWhole(f"{self._directory}: no readable checkpoint: {'; '.join(problems)}")
+        raise NothingWhole(f"{self.directory}: no readable checkpoint: {'; '.join(problems)}")
 
     def read_named(self, name: str) -> Checkpoint | None:
         """Reads the checkpoint in the directory of that name; None where it cannot be read, as when
@@ -211,7 +207,7 @@ class CheckpointStore:
         try:
             return self._read(next(p for p in self._locations() if p.path.name == name))
         except (StopIteration, Damaged, Unreadable) as error:
-            logger.info("%s: %s was not read: %s", self._directory, name, error or "it is gone")
+            logger.info("%s: %s was not read: %s", self.directory, name, error or "it is gone")
             return None
 
     def read_newest(self) -> Checkpoint | None:
@@ -235,14 +231,14 @@ class CheckpointStore:
     def _locations(self) -> list[_Location]:
         """Return the checkpoints there are, whole or not, oldest first."""
         try:
-            names = os.listdir(self._directory)
+            names = os.listdir(self.directory)
         except FileNotFoundError:
             return []
         except OSError as error:
-            message = f"checkpoints in {self._directory}: {error.strerror}"
-            raise _wrong_path(self._directory, error) or TfdistError(message) from error
+            message = f"checkpoints in {self.directory}: {error.strerror}"
+            raise _wrong_path(self.directory, error) or TfdistError(message) from error
         return sorted(
-            _Location(serial=int(match[2]), step=int(match[1]), path=self._directory / name)
+            _Location(serial=int(match[2]), step=int(match[1]), path=self.directory / name)
             for name in names
             if (match := _NAME.fullmatch(name))
         )
@@ -269,43 +265,43 @@ class CheckpointStore:
         for location in self._locations():
             if location.path not in kept:
                 # Out of sight in one move first, so that a crash leaves none half deleted.
-                discarded = self._directory / f"{_DISCARDED}{location.path.name}"
+                discarded = self.directory / f"{_DISCARDED}{location.path.name}"
                 os.replace(location.path, discarded)
                 shutil.rmtree(discarded, ignore_errors=True)
 
     def _become_the_writer(self) -> None:
         if self._lock.held:
             return
-        self._made = not self._directory.exists()
-        _make_directory(self._directory)
+        self._made = not self.directory.exists()
+        _make_directory(self.directory)
         self._sound()  # refuses a directory of a later format before it is touched
         try:
             self._lock.acquire()
         except Held as held:
             raise SecondWriter(
-                f"checkpoints in {self._directory}",
+                f"checkpoints in {self.directory}",
                 received=f"a second writer while process {held.holder} writes there",
                 expected="one writer",
                 fix="end the other run, or give this one a directory of its own",
                 code="second-writer",
             ) from held
-        for leftover in os.listdir(self._directory):
+        for leftover in os.listdir(self.directory):
             if leftover.startswith((_UNFINISHED, _DISCARDED)):
-                shutil.rmtree(self._directory / leftover, ignore_errors=True)
+                shutil.rmtree(self.directory / leftover, ignore_errors=True)
 
     def _give_up(self) -> None:
         if self._made and self._lock.held:
             with contextlib.suppress(OSError):
-                if os.listdir(self._directory) == [_LOCK]:
-                    os.unlink(self._directory / _LOCK)
-                    os.rmdir(self._directory)
+                if os.listdir(self.directory) == [_LOCK]:
+                    os.unlink(self.directory / _LOCK)
+                    os.rmdir(self.directory)
         self._made = False
         self._lock.release()
 
     def _nothing_to_read(self, step: int | None) -> UsageError:
         steps = self.steps()
         return UsageError(
-            f"checkpoints in {self._directory}",
+            f"checkpoints in {self.directory}",
             received="no checkpoint" if step is None else f"step {step}",
             expected=f"one of {steps}" if steps else "a directory with a checkpoint",
             fix="check the path and the step",
@@ -317,7 +313,7 @@ class CheckpointStore:
         free = ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             with contextlib.suppress(OSError):
-                free = f" ({shutil.disk_usage(self._directory).free >> 20} MiB free)"
+                free = f" ({shutil.disk_usage(self.directory).free >> 20} MiB free)"
         newest = None
         with contextlib.suppress(OSError, TfdistError):
             newest = self.latest()
@@ -325,7 +321,7 @@ class CheckpointStore:
         if newest is not None:
             safe = f"earlier checkpoints are untouched, the newest is of step {newest}"
         reason = f"{error.strerror or error}{free}; {safe}"
-        return TfdistError(f"{where}{self._directory}: {reason}")
+        return TfdistError(f"{where}{self.directory}: {reason}")
 
 
 def _make_directory(directory: Path) -> None:

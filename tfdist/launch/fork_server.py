@@ -253,13 +253,27 @@ class ForkTemplate:
         """Return its process id; None before its first use."""
         return self._process.pid if self._process else None
 
-    def start(self) -> None:
+    def start(self) -> socket.socket:
         """Begin to import; its owner may do other things until it needs the first fork server."""
-        self._ready_socket()
+        if self._socket is not None and self._process and self._process.poll() is None:
+            return self._socket
+        self.close()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(self._log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                _warm_command(theirs.fileno(), self._modules, self._more),
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        return self._socket
 
     def connect(self) -> socket.socket:
         """Return a socket to a fork server of its own, which is forked after the imports."""
-        control = self._ready_socket()
+        control = self.start()
         self._is_used = True
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, contextlib.suppress(OSError):  # it is gone: who reads `ours` sees that
@@ -279,23 +293,6 @@ class ForkTemplate:
         except subprocess.TimeoutExpired:  # in an import
             process.kill()
             process.wait()
-
-    def _ready_socket(self) -> socket.socket:
-        if self._socket is not None and self._process and self._process.poll() is None:
-            return self._socket
-        self.close()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, open(self._log_path, "ab") as log:
-            self._process = subprocess.Popen(
-                _warm_command(theirs.fileno(), self._modules, self._more),
-                env=self._environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        return self._socket
 
 
 def _keep_warm(argv: Sequence[str]) -> None:

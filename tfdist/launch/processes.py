@@ -223,7 +223,8 @@ class JobProcesses:
 
     def unwatch(self, fd: int) -> None:
         """Take `watch` back."""
-        self._unwatch(fd)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(fd)
 
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
         """Return what has happened, after `timeout_s` at the latest."""
@@ -314,7 +315,7 @@ class JobProcesses:
         if data:
             output.feed(data)
             return True
-        self._unwatch(fd)
+        self.unwatch(fd)
         os.close(fd)
         del self._pipes[fd]
         output.close()
@@ -342,7 +343,7 @@ class JobProcesses:
             self._is_paused = out.is_full
             for fd in self._pipes:
                 if self._is_paused:
-                    self._unwatch(fd)
+                    self.unwatch(fd)
                 else:
                     self._watch(fd, self._read, fd)
 
@@ -351,7 +352,7 @@ class JobProcesses:
         if console.is_waiting and not watched:
             self._watch(console.fd, console.write, events=selectors.EVENT_WRITE)
         elif watched and not console.is_waiting:
-            self._unwatch(console.fd)
+            self.unwatch(console.fd)
 
     def _watch(
         self,
@@ -361,10 +362,6 @@ class JobProcesses:
         events: int = selectors.EVENT_READ,
     ) -> None:
         self._selector.register(fd, events, (handler, args))
-
-    def _unwatch(self, fd: int) -> None:
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(fd)
 
 
 def _signal_group(pid: int, signum: int) -> None:

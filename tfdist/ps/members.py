@@ -63,7 +63,8 @@ class Members:
             fix="declare the others in TF_CONFIG, or ask for fewer",
             code="too-many-workers",
         )
-        self._connected: frozenset[int] = frozenset()
+        self.connected: frozenset[int] = frozenset()
+        """The indices of the workers that work can be given to."""
         self._updating = threading.Lock()
         self._noting = threading.Lock()  # never held for long
         self._is_stuck = False
@@ -82,11 +83,6 @@ class Members:
     def server_devices(self) -> list[str]:
         """The devices on which the parameter servers hold variables."""
         return [f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(self.num_ps)]
-
-    @property
-    def connected(self) -> frozenset[int]:
-        """The indices of the workers that work can be given to."""
-        return self._connected
 
     def wait(
         self, config: TaskConfig, *, timeout_s: float, versions: VersionHandshake
@@ -144,7 +140,7 @@ class Members:
             self.spec(workers), job_name="chief", protocol="grpc", cluster_device_filters=filters
         )
         tf_context.ensure_initialized()
-        self._connected = frozenset(workers)
+        self.connected = frozenset(workers)
 
     @classmethod
     def of(cls, strategy: tf.distribute.Strategy) -> Members:
@@ -154,7 +150,7 @@ class Members:
             return members
         tasks = strategy.cluster_resolver.cluster_spec().as_dict()
         members = cls(ClusterSpec(**{kind: tuple(at) for kind, at in tasks.items()}))
-        members._connected = frozenset(range(members.num_workers))
+        members.connected = frozenset(range(members.num_workers))
         strategy.extended._allow_run_without_coordinator = True
         strategy.members = members
         return members
@@ -167,7 +163,7 @@ class Members:
         if not self.answers(worker):
             return False
         with self._updating:
-            there = {i for i in self._connected if answers(self._cluster.worker[i])} | {worker}
+            there = {i for i in self.connected if answers(self._cluster.worker[i])} | {worker}
             definition = copy.deepcopy(tf_context.get_server_def())
             cluster = self.spec(there).as_cluster_def()
             definition.cluster.CopyFrom(cluster)
@@ -178,13 +174,13 @@ class Members:
                 _LOG.debug("worker-%d could not be connected to yet: %s", worker, error)
                 return False
             with self._noting:
-                self._connected = self._connected | {worker}
+                self.connected = self.connected | {worker}
         return True
 
     def lost(self, worker: int) -> None:
         """Note that a worker has died; `admit` takes it back. Waits for nobody."""
         with self._noting:
-            self._connected = self._connected - {worker}
+            self.connected = self.connected - {worker}
 
     def _updated(self, definition: Any) -> bool:
         """Tell the runtime who is there; False, for ever, when it does not come back from that.
