@@ -105,7 +105,7 @@ def test_a_file_is_read_and_then_the_overrides(tmp_path):
         ("--config.checkpoints=30000", "received 30000; expected at most total_examples (28800)"),
         ("--config.warmup_examples=28800", "expected less than total_examples (28800)"),
         ("--config.augmentation.mean=grey", "received 'grey'; expected numbers"),
-        ("--config.augmentation.std=0", "received (0,); expected numbers other than 0"),
+        ("--config.augmentation.std=0", "received (0,); expected numbers above 0"),
         ("--config.profile_steps=5,3", "received (5, 3); expected (first, last)"),
         ("--config.profile_steps=5", "received (5,); expected (first, last)"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,7 @@ FIELDS: tuple[Field, ...] = (
         "of weights, order, augmentation and dropout; drawn and written down if not given",
         optional_type=int,
         least=0,
+        below=2**32,  # NumPy's
     ),
     # Augmentation and normalisation of images; drawn from (seed, pass, example)
     Field(
@@ -263,6 +265,7 @@ def _check_value(field: Field, value: Any) -> None:
         (field.least is None or value >= field.least, f"{field.least} or more"),
         (field.above is None or value > field.above, f"more than {field.above}"),
         (field.below is None or value < field.below, f"less than {field.below}"),
+        (math.isfinite(value), "a finite number"),
     ):
         if not holds:
             fix = f"choose another; it is: {field.help}"
@@ -281,11 +284,13 @@ def _check_together(values: dict[str, Any]) -> None:
     if values["warmup_examples"] >= total:
         raise wrong("CFG010", "warmup_examples", f"less than total_examples ({total})", "lower it")
     for name in ("augmentation.mean", "augmentation.std"):
-        if not all(isinstance(number, (int, float)) for number in values[name]):
-            raise wrong("CFG011", name, "numbers", "write (0.5,), or a number for each channel")
-    if not all(values["augmentation.std"]):
+        numbers = [n for n in values[name] if isinstance(n, (int, float)) and math.isfinite(n)]
+        if not numbers or len(numbers) < len(values[name]):
+            expected = "finite numbers"
+            raise wrong("CFG011", name, expected, "write (0.5,), or a number for each channel")
+    if min(values["augmentation.std"]) <= 0:
         fix = "(1.0,) leaves images as they are"
-        raise wrong("CFG011", "augmentation.std", "numbers other than 0", fix)
+        raise wrong("CFG011", "augmentation.std", "numbers above 0", fix)
     steps = values["profile_steps"]
     if steps and not _is_span(steps):
         expected = "(first, last) with first < last, or ()"
