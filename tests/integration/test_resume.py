@@ -452,6 +452,28 @@ def test_the_optimizer_stays_as_it_is_when_weights_are_loaded(strategies, tmp_pa
             np.testing.assert_array_equal(variable.numpy(), value)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("own.keras", "Could not locate class 'Own'"),
+        ("cut.keras", "Keras cannot load"),
+        ("cut.weights.h5", "received a damaged file"),
+    ],
+)
+def test_a_file_that_keras_cannot_read_is_refused(strategies, tmp_path, name, said):
+    class Own(keras.layers.Dense):
+        pass
+
+    with strategies[1].scope():
+        model = keras.Sequential([keras.Input((3,)), Own(3)])
+    model.save(tmp_path / "own.keras")
+    for kind in ("keras", "weights.h5"):
+        (tmp_path / f"cut.{kind}").write_text("half of a file")
+    with pytest.raises(UsageError, match=said) as caught:
+        tfdist.load_weights(model, tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
 def test_weights_are_not_loaded_into_a_model_without_any(strategies, tmp_path):
     with strategies[1].scope():
         unbuilt = keras.Sequential([keras.layers.Dense(3)])

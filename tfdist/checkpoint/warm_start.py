@@ -110,7 +110,7 @@ def _read(model: keras.Model, path: str, wanted: dict[str, Any], *, best: bool) 
     elif not os.path.exists(path):
         raise _unreadable(path, "no such file or directory")
     elif path.endswith(".keras"):
-        values = _values(keras.models.load_model(path, compile=False, safe_mode=True))
+        values = _values(load_model_file(path))
     elif path.endswith(".weights.h5"):
         values = _from_weights_file(model, path)
     else:
@@ -133,6 +133,21 @@ def _values(model: keras.Model) -> dict[str, Any]:
     return {key: variable.numpy() for key, variable in _wanted(model, None).items()}
 
 
+def load_model_file(path: str | os.PathLike[str]) -> keras.Model:
+    """Return the model in a `.keras` file, read in Keras' safe mode; raise UsageError."""
+    try:
+        return keras.models.load_model(path, compile=False, safe_mode=True)
+    except (OSError, TypeError, ValueError) as error:
+        said = " ".join(str(error).rpartition("Exception encountered: ")[2].split())[:200]
+        raise UsageError(
+            os.fspath(path),
+            received=f"a file that Keras cannot load ({said})",
+            expected="a whole .keras file, of classes that this process knows",
+            fix="save it again; use a model with own classes in the program that has them",
+            code="not-loadable",
+        ) from error
+
+
 def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
     """Read into the model, and put back what it had: only what is wanted is set later.
 
@@ -143,9 +158,10 @@ def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
     try:
         model.load_weights(path, objects_to_skip=optimizers)
         return _values(model)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
-        raise _unreadable(path, f"weights of another model ({first})") from error
+        what = "weights of another model" if isinstance(error, ValueError) else "a damaged file"
+        raise _unreadable(path, f"{what} ({first})") from error
     finally:
         model.set_weights(before)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from tfdist.argument_parser import load_function
 from tfdist.checkpoint import CheckpointStore
-from tfdist.checkpoint.warm_start import set_weights
+from tfdist.checkpoint.warm_start import load_model_file, set_weights
 from tfdist.errors import UsageError, require
 from tfdist.outputs.run_directory import RunDirectory
 
@@ -46,7 +46,7 @@ def read_model(
             code="not-a-source",
         )
         origin = {"file": str(source.absolute()), "saved_at": source.stat().st_mtime}
-        return keras.models.load_model(source, compile=False), origin
+        return load_model_file(source), origin
     config = RunDirectory(source).read_config() if make is None else None
     directory = _checkpoints_in(source)
     require(
