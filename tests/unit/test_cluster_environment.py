@@ -375,6 +375,10 @@ def test_one_host_alone_is_a_process_by_itself_unless_more_is_wished():
     assert read_environment(environ) is None
     config = read({**environ, "TFDIST_STRATEGY": "multiworker"})
     assert config.cluster.worker == ("a:2222",)
+    pod = {"KUBERNETES_SERVICE_HOST": "k", "HOSTNAME": "a"}
+    for more in ({}, pod):  # it needs no rank
+        assert read_environment({"TFDIST_HOSTS": "a", **more}) is None
+        assert read({"TFDIST_HOSTS": "a", "TFDIST_RUN_DIR": "r", **more}).options.run_dir == "r"
 
 
 # Kubernetes

@@ -292,7 +292,8 @@ def from_hosts(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
     if not value:
         return None
     listed = parse_hosts(value, where=HOSTS)
-    node_rank = needed(environ, NODE_RANK)
+    # A host alone needs no rank; of pods one that is all of its job comes here.
+    node_rank = needed(environ, NODE_RANK) if listed[1:] else integer(environ, NODE_RANK) or 0
     if node_rank >= len(listed):
         raise contradiction(
             NODE_RANK,
