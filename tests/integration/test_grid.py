@@ -481,7 +481,7 @@ def test_a_loss_function_of_one_number_is_a_mean(strategies):
             model.compile(keras.optimizers.SGD(0.05), scalar_loss)
         options = {"batch_size": BATCH_SIZE, "epochs": 2, "seed": 5, "verbose": 0}
         options["validation_data"] = (ROWS[:20], TARGETS[:20])
-        options["sample_weight"] = np.full(EXAMPLES, 0.5, "float32")
+        options["sample_weight"] = np.linspace(0.0, 2.0, EXAMPLES, dtype="float32")
         return model, tfdist.fit(model, ROWS, TARGETS, **options).history
 
     (one, logs), (many, other_logs) = train(strategies[1]), train(strategies[2])

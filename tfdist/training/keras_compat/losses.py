@@ -121,17 +121,17 @@ def _one_number_of_all(
     reduction: Any = _MEAN,
     dtype: Any = None,
 ) -> Any:
-    """Leave the mask out where a loss function returned one number: in a mean it cancels out.
+    """Weight what a loss function returned as one number by mask and weights of the whole batch.
 
-    Replicas would weight their numbers by unmasked entries. On one device, too, a batch without
-    any is left out.
+    It counts by the examples, as any mean; replicas would weight it by their own.
     """
     values = tf.convert_to_tensor(values, dtype)
-    is_one = values.shape.rank == 0 and mask is not None and sample_weight is None
+    is_one = values.shape.rank == 0 and (mask is not None or sample_weight is not None)
     is_mean = reduction in (_MEAN, "mean", "mean_with_sample_weight")
-    if is_one and is_mean and _sums_in_step(trace, "a masked loss"):
-        unmasked = _over_replicas(tf.reduce_sum(tf.cast(mask, tf.float32)), trace)
-        return original(values * tf.cast(tf.sign(unmasked), values.dtype), reduction=reduction)
+    if is_one and is_mean and _sums_in_step(trace, "a masked or weighted loss"):
+        mine = original(tf.ones_like(values), sample_weight, mask, reduction, dtype)
+        values *= _over_replicas(mine * tf.cast(trace.share, mine.dtype), trace)
+        return original(values, reduction=reduction)
     return original(values, sample_weight, mask, reduction, dtype)
 
 
