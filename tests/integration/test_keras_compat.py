@@ -520,14 +520,17 @@ def test_stock_normalizes_by_kernels_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("layer", "kinds"),
+    ("layer", "shape", "kinds"),
     [
-        (keras.layers.LayerNormalization(), {"SquaredDifference", "Mean", "Rsqrt"}),
-        (keras.layers.Activation("gelu"), {"Erfc"}),
+        (keras.layers.LayerNormalization(), [2, 3], {"SquaredDifference", "Mean", "Rsqrt"}),
+        (keras.layers.Activation("gelu"), [2, 3], {"Erfc"}),
+        (keras.layers.EinsumDense("abc,cd->abd", (None, 6)), [2, 3, 4], {"BatchMatMulV2"}),
+        (lambda x: keras.ops.dot_product_attention(x, x, x), [2, 3, 2, 4], {"Einsum"}),
     ],
+    ids=["normalization", "gelu", "product", "attention"],
 )
-def test_stock_has_no_kernel_of_its_own(layer, kinds):
-    graph = tf.function(layer, autograph=False).get_concrete_function(tf.ones([2, 3])).graph
+def test_stock_has_no_kernel_of_its_own(layer, shape, kinds):
+    graph = tf.function(layer, autograph=False).get_concrete_function(tf.ones(shape)).graph
     assert kinds <= {operation.type for operation in graph.get_operations()}
 
 
@@ -706,6 +709,10 @@ FAULT_SHOWN_BY = {
     "BatchNormalization.call": test_stock_normalizes_by_kernels_of_their_own,
     "LayerNormalization.call": test_stock_has_no_kernel_of_its_own,
     "keras.src.backend.tensorflow.nn.gelu": test_stock_has_no_kernel_of_its_own,
+    "keras.src.backend.tensorflow.numpy.einsum": test_stock_has_no_kernel_of_its_own,
+    "keras.src.backend.tensorflow.nn._dot_product_attention_xla": (
+        test_stock_has_no_kernel_of_its_own
+    ),
     "Variable.assign_add": test_stock_adds_in_three_operations,
     "Variable.assign_sub": test_stock_adds_in_three_operations,
     "StrategyExtendedV1._use_merge_call": test_stock_updates_go_through_merge_call,
