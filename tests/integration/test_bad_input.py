@@ -155,6 +155,7 @@ def test_a_global_batch_smaller_than_the_replicas_is_refused(strategies, act):
     line = refusal(calls[act])
     assert line.startswith("batch_size: received a global batch of 2 for 3 replicas")
     assert "batch_size=3" in line
+    assert "validation_batch_size" in line
 
 
 def test_a_call_in_the_scope_of_another_strategy_is_refused(strategies):

@@ -213,7 +213,8 @@ def _require_enough(batch: int, job: Job) -> None:
             "batch_size",
             received=f"a global batch of {batch} for {job.num_replicas} replicas",
             expected="at least one example for each replica",
-            fix=f"pass batch_size={job.num_replicas} or more, or use fewer devices",
+            fix=f"pass batch_size={job.num_replicas} or more (or validation_batch_size; a dataset "
+            "has it in its batch()), or use fewer devices",
             code="batch-too-small",
         )
 
