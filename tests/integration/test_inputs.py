@@ -220,6 +220,18 @@ def test_batches_of_rows_of_no_fixed_size_train_as_under_keras(strategies, kind)
     assert difference(ours, theirs) < 1e-6
 
 
+def test_a_batch_without_an_example_is_a_step_as_under_keras(strategies):
+    def batches():
+        for first, last in ((0, 5), (5, 5), (5, 20)):
+            yield X[first:last], Y[first:last]
+
+    kinds = (tf.TensorSpec((None, *X.shape[1:])), tf.TensorSpec((None, *Y.shape[1:]), Y.dtype))
+    data = tf.data.Dataset.from_generator(batches, output_signature=kinds)
+    data = data.apply(tf.data.experimental.assert_cardinality(3))
+    ours = [train(strategies[n], data, epochs=2)[0] for n in (1, 2)]
+    assert difference(*ours) < 1e-6
+
+
 @pytest.mark.parametrize("kind", ["arrays", "examples", "pydataset", "dataset", "unknown_length"])
 def test_evaluate_and_predict_see_every_example_once(kind, strategies):
     make, arguments = KINDS[kind]

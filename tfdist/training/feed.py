@@ -522,7 +522,8 @@ class StreamFeed(Feed):
         low, high = share_of(replica, parts=self._job.num_replicas, size=whole.count)
         stop = tf.maximum(high, low + 1)
         data = tf.nest.map_structure(lambda leaf: _rows(leaf, low, stop), whole.data)
-        return Part(data, tf.cast((high - low) / whole.count, tf.float32), high - low)
+        share = (high - low) / tf.maximum(whole.count, 1)  # a batch may have no example
+        return Part(data, tf.cast(share, tf.float32), high - low)
 
     def _whole(self, number: tf.Tensor, data: Any) -> Part:
         """Return the part of a whole batch; `number` is that of no other batch of the run."""
