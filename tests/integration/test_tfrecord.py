@@ -137,6 +137,14 @@ def test_files_that_are_not_whole_are_refused(tmp_path, content, message):
     assert not list((tmp_path / "cache").glob("*.part"))
 
 
+def test_a_record_whose_length_begins_as_gzip_does_is_read(tmp_path):
+    path = tmp_path / "long.tfrecord"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        writer.write(b"." * 0x8B1F)
+    index = load_index([str(path)], cache_dir=tmp_path / "cache")
+    assert index.lengths.tolist() == [0x8B1F]
+
+
 def test_a_path_is_taken_as_it_is_and_a_directory_refused(tmp_path):
     path = tmp_path / "run [1]" / "a.tfrecord"
     path.parent.mkdir()

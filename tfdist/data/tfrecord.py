@@ -19,7 +19,7 @@ from tfdist.errors import UsageError, require
 # A record: length (uint64), checksum of the length (uint32), the bytes, their checksum (uint32).
 _HEADER = struct.Struct("<QI")
 _FOOTER_BYTES = 4
-_GZIP_MAGIC = b"\x1f\x8b"
+_GZIP_MAGIC = b"\x1f\x8b\x08"  # as the length of a record 559,903 or more
 MEMORY_LIMIT_BYTES = 2**30
 
 
