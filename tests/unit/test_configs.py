@@ -54,7 +54,7 @@ def test_without_a_file_it_is_the_digits():
 
 
 def test_a_file_is_read_and_then_the_overrides(tmp_path):
-    path = config_file(tmp_path, "c.global_batch_size = 32; c.dropout = 0")
+    path = config_file(tmp_path, "c.global_batch_size = 32; c.dropout = 0; c.max_staleness = 4")
     arguments = [
         f"--config={path}",
         "--config.global_batch_size=128",
@@ -62,6 +62,7 @@ def test_a_file_is_read_and_then_the_overrides(tmp_path):
         "--config.augmentation.std=(0.5,0.25,1)",
         "--config.seed=7",
         "--config.profile_steps=(3,5)",
+        "--config.max_staleness=null",
         "--overwrite",
     ]
     command = parse(arguments)
@@ -73,6 +74,7 @@ def test_a_file_is_read_and_then_the_overrides(tmp_path):
     assert command.config.augmentation.std == (0.5, 0.25, 1)
     assert command.config.seed == 7
     assert command.config.profile_steps == (3, 5)
+    assert command.config.max_staleness is None
     assert parse(["--config", path, "--config.learning_rate", "1"]).config.learning_rate == 1.0
 
 

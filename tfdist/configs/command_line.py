@@ -38,6 +38,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     a config file that does not run.
     """
     names = {field.name: field.optional_type or type(field.default) for field in FIELDS}
+    optional = {field.name for field in FIELDS if field.optional_type}
     for argument in arguments:
         match = re.match(r"--config\.([^=]*)", argument)
         if match and match[1] not in names:
@@ -47,7 +48,8 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     known = flat(config)
     for name, type_ in names.items():
         if texts := values[f"config.{name}"]:
-            value = _read(f"--config.{name}", texts[-1], type_)
+            is_none = name in optional and texts[-1] in ("null", "None")
+            value = None if is_none else _read(f"--config.{name}", texts[-1], type_)
             group, _, short = name.rpartition(".")
             if name in known:
                 (config[group] if group else config)[short] = value
