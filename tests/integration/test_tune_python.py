@@ -626,7 +626,7 @@ def test_a_trial_of_hyperband_goes_on_from_the_checkpoints_of_the_one_before(tmp
     continued = [t for t in chief.state.trials.values() if "tuner/trial_id" in t.values]
     assert continued
     for one in continued:
-        told = read_assignment(chief._plan.variables_of(one))
+        told = read_assignment(chief._sweep.variables_of(one, 0))
         assert told is not None
         first = one
         while past := first.values.get("tuner/trial_id"):

@@ -419,14 +419,19 @@ def test_who_asks_every_process_of_a_job_to_stop_lets_its_tasks_save(launch):
         command=FORK,
     )
     tasks = job.ready(2)
-    (server,) = (pid for pid, line in children(job.process.pid).items() if "fork server" in line)
+    helpers = children(job.process.pid).items()
+    server, guardian = sorted(
+        pid for pid, line in helpers if "fork server" in line or "guardian" in line
+    )
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
         os.kill(server, signum)
+        os.kill(guardian, signum)
     for pid in (*tasks, job.process.pid):
         os.kill(pid, signal.SIGTERM)
     assert job.end() == 143
     for index in (0, 1):
         assert "saved\n" in Path(f"run/logs/attempt-1/worker-{index}.log").read_text()
+    assert "guardian process was killed" not in job.text
     job.assert_gone()
 
 

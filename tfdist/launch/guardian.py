@@ -144,7 +144,8 @@ _PAUSE_S = 0.01
 
 def main(mark: str) -> None:
     """Wait until the launcher has ended; kill what it left, unless it said it was done."""
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    for signum in ignored:
         signal.signal(signum, signal.SIG_IGN)  # the launcher's end is the only reason to end
     sessions: set[int] = set()
     rest = b""

@@ -279,7 +279,10 @@ def _refuse(
 
 
 def seconds(text: str) -> float:
-    """Return the number of seconds that the text of a flag is; ValueError if it is none."""
+    """Return the number of seconds that the text of a flag is; ValueError if it is none.
+
+    The parser finds the words for its errors by this name.
+    """
     return number(text)
 
 

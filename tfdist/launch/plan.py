@@ -245,7 +245,7 @@ def decided_strategy(options: LaunchOptions, machine: Machine) -> str:
             "--evaluator",
             received=f"it in a job of one process ({strategy})",
             expected="a job whose tasks have addresses",
-            fix="leave --evaluator out, or use --strategy ps or multiworker",
+            fix="leave --evaluator out, or use --strategy ps, multiworker or pipeline",
             code="exclusive",
         )
     return strategy
@@ -294,8 +294,8 @@ def tasks_with_address(options: LaunchOptions, strategy: str) -> tuple[Task, ...
 
 def render(specs: Sequence[ProcessSpec]) -> str:
     """Return the tasks as commands for a shell, with what the launcher adds to each one's
-    environment and nothing of the user's own, which may hold secrets. Arguments that are secrets
-    by their name have a mark in their job."""
+    environment and nothing of the user's own, which may hold secrets. Arguments that look like
+    secrets, by name or value, are hidden."""
     blocks = []
     for spec in specs:
         variables = [f"{name}={shlex.quote(spec.env[name])} \\" for name in spec.added]

@@ -162,7 +162,7 @@ def _pickled(fn: Any, args: Sequence[Any]) -> bytes:
         call = cloudpickle.dumps((fn, tuple(args)))
     except Exception as error:
         given = {f"argument {number}": value for number, value in enumerate(args, 1)}
-        name = _culprit({**_variables(fn), **given}, seen=set()) or "the function"
+        name = _unpicklable({**_variables(fn), **given}, seen=set()) or "the function"
         raise UsageError(
             "tfdist.spawn",
             received=f"{name}, which cannot be pickled ({_first_line(error)})",
@@ -180,7 +180,7 @@ def _cells() -> dict[str, list[str]]:
     return {name: e[2] for name, e in known.items() if len(e) == 4 and e[1] is None}
 
 
-def _culprit(variables: Mapping[str, Any], *, seen: set[int]) -> str | None:
+def _unpicklable(variables: Mapping[str, Any], *, seen: set[int]) -> str | None:
     """Return the name of the variable that cannot be pickled, as far inside as there is one."""
     import cloudpickle
 
@@ -191,7 +191,7 @@ def _culprit(variables: Mapping[str, Any], *, seen: set[int]) -> str | None:
         try:
             cloudpickle.dumps(value)
         except Exception:
-            return _culprit(_variables(value), seen=seen) or name
+            return _unpicklable(_variables(value), seen=seen) or name
     return None
 
 

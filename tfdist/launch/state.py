@@ -101,7 +101,7 @@ def _place_of(failure: Failure) -> str:
 EVALUATOR = Task("evaluator", 0)
 
 RESTART_GRACE_S = 1.0
-"""How long the others may take before a restart: without a peer they wait, deaf, in TensorFlow."""
+"""How long the others may take before a restart: without a peer they are blocked in TensorFlow."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -163,7 +163,7 @@ class JobState:
     """Failures after which the others went on without the task."""
 
     is_done: bool = False
-    """Whether the chief has ended as it should."""
+    """Whether the chief has ended with 0, or in any way while the job is ending."""
     are_servers_closed: bool = False
     """Whether those that served it were asked to end."""
     straggler_deadline_s: float = math.inf

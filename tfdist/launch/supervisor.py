@@ -51,7 +51,7 @@ SERVER_GRACE_S = 3.0
 """How long workers and ps may take to end once the chief has: they hold nothing to save."""
 
 STRAGGLER_GRACES = 6
-"""How many times the grace the other workers may go on after the chief of theirs is done."""
+"""For how many grace periods the other workers may go on after their chief is done."""
 
 STACKS_S = 0.5
 """How long the stacks of a task that hangs may take to come into its log."""

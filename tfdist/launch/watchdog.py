@@ -123,7 +123,7 @@ def _waits(waiting: Iterable[Watched], *, but: Watched) -> str:
 _CHECK_EVERY_S = 1.0
 _CHECKS = 16  # at the least, in the time that a task may hang
 LATE_S = 3.0
-"""How late a check may be before the launcher itself was held up, and blames nobody for it."""
+"""How late a check may be before the launcher itself was held up, and no task is at fault."""
 
 _SUSPECT_S = 3.0  # of silence, in a job that hangs
 _TRACE_TIMEOUTS = 3  # a large model is traced for long, and once
@@ -139,8 +139,8 @@ class Hang:
     Attributes:
       task: the root cause.
       cause: why, to be read after the task's name and a colon.
-      stuck: the tasks that can print their Python stacks, the blamed one first.
-      since_s: when the blamed one last got on: its last word, or what that says of its phase.
+      stuck: the tasks that can print their Python stacks, the root cause first.
+      since_s: when the root cause last got on, by its last heartbeat or what that says.
     """
 
     task: Task

@@ -43,7 +43,7 @@ class StepProgram:
     """
 
     function: Callable[[Any], Any]
-    feed: Any
+    feed: Feed
     seed: int
     training: bool
     fused: bool = False
