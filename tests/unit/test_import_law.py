@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +63,7 @@ WITHOUT_TENSORFLOW = (
     *("ops", "ops.lint", "ops.doctor", "ops.submit"),
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
+OF_ALL = {"errors", "files", "phases", "argument_parser", "ops"}
 
 
 def room_of(path: Path) -> str:
@@ -202,3 +204,10 @@ def test_a_program_begins_without(program, unwanted):
     program += f"\nimport sys; loaded = {unwanted} & set(sys.modules); assert not loaded, loaded"
     done = python("-c", program)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_table_of_packages_is_the_law():
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|", text, re.MULTILINE)
+    found = {name: set(re.findall(r"`([\w.]+)`", imports)) for name, imports in rows}
+    assert found == {name: law - OF_ALL for name, law in MAY_IMPORT.items() if name not in OF_ALL}
