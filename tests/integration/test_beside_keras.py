@@ -1,5 +1,7 @@
 """What users of Keras have besides the plain model, trained beside `keras.Model.fit` itself."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -233,6 +235,25 @@ def test_averaged_weights_are_swapped_in_for_the_validation(strategies):
 
     callbacks = [keras.callbacks.SwapEMAWeights]
     assert_like_keras(strategies, make, callbacks, validation_data=(X, Y))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_averages_take_the_place_of_the_weights_that_are_trained(strategies, replicas):
+    keras.utils.set_random_seed(1)
+    with strategies[replicas].scope():
+        first, second = (keras.layers.Dense(6, name=name) for name in ("first", "second"))
+        model = keras.Sequential([keras.Input((6,)), first, second])
+        model.compile(keras.optimizers.SGD(0.01, use_ema=True, ema_momentum=0.9), "mse")
+    x = np.random.default_rng(0).normal(size=(24, 6)).astype("float32")
+    fit = functools.partial(tfdist.fit, model, x, x, batch_size=6, verbose=0)
+    fit()
+    first.trainable = False
+    new = np.eye(6, dtype="float32")
+    first.kernel.assign(new)
+    fit()
+    np.testing.assert_array_equal(first.kernel, new)
+    average = model.optimizer._model_variables_moving_average[2]
+    np.testing.assert_array_equal(second.kernel, average)
 
 
 class StopAtOnce(keras.callbacks.Callback):

@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfdist
 from tests.models import AtStep, Cut, bits, classifier
 from tests.refusals import refusal
-from tfdist.checkpoint import CheckpointStore
+from tfdist.checkpoint import CheckpointStore, callback_state
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
 from tfdist.strategy import Job
@@ -192,6 +192,20 @@ def test_a_run_of_an_earlier_version_goes_on(strategies, tmp_path):
     assert history.history["loss"][:2] == before
     assert len(history.history["loss"]) == 3
     assert CheckpointStore(tmp_path / "run").steps() == [6, 9]
+
+
+@pytest.mark.parametrize("kind", [keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau])
+def test_a_callback_of_another_metric_begins_anew(kind):
+    before, same, other = kind("val_loss"), kind("val_loss"), kind("val_accuracy")
+    for callback in (before, same, other):
+        callback.set_model(keras.Sequential())
+        callback.on_train_begin()
+    before.best, before.wait = 2.1, 1
+    for callback in (same, other):
+        callback_state.set_states([callback], callback_state.get_states([before]))
+    assert (same.best, same.wait) == (2.1, 1)
+    assert other.best != 2.1
+    assert other.wait == 0
 
 
 def test_a_finished_run_can_be_made_longer(strategies, tmp_path):

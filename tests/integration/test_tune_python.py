@@ -294,6 +294,10 @@ def random_of() -> Any:
     return make_tuner(Path("."))
 
 
+def twice_of() -> Any:
+    return make_tuner(Path("."), executions_per_trial=2)
+
+
 def used_up() -> Any:
     tuner = random_of()
     tuner.oracle.create_trial("t")
@@ -309,6 +313,7 @@ SEARCH = "tfdist.tuning.search"
         (hyperband_of, {"sweep_dir": "p/sweep"}, "sweep_dir", "directory-of-the-tuner"),
         (hyperband_of, {"backup_every_steps": 0}, "--backup_every_steps", "not-an-int"),
         (hyperband_of, {"early_stop": "median"}, "--early_stop", "exclusive"),
+        (twice_of, {"early_stop": "median"}, "--early_stop", "exclusive"),
         (hyperband_of, {"strategy": tfdist}, "--strategy", "unknown-value"),
         (hyperband_of, {}, "objective", "no-validation"),
         (random_of, {"paralel_trials": 2}, "search(..., paralel_trials=...)", "unknown-argument"),

@@ -21,10 +21,10 @@ from tfdist.errors import UsageError
 from tfdist.files import replacing
 
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
-    keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
-    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    keras.callbacks.EarlyStopping: ("monitor", "wait", "best", "best_epoch", "stopped_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("monitor", "wait", "best", "cooldown_counter"),
     keras.callbacks.ModelCheckpoint: (
-        "best",
+        *("monitor", "best"),
         "_batches_seen_since_last_saving",
         "_last_batch_seen",
     ),
@@ -41,14 +41,17 @@ def get_states(callbacks: Sequence[Any]) -> dict[str, Any]:
 
 
 def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
-    """Give each callback its state back; to be called after `on_train_begin`, which resets it."""
+    """Give each callback its state back; to be called after `on_train_begin`, which resets it.
+
+    One that monitors another metric than the run did begins anew: what was best is not of it.
+    """
     for name, callback in _named(callbacks):
         state = states.get(name)
         if state is None:
             continue
         if hasattr(callback, "set_state"):
             callback.set_state(state)
-        else:
+        elif "monitor" not in state or state["monitor"] == callback.monitor:
             for attribute, value in state.items():
                 setattr(callback, attribute, value)
 

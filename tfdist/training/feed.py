@@ -436,7 +436,7 @@ _plain = tf.autograph.experimental.do_not_convert
 
 def reading_of(job: Job, seed: int) -> Reading:
     """Return how a job reads a stream."""
-    return Reading(seed=seed, in_step=job.num_tasks > 1 or job.num_workers > 1)
+    return Reading(seed=seed, in_step=job.num_tasks > 1 or job.kind == "ps")
 
 
 class StreamFeed(Feed):
@@ -496,7 +496,7 @@ class StreamFeed(Feed):
             return tf.data.Dataset.from_tensors(graph).repeat()
         index = tf.distribute.coordinator.experimental_get_current_worker_index()
         batches = _from_graph(graph, self.source)
-        return self._endless(batches.shard(self._job.num_workers, index))
+        return self._endless(batches).shard(self._job.num_workers, index)
 
     def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
         """As in `Feed`."""

@@ -133,7 +133,7 @@ class TrainLoop:
                 break
             logs = self._run_epoch(epoch)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.num_epochs:
-            model.optimizer.finalize_variable_values(model.trainable_weights)
+            _finalize(model)
         with phases.entered("callback"):
             self._callbacks.on_train_end(logs)
         self._finish()
@@ -380,3 +380,20 @@ class TrainLoop:
             sum_over_tasks(self._job, np.zeros(1), of="the end of a stopped run")
         phases.enter("done")
         raise Stopped(signum, line)
+
+
+def _finalize(model: keras.Model) -> None:
+    """Have averages (`use_ema`) take the place of the weights that are trained.
+
+    Keras pairs weights and averages by their order. That of the averages is of the weights that the
+    optimizer was built for, some of which may be frozen since.
+    """
+    optimizer, trained = model.optimizer, {id(v) for v in model.trainable_weights}
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    averaged = inner._trainable_variables if inner.use_ema and inner.built else []
+    if not any(id(v) in trained for v in averaged):
+        averaged = model.trainable_weights
+    frozen = [(v, v.numpy()) for v in averaged if id(v) not in trained]
+    optimizer.finalize_variable_values(averaged)
+    for variable, value in frozen:
+        variable.assign(value)

@@ -250,6 +250,14 @@ def search(
     )
     if isinstance(tuner.oracle, keras_tuner.oracles.HyperbandOracle):
         require_no_rule(early_stop)
+    require(
+        early_stop == NONE or getattr(tuner, "executions_per_trial", 1) == 1,
+        "--early_stop",
+        received=f"{early_stop} with several executions per trial",
+        expected="one execution, of whose epochs there are medians",
+        fix="leave one of both out",
+        code="exclusive",
+    )
     assignment = read_assignment(os.environ)
     if assignment is not None and assignment.belongs_to(options.sweep_dir):
         from tfdist.tuning.inside import run_assigned

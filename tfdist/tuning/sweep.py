@@ -297,5 +297,6 @@ def retrain(runner: Runner, job: TrialJob, *, signals: Signals) -> int:
         logger.error("the best trial could not be trained again: %s", outcome.reason)
         return EXIT_FAILED
     path = RunDirectory(job.run_dir).model_file
-    logger.info("the best trial, trained again: %.4f; %s", outcome.score, path)
+    score = f"{outcome.score:.4f} in its best virtual epoch"
+    logger.info("the best trial, trained again: %s; the model after its last one: %s", score, path)
     return EXIT_OK

@@ -99,7 +99,7 @@ def sources():
         return batch[0], tf.cast(example_ids, tf.float32)[:, None]
 
     for name, data in {
-        "dataset": StreamSource(found["dataset"].take(7), transform=numbered),
+        "dataset": StreamSource(found["dataset"].take(2), transform=numbered),  # for 3 workers
         "function": InputFunctionSource(found["function"], transform=numbered),
     }.items():
         with strategy.scope():
