@@ -95,6 +95,11 @@ class Dispatcher:
         return len(self._waiting) + len(self._suspects)
 
     @property
+    def outstanding(self) -> int:
+        """Requests that replicas have."""
+        return sum(len(link.outstanding) for link in self.links.values())
+
+    @property
     def replicas(self) -> int:
         """Replicas that take requests."""
         return sum(link.serving for link in self.links.values())
