@@ -16,7 +16,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     losses      a replica's loss counts by its fraction of the global batch; means count examples
     variables   statistics travel with the gradients; additions and updates are one operation each;
                 draws come from (seed, step, replica)
-    fused       BatchNormalization, LayerNormalization, GELU by one kernel, where `fit` is asked to
+    fused       normalization, GELU and attention by fewer kernels, where `fit` is asked to
 
 The heart is the gradient hook: where they enter `Optimizer.apply`, and nowhere else,
 they are summed over the replicas. Clipping, finiteness checks, accumulation and decay then see
