@@ -28,12 +28,14 @@ from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.distribute import parameter_server_strategy_v2
 from tensorflow.python.eager import context
 from tensorflow.python.framework.ops import gradient_registry
+from tensorflow.python.util import _pywrap_util_port
 
 import tfdist
 from tests.models import difference
 from tests.processes import python
 from tfdist.ps import keras_compat as ps_compat
 from tfdist.training import keras_compat
+from tfdist.training.keras_compat import pools
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(8, 4).astype("float32")
@@ -651,7 +653,44 @@ def test_a_sum_of_several_goes_by_their_order(add, total):
     assert sums(keras_compat.compiled, add) == [total, total]
 
 
+def gradients_of_pools(folder):
+    """The kernels that compute them in the steps of a fit."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((32, 32, 3))])
+    for filters in (4, 8, 12):
+        model.add(keras.layers.Conv2D(filters, 3, padding="same", activation="relu"))
+        model.add(keras.layers.BatchNormalization())
+        model.add(keras.layers.MaxPooling2D())
+    model.add(keras.layers.Flatten())
+    model.add(keras.layers.Dense(16, activation="relu"))
+    model.add(keras.layers.Dense(10))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = np.zeros([16, 32, 32, 3], "float32"), np.zeros([16], "int64")
+    with tf.profiler.experimental.Profile(str(folder)):
+        tfdist.fit(model, x, y, batch_size=8, verbose=0)
+    (profile,) = folder.rglob("*.xplane.pb")
+    return set(re.findall(rb":(\w*MaxPoolGrad)\b", profile.read_bytes()))
+
+
+with_onednn = pytest.mark.skipif(not _pywrap_util_port.IsMklEnabled(), reason="oneDNN is off")
+
+
+@with_onednn
+def test_stock_pools_in_a_loop_have_the_gradient_of_onednn_by_chance(monkeypatch, tmp_path):
+    """Here two of three."""
+    monkeypatch.setattr(pools, "_has_kernel", lambda dtype: False)
+    assert gradients_of_pools(tmp_path) == {b"_MklNativeMaxPoolGrad", b"MaxPoolGrad"}
+
+
+@with_onednn
+def test_pools_have_the_gradient_of_onednn(tmp_path):
+    assert gradients_of_pools(tmp_path) == {b"_MklNativeMaxPoolGrad"}
+
+
 FAULT_SHOWN_BY = {
+    "tensorflow.python.ops.gen_nn_ops.max_pool_grad": (
+        test_stock_pools_in_a_loop_have_the_gradient_of_onednn_by_chance
+    ),
     "tensorflow.python.ops.gen_math_ops.add_n": test_stock_sums_begin_with_what_nothing_else_holds,
     "SeedGenerator.next": test_stock_replicas_drop_the_same_units,
     "keras.src.random.seed_generator.global_seed_generator": (
