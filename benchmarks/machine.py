@@ -11,7 +11,15 @@ import harness
 
 PACKAGES = {
     harness.PROJECT_PYTHON: ("tfdist", "tensorflow", "keras", "numpy"),
-    harness.PEER_PYTHON: ("torch", "tensorflow", "tf_keras", "numpy"),
+    harness.PEER_PYTHON: (
+        "torch",
+        "tensorflow",
+        "tf_keras",
+        "lightning",
+        "accelerate",
+        "ray",
+        "numpy",
+    ),
 }
 _VERSIONS = """
 import sys, importlib.metadata as m

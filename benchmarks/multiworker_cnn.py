@@ -82,7 +82,7 @@ def _ddp_epochs(
     x = pixels.permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(
-        _torch_cnn().to(memory_format=memory_format),
+        torch_cnn().to(memory_format=memory_format),
         gradient_as_bucket_view=True,
         static_graph=True,
     )
@@ -107,7 +107,7 @@ def _ddp_epochs(
     return epochs_s
 
 
-def _torch_cnn() -> Any:
+def torch_cnn() -> Any:
     from torch import nn
 
     return nn.Sequential(

@@ -20,6 +20,7 @@ import launcher_help
 import launcher_tasks
 import machine
 import multiworker_cnn
+import multiworker_frameworks
 import multiworker_overhead
 import ps_alone
 import ps_cnn
@@ -42,6 +43,7 @@ ROWS = tuple(
         single_dense,
         single_cnn,
         multiworker_cnn,
+        multiworker_frameworks,
         multiworker_overhead,
         sharded_optimizer,
         ps_cnn,
