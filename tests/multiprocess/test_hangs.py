@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.jobs import FORK, LAUNCH, ROOT, Job, report
-from tfdist.launch.watchdog import proc_state
+from tfdist.launch.machine import proc_state
 
 HANG_S = 6
 

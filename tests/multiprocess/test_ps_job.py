@@ -7,7 +7,7 @@ import pytest
 
 from tests.multiprocess.jobs import report
 from tests.multiprocess.trainings import DEADLINE_S, STEPS, TrainingJob, summary_of
-from tfdist.launch.watchdog import proc_state
+from tfdist.launch.machine import proc_state
 
 
 def ps_job(run_dir: Path, *flags: str, workers: int = 2) -> TrainingJob:

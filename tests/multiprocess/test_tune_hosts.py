@@ -24,7 +24,7 @@ from tests.multiprocess.test_tune import (
     free_address,
     until,
 )
-from tfdist.launch.watchdog import proc_state
+from tfdist.launch.machine import proc_state
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import SweepState, fold, read
 from tfdist.tuning import directory

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.launch.diagnosis import KillEvidence, is_lost_peer
+from tfdist.launch.diagnosis import is_lost_peer
+from tfdist.launch.machine import KillEvidence
 
 
 @pytest.mark.parametrize(

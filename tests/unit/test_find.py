@@ -17,7 +17,7 @@ from tfdist.find.batch_size import (
     largest,
 )
 from tfdist.find.trial import failure
-from tfdist.launch.plan import memory_groups
+from tfdist.launch.machine import memory_groups
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 8, 9, 100, 1000])

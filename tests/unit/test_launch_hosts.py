@@ -9,10 +9,11 @@ from tests.refusals import refused
 from tfdist.cluster import Task
 from tfdist.errors import UsageError
 from tfdist.launch.job import ports_of_tasks, with_variables
+from tfdist.launch.machine import Machine
 from tfdist.launch.multihost.agreement import fingerprint
 from tfdist.launch.multihost.hosts import Group, decided_group, environment_of_tasks, terms
 from tfdist.launch.options import parse
-from tfdist.launch.plan import Machine, decided_strategy
+from tfdist.launch.plan import decided_strategy
 
 TOKEN = "a secret that nobody must see"
 WITH_TOKEN = {"TFDIST_RENDEZVOUS_TOKEN": TOKEN}

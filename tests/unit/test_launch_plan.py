@@ -15,16 +15,9 @@ from tfdist.cluster import Task, decode
 from tfdist.cluster.ports import replace_taken
 from tfdist.errors import UsageError
 from tfdist.launch.job import run_job
+from tfdist.launch.machine import Machine, listed_gpus, visible_gpus
 from tfdist.launch.options import parse
-from tfdist.launch.plan import (
-    JobDescription,
-    Machine,
-    decided_strategy,
-    listed_gpus,
-    render,
-    start_method,
-    visible_gpus,
-)
+from tfdist.launch.plan import JobDescription, decided_strategy, render, start_method
 from tfdist.launch.report import RunDir, chosen_run_dir
 
 

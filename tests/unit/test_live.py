@@ -21,9 +21,9 @@ from tfdist.launch.live import (
     LiveStatus,
     MetricsServer,
     description_of_job,
-    memory_bytes,
     prometheus_text,
 )
+from tfdist.launch.machine import memory_bytes
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.watchdog import Watchdog
 from tfdist.loopback import listen, make_server

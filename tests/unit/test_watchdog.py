@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tfdist.cluster import Task
 from tfdist.launch.events import Beat
-from tfdist.launch.watchdog import LATE_S, Watchdog, proc_state
+from tfdist.launch.machine import proc_state
+from tfdist.launch.watchdog import LATE_S, Watchdog
 from tfdist.phases import PendingWork
 
 CHIEF, PS = Task("chief", 0), Task("ps", 0)

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_number
-from tfdist.launch.plan import memory_groups
+from tfdist.launch.machine import memory_groups
 
 _LOG = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.05

@@ -26,6 +26,7 @@ from tfdist.launch.live import (
     description_of_job,
     versions_of_job,
 )
+from tfdist.launch.machine import this_machine
 from tfdist.launch.multihost.hosts import (
     Group,
     HostPart,
@@ -45,7 +46,6 @@ from tfdist.launch.plan import (
     render,
     start_method,
     tasks_with_address,
-    this_machine,
 )
 from tfdist.launch.process import isolate, raise_file_limit
 from tfdist.launch.processes import JobProcesses

@@ -27,6 +27,7 @@ from typing import Any
 from tfdist.cluster import Task
 from tfdist.files import write_json
 from tfdist.launch.events import Awakening, Beat, Started
+from tfdist.launch.machine import memory_bytes
 from tfdist.launch.multihost.agreement import versions, without_secrets
 from tfdist.launch.state import JobState
 from tfdist.phases import PHASES, SUM
@@ -40,16 +41,6 @@ _EVERY_S = 1.0
 _HISTORY_EVERY_S = 10.0
 _TASKS_A_SECOND = 200  # a job of more tasks writes less often
 _RATE_OVER_S = 15.0
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
-def memory_bytes(pid: int) -> int | None:
-    """Return the resident memory of a process of this machine, None if it is gone."""
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * _PAGE_BYTES
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def description_of_job(strategy: str, *, argv: Sequence[str]) -> dict[str, Any]:

@@ -1,21 +1,14 @@
 """Plan of a job: one process per task, with its part of this machine's CPUs and GPUs.
 
-Pure, but for what reads this machine, so that ``--dry_run`` can print it.
+Pure, so that ``--dry_run`` can print it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import math
-import os
-import re
 import resource
 import shlex
-import shutil
-import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,122 +23,9 @@ from tfdist.cluster import (
 from tfdist.cluster.address import split_address
 from tfdist.cluster.tf_config import VARIABLE, encode
 from tfdist.errors import UsageError
+from tfdist.launch.machine import Machine
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.options import LaunchOptions, Program, StartMethod
-
-_CGROUPS = Path("/sys/fs/cgroup")
-_MEMORY_FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Limit, use, and the counter of cache, in version 2 of control groups and in version 1."""
-_UNLIMITED = 1 << 60  # version 1 says so by a number near 2**63
-_GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-_NVIDIA_SMI_TIMEOUT_S = 20.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """CPUs this process may use, and the GPUs it sees as CUDA_VISIBLE_DEVICES names them."""
-
-    cpus: int
-    gpus: tuple[str, ...] = ()
-    has_gpu_driver: bool = False
-    """Whether TensorFlow could find a GPU at all, be it one that we did not."""
-
-
-def this_machine(environ: Mapping[str, str]) -> Machine:
-    """Return what the launcher may use, by its affinity, control group and environment."""
-    driver = any(Path(node).exists() for node in _GPU_NODES)
-    return Machine(cpus=_cpus(), gpus=_gpus_of_machine(environ), has_gpu_driver=driver)
-
-
-def _cpus() -> int:
-    allowed = len(os.sched_getaffinity(0))
-    try:
-        quota, period = (_CGROUPS / "cpu.max").read_text().split()
-        return max(1, min(allowed, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no control group, or "max"
-        return allowed
-
-
-def control_groups(membership: Path, *, root: Path = _CGROUPS) -> Iterator[Path]:
-    """Yield the control groups in which a process's memory is counted, its own group first.
-
-    `membership` is its ``cgroup`` file in /proc. Of the groups some may not be there: inside a
-    container it has the names from outside, and sees its own as the root.
-    """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = root / "memory" if controllers else root  # version 1, or 2
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        yield from (top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
-
-
-def memory_groups(
-    *, root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")
-) -> Iterator[tuple[int, int]]:
-    """Yield limit and use, in bytes, of each control group that bounds this process's memory.
-
-    What the kernel gives back when it is needed, the cache of files, does not count.
-    """
-    for group in control_groups(membership, root=root):
-        for limit, use, cache in _MEMORY_FILES:
-            with contextlib.suppress(OSError, ValueError):  # "max", or not seen from in here
-                most = int((group / limit).read_text())
-                if most < _UNLIMITED:
-                    cached = counters(group / "memory.stat").get(cache, 0)
-                    yield most, int((group / use).read_text()) - cached
-
-
-def counters(path: Path) -> dict[str, int]:
-    """Return what a file of a control group counts, by its names; nothing if it is not there."""
-    try:
-        pairs = (line.split() for line in path.read_text().splitlines())
-        return {name: int(count) for name, count in pairs}
-    except (OSError, ValueError):
-        return {}
-
-
-def _gpus_of_machine(environ: Mapping[str, str]) -> tuple[str, ...]:
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return visible_gpus(visible)
-    command = shutil.which("nvidia-smi", path=environ.get("PATH"))
-    if command is None:
-        return ()
-    try:
-        listed = subprocess.run(
-            [command, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return listed_gpus(listed.stdout)
-
-
-def listed_gpus(text: str) -> tuple[str, ...]:
-    """Return the devices of ``nvidia-smi -L``; of a GPU that is divided (MIG) its parts."""
-    gpus: list[str] = []
-    for gpu in re.split("^(?=GPU )", text, flags=re.MULTILINE):
-        parts = re.findall(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)", gpu, flags=re.MULTILINE)
-        gpus += parts or re.findall(r"^GPU (\d+):", gpu)
-    return tuple(gpus)
-
-
-def visible_gpus(value: str) -> tuple[str, ...]:
-    """Return the devices that CUDA sees for a value of CUDA_VISIBLE_DEVICES.
-
-    CUDA stops at the first entry that is none, such as -1 or Slurm's NoDevFiles.
-    """
-    entries = (entry.strip() for entry in value.split(","))
-    return tuple(itertools.takewhile(re.compile(r"\d|GPU-|MIG-").match, entries))
-
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SPARE_THREADS = 2  # beside one for each worker that may wait in an operation

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfdist.cluster import Task
-from tfdist.launch.diagnosis import KillEvidence
 from tfdist.launch.events import (
     STOP_SIGNALS,
     AskForStacks,
@@ -33,13 +32,13 @@ from tfdist.launch.events import (
 )
 from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient
+from tfdist.launch.machine import KillEvidence, proc_state
 from tfdist.launch.multihost.connection import NO_SENSE, event_of
 from tfdist.launch.plan import JobDescription, ProcessSpec
 from tfdist.launch.process import Starter
 from tfdist.launch.report import log_name
 from tfdist.launch.screen import Console, JobScreen, TaskOutput
 from tfdist.launch.task import STACK_SIGNAL
-from tfdist.launch.watchdog import proc_state
 
 _READ_BYTES = 1 << 16
 _MAX_READS = 64  # of one task's pipe at its end, which a child of its own may keep filling

@@ -6,15 +6,13 @@ has its deadline. Pure: beats, times and the states of processes go in, a verdic
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import Task
 from tfdist.launch.events import Beat, named
-from tfdist.launch.guardian import stat_of
+from tfdist.launch.machine import CAN_GO_ON
 from tfdist.phases import UNTIMED, PendingWork
 
 WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
@@ -33,7 +31,6 @@ _DOING = {
     "trace": "tracing",
     "validate": "validating",
 }
-_CAN_GO_ON = ("R", "S", "D")
 _SLEEPS: dict[str | None, str] = {
     "R": "its process runs",
     "S": "its process sleeps",
@@ -332,7 +329,7 @@ class Watchdog:
             return None
         suspect, cause = found
         tasks.sort(key=lambda task: (task is not suspect, task.task))
-        stuck = tuple(task.task for task in tasks if task.state in _CAN_GO_ON)
+        stuck = tuple(task.task for task in tasks if task.state in CAN_GO_ON)
         has_stopped = now_s - suspect.beat_s > _SUSPECT_S
         return Hang(
             task=suspect.task,
@@ -378,31 +375,3 @@ class Watchdog:
     @property
     def _suspect_s(self) -> float:
         return min(_SUSPECT_S, self._hang_timeout_s)
-
-
-def proc_state(pid: int, *, pipe_fd: int | None = None) -> str | None:
-    """Return the state letter of a process, T for a stopped one; None if it is gone.
-
-    "" stands for one that can go on, but has not open the pipe of which `pipe_fd` is an end: it has
-    become another program, or has closed all that it had open, and cannot report any more.
-    """
-    fields = stat_of(pid)
-    state = fields[0].decode() if fields else None
-    if state in _CAN_GO_ON and pipe_fd is not None and not _holds_pipe(pid, pipe_fd):
-        return ""
-    return state
-
-
-def _holds_pipe(pid: int, pipe_fd: int) -> bool:
-    """Return whether a process has a pipe open; True where that is not known."""
-    wanted = f"pipe:[{os.fstat(pipe_fd).st_ino}]"
-    folder = f"/proc/{pid}/fd"
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return True
-    for name in names:
-        with contextlib.suppress(OSError):
-            if os.readlink(f"{folder}/{name}") == wanted:
-                return True
-    return False

@@ -18,8 +18,8 @@ from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped
 from tfdist.files import one_line_errors
 from tfdist.launch.events import SignalPipe
 from tfdist.launch.fork_server import ForkTemplate
+from tfdist.launch.machine import Machine, this_machine
 from tfdist.launch.multihost.hosts import environment_of_tasks
-from tfdist.launch.plan import Machine, this_machine
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import JOURNAL, Journal, SweepState, Trial, fold
 from tfdist.tuning import directory

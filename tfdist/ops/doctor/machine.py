@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from tfdist.files import fsync, replacing
-from tfdist.launch.plan import memory_groups, this_machine
+from tfdist.launch.machine import memory_groups, this_machine
 from tfdist.ops.doctor.facts import (
     Directory,
     MachineProbe,

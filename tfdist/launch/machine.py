@@ -1,0 +1,245 @@
+"""What the kernel says of this machine, its control groups and its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfdist.launch.guardian import stat_of
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Limit, use, and the counter of cache, in version 2 of control groups and in version 1."""
+_UNLIMITED = 1 << 60  # version 1 says so by a number near 2**63
+_GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+_NVIDIA_SMI_TIMEOUT_S = 20.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+CAN_GO_ON = ("R", "S", "D")
+"""State letters of a process that runs, sleeps, or waits for a disk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """CPUs this process may use, and the GPUs it sees as CUDA_VISIBLE_DEVICES names them."""
+
+    cpus: int
+    gpus: tuple[str, ...] = ()
+    has_gpu_driver: bool = False
+    """Whether TensorFlow could find a GPU at all, be it one that we did not."""
+
+
+def this_machine(environ: Mapping[str, str]) -> Machine:
+    """Return what the launcher may use, by its affinity, control group and environment."""
+    driver = any(Path(node).exists() for node in _GPU_NODES)
+    return Machine(cpus=_cpus(), gpus=_gpus_of_machine(environ), has_gpu_driver=driver)
+
+
+def _cpus() -> int:
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (_CGROUPS / "cpu.max").read_text().split()
+        return max(1, min(allowed, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no control group, or "max"
+        return allowed
+
+
+def control_groups(membership: Path, *, root: Path = _CGROUPS) -> Iterator[Path]:
+    """Yield the control groups in which a process's memory is counted, its own group first.
+
+    `membership` is its ``cgroup`` file in /proc. Of the groups some may not be there: inside a
+    container it has the names from outside, and sees its own as the root.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root  # version 1, or 2
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        yield from (top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
+
+
+def memory_groups(
+    *, root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")
+) -> Iterator[tuple[int, int]]:
+    """Yield limit and use, in bytes, of each control group that bounds this process's memory.
+
+    What the kernel gives back when it is needed, the cache of files, does not count.
+    """
+    for group in control_groups(membership, root=root):
+        for limit, use, cache in _MEMORY_FILES:
+            with contextlib.suppress(OSError, ValueError):  # "max", or not seen from in here
+                most = int((group / limit).read_text())
+                if most < _UNLIMITED:
+                    cached = counters(group / "memory.stat").get(cache, 0)
+                    yield most, int((group / use).read_text()) - cached
+
+
+def counters(path: Path) -> dict[str, int]:
+    """Return what a file of a control group counts, by its names; nothing if it is not there."""
+    try:
+        pairs = (line.split() for line in path.read_text().splitlines())
+        return {name: int(count) for name, count in pairs}
+    except (OSError, ValueError):
+        return {}
+
+
+def _gpus_of_machine(environ: Mapping[str, str]) -> tuple[str, ...]:
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return visible_gpus(visible)
+    command = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if command is None:
+        return ()
+    try:
+        listed = subprocess.run(
+            [command, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return listed_gpus(listed.stdout)
+
+
+def listed_gpus(text: str) -> tuple[str, ...]:
+    """Return the devices of ``nvidia-smi -L``; of a GPU that is divided (MIG) its parts."""
+    gpus: list[str] = []
+    for gpu in re.split("^(?=GPU )", text, flags=re.MULTILINE):
+        parts = re.findall(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)", gpu, flags=re.MULTILINE)
+        gpus += parts or re.findall(r"^GPU (\d+):", gpu)
+    return tuple(gpus)
+
+
+def visible_gpus(value: str) -> tuple[str, ...]:
+    """Return the devices that CUDA sees for a value of CUDA_VISIBLE_DEVICES.
+
+    CUDA stops at the first entry that is none, such as -1 or Slurm's NoDevFiles.
+    """
+    entries = (entry.strip() for entry in value.split(","))
+    return tuple(itertools.takewhile(re.compile(r"\d|GPU-|MIG-").match, entries))
+
+
+def proc_state(pid: int, *, pipe_fd: int | None = None) -> str | None:
+    """Return the state letter of a process, T for a stopped one; None if it is gone.
+
+    "" stands for one that can go on, but has not open the pipe of which `pipe_fd` is an end: it has
+    become another program, or has closed all that it had open, and cannot report any more.
+    """
+    fields = stat_of(pid)
+    state = fields[0].decode() if fields else None
+    if state in CAN_GO_ON and pipe_fd is not None and not _holds_pipe(pid, pipe_fd):
+        return ""
+    return state
+
+
+def _holds_pipe(pid: int, pipe_fd: int) -> bool:
+    """Return whether a process has a pipe open; True where that is not known."""
+    wanted = f"pipe:[{os.fstat(pipe_fd).st_ino}]"
+    folder = f"/proc/{pid}/fd"
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return True
+    for name in names:
+        with contextlib.suppress(OSError):
+            if os.readlink(f"{folder}/{name}") == wanted:
+                return True
+    return False
+
+
+def memory_bytes(pid: int) -> int | None:
+    """Return the resident memory of a process of this machine, None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE_BYTES
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+_COUNTER_FILES = ("memory.events", "memory.oom_control")
+_KILLED = re.compile(rb"Killed process (\d+) ")
+_MAX_RECORDS = 10_000
+
+
+class KillEvidence:
+    """Evidence of why the kernel killed a task, as far as this user may read it.
+
+    The counters of a control group say that some process of it was killed, the kernel's own log
+    says which one; inside a container its numbers may be others than ours, and it is often not
+    readable.
+    """
+
+    def __init__(
+        self,
+        *,
+        proc: Path = Path("/proc"),
+        cgroups: Path = Path("/sys/fs/cgroup"),
+        kernel_log: Path = Path("/dev/kmsg"),
+    ) -> None:
+        self._proc = proc
+        self._cgroups = cgroups
+        self._counted: dict[Path, int] = {}
+        self._files: dict[int, Path] = {}
+        self._log_fd = -1
+        with contextlib.suppress(OSError):
+            self._log_fd = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._log_fd, 0, os.SEEK_END)
+        self._killed: set[int] = set()
+
+    def started(self, pid: int) -> None:
+        """Remember where a task's memory is counted, and how many were killed there so far."""
+        groups = control_groups(self._proc / str(pid) / "cgroup", root=self._cgroups)
+        for path in (group / name for group in groups for name in _COUNTER_FILES):
+            if (count := counters(path).get("oom_kill")) is not None:
+                self._files[pid] = path
+                self._counted.setdefault(path, count)
+                return
+
+    def of_kill(self, pid: int) -> str:
+        """Return why the kernel killed the task whose process was `pid`; "" if it is not known.
+
+        A rise of a counter explains one death only.
+        """
+        path = self._files.pop(pid, None)
+        logged = self._is_logged(pid)
+        if path is not None and counters(path).get("oom_kill", 0) > self._counted[path]:
+            self._counted[path] += 1
+            where = f"oom_kill rose in {path}"
+        elif logged:
+            where = f"{pid} is in the kernel's log"
+        else:
+            return ""
+        return f"killed by the kernel's out-of-memory killer ({where})"
+
+    def close(self) -> None:
+        """Close the kernel's log."""
+        if self._log_fd >= 0:
+            os.close(self._log_fd)
+            self._log_fd = -1
+
+    def _is_logged(self, pid: int) -> bool:
+        for _ in range(_MAX_RECORDS if self._log_fd >= 0 else 0):
+            try:
+                record = os.read(self._log_fd, 8192)
+            except BrokenPipeError:  # records were lost: go on with the next one there is
+                continue
+            except OSError:
+                break
+            if not record:
+                break
+            self._killed |= {int(found) for found in _KILLED.findall(record)}
+        return pid in self._killed
