@@ -16,7 +16,7 @@ import pytest
 from tfdist.cluster import hold_ports
 from tfdist.doctor import main
 from tfdist.errors import EXIT_OK, EXIT_USAGE, UsageError
-from tfdist.launch.multihost.connection import decode, encode
+from tfdist.launch.messages import decode, encode
 from tfdist.ops.doctor import barrier, examine, machine
 from tfdist.ops.doctor.barrier import PortListener
 from tfdist.ops.doctor.examine import RULES, TOPICS, PreflightResult, check

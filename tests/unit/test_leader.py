@@ -29,8 +29,8 @@ from tfdist.launch.events import (
     Started,
     StopRequest,
 )
+from tfdist.launch.messages import decode_action, encode_action
 from tfdist.launch.multihost import node
-from tfdist.launch.multihost.connection import decode_action, encode_action
 from tfdist.launch.multihost.hosts import decided_group
 from tfdist.launch.multihost.leader import Team
 from tfdist.launch.multihost.rendezvous import Differs, Lost, MessageReceived, News, PeerJoined

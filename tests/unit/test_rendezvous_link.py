@@ -10,16 +10,8 @@ from hypothesis import strategies as st
 
 from tfdist.cluster import Task
 from tfdist.launch.events import Beat, Ended, Raised, Started, task_of
-from tfdist.launch.multihost.connection import (
-    MAX_FRAME_BYTES,
-    NO_SENSE,
-    Link,
-    Message,
-    Violation,
-    WrongToken,
-    decode_event,
-    encode_event,
-)
+from tfdist.launch.messages import NO_SENSE, Message, decode_event, encode_event
+from tfdist.launch.multihost.connection import MAX_FRAME_BYTES, Link, Violation, WrongToken
 from tfdist.phases import PendingWork
 
 TOKEN = b"correct horse battery staple"

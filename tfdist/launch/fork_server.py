@@ -37,7 +37,7 @@ from tfdist.cluster import Task
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.launch.events import Ended, Started
 from tfdist.launch.guardian import die_with
-from tfdist.launch.multihost.connection import event_of
+from tfdist.launch.messages import decode_event
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.process import Starter, bootstrap_command, spawn
 from tfdist.launch.task import run_task, set_title
@@ -492,7 +492,7 @@ class ForkStarter(Starter):
         self._send_waiting()
         if "event" not in answer:  # it is ready
             return []
-        event = event_of(answer)
+        event = decode_event(answer)
         if isinstance(event, Ended):
             self._tasks.remove(event.task)
         return [event] if isinstance(event, Started | Ended) else []

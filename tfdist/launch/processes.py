@@ -33,7 +33,7 @@ from tfdist.launch.events import (
 from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient
 from tfdist.launch.machine import KillEvidence, proc_state
-from tfdist.launch.multihost.connection import NO_SENSE, event_of
+from tfdist.launch.messages import NO_SENSE, decode_event
 from tfdist.launch.plan import JobDescription, ProcessSpec
 from tfdist.launch.process import Starter
 from tfdist.launch.report import log_name
@@ -300,7 +300,7 @@ class JobProcesses:
         *lines, self._notes_rest = self._notes_rest.split(b"\n")
         for line in lines:
             with contextlib.suppress(*NO_SENSE):
-                event = event_of(json.loads(line))
+                event = decode_event(json.loads(line))
                 if isinstance(event, Raised | Beat) and event.task in self._running:
                     self._news.append(event)
 

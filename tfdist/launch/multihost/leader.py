@@ -23,8 +23,7 @@ from tfdist.launch.events import (
     named,
     task_of,
 )
-from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
-from tfdist.launch.multihost.connection import (
+from tfdist.launch.messages import (
     NO_SENSE,
     Attempt,
     Message,
@@ -32,6 +31,7 @@ from tfdist.launch.multihost.connection import (
     encode,
     encode_action,
 )
+from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
 from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, readable
 from tfdist.launch.plan import ProcessSpec

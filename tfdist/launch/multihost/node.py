@@ -31,7 +31,7 @@ from tfdist.launch.events import (
     exit_code_for,
     task_of,
 )
-from tfdist.launch.multihost.connection import (
+from tfdist.launch.messages import (
     NO_SENSE,
     Attempt,
     Message,

@@ -13,17 +13,9 @@ from dataclasses import dataclass, field
 
 from tfdist.cluster.address import join
 from tfdist.errors import StartupTimeout, UsageError
+from tfdist.launch.messages import Hello, Message, decode, encode
 from tfdist.launch.multihost.agreement import TOKEN_FLAG, TOKEN_VARIABLE, differences
-from tfdist.launch.multihost.connection import (
-    Channel,
-    Hello,
-    Message,
-    Violation,
-    WrongToken,
-    decode,
-    encode,
-    resolve,
-)
+from tfdist.launch.multihost.connection import Channel, Violation, WrongToken, resolve
 
 CHECK_EVERY_S = 0.5
 

@@ -23,7 +23,7 @@ import psutil
 
 from tfdist.cluster.ports import ephemeral_ports
 from tfdist.errors import EXIT_FAILED, StartupTimeout, UsageError, opening_port
-from tfdist.launch.multihost.connection import Message
+from tfdist.launch.messages import Message
 from tfdist.launch.multihost.rendezvous import (
     Differs,
     Hub,

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from tfdist.cluster import HeldPort, hold_ports
 from tfdist.cluster.address import join
-from tfdist.launch.multihost.connection import Message, decode, encode
+from tfdist.launch.messages import Message, decode, encode
 from tfdist.ops.doctor import host_checks, machine, network_checks
 from tfdist.ops.doctor.barrier import (
     BarrierFailed,

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdist.launch.multihost.connection import decode, encode
+from tfdist.launch.messages import decode, encode
 from tfdist.launch.report import signal_name
 from tfdist.ops.doctor.facts import Exchange
 
