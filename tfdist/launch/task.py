@@ -12,14 +12,13 @@ import faulthandler
 import os
 import sys
 import time
+from _json import encode_basestring  # not `json`: a program may have a module of that name
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
-
-    from tfdist.phases import PendingWork
 
 _OURS = {
     __file__,
@@ -61,21 +60,31 @@ def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:
     def failed(exit_code: int, cause: str) -> None:
         if os.getpid() != pid:
             return
-        from _json import encode_basestring  # not `json`: a program may have one
-
-        quoted = encode_basestring(cause.partition("\n")[0][:_MAX_CAUSE_CHARS])
-        step = steps_done()
-        note = (
-            f'{{"event": "raised", "task": "{task}", "at_s": {time.monotonic()}, '
-            f'"exit_code": {exit_code}, "cause": {quoted}, '
-            f'"step": {"null" if step is None else step}}}\n'
-        )
+        line = cause.partition("\n")[0][:_MAX_CAUSE_CHARS]
+        said = {"exit_code": exit_code, "cause": line, "step": steps_done()}
+        note = _note("raised", task, at_s=time.monotonic(), **said)
         try:
-            os.write(notes_fd, note.encode(errors="backslashreplace"))
+            os.write(notes_fd, note)
         except OSError:  # the launcher is gone or does not listen: nobody to tell
             return
 
     return failed
+
+
+def _note(event: str, task: str, **fields: object) -> bytes:
+    """Return a line for the launcher, which reads it by `tfdist.launch.messages.decode_event`."""
+    line = _as_json({"event": event, "task": task, **fields})
+    return f"{line}\n".encode(errors="backslashreplace")
+
+
+def _as_json(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_as_json(name)}: {_as_json(value[name])}" for name in value) + "}"
+    return encode_basestring(value) if isinstance(value, str) else str(value)
 
 
 def set_title(title: str) -> None:
@@ -286,7 +295,7 @@ def _beat(fd: int, pipe: tuple[int, int] | None, task: str, every_s: float) -> N
             if _identity(fd) != pipe:  # closed by the program: the number may be another file's
                 return
             try:
-                os.write(fd, _beat_line(task, started_s, rest))
+                os.write(fd, _beat_note(task, started_s, rest))
                 break
             except BlockingIOError:
                 time.sleep(_RETRY_S)
@@ -303,38 +312,32 @@ def _identity(fd: int) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _beat_line(task: str, started_s: float, rest: Rest) -> bytes:
-    """Return a beat as JSON."""
-    phase, step, since_s, first_s = "import", None, started_s, None
+def _beat_note(task: str, started_s: float, rest: Rest) -> bytes:
+    """Return what this process is doing."""
+    phase, step, since_s, first_step_s = "import", None, started_s, None
     awaited = None
     runtime: frozenset[int] = frozenset()
     phases = _phases()
     if phases is not None:
         state, awaited = phases.current(), phases.awaited()
-        phase, step, first_s = phases.reported(), state.step, state.first_step_s
+        phase, step, first_step_s = phases.reported(), state.step, state.first_step_s
         since_s = max(state.since_s, started_s)  # it may have been imported before the fork
         runtime = phases.of_runtime()
     now_s, rest_s = time.monotonic(), None
     if phases is None or phase in phases.UNTIMED:
         rest_s = rest.since_s(now_s, but=(_thread.get_native_id(),), runtime=runtime)
-    name = phase if phase.isidentifier() and phase.isascii() else "other"
-    return (
-        f'{{"event": "beat", "task": "{task}", "phase": "{name[:_MAX_PHASE_CHARS]}", '
-        f'"step": {"null" if step is None else int(step)}, "since_s": {since_s:.3f}, '
-        f'"first_step_s": {_moment(first_s)}, "rest_s": {_moment(rest_s)}, '
-        f'"awaited": {_awaited(awaited)}, "at_s": {now_s:.3f}}}\n'
-    ).encode()
-
-
-def _moment(at_s: float | None) -> str:
-    return "null" if at_s is None else f"{at_s:.3f}"
-
-
-def _awaited(awaited: PendingWork | None) -> str:
-    if awaited is None:
-        return "null"
-    first = "true" if awaited.is_first else "false"
-    return f'{{"task": "{awaited.task}", "since_s": {awaited.since_s:.3f}, "is_first": {first}}}'
+    return _note(
+        "beat",
+        task,
+        phase=phase[:_MAX_PHASE_CHARS] if phase.isidentifier() and phase.isascii() else "other",
+        step=None if step is None else int(step),
+        since_s=since_s,
+        first_step_s=first_step_s,
+        rest_s=rest_s,
+        awaited=awaited
+        and {"task": awaited.task, "since_s": awaited.since_s, "is_first": awaited.is_first},
+        at_s=now_s,
+    )
 
 
 # Numbers of calls, as /proc/<pid>/task/<tid>/syscall has them before the arguments.
