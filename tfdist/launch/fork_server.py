@@ -30,14 +30,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
 from tfdist.cluster import Task
 from tfdist.cluster.tf_config import VARIABLE
-from tfdist.launch.events import Ended, Started
+from tfdist.launch.events import Ended, Started, task_of
 from tfdist.launch.guardian import die_with
-from tfdist.launch.messages import decode_event
+from tfdist.launch.messages import Message, decode_event, encode_event
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.process import Starter, bootstrap_command, spawn
 from tfdist.launch.task import run_task, set_title
@@ -47,24 +46,47 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 """Environment of the server: NumPy's libraries make their threads when they are loaded, and
 TensorFlow's, of which it has its own, when it is first used."""
 
-_FDS_PER_REQUEST = 3
+_FDS_PER_TASK = 3
 _FOR_TASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """What a service manager or a scheduler that ends a job sends to each of its processes. The tasks
 save then, and would end with the server: it waits for its launcher's end."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serve until the launcher is gone: socket descriptor, then the modules to import.
+    """Serve until whoever has started it is gone.
 
-    With ``--``, and more modules, it is the process of a `ForkTemplate`.
+    The arguments are those of `_command`. A module that is to be imported where it can be, and
+    fails, is left to the tasks; all of these are where one has started a thread, which would not
+    live through a fork.
     """
-    if "--" in argv:
-        _keep_warm(argv)
-        return
-    control = socket.socket(fileno=int(argv[0]))
+    control, dashes = socket.socket(fileno=int(argv[0])), argv.index("--")
+    modules, more = argv[1:dashes], argv[dashes + 1 :]
+    gc.disable()  # as `import_once` has it
+    for name in more:
+        _import_if_it_can_be(name)
+    if more and count_threads() > 1:
+        _log(f"threads after importing {', '.join(more)}: begun anew without")
+        command = _command(control, modules)
+        os.execv(command[0], command)
     os.set_inheritable(control.fileno(), False)
-    import_once(argv[1:])
+    import_once(modules)
     serve(control)
+
+
+def _command(control: socket.socket, modules: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+    """Return the command of a server: its socket, what to import, and what else where it can be."""
+    return bootstrap_command("fork_server", str(control.fileno()), *modules, "--", *more)
+
+
+def _import_if_it_can_be(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        _log(f"{name} is left to the tasks: {type(error).__name__}: {error}")
+
+
+def _log(text: str) -> None:
+    print(f"fork server: {text}", flush=True)  # at once, or each fork would write it again
 
 
 def import_once(modules: Sequence[str]) -> None:
@@ -77,7 +99,7 @@ def import_once(modules: Sequence[str]) -> None:
         importlib.import_module(name)
     threads = count_threads()
     if threads > 1:  # only the one that forks lives on in a task, whatever the others held
-        print(f"fork server: {threads} threads after the imports, where 1 was expected")
+        _log(f"{threads} threads after the imports, where 1 was expected")
     # So that a task's collector does not touch, and so copy, what all share. There is no collection
     # before: it takes a while, and frees places in pages that each task would fill, and so copy.
     gc.freeze()
@@ -90,28 +112,35 @@ def count_threads() -> int:
 
 
 def serve(control: socket.socket) -> None:
-    """Fork a task for each request, until the launcher is gone; return in tasks as well."""
+    """Fork a task for each request, until the launcher is gone; return in tasks alone."""
     request = _Server(control).serve()
-    if request is not None:  # in a task: nothing of the server is left on its stack
-        run_task(
-            request["target"],
-            request["args"],
-            is_module=request["is_module"],
-            task=request["task"],
-            title=request["title"],
-            notes_fd=request["notes_fd"],
-        )
+    if request is None:  # who started it waits for the end, and Python need not be taken apart
+        os._exit(0)
+    run_task(  # nothing of the server is left on its stack
+        request["target"],
+        request["args"],
+        is_module=request["is_module"],
+        task=request["task"],
+        title=request["title"],
+        notes_fd=request["notes_fd"],
+    )
 
 
 class _Server:
+    """A process that forks for each request: a task, or for one launcher more a server of its own.
+
+    A request for a task comes with three descriptors: of what it says, in a file, and of the task's
+    output and notes. One for a server comes with the socket to its launcher.
+    """
+
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._tasks: dict[int, str] = {}
+        self._tasks: dict[int, Task] = {}
         self._wake_fd, self._wake_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def serve(self) -> dict[str, Any] | None:
         """Return in the server when the launcher is gone, and in each task with its request."""
-        signal.signal(signal.SIGCHLD, _nothing)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # caught, so that it wakes the server up
         signal.set_wakeup_fd(self._wake_write_fd, warn_on_full_buffer=False)
         self._tell({"ready": True})
         poll = select.poll()
@@ -123,44 +152,56 @@ class _Server:
                     os.read(self._wake_fd, 4096)
                     self._reap()
                     continue
-                data, fds, _, _ = socket.recv_fds(self._control, 1, _FDS_PER_REQUEST)
+                try:
+                    data, fds, _, _ = socket.recv_fds(self._control, 1, _FDS_PER_TASK)
+                except ConnectionError:  # it is gone, and has not read all
+                    return None
                 if not data:
                     return None
+                if len(fds) == 1:
+                    if os.fork() == 0:
+                        self._leave()
+                        return _Server(socket.socket(fileno=fds[0])).serve()
+                    os.close(fds[0])
+                    continue
                 with open(fds.pop(0), "rb") as file:
                     request = json.load(file)
-                if self._fork(request, fds):
+                if self._fork_task(request, fds):
                     return dict(request)
 
-    def _fork(self, request: dict[str, Any], fds: Sequence[int]) -> bool:
+    def _fork_task(self, request: dict[str, Any], fds: Sequence[int]) -> bool:
         """Return True in the task, False in the server."""
-        server = os.getpid()
+        server, task = os.getpid(), task_of(request["task"])
         try:
             pid = os.fork()
         except OSError as error:
-            cause = f"cannot be forked: {error.strerror}"
-            self._tell_of("ended", request["task"], status=1, cause=cause)
-            pid = -1
+            pid, cause = -1, f"cannot be forked: {error.strerror}"
+            self._report(Ended(task=task, status=1, at_s=time.monotonic(), cause=cause))
         if pid == 0:
             self._become_task(request, server=server, output_fd=fds[0], notes_fd=fds[1])
             return True
         for fd in fds:
             os.close(fd)
         if pid > 0:
-            self._tasks[pid] = request["task"]
-            self._tell_of("started", request["task"], pid=pid)
+            self._tasks[pid] = task
+            self._report(Started(task=task, pid=pid, at_s=time.monotonic()))
         return False
+
+    def _leave(self) -> None:
+        """Give up what is the server's, in a process that was forked from it."""
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.close(self._wake_fd)
+        os.close(self._wake_write_fd)
+        self._control.close()
 
     def _become_task(
         self, request: dict[str, Any], *, server: int, output_fd: int, notes_fd: int
     ) -> None:
-        os.setsid()
+        self._leave()
         die_with(server)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_TASKS)
-        os.close(self._wake_fd)
-        os.close(self._wake_write_fd)
-        self._control.close()
         os.dup2(output_fd, 1)
         os.dup2(output_fd, 2)
         os.close(output_fd)
@@ -176,22 +217,18 @@ class _Server:
         _reseed()
 
     def _reap(self) -> None:
-        while self._tasks:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            task = self._tasks.pop(pid, None)
-            if task is not None:
-                self._tell_of("ended", task, status=os.waitstatus_to_exitcode(status))
+        with contextlib.suppress(ChildProcessError):  # there is none left
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if (task := self._tasks.pop(found[0], None)) is not None:
+                    status = os.waitstatus_to_exitcode(found[1])
+                    self._report(Ended(task=task, status=status, at_s=time.monotonic()))
 
-    def _tell_of(self, event: str, task: str, **more: Any) -> None:
-        self._tell({"event": event, "task": task, "at_s": time.monotonic(), **more})
+    def _report(self, event: Started | Ended) -> None:
+        self._tell(encode_event(event))
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        self._control.send(json.dumps(message).encode())
+    def _tell(self, message: Message) -> None:
+        with contextlib.suppress(ConnectionError):  # it is gone: `serve` sees that
+            self._control.send(json.dumps(message).encode())
 
 
 def _of_a_pipe(stream: TextIO) -> TextIO:
@@ -212,13 +249,6 @@ def _reseed() -> None:
         numpy_random.seed()
 
 
-def _nothing(signum: int, frame: FrameType | None) -> None:
-    """A handler only so that SIGCHLD is caught and wakes the server up."""
-
-
-_END_TIMEOUT_S = 2.0
-
-
 class ForkTemplate:
     """The process that imports once; it ends with the one that made it.
 
@@ -226,8 +256,7 @@ class ForkTemplate:
 
     Args:
       modules: what to import.
-      more: what else, where it can be: a module that fails is left to the tasks, and all of these
-        are where one has started a thread, which would not live through a fork.
+      more: what else, where it can be; see `main`.
       environ: of the imports; each task gets the environment of its job.
       log_path: for what the imports say.
     """
@@ -246,7 +275,6 @@ class ForkTemplate:
         self._log_path = log_path
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_used = False
 
     @property
     def pid(self) -> int | None:
@@ -261,7 +289,7 @@ class ForkTemplate:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(self._log_path, "ab") as log:
             self._process = subprocess.Popen(
-                _warm_command(theirs.fileno(), self._modules, self._more),
+                _command(theirs, self._modules, self._more),
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -274,7 +302,6 @@ class ForkTemplate:
     def connect(self) -> socket.socket:
         """Return a socket to a fork server of its own, which is forked after the imports."""
         control = self.start()
-        self._is_used = True
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, contextlib.suppress(OSError):  # it is gone: who reads `ours` sees that
             socket.send_fds(control, [b"+"], [theirs.fileno()])
@@ -282,71 +309,12 @@ class ForkTemplate:
 
     def close(self) -> None:
         """End it; the fork servers of jobs that go on end with these."""
-        process, self._process = self._process, None
         if self._socket is not None:
             self._socket.close()
-            self._socket = None
-        if process is None:
-            return
-        try:
-            process.wait(_END_TIMEOUT_S if self._is_used else 0)
-        except subprocess.TimeoutExpired:  # in an import
-            process.kill()
-            process.wait()
-
-
-def _keep_warm(argv: Sequence[str]) -> None:
-    """Serve until its owner is gone: socket descriptor, modules to import, ``--``, and more."""
-    control = socket.socket(fileno=int(argv[0]))
-    modules, more = argv[1 : argv.index("--")], argv[argv.index("--") + 1 :]
-    gc.disable()  # as `import_once` has it
-    for name in more:
-        _import_if_it_can_be(name)
-    if more and count_threads() > 1:
-        print(f"fork server: threads after importing {', '.join(more)}: begun anew without")
-        sys.stdout.flush()
-        command = _warm_command(control.fileno(), modules)
-        os.execv(command[0], command)
-    os.set_inheritable(control.fileno(), False)
-    import_once(modules)
-    server = _forked(control)
-    if server is None:  # its owner waits for the end, and Python need not be taken apart for it
-        sys.stdout.flush()
-        os._exit(0)
-    serve(server)
-
-
-def _warm_command(fd: int, modules: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-    return bootstrap_command("fork_server", str(fd), *modules, "--", *more)
-
-
-def _import_if_it_can_be(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        print(f"fork server: {name} is left to the tasks: {type(error).__name__}: {error}")
-
-
-def _forked(control: socket.socket) -> socket.socket | None:
-    """Return None when the owner is gone, and in each fork the socket to its launcher."""
-    signal.signal(signal.SIGCHLD, _reap_forks)
-    while True:
-        data, fds, _, _ = socket.recv_fds(control, 1, 1)
-        if not data:
-            return None
-        if os.fork() == 0:
-            os.setsid()
-            control.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            return socket.socket(fileno=fds[0])
-        os.close(fds[0])
-
-
-def _reap_forks(signum: int, frame: FrameType | None) -> None:
-    """Take those that have ended, so that what they have used is counted as their owner's."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        if self._process is not None:
+            self._process.kill()  # it may be in an import, and see nothing
+            self._process.wait()
+        self._socket = self._process = None
 
 
 IMPORTS = ("tensorflow", "keras")
@@ -391,7 +359,7 @@ class ForkStarter(Starter):
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(log_path, "ab") as log:
             self._server = spawn(
-                bootstrap_command("fork_server", str(theirs.fileno()), *IMPORTS),
+                _command(theirs, IMPORTS),
                 env=self._environ,
                 output_fd=log.fileno(),
                 keep_fds=(theirs.fileno(), *keep_fds),
@@ -478,16 +446,11 @@ class ForkStarter(Starter):
             self._forget(request)
         self._waiting.clear()
         self._socket.close()
-        if self._server is None:
-            return
-        if self._is_ready:  # it reads, and so sees that nobody asks any more
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._server.wait(_END_TIMEOUT_S)
-        if self._server.returncode is None:
+        if self._server is not None:
             self._server.kill()
             self._server.wait()
 
-    def _event(self, answer: dict[str, Any]) -> list[Started | Ended]:
+    def _event(self, answer: Message) -> list[Started | Ended]:
         self._is_ready = True
         self._send_waiting()
         if "event" not in answer:  # it is ready
