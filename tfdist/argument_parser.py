@@ -37,8 +37,9 @@ _OTHER = ("a value that it can read", "VALUE", "bad-value")
 def run_program(name: str, run: Callable[[], int], *, is_report: bool = False) -> int:
     """Run a program; return its exit code, or that of the error that ends it.
 
-    A program that `is_report` has no pipe or socket of its own but standard output: where that is
-    closed nobody reads it to its end, which is no error.
+    The line of an error begins with `name`, unless that is empty. A program that `is_report` has no
+    pipe or socket of its own but standard output: where that is closed nobody reads it to its end,
+    which is no error.
     """
     with contextlib.suppress(OSError):  # it is set by then
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -46,7 +47,7 @@ def run_program(name: str, run: Callable[[], int], *, is_report: bool = False) -
     try:
         return run()
     except TfdistError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {error}" if name else error, file=sys.stderr)
         return error.exit_code
     except Stopped as stopped:  # the chief has said so
         return stopped.exit_code

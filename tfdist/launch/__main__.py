@@ -13,8 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_EXIT_INTERRUPTED = 130
-_EXIT_SIGPIPE = 141
+_EXIT_FAILED, _EXIT_INTERRUPTED = 1, 130
 _LIMITS = {
     errno.EAGAIN: "raise the limit of processes (ulimit -u)",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
@@ -27,36 +26,31 @@ _LIMITS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job that the command line asks for; return its exit code."""
     try:
-        return _run(argv)
-    except KeyboardInterrupt:
+        from tfdist.argument_parser import run_program
+
+        _open_standard_files()
+        return run_program("", lambda: _run(argv), is_report=True)
+    except KeyboardInterrupt:  # during the import
         return _EXIT_INTERRUPTED
-
-
-def _run(argv: Sequence[str] | None) -> int:
-    from tfdist.errors import EXIT_FAILED, TfdistError
-    from tfdist.launch.options import help_text, parse
-
-    _open_standard_files()
-    try:
-        options = parse(sys.argv[1:] if argv is None else argv)
-        if options is None:
-            from tfdist.launch.screen import show
-
-            show(help_text())
-            return 0
-        from tfdist.launch.job import run_job  # not for --help, which is to be there at once
-
-        return run_job(options, environ=dict(os.environ))
-    except TfdistError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # nobody reads the plan or the help to its end
-        return _EXIT_SIGPIPE
     except OSError as error:
         if error.errno not in _LIMITS:
             raise
         print(f"tfdist.launch: {error}. Fix: {_LIMITS[error.errno]}", file=sys.stderr)
-        return EXIT_FAILED
+        return _EXIT_FAILED
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    from tfdist.launch.options import help_text, parse
+
+    options = parse(sys.argv[1:] if argv is None else argv)
+    if options is None:
+        from tfdist.launch.screen import show
+
+        show(help_text())
+        return 0
+    from tfdist.launch.job import run_job  # not for --help, which is to be there at once
+
+    return run_job(options, environ=dict(os.environ))
 
 
 def _open_standard_files() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import re
 import select
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -131,20 +129,13 @@ class Console:
 
 
 def show(text: str) -> None:
-    """Print what a command was asked for, to standard output.
-
-    Raises:
-        BrokenPipeError: its reader has left.
-        TfdistError: it cannot be written, as on a full disk.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text
+    """Print what a command was asked for; raise TfdistError where the disk is full, for example."""
     try:
         print(text, flush=True)
+    except BrokenPipeError:  # its reader has left
+        raise
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try again at its end
-        if isinstance(error, BrokenPipeError):
-            raise
         raise TfdistError(f"standard output: cannot be written: {error.strerror}") from None
 
 
