@@ -18,7 +18,7 @@ from tfdist.launch.job import run_job
 from tfdist.launch.machine import Machine, listed_gpus, visible_gpus
 from tfdist.launch.options import parse
 from tfdist.launch.plan import JobDescription, decided_strategy, render, start_method
-from tfdist.launch.report import RunDir, chosen_run_dir
+from tfdist.launch.run_dir import RunDir, chosen_run_dir
 
 
 def planned(line, *, cpus=2, gpus=(), environ=None, machine=None, is_terminal=False):

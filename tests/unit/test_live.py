@@ -20,10 +20,10 @@ from tfdist.launch.live import (
     AttemptHistory,
     LiveStatus,
     MetricsServer,
-    description_of_job,
     prometheus_text,
 )
 from tfdist.launch.machine import memory_bytes
+from tfdist.launch.report import description_of_job
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.watchdog import Watchdog
 from tfdist.loopback import listen, make_server

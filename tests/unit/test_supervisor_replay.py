@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
+from tfdist.launch.diagnosis import Failure
 from tfdist.launch.events import (
     Awakening,
     Beat,
@@ -21,7 +22,6 @@ from tfdist.launch.events import (
     Started,
     StopRequest,
 )
-from tfdist.launch.report import Failure
 from tfdist.launch.state import EVALUATOR, JobState, RestartPolicy
 from tfdist.launch.supervisor import decide
 from tfdist.launch.watchdog import Watchdog

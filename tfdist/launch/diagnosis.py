@@ -9,11 +9,11 @@ import dataclasses
 import math
 import re
 import signal
+from dataclasses import dataclass
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_PEER_MISSING
-from tfdist.launch.events import Ended, Raised
-from tfdist.launch.report import Failure, exit_code_of, signal_name
+from tfdist.launch.events import Ended, Raised, exit_code_of, signal_name
 from tfdist.launch.watchdog import Watchdog
 
 SETTLE_S = 0.5
@@ -33,6 +33,23 @@ _LOST = re.compile(
     rf"\b(InternalError|CancelledError|DeadlineExceededError)\b.*({_SAID})",
     re.IGNORECASE | re.DOTALL,
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """The root cause; later failures are secondary."""
+
+    task: Task
+    cause: str
+    exit_code: int
+    """What the job ends with."""
+    at_s: float
+    kind: str = ""
+    """What it has in common with others: the program's error, however its process ended."""
+    step: int | None = None
+    """The last step that any task had reported."""
+    detect_s: float | None = None
+    """From the failure to when it was named."""
 
 
 class RootCause:

@@ -178,6 +178,24 @@ def exit_code_for(signum: int) -> int:
     return 128 + (signal.SIGTERM if signum == signal.SIGUSR1 else signum)
 
 
+def signal_name(signum: int) -> str:
+    """Return ``SIGKILL`` for 9."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def request_name(signum: int) -> str:
+    """Return by what a job was asked to stop; SIGPIPE stands for its output, which is closed."""
+    return "its output is closed" if signum == signal.SIGPIPE else signal_name(signum)
+
+
+def exit_code_of(status: int) -> int:
+    """Return the exit code a shell would give for a task's `status`: 128 + n for a signal n."""
+    return 128 - status if status < 0 else status
+
+
 STOP_CODES = {exit_code_for(signum) for signum in (*STOP_SIGNALS, signal.SIGPIPE)}
 
 

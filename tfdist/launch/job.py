@@ -18,14 +18,14 @@ from tfdist.cluster.address import join
 from tfdist.cluster.ports import as_text, parse_ports, replace_taken
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError, opening_port
 from tfdist.files import write_json
-from tfdist.launch.events import STOP_CODES, STOP_SIGNALS, SignalPipe, exit_code_for
-from tfdist.launch.live import (
-    LIVE_FILE,
-    LiveStatus,
-    MetricsServer,
-    description_of_job,
-    versions_of_job,
+from tfdist.launch.events import (
+    STOP_CODES,
+    STOP_SIGNALS,
+    SignalPipe,
+    exit_code_for,
+    signal_name,
 )
+from tfdist.launch.live import LIVE_FILE, LiveStatus, MetricsServer
 from tfdist.launch.machine import this_machine
 from tfdist.launch.multihost.hosts import (
     Group,
@@ -51,16 +51,14 @@ from tfdist.launch.process import isolate, raise_file_limit
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.report import (
     FILE_NAME,
-    RunDir,
     attempt_entry,
-    chosen_run_dir,
+    description_of_job,
     earlier_attempts,
-    next_attempt,
-    not_writable,
     reserve_room,
     restart_seconds,
-    signal_name,
+    versions_of_job,
 )
+from tfdist.launch.run_dir import RunDir, chosen_run_dir, next_attempt, not_writable
 from tfdist.launch.screen import JobScreen, show, shows_in_place, standard_screen
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Supervisor

@@ -11,9 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import platform
-import shlex
 import socket
 import subprocess
 import sys
@@ -28,7 +25,6 @@ from tfdist.cluster import Task
 from tfdist.files import write_json
 from tfdist.launch.events import Awakening, Beat, Started
 from tfdist.launch.machine import memory_bytes
-from tfdist.launch.multihost.agreement import versions, without_secrets
 from tfdist.launch.state import JobState
 from tfdist.phases import PHASES, SUM
 
@@ -41,21 +37,6 @@ _EVERY_S = 1.0
 _HISTORY_EVERY_S = 10.0
 _TASKS_A_SECOND = 200  # a job of more tasks writes less often
 _RATE_OVER_S = 15.0
-
-
-def description_of_job(strategy: str, *, argv: Sequence[str]) -> dict[str, Any]:
-    """Return what runs and where, for `report.json`; values that are secrets by name left out."""
-    return {
-        "command": shlex.join(without_secrets(argv)),
-        "strategy": strategy,
-        "host": socket.gethostname(),
-        "cpus": len(os.sched_getaffinity(0)),
-    }
-
-
-def versions_of_job() -> dict[str, str]:
-    """Return the versions it runs with; takes 20 ms, and so is not for a job's start."""
-    return {**versions(), "Python": platform.python_version()}
 
 
 @dataclass(kw_only=True, slots=True)

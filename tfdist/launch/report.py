@@ -1,83 +1,26 @@
-"""Run directory of a job, locked while it runs, and its `report.json`.
-
-The report has each attempt, its tasks, and its root cause.
-"""
+"""Report of a job, `report.json`: each attempt, its tasks, and its root cause."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import re
-import secrets
-import signal
+import platform
+import shlex
+import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from tfdist.cluster import Task
-from tfdist.errors import UsageError
-from tfdist.files import FileLock, Held
-
-if TYPE_CHECKING:
-    from tfdist.launch.state import JobState
+from tfdist.launch.diagnosis import Failure
+from tfdist.launch.events import signal_name
+from tfdist.launch.multihost.agreement import versions, without_secrets
+from tfdist.launch.state import JobState, TaskRecord
 
 FILE_NAME = "report.json"
 _RESERVE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """The root cause; later failures are secondary."""
-
-    task: Task
-    cause: str
-    exit_code: int
-    """What the job ends with."""
-    at_s: float
-    kind: str = ""
-    """What it has in common with others: the program's error, however its process ended."""
-    step: int | None = None
-    """The last step that any task had reported."""
-    detect_s: float | None = None
-    """From the failure to when it was named."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskRecord:
-    """How one task went. Times are those of the clock that the supervisor was given."""
-
-    task: Task
-    pid: int | None = None
-    status: int | None = None
-    """Exit code, or minus the signal that ended the task; None if it did not end."""
-    started_at_s: float | None = None
-    ended_at_s: float | None = None
-    stopped: bool = False
-    """Whether the launcher had asked it to end."""
-    restart: int = 0
-    """Which restart of this task alone its process was; 0: the one it began with."""
-
-
-def signal_name(signum: int) -> str:
-    """Return ``SIGKILL`` for 9."""
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"
-
-
-def request_name(signum: int) -> str:
-    """Return by what a job was asked to stop; SIGPIPE stands for its output, which is closed."""
-    return "its output is closed" if signum == signal.SIGPIPE else signal_name(signum)
-
-
-def exit_code_of(status: int) -> int:
-    """Return the exit code a shell would give for a task's `status`: 128 + n for a signal n."""
-    return 128 - status if status < 0 else status
 
 
 def attempt_entry(
@@ -204,88 +147,16 @@ def reserve_room(run_dir: Path) -> IO[bytes]:
     return file
 
 
-_LOGS = "logs"
+def description_of_job(strategy: str, *, argv: Sequence[str]) -> dict[str, Any]:
+    """Return what runs and where, for `report.json`; values that are secrets by name left out."""
+    return {
+        "command": shlex.join(without_secrets(argv)),
+        "strategy": strategy,
+        "host": socket.gethostname(),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
 
 
-def chosen_run_dir(given: str | None) -> Path:
-    """Return the absolute path of the run directory: the one given, or a new name."""
-    if given is not None:
-        return Path(os.path.abspath(os.path.expanduser(given)))
-    name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    return Path(os.path.abspath(os.path.join("runs", name)))
-
-
-def log_name(task: Task, restart: int = 0) -> str:
-    """Return the name of a task's log, such as ``worker-1.restart-1.log`` once started again."""
-    return f"{task}.restart-{restart}.log" if restart else f"{task}.log"
-
-
-def next_attempt(run_dir: Path) -> int:
-    """Return the number of the next start of the job in `run_dir`, from 1 on."""
-    try:
-        names = os.listdir(run_dir / _LOGS)
-    except OSError:
-        return 1
-    numbers = [int(m[1]) for name in names if (m := re.fullmatch(r"attempt-(\d+)", name))]
-    return max(numbers, default=0) + 1
-
-
-class RunDir:
-    """A run directory that no other launcher uses until it is closed.
-
-    The lock is the kernel's: it ends with this process, however that ends.
-
-    Raises:
-        UsageError: it cannot be written to, or another job runs in it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lock = FileLock(path / _LOGS)
-        try:
-            self._lock.path.mkdir(parents=True, exist_ok=True)
-            if not os.access(path, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            self._lock.acquire()
-        except OSError as error:
-            raise not_writable(path, error) from None
-        except Held:
-            raise UsageError(
-                "--run_dir",
-                received=f"{path}, where a job runs",
-                expected="a directory of its own",
-                fix="wait until that job has ended, or give this one another --run_dir",
-                code="run-dir-in-use",
-            ) from None
-        self.attempt = next_attempt(path)
-
-    def __enter__(self) -> RunDir:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def next_attempt(self) -> Path:
-        """Go on to the next attempt; make and return the directory for its logs."""
-        self.attempt += 1
-        return self.start_attempt()
-
-    def start_attempt(self) -> Path:
-        """Make and return the directory for the logs of this attempt."""
-        logs = self.path / _LOGS / f"attempt-{self.attempt}"
-        try:
-            logs.mkdir()
-        except OSError as error:
-            raise not_writable(self.path, error) from None
-        return logs
-
-
-def not_writable(path: Path, error: OSError) -> UsageError:
-    """Return the error for a run directory that refuses what is written to it."""
-    return UsageError(
-        "--run_dir",
-        received=f"{path} ({error.strerror})",
-        expected="a directory that can be written to",
-        fix="give another one with --run_dir",
-        code="not-writable",
-    )
+def versions_of_job() -> dict[str, str]:
+    """Return the versions it runs with; takes 20 ms, and so is not for a job's start."""
+    return {**versions(), "Python": platform.python_version()}

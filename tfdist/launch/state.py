@@ -15,9 +15,8 @@ from typing import Any
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE
-from tfdist.launch.diagnosis import RootCause
+from tfdist.launch.diagnosis import Failure, RootCause
 from tfdist.launch.events import exit_code_for
-from tfdist.launch.report import Failure, TaskRecord
 from tfdist.launch.watchdog import Watchdog
 
 # What differs between two runs of the same mistake: addresses in memory, ports, process ids, ages.
@@ -102,6 +101,22 @@ EVALUATOR = Task("evaluator", 0)
 
 RESTART_GRACE_S = 1.0
 """How long the others may take before a restart: without a peer they are blocked in TensorFlow."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskRecord:
+    """How one task went. Times are those of the clock that the supervisor was given."""
+
+    task: Task
+    pid: int | None = None
+    status: int | None = None
+    """Exit code, or minus the signal that ended the task; None if it did not end."""
+    started_at_s: float | None = None
+    ended_at_s: float | None = None
+    stopped: bool = False
+    """Whether the launcher had asked it to end."""
+    restart: int = 0
+    """Which restart of this task alone its process was; 0: the one it began with."""
 
 
 @dataclass(kw_only=True, slots=True)

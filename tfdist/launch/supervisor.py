@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_USAGE
-from tfdist.launch.diagnosis import root_of
+from tfdist.launch.diagnosis import Failure, root_of
 from tfdist.launch.events import (
     Action,
     AskForStacks,
@@ -32,14 +32,16 @@ from tfdist.launch.events import (
     Started,
     StopRequest,
     named,
+    request_name,
 )
-from tfdist.launch.report import Failure, TaskRecord, log_name, request_name
+from tfdist.launch.run_dir import log_name
 from tfdist.launch.state import (
     EVALUATOR,
     RESTART_GRACE_S,
     JobState,
     PendingHang,
     RestartDecision,
+    TaskRecord,
 )
 
 if TYPE_CHECKING:

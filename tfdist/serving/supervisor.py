@@ -26,8 +26,7 @@ from typing import Any
 
 from tfdist.errors import TfdistError, opening_port
 from tfdist.files import one_line_errors
-from tfdist.launch.events import STOP_SIGNALS
-from tfdist.launch.report import signal_name
+from tfdist.launch.events import STOP_SIGNALS, signal_name
 from tfdist.serving.front import FrontOptions
 from tfdist.serving.grpc_port import GrpcPort
 from tfdist.serving.replica import ReplicaOrder

@@ -29,6 +29,7 @@ from tfdist.launch.events import (
     StopRequest,
     TaskAction,
     exit_code_for,
+    request_name,
     task_of,
 )
 from tfdist.launch.messages import (
@@ -43,7 +44,6 @@ from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.multihost.rendezvous import Joining, Member, readable
 from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
-from tfdist.launch.report import request_name
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.state import RESTART_GRACE_S
 
