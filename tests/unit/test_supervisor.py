@@ -174,7 +174,7 @@ class History:
     def next_check_s(self):
         return self.hang[0] if self.hang else math.inf
 
-    def verdict(self, now_s):
+    def find_hang(self, now_s):
         hang, self.hang = self.hang[1], None
         return hang
 

@@ -81,14 +81,14 @@ class Job:
             )
 
     def run(self, seconds, *, work=lambda: None):
-        """Lets seconds pass; returns the verdict, if there is one, and when it came."""
+        """Lets seconds pass; returns the hang, if there is one."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += 1.0
             work()
             self.beat()
             if self.now_s >= self.watchdog.next_check_s():
-                hang = self.watchdog.verdict(self.now_s)
+                hang = self.watchdog.find_hang(self.now_s)
                 if hang is not None:
                     return hang
         return None
@@ -276,7 +276,7 @@ def test_a_task_that_has_ended_is_not_watched():
     for task in WORKERS:
         job.watchdog.ended(task)
     assert job.watchdog.next_check_s() == math.inf
-    assert job.watchdog.verdict(job.now_s + 1000) is None
+    assert job.watchdog.find_hang(job.now_s + 1000) is None
 
 
 def test_without_a_timeout_nothing_is_watched():
@@ -345,7 +345,7 @@ def test_a_launcher_that_was_stopped_itself_blames_nobody():
     job.enter("step", step=3)
     job.run(5)
     job.now_s += 1000  # the beats of that time did not fit into the pipe, nor did the steps
-    assert job.watchdog.verdict(job.now_s) is None
+    assert job.watchdog.find_hang(job.now_s) is None
     steps = iter(range(4, 1000))
     assert job.run(3 * HANG_S, work=lambda: job.enter("step", step=next(steps))) is None
 
@@ -356,7 +356,7 @@ def test_after_a_stop_of_the_launcher_a_hang_is_found_in_the_time_it_always_take
     job.run(5)
     job.stop(W1)
     job.now_s += 1000
-    assert job.watchdog.verdict(job.now_s) is None
+    assert job.watchdog.find_hang(job.now_s) is None
     assert job.run(HANG_S - 2) is None
     assert job.run(4).task == W1
 
@@ -384,7 +384,7 @@ def test_what_a_task_said_before_it_was_started_again_does_not_count():
 def test_a_check_in_time_is_not_a_late_one():
     job = Job((W0,))
     job.enter("step", step=3)
-    while (hang := job.watchdog.verdict(job.now_s)) is None:
+    while (hang := job.watchdog.find_hang(job.now_s)) is None:
         job.now_s = job.watchdog.next_check_s() + LATE_S
         job.beat()
         assert job.now_s < 1000 + 2 * HANG_S
@@ -404,7 +404,7 @@ def test_a_stopped_task_is_named_a_sixteenth_of_the_limit_after_it(hang_timeout_
     while hang is None:
         job.now_s = job.watchdog.next_check_s()
         job.beat()
-        hang = job.watchdog.verdict(job.now_s)
+        hang = job.watchdog.find_hang(job.now_s)
     assert hang.task == W1
     assert hang_timeout_s <= job.now_s - heard_s <= hang_timeout_s + late_s
 
@@ -418,7 +418,7 @@ phases = st.sampled_from(("step", "save", "validate", "callback", "trace"))
     entered=st.lists(st.tuples(st.sampled_from(WORKERS), phases), max_size=40),
     startup_s=st.floats(0, STARTUP_S + HANG_S - 3),
 )
-def test_no_verdict_while_every_task_beats_and_goes_on(gaps_s, entered, startup_s):
+def test_no_hang_while_every_task_beats_and_goes_on(gaps_s, entered, startup_s):
     job = Job()
     assert job.run(startup_s) is None
     news = iter(entered)

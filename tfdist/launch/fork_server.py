@@ -38,7 +38,7 @@ from tfdist.launch.events import Ended, Started, task_of
 from tfdist.launch.guardian import die_with
 from tfdist.launch.messages import Message, decode_event, encode_event
 from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.process import Starter, bootstrap_command, spawn
+from tfdist.launch.starter import Starter, bootstrap_command, start_process
 from tfdist.launch.task import run_task, set_title
 
 _MAX_ANSWER_BYTES = 1 << 17
@@ -358,7 +358,7 @@ class ForkStarter(Starter):
             return
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(log_path, "ab") as log:
-            self._server = spawn(
+            self._server = start_process(
                 _command(theirs, IMPORTS),
                 env=self._environ,
                 output_fd=log.fileno(),

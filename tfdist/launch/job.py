@@ -47,7 +47,6 @@ from tfdist.launch.plan import (
     start_method,
     tasks_with_address,
 )
-from tfdist.launch.process import isolate, raise_file_limit
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.report import (
     FILE_NAME,
@@ -60,6 +59,7 @@ from tfdist.launch.report import (
 )
 from tfdist.launch.run_dir import RunDir, chosen_run_dir, next_attempt, not_writable
 from tfdist.launch.screen import JobScreen, show, shows_in_place, standard_screen
+from tfdist.launch.starter import isolate, raise_file_limit
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.target import check_program, file_of_program, imports_tensorflow

@@ -27,7 +27,7 @@ _ACCIDENTAL = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RestartDecision:
+class RestartVerdict:
     """Whether to start again, and what to say about it; nothing where nobody asked for it."""
 
     restart: bool = False
@@ -47,30 +47,30 @@ class RestartPolicy:
         self._window_s = window_s
         self._restarted: list[Failure] = []
 
-    def verdict(self, failure: Failure, *, alone: bool = False) -> RestartDecision:
+    def verdict(self, failure: Failure, *, alone: bool = False) -> RestartVerdict:
         """Return whether to start again after `failure`, the task `alone` or the whole job.
 
         Changes nothing. Of tasks that are started again alone each has its own last failure:
         several of them may well be killed at the same step.
         """
         if not self._max_restarts:
-            return RestartDecision()
+            return RestartVerdict()
         if failure.exit_code == EXIT_USAGE:
-            return RestartDecision(
+            return RestartVerdict(
                 reason=f"exit code {EXIT_USAGE} is a mistake that would be made again"
             )
         if failure.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
-            return RestartDecision(
+            return RestartVerdict(
                 reason=f"exit code {failure.exit_code} is that of a task that was asked to stop"
             )
         if self._is_repeated(failure, alone=alone):
-            return RestartDecision(reason=f"the same failure {_place_of(failure)} twice in a row")
+            return RestartVerdict(reason=f"the same failure {_place_of(failure)} twice in a row")
         used = sum(failure.at_s - past.at_s <= self._window_s for past in self._restarted)
         within = f"within {self._window_s:g} s"
         if used >= self._max_restarts:
             restarts = f"all {used} restarts" if used > 1 else "the one restart"
-            return RestartDecision(reason=f"{restarts} {within} used up")
-        return RestartDecision(
+            return RestartVerdict(reason=f"{restarts} {within} used up")
+        return RestartVerdict(
             restart=True, reason=f"restart {used + 1} of {self._max_restarts} {within}"
         )
 
@@ -185,7 +185,7 @@ class JobState:
 
     failure: Failure | None = None
     """The root cause of the attempt's failure."""
-    verdict: RestartDecision = field(default_factory=RestartDecision)
+    verdict: RestartVerdict = field(default_factory=RestartVerdict)
     stop_signal: int | None = None
     """By which the launcher was asked to stop."""
 

@@ -40,7 +40,7 @@ from tfdist.launch.state import (
     RESTART_GRACE_S,
     JobState,
     PendingHang,
-    RestartDecision,
+    RestartVerdict,
     TaskRecord,
 )
 
@@ -203,7 +203,7 @@ class _Decision:
         state = self._state
         if self._now_s < state.watchdog.next_check_s():
             return
-        hang = state.watchdog.verdict(self._now_s)
+        hang = state.watchdog.find_hang(self._now_s)
         if hang is None or state.serves_nobody(hang.task) or not self._is_in_use(hang.task):
             return
         failure = Failure(task=hang.task, cause=hang.cause, exit_code=1, at_s=hang.since_s)
@@ -257,7 +257,7 @@ class _Decision:
 
     # going on with a task started again, or without it
 
-    def _verdict_on(self, failure: Failure) -> RestartDecision:
+    def _verdict_on(self, failure: Failure) -> RestartVerdict:
         """Return whether the failed task alone, where that can be, or the job starts again."""
         alone = self._state.is_expendable(failure.task)
         return self._state.policy.verdict(failure, alone=alone)

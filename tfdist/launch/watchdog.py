@@ -1,7 +1,7 @@
 """Hang detection from the tasks' heartbeats.
 
 In a synchronous job all steps stop together, so each task says what it is doing, and each phase
-has its deadline. Pure: beats, times and the states of processes go in, a verdict comes out.
+has its deadline. Pure: beats, times and the states of processes go in, a hang comes out.
 """
 
 from __future__ import annotations
@@ -200,12 +200,12 @@ class Watchdog:
         task.awaited, task.rest_s = beat.awaited, beat.rest_s
 
     def next_check_s(self) -> float:
-        """Return when `verdict` is to be asked for again; infinity when nothing is watched."""
+        """Return when `find_hang` is to be asked for again; infinity when nothing is watched."""
         if not self._watched or math.isinf(self._hang_timeout_s):
             return math.inf
         return self._checked_s + self._check_every_s
 
-    def verdict(self, now_s: float) -> Hang | None:
+    def find_hang(self, now_s: float) -> Hang | None:
         """Return what is wrong, None while nothing is; to be called at `next_check_s`.
 
         Where it comes much later, because the launcher itself was stopped, and while tasks wait

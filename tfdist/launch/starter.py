@@ -52,8 +52,11 @@ class Starter:
         self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
     ) -> Started | None:
         """Start a task; None if `Started` will come from `collect`. Raises OSError if it cannot."""
-        child = spawn(
-            task_command(spec, notes_fd=notes_fd),
+        program = spec.program
+        kind = "module" if program.is_module else "script"
+        words = (str(spec.task), spec.title, str(notes_fd), kind, program.target, *program.args)
+        child = start_process(
+            bootstrap_command("task", *words),
             env=env,
             output_fd=output_fd,
             keep_fds=(notes_fd, *self._keep_fds),
@@ -90,21 +93,12 @@ class Starter:
         """End what the starter itself has running."""
 
 
-def task_command(spec: ProcessSpec, *, notes_fd: int) -> list[str]:
-    """Return the command that runs a task's program, titled, with a line to the launcher."""
-    kind = "module" if spec.program.is_module else "script"
-    return [
-        *(sys.executable, _BOOTSTRAP, "task", str(spec.task), spec.title, str(notes_fd), kind),
-        *(spec.program.target, *spec.program.args),
-    ]
-
-
 def bootstrap_command(module: str, *args: str) -> list[str]:
     """Return the command that runs `main` of a module of the launcher in a new Python."""
     return [sys.executable, _BOOTSTRAP, module, *args]
 
 
-def spawn(
+def start_process(
     command: Sequence[str],
     *,
     env: Mapping[str, str],
