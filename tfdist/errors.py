@@ -232,7 +232,7 @@ def mutually_exclusive(given: Mapping[str, object], *, fix: str = "") -> None:
     if len(names) > 1:
         raise UsageError(
             names[0],
-            received=f"it with {' and '.join(names[1:])}",
+            received=f"{' and '.join(names)} together",
             expected="one of them",
             fix=fix or "leave out all but one",
             code="exclusive",

@@ -409,7 +409,7 @@ def publish_nothing():
         ([__file__, "out"], "test_export.py: received no such directory"),
         ([".", "out"], ".: received a directory without config.json"),
         ([".", "out", "--model", "none.py:make"], "--model: received none.py:make: no such"),
-        ([".", "out", "--step", "3", "--best"], "--step: received it with --best"),
+        ([".", "out", "--step", "3", "--best"], "--step: received --step and --best together"),
         (["a.keras", "out", "--precison", "int8"], "did you mean '--precision'?"),
         (["a.keras", "out", "--samples", "none.npy"], "--samples: received none.npy ("),
     ],

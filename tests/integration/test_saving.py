@@ -485,7 +485,7 @@ def test_the_interval_is_chosen_by_what_a_save_costs(strategies, tmp_path, monke
     ("options", "said"),
     [
         ({"every": "always"}, "expected one of auto"),
-        ({"every": "auto", "every_s": 5.0}, "every: received it with every_s"),
+        ({"every": "auto", "every_s": 5.0}, "every: received every and every_s together"),
         ({"mtbf_s": 5.0}, "without every"),
         ({"every": "auto", "mtbf_s": 0}, "of seconds above 0"),
     ],

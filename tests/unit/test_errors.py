@@ -49,7 +49,7 @@ def test_a_choice_and_the_nearest_one():
 
 def test_options_of_which_one_is_given():
     errors.mutually_exclusive({"--join": "", "--serve": None, "--resume": True})
-    with pytest.raises(UsageError, match="--join: received it with --serve") as caught:
+    with pytest.raises(UsageError, match="--join: received --join and --serve together") as caught:
         errors.mutually_exclusive({"--join": "a:1", "--serve": True, "--resume": False})
     assert caught.value.code == "exclusive"
 

@@ -172,7 +172,8 @@ def test_groups_of_version_1_count_too(tmp_path):
 def test_the_program_refuses_two_subjects(capsys):
     assert program.main(["lr", "a.py:f", "--config.model=cnn"]) == 2
     line = capsys.readouterr().err
-    assert line.startswith("tfdist.find: FILE.py:FUNCTION: received it with --config;")
+    assert line.startswith("tfdist.find: FILE.py:FUNCTION: ")
+    assert "received FILE.py:FUNCTION and --config together;" in line
     assert line.count("\n") == 1
 
 

@@ -109,7 +109,7 @@ def test_the_evaluator_is_outside_the_training_and_takes_a_share_of_the_cpus_but
 @pytest.mark.parametrize("line", ["", "--strategy single", "--strategy mirrored"])
 def test_a_job_of_one_process_has_no_evaluator(line):
     options = parse([*line.split(), "--evaluator"])
-    with pytest.raises(UsageError, match="received it in a job of one process"):
+    with pytest.raises(UsageError, match="received a job of one process"):
         decided_strategy(options, Machine(cpus=2))
 
 

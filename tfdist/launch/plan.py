@@ -123,7 +123,7 @@ def decided_strategy(options: LaunchOptions, machine: Machine) -> str:
     if options.evaluator and strategy in ("single", "mirrored"):
         raise UsageError(
             "--evaluator",
-            received=f"it in a job of one process ({strategy})",
+            received=f"a job of one process ({strategy})",
             expected="a job whose tasks have addresses",
             fix="leave --evaluator out, or use --strategy ps, multiworker or pipeline",
             code="exclusive",

@@ -150,7 +150,7 @@ def decided_group(
     require(
         not options.isolate,
         "--isolate",
-        received=f"it in a job on {len(hosts)} hosts",
+        received=f"a job on {len(hosts)} hosts",
         expected="a job on this machine alone: no other host reaches into a network "
         "namespace of its own",
         fix="leave it out, and see that only the hosts of the job reach its ports",
