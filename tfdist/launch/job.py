@@ -61,7 +61,7 @@ from tfdist.launch.run_dir import RunDir, chosen_run_dir, next_attempt, not_writ
 from tfdist.launch.screen import JobScreen, show, shows_in_place, standard_screen
 from tfdist.launch.starter import isolate, raise_file_limit
 from tfdist.launch.state import JobState, RestartPolicy
-from tfdist.launch.supervisor import Supervisor
+from tfdist.launch.supervisor import Processes, Supervisor
 from tfdist.launch.target import check_program, file_of_program, imports_tensorflow
 from tfdist.launch.watchdog import Watchdog
 
@@ -395,7 +395,7 @@ class JobRun:
         if is_first:
             self._screen.announce(f"strategy {self._job.strategy}: {_counted(tasks)}")
         options, is_ps = self._job.options, self._job.strategy == "ps"
-        processes: JobProcesses | Team = self._processes
+        processes: Processes = self._processes
         self._processes.begin(specs, chief=tasks[0], logs=logs, fork_log="fork-server.log")
         if self._team is not None:
             self._team.begin(self._processes)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_USAGE
@@ -31,10 +31,12 @@ from tfdist.launch.events import (
     Start,
     Started,
     StopRequest,
+    TaskAction,
     named,
     request_name,
 )
 from tfdist.launch.run_dir import log_name
+from tfdist.launch.screen import JobScreen
 from tfdist.launch.state import (
     EVALUATOR,
     RESTART_GRACE_S,
@@ -43,11 +45,6 @@ from tfdist.launch.state import (
     RestartVerdict,
     TaskRecord,
 )
-
-if TYPE_CHECKING:
-    from tfdist.launch.multihost.leader import Team
-    from tfdist.launch.processes import JobProcesses
-    from tfdist.launch.screen import JobScreen
 
 SERVER_GRACE_S = 3.0
 """How long workers and ps may take to end once the chief has: they hold nothing to save."""
@@ -392,6 +389,25 @@ class _Decision:
                 self._do(Signal(task, signum))
 
 
+class Processes(Protocol):
+    """The processes of an attempt: on this host `JobProcesses`, on all hosts of a job `Team`."""
+
+    def perform(self, action: TaskAction) -> Ended | None:
+        """Do what was decided; return the end of a task that cannot be started."""
+
+    def wait(self, timeout_s: float | None) -> Sequence[Event]:
+        """Return what has happened, after `timeout_s` at the latest."""
+
+    def can_start(self, task: Task) -> bool:
+        """Return whether the host of a task has been there all the time."""
+
+    def state_of(self, task: Task) -> str | None:
+        """Return the state of a task's process, as `proc_state`; None without one."""
+
+    def finish(self) -> None:
+        """End what the tasks have left behind, and read what is left of their output."""
+
+
 class Supervisor:
     """Run of one attempt, which does what `decide` says.
 
@@ -403,7 +419,7 @@ class Supervisor:
         self,
         state: JobState,
         *,
-        processes: JobProcesses | Team,
+        processes: Processes,
         screen: JobScreen,
         clock: Callable[[], float],
         observe: Callable[[JobState, Awakening], None] = lambda state, awakening: None,
