@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from tfdist.launch.report import attempt_entry, earlier_attempts
 from tfdist.launch.screen import MAX_LINE_BYTES, Console, JobScreen, LineSplitter, TaskOutput
 from tfdist.launch.state import JobState
 
+LAUNCH_PAGE = Path(__file__).parents[2] / "docs" / "launch.md"
 W0, W1 = Task("worker", 0), Task("worker", 1)
 
 
@@ -308,6 +310,11 @@ def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
     assert entry["detect_s"] == 0.021
     assert entry["first_step_s"] == 1.25
     assert entry["restart_s"] is None
+    example = re.search(r"```json\n(.*?)```", LAUNCH_PAGE.read_text(), re.DOTALL)[1]
+    (documented,) = json.loads(example)["attempts"]
+    assert documented.keys() == entry.keys()
+    assert documented["tasks"][0].keys() == entry["tasks"][0].keys()
+    assert documented["first_failure"].keys() == entry["first_failure"].keys()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"attempts": 3}', "{}"])
