@@ -44,7 +44,7 @@ RAISED = {"event": "raised", "task": "worker-0", "at_s": 4.5}
 class World:
     """Starter and signals of a job that has one imaginary task, its guardian and the kernel."""
 
-    sessions = frozenset()
+    pid = None
 
     def __init__(self):
         self.fd, self.write_fd = os.pipe2(os.O_NONBLOCK)

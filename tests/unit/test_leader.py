@@ -179,7 +179,7 @@ def test_a_host_that_has_no_port_for_the_next_attempt_says_so(monkeypatch):
     monkeypatch.setattr(node, "replace_taken", Mock(side_effect=[[], error]))
     monkeypatch.setattr(node, "readable", Mock(return_value=[]))
     part = MagicMock()
-    part.signals.read.return_value = []
+    part.signals.stop_requests.return_value = []
     member = Mock(lost="")
     member.take_messages.side_effect = [[{"finish": True}]]
     with contextlib.ExitStack() as stack, pytest.raises(UsageError) as caught:
@@ -243,7 +243,7 @@ class Arrivals:
         self.present |= {event.rank for event in news if isinstance(event, PeerJoined)}
         return news
 
-    def read(self) -> list[int]:
+    def stop_requests(self) -> list[int]:
         return []
 
     def say(self, text: str) -> None:

@@ -238,6 +238,10 @@ class SignalPipe:
             return []
         return [signum for signum in came if signum not in STOP_SIGNALS or self._is_new()]
 
+    def stop_requests(self) -> list[int]:
+        """Return the requests to stop alone; what else has come is forgotten."""
+        return [signum for signum in self.read() if signum in STOP_SIGNALS]
+
     def _is_new(self) -> bool:
         """Whether the request to stop that has just come is another than the last one."""
         now_s = self._clock()

@@ -368,13 +368,8 @@ class ForkStarter(Starter):
 
     @property
     def pid(self) -> int | None:
-        """Return the id of the server that it has started, which is its session's too."""
+        """Return the id of the server that it has started."""
         return self._server.pid if self._server else None
-
-    @property
-    def sessions(self) -> frozenset[int]:
-        """Return the server's session."""
-        return frozenset({self._server.pid} if self._server else ())
 
     @property
     def is_over(self) -> bool:

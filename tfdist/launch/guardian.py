@@ -84,10 +84,10 @@ class GuardianClient:
         self._start()
         self._tell_sessions()
 
-    def end_all(self, *, keep: frozenset[int] = frozenset()) -> list[int]:
+    def end_all(self, *, keep: int = 0) -> list[int]:
         """Kill whatever is left of the job; return the processes that would not go.
 
-        What is in a session of `keep` stays for the next attempt.
+        What is in the session `keep` stays for the next attempt.
         """
         return end_all(self.mark, self._sessions, keep=keep)
 
@@ -162,12 +162,12 @@ def end_all(
     mark: str | None,
     sessions: set[int],
     *,
-    keep: frozenset[int] = frozenset(),
+    keep: int = 0,
     give_up_s: float = _GIVE_UP_S,
 ) -> list[int]:
     """Kill all processes of a job until none is left; return those that would not go.
 
-    Those in a session of `keep` stay. Without a mark only the sessions count.
+    Those in the session `keep` stay. Without a mark only `sessions` count.
     """
     deadline = time.monotonic() + give_up_s
     while left := members(mark, sessions, keep=keep):
@@ -182,9 +182,7 @@ def end_all(
     return []
 
 
-def members(
-    mark: str | None, sessions: set[int], *, keep: frozenset[int] = frozenset()
-) -> list[int]:
+def members(mark: str | None, sessions: set[int], *, keep: int = 0) -> list[int]:
     """Return the living processes that carry `mark` or are in `sessions`, but not in `keep`."""
     entries = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     own = os.getpid()
@@ -197,9 +195,9 @@ def occupied(sessions: set[int]) -> set[int]:
     return {_session(pid) for pid in entries} & sessions
 
 
-def _belongs(pid: int, mark: str | None, sessions: set[int], keep: frozenset[int]) -> bool:
+def _belongs(pid: int, mark: str | None, sessions: set[int], keep: int) -> bool:
     session = _session(pid)
-    if session == 0 or session in keep:
+    if session in (0, keep):
         return False
     return session in sessions or (mark is not None and _is_marked(pid, mark))
 

@@ -20,7 +20,6 @@ from tfdist.errors import EXIT_FAILED, TfdistError, UsageError, opening_port
 from tfdist.files import write_json
 from tfdist.launch.events import (
     STOP_CODES,
-    STOP_SIGNALS,
     SignalPipe,
     exit_code_for,
     signal_name,
@@ -465,8 +464,7 @@ class JobRun:
 
     def _hindrance(self) -> int | None:
         """Return what the job ends with if something is in the way of another attempt."""
-        came = [signum for signum in self._signals.read() if signum in STOP_SIGNALS]
-        if came:
+        if came := self._signals.stop_requests():
             self._screen.say(f"{signal_name(came[0])}: not started again")
             return exit_code_for(came[0])
         try:

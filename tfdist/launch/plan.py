@@ -281,20 +281,11 @@ def _gpus_of(number: int, *, gpus: Sequence[str], each: int) -> str:
 
 def _too_few_gpus(options: LaunchOptions, *, gpus: Sequence[str], workers: int) -> UsageError:
     cpu = "set CUDA_VISIBLE_DEVICES=-1 to use CPUs"
-    if options.devices_per_worker is None:
-        fix = f"use --workers {len(gpus)}, or {cpu}"
-        expected = f"at most {len(gpus)}, one for each GPU"
-        return UsageError(
-            "--workers", received=workers, expected=expected, fix=fix, code="too-few-gpus"
-        )
-    most = len(gpus) // workers
-    received = f"{options.devices_per_worker} for each of {workers} workers"
-    expected = f"at most {most}, as there are {len(gpus)} GPUs"
-    fix = f"use --devices_per_worker {most}, or {cpu}" if most else f"use fewer workers, or {cpu}"
-    return UsageError(
-        "--devices_per_worker",
-        received=received,
-        expected=expected,
-        fix=fix,
-        code="too-few-gpus",
-    )
+    flag, received, most = "--workers", f"{workers}", len(gpus)
+    expected = f"at most {most}, one for each GPU"
+    if options.devices_per_worker is not None:
+        flag, most = "--devices_per_worker", most // workers
+        received = f"{options.devices_per_worker} for each of {workers} workers"
+        expected = f"at most {most}, as there are {len(gpus)} GPUs"
+    fix = f"use {flag} {most}, or {cpu}" if most else f"use fewer workers, or {cpu}"
+    return UsageError(flag, received=received, expected=expected, fix=fix, code="too-few-gpus")

@@ -241,7 +241,7 @@ class JobProcesses:
 
     def finish(self) -> None:
         """End the attempt: what the tasks have left behind; read what is left of their output."""
-        left = self._guard.end_all(keep=self._starter.sessions)
+        left = self._guard.end_all(keep=self._starter.pid or 0)
         if left:
             self._screen.say(f"cannot be killed: processes {', '.join(map(str, left))}")
         for fd in list(self._pipes):

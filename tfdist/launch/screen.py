@@ -338,17 +338,14 @@ class JobScreen:
     def _failure_block(self, task: Task, output: TaskOutput | None, cause: str) -> str:
         where = f" on {self.hosts[task]}" if task in self.hosts else ""
         head = f"{task}{where} failed first: {cause}"
-        if output is None:
-            remote = [f"  {line}" for line in self._remote_lines.get(task, ())]
-            return "\n".join([f"{head}\nits last lines:" if remote else head, *remote])
-        lines = output.last_lines()
+        lines = self.last_lines(task)
         if not lines:
-            return f"{head}\nit printed nothing"
+            return head if output is None else f"{head}\nit printed nothing"
         shown, count = self.out.last_lines
-        if self.out is self.err and shown == output.name and count >= len(lines):
+        if output and self.out is self.err and shown == output.name and count >= len(lines):
             return f"{head}\nwhat it printed is above, and in {output.log_path}"
-        from_log = f"its last lines, from {output.log_path}:"
-        return "\n".join([head, from_log, *(f"  {line}" for line in lines)])
+        source = f", from {output.log_path}" if output else ""
+        return "\n".join([head, f"its last lines{source}:", *(f"  {line}" for line in lines)])
 
 
 def standard_screen(environ: Mapping[str, str]) -> JobScreen:

@@ -85,9 +85,9 @@ class Starter:
         return None
 
     @property
-    def sessions(self) -> frozenset[int]:
-        """Return the sessions of its own, which live on from one attempt to the next."""
-        return frozenset()
+    def pid(self) -> int | None:
+        """Return the id of its helper, and of its session, which goes on to the next attempt."""
+        return None
 
     def close(self) -> None:
         """End what the starter itself has running."""

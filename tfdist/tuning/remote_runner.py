@@ -19,7 +19,7 @@ from typing import Any
 
 from tfdist.cluster.address import split_address
 from tfdist.errors import EXIT_FAILED, StartupTimeout, UsageError
-from tfdist.launch.events import STOP_SIGNALS, SignalPipe, exit_code_for
+from tfdist.launch.events import SignalPipe, exit_code_for
 from tfdist.launch.multihost.connection import Violation, WrongToken
 from tfdist.launch.multihost.rendezvous import Joining, Member
 from tfdist.tuning import directory, guard, protocol
@@ -108,7 +108,7 @@ class RemoteRunner:
         return self.exit_code
 
     def _turn(self, signals: SignalPipe) -> None:
-        came = [signum for signum in signals.read() if signum in STOP_SIGNALS]
+        came = signals.stop_requests()
         if came and self._asked is None:
             self._leave(came[0])
         self.go_on([signals.fd])

@@ -77,18 +77,16 @@ class Link:
     def receive(self, data: bytes) -> list[Message]:
         """Return the messages that `data` completes; raise `Violation`."""
         self._incoming += data
-        if not self.is_open and not self._greet():
+        greet = self._greet_as_host if self._accepts else self._greet_as_client
+        if not self.is_open and not greet():
             return []
         messages = []
         while (payload := self._next_payload()) is not None:
             messages.append(_parsed(payload))
         return messages
 
-    def _greet(self) -> bool:
-        """Go on with the greeting; return whether it is done."""
-        return self._greet_as_host() if self._accepts else self._greet_as_client()
-
     def _greet_as_host(self) -> bool:
+        """Go on with the greeting; return whether it is done."""
         have, whole = len(self._incoming), _NONCE_BYTES + _PROOF_BYTES
         if have > whole:
             raise Violation("more than a greeting")

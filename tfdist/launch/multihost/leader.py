@@ -13,7 +13,6 @@ from tfdist.cluster import HeldPort, Task
 from tfdist.cluster.address import join
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
 from tfdist.launch.events import (
-    STOP_SIGNALS,
     Ended,
     Event,
     ShowFailure,
@@ -164,7 +163,7 @@ class Team:
                     self._ready(rank, message)
                 case Lost(rank=rank):
                     self._ports.pop(rank, None)
-        return next((s for s in self._signals.read() if s in STOP_SIGNALS), None)
+        return next(iter(self._signals.stop_requests()), None)
 
     def _do_without(self, missing: Sequence[int]) -> None:
         """Go on with the hosts that are there, where that was asked for; else give up."""

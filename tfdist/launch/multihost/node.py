@@ -19,7 +19,6 @@ from tfdist.cluster import Task, hold_ports
 from tfdist.cluster.ports import replace_taken
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
 from tfdist.launch.events import (
-    STOP_SIGNALS,
     AskForStacks,
     Ended,
     Event,
@@ -167,7 +166,7 @@ class Node:
                 return EXIT_PEER_MISSING
 
     def _is_stop_requested(self) -> bool:
-        came = [signum for signum in self._signals.read() if signum in STOP_SIGNALS]
+        came = self._signals.stop_requests()
         if came and self._stop_signal is None:
             self._stop_signal = came[0]
         return self._stop_signal is not None
@@ -204,7 +203,7 @@ class Node:
             return self._here.wait()
         self._screen.flush()
         readable([member.fileno(), self._signals.fd], within_s=LOOK_EVERY_S)
-        return [StopRequest(signum=s) for s in self._signals.read() if s in STOP_SIGNALS]
+        return [StopRequest(signum=signum) for signum in self._signals.stop_requests()]
 
     def _tell(self, member: Member, event: Event) -> None:
         if isinstance(event, StopRequest):
