@@ -4,6 +4,10 @@ import os
 import signal
 from pathlib import Path
 
+# Here and in all that is started: no GPU, and what TensorFlow says only where it fails.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
 import pytest
 
 from tests import forked_python

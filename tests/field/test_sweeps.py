@@ -1,12 +1,10 @@
 """Failures of searches in several processes, replayed: a trial is killed in one search of two."""
 
-import os
 import pathlib
 
 import pytest
 
 from tests import forked_python
-from tests.multiprocess.warm import QUIET
 from tfdist.outputs.sweep_journal import fold, read
 
 pytestmark = pytest.mark.slow
@@ -19,8 +17,7 @@ DEADLINE_S = 250
 def search(tmp_path_factory):
     """The program's result, with the journal of its search."""
     out = tmp_path_factory.mktemp("search")
-    env = {**os.environ, **QUIET}
-    done = forked_python.run(str(PROGRAM), str(out), timeout=DEADLINE_S, env=env)
+    done = forked_python.run(str(PROGRAM), str(out), timeout=DEADLINE_S)
     print(done.stdout, done.stderr)
     for path in sorted(out.rglob("*.log")):
         print(f"--- {path.relative_to(out)}\n{path.read_text(errors='replace')}")

@@ -1,7 +1,6 @@
 """`python -m tfdist.replay`: a step again is the step."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -40,8 +39,7 @@ KINDS = {
 
 
 def run(module: str, *arguments: str) -> Any:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    return forked_python.run("-m", module, *arguments, timeout=DEADLINE_S, env=environment)
+    return forked_python.run("-m", module, *arguments, timeout=DEADLINE_S)
 
 
 def replayed(run_dir: Path, step: int, *more: str) -> dict[str, Any]:

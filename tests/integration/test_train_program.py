@@ -22,14 +22,10 @@ DEADLINE_S = 150
 SHORT = ("--config.total_examples=1000", "--config.checkpoints=3", "--config.global_batch_size=50")
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", **more}
-
-
 def train(run_dir: Path | None, *arguments: str, cwd: Path | None = None) -> Any:
     where = [f"--config.run_dir={run_dir}"] if run_dir else []
     program = ("-m", "tfdist.train", *arguments, *where)
-    return forked_python.run(*program, timeout=DEADLINE_S, env=environment(), cwd=cwd)
+    return forked_python.run(*program, timeout=DEADLINE_S, cwd=cwd)
 
 
 def trained(run_dir: Path, *arguments: str) -> dict[str, Any]:
@@ -46,7 +42,7 @@ def finished(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "digits"
     flags = (*SHORT, "--config.seed=5", "--config.save_model=true", f"--config.run_dir={run_dir}")
     command = [sys.executable, "-m", "tfdist.train", *flags]
-    subprocess.run(command, check=True, timeout=DEADLINE_S, env=environment())
+    subprocess.run(command, check=True, timeout=DEADLINE_S)
     return run_dir
 
 
@@ -96,7 +92,7 @@ def test_a_run_is_exported_with_its_normalisation_inside(finished, tmp_path):
     import tensorflow as tf
 
     words = ("-m", "tfdist.export", str(finished), str(tmp_path), "--name", "digits", "--best")
-    done = forked_python.run(*words, timeout=DEADLINE_S, env=environment())
+    done = forked_python.run(*words, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     place = tmp_path / "digits" / "1"
     assert done.stdout.strip().splitlines()[-1] == str(place)
@@ -143,7 +139,7 @@ def test_a_run_killed_after_a_checkpoint_ends_as_if_it_had_not_been(finished, tm
     often = ("--config.backup_every_steps=4", "--config.backup_every=auto")
     arguments = [*SHORT, "--config.seed=5", *often]
     where = f"--config.run_dir={run_dir}"
-    process = forked_python.Program("-m", "tfdist.train", *arguments, where, env=environment())
+    process = forked_python.Program("-m", "tfdist.train", *arguments, where)
     deadline = time.monotonic() + DEADLINE_S
     try:
         while not list(run_dir.glob("checkpoints/step-*")):

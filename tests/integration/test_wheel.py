@@ -19,9 +19,7 @@ DEADLINE_S = 150
 
 
 def run(*command: str | Path, cwd: Path, site: Path | None = None) -> str:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    if site is not None:
-        environment["PYTHONPATH"] = str(site)
+    environment = os.environ | ({"PYTHONPATH": str(site)} if site else {})
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd, env=environment
     )

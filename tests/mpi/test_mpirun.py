@@ -17,13 +17,12 @@ ONE_THREAD = {"TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1", "TF_NUM_INT
 
 
 def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     return subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
-        env=environ | variables,
+        env=os.environ | variables,
         check=False,
     )
 

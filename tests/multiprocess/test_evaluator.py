@@ -13,7 +13,6 @@ import pytest
 from tests import forked_python
 from tests.multiprocess.jobs import report
 from tests.multiprocess.trainings import DEADLINE_S, PROGRAMS, STEPS, TrainingJob, summary_of
-from tests.multiprocess.warm import QUIET
 from tfdist.cluster import hold_ports
 from tfdist.outputs.run_directory import Evaluations, RunDirectory
 
@@ -107,7 +106,7 @@ def codes_of(told: list[dict[str, Any]], folder: Path, *flags: str) -> list[int]
     command = ("-m", "tfdist.train", "--config.global_batch_size=50", *small, *flags)
     processes = []
     for config in told:
-        environ = {**os.environ, **QUIET, "TF_CONFIG": json.dumps(config)}
+        environ = {**os.environ, "TF_CONFIG": json.dumps(config)}
         with (folder / f"{len(processes)}.log").open("wb") as log:
             processes.append(forked_python.Program(*command, env=environ, stdout=log, stderr=log))
     try:

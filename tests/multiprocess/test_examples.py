@@ -1,6 +1,5 @@
 """The scripts of docs/examples do what docs/start.md says of them."""
 
-import os
 import shlex
 
 import keras
@@ -9,7 +8,6 @@ import pytest
 from tests import forked_python
 from tests.multiprocess.jobs import ROOT
 from tests.multiprocess.trainings import launch
-from tests.multiprocess.warm import QUIET
 from tests.unit.test_docs import _FENCE
 from tfdist.checkpoint import CheckpointStore
 
@@ -34,7 +32,7 @@ def test_every_command_of_the_first_tutorial_does_what_it_says(tmp_path, monkeyp
         if words[1:3] == ["-m", "tfdist.launch"]:
             launch(tmp_path / f"job-{number}", *words[3:], timeout_s=DEADLINE_S)
         else:
-            done = forked_python.run(*words[1:], timeout=DEADLINE_S, env={**os.environ, **QUIET})
+            done = forked_python.run(*words[1:], timeout=DEADLINE_S)
             assert done.returncode == 0, done.stdout + done.stderr
     steps = {}
     for name in ("single", "mirrored", "multiworker", "ps"):
@@ -57,7 +55,7 @@ def test_two_models_train_in_a_step_of_ones_own(tmp_path):
 
 def test_the_search_runs_its_trials_and_can_be_shown(tmp_path):
     def run(*words):
-        done = forked_python.run(*words, timeout=DEADLINE_S, env={**os.environ, **QUIET})
+        done = forked_python.run(*words, timeout=DEADLINE_S)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -1,7 +1,6 @@
 """Ledgers of whole jobs: several tasks write, one proof; and a step of them in one process."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 
 from tests import forked_python
 from tests.multiprocess.trainings import PROGRAMS, launch
-from tests.multiprocess.warm import QUIET
 
 DEADLINE_S = 200
 JOBS = {
@@ -27,7 +25,7 @@ CONFIG = (
 
 def run(*arguments: str) -> Any:
     """Runs a program to its end; raises when it is not done in time."""
-    return forked_python.run("-m", *arguments, timeout=DEADLINE_S, env={**os.environ, **QUIET})
+    return forked_python.run("-m", *arguments, timeout=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")

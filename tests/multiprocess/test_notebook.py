@@ -9,7 +9,6 @@ import pytest
 from jupyter_client import KernelManager
 
 from tests.multiprocess.jobs import ROOT
-from tests.multiprocess.warm import QUIET
 from tfdist.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.slow
@@ -35,8 +34,8 @@ tfdist.spawn(train, workers=2, run_dir="run", grace_s=60)
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, value in {**QUIET, "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     return tmp_path
 
 

@@ -237,9 +237,8 @@ class Sweep:
     @contextlib.contextmanager
     def started(self) -> Iterator[forked_python.Program]:
         program = (*self.program, "--sweep_dir", str(self.path), *self.flags)
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
         with open(self.log, "ab") as log:
-            chief = forked_python.Program(*program, env=env, stdout=log, stderr=log)
+            chief = forked_python.Program(*program, stdout=log, stderr=log)
         try:
             yield chief
         finally:

@@ -20,12 +20,7 @@ EXAMPLES = 96
 DEADLINE_S = 240.0
 
 
-ENVIRON = {
-    **os.environ,
-    "PYTHONPATH": str(ROOT),
-    "CUDA_VISIBLE_DEVICES": "-1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-}
+ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def run(tmp_path: Path, *args: str, **variables: str) -> str:

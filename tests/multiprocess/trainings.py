@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tests.multiprocess.warm import QUIET, Start, forked, tasks_of
+from tests.multiprocess.warm import Start, forked, tasks_of
 from tfdist.outputs.run_directory import RunDirectory
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -38,7 +38,7 @@ def ended(
             stderr=subprocess.STDOUT,
             text=True,
             pass_fds=fds,
-            env={**os.environ, **QUIET, **env},
+            env={**os.environ, **env},
         )
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -75,7 +75,6 @@ class TrainingJob:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**os.environ, **QUIET},
                 pass_fds=fds,
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             )

@@ -16,7 +16,6 @@ from tests.forked_python import SharedTemplate
 Started = tuple[tuple[str, ...], tuple[int, ...]]
 """Flags of the launcher, and what it has to inherit for them (`pass_fds`)."""
 Start = Callable[[], AbstractContextManager[Started]]
-QUIET = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 @contextlib.contextmanager
