@@ -36,7 +36,6 @@ def plans(draw):
     return EpochPlan.from_boundaries(boundaries, global_batch_size=batch)
 
 
-@settings(deadline=None)
 @given(virtual_epochs())
 def test_virtual_epochs_are_of_equal_size(epochs):
     boundaries = epochs.boundaries()
@@ -48,7 +47,6 @@ def test_virtual_epochs_are_of_equal_size(epochs):
     assert max(sizes) - min(sizes) <= 1
 
 
-@settings(deadline=None)
 @given(virtual_epochs(), BATCHES, BATCHES)
 def test_virtual_epochs_end_at_the_same_example_whatever_the_batch(epochs, batch, other):
     one = EpochPlan.from_boundaries(epochs.boundaries(), global_batch_size=batch)
@@ -59,7 +57,6 @@ def test_virtual_epochs_end_at_the_same_example_whatever_the_batch(epochs, batch
         assert last == epochs.boundaries()[epoch + 1]
 
 
-@settings(deadline=None)
 @given(plans())
 def test_the_steps_of_a_run_take_every_example_once_and_in_order(plan):
     position = 0
@@ -71,7 +68,6 @@ def test_the_steps_of_a_run_take_every_example_once_and_in_order(plan):
     assert position == plan.example_starts[-1]
 
 
-@settings(deadline=None)
 @given(plans())
 def test_only_the_last_step_of_an_epoch_is_small(plan):
     sizes = [len(plan.span(step)) for step in range(plan.total_steps)]
@@ -81,7 +77,6 @@ def test_only_the_last_step_of_an_epoch_is_small(plan):
     assert plan.all_full == (set(sizes) == {plan.global_batch_size})
 
 
-@settings(deadline=None)
 @given(plans())
 def test_a_step_belongs_to_the_epoch_that_lists_it(plan):
     listed = [(epoch, step) for epoch in range(plan.num_epochs) for step in plan.steps(epoch)]
@@ -93,7 +88,6 @@ def test_a_step_belongs_to_the_epoch_that_lists_it(plan):
         assert span.stop <= plan.example_starts[epoch + 1]
 
 
-@settings(deadline=None)
 @given(plans())
 def test_examples_before_a_step_are_those_of_the_steps_before(plan):
     sizes = [len(plan.span(step)) for step in range(plan.total_steps)]
@@ -102,7 +96,7 @@ def test_examples_before_a_step_are_those_of_the_steps_before(plan):
     assert plan.examples_before(plan.total_steps + 7) == before[-1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(plans(), st.data())
 def test_tensorflow_computes_the_same_spans(plan, data):
     drawn = data.draw(st.integers(0, plan.total_steps - 1))
@@ -127,7 +121,6 @@ def test_the_spans_of_a_compiled_loop_are_those_of_the_plan(total):
     assert spans.numpy().tolist() == [[s.start, s.stop] for s in expected]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 400), st.integers(1, 40))
 def test_the_parts_of_a_batch_cover_it_without_overlap(size, parts):
     shares = [share_of(i, parts=parts, size=size) for i in range(parts)]

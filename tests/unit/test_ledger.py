@@ -109,7 +109,7 @@ def test_a_run_left_alone_is_proved(tmp_path, mode, tasks):
     assert [(e.first, e.last, e.seen) for e in proof.epochs] == [(0, 5, 25), (5, 10, 25)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_however_it_is_cut_and_resumed_a_right_run_is_proved(tmp_path_factory, data):
     """Attempts of any number of tasks, resumed anywhere before where the last one stopped."""
@@ -128,7 +128,7 @@ def test_however_it_is_cut_and_resumed_a_right_run_is_proved(tmp_path_factory, d
     assert proof.ledger.end == proof.ledger.attempts[-1].last
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     mode=st.sampled_from(["full", "hash"]),
     step=st.integers(0, 9),
@@ -256,7 +256,7 @@ def test_a_run_that_was_made_longer_is_one_run(tmp_path):
     assert proof_of(tmp_path).proved
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(cut=st.integers(0, 3000), mode=st.sampled_from(["full", "hash"]))
 def test_a_file_cut_anywhere_keeps_its_whole_records(tmp_path_factory, cut, mode):
     directory = tmp_path_factory.mktemp("ledger")
@@ -288,7 +288,7 @@ def test_the_format_is_that_of_every_version(tmp_path):
     assert (tmp_path / file.path.name).read_bytes() == file.path.read_bytes()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(low=st.integers(-1, 2**40), steps=st.integers(0, 5))
 def test_a_record_reads_back_as_it_was_written(tmp_path_factory, low, steps):
     directory = tmp_path_factory.mktemp("ledger")
@@ -313,7 +313,7 @@ def test_passes_beyond_the_127th_are_proved_by_their_hashes(tmp_path):
     assert len(proof.passes) == 140
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(at=st.integers(0, 10_000), bit=st.integers(0, 7), mode=st.sampled_from(["full", "hash"]))
 def test_whatever_bit_is_changed_nothing_is_proved(tmp_path_factory, at, bit, mode):
     directory = tmp_path_factory.mktemp("ledger")

@@ -356,14 +356,14 @@ def test_nothing_heavy_is_loaded():
 
 
 @given(st.binary(max_size=200), st.sampled_from([kind for kind in KINDS if kind != "config"]))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_random_bytes_end_nothing(data, kind):
     for finding in lint([LintSource(name="x", data=data, kind=kind)]):
         assert finding.code in RULES
 
 
 @given(st.sampled_from(PLAIN), st.floats(0, 1), st.text(max_size=4), st.integers(0, 12))
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 def test_a_damaged_file_ends_nothing(name, where, put, cut):
     data = TEXTS[name][:8000]
     at = int(where * len(data))

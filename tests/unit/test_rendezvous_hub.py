@@ -291,9 +291,7 @@ def test_without_a_free_descriptor_it_waits_and_accepts_when_there_is_one(meetin
     meeting.join(2)
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chunks=st.lists(st.binary(min_size=1, max_size=2000), max_size=5))
 def test_random_bytes_end_only_their_own_connection(meeting, chunks):
     if not meeting.members:

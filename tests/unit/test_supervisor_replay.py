@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
@@ -139,7 +139,6 @@ class Answers:
 WHAT = st.sampled_from([0, 1, 2, 75, -KILL, -signal.SIGABRT, "raised", "step", "wait"])
 
 
-@settings(deadline=None)
 @given(
     is_ps=st.booleans(),
     what=st.lists(st.tuples(st.integers(0, 4), WHAT), max_size=12),

@@ -91,7 +91,6 @@ def configs(draw: st.DrawFn) -> TaskConfig:
 
 
 @given(configs())
-@settings(deadline=None)
 def test_what_is_encoded_is_decoded_again(config):
     text = encode(config)
     assert text.isascii()
@@ -388,7 +387,7 @@ ALMOST = st.fixed_dictionaries(
 
 
 @given(JSON | ALMOST)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_random_json_raises_nothing_but_usage_errors(value):
     only_usage_errors(json.dumps(value))
     only_usage_errors(str(value))

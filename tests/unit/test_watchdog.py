@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
@@ -412,7 +412,6 @@ def test_a_stopped_task_is_named_a_sixteenth_of_the_limit_after_it(hang_timeout_
 phases = st.sampled_from(("step", "save", "validate", "callback", "trace"))
 
 
-@settings(deadline=None)
 @given(
     gaps_s=st.lists(st.floats(0, HANG_S - 2), min_size=1, max_size=20),
     entered=st.lists(st.tuples(st.sampled_from(WORKERS), phases), max_size=40),
@@ -429,7 +428,6 @@ def test_no_hang_while_every_task_beats_and_goes_on(gaps_s, entered, startup_s):
         assert job.run(gap_s) is None
 
 
-@settings(deadline=None)
 @given(
     frozen=st.sets(st.sampled_from(WORKERS), min_size=1),
     state=st.sampled_from("TRSD"),
