@@ -5,12 +5,11 @@ import re
 import select
 import signal
 import socket
-import subprocess
 import sys
 
 import pytest
 
-from tests.multiprocess.jobs import ROOT, Job, default_signals
+from tests.multiprocess.jobs import ROOT, children
 
 pytestmark = pytest.mark.slow
 
@@ -20,34 +19,17 @@ LIGHT = "import tfdist.launch.fork_server as f; f.IMPORTS = ('json',)"
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Starts the program in a directory of its own; ends it, and shows what it said."""
-    (tmp_path / "site").mkdir()
-    jobs = []
+def start(launch, tmp_path):
+    """Starts the program in a directory of its own, after a line of another."""
+    site = tmp_path / "site"
+    site.mkdir()
 
     def start(*args, light=LIGHT):
-        (tmp_path / "site" / "sitecustomize.py").write_text(light)
-        read_fd, write_fd = os.pipe()
-        process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), *args],
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            stdout=write_fd,
-            stderr=write_fd,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path / 'site'}"},
-            preexec_fn=default_signals,
-        )
-        os.close(write_fd)
-        jobs.append(Job(process, read_fd, tmp_path))
-        return jobs[-1]
+        (site / "sitecustomize.py").write_text(light)
+        path = {"PYTHONPATH": f"{ROOT}:{site}"}
+        return launch(PROGRAM.read_text(), command=(sys.executable,), args=args, env=path)
 
-    yield start
-    for job in jobs:
-        if job.process.poll() is None:
-            job.process.kill()
-            job.process.wait()
-        os.close(job.fd)
-        print(job.text)
+    return start
 
 
 @pytest.mark.parametrize("method", ["exec", "fork"])
@@ -86,14 +68,9 @@ def test_an_interrupt_stops_the_job_and_is_raised_when_it_has_stopped(start):
 def test_the_end_of_the_caller_is_the_end_of_the_job(start):
     job = start("wait")
     job.read_until(r"\[worker-0\] ready\n")
-    (launcher,) = map(int, children_of(job.process.pid))
+    (launcher,) = children(job.process.pid)
     gone = os.pidfd_open(launcher)
     job.process.kill()
     assert select.select([gone], [], [], 60)[0]
     os.close(gone)
     assert job.process.wait(60) == -signal.SIGKILL
-
-
-def children_of(pid):
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return file.read().split()
