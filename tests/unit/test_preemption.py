@@ -2,17 +2,17 @@
 
 import contextlib
 import faulthandler
+import functools
 import os
 import pickle
 import signal
 import subprocess
 import textwrap
 import threading
-from collections.abc import Callable
 
 import pytest
 
-from tests.processes import python
+from tests.processes import python, until
 from tfdist.errors import Stopped
 from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
 
@@ -32,13 +32,7 @@ class Ends:
         self.called.set()
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    condition = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.001)):
-        if true():
-            return
-        condition.wait(0.001)
-    raise AssertionError("did not happen in time")
+wait_until = functools.partial(until, within_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
