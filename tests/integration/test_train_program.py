@@ -117,23 +117,6 @@ def test_a_run_is_exported_in_its_precision(finished):
     assert (hidden, logits) == ("bfloat16", "float32")
 
 
-def test_a_finished_run_says_so_and_is_not_run_again(finished):
-    before = (finished / "summary.json").stat().st_mtime_ns
-    done = train(finished, *SHORT, "--config.seed=5")
-    assert done.returncode == 0, done.stderr
-    assert "is finished; --overwrite runs it again" in done.stderr
-    assert "result" in done.stdout
-    assert (finished / "summary.json").stat().st_mtime_ns == before
-
-
-def test_another_run_in_the_directory_is_refused_before_anything_is_written(finished):
-    done = train(finished, *SHORT, "--config.seed=6")
-    assert done.returncode == 2
-    error = done.stderr.splitlines()[-1]
-    assert "received seed=6 (there: 5)" in error
-    assert "Traceback" not in done.stderr
-
-
 def test_a_run_killed_after_a_checkpoint_ends_as_if_it_had_not_been(finished, tmp_path):
     run_dir = tmp_path / "run"
     often = ("--config.backup_every_steps=4", "--config.backup_every=auto")
