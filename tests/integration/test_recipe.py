@@ -10,6 +10,7 @@ import pytest
 import tensorflow_datasets as tfds
 from rich.console import Console
 
+from tests.clock import Clock
 from tfdist.app import recipe
 from tfdist.app.recipe import MODELS, build_model
 from tfdist.app.run import RunReporter
@@ -169,14 +170,6 @@ def test_a_schedule_in_examples_does_not_change_with_the_batch_size(tmp_path):
 
 
 # What the program writes and shows while it trains.
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

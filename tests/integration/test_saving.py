@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.clock import Clock
 from tests.models import AtStep, Cut, bits, classifier
 from tfdist.checkpoint import CheckpointStore, state
 from tfdist.checkpoint import format as format_module
@@ -445,28 +446,21 @@ def test_a_state_that_json_cannot_say_names_its_callback(strategies, tmp_path):
         fit(make(strategies[1]), tmp_path, listing)
 
 
-class Time:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 def test_the_interval_is_chosen_by_what_a_save_costs(strategies, tmp_path, monkeypatch, caplog):
-    time, capture = Time(), state.capture
+    clock, capture = Clock(), state.capture
 
     class Step(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            time.now += 10.0
+            clock.now_s += 10.0
             backup.wait()  # as one that is being written puts the next off
 
     def costly(*args):
-        time.now += 2.0
+        clock.now_s += 2.0
         return capture(*args)
 
     monkeypatch.setattr(state, "capture", costly)
     backup = tfdist.BackupAndRestore(
-        tmp_path / "b", every="auto", mtbf_s=3600.0, keep=100, clock=time
+        tmp_path / "b", every="auto", mtbf_s=3600.0, keep=100, clock=clock
     )
     model = make(strategies[1])
     with caplog.at_level("INFO", logger="tfdist.checkpoint.backup"):

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.clock import Clock
 from tfdist.cluster import Task
 from tfdist.launch.events import (
     SAME_REQUEST_S,
@@ -296,13 +297,6 @@ def test_a_bound_command_ends_with_the_process_that_started_it():
 
 
 # What the launcher hears.
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT])

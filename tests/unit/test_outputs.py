@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.clock import Clock
 from tests.processes import python
 from tfdist.checkpoint.state import state_sha256, weights_sha256
 from tfdist.outputs.display import (
@@ -172,14 +173,6 @@ def test_the_result_is_plain_text(changes, rows):
 
 
 # Progress
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def progress_lines(*, step_s: float, steps: int) -> list[str]:
