@@ -3,6 +3,8 @@
 import keras
 import numpy as np
 
+from tfdist.training.engines import SynchronousEngine
+
 
 class Cut(Exception):
     """The process ends here, as far as the training can tell."""
@@ -48,3 +50,17 @@ def difference(one, other):
     """The largest difference between the weights of two models; NaN where one has that."""
     pairs = zip(one.get_weights(), other.get_weights(), strict=True)
     return float(np.max([np.abs(a - b).max() for a, b in pairs]))
+
+
+def noted_ranges(patch):
+    """The ranges of training steps that the engine is asked to run from now on."""
+    seen = []
+    run = SynchronousEngine.run
+
+    def noting(self, program, first, last, **kwargs):
+        if program.training:
+            seen.append((first, last))
+        return run(self, program, first, last, **kwargs)
+
+    patch.setattr(SynchronousEngine, "run", noting)
+    return seen

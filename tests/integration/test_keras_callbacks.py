@@ -12,10 +12,9 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfdist
-from tests.models import difference
+from tests.models import difference, noted_ranges
 from tfdist import phases
 from tfdist.training import blocks
-from tfdist.training.engines import SynchronousEngine
 
 pytestmark = pytest.mark.slow
 
@@ -89,19 +88,6 @@ for _mode in PARTS:
             setattr(Recorder, _name, _recording(_name))
 for _when in ("begin", "end"):
     setattr(Recorder, f"on_epoch_{_when}", _recording(f"on_epoch_{_when}"))
-
-
-def noted_ranges(patch):
-    """The ranges of steps that the engine is asked to run from now on."""
-    seen = []
-    run = SynchronousEngine.run
-
-    def noting(self, program, first, last, **kwargs):
-        seen.append((first, last))
-        return run(self, program, first, last, **kwargs)
-
-    patch.setattr(SynchronousEngine, "run", noting)
-    return seen
 
 
 @pytest.fixture

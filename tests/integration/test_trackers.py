@@ -14,9 +14,9 @@ import pytest
 import tfdist
 from tests import fake_trackers
 from tests.fake_trackers import steps_in_events
+from tests.models import noted_ranges
 from tfdist.training import trackers
 from tfdist.training.callbacks import callback_list, wants_every_batch
-from tfdist.training.engines import SynchronousEngine
 from tfdist.tuning import exports
 
 pytestmark = pytest.mark.slow
@@ -55,16 +55,7 @@ def train(strategy, callbacks, **options):
 @pytest.fixture
 def blocks(monkeypatch):
     """The blocks of training steps that the engine is asked to run."""
-    seen = []
-    run = SynchronousEngine.run
-
-    def noting(self, program, first, last, **kwargs):
-        if program.training:
-            seen.append((first, last))
-        return run(self, program, first, last, **kwargs)
-
-    monkeypatch.setattr(SynchronousEngine, "run", noting)
-    return seen
+    return noted_ranges(monkeypatch)
 
 
 @pytest.fixture
