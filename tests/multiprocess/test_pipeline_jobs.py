@@ -185,13 +185,6 @@ def test_stages_that_read_different_data_are_refused(tmp_path):
     assert not tasks
 
 
-def test_a_stage_that_dies_is_named(tmp_path):
-    code, said, _ = run(tmp_path, "dies", stages=2)
-    assert code != EXIT_OK
-    assert "worker-1" in said
-    assert code != EXIT_USAGE, said
-
-
 @pytest.mark.slow
 def test_every_split_size_is_measured_beside_one_device(tmp_path, capfd):
     words = ("--batch_size=12", "--sizes=auto,3", "--one_device=3", "--steps=1", "--timeout_s=120")

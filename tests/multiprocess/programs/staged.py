@@ -7,8 +7,8 @@ loss, up to overflows) train; ``sums`` sums losses, accumulates gradients and ke
 ``tries`` finds cut and size of micro-batches by measuring, and keeps them in checkpoints;
 ``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
 ``looks`` evaluates in the middle of each epoch;
-``dies`` loses task 1 for good; ``wrong`` cuts behind a layer that is not there,
-and in ``differs`` each task has targets of its own.
+``wrong`` cuts behind a layer that is not there, and in ``differs`` each task has targets of its
+own.
 """
 
 import json
@@ -84,14 +84,13 @@ def nbytes(variables):
 
 
 class Dies(keras.callbacks.Callback):
-    """Ends a task in the second epoch; notes what a task holds while steps run."""
+    """Ends a task in the second epoch, once; notes what a task holds while steps run."""
 
     def on_train_batch_end(self, batch, logs=None):
         variables = (self.model.weights, self.model.optimizer.variables)
         held["weights"], held["slots"] = map(nbytes, variables)
-        job, (does, _, task) = current_job(), DOES.partition("-")
-        mine = does == "dies" and job.name == "worker-1"
-        mine |= job.name == f"worker-{task}" and job.config.options.attempt == 1
+        job, (_, _, task) = current_job(), DOES.partition("-")
+        mine = job.name == f"worker-{task}" and job.config.options.attempt == 1
         if mine and self.model.optimizer.iterations > 4 and batch >= 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
