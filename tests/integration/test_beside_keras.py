@@ -57,16 +57,8 @@ def trained(strategy, make, callbacks=(), **options):
         with strategy.scope():
             model = make()
     called = Called()
-    options = {
-        "x": X,
-        "y": Y,
-        "batch_size": 6,
-        "epochs": 3,
-        "shuffle": False,
-        "verbose": 0,
-    } | options
     fit = model.fit if strategy is None else lambda **more: tfdist.fit(model, **more)
-    fit(callbacks=[*(c() for c in callbacks), called], **options)
+    fit(callbacks=[*(c() for c in callbacks), called], **OPTIONS | options)
     return model, called.calls
 
 
