@@ -52,6 +52,12 @@ def computed(layer, x, *, fused, training=True, of=KERNELS, **given):
     return [loss, *gradients, *layer.weights], kernels
 
 
+def assert_close(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        largest = np.abs(other).max()
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * largest)
+
+
 @pytest.mark.parametrize("shape", [SHAPE, (1, 5, 6, 3), (1, 1, 4, 3)])
 @pytest.mark.parametrize(
     "options",
@@ -69,9 +75,7 @@ def test_outputs_gradients_and_statistics_are_those_of_keras(shape, options):
     found, kernels = computed(L.BatchNormalization(**options), x, fused=True)
     assert not none
     assert kernels == {"FusedBatchNormV3", "FusedBatchNormGradV3"}
-    for one, other in zip(found, expected, strict=True):
-        largest = np.abs(other).max()
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * largest)
+    assert_close(found, expected)
 
 
 def test_a_batch_of_one_number_has_no_variance():
@@ -235,9 +239,7 @@ def test_what_xla_compiles_is_that_of_keras(make, shape):
     found, kernels = computed(make(), x, fused=True)
     assert "PartitionedCall" not in none
     assert "PartitionedCall" in kernels
-    for one, other in zip(found, expected, strict=True):
-        largest = np.abs(other).max()
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * largest)
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -293,12 +295,6 @@ def test_gelu_of_large_and_special_values(approximate):
 # Products with a matrix of weights, and attention.
 
 PRODUCTS = ("MatMul", "BatchMatMulV2", "Einsum")
-
-
-def assert_close(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        largest = np.abs(other).max()
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize(
