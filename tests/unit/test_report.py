@@ -125,14 +125,19 @@ def test_the_last_value_of_a_metric_is_that_of_the_last_line(run_dir):
     assert "hits" not in text
 
 
-def test_a_run_that_was_finished_without_the_launcher_is_done(run_dir):
-    report = json.loads((run_dir / "report.json").read_text())
-    (run_dir / "report.json").write_text(json.dumps({**report, "exit_code": 1}))
-    os.utime(run_dir / "summary.json", (1.0, 1.0))
-    assert read_run(run_dir).status == "failed (exit code 1)"
-    os.utime(run_dir / "summary.json")
-    os.utime(run_dir / "report.json", (1.0, 1.0))
-    assert read_run(run_dir).status == "done"
+@pytest.mark.parametrize(
+    ("ended_at", "status"),
+    [
+        ("2026-11-23T03:49:05.000Z", "failed (exit code 1)"),
+        ("2026-11-24T00:00:00.000Z", "done"),
+        (None, "failed (exit code 1)"),
+    ],
+)
+def test_a_run_that_was_finished_without_the_launcher_is_done(run_dir, ended_at, status):
+    for name, changes in (("report", {"exit_code": 1}), ("summary", {"ended_at": ended_at})):
+        path = run_dir / f"{name}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    assert read_run(run_dir).status == status
 
 
 def test_runs_side_by_side_show_what_differs_and_curves_over_each_other():

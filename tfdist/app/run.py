@@ -270,6 +270,7 @@ def _summarized(
     step = reporter.step if reporter.first_step is not None else lines[-1]["step"] if lines else 0
     summary = {
         "status": status,
+        "ended_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "strategy": job.kind,
         "workers": workers,
         "ps": len(cluster.ps) if cluster else 0,

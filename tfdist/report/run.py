@@ -215,7 +215,7 @@ def _read(path: Path) -> Run:
     is_reported = any(attempt.number == live.get("attempt") for attempt in attempts)
     if live and not is_reported and (is_running or live.get("state") != "ended"):
         attempts.append(_unfinished(live, path, is_running=is_running))
-    is_done = summary.get("status") == DONE and not is_running and _is_after_report(directory)
+    is_done = summary.get("status") == DONE and not is_running and _is_later(summary, attempts)
     return Run(
         path=path,
         name=path.resolve().name,
@@ -231,12 +231,11 @@ def _read(path: Path) -> Run:
     )
 
 
-def _is_after_report(directory: RunDirectory) -> bool:
+def _is_later(summary: Mapping[str, Any], attempts: Sequence[AttemptRecord]) -> bool:
     """Return whether the summary is of a later start than the launcher's last one."""
-    with contextlib.suppress(OSError):
-        reported_at = (directory.path / REPORT_FILE).stat().st_mtime
-        return directory.summary_file.stat().st_mtime > reported_at
-    return False
+    ended_at = moment(summary.get("ended_at"))
+    known = [at for attempt in attempts for at in (attempt.begin, attempt.end) if at is not None]
+    return ended_at is not None and ended_at > max(known, default=0.0)
 
 
 def _status(report: Mapping[str, Any], summary: Mapping[str, Any], *, is_running: bool) -> str:
