@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import shutil
-import types
+from concurrent.futures import Future
 
 import keras
 import numpy as np
@@ -48,7 +48,9 @@ def in_evaluator(exit_code=0, watch=None):
         return job
 
     with pytest.MonkeyPatch.context() as patched:
-        watch = watch or types.SimpleNamespace(exit_code=exit_code)
+        if watch is None:
+            watch = Future()
+            watch.set_result(exit_code)
         patched.setattr(evaluation, "chief_watch", lambda config, timeout_s: watch)
         patched.setattr(fitting.building, "job_for", job_for)
         yield
@@ -96,16 +98,15 @@ def test_runs_beside_and_after_each_other_are_each_evaluated(tmp_path):
 
 
 def test_what_another_run_has_put_in_place_of_the_checkpoints_is_evaluated(tmp_path):
-    class Watch:
+    class Watch(Future):
         looks = 0
 
-        @property
-        def exit_code(self):
+        def done(self):
             self.looks += 1
             if self.looks == 2:  # the first one is evaluated
                 (tmp_path / "c").rename(tmp_path / "old")
                 (tmp_path / "new").rename(tmp_path / "c")
-            return None if self.looks < 3 else 0
+            return self.looks >= 3
 
     train(tmp_path / "c", seed=1)
     train(tmp_path / "new", seed=2)

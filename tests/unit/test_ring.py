@@ -26,16 +26,8 @@ DEADLINE_S = 60.0
 
 def ring_of(size):
     pairs = [socket.socketpair() for _ in range(size)]
-    return [
-        Ring(
-            rank=rank,
-            size=size,
-            to_next=pairs[rank][0],
-            from_previous=pairs[rank - 1][1],
-            names=[f"worker-{i}" for i in range(size)],
-        )
-        for rank in range(size)
-    ]
+    names = [f"worker-{i}" for i in range(size)]
+    return [Ring(rank, names, (pairs[rank][0], pairs[rank - 1][1])) for rank in range(size)]
 
 
 def at_once(calls):

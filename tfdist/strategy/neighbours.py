@@ -70,20 +70,13 @@ def join(
     """
     ends = connect(rank, addresses, names, total=total, timeout_s=timeout_s, ports=ports)
     if ends is not None:
-        return ring_of(rank, names, ends)
+        return Ring(rank, names, ends)
     if rank == 0:
         _LOG.warning(
             "not every worker reaches the next one beside TensorFlow's own port: gradients go by"
             " TensorFlow's collectives, which on CPUs is slower"
         )
     return None
-
-
-def ring_of(rank: int, names: Sequence[str], ends: tuple[socket.socket, socket.socket]) -> Ring:
-    """Return a worker's place in a ring, of what `connect` has returned."""
-    to_next, from_previous = ends
-    size = len(names)
-    return Ring(rank=rank, size=size, to_next=to_next, from_previous=from_previous, names=names)
 
 
 def connect(

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 
 import tensorflow as tf
 
@@ -241,39 +242,23 @@ def wait_for_chief_to_end(
             _LOG.info("the chief at %s has ended; so does %s", address, config.task)
             return EXIT_OK
         elif not seen and time.monotonic() - last > timeout_s:
-            print(
-                f"tfdist: {config.task}: waited {timeout_s:.0f} s for {config.cluster.chief_task}"
-                f" ({address}). Fix: start it, or raise --startup_timeout_s",
-                file=sys.stderr,
-                flush=True,
-            )
+            waited = waited_for(config, [config.cluster.chief_task], timeout_s, timeout_s)
+            print(f"tfdist: {waited}", file=sys.stderr, flush=True)
             return EXIT_PEER_MISSING
     return EXIT_STOPPED
 
 
-class ChiefWatch(threading.Thread):
-    """Watches over the chief's port, for a task that the chief knows nothing of.
-
-    Attributes:
-      exit_code: of this task, once the chief has ended or has not come in time; None before.
-    """
-
-    def __init__(self, config: TaskConfig, *, timeout_s: float) -> None:
-        super().__init__(name="tfdist-chief-watch", daemon=True)
-        self.exit_code: int | None = None
-        self._config = config
-        self._timeout_s = timeout_s
-
-    def run(self) -> None:
-        """Return when the exit code is known."""
-        self.exit_code = wait_for_chief_to_end(
-            self._config, stop=threading.Event(), timeout_s=self._timeout_s
-        )
-
-
 @functools.cache
-def chief_watch(config: TaskConfig, *, timeout_s: float) -> ChiefWatch:
-    """Return the one watch of this process; begun with the first call."""
-    watch = ChiefWatch(config, timeout_s=timeout_s)
-    watch.start()
-    return watch
+def chief_watch(config: TaskConfig, *, timeout_s: float) -> Future[int]:
+    """Return this task's exit code, known once the chief has ended or has not come in time.
+
+    For a task that the chief knows nothing of. One thread of the process watches the chief's port,
+    from the first call on.
+    """
+    code: Future[int] = Future()
+
+    def watch() -> None:
+        code.set_result(wait_for_chief_to_end(config, stop=threading.Event(), timeout_s=timeout_s))
+
+    threading.Thread(target=watch, name="tfdist-chief-watch", daemon=True).start()
+    return code

@@ -39,23 +39,15 @@ class Ring:
 
     Args:
       rank: this worker's place, from 0.
-      size: how many workers there are, at least 2.
-      to_next: connected to the worker after this one.
-      from_previous: connected to the worker before this one.
-      names: what to call each worker in an error.
+      names: what to call each worker in an error; they are at least 2.
+      ends: connections to the worker after this one, and to the one before it.
     """
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        size: int,
-        to_next: socket.socket,
-        from_previous: socket.socket,
-        names: Sequence[str],
+        self, rank: int, names: Sequence[str], ends: tuple[socket.socket, socket.socket]
     ) -> None:
-        self._rank, self._size, self._names = rank, size, names
-        self._to_next, self._from_previous = to_next, from_previous
+        self._rank, self._size, self._names = rank, len(names), names
+        self._to_next, self._from_previous = ends
         self._sums = 0
         self._at_work = threading.Lock()
         self._scratch = bytearray()
@@ -63,7 +55,7 @@ class Ring:
         """What went wrong with a neighbour, once something has; no sum can be made any more."""
         self.differs: tuple[str, str] | None = None
         """The neighbour's sum and this worker's where the neighbour makes another one."""
-        for end in (to_next, from_previous):
+        for end in ends:
             end.setblocking(False)
         _close_in_children()
         _rings.add(self)

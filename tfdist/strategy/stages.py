@@ -66,9 +66,9 @@ class Stages:
       index: of this task's stage.
       count: of the stages.
       names: of the pipeline's tasks, by stage.
+      options: as in `make_strategy`.
       before: connected to the stage before; None in the first.
       after: connected to the stage after; None in the last.
-      options: as in `make_strategy`.
       pipeline: which of the pipelines this task is in.
       pipelines: of the job.
       peers: sums over the equal stages of all pipelines; None for one pipeline.
@@ -78,9 +78,9 @@ class Stages:
     index: int
     count: int
     names: tuple[str, ...]
-    before: socket.socket | None
-    after: socket.socket | None
     options: PipelineOptions
+    before: socket.socket | None = None
+    after: socket.socket | None = None
     pipeline: int = 0
     pipelines: int = 1
     peers: Ring | None = None
@@ -100,30 +100,26 @@ def join(
     rank, pipelines = tasks.index(config.task), len(tasks) // count
     pipeline, index = divmod(rank, count)
     names = tuple(_name(str(task), i, count, pipelines) for i, task in enumerate(tasks))
+    if len(tasks) == 1:
+        return Stages(index=0, count=1, names=names, options=options), None
+    strides = (1, 1, count) if pipelines > 1 else (1, 1)
+    of_all, (after, before), *of_peers = _connected(config, rank, strides, names, timeout_s, ports)
+    peers = [Ring(pipeline, names[index::count], ends) for ends in of_peers]
+    for end, is_used in ((before, index > 0), (after, index < count - 1)):
+        if not is_used:
+            end.close()
     place = Stages(
         index=index,
         count=count,
         names=names[pipeline * count :][:count],
-        before=None,
-        after=None,
         options=options,
-        pipeline=pipeline,
-        pipelines=pipelines,
-    )
-    if len(tasks) == 1:
-        return place, None
-    strides = (1, 1, count) if pipelines > 1 else (1, 1)
-    of_all, (after, before), *of_peers = _connected(config, rank, strides, names, timeout_s, ports)
-    peers = [neighbours.ring_of(pipeline, names[index::count], ends) for ends in of_peers]
-    for end, is_used in ((before, index > 0), (after, index < count - 1)):
-        if not is_used:
-            end.close()
-    return dataclasses.replace(
-        place,
         before=before if index else None,
         after=after if index < count - 1 else None,
+        pipeline=pipeline,
+        pipelines=pipelines,
         peers=peers[0] if peers else None,
-    ), neighbours.ring_of(rank, names, of_all)
+    )
+    return place, Ring(rank, names, of_all)
 
 
 def _connected(
@@ -200,8 +196,7 @@ def _accepted(
     if missing := [task for hello, task in others.items() if hello not in ends]:
         for end in ends.values():
             end.close()
-        named = rendezvous.named(config.cluster, missing)
-        raise StartupTimeout(_waited(config, named, timeout_s))
+        raise StartupTimeout(rendezvous.waited_for(config, missing, timeout_s, timeout_s))
     return list(ends.values())
 
 
@@ -216,14 +211,7 @@ def _at_chief(config: TaskConfig, index: int, deadline_s: float, timeout_s: floa
         except OSError as error:
             _LOG.debug("%s: %s", chief, error)
             time.sleep(min(_RETRY_S, left_s))
-    raise StartupTimeout(_waited(config, rendezvous.named(config.cluster, [chief]), timeout_s))
-
-
-def _waited(config: TaskConfig, named: str, timeout_s: float) -> str:
-    return (
-        f"{config.task}: waited {timeout_s:.0f} s for {named}. Fix: start them, or raise"
-        " --startup_timeout_s"
-    )
+    raise StartupTimeout(rendezvous.waited_for(config, [chief], timeout_s, timeout_s))
 
 
 def _exactly(end: socket.socket, count: int) -> bytes:

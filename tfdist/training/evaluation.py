@@ -331,7 +331,7 @@ def evaluate_checkpoints(
     with StopRequests() as requests:
         try:
             while True:
-                is_over = watch.exit_code is not None  # asked first: what is found now is the last
+                is_over = watch.done()  # asked first: what is found now is the last
                 name = store.newest_name()
                 # By what is written: the process before this one may have done it.
                 done = {line["checkpoint"] for line in evaluator.files.lines()} | unread
@@ -350,7 +350,7 @@ def evaluate_checkpoints(
         except StopRequested as asked:
             message = f"evaluator: stopped by signal {asked.signum}"
             raise Stopped(asked.signum, message) from None
-    raise SystemExit(EXIT_OK if store.newest_name() is not None else watch.exit_code)
+    raise SystemExit(EXIT_OK if store.newest_name() is not None else watch.result())
 
 
 def _judge(line: dict[str, Any], model: keras.Model, evaluator: Evaluator) -> None:
