@@ -33,7 +33,7 @@ def _feed(dataset: Any, *, tasks: int) -> Any:
     from tfdist.data.stream import StreamSource
     from tfdist.training.epochs import EpochPlan
     from tfdist.training.feed import Order
-    from tfdist.training.inputs import StreamFeed
+    from tfdist.training.stream_feed import StreamFeed
 
     batch = input_by_index.BATCH
     return StreamFeed(

@@ -28,7 +28,8 @@ from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
 from tfdist.strategy.stages import Stages
 from tfdist.training import keras_compat
-from tfdist.training.feed import Part, require_same_batches
+from tfdist.training.agreement import require_same_batches
+from tfdist.training.feed import Part
 from tfdist.training.program import Engine, StepProgram
 
 _LOG = logging.getLogger(__name__)

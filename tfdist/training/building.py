@@ -8,14 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src.backend import compute_output_spec
 
 from tfdist.cluster.settings import LEGACY_KERAS
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of
-from tfdist.strategy.group import sum_over_tasks
 from tfdist.strategy.layer_devices import PlacedStrategy
 from tfdist.training import keras_compat
 from tfdist.training.feed import Feed
@@ -23,8 +21,6 @@ from tfdist.training.keras_compat import sharding
 from tfdist.training.program import is_own
 
 Slots = Literal["whole", "parts", "none"]
-_SAME_WEIGHTS = 1e-4
-"""Sums of weights that differ by less, of the sum of their sizes, differ by rounding."""
 _FEW_ROWS = 8
 """A first axis of no more may be that of a stack, as of an anchor and a positive example."""
 
@@ -364,33 +360,6 @@ def require_as_compiled(model: keras.Model, before: tuple[Any, Any]) -> None:
             expected="the optimizer, loss and metrics that fit began with",
             fix="call fit for each of them; a callback may set learning_rate",
             code="compiled-in-fit",
-        )
-
-
-def require_same_weights(job: Job, model: keras.Model) -> None:
-    """Compare the trainable weights of all tasks, up to rounding. A collective.
-
-    Each computes its part of a step with its own. Processors that differ may round otherwise.
-
-    Raises:
-      UsageError: a weight differs, as where the chief alone has loaded some.
-    """
-    tensors = [tf.cast(variable, tf.float32) for variable in model.trainable_variables]
-    numbers = [[tf.reduce_sum(t).numpy(), tf.reduce_sum(tf.abs(t)).numpy()] for t in tensors]
-    table = np.zeros((job.num_tasks, len(tensors), 2))
-    if tensors:
-        table[job.task_index] = numbers
-    table = sum_over_tasks(job, table.reshape(-1), of="sums of weights").reshape(table.shape)
-    apart = np.abs(table - table[0]).max(axis=(0, 2), initial=0.0)
-    (differing,) = np.nonzero(apart > _SAME_WEIGHTS * table[0, :, 1])
-    for index in differing[:1]:
-        sums = ", ".join(f"{total:g}" for total in table[:, index, 0])
-        raise UsageError(
-            "weights",
-            received=f"{model.trainable_variables[index].path}, whose sums in the tasks are {sums}",
-            expected="the same weights in every task",
-            fix="set or load them in every task, and not in the chief alone",
-            code="tasks-differ",
         )
 
 

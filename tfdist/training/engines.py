@@ -24,7 +24,8 @@ from tfdist.data.source import GraphSource
 from tfdist.errors import PeerLost
 from tfdist.strategy import Job, current_job
 from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
-from tfdist.training.feed import Part, require_same_batches
+from tfdist.training.agreement import require_same_batches
+from tfdist.training.feed import Part
 from tfdist.training.keras_compat import all_reduce, compiled
 from tfdist.training.program import Engine, StepProgram, as_number, run_replica
 from tfdist.training.resume import require_deterministic

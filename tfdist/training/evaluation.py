@@ -23,6 +23,7 @@ from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.rendezvous import chief_watch
 from tfdist.training import building
+from tfdist.training.agreement import require_same_weights
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide, naming_bad_data
 from tfdist.training.callbacks import callback_list, wants_every_batch
 from tfdist.training.engines import engine_for, joined, naming_a_lost_server
@@ -53,7 +54,8 @@ def evaluate(
     evaluation = Evaluation(
         model, job, engine_for(job), (x, y, sample_weight), batch_size=batch_size, steps=steps
     )
-    _compare_weights(job, model)
+    if job.stages is None:  # those of a pipeline take the chief's
+        require_same_weights(job, model)
     listed = callback_list(
         callbacks, job=job, model=model, verbose=verbose, epochs=1, steps=evaluation.steps
     )
@@ -79,7 +81,8 @@ def predict(
     length = _length(batch_size=batch_size, steps=steps)
     feed = prepare(x, None, None, job=job, length=length, shuffle=False, seed=0)
     building.build_to_predict(model, job, feed)
-    _compare_weights(job, model)
+    if job.stages is None:  # those of a pipeline take the chief's
+        require_same_weights(job, model)
     # A layer that draws while it predicts draws anew in each call, as under Keras.
     seed = int(broadcast(random.randrange(2**31)))
     program = program_of(model, job, "predict_step", feed, seed=seed)
@@ -100,12 +103,6 @@ def predict(
         listed.on_predict_batch_end(step, {"outputs": batches[-1]})
     listed.on_predict_end()
     return keras.tree.map_structure(lambda *parts: joined(parts), *batches)
-
-
-def _compare_weights(job: Job, model: keras.Model) -> None:
-    """Have the tasks of a group compare their weights; those of a pipeline take the chief's."""
-    if job.has_peers and job.stages is None:
-        building.require_same_weights(job, model)
 
 
 def _length(*, batch_size: int | None, steps: int | None) -> Length:

@@ -10,32 +10,22 @@ from __future__ import annotations
 import abc
 import collections
 import dataclasses
-import hashlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist import phases
-from tfdist.data.arrays import ArraySource
 from tfdist.data.order import example_at, example_at_numpy
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
-from tfdist.data.source import GraphSource, Source, batch_spec, lean_options, unpack
-from tfdist.data.stream import InputFunctionSource, StreamSource
-from tfdist.data.stream_graph import Reading, random_states, read, serialized
-from tfdist.errors import UsageError
-from tfdist.strategy import Job, broadcast
-from tfdist.strategy.group import sum_over_tasks
+from tfdist.data.source import GraphSource, batch_spec, lean_options
+from tfdist.strategy import Job
+from tfdist.training.agreement import Digest, digest_is_due, digests_of, leaves_of
 from tfdist.training.epochs import EpochPlan, share_of
 
 AHEAD_STEPS = 2
-DIGEST_EVERY_STEPS = 512
-Digest = tuple[int, int]
-"""Of a whole batch, and of its targets alone; 64 bits each."""
 
 
 class Part(NamedTuple):
@@ -186,10 +176,10 @@ class Feed(abc.ABC):
         """End the iterator: its threads, and the batches that they have made ahead."""
         self._iterator, self._next_step = None, -1
 
-
-def digest_is_due(step: Any, *, first: int) -> Any:
-    """Return whether tasks compare the batch of `step`, an int or tensor, read from `first` on."""
-    return (step == first) | (step % DIGEST_EVERY_STEPS == 0)
+    def _transformed(self, data: Any, ids: Any, passes: Any) -> Any:
+        """Return a batch as the source's transform and the class weights make it; in graph."""
+        data = self.source.transformed(data, example_ids=ids, epoch=passes, seed=self._seed)
+        return self._after(data) if self._after else data
 
 
 def ids_of_rows(number: Any, rows: Any, *, batch: int) -> Any:
@@ -261,24 +251,7 @@ class GraphFeed(Feed):
         )
         data = self.source.gather(indices, arrays=arrays)
         passes = positions // size
-        data = self.source.transformed(data, example_ids=indices, epoch=passes, seed=self._seed)
-        return (self._after(data) if self._after else data), (indices, passes)
-
-
-def digest_of(leaves: Sequence[Any]) -> int:
-    """Return the digest of arrays, 64 bits."""
-    found = hashlib.blake2b(digest_size=8)
-    for leaf in leaves:
-        array = np.asarray(leaf)
-        found.update(f"{array.shape}{array.dtype}".encode())
-        is_text = array.dtype.kind in "OUS"
-        found.update(repr(array.tolist()).encode() if is_text else array.tobytes())
-    return int.from_bytes(found.digest(), "little")
-
-
-def digests_of(batch: Any) -> Digest:
-    """Return the digests of a batch of arrays: of all of it, and of the targets alone."""
-    return digest_of(_leaves(batch)), digest_of(_leaves(unpack(batch)[1]))
+        return self._transformed(data, indices, passes), (indices, passes)
 
 
 # Feeds from Python: examples or whole batches by index, read ahead by threads.
@@ -363,8 +336,7 @@ class PythonFeed(Feed):
         rest = iter(leaves)
         flat = [None if s is None else next(rest) for s in tf.nest.flatten(self._spec)]
         data = tf.nest.pack_sequence_as(self._spec, flat)
-        data = self.source.transformed(data, example_ids=ids, epoch=passes, seed=self._seed)
-        data = self._after(data) if self._after else data
+        data = self._transformed(data, ids, passes)
         return Part(data, share, count, (ids, passes) if self.records else None)
 
 
@@ -380,7 +352,7 @@ class IndexedFeed(PythonFeed):
         def rows(low: int, high: int) -> tuple[Any, Any, Any]:
             positions = span.start + np.arange(low, high)
             ids = self._ordered(positions, size=size)
-            return _leaves(self.source.fetch(ids)), ids, positions // size
+            return leaves_of(self.source.fetch(ids)), ids, positions // size
 
         return len(span), rows
 
@@ -412,7 +384,7 @@ class BatchFeed(PythonFeed):
         batch = self.source.fetch_batch(index)
         if self._job.num_tasks > 1 and digest_is_due(step, first=self._first):
             self.digests[step] = digests_of(batch)
-        leaves = _leaves(batch)
+        leaves = leaves_of(batch)
 
         def rows(low: int, high: int) -> tuple[Any, Any, Any]:
             numbers = np.arange(low, high)
@@ -420,310 +392,3 @@ class BatchFeed(PythonFeed):
             return [leaf[low:high] for leaf in leaves], ids, np.full(len(ids), passes)
 
         return len(leaves[0]), rows
-
-
-def _leaves(batch: Any) -> list[Any]:
-    """Return the tensors of a batch, those that a sparse or ragged one is made of, too."""
-    return [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
-
-
-# Feeds from streams: a dataset of the user's own batches, resumed by reading it again.
-
-
-_SAY_EVERY_BATCHES = 16
-_plain = tf.autograph.experimental.do_not_convert
-
-
-def reading_of(job: Job, seed: int) -> Reading:
-    """Return how a job reads a stream."""
-    return Reading(seed=seed, in_step=job.num_tasks > 1 or job.kind == "ps")
-
-
-class StreamFeed(Feed):
-    """Feed of a stream: every task reads the same batches and takes its replicas' slices.
-
-    The global batch is then the user's own, whatever the number of tasks. Under ps each worker
-    reads its own part of a training stream, over and over: not each example exactly once.
-    """
-
-    source: StreamSource
-
-    def __init__(self, source: StreamSource, plan: EpochPlan, **options: Any) -> None:
-        super().__init__(source, plan, **options)
-        self._reading = reading_of(self._job, self._seed)
-        self.may_be_empty = self._job.num_replicas > 1
-        self._in_order = not self.order.shuffle
-
-    def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
-        """As in `Feed`; called eagerly."""
-        return self._dataset(first, last, self._reading)
-
-    def first_batch(self) -> Any:
-        """As in `Feed`; fills no cache of the user's."""
-        reading = dataclasses.replace(self._reading, peek=True)
-        return next(iter(self._dataset(0, 1, reading)))[0].data
-
-    def _dataset(self, first: int, last: int, reading: Reading) -> tf.data.Dataset:
-        batches = self._endless(read(self.source.dataset_for(), reading))
-        batches = _from_step(first, batches).take(last - first)
-        numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), batches))
-        if self._job.num_tasks > 1 and not reading.peek:
-            numbered = numbered.map(_plain(partial(self._with_digest, first)))
-        return numbered.map(_plain(self._parts)).prefetch(AHEAD_STEPS)
-
-    def _with_digest(self, first: int, step: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
-        """Note the digests of a batch that tasks are to compare."""
-
-        leaves, targets = _leaves(batch), _leaves(unpack(batch)[1])
-
-        def note() -> tf.Tensor:
-            note_of = partial(self._note, len(leaves))
-            return tf.numpy_function(note_of, [step, *leaves, *targets], tf.bool)
-
-        due = digest_is_due(step, first=first)
-        with tf.control_dependencies([tf.cond(due, note, lambda: tf.constant(True))]):
-            return tf.identity(step), batch
-
-    def _note(self, count: int, step: np.ndarray, *arrays: np.ndarray) -> np.bool_:
-        self.digests[int(step)] = digest_of(arrays[:count]), digest_of(arrays[count:])
-        return np.True_
-
-    def worker_dataset(self) -> tf.data.Dataset:
-        """As in `Feed`: the dataset's own graph when order counts, else the worker's batches."""
-        with tf.init_scope():
-            graph = serialized(self.source.dataset_for(), self._reading)
-        if self._in_order:
-            return tf.data.Dataset.from_tensors(graph).repeat()
-        index = tf.distribute.coordinator.experimental_get_current_worker_index()
-        batches = _from_graph(graph, self.source)
-        return self._endless(batches).shard(self._job.num_workers, index)
-
-    def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
-        """As in `Feed`."""
-        batches = given
-        if self._in_order:
-            whole = self._endless(_from_graph(given.get_next(), self.source))
-            batches = iter(whole.skip(first).take(last - first))
-        return lambda step: self._whole(step, batches.get_next())
-
-    def _endless(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        batches = self.order.batches
-        if batches is None:
-            return dataset if self.source.is_endless else dataset.repeat()
-        return dataset.take(batches).repeat()
-
-    def _parts(self, step: tf.Tensor, data: Any) -> tuple[Part, ...]:
-        whole = self._whole(step, data)
-        if self._job.num_replicas == 1:
-            return (whole,)
-        return tuple(self._part(whole, replica) for replica in self._job.replica_ids)
-
-    def _part(self, whole: Part, replica: int) -> Part:
-        low, high = share_of(replica, parts=self._job.num_replicas, size=whole.count)
-        stop = tf.maximum(high, low + 1)
-        data = tf.nest.map_structure(lambda leaf: _rows(leaf, low, stop), whole.data)
-        share = (high - low) / tf.maximum(whole.count, 1)  # a batch may have no example
-        return Part(data, tf.cast(share, tf.float32), high - low)
-
-    def _whole(self, number: tf.Tensor, data: Any) -> Part:
-        """Return the part of a whole batch; `number` is that of no other batch of the run."""
-        size = tf.cast(tf.shape(_first(data))[0], tf.int64)
-        ids = ids_of_rows(number, tf.range(size), batch=self.plan.global_batch_size)
-        data = self.source.transformed(data, example_ids=ids, epoch=0, seed=self._seed)
-        data = self._after(data) if self._after else data
-        # Counted once more: a transform may leave rows out.
-        size = tf.cast(tf.shape(_first(data))[0], tf.int64)
-        return Part(data, tf.constant(1.0), size)
-
-
-class InputFunctionFeed(StreamFeed):
-    """Feed of what the user's function gives each task; a replica takes whole batches."""
-
-    source: InputFunctionSource  # type: ignore[assignment]
-    counts_fractions = True
-
-    def __init__(self, source: Any, plan: EpochPlan, **options: Any) -> None:
-        super().__init__(source, plan, **options)
-        self.may_be_empty = False
-        self._in_order = False
-
-    def _dataset(self, first: int, last: int, reading: Reading) -> tf.data.Dataset:
-        """As in `StreamFeed`; a task with several devices reads its stream once for each."""
-        job = self._job
-        context = tf.distribute.InputContext(
-            num_input_pipelines=job.num_tasks,
-            input_pipeline_id=job.task_index,
-            num_replicas_in_sync=job.num_replicas,
-        )
-        batches = self._endless(read(self.source.dataset_for(context), reading))
-        local = len(job.replica_ids)
-        shards = tuple(batches.shard(local, i) if local > 1 else batches for i in range(local))
-        steps = _from_step(first, tf.data.Dataset.zip(shards)).take(last - first)
-
-        def parts(step: tf.Tensor, each: Any) -> tuple[Part, ...]:
-            numbers = [step * job.num_replicas + replica for replica in job.replica_ids]
-            return tuple(self._whole(n, d) for n, d in zip(numbers, each, strict=True))
-
-        numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), steps))
-        return numbered.map(_plain(parts)).prefetch(AHEAD_STEPS)
-
-    def worker_dataset(self) -> tf.data.Dataset:
-        """As in `Feed`: the function's dataset for this worker."""
-        context = tf.distribute.InputContext(
-            num_input_pipelines=self._job.num_workers,
-            input_pipeline_id=(tf.distribute.coordinator.experimental_get_current_worker_index()),
-            num_replicas_in_sync=1,
-        )
-        return self._endless(self.source.dataset_for(context))
-
-
-def _from_step(first: int, batches: tf.data.Dataset) -> tf.data.Dataset:
-    """Leave out the first batches: reads them again, and report on the way that this goes on.
-
-    It may take longer than a task may hang.
-    """
-    if first == 0:
-        return batches
-
-    def said() -> tf.Tensor:
-        return tf.numpy_function(_go_on, [], tf.bool)
-
-    def is_due(number: tf.Tensor, _: Any) -> tf.Tensor:
-        speaks = (number < first) & (number % _SAY_EVERY_BATCHES == 0)
-        with tf.control_dependencies([tf.cond(speaks, said, lambda: tf.constant(True))]):
-            return number >= first
-
-    return batches.enumerate().filter(_plain(is_due)).map(_plain(lambda _, batch: batch))
-
-
-def _go_on() -> np.bool_:
-    phases.go_on()
-    return np.True_
-
-
-def _from_graph(graph: tf.Tensor, source: Any) -> tf.data.Dataset:
-    variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
-    return tf.data.experimental.from_variant(variant, structure=source.batched_spec)
-
-
-def _rows(leaf: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
-    if leaf is None:
-        return None
-    if not isinstance(leaf, tf.SparseTensor):
-        return leaf[start:stop]
-    rest = tf.shape(leaf, tf.int64)[1:]
-    first = tf.concat([[start], tf.zeros_like(rest)], 0)
-    return tf.sparse.slice(leaf, first, tf.concat([[stop - start], rest], 0))
-
-
-def _first(data: Any) -> tf.Tensor:
-    return next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
-
-
-# Agreement check: the tasks of a job compare digests of the data they read.
-#
-# Each task takes its part of the same batches. Where tasks read different ones, by a shuffle or a
-# generator of each process's own, another order of files or another version of them, some examples
-# are seen twice and some never, and nothing fails. So tasks compare what they read: examples spread
-# over data by index before the first step; of data that come as batches the first one that is read
-# and one of 512 after it.
-
-
-_LOG = logging.getLogger(__name__)
-_EXAMPLES_BY_GRAPH = 32
-_EXAMPLES_BY_PYTHON = 8
-_FIX = (
-    "seed whatever shuffles or draws, sort lists of files, give every host the same files, or pass "
-    "a function of tf.distribute.InputContext if each worker is to read a part of its own"
-)
-
-
-def share_random_states(job: Job, source: Source) -> None:
-    """Give the random states that a stream's functions capture the chief's values. A collective.
-
-    Such as the seed of a `RandomFlip` that a dataset maps: each process has drawn one of its own.
-    """
-    if not isinstance(source, StreamSource) or job.num_tasks == 1:
-        return
-    for handle in random_states(source.dataset_for()):
-        dtype = tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
-        value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
-        chiefs = broadcast(value.numpy())
-        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(chiefs, dtype))
-
-
-def require_same_examples(job: Job, source: Source) -> None:
-    """Compare some examples of data by index. A collective of the training tasks.
-
-    Raises:
-      UsageError: the tasks do not have the same number of examples, or not the same targets or, of
-        arrays, inputs at the same indices.
-    """
-    if job.num_tasks == 1 or not isinstance(source, GraphSource | PythonSource):
-        return
-    count = source.num_examples or 0
-    most = _EXAMPLES_BY_GRAPH if isinstance(source, GraphSource) else _EXAMPLES_BY_PYTHON
-    indices = np.unique(np.linspace(0, max(count - 1, 0), most).astype(np.int64))
-    if isinstance(source, GraphSource):
-        found = source.gather(tf.constant(indices))
-        found = tf.nest.map_structure(lambda leaf: leaf.numpy(), found)
-    else:
-        found = source.fetch(indices)
-    counts = _of_all_tasks(job, [float(count)])
-    if len({tuple(row) for row in counts}) > 1:
-        raise _differ(job, "numbers of examples", [f"{int(row[0]):,}" for row in counts])
-    whole = isinstance(source, ArraySource)
-    _require_same(job, digests_of(found), where="examples at the same indices", inputs_too=whole)
-
-
-def require_same_batches(job: Job, feed: Feed, first: int, last: int) -> None:
-    """Compare the batches of ``[first, last)`` of which the feed has a digest. A collective.
-
-    Raises:
-      UsageError: the tasks have read different batches.
-    """
-    for step in sorted(step for step in list(feed.digests) if step < last):  # threads add to it
-        digest = feed.digests.pop(step)
-        if step >= first:
-            _require_same(
-                job, digest, where=f"batches of step {step}", inputs_too=feed.digests_cover_inputs
-            )
-
-
-def _require_same(job: Job, digest: Digest, *, where: str, inputs_too: bool) -> None:
-    words = [float(part) for value in digest for part in divmod(value, 2**32)]
-    rows = _of_all_tasks(job, words)
-    whole, targets = ({tuple(row[part]) for row in rows} for part in (slice(0, 2), slice(2, 4)))
-    if len(targets) > 1 or (len(whole) > 1 and inputs_too):
-        raise _differ(job, where, [f"digest {_hex(row)}" for row in rows])
-    if len(whole) > 1 and job.is_chief and where.startswith("batches"):
-        _LOG.warning(
-            "data: the inputs of the %s differ between the workers (%s) and the targets do not: "
-            "right for random augmentation, wrong for anything else",
-            where,
-            ", ".join(map(_hex, rows)),
-        )
-
-
-def _hex(row: np.ndarray) -> str:
-    return f"{int(row[0]) * 2**32 + int(row[1]):016x}"
-
-
-def _of_all_tasks(job: Job, values: Sequence[float]) -> np.ndarray:
-    """Return each task's numbers, float64 ``[tasks, len(values)]``. A collective."""
-    table = np.zeros((job.num_tasks, len(values)))
-    table[job.task_index] = values
-    whole = sum_over_tasks(job, table.reshape(-1), of="digests of the data")
-    return whole.reshape(table.shape)
-
-
-def _differ(job: Job, what: str, seen: Sequence[str]) -> UsageError:
-    names = ("the chief", *(f"worker {index}" for index in range(1, len(seen))))
-    each = ", ".join(f"{name} {text}" for name, text in zip(names, seen, strict=True))
-    return UsageError(
-        "data",
-        received=f"{what} that differ between the workers: {each}",
-        expected="the same in every worker, as each takes its part of a batch",
-        fix=_FIX,
-        code="tasks-differ",
-    )

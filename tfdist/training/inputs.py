@@ -19,19 +19,10 @@ from tfdist.data.stream import InputFunctionSource, StreamSource
 from tfdist.data.stream_graph import Reading, read
 from tfdist.errors import UsageError, require, require_int
 from tfdist.strategy import Job
+from tfdist.training.agreement import require_same_examples, share_random_states
 from tfdist.training.epochs import EpochPlan, VirtualEpochs
-from tfdist.training.feed import (
-    BatchFeed,
-    Feed,
-    GraphFeed,
-    IndexedFeed,
-    InputFunctionFeed,
-    Order,
-    StreamFeed,
-    reading_of,
-    require_same_examples,
-    share_random_states,
-)
+from tfdist.training.feed import BatchFeed, Feed, GraphFeed, IndexedFeed, Order
+from tfdist.training.stream_feed import InputFunctionFeed, StreamFeed, reading_of
 
 _LOG = logging.getLogger(__name__)
 

@@ -22,8 +22,9 @@ from tfdist.errors import Stopped
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import resume
+from tfdist.training.agreement import require_same_weights
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
-from tfdist.training.building import compiled_parts, require_as_compiled, require_same_weights
+from tfdist.training.building import compiled_parts, require_as_compiled
 from tfdist.training.callbacks import (
     begin_epoch,
     callback_list,
@@ -109,7 +110,6 @@ class TrainLoop:
         self._every_batch = any(wants_every_batch(c, mode="train") for c in listed)
         self._scheduled = [c for c in listed if hasattr(c, "next_step")]
         self._with_logs = bool(broadcast(wants_logs(listed)))
-        self._has_begun = False
 
     def run(self) -> keras.callbacks.History:
         """Run the epochs from where the run stands; return Keras' History.
@@ -131,7 +131,7 @@ class TrainLoop:
         for epoch in range(start, epochs.num_epochs):
             if model.stop_training:
                 break
-            logs = self._run_epoch(epoch)
+            logs = self._run_epoch(epoch, is_first=epoch == start)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.num_epochs:
             _finalize(model)
         with phases.entered("callback"):
@@ -152,7 +152,7 @@ class TrainLoop:
                 if self._to_restore is not None and state is not None:
                     tracker.resume_run(state)
 
-    def _run_epoch(self, epoch: int) -> dict[str, Any]:
+    def _run_epoch(self, epoch: int, *, is_first: bool) -> dict[str, Any]:
         """Run what is left of an epoch, and its validation; return its logs."""
         plan, steps = self._plan, self._epochs.steps(epoch)
         within = self.step > steps.start
@@ -163,7 +163,8 @@ class TrainLoop:
             self._callbacks.on_epoch_begin(epoch)
         if within:
             self._restore()  # after the hook, which may set what the checkpoint knows better
-        self._compare_weights()
+        if self._job.stages is None or not is_first:  # a pipeline begins with the chief's
+            require_same_weights(self._job, self._model)
         try:
             self._run_steps(steps)
         except StopRequested as asked:
@@ -183,13 +184,6 @@ class TrainLoop:
         for backup in plan.backups:
             self._save(backup, ended=logs)
         return logs
-
-    def _compare_weights(self) -> None:
-        """Have the tasks of a group compare the weights that an epoch begins with. A collective."""
-        takes_the_chiefs = self._job.stages is not None and not self._has_begun
-        self._has_begun = True
-        if self._job.has_peers and not takes_the_chiefs:
-            require_same_weights(self._job, self._model)
 
     def _run_steps(self, steps: range) -> None:
         """Run the rest of an epoch's steps; return early when a callback stops them.
