@@ -140,9 +140,8 @@ def test_what_is_let_go_has_ended_and_what_nobody_had_begun_never_begins(engine,
 
 
 def test_a_metric_has_the_totals_of_the_chief_whatever_was_put_into_it(engine):
-    made = StepProgram(
-        function=None, feed=None, seed=0, training=True, metrics=(keras.Variable(0.0),)
-    )
+    metric = keras.metrics.Sum()
+    made = StepProgram(function=None, feed=None, seed=0, training=True, keras_metrics=[metric])
     work = engine._work[made] = Work(None)
     for total in (3.0, 5.0):
         work.totals = np.array([total])

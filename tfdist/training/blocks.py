@@ -137,7 +137,6 @@ class BlockRunner:
         self._phase = phase
         self._has_run = False
         self._read_metrics: Any = None
-        self._read_updated: Any = None
 
     def run(self, first: int, last: int, *, looked_at: bool) -> int:
         """Run the steps ``[first, last)``; return how many of the last ones are still under way.
@@ -171,13 +170,17 @@ class BlockRunner:
         As in Keras, `logs` of a step of the user's own win where their names are not those of
         the model's metrics.
         """
-        result = self._metrics_result()
-        if not logs or set(logs) == set(result):
-            return result
+        self.engine.publish_metrics(self.program)
+        if self._read_metrics is None:
+            with self.job.strategy.scope():
+                self._read_metrics = compiled(self._metrics_in_graph)
+        results, updated = self._read_metrics()
+        metrics = {name: as_number(value) for name, value in results.items()}
+        if not logs or set(logs) == set(metrics):
+            return metrics
         # What a step says of a metric is what its replica, or one worker's last block, has seen.
-        metrics = logs.keys() & result.keys()
-        seen = self._updated() if metrics else set()
-        return {**logs, **{name: result[name] for name in metrics if name in seen}}
+        seen = {name for name, moved in updated.items() if moved.numpy()}
+        return {**logs, **{name: metrics[name] for name in logs if name in seen & set(metrics)}}
 
     def reset_metrics(self) -> None:
         """Set every metric to zero, on every replica."""
@@ -187,9 +190,8 @@ class BlockRunner:
     @property
     def learning_rate(self) -> float:
         """The optimizer's learning rate where it can be set, else NaN (a schedule, or none)."""
-        rate = getattr(self.model.optimizer, "_learning_rate", None)
-        inner = getattr(self.model.optimizer, "inner_optimizer", None)
-        rate = getattr(inner, "_learning_rate", rate)
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        rate = getattr(optimizer, "_learning_rate", None)
         return float(rate.numpy()) if isinstance(rate, keras.Variable) else math.nan
 
     @learning_rate.setter
@@ -197,35 +199,21 @@ class BlockRunner:
         if not math.isnan(value) and np.float32(value) != np.float32(self.learning_rate):
             self.model.optimizer.learning_rate = value
 
-    def _metrics_result(self) -> dict[str, Any]:
-        self.engine.publish_metrics(self.program)
-        if self._read_metrics is None:
-            with self.job.strategy.scope():
-                self._read_metrics = compiled(self._result_in_graph)
-        result = self._read_metrics()
-        return {name: as_number(value) for name, value in result.items()}
+    def _metrics_in_graph(self) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """Return each metric's result and, beside logs of the step, whether a step has updated it.
 
-    def _updated(self) -> set[str]:
-        """Return the names under which metrics that a step has updated give their results."""
-        if self._read_updated is None:
-            with self.job.strategy.scope():
-                self._read_updated = compiled(self._updated_in_graph)
-        return {name for name, moved in self._read_updated().items() if moved.numpy()}
-
-    def _updated_in_graph(self) -> dict[str, tf.Tensor]:
-        found: dict[str, tf.Tensor] = {}
-        for metric in self.model.metrics:
+        Both under the names of the results.
+        """
+        results = flat_logs(self.model.get_metrics_result())
+        updated: dict[str, tf.Tensor] = {}
+        for metric in self.model.metrics if self.program.keep_logs else ():
             result = metric.result()
             moved = tf.constant(False)
             for variable in metric.variables:
                 moved |= keras.ops.any(keras.ops.not_equal(variable, 0))
             names = flat_logs(result) if isinstance(result, dict) else [metric.name]
-            found |= dict.fromkeys(names, moved)
-        return found
-
-    def _result_in_graph(self) -> dict[str, Any]:
-        results = flat_logs(self.model.get_metrics_result())
-        return {name: tf.convert_to_tensor(result) for name, result in results.items()}
+            updated |= dict.fromkeys(names, moved)
+        return {name: tf.convert_to_tensor(result) for name, result in results.items()}, updated
 
 
 @contextlib.contextmanager
@@ -237,16 +225,12 @@ def naming_bad_data(feed: Any) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        named = _bad_data(error) or _of_reading(error, feed.failure)
+        named: Exception | None = _bad_data(error)
+        if named is None and f"{type(feed.failure).__name__}: " in str(error):
+            named = feed.failure
         if named is None:
             raise
         raise named from None
-
-
-def _of_reading(error: tf.errors.OpError, failure: Exception | None) -> Exception | None:
-    """Return the failure that this error tells of, None where it has another reason."""
-    named = failure is not None and f"{type(failure).__name__}: " in str(error)
-    return failure if named else None
 
 
 def _bad_data(error: tf.errors.OpError) -> UsageError | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.backend import compute_output_spec
 
 from tfdist.cluster.settings import LEGACY_KERAS
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
 from tfdist.strategy import Job, current_job, job_of
 from tfdist.strategy.layer_devices import PlacedStrategy
 from tfdist.training import keras_compat
@@ -159,8 +159,11 @@ def build_to_predict(model: keras.Model, job: Job, feed: Feed) -> None:
         with job.strategy.scope():
             try:
                 _called(model, tf.nest.map_structure(_symbolic, feed.batch_spec))
-            except Exception as error:
-                _or_raise(error, lambda: _called(model, feed.first_batch()))
+            except Exception as error:  # which says more than that of another try
+                try:
+                    _called(model, feed.first_batch())
+                except Exception:
+                    raise error from None
 
 
 def _build_by_a_call(model: keras.Model, feed: Feed) -> None:
@@ -177,20 +180,25 @@ def _build_by_a_call(model: keras.Model, feed: Feed) -> None:
     try:
         model._symbolic_build(data_batch=batch)
     except Exception as error:
-        if not _is_ready_for_its_own_step(model, model._compile_metrics):
-            try:
-                _or_raise(error, lambda: _build_with(model, feed.first_batch()))
-            except Exception:
-                _require_metrics_of_its_own(model, error)
-                raise
-
-
-def _or_raise(error: Exception, instead: Callable[[], Any]) -> None:
-    """Try another way; where that fails too, the first error says more."""
-    try:
-        instead()
-    except Exception:
-        raise error from None
+        metrics = model._compile_metrics
+        has_metrics = metrics is None or metrics.built or not _has_any(metrics)
+        if has_metrics and _is_ready_for_its_own_step(model):
+            return
+        try:
+            _build_with(model, feed.first_batch())
+        except Exception:
+            require(
+                not _is_ready_for_its_own_step(model),
+                "metrics",
+                received="those of compile, for a model whose call takes something else than the x"
+                " of a batch",
+                expected="metrics of the model's own, as its step alone knows what in a batch is "
+                "what",
+                fix="make them in the model's __init__, update them in its steps, and leave them "
+                "out of compile",
+                code="metrics-of-compile",
+            )
+            raise error from None
 
 
 def _called(model: keras.Model, batch: Any, *, training: bool = False) -> Any:
@@ -209,31 +217,20 @@ def _build_with(model: keras.Model, batch: Any) -> None:
             compute_output_spec(build_part, *given, sample_weight=weight)
 
 
-def _require_metrics_of_its_own(model: keras.Model, error: Exception) -> None:
-    """Raise UsageError where nothing but the metrics of `compile` cannot be built."""
-    if _is_ready_for_its_own_step(model, metrics=None):
-        raise UsageError(
-            "metrics",
-            received="those of compile, for a model whose call takes something else than the x of"
-            " a batch",
-            expected="metrics of the model's own, as its step alone knows what in a batch is what",
-            fix="make them in the model's __init__, update them in its steps, and leave them out"
-            " of compile",
-            code="metrics-of-compile",
-        ) from error
-
-
-def _is_ready_for_its_own_step(model: keras.Model, metrics: Any) -> bool:
-    """Return whether all but the optimizer is built, and the step is not Keras' own."""
-    loss, named = model._compile_loss, []
-    if metrics is not None:
-        named = keras.tree.flatten([metrics._user_metrics, metrics._user_weighted_metrics])
+def _is_ready_for_its_own_step(model: keras.Model) -> bool:
+    """Return whether all but metrics and optimizer is built, and the step is not Keras' own."""
+    loss = model._compile_loss
     return (
         any(is_own(model, step) for step in ("train_step", "test_step"))
         and all(layer.built for layer in model._flatten_layers(include_self=False))
-        and (metrics is None or metrics.built or all(one is None for one in named))
         and (loss is None or loss.built or len(keras.tree.flatten(model.loss)) == 1)
     )
+
+
+def _has_any(metrics: Any) -> bool:
+    """Return whether `compile` was given a metric."""
+    given = [metrics._user_metrics, metrics._user_weighted_metrics]
+    return any(one is not None for one in keras.tree.flatten(given))
 
 
 def _has_call(model: keras.Model) -> bool:

@@ -101,8 +101,9 @@ def fit(
         seed = require_int("seed", seed)
     if max_staleness is not None:
         require_int("max_staleness", max_staleness, least=0)
-    if isinstance(validation_freq, int) or validation_data is not None or validation_split:
-        _require_frequency(validation_freq)
+    if not isinstance(validation_freq, list):
+        fix = "write validation_freq=2, or a list of epochs from 1 on"
+        validation_freq = require_int("validation_freq", validation_freq, least=1, fix=fix)
     require(
         isinstance(fused_kernels, bool),
         "fused_kernels",
@@ -204,21 +205,6 @@ def _train(model: keras.Model, job: Job, engine: Engine, plan: RunPlan) -> keras
         return history
 
 
-def _require_frequency(validation_freq: Any) -> None:
-    """Raise UsageError unless this is a whole number of epochs, or a list of epochs from 1."""
-    if isinstance(validation_freq, list):
-        return
-    require(
-        isinstance(validation_freq, int),
-        "validation_freq",
-        received=repr(validation_freq),
-        expected="an int, or a list of the epochs, counted from 1",
-        fix="write validation_freq=2 or validation_freq=[1, 2, 10]",
-        code="wrong-type",
-    )
-    require_int("validation_freq", validation_freq, least=1)
-
-
 @contextlib.contextmanager
 def _closing(engine: Engine, plan: RunPlan) -> Iterator[None]:
     """Close them in the end, after an error too; what comes then is the program's own."""
@@ -307,7 +293,7 @@ class StepLoop:
             seed = require_int("seed", seed)
         if max_staleness is not None:
             require_int("max_staleness", max_staleness, least=0)
-        self._job = _job()
+        self._job = current_job() or job_of(tf.distribute.get_strategy())
         self._metrics = list(metrics)
         for optimizer, variables in sharded_optimizers:
             building.build_in_parts(optimizer, variables, self._job)
@@ -321,7 +307,6 @@ class StepLoop:
             feed=feed,
             seed=seed,
             training=True,
-            metrics=tuple(v for metric in metrics for v in metric.variables),
             keras_metrics=tuple(metrics),
             keep_logs=True,
             max_staleness=max_staleness,
@@ -355,7 +340,3 @@ class StepLoop:
             for metric in self._metrics:
                 metric.reset_state()
         return found
-
-
-def _job() -> Job:
-    return current_job() or job_of(tf.distribute.get_strategy())

@@ -93,9 +93,7 @@ class TrainLoop:
         self._job = blocks.job
         self._compiled = compiled_parts(blocks.model)
         self._requests = requests
-        self._to_restore = plan.saved
         self._saved_step = None if plan.saved is None else plan.saved.step
-        self._fingerprint = resume.fingerprint(plan.feed)
         self._warned = not self._job.is_chief
         self._callbacks = callback_list(
             plan.callbacks,
@@ -120,7 +118,7 @@ class TrainLoop:
         model, epochs = self._model, self._epochs
         self.step, start = resume.first_step_and_epoch(self._plan)
         self._prepare_trackers()
-        if self._to_restore is not None:
+        if self._plan.saved is not None:
             callback_state.prepare_to_resume(self._callbacks.callbacks, epoch=start)
         model.stop_training = False
         with phases.entered("callback"):
@@ -149,7 +147,7 @@ class TrainLoop:
             for number, tracker in enumerate(listed):
                 tracker.keep_journal(backup.store.directory / f"tracker-{number}.json")
                 state = backup.found_states.get(f"Tracker-{number}")
-                if self._to_restore is not None and state is not None:
+                if self._plan.saved is not None and state is not None:
                     tracker.resume_run(state)
 
     def _run_epoch(self, epoch: int, *, is_first: bool) -> dict[str, Any]:
@@ -170,9 +168,8 @@ class TrainLoop:
         except StopRequested as asked:
             self._stop(asked.signum, at_epoch_begin=self.step == steps.start)
         self._blocks.engine.publish_state(self._blocks.program)
-        before, self._to_restore = self._to_restore, None
         # As they were, where only the validation of the epoch is due.
-        kept = resume.logs_before_validation(before)
+        kept = resume.logs_before_validation(plan.saved) if is_first else None
         logs = kept or self._blocks.metrics(self._blocks.logs)
         self._warn_of_bad_loss(logs.get("loss"), epoch=epoch)
         if plan.validation is not None and self._model._should_eval(epoch, plan.validation_freq):
@@ -280,7 +277,7 @@ class TrainLoop:
 
     def _resume_between_epochs(self, epoch: int) -> None:
         """Restore a run that stands between two epochs, or at its end, or is asked to stop."""
-        saved, asked = self._to_restore, self._model.stop_training
+        saved, asked = self._plan.saved, self._model.stop_training
         if saved is None:
             return
         ended = saved.stopped or epoch == self._epochs.num_epochs
@@ -288,7 +285,6 @@ class TrainLoop:
             return  # within one: `_run_epoch` restores it
         self._restore()
         self._model.stop_training = saved.stopped or asked
-        self._to_restore = None
         if ended and self._job.is_chief:
             directory = self._plan.backups[0].store.directory
             _LOG.warning(resume.NOTHING_LEFT, self.step, directory)
@@ -325,7 +321,7 @@ class TrainLoop:
                 examples=self._epochs.examples_before(step),
                 seed=self._plan.seed,
                 stopped=bool(model.stop_training),
-                fingerprint=self._fingerprint | more,
+                fingerprint=resume.fingerprint(self._plan.feed) | more,
             )
             backup.save(model, self._job, run, callbacks=self._callbacks)
             self._saved_step = step

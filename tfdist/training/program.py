@@ -34,8 +34,7 @@ class StepProgram:
       seed: of every random draw in the step.
       training: True where gradients are reduced and losses weighted by the batch fraction.
       fused: True where layers take fused kernels; see `keras_compat.fused`.
-      metrics: Keras variables that a replica with an empty batch fraction leaves as they were.
-      keras_metrics: whose variables these are.
+      keras_metrics: which `function` updates.
       keep_logs: True to return what `function` returned in the last step.
       exact: True to refuse operations that draw by themselves.
       max_staleness: under ps, steps of others that may come between one's reading and its writing.
@@ -47,12 +46,16 @@ class StepProgram:
     seed: int
     training: bool
     fused: bool = False
-    metrics: Sequence[Any] = ()
     keras_metrics: Sequence[Any] = ()
     keep_logs: bool = False
     recorder: Recorder | None = None
     exact: bool = False
     max_staleness: int | None = None
+
+    @property
+    def metrics(self) -> list[Any]:
+        """Keras variables that a replica with an empty batch fraction leaves as they were."""
+        return [variable for metric in self.keras_metrics for variable in metric.variables]
 
 
 class Engine(Protocol):
@@ -134,7 +137,6 @@ def program_of(
         seed=seed,
         training=method == "train_step",
         fused=method == "train_step" and keras_compat.is_fused(model),
-        metrics=() if method == "predict_step" else tuple(model.metrics_variables),
         keras_metrics=() if method == "predict_step" else tuple(model.metrics),
         keep_logs=own and method != "predict_step",
         exact=exact,

@@ -40,7 +40,6 @@ from tfdist.training.keras_compat.reduction import (
 from tfdist.training.keras_compat.sums import adding_in_order, compiled
 from tfdist.training.keras_compat.trace import (
     REPLACEMENTS,
-    Replacement,
     StepTrace,
     following,
     on_servers,
@@ -49,7 +48,6 @@ from tfdist.training.keras_compat.variables import random_key
 
 __all__ = [
     "REPLACEMENTS",
-    "Replacement",
     "StepTrace",
     "added_in_part",
     "adding_in_order",
