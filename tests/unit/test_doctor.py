@@ -381,6 +381,13 @@ def test_the_other_end_says_who_it_is():
             assert second.error == "connection refused"
 
 
+def test_a_port_that_is_not_tried_in_time_is_named(monkeypatch):
+    monkeypatch.setattr(barrier, "_REACH_S", 0.0)
+    hosts = (Host(name="a"), Host(name="127.0.0.1", ports=(1,)))
+    found = barrier.reach(hosts, present=[0, 1], index=0, fingerprint="abc")
+    assert found == (Reach(host=1, port=1, error="not tried within 0 s"),)
+
+
 def test_a_plain_connection_is_measured():
     with hold_ports(1)[0] as held, PortListener("x", [held.port]):
         found = barrier.measure("127.0.0.1", held.port, host=0)

@@ -170,15 +170,16 @@ def reach(
 ) -> tuple[Reach, ...]:
     """Connect to every port of the other hosts that are present; return the results.
 
-    Many ports at which nobody answers take long; those that are not tried in time are left out.
+    Many ports at which nobody answers take long: some may not be tried in time, which is their
+    error.
     """
     deadline_s = time.monotonic() + _REACH_S
     targets = [(other, port) for other in present if other != index for port in hosts[other].ports]
 
-    def one(place: tuple[int, int]) -> Reach | None:
+    def one(place: tuple[int, int]) -> Reach:
         other, port = place
         if time.monotonic() > deadline_s:
-            return None
+            return Reach(host=other, port=port, error=f"not tried within {_REACH_S:.0f} s")
         try:
             with connected(hosts[other].name, port) as (_, _, line):
                 answered = host_of(line, fingerprint)
@@ -187,7 +188,7 @@ def reach(
             return Reach(host=other, port=port, error=reason_of(error))
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return tuple(reach for reach in pool.map(one, targets) if reach is not None)
+        return tuple(pool.map(one, targets))
 
 
 def measure(address: str, port: int, *, host: int) -> Wire:
