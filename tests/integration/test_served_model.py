@@ -48,6 +48,7 @@ def odd(tmp_path_factory):
         "text": tf.function(lambda t: {"raw_bytes": t, "size": tf.strings.length(t)}, [text]),
         "pair": tf.function(lambda a, b: {"sum": a + b}, [number, number]),
         "total": tf.function(lambda a: {"total": tf.reduce_sum(a)}, [number]),
+        "named": tf.function(lambda a: {"a": a, "names": tf.constant([*"abcd"])}, [number]),
         "picky": tf.function(_picky, [number]),
     }
     place = tmp_path_factory.mktemp("odd") / "1"
@@ -93,6 +94,19 @@ def test_both_protocols_give_one_answer(exported, served):
     )
     spec = response.model_spec
     assert (spec.name, spec.version.value, spec.signature_name) == ("small", 1, "serving_default")
+
+
+def test_values_are_in_the_field_of_their_type(odd):
+    """Where clients that read no `tensor_content` look for them, as TensorFlow Serving has it."""
+    numbers, texts = np.array([1, 2]), np.array([b"ab", b"c"], object)
+    requests = [grpc_request(a=numbers, b=numbers), grpc_request(t=texts)]
+    for request, name in zip(requests, ("pair", "text"), strict=True):
+        request.model_spec.signature_name = name
+    found = odd.answer([(Kind.GRPC_PREDICT, one.SerializeToString()) for one in requests])
+    pair, text = (predict_pb2.PredictResponse.FromString(data).outputs for data in found)
+    assert list(pair["sum"].int64_val) == [2, 4]
+    assert list(text["raw_bytes"].string_val) == [b"ab", b"c"]
+    assert list(text["size"].int_val) == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +172,12 @@ def test_a_batch_of_which_one_request_fails_answers_the_others(odd):
 def test_outputs_without_rows_are_computed_for_each_request(odd):
     documents = [{"signature_name": "total", "inputs": values} for values in ([1, 2], [5])]
     assert rest(odd, *documents) == [{"outputs": 3}, {"outputs": 5}]
+
+
+def test_an_output_of_as_many_rows_as_a_batch_is_whole_for_each_request(odd):
+    documents = [{"signature_name": "named", "inputs": values} for values in ([1, 2], [3, 4])]
+    answers = [answer["outputs"] for answer in rest(odd, *documents)]
+    assert answers == [{"a": a, "names": [*"abcd"]} for a in ([1, 2], [3, 4])]
 
 
 def test_inputs_of_different_length_are_refused(odd):

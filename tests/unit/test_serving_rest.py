@@ -96,6 +96,11 @@ def test_a_number_that_is_not_finite_leaves_texts_beside_it_as_they_are(text):
             'JSON Value: "a" Type: String is not of expected type: float',
         ),
         ({"instances": [[True, False]]}, "Type: True is not of expected type: float"),
+        ({"instances": [[0, 1], [0.5, True]]}, "Type: True is not of expected type: float"),
+        (
+            {"signature_name": "pair", "inputs": {"a": [1, False], "b": []}},
+            "Type: False is not of expected type: int64",
+        ),
         ({"instances": [[None, 1]]}, "Type: Null is not of expected type: float"),
         (
             {"instances": [[1, 2], [3]]},

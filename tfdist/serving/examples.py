@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from tensorflow_serving.apis import classification_pb2, regression_pb2
 
 from tfdist.serving import rest
-from tfdist.serving.protocol import Code, Kind, RequestError
+from tfdist.serving.protocol import Kind, invalid
 
 _INT64 = range(-(2**63), 2**63)
 
@@ -59,12 +59,12 @@ def decode_json(body: bytes) -> tuple[str, np.ndarray]:
     document = rest.parse(body)
     name = rest.signature_of(document)
     if "examples" not in document:
-        _invalid("When method is classify, key 'examples' is expected and was not found")
+        invalid("When method is classify, key 'examples' is expected and was not found")
     listed = document["examples"]
     if not isinstance(listed, list):
-        _invalid("Expecting 'examples' value to be an list/array")
+        invalid("Expecting 'examples' value to be an list/array")
     if not listed:
-        _invalid("'examples' value is an empty array")
+        invalid("'examples' value is an empty array")
     context = _example(document["context"]) if "context" in document else b""
     return name, np.array([context + _example(one) for one in listed], object)
 
@@ -74,12 +74,12 @@ def decode_message(method: Method, payload: bytes) -> tuple[str, np.ndarray]:
     try:
         request = method.request.FromString(payload)
     except DecodeError as error:
-        _invalid(f"Malformed request: {error}")
+        invalid(f"Malformed request: {error}")
     in_context = request.input.example_list_with_context
     context = in_context.context.SerializeToString()  # of no bytes where there is none
     listed = [*request.input.example_list.examples, *in_context.examples]
     if not listed:
-        _invalid("Input is empty.")
+        invalid("Input is empty.")
     name = request.model_spec.signature_name or rest.DEFAULT_SIGNATURE
     return name, np.array([context + one.SerializeToString() for one in listed], object)
 
@@ -87,17 +87,17 @@ def decode_message(method: Method, payload: bytes) -> tuple[str, np.ndarray]:
 def require_method(method: Method, name: str, definition: Any) -> None:
     """Raise RequestError unless a signature (None where there is none) is one of a method."""
     if definition is None:
-        _invalid(f"No signature was found with the name: {name}")
+        invalid(f"No signature was found with the name: {name}")
     if definition.method_name != method.name:
-        _invalid(
+        invalid(
             f"Expected {method.title} signature method_name to be {method.name}. "
             f"Was: {definition.method_name}"
         )
     if len(definition.inputs) != 1:
-        _invalid("Expected one input Tensor.")
+        invalid("Expected one input Tensor.")
     if not set(definition.outputs) & set(method.outputs):
         wanted = " or ".join(f'"{key}"' for key in method.outputs)
-        _invalid(f"Expected {method.title} signature outputs to contain {wanted}")
+        invalid(f"Expected {method.title} signature outputs to contain {wanted}")
 
 
 def encode_json(method: Method, outputs: Mapping[str, np.ndarray]) -> bytes:
@@ -133,16 +133,14 @@ def _classes(outputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]
     labels, scores = outputs.get("classes"), outputs.get("scores")
     for name, array in (("classes", labels), ("scores", scores)):
         if array is not None and array.ndim != 2:
-            _invalid(
-                f"Expected {name} Tensor shape: [batch_size num_classes] but got {array.shape}"
-            )
+            invalid(f"Expected {name} Tensor shape: [batch_size num_classes] but got {array.shape}")
     if labels is None:
         assert scores is not None
         labels = np.full(scores.shape, b"", object)
     if scores is None:
         scores = np.zeros(labels.shape, np.float32)
     if labels.shape != scores.shape:
-        _invalid(f"classes {labels.shape} and scores {scores.shape} do not match")
+        invalid(f"classes {labels.shape} and scores {scores.shape} do not match")
     return labels, scores
 
 
@@ -152,7 +150,7 @@ def _values(outputs: Mapping[str, np.ndarray]) -> np.ndarray:
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1:
-        _invalid(
+        invalid(
             "Expected output Tensor shape to be either [batch_size] or [batch_size, 1] but got "
             f"{array.shape}"
         )
@@ -162,7 +160,7 @@ def _values(outputs: Mapping[str, np.ndarray]) -> np.ndarray:
 def _example(value: Any) -> bytes:
     """Return the serialized Example that a JSON object is."""
     if not isinstance(value, dict):
-        _invalid(f"Example must be JSON object but got JSON {rest.json_type(value)}")
+        invalid(f"Example must be JSON object but got JSON {rest.json_type(value)}")
     made = tf.train.Example()
     for name, content in value.items():
         feature = made.features.feature[name]
@@ -170,7 +168,7 @@ def _example(value: Any) -> bytes:
             kind, converted = _element(name, one)
             if (has := feature.WhichOneof("kind")) not in (None, kind):
                 expected = has.removesuffix("_list")
-                _invalid(f"Unexpected element type in feature: {name} expecting type: {expected}")
+                invalid(f"Unexpected element type in feature: {name} expecting type: {expected}")
             getattr(feature, kind).value.append(converted)
     return bytes(made.SerializeToString())
 
@@ -181,7 +179,7 @@ def _element(name: str, value: Any) -> tuple[str, Any]:
         return "int64_list", int(value)
     if isinstance(value, int):
         if value not in _INT64:
-            _invalid(f"Feature: {name} has uint64 element. Only int64 is supported.")
+            invalid(f"Feature: {name} has uint64 element. Only int64 is supported.")
         return "int64_list", value
     if isinstance(value, float):
         return "float_list", value
@@ -189,8 +187,4 @@ def _element(name: str, value: Any) -> tuple[str, Any]:
         return "bytes_list", value.encode("utf-8", "surrogatepass")
     if isinstance(value, dict) and rest.is_base64(value):
         return "bytes_list", rest.from_base64(value)
-    _invalid(f"Feature: {name} has element with unexpected JSON type: {rest.json_type(value)}")
-
-
-def _invalid(message: str) -> NoReturn:
-    raise RequestError(Code.INVALID_ARGUMENT, message)
+    invalid(f"Feature: {name} has element with unexpected JSON type: {rest.json_type(value)}")

@@ -27,25 +27,34 @@ from tensorflow_serving.apis import (
 )
 
 from tfdist.serving import examples, rest
-from tfdist.serving.protocol import Code, Kind, RequestError, reason_of
+from tfdist.serving.protocol import Code, Kind, RequestError, invalid, reason_of
 from tfdist.serving.rest import DEFAULT_SIGNATURE, TensorSpec
 
 _MOST_BYTES = 64 << 20  # of an input whose values are given once for all
 _MOST_OF_A_BYTE = 8  # of an array, by a request: a small int64
+_FIELDS = {  # of a TensorProto, in which clients look for the values of a type
+    "float32": "float_val",
+    "float64": "double_val",
+    "int64": "int64_val",
+    "uint32": "uint32_val",
+    "uint64": "uint64_val",
+    "bool": "bool_val",
+    "object": "string_val",
+    **dict.fromkeys(("int32", "int16", "int8", "uint16", "uint8"), "int_val"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
-    """A signature that can be called with arrays in the order of `inputs`."""
+    """A signature that can be called with arrays in the order of `inputs`.
+
+    `batches` is whether requests can share a call: all inputs and outputs have examples.
+    """
 
     inputs: Mapping[str, TensorSpec]
     outputs: tuple[str, ...]
     call: Callable[..., Sequence[Any]]
-
-    @property
-    def batches(self) -> bool:
-        """Whether requests can share a call: the first dimension of all inputs is open."""
-        return all(spec.shape and spec.shape[0] == -1 for spec in self.inputs.values())
+    batches: bool
 
     def run(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Return the outputs by name; TensorFlow gives a text without dimensions as bytes."""
@@ -80,6 +89,7 @@ class ServedModel:
         graph = tf.Graph()
         options = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=1)
         options.intra_op_parallelism_threads = len(os.sched_getaffinity(0))
+        options.gpu_options.allow_growth = True  # other replicas, and versions, are beside it
         with graph.as_default():
             self._session = tf.compat.v1.Session(graph=graph, config=options)
             meta = tf.compat.v1.saved_model.load(self._session, ["serve"], str(directory))
@@ -94,15 +104,19 @@ class ServedModel:
     def _signature(self, definition: Any) -> Signature:
         inputs = dict(sorted(definition.inputs.items()))
         outputs = dict(sorted(definition.outputs.items()))
+        specs = {name: _spec(info) for name, info in inputs.items()}
+        found = map(_spec, outputs.values())
         options = config_pb2.CallableOptions(
             feed=[info.name for info in inputs.values()],
             fetch=[info.name for info in outputs.values()],
         )
         options.run_options.inter_op_thread_pool = -1  # in the thread that calls
         return Signature(
-            inputs={name: _spec(info) for name, info in inputs.items()},
+            inputs=specs,
             outputs=tuple(outputs),
             call=self._session._make_callable_from_options(options),
+            batches=all(spec.shape and spec.shape[0] == -1 for spec in specs.values())
+            and all(spec.shape is None or spec.shape[:1] == (-1,) for spec in found),
         )
 
     def warm_up(self, directory: Path) -> int:
@@ -186,11 +200,11 @@ class ServedModel:
         try:
             request = predict_pb2.PredictRequest.FromString(payload)
         except DecodeError as error:
-            raise _invalid(f"Malformed request: {error}") from None
+            invalid(f"Malformed request: {error}")
         name = request.model_spec.signature_name or DEFAULT_SIGNATURE
         signature = self.signatures.get(name)
         if signature is None:
-            raise _invalid(f'Serving signature name: "{name}" not found in signature def')
+            invalid(f'Serving signature name: "{name}" not found in signature def')
         _require_inputs(request.inputs, signature)
         arrays = {
             key: _array(request.inputs[key], spec, key) for key, spec in signature.inputs.items()
@@ -198,7 +212,7 @@ class ServedModel:
         wanted = tuple(request.output_filter)
         for key in wanted:
             if key not in signature.outputs:
-                raise _invalid(f"output tensor alias not found in signature: {key}")
+                invalid(f"output tensor alias not found in signature: {key}")
 
         def encode(outputs: Mapping[str, np.ndarray]) -> bytes:
             return self._encode_grpc(
@@ -229,7 +243,7 @@ class ServedModel:
         arrays = tuple(inputs[key] for key in signature.inputs)
         if signature.batches and len({len(array) for array in arrays}) > 1:
             sizes = ", ".join(f"{key}: {len(inputs[key])}" for key in signature.inputs)
-            raise _invalid(f"inputs differ in their first dimension ({sizes})")
+            invalid(f"inputs differ in their first dimension ({sizes})")
         return Call(signature=name, arrays=arrays, encode=encode)
 
     def _encode_grpc(self, signature: str, outputs: Mapping[str, np.ndarray]) -> bytes:
@@ -237,11 +251,11 @@ class ServedModel:
         response.model_spec.CopyFrom(self._spec(signature))
         for name, array in outputs.items():
             tensor = response.outputs[name]
-            if array.dtype == np.float32:  # its own field, which clients read
-                tensor.dtype = 1
+            if field := _FIELDS.get(array.dtype.name):
+                tensor.dtype = tf.as_dtype(array.dtype).as_datatype_enum
                 for size in array.shape:
                     tensor.tensor_shape.dim.add().size = size
-                tensor.float_val.extend(array.ravel().tolist())
+                getattr(tensor, field).extend(array.ravel().tolist())
             else:
                 tensor.CopyFrom(tf.make_tensor_proto(array))
         return bytes(response.SerializeToString())
@@ -284,7 +298,7 @@ class ServedModel:
         request = get_model_metadata_pb2.GetModelMetadataRequest.FromString(payload)
         for field in request.metadata_field:
             if field != "signature_def":
-                raise _invalid(f"Metadata field {field} is not supported")
+                invalid(f"Metadata field {field} is not supported")
         response = get_model_metadata_pb2.GetModelMetadataResponse()
         response.model_spec.name = self.name
         response.model_spec.version.value = self.version
@@ -315,7 +329,7 @@ def _require_inputs(inputs: Mapping[str, Any], signature: Signature) -> None:
     sent, wanted = set(inputs), set(signature.inputs)
     if sent != wanted:
         extra, missing = ",".join(sorted(sent - wanted)), ",".join(sorted(wanted - sent))
-        raise _invalid(
+        invalid(
             f"input size does not match signature: {len(sent)}!={len(wanted)} "
             f"len({{{','.join(sorted(sent))}}}) != len({{{','.join(sorted(wanted))}}}). "
             f"Sent extra: {{{extra}}}. Missing but required: {{{missing}}}."
@@ -327,24 +341,22 @@ def _array(tensor: Any, spec: TensorSpec, name: str) -> np.ndarray:
     has = tf.as_dtype(tensor.dtype)
     if np.dtype(has.as_numpy_dtype) != spec.dtype:
         wanted = tf.as_dtype(spec.dtype).name
-        raise _invalid(f"input {name}: type {has.name} does not match signature: {wanted}")
+        invalid(f"input {name}: type {has.name} does not match signature: {wanted}")
     shape = [dim.size for dim in tensor.tensor_shape.dim]
     if any(size < 0 for size in shape) or tensor.tensor_shape.unknown_rank:
-        raise _invalid(f"input {name}: shape {shape} is not known in full")
+        invalid(f"input {name}: shape {shape} is not known in full")
     rest.require_fit(shape, spec, name)
     size_bytes = math.prod(shape) * spec.dtype.itemsize
     if tensor.tensor_content and spec.dtype.kind != "O":
         if len(tensor.tensor_content) != size_bytes:
-            raise _invalid(
-                f"input {name}: tensor_content does not have the {size_bytes} bytes of {shape}"
-            )
+            invalid(f"input {name}: tensor_content does not have the {size_bytes} bytes of {shape}")
         return np.frombuffer(tensor.tensor_content, spec.dtype).reshape(shape)
     if size_bytes > max(_MOST_BYTES, _MOST_OF_A_BYTE * tensor.ByteSize()):
-        raise _invalid(f"input {name}: shape {shape} is more than a request can hold")
+        invalid(f"input {name}: shape {shape} is more than a request can hold")
     try:
         array: np.ndarray = tf.make_ndarray(tensor)
     except (ValueError, TypeError) as error:
-        raise _invalid(f"input {name}: {error}") from None
+        invalid(f"input {name}: {error}")
     return array
 
 
@@ -358,10 +370,6 @@ def _joined(column: Sequence[np.ndarray], size: int) -> np.ndarray:
     if total < size and last is not None:
         parts.append(np.repeat(last, size - total, axis=0))
     return np.concatenate(parts)
-
-
-def _invalid(message: str) -> RequestError:
-    return RequestError(Code.INVALID_ARGUMENT, message)
 
 
 def _of_tensorflow(error: Exception) -> RequestError:

@@ -14,14 +14,12 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from google.protobuf.message import DecodeError
 from google.protobuf.wrappers_pb2 import BytesValue
 from tensorflow_serving.apis.model_pb2 import ModelSpec
 from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
-
-INT64_MAX = 2**63 - 1
 
 
 class Code(enum.IntEnum):
@@ -42,6 +40,7 @@ class Code(enum.IntEnum):
 
 
 HTTP_STATUS = {
+    Code.CANCELLED: 499,  # nginx's: the client has gone, and nobody reads the answer
     Code.INVALID_ARGUMENT: 400,
     Code.FAILED_PRECONDITION: 400,
     Code.UNAUTHENTICATED: 401,
@@ -60,6 +59,11 @@ class RequestError(Exception):
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+def invalid(message: str) -> NoReturn:
+    """Raise the RequestError for a request that is wrong."""
+    raise RequestError(Code.INVALID_ARGUMENT, message)
 
 
 def reason_of(error: Exception) -> str:
@@ -165,7 +169,7 @@ class Target:
         return RequestError(Code.NOT_FOUND, f"Servable not found for request: {self}")
 
 
-_MODEL = r"/v1/models/([^/:]+)(?:/(?:versions/(\d+)|labels/([^/:]+)))?"
+_MODEL = r"/v1/models/([^/:]+)(?:/(?:versions/(\d{1,18})|labels/([^/:]+)))?"
 _CALL = re.compile(f"(?i:{_MODEL}):(predict|classify|regress)")
 _READ = re.compile(f"(?i:{_MODEL})(?:/(metadata))?")
 
@@ -179,12 +183,9 @@ def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
     pattern = {"POST": _CALL, "GET": _READ}.get(method)
     match = pattern.fullmatch(path) if pattern else None
     if match is None:
-        raise RequestError(Code.INVALID_ARGUMENT, f"Malformed request: {method} {path}")
+        invalid(f"Malformed request: {method} {path}")
     name, version, label, what = match.groups()
-    number = None if version is None else int(version[:20])
-    if number is not None and number > INT64_MAX:
-        message = f"Failed to convert version: {version[:40]} to numeric."
-        raise RequestError(Code.INVALID_ARGUMENT, message)
+    number = None if version is None else int(version)
     target = Target(name=name, version=number, label=label or "")
     return target, Kind[f"REST_{what.upper()}"] if what else None
 
@@ -196,7 +197,7 @@ def parse_model_spec(payload: bytes) -> Target:
     """Return the model that a gRPC request names: field 1 of all requests that name one."""
     spec = _first_field(ModelSpec, payload)
     if not spec.name:
-        raise RequestError(Code.INVALID_ARGUMENT, "Missing ModelSpec")
+        invalid("Missing ModelSpec")
     version = spec.version.value if spec.HasField("version") else None
     return Target(name=spec.name, version=version, label=spec.version_label)
 
@@ -211,7 +212,7 @@ def _first_field(message: Any, payload: bytes) -> Any:
     try:
         return message.FromString(BytesValue.FromString(payload).value)
     except DecodeError as error:
-        raise RequestError(Code.INVALID_ARGUMENT, f"Malformed request: {error}") from None
+        invalid(f"Malformed request: {error}")
 
 
 STATES = {"LOADING": 20, "AVAILABLE": 30, "END": 50}
@@ -286,8 +287,7 @@ def _unlabelled(target: Target, status: ModelStatus) -> Target:
         return target
     version = status.labels.get(target.label)
     if version is None:
-        message = f"Unrecognized servable version label: {target.label}"
-        raise RequestError(Code.INVALID_ARGUMENT, message)
+        invalid(f"Unrecognized servable version label: {target.label}")
     return Target(name=target.name, version=version)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 import orjson
 
-from tfdist.serving.protocol import Code, RequestError
+from tfdist.serving.protocol import RequestError, invalid
 
 DEFAULT_SIGNATURE = "serving_default"
 _NAMES = {"float32": "float", "float64": "double", "float16": "half", "object": "string"}
@@ -64,29 +64,31 @@ def decode_predict(body: bytes, signatures: Mapping[str, Mapping[str, TensorSpec
     signature = signature_of(document)
     specs = signatures.get(signature)
     if specs is None:
-        _invalid(f'Serving signature name: "{signature}" not found in signature def')
+        invalid(f'Serving signature name: "{signature}" not found in signature def')
     if "instances" in document and "inputs" in document:
         _format(
             document,
             "Not formatted correctly expecting only one of 'inputs' or 'instances' keys to exist ",
         )
+    has_bools = b"true" in body or b"false" in body
     if "instances" in document:
         instances = document["instances"]
         if not isinstance(instances, list):
             _format(document, "Excepting 'instances' to be an list/array")
         if not instances:
             _format(document, "No values in 'instances' array")
-        return JsonRequest(signature=signature, row=True, inputs=_rows(instances, specs))
+        inputs = _rows(instances, specs, has_bools)
+        return JsonRequest(signature=signature, row=True, inputs=inputs)
     if "inputs" in document:
-        inputs = _columns(document["inputs"], specs)
+        inputs = _columns(document["inputs"], specs, has_bools)
         return JsonRequest(signature=signature, row=False, inputs=inputs)
-    _invalid("Missing 'inputs' or 'instances' key")
+    invalid("Missing 'inputs' or 'instances' key")
 
 
 def parse(body: bytes) -> dict[str, Any]:
     """Return the JSON object in a body; NaN and Infinity are taken as TensorFlow Serving does."""
     if not body:
-        _invalid("JSON Parse error: The document is empty")
+        invalid("JSON Parse error: The document is empty")
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -103,7 +105,7 @@ def _parse_slowly(body: bytes, found: orjson.JSONDecodeError) -> Any:
             return json.loads(_TEXT_OR_INF.sub(lambda part: part[1] or b"Infinity", body))
         except (ValueError, RecursionError):
             pass
-    _invalid(f"JSON Parse error: {found.msg} at offset: {found.pos}")
+    invalid(f"JSON Parse error: {found.msg} at offset: {found.pos}")
 
 
 def signature_of(document: Mapping[str, Any]) -> str:
@@ -114,25 +116,27 @@ def signature_of(document: Mapping[str, Any]) -> str:
     return name or DEFAULT_SIGNATURE
 
 
-def _rows(instances: list[Any], specs: Mapping[str, TensorSpec]) -> dict[str, np.ndarray]:
+def _rows(
+    instances: list[Any], specs: Mapping[str, TensorSpec], has_bools: bool
+) -> dict[str, np.ndarray]:
     if not isinstance(instances[0], dict) and len(specs) > 1:
-        _invalid(
+        invalid(
             "instances is a plain list, but expecting list of objects as multiple input tensors "
             "required as per tensorinfo_map"
         )
     objects = _is_object(instances[0])
     for at, row in enumerate(instances):
         if objects and not _is_object(row):
-            _invalid(f"Expecting object but got list at item {at} of input list")
+            invalid(f"Expecting object but got list at item {at} of input list")
         if not objects and _is_object(row):
-            _invalid(f"Expecting value/list but got object at item {at} of input list")
+            invalid(f"Expecting value/list but got object at item {at} of input list")
         if objects and set(row) != set(specs):
             _wrong_keys(at, row, specs)
     if not objects:
         ((name, spec),) = specs.items()
-        return {name: _array(instances, spec, name)}
+        return {name: _array(instances, spec, name, has_bools)}
     return {
-        name: _array([row[name] for row in instances], spec, name, named=True)
+        name: _array([row[name] for row in instances], spec, name, has_bools, f" key: {name}")
         for name, spec in specs.items()
     }
 
@@ -140,43 +144,45 @@ def _rows(instances: list[Any], specs: Mapping[str, TensorSpec]) -> dict[str, np
 def _wrong_keys(at: int, row: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> NoReturn:
     for name in row:
         if name not in specs:
-            _invalid(
+            invalid(
                 f"Failed to process element: {at} key: {name} of 'instances' list. Error: "
                 f"INVALID_ARGUMENT: JSON object: does not have named input: {name}"
             )
-    _invalid(
+    invalid(
         f"Failed to process element: {at} of 'instances' list. JSON object: {_shown(row)} keys "
         f"must be equal to: {','.join(sorted(specs))}"
     )
 
 
-def _columns(value: Any, specs: Mapping[str, TensorSpec]) -> dict[str, np.ndarray]:
+def _columns(value: Any, specs: Mapping[str, TensorSpec], has_bools: bool) -> dict[str, np.ndarray]:
     if not _is_object(value):
         if len(specs) > 1:
-            _invalid(
+            invalid(
                 "inputs is a plain value/list, but expecting an object as multiple input tensors "
                 "required as per tensorinfo_map"
             )
         ((name, spec),) = specs.items()
-        return {name: _column(value, spec, name)}
+        return {name: _column(value, spec, name, has_bools)}
     for name in specs:
         if name not in value:
-            _invalid(f"Missing named input: {name} in 'inputs' object.")
-    return {name: _column(value[name], spec, name) for name, spec in specs.items()}
+            invalid(f"Missing named input: {name} in 'inputs' object.")
+    return {name: _column(value[name], spec, name, has_bools) for name, spec in specs.items()}
 
 
-def _column(value: Any, spec: TensorSpec, name: str) -> np.ndarray:
-    array = _converted(value, spec.dtype)
+def _column(value: Any, spec: TensorSpec, name: str, has_bools: bool) -> np.ndarray:
+    array = _converted(value, spec.dtype, has_bools)
     if array is None:
         _leaves(value, spec.dtype)
-        _invalid(f"JSON Value: {_shown(value)} cannot be read as {_type_name(spec.dtype)}")
+        invalid(f"JSON Value: {_shown(value)} cannot be read as {_type_name(spec.dtype)}")
     require_fit(array.shape, spec, name)
     return array
 
 
-def _array(rows: list[Any], spec: TensorSpec, name: str, *, named: bool = False) -> np.ndarray:
+def _array(
+    rows: list[Any], spec: TensorSpec, name: str, has_bools: bool, key: str = ""
+) -> np.ndarray:
     """Return the values of one input, a row for each element of 'instances'."""
-    array = _converted(rows, spec.dtype)
+    array = _converted(rows, spec.dtype, has_bools)
     if array is None:
         want = _shape_of(rows[0])
         for at, row in enumerate(rows):
@@ -187,14 +193,13 @@ def _array(rows: list[Any], spec: TensorSpec, name: str, *, named: bool = False)
                     what = f"shape {_listed(want)} but got: {_listed(has)}"
                     if sizes[0] != sizes[1]:
                         what = f"tensor size: {sizes[0]} but got: {sizes[1]}"
-                    _invalid(f"Expecting {what}")
+                    invalid(f"Expecting {what}")
             except RequestError as error:
-                key = f" key: {name}" if named else ""
-                _invalid(
+                invalid(
                     f"Failed to process element: {at}{key} of 'instances' list. Error: "
                     f"INVALID_ARGUMENT: {error}"
                 )
-        _invalid(f"Failed to process input {name}")
+        invalid(f"Failed to process input {name}")
     require_fit(array.shape, spec, name)
     return array
 
@@ -203,11 +208,14 @@ def require_fit(shape: Sequence[int], spec: TensorSpec, name: str) -> None:
     """Raise RequestError unless an input has the shape that the signature asks for."""
     if not spec.fits(shape):
         wanted = _listed(["?" if n < 0 else n for n in spec.shape or ()])
-        _invalid(f"input {name}: shape {_listed(shape)} does not match signature: {wanted}")
+        invalid(f"input {name}: shape {_listed(shape)} does not match signature: {wanted}")
 
 
-def _converted(value: Any, dtype: np.dtype[Any]) -> np.ndarray | None:
-    """Return a nest of lists as an array, or None where it is ragged or of another type."""
+def _converted(value: Any, dtype: np.dtype[Any], has_bools: bool) -> np.ndarray | None:
+    """Return a nest of lists as an array, or None where it is ragged or of another type.
+
+    Bools, which NumPy takes for numbers, are looked for where the request `has_bools`.
+    """
     if dtype.kind == "O":
         return _text(value)
     try:
@@ -218,7 +226,7 @@ def _converted(value: Any, dtype: np.dtype[Any]) -> np.ndarray | None:
         return array.astype(dtype) if array.dtype.kind in "fiub" else None
     if dtype.kind == "b":
         return array if array.dtype.kind == "b" else None
-    if array.dtype.kind not in "fiu" or _holds_bool(value):
+    if array.dtype.kind not in "fiu" or (has_bools and _holds_bool(value)):
         return None
     if array.dtype.kind in "iu":
         least, most = _whole_numbers(dtype)
@@ -242,10 +250,7 @@ def _whole_numbers(dtype: np.dtype[Any]) -> tuple[int, int]:
 
 
 def _holds_bool(value: Any) -> bool:
-    """Return whether the first value of a nest is a bool, which NumPy takes for a number."""
-    while isinstance(value, list) and value:
-        value = value[0]
-    return isinstance(value, bool)
+    return any(map(_holds_bool, value)) if isinstance(value, list) else isinstance(value, bool)
 
 
 def _text(value: Any) -> np.ndarray | None:
@@ -270,7 +275,7 @@ def from_base64(value: Mapping[str, Any]) -> bytes:
             padded, altchars=b"-_" if set(text) & set(b"-_") else None, validate=True
         )
     except (UnicodeEncodeError, binascii.Error):
-        _invalid("Unable to base64 decode")
+        invalid("Unable to base64 decode")
 
 
 def _leaves(value: Any, dtype: np.dtype[Any]) -> list[Any]:
@@ -281,7 +286,7 @@ def _leaves(value: Any, dtype: np.dtype[Any]) -> list[Any]:
 def _walk(value: Any, shape: tuple[int, ...], level: int, dtype: np.dtype[Any]) -> Iterator[Any]:
     if not isinstance(value, list):
         if level != len(shape):
-            _invalid(
+            invalid(
                 f"JSON Value: {_shown(value)} found at incorrect level: {level + 1} in the JSON "
                 f"DOM. Expected at level: {len(shape)}"
             )
@@ -289,9 +294,9 @@ def _walk(value: Any, shape: tuple[int, ...], level: int, dtype: np.dtype[Any]) 
         yield value
         return
     if level >= len(shape):
-        _invalid(f"Encountered list at unexpected level: {level} expected < {len(shape)}")
+        invalid(f"Encountered list at unexpected level: {level} expected < {len(shape)}")
     if len(value) != shape[level]:
-        _invalid(
+        invalid(
             f"Encountered list at unexpected size: {len(value)} at level: {level} expected size: "
             f"{shape[level]}"
         )
@@ -302,16 +307,16 @@ def _walk(value: Any, shape: tuple[int, ...], level: int, dtype: np.dtype[Any]) 
 def _check_leaf(value: Any, dtype: np.dtype[Any]) -> None:
     if dtype.kind == "O" and isinstance(value, dict):
         if not is_base64(value):
-            _invalid(f"JSON Value: {_shown(value)} not formatted correctly for base64 data")
+            invalid(f"JSON Value: {_shown(value)} not formatted correctly for base64 data")
         from_base64(value)
         return
-    fits = isinstance(value, str) if dtype.kind == "O" else _converted(value, dtype) is not None
-    if fits:
+    text = dtype.kind == "O"
+    if isinstance(value, str) if text else _converted(value, dtype, True) is not None:
         return
     shown, kind, wanted = _shown(value), json_type(value), _type_name(dtype)
     if kind == "Number" and dtype.kind == "f":
-        _invalid(f"Cannot convert JSON value: {shown} to {wanted} without loss of precision.")
-    _invalid(f"JSON Value: {shown} Type: {kind} is not of expected type: {wanted}")
+        invalid(f"Cannot convert JSON value: {shown} to {wanted} without loss of precision.")
+    invalid(f"JSON Value: {shown} Type: {kind} is not of expected type: {wanted}")
 
 
 def _shape_of(value: Any) -> tuple[int, ...]:
@@ -319,7 +324,7 @@ def _shape_of(value: Any) -> tuple[int, ...]:
     while isinstance(value, list):
         shape.append(len(value))
         if len(shape) > _MOST_DIMENSIONS:
-            _invalid(f"Encountered list at unexpected level: {_MOST_DIMENSIONS}")
+            invalid(f"Encountered list at unexpected level: {_MOST_DIMENSIONS}")
         if not value:
             break
         value = value[0]
@@ -387,9 +392,9 @@ def _require_rows(outputs: Mapping[str, np.ndarray]) -> None:
     sizes = {name: array.shape[0] if array.ndim else None for name, array in outputs.items()}
     for name, size in sizes.items():
         if size is None:
-            _invalid(f"Tensor name: {name} has no shape information ")
+            invalid(f"Tensor name: {name} has no shape information ")
         if size != next(iter(sizes.values())):
-            _invalid(f"Tensor name: {name} has inconsistent batch size: {size}")
+            invalid(f"Tensor name: {name} has inconsistent batch size: {size}")
 
 
 def _type_name(dtype: np.dtype[Any]) -> str:
@@ -414,8 +419,4 @@ def _listed(shape: Sequence[object]) -> str:
 
 
 def _format(value: Any, problem: str) -> NoReturn:
-    _invalid(f"JSON Value: {_shown(value)} {problem}")
-
-
-def _invalid(message: str) -> NoReturn:
-    raise RequestError(Code.INVALID_ARGUMENT, message)
+    invalid(f"JSON Value: {_shown(value)} {problem}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from tfdist.errors import UsageError, require
 from tfdist.files import one_line_errors
-from tfdist.serving.protocol import INT64_MAX, ModelStatus, VersionState
+from tfdist.serving.protocol import ModelStatus, VersionState
 
 MAX_DEATHS = 3  # of replicas that end while they load a version that was never served
 _FIRST_WAIT_S = 0.05
@@ -247,9 +247,7 @@ def find_versions(directory: Path) -> dict[int, str]:
     """
     found: dict[int, str] = {}
     for path in directory.iterdir():
-        if not re.fullmatch(r"[0-9]{1,19}", path.name) or int(path.name) > INT64_MAX:
-            continue
-        if (path / "saved_model.pb").is_file():
+        if re.fullmatch(r"[0-9]{1,18}", path.name) and (path / "saved_model.pb").is_file():
             with contextlib.suppress(FileNotFoundError):  # it is being removed
                 found[int(path.name)] = _mark(path)
     return found
@@ -272,17 +270,12 @@ def find_models(directory: Path, name: str | None = None) -> dict[str, Path]:
     """Return the models in a directory: itself, where it holds versions, else those below it."""
     if find_versions(directory):
         return {name or directory.resolve().name: directory}
-    below = sorted(path for path in directory.iterdir() if path.is_dir())
-    models = {path.name: path for path in below if not path.name.startswith(".")}
-    return {n: path for n, path in models.items() if name in (None, n) and _has_versions(path)}
-
-
-def _has_versions(directory: Path) -> bool:
-    """Return whether there are any; none where this user may not look, as in a lost+found."""
-    try:
-        return bool(find_versions(directory))
-    except PermissionError:
-        return False
+    models = {}
+    for path in sorted(directory.glob("[!.]*")):
+        with contextlib.suppress(NotADirectoryError, PermissionError):  # as in a lost+found
+            if name in (None, path.name) and find_versions(path):
+                models[path.name] = path
+    return models
 
 
 def require_models(directory: Path, name: str | None = None) -> dict[str, Path]:
