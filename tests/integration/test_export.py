@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import shutil
+import warnings
 
 import keras
 import numpy as np
@@ -167,6 +168,27 @@ def test_outputs_keep_their_names_in_any_order(tmp_path):
         found = call(tfdist.export_model(model, tmp_path, precision=precision), x=asked)
         for name, wanted in zip("za", model(asked), strict=False):
             np.testing.assert_allclose(found[name], wanted, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [np.ones((2, 4)), np.ones(3), np.ones((0, 3)), np.array([["a"] * 3]), [np.ones((2, 3))] * 2],
+    ids=["width", "rank", "empty", "text", "count"],
+)
+def test_samples_that_are_no_inputs_are_refused(tmp_path, samples):
+    x = keras.Input((3,), name="x")
+    model = keras.Model(x, layers.Dense(2)(x), name="line")
+    caught = refusal(lambda: tfdist.export_model(model, tmp_path, samples=samples))
+    assert (caught.code, caught.expected) == ("not-samples", "x: float32 [None, 3]")
+
+
+def test_inputs_have_the_names_of_a_dict(tmp_path):
+    inputs = {"left": keras.Input((3,)), "right": keras.Input((3,))}
+    with warnings.catch_warnings(action="ignore"):  # Keras has other names in mind
+        model = keras.Model(inputs, layers.Subtract(name="y")([*inputs.values()]), name="named")
+    asked = {"left": np.ones((2, 3), "float32"), "right": np.zeros((2, 3), "float32")}
+    found = call(tfdist.export_model(model, tmp_path, samples=asked), **asked)
+    np.testing.assert_array_equal(found["y"], 1)
 
 
 def test_samples_may_name_the_inputs_of_a_list(tmp_path):

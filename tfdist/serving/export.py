@@ -93,6 +93,7 @@ def export_model(
     require_one_of("precision", precision, PRECISIONS)
     nest = _inputs_of(model, samples)
     samples = _drawn(nest) if samples is None else samples
+    _require_fit(samples, keras.tree.flatten(nest))
     batch_size = max(_count(samples), job.num_replicas)
     wanted = predict(model, samples, batch_size=batch_size, verbose=0)
     x, y = validation_data if isinstance(validation_data, tuple) else (validation_data, None)
@@ -104,7 +105,13 @@ def export_model(
             name = place.parent.name
             local = model if job.kind == "single" else _copy(model)
             export = _write(_lowered(local, precision), nest, unfinished)
-            manifest = {"version": int(place.name), "name": name, **_versions()}
+            manifest = {
+                "version": int(place.name),
+                "name": name,
+                "tfdist": sys.modules["tfdist"].__version__,
+                "tensorflow": tf.__version__,
+                "keras": keras.__version__,
+            }
             manifest |= _checked(export, samples, wanted if full is None else None)
             if full is not None:
                 manifest["precision"] = {"weights": precision, **_measured(export, full, x, y)}
@@ -129,10 +136,8 @@ class _Export:
 
     def named(self, x: Any) -> dict[str, tf.Tensor]:
         """Return the inputs of a request for `x`, by name."""
-        if isinstance(x, Mapping) and x.keys() == {spec.name for spec in self.inputs}:
-            x = [x[spec.name] for spec in self.inputs]  # as Keras takes it for a list of inputs
-        flat = zip(self.inputs, keras.tree.flatten(x), strict=True)
-        return {spec.name: tf.cast(tf.constant(np.asarray(a)), spec.dtype) for spec, a in flat}
+        flat = zip(self.inputs, _in_order(x, self.inputs), strict=True)
+        return {spec.name: tf.cast(tf.constant(a), spec.dtype) for spec, a in flat}
 
     def answers(self, x: Any) -> dict[str, np.ndarray]:
         """Return the outputs by name."""
@@ -215,12 +220,39 @@ def _inputs_of(model: keras.Model, samples: Any) -> Any:
             fix="pass samples=..., a few examples as the model's call takes them",
             code="no-samples",
         )
-    if nest is None:
-        paths = keras.tree.flatten_with_path(samples)
-        specs = [_spec(np.asarray(a), "_".join(map(str, path)) or "inputs") for path, a in paths]
-    else:
-        specs = [_spec(tensor, tensor.name) for tensor in keras.tree.flatten(nest)]
-    return keras.tree.pack_sequence_as(samples if nest is None else nest, specs)
+    has_names = nest is not None and not isinstance(nest, dict)
+    nest = keras.tree.map_structure(np.asarray, samples) if nest is None else nest
+    specs = [
+        _spec(tensor, tensor.name if has_names else "_".join(map(str, path)) or "inputs")
+        for path, tensor in keras.tree.flatten_with_path(nest)
+    ]
+    return keras.tree.pack_sequence_as(nest, specs)
+
+
+def _in_order(x: Any, specs: Sequence[tf.TensorSpec]) -> list[np.ndarray]:
+    """Return the arrays in a nest in the order of the inputs."""
+    if isinstance(x, Mapping) and x.keys() == {spec.name for spec in specs}:
+        x = [x[spec.name] for spec in specs]  # as Keras takes it for a list of inputs
+    return [np.asarray(a) for a in keras.tree.flatten(x)]
+
+
+def _require_fit(samples: Any, specs: Sequence[tf.TensorSpec]) -> None:
+    """Raise UsageError unless samples are examples of the inputs."""
+    arrays = _in_order(samples, specs)
+    fits = len(arrays) == len(specs) and all(
+        spec.shape.is_compatible_with(array.shape)
+        and len(array) == len(arrays[0]) > 0
+        and (spec.dtype == tf.string) == (array.dtype.kind in "OSU")
+        for spec, array in zip(specs, arrays, strict=False)
+    )
+    require(
+        fits,
+        "samples",
+        received=", ".join(f"{a.dtype.name} {list(a.shape)}" for a in arrays) or "none",
+        expected=", ".join(f"{s.name}: {s.dtype.name} {s.shape.as_list()}" for s in specs),
+        fix="pass one array for each input, all of as many examples, or leave samples out",
+        code="not-samples",
+    )
 
 
 def _spec(tensor: Any, name: str) -> tf.TensorSpec:
@@ -377,14 +409,6 @@ def _write_warm_up(directory: Path, name: str, request: Mapping[str, tf.Tensor])
     extra.mkdir()
     with tf.io.TFRecordWriter(str(extra / "tf_serving_warmup_requests")) as writer:
         writer.write(log.SerializeToString())
-
-
-def _versions() -> dict[str, Any]:
-    return {
-        "tfdist": sys.modules["tfdist"].__version__,
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-    }
 
 
 @contextlib.contextmanager
