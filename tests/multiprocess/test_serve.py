@@ -258,7 +258,8 @@ def test_states_of_versions_are_told(shared):
         ("POST", "/v1/models/m/labels/a:predict", "{}", 400, "Unrecognized servable version label"),
         ("GET", "/v1/models/x", None, 404, "Could not find any versions of model x"),
         ("PUT", "/v1/models/m:predict", "", 400, "Malformed request: PUT /v1/models/m:predict"),
-        ("POST", "/v1/models/m:predict", "x" * 10_001, 400, "more than 10000 bytes"),
+        pytest.param("POST", PREDICT, "x" * 10_001, 400, "more than 10000 bytes", id="large"),
+        pytest.param("POST", PREDICT, "x" * (1 << 24), 400, "more than 10000 bytes", id="larger"),
         ("POST", "/v1/models/m:predict", '{"instances": "fail"}', 400, "failed on purpose"),
     ],
 )
@@ -574,7 +575,7 @@ def test_a_replica_is_followed_to_its_end_also_where_no_spare_can_be_started(tmp
 
     def refuse() -> None:
         for one in supervisor._replicas.values():  # the replica has just said that it is ready
-            one.process.kill()
+            one.kill()
         raise TfdistError("no room for a process")
 
     start = supervisor._start_process
@@ -594,6 +595,25 @@ def test_a_replica_is_followed_to_its_end_also_where_no_spare_can_be_started(tmp
         supervisor._end()
     assert "m: no spare could be started: no room for a process" in caplog.text
     assert "replica 1 was killed by SIGKILL; it is replaced" in caplog.text
+
+
+def test_a_version_that_has_gone_before_its_replica_starts_can_come_back(tmp_path):
+    """As one that is mended by another copy of it, while its replica waits for the next try."""
+    make_version(tmp_path / "m", 1)
+    options = ServeOptions(directory=tmp_path, rest_port=0, grpc_port=0, limits=QueueLimits())
+    supervisor = ServiceSupervisor(options)
+
+    async def start() -> None:
+        found = supervisor._models["m"].scanned(find_versions(tmp_path / "m"))
+        supervisor._set("m", found)  # its replica starts in the next turn of the loop
+        supervisor._models["m"] = supervisor._models["m"].scanned({})
+        await asyncio.gather(*supervisor._tasks)
+
+    try:
+        asyncio.run(start())
+    finally:
+        supervisor._end()
+    assert supervisor._models["m"].replicas == ()
 
 
 def test_sigterm_answers_what_has_come_and_leaves_nothing(tmp_path):

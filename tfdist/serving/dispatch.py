@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 from tfdist.serving.protocol import Code, Frame, Kind, RequestError, decode_error
 
@@ -120,13 +120,11 @@ class Dispatcher:
         self.links[id] = ReplicaLink(id=id, send=send)
         self.pump()
 
-    def route(self, ids: Iterable[int]) -> list[int]:
-        """Give requests to these replicas alone; return the others that have none left."""
-        chosen = set(ids)
+    def route(self, ids: Collection[int]) -> None:
+        """Give requests to these replicas alone."""
         for link in self.links.values():
-            link.serving = link.id in chosen
+            link.serving = link.id in ids
         self.pump()
-        return [id for id, link in self.links.items() if not link.serving and not link.outstanding]
 
     def move_to(self, other: Dispatcher) -> None:
         """Have another version answer what waits here, but for requests of this one alone."""

@@ -125,27 +125,23 @@ class ModelRoute:
             )
 
     def route(self) -> set[int]:
-        """Give requests to the replicas alone; return the connected others that have none left.
+        """Give requests to the replicas alone; return the draining ones that have none left.
 
         What waits for a version that is served no more is answered by it, while it has replicas
         that take requests.
         """
-        idle: set[int] = set()
         for version, one in list(self.dispatchers.items()):
             if version in self.status.served:
-                idle.update(one.route(self.replicas))
+                one.route(self.replicas)
                 continue
             if not one.replicas and self.status.serving is not None:
                 one.move_to(self.dispatchers[self.status.serving])
             if not one.waiting:
-                idle.update(one.route(()))
+                one.route(())
                 if not one.links:
                     del self.dispatchers[version]
-        return idle
-
-    def is_connected(self, id: int) -> bool:
-        """Return whether a replica is connected."""
-        return any(id in one.links for one in self.dispatchers.values())
+        links = [link for one in self.dispatchers.values() for link in one.links.values()]
+        return self.draining - {link.id for link in links if link.outstanding}
 
 
 class ReplicaConnection(asyncio.Protocol):
@@ -228,12 +224,10 @@ class Front:
             task = asyncio.create_task(self._connect(id, path, connection))
             self._connecting.add(task)
             task.add_done_callback(self._connecting.discard)
-        idle = model.route()
-        for id in model.draining:
-            if id in idle or not model.is_connected(id):
-                self._connected.discard(id)
-                model.draining = model.draining - {id}
-                self.tell(end=id)
+        for id in model.route():
+            self._connected.discard(id)
+            model.draining.discard(id)
+            self.tell(end=id)
 
     async def _connect(self, id: int, path: str, connection: ReplicaConnection) -> None:
         try:
@@ -376,7 +370,11 @@ class Front:
                     wanted, what = protocol.parse_path(scope["method"], path)
                     target = wanted.name if wanted.name in self.models else ""
                     payload = await self._body(receive)
-                    body = await self._rest(wanted, what, payload)
+                    if what is None:
+                        states = protocol.status_json(self._states(wanted))
+                        body = json.dumps(states, indent=1).encode()
+                    else:
+                        body = await self.ask(what, wanted, payload, self.options.timeout_s)
         except RequestError as error:
             status, body = HTTP_STATUS.get(error.code, 500), protocol.error_body(error)
         except Exception as error:  # of ours; the client is told in the protocol's form
@@ -389,15 +387,13 @@ class Front:
         await send({"type": "http.response.body", "body": body})
         self._record("rest", target, str(status), start, len(payload or b""))
 
-    async def _rest(self, target: Target, kind: Kind | None, payload: bytes) -> bytes:
-        if kind is None:
-            return json.dumps(protocol.status_json(self._states(target)), indent=1).encode()
-        return await self.ask(kind, target, payload, self.options.timeout_s)
-
     async def _body(self, receive: Callable[[], Awaitable[Message]]) -> bytes:
-        """Return the body of a request, which is bounded, as are all that are being read."""
-        parts: list[bytes] = []
-        size_bytes = 0
+        """Return the body of a request, which is bounded, as are all that are being read.
+
+        What is too much is read too, and dropped: a client that still sends reads no answer.
+        """
+        parts, size_bytes = list[bytes](), 0
+        error: RequestError | None = None
         try:
             async with asyncio.timeout(self.options.silence_s):
                 more = True
@@ -405,22 +401,33 @@ class Front:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise RequestError(Code.CANCELLED, "The client has gone")
-                    parts.append(message.get("body", b""))
                     more = message.get("more_body", False)
-                    size_bytes += len(parts[-1])
-                    self._reading_bytes += len(parts[-1])
-                    if size_bytes > self.options.body_bytes:
-                        text = f"The request has more than {self.options.body_bytes} bytes"
-                        raise RequestError(Code.INVALID_ARGUMENT, text)
-                    if self._reading_bytes > self.options.limits.size_bytes:
-                        text = "Too many requests are being read, try again later"
-                        raise RequestError(Code.RESOURCE_EXHAUSTED, text)
+                    if error is None:
+                        parts.append(message.get("body", b""))
+                        size_bytes += len(parts[-1])
+                        self._reading_bytes += len(parts[-1])
+                        error = self._too_much(size_bytes)
+                        if error is not None:
+                            self._reading_bytes -= size_bytes
+                            parts, size_bytes = [], 0
         except TimeoutError:
             text = f"The request did not come within {self.options.silence_s:g} s"
-            raise RequestError(Code.DEADLINE_EXCEEDED, text) from None
+            error = error or RequestError(Code.DEADLINE_EXCEEDED, text)
         finally:
             self._reading_bytes -= size_bytes
+        if error is not None:
+            raise error
         return b"".join(parts) if len(parts) > 1 else parts[0]
+
+    def _too_much(self, size_bytes: int) -> RequestError | None:
+        """Return the error for a body of so many bytes, or for all that are being read."""
+        if size_bytes > self.options.body_bytes:
+            text = f"The request has more than {self.options.body_bytes} bytes"
+            return RequestError(Code.INVALID_ARGUMENT, text)
+        if self._reading_bytes > self.options.limits.size_bytes:
+            text = "Too many requests are being read, try again later"
+            return RequestError(Code.RESOURCE_EXHAUSTED, text)
+        return None
 
     def _record(self, via: str, model: str, code: str, start: float, size_bytes: int) -> None:
         seconds = time.monotonic() - start

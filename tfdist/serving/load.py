@@ -321,17 +321,8 @@ def main(argv: Sequence[str]) -> int:
     if not options.body:
         make = example_message if options.grpc else example_body
         body = make(url, examples=options.examples, token=token)
-    load = Load(
-        url=url,
-        body=body,
-        grpc=options.grpc,
-        connections=options.connections,
-        seconds=options.seconds,
-        warm_up_s=options.warm_up_s,
-        rate=options.rate,
-        tries=options.tries,
-        token=token,
-    )
+    same = ("grpc", "connections", "seconds", "warm_up_s", "rate", "tries")
+    load = Load(url=url, body=body, token=token, **{name: getattr(options, name) for name in same})
     try:
         found = asyncio.run(run(load)).summary()
     except OSError as error:

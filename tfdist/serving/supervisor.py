@@ -82,15 +82,6 @@ def cores_of(index: int, *, replicas: int, cores: Sequence[int]) -> tuple[int, .
     return tuple(cores[index::replicas])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaProcess:
-    """A replica's process, and the socket by which fronts reach it."""
-
-    process: subprocess.Popen[bytes]
-    model: str
-    path: str
-
-
 class ServiceSupervisor:
     """Sockets, processes, and the models' state."""
 
@@ -107,7 +98,7 @@ class ServiceSupervisor:
             self._grpc = GrpcPort(options.host, options.grpc_port)
         self._private = tempfile.mkdtemp(prefix="tfdist-serve-")
         self._ids = itertools.count(1)
-        self._replicas: dict[int, ReplicaProcess] = {}
+        self._replicas: dict[int, subprocess.Popen[bytes]] = {}
         self._draining: dict[int, str] = {}
         self._spares: list[subprocess.Popen[bytes]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -199,7 +190,7 @@ class ServiceSupervisor:
             _LOG.info("%s: versions %s", name, policy)
             self._set(name, self._models[name].governed(Policy(**policy)))
         if (id := message.get("end")) in self._replicas:  # it hangs, or has no request left
-            self._replicas[id].process.kill()
+            self._replicas[id].kill()
 
     def _tell_front(self) -> None:
         """Send the front all that it needs to know, if that has changed."""
@@ -218,7 +209,7 @@ class ServiceSupervisor:
             "served": sorted(status.served),
             "labels": dict(status.labels),
             "states": [dataclasses.asdict(state) for state in status.states],
-            "replicas": [[r.id, self._replicas[r.id].path, r.version] for r in ready],
+            "replicas": [[r.id, self._socket_of(r.id), r.version] for r in ready],
             "draining": [id for id, of in self._draining.items() if of == name],
         }
 
@@ -266,20 +257,26 @@ class ServiceSupervisor:
     def _directory(self, name: str, version: int) -> Path:
         return self._paths[name] / name_of(self._models[name].found[version])
 
+    def _socket_of(self, id: int) -> str:
+        """Return the path at which fronts reach a replica."""
+        return f"{self._private}/{id}"
+
     # Replicas
 
     async def _run_replica(self, name: str, replica: Replica) -> None:
         """Run a replica, after a pause, from its start to its end."""
         id = replica.id
         await asyncio.sleep(replica.wait_s)
-        if self._stop.is_set() or self._models[name].replica(id) is None:
-            return  # it is not wanted any more
+        model = self._models[name]
+        if self._stop.is_set() or model.replica(id) is None or replica.version not in model.found:
+            self._models[name] = model.without(id)  # not wanted any more, or its files are gone
+            return
         cores = sorted(os.sched_getaffinity(0))
         own = cores_of(replica.index, replicas=self._options.replicas, cores=cores)
         order = ReplicaOrder(
             directory=str(self._directory(name, replica.version)),
             name=name,
-            path=f"{self._private}/{id}",
+            path=self._socket_of(id),
             cores=own if self._options.pin else (),
             batch_sizes=self._options.batch_sizes,
         )
@@ -287,13 +284,13 @@ class ServiceSupervisor:
             process = self._order(order)
         except (OSError, TfdistError) as error:
             _LOG.error("%s: no replica could be started: %s", name, error)
-            self._models[name] = self._models[name].without(id)  # the next scan starts another
+            self._models[name] = model.without(id)  # the next scan starts another
             return
-        self._replicas[id] = ReplicaProcess(process=process, model=name, path=order.path)
+        self._replicas[id] = process
         _LOG.info(
             "%s: replica %d loads version %d (pid %d)", name, id, replica.version, process.pid
         )
-        await self._follow(id, self._replicas[id])
+        await self._follow(name, id, process)
         del self._replicas[id]
         Path(order.path).unlink(missing_ok=True)
         how = _how(process.returncode)
@@ -301,28 +298,31 @@ class ServiceSupervisor:
             _LOG.warning("%s: replica %d %s; it is replaced", name, id, how)
         self._set(name, self._models[name].ended(id, how))
 
-    async def _follow(self, id: int, replica: ReplicaProcess) -> None:
+    async def _follow(self, name: str, id: int, process: subprocess.Popen[bytes]) -> None:
         """Take what a replica says of its loading, and wait for its end, which its pipe has too."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), replica.process.stdout
+            lambda: asyncio.StreamReaderProtocol(reader), process.stdout
         )
         with contextlib.closing(transport):
             try:
                 async with asyncio.timeout(self._options.load_timeout_s):
                     line = await reader.readline()
                 if line.endswith(b"\n"):
-                    self._take_loaded(id, replica.model, json.loads(line))
+                    self._take_loaded(name, id, json.loads(line))
             except TimeoutError:
-                replica.process.kill()
+                process.kill()
             await reader.read()
-        await asyncio.to_thread(replica.process.wait)
+        await asyncio.to_thread(process.wait)
 
-    def _take_loaded(self, id: int, name: str, message: Mapping[str, Any]) -> None:
+    def _take_loaded(self, name: str, id: int, message: Mapping[str, Any]) -> None:
         """Take what a replica says once it has loaded its version, or could not."""
         model = self._models[name]
         if "failed" in message:
-            self._set(name, model.failed(id, message["failed"]))
+            refused = model.failed(id, message["failed"])
+            if refused is model:  # its version was loaded before, and is served
+                _LOG.error("%s: replica %d has not loaded: %s", name, id, message["failed"])
+            self._set(name, refused)
             return
         _LOG.info("%s: replica %d is ready", name, id)
         self._set(name, model.loaded(id))
@@ -364,8 +364,8 @@ class ServiceSupervisor:
     def _end(self) -> None:
         """End all processes and close all sockets."""
         self._stop.set()
-        processes = [*(one.process for one in self._replicas.values()), *self._spares]
-        for process in [*processes, *([self._front] if self._front else [])]:
+        fronts = [self._front] if self._front else []
+        for process in [*self._replicas.values(), *self._spares, *fronts]:
             process.kill()
             process.wait()
         self._rest.close()
