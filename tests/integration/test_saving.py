@@ -254,6 +254,31 @@ def test_another_configuration_is_refused_with_the_difference(strategies, tmp_pa
     np.testing.assert_allclose(slower.optimizer.learning_rate, 0.05)
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"frozen": "b"}, r"_b_kernel_momentum -> \S*_a_kernel_momentum"),
+        ({"metrics": ["mse", "mae"]}, r"absolute_error\S*/total -> mean_squared"),
+    ],
+)
+def test_the_state_of_one_does_not_become_that_of_another(strategies, tmp_path, change, named):
+    """Variables of the same shapes, in the same number."""
+
+    def run(*, epochs, frozen="a", metrics=("mae", "mse")):
+        with strategies[1].scope():
+            parts = [keras.layers.Dense(4, name=name) for name in "ab"]
+            parts["ab".index(frozen)].trainable = False
+            model = keras.Sequential([keras.Input((4,)), *parts, keras.layers.Dense(4)])
+            model.compile(keras.optimizers.SGD(momentum=0.9), "mse", metrics=list(metrics))
+        backup = tfdist.BackupAndRestore(tmp_path)
+        tfdist.fit(model, X, X, epochs=epochs, seed=5, verbose=0, callbacks=[backup])
+
+    run(epochs=1)
+    run(epochs=2)  # its third layer has another name in this process
+    with pytest.raises(UsageError, match=named):
+        run(epochs=3, **change)
+
+
 def described(*, strides=1, rate=0.1, smoothing=0.5, clipnorm=1.0):
     """What a checkpoint says of a model whose variables do not depend on any of these."""
     layers = keras.layers

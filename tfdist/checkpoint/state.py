@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -169,6 +170,12 @@ def require_same_variables(
         for name in sorted(paths, key=lambda name: (name.split("/")[0], int(name.split("/")[1])))
         if mine.get(name, [])[1:] != list(saved.get(name, []))[1:]
     ]
+    roles, before = _roles(mine), _roles(saved)
+    differences += [
+        f"{saved[name][0]} -> {paths[name]}"
+        for name, role in roles.items()
+        if before.get(name, role) != role
+    ]
     _require_none(
         differences,
         where=where,
@@ -190,6 +197,27 @@ def require_same_configuration(
         expected="the optimizer and the layers it was saved with",
         code="another-configuration",
     )
+
+
+def _roles(names: Mapping[str, Any]) -> dict[str, str]:
+    """Return what else of the same shape could be taken for another, and what it is.
+
+    That is the weight of each slot, and of each metric's variable the path. Left out are numbers by
+    which Keras tells names of a process apart, and slots whose path does not tell.
+    """
+    owners = {
+        f"/{path.replace('/', '_')}_": name
+        for name, (path, *_) in names.items()
+        if name.startswith("weights/")
+    }
+    roles = {}
+    for name, (path, *_) in names.items():
+        if name.startswith("metrics/"):
+            roles[name] = re.sub(r"_\d+(?![0-9a-zA-Z])", "", path)
+        elif name.startswith("optimizer/"):
+            found = max((part for part in owners if part in path), key=len, default=None)
+            roles |= {} if found is None else {name: owners[found]}
+    return roles
 
 
 def _require_none(
