@@ -110,6 +110,12 @@ class FileLock:
     def held(self) -> bool:
         return self._close is not None
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it is held, and its file is still the one at the path."""
+        found = self._close.peek() if self._close else None
+        return found is not None and _is_at(self.path, found[2][0])
+
     def acquire(self, *, within_s: float = _RETRY_S) -> Self:
         """Take the lock and return it; raise Held after `within_s`, and OSError.
 

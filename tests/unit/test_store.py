@@ -341,6 +341,20 @@ def test_a_second_writer_is_refused_with_the_first_ones_pid(store):
     second.close()
 
 
+def test_a_writer_whose_directory_was_moved_does_not_write_among_those_of_another(tmp_path):
+    first, second = (CheckpointStore(tmp_path / "run") for _ in range(2))
+    write(first, 1)
+    os.rename(tmp_path / "run", tmp_path / "aside")
+    write(second, 2)
+    with pytest.raises(UsageError, match="a second writer while process"):
+        write(first, 3)
+    assert second.steps() == [2]
+    second.close()
+    write(first, 3)
+    first.close()
+    assert CheckpointStore(tmp_path / "aside").steps() == [1]
+
+
 def test_threads_may_write_at_once(tmp_path):
     store = CheckpointStore(tmp_path, keep=10)
     threads = [threading.Thread(target=write, args=(store, step)) for step in range(1, 7)]

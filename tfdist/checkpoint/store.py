@@ -270,8 +270,9 @@ class CheckpointStore:
                 shutil.rmtree(discarded, ignore_errors=True)
 
     def _become_the_writer(self) -> None:
-        if self._lock.held:
+        if self._lock.is_in_place:
             return
+        self._lock.release()  # of a directory that was moved or removed: another run may write here
         self._made = not self.directory.exists()
         _make_directory(self.directory)
         self._sound()  # refuses a directory of a later format before it is touched
