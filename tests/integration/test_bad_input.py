@@ -92,9 +92,15 @@ def test_a_number_that_is_none_is_named(strategies, named):
     assert line.startswith(f"{name}: received {value};")
 
 
-def test_numpy_integers_are_numbers(strategies):
-    history = fit(regression(strategies[1]), X, Y, batch_size=np.int64(5), epochs=np.int32(2))
-    assert history.epoch == [0, 1]
+def test_numpy_integers_are_numbers(strategies, tmp_path):
+    five, two = np.int64(5), np.int32(2)
+    virtual = tfdist.VirtualEpochs(total_examples=five, checkpoints=two)
+    lengths = {"epochs": two, "steps_per_epoch": two}, {"virtual_epochs": virtual}
+    for number, length in enumerate(lengths):
+        saved = [tfdist.BackupAndRestore(tmp_path / str(number))]
+        options = {"batch_size": five, "shuffle": np.bool_(True), "callbacks": saved, **length}
+        history = fit(regression(strategies[1]), X, Y, **options)
+        assert history.epoch == [0, 1]
 
 
 def test_no_epochs_is_a_run_of_nothing(strategies):

@@ -31,7 +31,8 @@ class VirtualEpochs:
 
     def __post_init__(self) -> None:
         for name in ("total_examples", "checkpoints"):
-            require_int(f"VirtualEpochs: {name}", getattr(self, name), least=1)
+            number = require_int(f"VirtualEpochs: {name}", getattr(self, name), least=1)
+            object.__setattr__(self, name, number)  # Python's, as a checkpoint has it
         if self.checkpoints > self.total_examples:
             raise UsageError(
                 "VirtualEpochs",

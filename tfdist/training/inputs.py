@@ -86,7 +86,7 @@ def prepare(
     Raises:
       UsageError: the data cannot be had under this strategy, are empty, or do not fit `length`.
     """
-    _check(length)
+    length = _checked(length)
     _require_class_weight(class_weight)
     source = _source_of(x, y, sample_weight, job=job, shuffle=shuffle)
     batch, examples = _sizes_of(source, length, job=job, seed=seed)
@@ -136,19 +136,17 @@ def _order_of(examples: int | None, length: Length, *, batch: int, shuffle: bool
     if few:
         examples = few * batch if examples is None else min(examples, few * batch)
         few = -(-examples // batch)
-    return Order(examples=examples, shuffle=shuffle, batches=few)
+    return Order(examples=examples, shuffle=bool(shuffle), batches=few)
 
 
-def _check(length: Length) -> None:
-    numbers = {
-        "batch_size": (length.batch_size, 1),
-        "epochs": (length.epochs, 0),
-        "steps" if length.once else "steps_per_epoch": (length.steps_per_epoch, 1),
-        "overfit_batches": (length.overfit_batches, 1),
-    }
-    for name, (value, least) in numbers.items():
-        if value is not None or name == "epochs":
-            require_int(name, value, least=least)
+def _checked(length: Length) -> Length:
+    """Return it with Python's integers, as a checkpoint has them; raise UsageError."""
+    numbers: dict[str, Any] = {"epochs": require_int("epochs", length.epochs, least=0)}
+    for name in ("batch_size", "steps_per_epoch", "overfit_batches"):
+        value = getattr(length, name)
+        if value is not None:
+            shown = "steps" if length.once and name == "steps_per_epoch" else name
+            numbers[name] = require_int(shown, value, least=1)
     require(
         isinstance(length.virtual_epochs, VirtualEpochs | None),
         "virtual_epochs",
@@ -158,6 +156,7 @@ def _check(length: Length) -> None:
         code="wrong-type",
     )
 
+    return dataclasses.replace(length, **numbers)
 
 def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
     virtual = length.virtual_epochs
