@@ -466,9 +466,29 @@ def test_batches_that_replicas_cannot_divide_are_refused(strategies):
             made.compile("sgd", "mse")
         return made
 
+    class Batches(keras.utils.PyDataset):
+        """Cut to the rows of its first part, it would give another mean."""
+
+        even = False
+
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            whole = X[: 4 if self.even and index == 0 else 9]
+            return {"x": X[4 * index :][:4], "all": whole}, Y[4 * index :][:4]
+
     line = refusal(lambda: tfdist.fit(model(strategies[2]), data, verbose=0))
     assert line.startswith("data: received a batch whose parts have 3, 4 rows;")
     tfdist.fit(model(strategies[1]), data, verbose=0)
+    for Batches.even in (False, True):
+        line = refusal(lambda: tfdist.fit(model(strategies[2]), Batches(), verbose=0))
+        assert line.startswith("data: received a batch whose parts have 4, 9 rows;")
+    one, other = model(strategies[1]), model(tf.distribute.get_strategy())
+    other.set_weights(one.get_weights())
+    tfdist.fit(one, Batches(), shuffle=False, verbose=0)
+    other.fit(Batches(), shuffle=False, verbose=0)
+    np.testing.assert_allclose(one.get_weights()[0], other.get_weights()[0], atol=1e-6)
 
 
 def test_endless_data_need_a_length(strategies):

@@ -21,6 +21,7 @@ from tfdist import phases
 from tfdist.data.order import example_at, example_at_numpy
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.source import GraphSource, batch_spec, lean_options
+from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training.agreement import Digest, digest_is_due, digests_of, leaves_of
 from tfdist.training.epochs import EpochPlan, share_of
@@ -385,10 +386,26 @@ class BatchFeed(PythonFeed):
         if self._job.num_tasks > 1 and digest_is_due(step, first=self._first):
             self.digests[step] = digests_of(batch)
         leaves = leaves_of(batch)
+        divided = self._job.num_replicas > 1
+        if divided:
+            require_even({len(leaf) for leaf in leaves})
 
         def rows(low: int, high: int) -> tuple[Any, Any, Any]:
             numbers = np.arange(low, high)
             ids = ids_of_rows(index, numbers, batch=self.plan.global_batch_size)
-            return [leaf[low:high] for leaf in leaves], ids, np.full(len(ids), passes)
+            mine = [leaf[low:high] for leaf in leaves] if divided else leaves
+            return mine, ids, np.full(len(ids), passes)
 
         return len(leaves[0]), rows
+
+
+def require_even(sizes: set[int]) -> None:
+    """Raise UsageError for the rows of a batch's parts where replicas cannot divide them alike."""
+    if len(sizes) > 1:
+        raise UsageError(
+            "data",
+            received=f"a batch whose parts have {', '.join(map(str, sorted(sizes)))} rows",
+            expected="a row for each example in every part, as replicas divide a batch",
+            fix="repeat in the data what belongs to all examples, or use strategy single",
+            code="uneven-parts",
+        )

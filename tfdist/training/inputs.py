@@ -21,7 +21,14 @@ from tfdist.errors import UsageError, require, require_int
 from tfdist.strategy import Job
 from tfdist.training.agreement import require_same_examples, share_random_states
 from tfdist.training.epochs import EpochPlan, VirtualEpochs
-from tfdist.training.feed import BatchFeed, Feed, GraphFeed, IndexedFeed, Order
+from tfdist.training.feed import (
+    BatchFeed,
+    Feed,
+    GraphFeed,
+    IndexedFeed,
+    Order,
+    require_even,
+)
 from tfdist.training.stream_feed import InputFunctionFeed, StreamFeed, reading_of
 
 _LOG = logging.getLogger(__name__)
@@ -155,8 +162,8 @@ def _checked(length: Length) -> Length:
         fix="write tfdist.VirtualEpochs(total_examples=..., checkpoints=...)",
         code="wrong-type",
     )
-
     return dataclasses.replace(length, **numbers)
+
 
 def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
     virtual = length.virtual_epochs
@@ -326,14 +333,8 @@ def _size_of_first(source: Any, *, num_replicas: int) -> int:
         sizes = _lengths(source.batched_spec)
         if None in sizes:
             sizes = _lengths(next(iter(read(source.dataset_for(), Reading(peek=True))), None))
-    if len(sizes) > 1 and num_replicas > 1 and not isinstance(source, InputFunctionSource):
-        raise UsageError(
-            "data",
-            received=f"a batch whose parts have {', '.join(map(str, sorted(sizes)))} rows",
-            expected="a row for each example in every part, as replicas divide a batch",
-            fix="repeat in the data what belongs to all examples, or use strategy single",
-            code="uneven-parts",
-        )
+    if num_replicas > 1 and not isinstance(source, InputFunctionSource):
+        require_even(sizes)
     return max(*sizes, 1) if sizes else 1
 
 
