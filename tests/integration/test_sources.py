@@ -145,6 +145,7 @@ def test_pandas_is_converted_as_keras_does():
         (lambda: ArraySource(tf.ragged.constant([[1], [1, 2]])), "x", "not-dense"),
         (lambda: ArraySource(sparse.eye(3)), "x", "not-dense"),
         (lambda: ArraySource(X, (Y, Y), sample_weight=(Y,)), "sample_weight", "structures-differ"),
+        (lambda: ArraySource(X, (Y, Y), sample_weight=X), "sample_weight", "structures-differ"),
     ],
 )
 def test_bad_arrays_are_refused(make, where, code):

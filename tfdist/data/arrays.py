@@ -175,6 +175,15 @@ def _weight_per_output(y: Nest, sample_weight: Nest) -> Nest:
     if sample_weight is None or not tf.nest.is_nested(y):
         return sample_weight
     if not tf.nest.is_nested(sample_weight):
+        shape = tuple(getattr(sample_weight, "shape", ()))
+        require(
+            len(shape) < 2 or shape[1:] == (1,),
+            "sample_weight",
+            received=f"one array of shape {shape} for several outputs",
+            expected="a weight for each example, or an array for each output in y",
+            fix="pass the weights of each output, in the structure of y",
+            code="structures-differ",
+        )
         return tf.nest.map_structure(lambda _: sample_weight, y)
     try:
         tf.nest.assert_same_structure(y, sample_weight)
