@@ -147,12 +147,13 @@ def _json(value: Any) -> Any:
 
 
 def _cut(path: str, *, separator: str, epoch: int) -> None:
-    """Remove the lines of a CSV log from `epoch` on."""
+    """Remove the last lines of a CSV log, from `epoch` on; those before may be of another run."""
     with open(path, newline="") as file:
-        rows = list(csv.reader(file, delimiter=separator))
-    kept = rows[:1] + [row for row in rows[1:] if row and int(float(row[0])) < epoch]
+        rows = [row for row in csv.reader(file, delimiter=separator) if row]
+    while len(rows) > 1 and int(float(rows[-1][0])) >= epoch:
+        rows.pop()
     with replacing(Path(path)) as unfinished, open(unfinished, "w", newline="") as file:
-        csv.writer(file, delimiter=separator).writerows(kept)
+        csv.writer(file, delimiter=separator).writerows(rows)
 
 
 class _OnceOnly:
