@@ -247,3 +247,14 @@ def test_a_source_carries_its_transform():
 )
 def test_mistakes_are_told(act, where, code):
     assert refused(act) == (where, code)
+
+
+def test_images_of_a_size_that_is_not_known_are_not_smaller_than_the_window():
+    @tf.function(input_signature=[tf.TensorSpec([None, None, None, 3], tf.uint8)])
+    def cropped(images):
+        crop = RandomCrop(size=(6, 5))
+        return crop((images, IDS), example_ids=IDS, epoch=0, seed=SEED)[0]
+
+    assert np.array_equal(cropped(IMAGES), IMAGES)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="smaller than a window of 5"):
+        cropped(IMAGES[:, :, 1:])

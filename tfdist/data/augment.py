@@ -86,6 +86,12 @@ class RandomCrop(_Own):
                 fix="make size smaller or padding larger",
                 code="window-too-large",
             )
+        if not isinstance(places, int):
+            enough = tf.debugging.assert_positive(
+                places, message=f"RandomCrop: images smaller than a window of {length}"
+            )
+            with tf.control_dependencies([enough]):
+                places = tf.identity(places)
         first = draws.below(places, index=index) - self.padding
         wanted = first[:, None] + tf.range(length)
         inside = (wanted >= 0) & (wanted < available)
