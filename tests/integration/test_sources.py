@@ -282,7 +282,6 @@ def test_a_collection_is_read_by_index():
     assert x.tolist() == [[2.5, 2.5], [0.5, 0.5]]
     assert x.dtype == np.float32
     assert y.tolist() == [25, 1]
-    assert source.fetch(np.zeros(0, np.int64))[0].shape == (0, 2)
 
 
 def test_a_collection_with_getitems_is_asked_once_for_a_batch():

@@ -38,15 +38,6 @@ _DAMAGE = frozenset(
         *(errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA),
     )
 )
-_NUMPY_NAMES = frozenset(
-    ["bool", "float16", "float32", "float64", "complex64", "complex128"]
-    + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-)
-_ML_NAMES = frozenset(
-    name
-    for name in dir(ml_dtypes)
-    if isinstance(scalar := getattr(ml_dtypes, name), type) and issubclass(scalar, np.generic)
-)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -191,7 +182,7 @@ def _write_shard(path: Path, arrays: Mapping[str, Any]) -> tuple[dict[str, Any],
             array = np.asarray(arrays[name])
             dtype = array.dtype.name
             require(
-                dtype in _NUMPY_NAMES or dtype in _ML_NAMES,
+                array.dtype.kind in "biufc" or hasattr(ml_dtypes, dtype),
                 f"checkpoint: array {name!r}",
                 received=f"dtype {array.dtype}",
                 expected="numbers or booleans",

@@ -55,12 +55,10 @@ class Draws:
 
     def below(self, bound: int | tf.Tensor, *, index: int) -> tf.Tensor:
         """Return draw `index` of each example, int32[b], uniform in [0, bound); bound < 2**31."""
-        high = tf.bitwise.right_shift(self._bits(index), tf.constant(32, tf.uint64))
+        bits = stream(self.keys, tf.constant(index, tf.uint64))
+        high = tf.bitwise.right_shift(bits, tf.constant(32, tf.uint64))
         product = high * tf.cast(bound, tf.uint64)
         return tf.cast(tf.bitwise.right_shift(product, tf.constant(32, tf.uint64)), tf.int32)
-
-    def _bits(self, index: int) -> tf.Tensor:
-        return stream(self.keys, tf.constant(index, tf.uint64))
 
 
 def draws_for(

@@ -56,10 +56,8 @@ class PythonSource(Source):
         self.transform = transform
 
     def fetch(self, indices: np.ndarray[Any, Any]) -> Nest:
-        """Return the examples at `indices` (int64[b], b may be 0) as arrays [b, ...]."""
+        """Return the examples at `indices` (int64[b], not empty) as arrays [b, ...]."""
         wanted = [int(index) for index in indices]
-        if not wanted:
-            return tf.nest.map_structure(_no_examples, self.element_spec)
         get_many = getattr(self._examples, "__getitems__", None)
         found = get_many(wanted) if get_many else [self._examples[index] for index in wanted]
         examples = [self._example(item) for item in found]
@@ -210,10 +208,6 @@ def _batch_leaf_spec(*leaves: np.ndarray[Any, Any] | None) -> tf.TensorSpec | No
 
 def _numpy_dtype(spec: tf.TensorSpec) -> Any:
     return object if spec.dtype == tf.string else spec.dtype.as_numpy_dtype
-
-
-def _no_examples(spec: tf.TensorSpec | None) -> np.ndarray[Any, Any] | None:
-    return None if spec is None else np.zeros((0, *spec.shape), _numpy_dtype(spec))
 
 
 def _stack(
