@@ -122,17 +122,26 @@ def test_what_saves_the_best_epoch_is_resumed_with_the_trial(tmp_path):
     saving = inside.SaveBest(original)
     assert saving.get_state() == {"trial": "trial_1", "best": "-inf"}
     saving.set_state({"trial": "trial_1", "best": "0.75"})
-    saved: list[str] = []
     shapes = {"input_shape": [None, 4]}
-    model = types.SimpleNamespace(save_weights=saved.append, get_build_config=lambda: shapes)
+    model = types.SimpleNamespace(get_build_config=lambda: shapes)
+    model.save_weights = lambda path: Path(path).write_text("whole")
     saving.set_model(model)
     saving.on_epoch_end(0, {"val_accuracy": 0.75})
-    assert saved == []
+    assert not Path(path).exists()
     saving.on_epoch_end(1, {"val_accuracy": 0.8})
-    assert saved == [path]
+    assert Path(path).read_text() == "whole"
     # What KerasTuner loads a model by that is built by its data; it writes it after the fit, to
     # which a trial that is stopped does not come.
     assert json.loads(Path(path).with_name("build_config.json").read_text()) == shapes
+
+    def killed_within(path: str) -> None:
+        Path(path).write_text("ha")
+        raise KeyboardInterrupt
+
+    model.save_weights = killed_within
+    with pytest.raises(KeyboardInterrupt):
+        saving.on_epoch_end(2, {"val_accuracy": 0.9})
+    assert Path(path).read_text() == "whole"
 
 
 def test_a_search_in_every_task_of_a_job_is_refused(tmp_path, monkeypatch):
@@ -173,7 +182,7 @@ def assigned(tmp_path: Path, *, trial: str = "0", **values: Any) -> Assignment:
         sweep_dir=str(tmp_path),
         trial=trial,
         run_dir=str(trials / trial),
-        checkpoints=str(trials / values.get("tuner/trial_id", trial) / "checkpoints"),
+        checkpoints=str(trials / ("0" if "tuner/trial_id" in values else trial) / "checkpoints"),
         values=values,
         seed=1,
     )
@@ -640,37 +649,76 @@ def test_a_trial_of_hyperband_goes_on_from_the_checkpoints_of_the_one_before(tmp
         assert told.run_dir == str(tmp_path / "trials" / one.id)
 
 
-@pytest.mark.parametrize("patience", [None, 1], ids=["worse", "stopped"])
-def test_a_trial_of_hyperband_that_does_not_better_the_one_before_can_be_loaded(patience, trials):
-    """Its weights are those of its own best epoch; of the one before, where that was stopped."""
-    objective = keras_tuner.Objective("val_loss", "max")  # so that the first epoch is the best
+def run_in_hyperband(
+    trials: Trials,
+    trial: int,
+    *,
+    first: int,
+    until: int,
+    model: Any = build,
+    callbacks: Sequence[Any] = (),
+    **options: Any,
+) -> tuple[Completed, Any]:
+    """Runs trial 0, or one that continues the one before; returns its outcome and the tuner."""
+    tuner = keras_tuner.Hyperband(
+        model,
+        keras_tuner.Objective("val_loss", "max"),  # so that the first epoch is the best
+        max_epochs=4,
+        factor=2,
+        directory=str(trials.path),
+        distribution_strategy=trials.strategy,
+        **options,
+    )
+    values = {"units": 2, "tuner/initial_epoch": first, "tuner/epochs": until}
+    if trial:
+        values["tuner/trial_id"] = str(trial - 1)
+    trials.directory(str(trial)).path.mkdir(parents=True)  # the launcher's log is in it
+    outcome = trials.run(tuner, values, trial=str(trial), callbacks=list(callbacks))
+    assert isinstance(outcome, Completed)
+    return outcome, tuner
 
-    def run(trial: str, *, epochs: int, **values: Any) -> Any:
-        tuner = keras_tuner.Hyperband(
-            build,
-            objective,
-            max_epochs=4,
-            factor=2,
-            directory=str(trials.path),
-            distribution_strategy=trials.strategy,
+
+@pytest.mark.parametrize(
+    ("patience", "best", "done"),
+    [(9, [1, 2, 4], [[1], [2, 3], [4]]), (1, [1, 2, 2], [[1], [2], []])],
+    ids=["worse", "stopped"],
+)
+def test_a_trial_of_hyperband_that_does_not_better_the_one_before_can_be_loaded(
+    patience, best, done, trials
+):
+    """Its score and weights are of its own best epoch; where none was left, of the one before."""
+    scores = []
+    for number, (first, until) in enumerate([(0, 1), (1, 3), (3, 4)]):
+        stop = keras.callbacks.EarlyStopping("val_loss", patience=patience, mode="max")
+        outcome, tuner = run_in_hyperband(
+            trials, number, first=first, until=until, callbacks=[stop]
         )
-        values |= {"units": 2, "tuner/epochs": epochs}
-        stop = keras.callbacks.EarlyStopping("val_loss", patience=patience or 9, mode="max")
-        trials.directory(trial).path.mkdir(parents=True)  # the launcher's log is in it
-        outcome = trials.run(tuner, values, trial=trial, callbacks=[stop])
-        assert isinstance(outcome, Completed)
-        model = tuner.load_model(tuner.oracle.trials[trial])
+        scores.append(outcome.score)
+        assert outcome.best_virtual_epoch == best[number]
+        lines = trials.directory(str(number)).read_metrics()
+        assert [line["virtual_epoch"] for line in lines] == done[number]
+        model = tuner.load_model(tuner.oracle.trials[str(number)])
         assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(outcome.score)
-        return outcome
+    assert scores[0] > scores[1]
+    assert scores[2] == scores[1] if patience == 1 else scores[2] < scores[1]
 
-    first = run("0", epochs=3, **{"tuner/initial_epoch": 0})
-    last = run("1", epochs=4, **{"tuner/initial_epoch": 3, "tuner/trial_id": "0"})
-    if patience is None:
-        assert [line["virtual_epoch"] for line in last.history] == [4]
-        assert last.score < first.score
-    else:
-        assert [line["virtual_epoch"] for line in first.history] == [1, 2]
-        assert last.score == pytest.approx(first.score)
+
+class ReturnsItsBest(keras_tuner.HyperModel):
+    def build(self, hp: Any) -> keras.Model:
+        return build(hp)
+
+    def fit(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return {"val_loss": max(model.fit(*args, **kwargs).history["val_loss"])}
+
+
+@pytest.mark.parametrize(
+    "options", [{"executions_per_trial": 2}, {"model": ReturnsItsBest()}], ids=["two", "own_fit"]
+)
+def test_a_trial_of_hyperband_counts_no_epoch_of_the_one_before(options, trials):
+    for number in (0, 1):
+        outcome, _ = run_in_hyperband(trials, number, first=number, until=number + 1, **options)
+        lines = trials.directory(str(number)).read_metrics()
+        assert outcome.score == pytest.approx(np.mean([line["val_loss"] for line in lines]))
 
 
 def test_a_trial_whose_epochs_are_shorter_than_an_update_keeps_its_lines_when_it_is_resumed(trials):

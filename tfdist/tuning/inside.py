@@ -21,6 +21,7 @@ from keras_tuner.src.engine.hypermodel import get_hypermodel
 from tfdist.checkpoint.backup import BackupAndRestore, save_whole
 from tfdist.checkpoint.state import weights_sha256
 from tfdist.errors import TfdistError, UsageError, require
+from tfdist.files import one_line_errors, replacing
 from tfdist.outputs.run_directory import DONE, RunDirectory
 from tfdist.strategy import barrier, current_job, is_chief, make_strategy
 from tfdist.training.evaluation import evaluate, predict
@@ -36,9 +37,9 @@ def run_assigned(
 
     A collective. Raises UsageError where the model does not report the objective.
     """
-    _settle(tuner, assignment)
+    _use_sweep_directory(tuner, assignment)
     keras.utils.set_random_seed(assignment.seed)
-    trial = _trial(tuner, assignment)
+    trial = _assigned_trial(tuner, assignment)
     hp = trial.hyperparameters
     fitting = _TrialFit(
         assignment,
@@ -62,7 +63,7 @@ def run_assigned(
         fitting.directory.path.mkdir(parents=True, exist_ok=True)
         objective = tuner.oracle.objective.name
         if trial.metrics.exists(objective):  # the tuner itself has told it to its oracle
-            told = {"result": _result_told(trial.metrics, objective)}
+            told = {"result": _result_in_oracle(trial.metrics, objective)}
         elif fitting.has_reported(results, objective):
             told = {}
         else:
@@ -73,7 +74,7 @@ def run_assigned(
     barrier()  # a task that ends early would take its peers down
 
 
-def _settle(tuner: Any, assignment: Assignment) -> None:
+def _use_sweep_directory(tuner: Any, assignment: Assignment) -> None:
     """Have the tuner write where all trials of the sweep do, and nothing of the oracle's."""
     tuner.directory, tuner.project_name = assignment.sweep_dir, PROJECT
     tuner.oracle._set_project_dir(tuner.directory, tuner.project_name)
@@ -83,7 +84,7 @@ def _settle(tuner: Any, assignment: Assignment) -> None:
         tuner.distribution_strategy = make_strategy()
 
 
-def _trial(tuner: Any, assignment: Assignment) -> Any:
+def _assigned_trial(tuner: Any, assignment: Assignment) -> Any:
     hp = tuner.oracle.get_space()
     hp.values = dict(assignment.values)
     trial = trial_module.Trial(hyperparameters=hp, trial_id=assignment.trial, status="RUNNING")
@@ -122,10 +123,11 @@ class _TrialFit:
             self._checkpoints(), every_steps=self._assignment.backup_every_steps
         )
         options = {"seed": self._assignment.seed + self.executions, "verbose": 2, **kwargs}
-        options["callbacks"] = [*callbacks, lines, backup]
+        own_epochs = _OwnEpochs(self._assignment.trial)
+        options["callbacks"] = [own_epochs, *callbacks, lines, backup]
         history = fit(model, *args, **options)
         self.executions += 1
-        self._epochs += len(history.epoch)
+        self._epochs += history.epoch[-1] + 1 if history.epoch else 0
         self._steps += _steps_of(model)
         self.model, self._resumed_from = model, lines.resumed_from
         return history
@@ -155,6 +157,30 @@ class _TrialFit:
     def _checkpoints(self) -> Path:
         name = f"-{self.executions}" if self.executions else ""
         return Path(f"{self._assignment.checkpoints}{name}")
+
+
+class _OwnEpochs(keras.callbacks.Callback):
+    """Has the History hold the epochs of its own trial, not of the one that this one continues.
+
+    Where that was stopped for good no epoch follows, and the History is still that one's. It comes
+    before the History, which may be among the user's callbacks.
+    """
+
+    def __init__(self, trial: str) -> None:
+        super().__init__()
+        self._trial = self._trial_of_history = trial
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._trial_of_history != self._trial:
+            self.model.history.epoch.clear()
+            self.model.history.history.clear()
+            self._trial_of_history = self._trial
+
+    def get_state(self) -> Any:
+        return {"trial": self._trial_of_history}
+
+    def set_state(self, state: Any) -> None:
+        self._trial_of_history = state["trial"]
 
 
 class _MetricLines(keras.callbacks.Callback):
@@ -209,23 +235,20 @@ def _steps_of(model: keras.Model) -> int:
 def _result(tuner: Any, results: Any) -> dict[str, Any]:
     objective = tuner.oracle.objective
     tuner_utils.validate_trial_results(results, objective, "Tuner.run_trial()")
+    first = results[0] if isinstance(results, list) else results
     try:
         metrics = tuner_utils.convert_to_metrics_dict(results, objective)
         step = tuner_utils.get_best_step(results, objective)
     except KeyError as error:
-        raise unreported(objective.name, _reported(results)) from error
-    return {"virtual_epoch": step + 1, **{name: float(value) for name, value in metrics.items()}}
+        raise unreported(objective.name, sorted(first.history)) from error
+    before = first.epoch[0] if isinstance(first, History) and first.epoch else 0
+    return {"virtual_epoch": before + step + 1, **{n: float(v) for n, v in metrics.items()}}
 
 
-def _result_told(tracker: Any, objective: str) -> dict[str, Any]:
+def _result_in_oracle(tracker: Any, objective: str) -> dict[str, Any]:
     """Return the result of a trial that has called ``oracle.update_trial``, as older tuners do."""
     best = {name: tracker.get_best_value(name) for name in tracker.metrics}
     return {"virtual_epoch": (tracker.get_best_step(objective) or 0) + 1, **best}
-
-
-def _reported(results: Any) -> list[str]:
-    first = results[0] if isinstance(results, list) else results
-    return sorted(first.history if isinstance(first, History) else first)
 
 
 def _require_known(hp: Any, assignment: Assignment) -> None:
@@ -340,7 +363,8 @@ class SaveBest(keras.callbacks.Callback):
         elif math.isfinite(original.best_value):  # reported after some epochs only
             return
         if is_chief():
-            self.model.save_weights(original.filepath)
+            with one_line_errors(self._file), replacing(self._file) as unfinished:
+                self.model.save_weights(str(unfinished))
             if not self._has_saved:  # what KerasTuner writes in the end, where no stop came before
                 shapes = self._file.with_name("build_config.json")
                 shapes.write_text(json.dumps(self.model.get_build_config()), encoding="utf-8")
