@@ -335,12 +335,17 @@ def test_imports_begin_before_a_sweep_is_described_and_end_where_it_cannot_be(tm
     assert not (tmp_path / "old-1").exists(), "moved aside for nothing"
 
 
-def test_a_finished_sweep_of_which_no_trial_was_completed_has_failed_again(tmp_path):
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_finished_sweep_of_which_no_trial_was_completed_has_failed_again(
+    overwrite, tmp_path, monkeypatch
+):
+    if overwrite:  # it was for the first start
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     book = journal(tmp_path)
     book.add("begun", **begun())
     add_trial(book, "0", score=None)
     book.add("finished", reason="all trials have failed", is_complete=True)
-    again = ImpossibleSweep(tmp_path, [], overwrite=False)
+    again = ImpossibleSweep(tmp_path, [], overwrite=overwrite)
     again.describe = begun  # type: ignore[method-assign]
     exit_code, state = sweep_module.run(again)
     assert exit_code == 1

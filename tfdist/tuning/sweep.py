@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from tfdist.cluster.settings import restarts
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped
 from tfdist.files import one_line_errors
 from tfdist.launch.events import SignalPipe
@@ -115,7 +116,9 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
         stack.callback(sweep.runner.close)
         sweep.runner.warm_up()
         description = sweep.describe()
-        if sweep.options.overwrite:
+        if sweep.options.overwrite and restarts(os.environ):
+            logger.info("started again: --overwrite was for the first start, the sweep goes on")
+        elif sweep.options.overwrite:
             directory.set_aside(sweep_dir)
         journal = Journal(sweep_dir / JOURNAL, time_of_day=time.time)
         _begin_journal(sweep, journal, description)
