@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
@@ -35,14 +35,10 @@ class Journal:
         self.path = path
         self._time_of_day = time_of_day
         self.lines = read(path)
-        self._is_together = False
         self._cut_unfinished_line()
 
     def add(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Write a line and return it; when this returns, the line is on disk.
-
-        Within `together` it outlives this process, and the machine only when that has ended.
-        """
+        """Write a line and return it; when this returns, the line is on disk."""
         line = {"event": event, "at": round(self._time_of_day(), 3), **fields}
         is_new = not self.path.exists()
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
@@ -60,27 +56,11 @@ class Journal:
         try:
             while data:
                 data = data[file.write(data) :]
-            if not self._is_together:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(file.fileno(), size_before)
             raise
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Has the lines that are added meanwhile on disk when it ends: the disk is waited for once.
-
-        Raises TfdistError where it fails.
-        """
-        before, self._is_together = len(self.lines), True
-        try:
-            yield
-        finally:
-            self._is_together = False
-            if len(self.lines) > before:
-                with one_line_errors(self.path):
-                    fsync(self.path)
 
     def _cut_unfinished_line(self) -> None:
         """Take away what a killed chief had not finished, so that the next line is whole."""

@@ -75,7 +75,6 @@ class Chief:
         self._signals = signals
         self.state = fold(journal.lines)
         self._running: dict[str, tuple[TrialJob, RunningTrial]] = {}
-        self._next: dict[str, TrialJob] = {}
         self._no_more = False
         self._ask_again = True
         self._stop_signal = 0
@@ -94,7 +93,7 @@ class Chief:
                     how = "failed" if self.state.has_failed else "ended"
                     self._finish(f"all trials have {how}", is_complete=True)
                     return EXIT_FAILED if self.state.has_failed else EXIT_OK
-                self._step()
+                self._wait_for_ends()
         finally:
             self._stop_all()
         if self._stop_signal:
@@ -110,7 +109,7 @@ class Chief:
     def _is_done(self) -> bool:
         """Return whether no trial runs, can be asked for, or waits for a runner."""
         can_ask = self._ask_again and not self._no_more
-        return not (self._running or can_ask or self._left())
+        return not (self._running or can_ask or self._waiting())
 
     def _take_over(self) -> None:
         """Wait for the runners to which a chief before has given trials."""
@@ -122,24 +121,20 @@ class Chief:
 
     def _fill(self) -> None:
         """Start trials in all places that are free; that they are is on disk before."""
-        with self._journal.together():
-            for slot in self._runner.free_slots({job.slot for job, _ in self._running.values()}):
-                if not self._prepare(slot):
-                    break
-        beginning, self._next = self._next, {}
-        for name, job in beginning.items():
-            self._running[name] = job, self._runner.start(job)
-        for name in beginning:
-            self._changed(name)
-        if beginning:
-            self._search.publish(beginning)
+        for slot in self._runner.free_slots({job.slot for job, _ in self._running.values()}):
+            job = self._prepare(slot)
+            if job is None:
+                return
+            self._running[job.trial] = job, self._runner.start(job)
+            self._changed(job.trial)
+            self._search.publish([job.trial])
 
-    def _prepare(self, slot: Slot) -> bool:
-        """Write down that the next trial is started; one that is over already only ends here."""
+    def _prepare(self, slot: Slot) -> TrialJob | None:
+        """Journal the start of the next trial and return it; one that is over only ends here."""
         while not self._too_many_failed():
-            trial = self._left() or self._next_trial()
+            trial = self._waiting() or self._next_trial()
             if trial is None:
-                return False
+                return None
             try:
                 job = self._job(trial, slot=slot, lease=trial.starts + 1)
             except UsageError as error:
@@ -150,21 +145,20 @@ class Chief:
                 continue
             where = {} if slot.runner == HERE else {"runner": slot.runner, "place": slot.number}
             self.state.apply(self._journal.add("started", trial=trial.id, **where))
-            self._next[trial.id] = job
-            return True
-        return False
+            return job
+        return None
 
-    def _left(self) -> Trial | None:
+    def _waiting(self) -> Trial | None:
         """Return a trial that was asked for and does not run, as an earlier chief leaves it."""
         left = (trial for trial in self.state.trials.values() if not trial.is_over)
-        return next((t for t in left if t.id not in self._running and t.id not in self._next), None)
+        return next((trial for trial in left if trial.id not in self._running), None)
 
     def _next_trial(self) -> Trial | None:
         """Ask for another trial; after IDLE not before one has ended."""
         if self._no_more or not self._ask_again:
             return None
         answer = self._search.ask()
-        run, until = self._part(answer.trial, answer.values or {})
+        run, until = self._run_and_budget(answer.trial, answer.values or {})
         line = self._journal.add(
             "asked",
             status=answer.status,
@@ -180,7 +174,9 @@ class Chief:
             return None
         return self._changed(answer.trial)
 
-    def _part(self, name: str | None, values: Mapping[str, Any]) -> tuple[str | None, int | None]:
+    def _run_and_budget(
+        self, name: str | None, values: Mapping[str, Any]
+    ) -> tuple[str | None, int | None]:
         """Return in which directory a trial runs, and after which virtual epoch it is put aside.
 
         Hyperband says in the values which trial another one continues.
@@ -224,17 +220,17 @@ class Chief:
             [values_of(other.history, self.state.begun["objective"]) for other in ended]
         )
 
-    def _step(self, counts: Callable[[Outcome], bool] = lambda outcome: True) -> None:
+    def _wait_for_ends(self, counts: Callable[[Outcome], bool] = lambda outcome: True) -> None:
         """Wait a moment and take down what has ended meanwhile, where it counts."""
         self._runner.wait([running for _, running in self._running.values()], POLL_S)
         for name, (_, running) in list(self._running.items()):
             if outcome := running.poll():
                 del self._running[name]
                 if counts(outcome):
-                    self._took(self.state.trials[name], outcome)
+                    self._record(self.state.trials[name], outcome)
                     running.taken()
 
-    def _took(self, trial: Trial, outcome: Outcome) -> None:
+    def _record(self, trial: Trial, outcome: Outcome) -> None:
         if not isinstance(outcome, Killed):
             self._end(trial, outcome)
             return
@@ -288,7 +284,7 @@ class Chief:
         for _, running in self._running.values():
             running.stop()
         while self._running:
-            self._step(_counts_in_the_end)
+            self._wait_for_ends(_counts_in_the_end)
 
     def _finish(self, reason: str, *, is_complete: bool) -> None:
         self.state.apply(self._journal.add("finished", reason=reason, is_complete=is_complete))
