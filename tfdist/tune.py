@@ -10,13 +10,14 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from tfdist.argument_parser import run_program
 from tfdist.configs import command_line
 from tfdist.errors import EXIT_OK
 from tfdist.tuning import sweep
 from tfdist.tuning.config_sweep import ConfigSweep, program_of
-from tfdist.tuning.options import Show, SweepOptions, parse
+from tfdist.tuning.options import SweepOptions, parse
 from tfdist.tuning.protocol import placed
 from tfdist.tuning.screen import show
 
@@ -29,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_program("tfdist.tune", lambda: _run(parse(words)))
 
 
-def _run(options: SweepOptions | Show) -> int:
-    if isinstance(options, Show):
-        show(options.sweep_dir)
+def _run(options: SweepOptions | Path) -> int:
+    if isinstance(options, Path):
+        show(options)
         return EXIT_OK
     options, environ = placed(options, os.environ)
     if options.join is not None:  # a runner, which needs no KerasTuner

@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import api_pb2, metadata
 
 from tfdist.outputs.sweep_journal import fold
-from tfdist.tuning.exports import HParamsBoard
+from tfdist.tuning.exports import export_hparams
 
 SPACE = [{"class_name": "Float", "config": {"name": name}} for name in ("lr", "opt")]
 
@@ -46,7 +46,7 @@ def read(path: Path) -> tuple[EventAccumulator, dict[str, bytes]]:
 
 
 def test_values_scores_and_ends_are_what_tensorboard_reads(state, tmp_path):
-    HParamsBoard(tmp_path).update(state)
+    export_hparams(state, tmp_path)
     events, content = read(tmp_path / "tensorboard" / "0")
     start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
     values = {name: value.WhichOneof("kind") for name, value in start.hparams.items()}
@@ -63,12 +63,12 @@ def test_values_scores_and_ends_are_what_tensorboard_reads(state, tmp_path):
 
 
 def test_a_sweep_that_goes_on_writes_only_what_is_missing(state, tmp_path):
-    HParamsBoard(tmp_path).update(state)
+    export_hparams(state, tmp_path)
     board = tmp_path / "tensorboard"
     (board / ".0.unfinished").mkdir()  # of a chief that was killed
     (board / "0").rename(board / ".0.unfinished" / "0")
     kept = list((board / "1").iterdir())
-    HParamsBoard(tmp_path).update(state)
+    export_hparams(state, tmp_path)
     assert len(list((board / "0").iterdir())) == 1
     assert list((board / "1").iterdir()) == kept
     assert not (board / ".0.unfinished").exists()

@@ -25,7 +25,7 @@ from tfdist.launch.starter import raise_file_limit
 from tfdist.outputs.sweep_journal import LOCK, Journal, fold, read
 from tfdist.tuning import directory, exports
 from tfdist.tuning import sweep as sweep_module
-from tfdist.tuning.options import RunOptions, Show, SweepOptions, parse
+from tfdist.tuning.options import RunOptions, SweepOptions, parse
 from tfdist.tuning.runner import LauncherRunner, TrialProgram
 from tfdist.tuning.screen import SweepScreen, as_json, change_line, show
 from tfdist.tuning.sweep import Sweep
@@ -108,7 +108,7 @@ def test_the_command_line_of_the_page_is_read():
 
 
 def test_show_needs_no_config():
-    assert parse(["--show", "runs/x"]) == Show(sweep_dir=Path("runs/x"))
+    assert parse(["--show", "runs/x"]) == Path("runs/x")
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class ConfigSweep(Sweep):
         return {
             **{name: getattr(self.options, name) for name in (*names, "max_trials", "early_stop")},
             "config": json.loads(json.dumps(values)),
-            "space": self.space.description(),
+            "space": self.space.description,
         }
 
     def search(self, begun: Mapping[str, Any]) -> Search:

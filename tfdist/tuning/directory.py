@@ -126,12 +126,6 @@ def chief_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def make(path: Path) -> None:
-    """Make the directory; raise TfdistError where it cannot."""
-    with one_line_errors(f"sweep directory {path}"):
-        path.mkdir(parents=True, exist_ok=True)
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a file whole or not at all, for those who read it while the sweep runs."""
     with one_line_errors(path):

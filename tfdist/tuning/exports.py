@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import json
@@ -14,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tfdist.errors import TfdistError
+from tfdist.files import one_line_errors
 from tfdist.outputs.sweep_journal import COMPLETED, SweepState, Trial
 from tfdist.report.sweep import coordinates
 from tfdist.tuning.directory import PLOT
@@ -26,13 +25,6 @@ logger = logging.getLogger(__name__)
 _POINTS, _BEST = "#1f5fa8", "#d1661a"
 _COLUMNS = 4
 _MOST_EFFECTS = 8
-
-
-def load_plot() -> None:
-    """Load what `draw` draws with, which takes a moment the first time."""
-    with contextlib.suppress(ImportError):
-        import matplotlib.backends.backend_agg
-        import matplotlib.figure  # noqa: F401
 
 
 def draw_plot(state: SweepState, sweep_dir: Path) -> Path | None:
@@ -131,43 +123,38 @@ def _plain_axes(axes: Any) -> None:
 # A directory for each trial that has ended, with its values, its end, and the objective at each
 # virtual epoch. Written with what TensorBoard ships, so no operation of TensorFlow's is run.
 
-BOARD = "tensorboard"
+HPARAMS = "tensorboard"
 
 
-class HParamsBoard:
-    """Writes down the trials that have ended; what is there already is left as it is."""
+def export_hparams(state: SweepState, sweep_dir: Path) -> None:
+    """Write the trials that have ended; what is there already is left as it is.
 
-    def __init__(self, sweep_dir: Path) -> None:
-        self._path = sweep_dir / BOARD
-
-    def update(self, state: SweepState) -> None:
-        """Bring the directory up to date. Raises TfdistError where it cannot be written."""
-        ended = [trial for trial in state.trials.values() if trial.is_over]
-        missing = [trial for trial in ended if not (self._path / trial.id).exists()]
-        if not missing:
-            return
-        objective = str(state.begun.get("objective"))
-        try:
-            for trial in missing:
+    Raises TfdistError where it cannot be written.
+    """
+    path = sweep_dir / HPARAMS
+    ended = [trial for trial in state.trials.values() if trial.is_over]
+    objective = str(state.begun.get("objective"))
+    with one_line_errors(path):
+        for trial in ended:
+            if not (path / trial.id).exists():
                 summaries = _summaries(trial, objective)
-                self._write(trial.id, summaries, at=trial.ended_at or time.time())
-        except OSError as error:
-            raise TfdistError(f"{self._path}: {error.strerror or error}") from error
+                _write_events(path, trial.id, summaries, at=trial.ended_at or time.time())
 
-    def _write(self, name: str, summaries: Iterable[tuple[int, Any]], *, at: float) -> None:
-        """Write an event file in a directory that appears whole."""
-        from tensorboard.compat.proto import event_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        unfinished = self._path / f".{name}.unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        writer = EventFileWriter(str(unfinished))
-        for step, summary in summaries:
-            event = event_pb2.Event(wall_time=at, step=step)
-            event.summary.ParseFromString(summary.SerializeToString())  # TensorFlow's, maybe
-            writer.add_event(event)
-        writer.close()
-        os.replace(unfinished, self._path / name)
+def _write_events(path: Path, name: str, summaries: Iterable[tuple[int, Any]], at: float) -> None:
+    """Write an event file in a directory that appears whole."""
+    from tensorboard.compat.proto import event_pb2
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    unfinished = path / f".{name}.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    writer = EventFileWriter(str(unfinished))
+    for step, summary in summaries:
+        event = event_pb2.Event(wall_time=at, step=step)
+        event.summary.ParseFromString(summary.SerializeToString())  # TensorFlow's, maybe
+        writer.add_event(event)
+    writer.close()
+    os.replace(unfinished, path / name)
 
 
 def _summaries(trial: Trial, objective: str) -> list[tuple[int, Any]]:
@@ -179,7 +166,7 @@ def _summaries(trial: Trial, objective: str) -> list[tuple[int, Any]]:
     return [
         (
             0,
-            api.hparams_pb(_plain_values(trial.hyperparameters), trial.id, trial.began_at),
+            api.hparams_pb(trial.hyperparameters, trial.id, trial.began_at),
         ),
         *(
             (int(line["virtual_epoch"]), scalar_pb(objective, line[objective]))
@@ -188,12 +175,6 @@ def _summaries(trial: Trial, objective: str) -> list[tuple[int, Any]]:
         ),
         (0, summary.session_end_pb(status, trial.ended_at)),
     ]
-
-
-def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values as HParams takes them."""
-    kinds = (bool, int, float, str)
-    return {name: v if isinstance(v, kinds) else str(v) for name, v in values.items()}
 
 
 # One run of a tracker above those of a sweep's trials, by variables that MLflow and W&B read.

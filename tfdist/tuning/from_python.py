@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import math
 import os
 import sys
@@ -30,7 +29,14 @@ from tfdist.launch.target import imports_tensorflow
 from tfdist.outputs.sweep_journal import JOURNAL, TRIALS, SweepState, Trial, read
 from tfdist.tuning import sweep
 from tfdist.tuning.options import NONE, RECONNECT_S, RunOptions, require_no_rule
-from tfdist.tuning.oracle import PROJECT, Search, complete_space, default_dir, of_epochs
+from tfdist.tuning.oracle import (
+    PROJECT,
+    Search,
+    complete_space,
+    default_dir,
+    describe_space,
+    of_epochs,
+)
 from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.sweep import RETRAINED, Sweep
 from tfdist.tuning.trial_job import Assignment, read_assignment
@@ -316,15 +322,8 @@ class TunerSweep(Sweep):
             fix="name one metric",
             code="several-objectives",
         )
-        space = json.loads(json.dumps(oracle.hyperparameters.get_config()["space"]))
-        require(
-            space,
-            "tfdist.tuning.search",
-            received="a search space without a hyperparameter",
-            expected="one or more",
-            fix='ask hp for a value in build(hp): hp.Float("dropout", 0.0, 0.5)',
-            code="empty-space",
-        )
+        where = "tfdist.tuning.search"
+        space = describe_space(oracle.hyperparameters, where=where, asked="build(hp)")
         names = ("strategy", "workers", "ps", "early_stop")
         settings = {n: str(getattr(oracle, n)) for n in _SETTINGS if hasattr(oracle, n)}
         settings["executions_per_trial"] = str(tuner.executions_per_trial)

@@ -124,15 +124,10 @@ class SweepOptions(RunOptions):
         return OBJECTIVES[self.objective]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Show:
-    """To print a sweep that is finished or running."""
+def parse(argv: Sequence[str]) -> SweepOptions | Path:
+    """Return the options of the command line, or the directory of the sweep to show.
 
-    sweep_dir: Path
-
-
-def parse(argv: Sequence[str]) -> SweepOptions | Show:
-    """Return the options of the command line; ``--help`` prints and raises SystemExit(0).
+    ``--help`` prints and raises SystemExit(0).
 
     Raises UsageError for anything that cannot be.
     """
@@ -151,7 +146,7 @@ def parse(argv: Sequence[str]) -> SweepOptions | Show:
     given = {name: value for name, value in vars(values).items() if value is not None}
     show = given.pop("show", None)
     if show is not None:
-        return Show(sweep_dir=Path(show))
+        return Path(show)
     if "config" not in given:
         raise UsageError(
             "--config",

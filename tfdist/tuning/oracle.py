@@ -46,21 +46,9 @@ class SearchSpace:
         self._config = config
         self._build = _load(path)
         self.hyperparameters = discover_space(self._built, keras_tuner.HyperParameters())
-        require(
-            self.hyperparameters.space,
-            path,
-            received="a search space without a hyperparameter",
-            expected="one or more",
-            fix='ask hp for a value in space(hp, config): hp.Float("dropout", 0.0, 0.5)',
-            code="empty-space",
+        self.description = describe_space(
+            self.hyperparameters, where=path, asked="space(hp, config)"
         )
-
-    def description(self) -> list[dict[str, Any]]:
-        """Return the space as JSON has it, to be written down and compared."""
-        plain: list[dict[str, Any]] = json.loads(
-            json.dumps(self.hyperparameters.get_config()["space"])
-        )
-        return plain
 
     def flags(self, values: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the ``--config.field=value`` that make a trial of these values.
@@ -97,6 +85,26 @@ class SearchSpace:
         except Exception as error:
             raise _broken(self._path, error) from error
         return config
+
+
+def describe_space(hyperparameters: Any, *, where: str, asked: str) -> list[dict[str, Any]]:
+    """Return a space as JSON has it, to be written down and compared; refuse an empty one.
+
+    Args:
+      hyperparameters: a `keras_tuner.HyperParameters`.
+      where: names the space in an error.
+      asked: names the function that is to ask for hyperparameters.
+    """
+    space: list[dict[str, Any]] = json.loads(json.dumps(hyperparameters.get_config()["space"]))
+    require(
+        space,
+        where,
+        received="a search space without a hyperparameter",
+        expected="one or more",
+        fix=f'ask hp for a value in {asked}: hp.Float("dropout", 0.0, 0.5)',
+        code="empty-space",
+    )
+    return space
 
 
 def _load(path: str) -> _Build:

@@ -72,8 +72,8 @@ class RemoteRunner:
         self._lease_guard = lease_guard
         self._clock = clock
         self._held: dict[Lease, _Held] = {}
-        self._asked: int | None = None
-        self._asked_s = 0.0
+        self._stop_signal: int | None = None
+        self._stop_requested_s = 0.0
         self.exit_code: int | None = None
         """What the sweep has ended with, once the chief has said so."""
 
@@ -95,10 +95,10 @@ class RemoteRunner:
 
     def _code(self) -> int | None:
         """Return the exit code, None while there is more to do."""
-        if self._asked is not None and not any(held.running for held in self._held.values()):
-            is_late = self._clock() - self._asked_s > _LAST_WORDS_S
+        if self._stop_signal is not None and not any(held.running for held in self._held.values()):
+            is_late = self._clock() - self._stop_requested_s > _LAST_WORDS_S
             if not self._held or not self._chief.is_there or is_late:
-                return exit_code_for(self._asked)
+                return exit_code_for(self._stop_signal)
         if self._chief.away_s >= self._options.reconnect_s:
             raise StartupTimeout(
                 f"{self._chief.address}: no chief of the sweep was there for "
@@ -109,7 +109,7 @@ class RemoteRunner:
 
     def _turn(self, signals: SignalPipe) -> None:
         came = signals.stop_requests()
-        if came and self._asked is None:
+        if came and self._stop_signal is None:
             self._leave(came[0])
         self.go_on([signals.fd])
         poll = ends_of(held.running for held in self._held.values() if held.running)
@@ -130,7 +130,7 @@ class RemoteRunner:
     def _leave(self, signum: int) -> None:
         """Have all trials save and end; the chief gives them to others."""
         logger.info("asked to stop: the trials are saved and given back")
-        self._asked, self._asked_s = signum, self._clock()
+        self._stop_signal, self._stop_requested_s = signum, self._clock()
         self._chief.send({"leaving": True})
         for held in self._held.values():
             held.stop()
@@ -154,7 +154,7 @@ class RemoteRunner:
         """Report our name, the leases we hold, and the outcomes of trials that have ended."""
         logger.info("the chief at %s is there", self._chief.address)
         holds = [list(lease) for lease, held in self._held.items() if not held.is_lost]
-        places = 0 if self._asked is not None else self._options.parallel_trials
+        places = 0 if self._stop_signal is not None else self._options.parallel_trials
         name = f"{socket.gethostname()}:{os.getpid()}"
         self._chief.send({"runner": {"name": name, "places": places, "holds": holds}})
         for lease, held in self._held.items():
@@ -170,7 +170,7 @@ class RemoteRunner:
             self._report(lease, held)
             return
         try:
-            if self._asked is not None:
+            if self._stop_signal is not None:
                 held.outcome = Killed(reason="its runner was asked to stop", counts=False)
             elif self._is_stale:  # we hung, and the trial may be another's by now
                 held.outcome = Killed(reason="its runner heard of it too late", counts=False)

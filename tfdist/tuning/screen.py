@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +29,27 @@ from tfdist.outputs.sweep_journal import (
     read,
 )
 from tfdist.tuning import directory, exports
-from tfdist.tuning.exports import HParamsBoard
 
 _SHOWN = 10
 _REFRESH_S = 1.0
 
 
 class SweepScreen:
-    """The chief's observer: shows each change; `tick` writes `sweep.json` and the `board`."""
+    """The chief's observer: shows each change; `tick` writes `sweep.json` and calls `export`."""
 
     def __init__(
         self,
         sweep_dir: Path,
         *,
         console: Console | None = None,
-        board: HParamsBoard | None = None,
+        export: Callable[[SweepState, Path], None] | None = None,
     ) -> None:
         self._sweep_dir = sweep_dir
         self._console = console or _console()
         self._live: Live | None = None
         self._shown_at_s = 0.0
-        self._board = board
-        self._has_changed = self._has_ticked = False
+        self._export = export
+        self._has_changed = False
 
     def __enter__(self) -> SweepScreen:
         return self
@@ -66,7 +65,7 @@ class SweepScreen:
     def begin(self, state: SweepState) -> None:
         """The sweep starts, or goes on."""
         done = sum(trial.is_over for trial in state.trials.values())
-        if done or state.trials:
+        if state.trials:
             left = len(state.trials) - done
             self._say(f"going on: {done} trials have ended, {left} go on where they stood")
         if self._console.is_terminal:
@@ -88,9 +87,6 @@ class SweepScreen:
         if self._live is not None and (self._has_changed or is_time):
             self._shown_at_s = time.monotonic()
             self._live.update(table(state, self._sweep_dir), refresh=True)
-        if not self._has_ticked:  # the first trials begin: what takes a moment keeps nobody waiting
-            self._has_ticked = True
-            exports.load_plot()
         if self._has_changed:
             self._write(state)
 
@@ -106,8 +102,8 @@ class SweepScreen:
     def _write(self, state: SweepState) -> None:
         self._has_changed = False
         directory.write_json(self._sweep_dir / directory.SWEEP, as_json(state))
-        if self._board is not None:
-            self._board.update(state)
+        if self._export is not None:
+            self._export(state, self._sweep_dir)
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, emoji=False)

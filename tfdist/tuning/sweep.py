@@ -25,7 +25,7 @@ from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import JOURNAL, Journal, SweepState, Trial, fold
 from tfdist.tuning import directory
 from tfdist.tuning.chief import KILLS_AT_MOST, POLL_S, Chief, Signals, stop_signal_of
-from tfdist.tuning.exports import HParamsBoard, variables_of_trials
+from tfdist.tuning.exports import export_hparams, variables_of_trials
 from tfdist.tuning.guard import LeaseGuardClient
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.protocol import listener_of, sweep_address_of
@@ -108,11 +108,11 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
       TfdistError: the sweep directory cannot be written.
     """
     sweep_dir = sweep.options.sweep_dir
-    directory.make(sweep_dir)
-    directory.require_own(sweep_dir)  # before the lock's file is in it, too
+    with one_line_errors(f"sweep directory {sweep_dir}"):
+        sweep_dir.mkdir(parents=True, exist_ok=True)
+    directory.require_own(sweep_dir)
     with ExitStack() as stack:
         stack.enter_context(directory.chief_lock(sweep_dir))
-        directory.require_own(sweep_dir)
         stack.callback(sweep.runner.close)
         sweep.runner.warm_up()
         description = sweep.describe()
@@ -124,7 +124,7 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
         _begin_journal(sweep, journal, description)
         if sweep.trackers:
             sweep.tracked = variables_of_trials(sweep.trackers, sweep_dir, begun=journal.lines[0])
-        exit_code, state = _trials(sweep, journal)
+        exit_code, state = _run_trials(sweep, journal)
         if exit_code == EXIT_OK and sweep.options.retrain_best and state.ranked():
             best = state.ranked()[0]
             begin_retraining(sweep_dir, journal, state, best=best.id)
@@ -134,7 +134,7 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
         return exit_code, state
 
 
-def _trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
+def _run_trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
     """Run the trials that are left."""
     sweep_dir, state = sweep.options.sweep_dir, fold(journal.lines)
     if state.is_complete:
@@ -146,8 +146,7 @@ def _trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
         search = sweep.search(journal.lines[0])
         search.replay(journal.lines)
         search.publish()
-        board = HParamsBoard(sweep_dir)
-        with SweepScreen(sweep_dir, board=board) as screen, SignalPipe() as signals:
+        with SweepScreen(sweep_dir, export=export_hparams) as screen, SignalPipe() as signals:
             chief = Chief(
                 sweep,
                 search=search,

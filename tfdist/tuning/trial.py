@@ -35,8 +35,8 @@ def main(argv: Sequence[str]) -> None:
     logging.getLogger("tensorflow").propagate = False  # it has a handler of its own
     make_strategy()
     have_tuners_overwrite_nothing()
-    if told := read_assignment(os.environ):
-        have_the_tuner_know_its_space(told)
+    if assignment := read_assignment(os.environ):
+        have_the_tuner_know_its_space(assignment)
     try:
         _run(argv)
     except SystemExit as ended:
@@ -69,7 +69,7 @@ def have_tuners_overwrite_nothing() -> None:
     BaseTuner.__init__ = make_without
 
 
-def have_the_tuner_know_its_space(told: Assignment) -> None:
+def have_the_tuner_know_its_space(assignment: Assignment) -> None:
     """Have the tuner of the sweep read the space when it is made; KerasTuner builds models for it.
 
     One more for each condition, to find what is asked for there.
@@ -82,12 +82,12 @@ def have_the_tuner_know_its_space(told: Assignment) -> None:
     populate = BaseTuner._populate_initial_space
 
     def populate_known(tuner: Any) -> None:
-        if not told.belongs_to(default_dir(tuner)):
+        if not assignment.belongs_to(default_dir(tuner)):
             populate(tuner)
             return
-        with open(Path(told.sweep_dir, JOURNAL), encoding="utf-8") as journal:
+        with open(Path(assignment.sweep_dir, JOURNAL), encoding="utf-8") as journal:
             space = json.loads(journal.readline())["space"]
-        hp = HyperParameters.from_config({"space": space, "values": dict(told.values)})
+        hp = HyperParameters.from_config({"space": space, "values": dict(assignment.values)})
         if tuner.hypermodel is not None:
             tuner.hypermodel.declare_hyperparameters(hp)
         tuner.oracle.update_space(hp)

@@ -86,9 +86,9 @@ class TrialJob:
     @property
     def is_written(self) -> bool:
         """Return whether some job writes where this one will: also to checkpoints elsewhere."""
-        told = read_assignment(self.variables)
-        places = {self.run_dir, *([Path(told.checkpoints).parent] if told else [])}
-        return any(map(is_run_in, places))
+        assignment = read_assignment(self.variables)
+        own = {Path(assignment.checkpoints).parent} if assignment else set()
+        return any(map(is_run_in, {self.run_dir} | own))
 
 
 class RunningTrial(Protocol):
