@@ -265,6 +265,32 @@ def test_stock_loss_scaling_reads_its_scale_twice():
     assert by_step == 1.0
 
 
+def scale_after_workers_counted_past_the_step_at_which_it_grows(context):
+    weight = keras.Variable(0.0)
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0), initial_scale=8.0, dynamic_growth_steps=3
+    )
+    optimizer.build([weight])
+    optimizer.step_counter.assign(3)
+
+    @tf.function
+    def step():
+        with context():
+            optimizer.apply([tf.ones([])])
+
+    step()
+    return float(optimizer.dynamic_scale.numpy()), int(optimizer.step_counter.numpy())
+
+
+def test_stock_loss_scales_do_not_grow_past_the_step():
+    stock = scale_after_workers_counted_past_the_step_at_which_it_grows(contextlib.nullcontext)
+    assert stock == (8.0, 4)
+    mine = scale_after_workers_counted_past_the_step_at_which_it_grows(
+        lambda: keras_compat.tracing(trace())
+    )
+    assert mine == (16.0, 0)
+
+
 UPDATES = {
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
@@ -736,6 +762,9 @@ FAULT_SHOWN_BY = {
     "LossScaleOptimizer.apply": test_stock_loss_scaling_looks_at_the_first_replica_alone,
     "LossScaleOptimizer.scale_loss": test_stock_loss_scaling_reads_its_scale_twice,
     "LossScaleOptimizer._tf_apply": test_stock_loss_scaling_looks_at_the_first_replica_alone,
+    "LossScaleOptimizer._stateful_handle_finite_grads": (
+        test_stock_loss_scales_do_not_grow_past_the_step
+    ),
     "BaseOptimizer._update_model_variables_moving_average": test_stock_optimizers_have_one_count,
     "BaseOptimizer._get_current_learning_rate": test_stock_optimizers_have_one_count,
     "Variable.constraint": test_stock_constraints_go_by_way_of_the_worker,

@@ -19,6 +19,8 @@ from tfdist.training import building, engines
 from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.program import StepProgram
 
+LOST_FUNCTION = "'f' is neither a type of a primitive operation nor a name of a function registered"
+
 
 class Work:
     """A program of pieces that do as the test says."""
@@ -158,6 +160,8 @@ def test_a_metric_has_the_totals_of_the_chief_whatever_was_put_into_it(engine):
     ("error", "gone", "raised"),
     [
         (tf.errors.UnavailableError(None, None, "failed to connect"), ["ps-1"], PeerLost),
+        (tf.errors.CancelledError(None, None, "RPC Request was cancelled"), ["ps-1"], PeerLost),
+        (tf.errors.NotFoundError(None, None, LOST_FUNCTION), ["ps-1"], PeerLost),
         (tf.errors.UnavailableError(None, None, "failed to connect"), [], tf.errors.OpError),
         (tf.errors.InvalidArgumentError(None, None, "mine"), ["ps-1"], tf.errors.OpError),
     ],

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tensorflow.python.distribute import distribute_lib
 
 from tfdist.errors import require
@@ -102,6 +103,26 @@ def _of_the_step(original: Original, trace: StepTrace, self: Any) -> Any:
         return original(self)
     with trace.counts.also_in_updates():
         return original(self)
+
+
+# A loss scale grows also where workers have counted past the step at which it does.
+#
+# Keras asks whether the count equals that step. Two workers that both read the number before it add
+# one each, and no step equals it any more: the scale would not grow until gradients overflow.
+# Ended by: no release, Keras 3.15.1 included.
+
+
+@replaces(
+    LossScaleOptimizer,
+    "_stateful_handle_finite_grads",
+    issue=f"{_KERAS}/optimizers/loss_scale_optimizer.py#L213",
+)
+def _growing_past_the_step(
+    original: Original, trace: StepTrace, self: Any, grads: Any, trainable_variables: Any
+) -> None:
+    counted = tf.convert_to_tensor(self.step_counter._value)
+    trace.held[id(self.step_counter)] = tf.minimum(counted, self.dynamic_growth_steps - 1)
+    original(self, grads, trainable_variables)
 
 
 # What the workers of a ps job accumulate is neither lost nor counted twice.

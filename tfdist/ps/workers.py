@@ -42,6 +42,7 @@ _REPLACED = (
     "Unable to find the relevant tensor remote_handle",
     "Unable to find a context_id",
     "which might mean the worker",
+    "nor a name of a function registered",
 )
 
 
@@ -207,8 +208,7 @@ class WorkerPool:
     def _take(self, incarnation: WorkerIncarnation) -> WorkUnit | None:
         """Wait for the next work unit; None once the pool has failed."""
         with self._changed:
-            while not self._may_begin() and self._fatal is None:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._fatal is not None or self._may_begin())
             if self._fatal is not None:
                 return None
             unit = self._waiting.popleft()
@@ -373,8 +373,12 @@ def _running_on(incarnation: WorkerIncarnation, executor: Any) -> Iterator[None]
 
 
 def is_of_the_network(error: tf.errors.OpError) -> bool:
-    """Return whether an error may be the end of a worker, and not a mistake in the work."""
-    if isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
+    """Return whether an error may be the end of a worker, and not a mistake in the work.
+
+    Nothing but the end of a task cancels a call: of what it had asked others for, say.
+    """
+    of_network = tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError
+    if isinstance(error, of_network):
         return True
     return any(text in str(error) for text in _REPLACED)
 
