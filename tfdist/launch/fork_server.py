@@ -37,8 +37,7 @@ from tfdist.cluster.tf_config import VARIABLE
 from tfdist.launch.events import Ended, Started, task_of
 from tfdist.launch.guardian import die_with
 from tfdist.launch.messages import Message, decode_event, encode_event
-from tfdist.launch.plan import ProcessSpec
-from tfdist.launch.starter import Starter, bootstrap_command, start_process
+from tfdist.launch.starter import ProcessSpec, Starter, bootstrap_command, start_process
 from tfdist.launch.task import run_task, set_title
 
 _MAX_ANSWER_BYTES = 1 << 17

@@ -40,7 +40,6 @@ from tfdist.launch.multihost.rendezvous import Hub, listen
 from tfdist.launch.options import LaunchOptions, Program
 from tfdist.launch.plan import (
     JobDescription,
-    ProcessSpec,
     decided_strategy,
     render,
     start_method,
@@ -58,7 +57,7 @@ from tfdist.launch.report import (
 )
 from tfdist.launch.run_dir import RunDir, chosen_run_dir, next_attempt, not_writable
 from tfdist.launch.screen import JobScreen, show, shows_in_place, standard_screen
-from tfdist.launch.starter import isolate, raise_file_limit
+from tfdist.launch.starter import ProcessSpec, isolate, raise_file_limit
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Processes, Supervisor
 from tfdist.launch.target import check_program, file_of_program, imports_tensorflow

@@ -25,24 +25,11 @@ from tfdist.cluster.tf_config import VARIABLE, encode
 from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
 from tfdist.launch.multihost.agreement import without_secrets
-from tfdist.launch.options import LaunchOptions, Program, StartMethod
+from tfdist.launch.options import LaunchOptions, StartMethod
+from tfdist.launch.starter import ProcessSpec
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessSpec:
-    """One task's process: what it runs, and in which environment."""
-
-    task: Task
-    program: Program
-    argv: tuple[str, ...]
-    """What a person would type to run this task by hand."""
-    env: Mapping[str, str]
-    added: tuple[str, ...]
-    """Names in `env` that the launcher set; the rest is the user's own environment."""
-    title: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

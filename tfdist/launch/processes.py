@@ -34,10 +34,10 @@ from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient
 from tfdist.launch.machine import KillEvidence, proc_state
 from tfdist.launch.messages import NO_SENSE, decode_event
-from tfdist.launch.plan import JobDescription, ProcessSpec
+from tfdist.launch.plan import JobDescription
 from tfdist.launch.run_dir import log_name
 from tfdist.launch.screen import Console, JobScreen, TaskOutput
-from tfdist.launch.starter import Starter
+from tfdist.launch.starter import ProcessSpec, Starter
 from tfdist.launch.task import STACK_SIGNAL
 
 _READ_BYTES = 1 << 16

@@ -17,13 +17,14 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist.cluster import Task
 from tfdist.errors import UsageError
 from tfdist.launch.events import Ended, Started
 from tfdist.launch.guardian import die_with
-from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.options import Program
 
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 
@@ -31,6 +32,20 @@ _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x1000_0000, 0x4000_0000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _IFREQ = "16sh22x"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessSpec:
+    """One task's process: what it runs, and in which environment."""
+
+    task: Task
+    program: Program
+    argv: tuple[str, ...]
+    """What a person would type to run this task by hand."""
+    env: Mapping[str, str]
+    added: tuple[str, ...]
+    """Names in `env` that the launcher set; the rest is the user's own environment."""
+    title: str
 
 
 class Starter:

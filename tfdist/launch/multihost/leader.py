@@ -33,8 +33,8 @@ from tfdist.launch.messages import (
 from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
 from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, readable
-from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
+from tfdist.launch.starter import ProcessSpec
 
 _ANNOUNCE_S = 5.0  # before it is announced who is being waited for
 _MAX_NAMES = 8

@@ -41,9 +41,9 @@ from tfdist.launch.messages import (
 )
 from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.multihost.rendezvous import Joining, Member, readable
-from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
+from tfdist.launch.starter import ProcessSpec
 from tfdist.launch.state import RESTART_GRACE_S
 
 LOOK_EVERY_S = 0.5
