@@ -70,8 +70,8 @@ class UpdateClock:
         result = work(watcher)
         trained = {id(v.handle) for v in watcher.watched_variables()}
         writes: dict[str, list[Any]] = {}
-        for op in graph.get_operations()[before:]:
-            for handle in _written(op):
+        for op in filter(_writes, graph.get_operations()[before:]):
+            for handle in _variables_of(op):
                 if id(handle) in trained:
                     writes.setdefault(str(handle.device), []).append(op)
         self._counting = [d for d in self._counts if d in writes] or list(self._counts)[:1]
@@ -95,7 +95,7 @@ class UpdateClock:
         """
         clocks = {id(count.handle) for count in self._counts.values()}
         for op in operations:
-            handles = [outermost(tensor) for tensor in op.inputs if tensor.dtype == tf.resource]
+            handles = _variables_of(op)
             if function_names(op) or clocks & set(map(id, handles)):
                 continue
             for device in {str(handle.device) for handle in handles} & self._begun.keys():
@@ -119,10 +119,8 @@ class UpdateClock:
         return tf.reduce_max(tf.stack(found), 0)
 
 
-def _written(op: Any) -> list[Any]:
-    """Return the handles of the variables that an operation may write to."""
-    if not _writes(op):
-        return []
+def _variables_of(op: Any) -> list[Any]:
+    """Return the handles of the variables that an operation is given."""
     return [outermost(tensor) for tensor in op.inputs if tensor.dtype == tf.resource]
 
 

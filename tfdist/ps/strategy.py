@@ -114,10 +114,15 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
                 kwargs = {**kwargs, "initial_value": value, "colocate_with": beside.parts[0]}
                 return self._create_whole(next_creator, **kwargs)
             return self._create_parts(next_creator, kwargs, value, beside.rows, beside.parts)
-        if beside is None and self._may_split(kwargs):
+        if self._split_bytes and beside is None and self._may_split(kwargs):
             value = _initial_value(kwargs)
             kwargs = {**kwargs, "initial_value": value}
-            rows = self._rows(value)
+            rows = rows_of_parts(
+                value.shape[0] if value.shape.rank else 1,
+                size_bytes=size_bytes(value),
+                split_bytes=self._split_bytes,
+                num_ps=self._num_ps,
+            )
             if len(rows) > 1:
                 return self._create_parts(next_creator, kwargs, value, rows)
         return self._create_whole(next_creator, **kwargs)
@@ -155,22 +160,11 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
 
     def _may_split(self, kwargs: dict[str, Any]) -> bool:
         return bool(
-            self._split_bytes
-            and self._num_ps > 1
+            self._num_ps > 1
             and kwargs.get("trainable")
             and kwargs.get("initial_value") is not None
             and not kwargs.get("per_worker_variable")
             and tf.executing_eagerly()
-        )
-
-    def _rows(self, value: tf.Tensor) -> tuple[int, ...]:
-        if not value.shape.rank:
-            return (1,)
-        return rows_of_parts(
-            value.shape[0],
-            size_bytes=size_bytes(value),
-            split_bytes=self._split_bytes or 0,
-            num_ps=self._num_ps,
         )
 
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
@@ -180,17 +174,17 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
     def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
         if not isinstance(var, SplitVariable):
             return super()._update(var, fn, args, kwargs, group)
+
+        def of_whole(_: Any, *args: Any, **kwargs: Any) -> Any:
+            """Call `fn` with the whole variable, for which the part stands."""
+            return fn(var, *args, **kwargs)
+
         results = []
         for number, part in enumerate(var.parts):
             mine = [var.rows_of(a, number) if _is_of(a, var) else a for a in args]
             with standing_for_whole(number):
-                results.append(super()._update(part, _of_whole(fn, var), mine, kwargs, group))
+                results.append(super()._update(part, of_whole, mine, kwargs, group))
         return results
-
-
-def _of_whole(function: Any, variable: SplitVariable) -> Any:
-    """Call `function` with the whole variable, for which a part stands, in place of the part."""
-    return lambda _, *args, **kwargs: function(variable, *args, **kwargs)
 
 
 def _is_of(value: Any, variable: SplitVariable) -> bool:
