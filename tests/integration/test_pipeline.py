@@ -366,7 +366,11 @@ def test_what_cannot_be_cut_is_refused(mistake, code):
 
 @pytest.mark.parametrize(
     "given",
-    [{"split_size": 0}, {"split_size": "fast"}, {"schedule": "2f2b"}, {"keep": "nothing"}],
+    [
+        *({"split_size": size} for size in (0, -1, 2.5, "fast")),
+        {"schedule": "2f2b"},
+        {"keep": "nothing"},
+    ],
 )
 def test_options_that_cannot_be_are_refused(given):
     with pytest.raises(UsageError):
@@ -596,7 +600,10 @@ class OwnStep(keras.Sequential):
     ("kind", "reduction", "code"),
     [(OwnStep, "mean", "own-step"), (keras.Sequential, None, "loss-reduction")],
 )
-def test_what_cannot_be_trained_in_stages_is_refused(one_stage, kind, reduction, code):
+def test_what_cannot_be_trained_in_stages_is_refused(one_stage, kind, reduction, code, monkeypatch):
+    """And the links to the neighbours are left as they were, for another model."""
+    link = types.SimpleNamespace(fail=pytest.fail)
+    monkeypatch.setattr(engine, "links_of", lambda place: (link, link))
     with one_stage().scope():
         model = kind([keras.Input((5,)), L.Dense(3)])
         model.compile("sgd", keras.losses.MeanSquaredError(reduction=reduction))

@@ -5,7 +5,6 @@ import itertools
 import pytest
 
 from tests.refusals import refusal
-from tfdist.errors import UsageError
 from tfdist.pipeline.balance import balanced
 from tfdist.pipeline.schedule import SCHEDULES, Pass, micro_sizes, most_kept, passes, timeline
 
@@ -57,12 +56,6 @@ def test_micro_batches_differ_by_one_example_at_the_most():
         assert sum(sizes) == batch
         assert max(sizes) <= size
         assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.5])
-def test_a_split_size_that_is_no_number_of_examples_is_refused(size):
-    with pytest.raises(UsageError):
-        micro_sizes(10, split_size=size)
 
 
 def slowest(seconds, cuts):

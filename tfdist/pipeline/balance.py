@@ -83,31 +83,24 @@ def _cheapest(
     limit: float,
 ) -> tuple[int, tuple[int, ...]] | None:
     """Return the fewest bytes, and the cuts, with which no stage takes longer than `limit`."""
-    end = len(sums) - 1
-    costs: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
-    for stage in range(stages):
-        ends = [end] if stage == stages - 1 else range(stage + 1, end)
-        costs = {
-            e: min(options)
-            for e in ends
-            if (options := list(_extended(costs, e, sums, weights, lead, limit)))
+    last, within = len(sums) - 1, limit * (1 + 1e-9)
+
+    def is_stage(start: int, end: int) -> bool:
+        (low, weights_before), (high, weights_then) = sums[start], sums[end]
+        return weights_before < weights_then and _stage_s(low, high, lead) <= within
+
+    # By where the stages so far end; the cut behind the run before that has its index.
+    found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for stage in range(1, stages):
+        found = {
+            end: min(options)
+            for end in range(stage, last)
+            if (
+                options := [
+                    (cost + weights[end - 1], (*cuts, end - 1))
+                    for start, (cost, cuts) in found.items()
+                    if is_stage(start, end)
+                ]
+            )
         }
-    return costs.get(end)
-
-
-def _extended(
-    costs: dict[int, tuple[int, tuple[int, ...]]],
-    end: int,
-    sums: Sequence[tuple[float, int]],
-    weights: Sequence[int],
-    lead: float,
-    limit: float,
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the costs with one more stage, which ends here."""
-    last = end == len(sums) - 1
-    within = limit * (1 + 1e-9)
-    return [
-        (cost, cuts) if last else (cost + weights[end - 1], (*cuts, end - 1))
-        for start, (cost, cuts) in costs.items()
-        if sums[start][1] < sums[end][1] and _stage_s(sums[start][0], sums[end][0], lead) <= within
-    ]
+    return min((one for start, one in found.items() if is_stage(start, last)), default=None)

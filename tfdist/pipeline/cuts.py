@@ -45,7 +45,7 @@ class ModelPart:
 
     Attributes:
       index: of the stage.
-      num_stages: of the model.
+      is_last: whether it ends in the model's outputs.
       module: takes a flat list, `received` and then `inputs`; returns a flat list of what it makes.
         Its layers are the model's own.
       received: symbolic tensors that come from the stage before.
@@ -59,7 +59,7 @@ class ModelPart:
     """
 
     index: int
-    num_stages: int
+    is_last: bool
     module: keras.Model
     received: tuple[Any, ...]
     inputs: tuple[int, ...]
@@ -67,16 +67,6 @@ class ModelPart:
     sources: tuple[int, ...]
     nodes: tuple[Any, ...]
     draws: Mapping[int, range]
-
-    @property
-    def is_last(self) -> bool:
-        """Return whether this stage ends in the model's outputs."""
-        return self.index == self.num_stages - 1
-
-    @property
-    def example_bytes(self) -> int:
-        """Return the bytes of one example that all its layers make."""
-        return made_bytes(self.nodes)
 
     @property
     def work(self) -> str:
@@ -232,12 +222,11 @@ class LayerGraph:
         crossing = [self.crossing(assignment, stage=k) for k in range(num_stages - 1)]
         received, sent = [[], *crossing], [*crossing, self.outputs]
         return [
-            self._part(assignment, k, num_stages, received=received[k], sent=sent[k])
-            for k in range(num_stages)
+            self._part(assignment, k, received=received[k], sent=sent[k]) for k in range(num_stages)
         ]
 
     def _part(
-        self, assignment: Assignment, k: int, stages: int, *, received: list[Any], sent: list[Any]
+        self, assignment: Assignment, k: int, *, received: list[Any], sent: list[Any]
     ) -> ModelPart:
         mine = [node for i, node in enumerate(self.nodes) if assignment[i] == k]
         used = {id(t) for t in [t for node in mine for t in node.input_tensors] + sent}
@@ -248,7 +237,7 @@ class LayerGraph:
         places = {id(t): i for i, t in enumerate([*given, *made.values()])}
         return ModelPart(
             index=k,
-            num_stages=stages,
+            is_last=sent is self.outputs,
             module=keras.Model(
                 one_or_list(given),
                 one_or_list(list(made.values())),

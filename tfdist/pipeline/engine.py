@@ -25,7 +25,7 @@ from tfdist.pipeline.stage import MicroBatch, Received, Segment, Stage, Tensors,
 from tfdist.pipeline.staged import StagedModel, staged_model
 from tfdist.pipeline.whole_step import WholeStep
 from tfdist.strategy import Job, broadcast
-from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
+from tfdist.strategy.group import sum_bytes, sum_over_tasks
 from tfdist.strategy.stages import Stages
 from tfdist.training import keras_compat
 from tfdist.training.agreement import require_same_batches
@@ -33,10 +33,8 @@ from tfdist.training.feed import Part
 from tfdist.training.program import Engine, StepProgram
 
 _LOG = logging.getLogger(__name__)
-_MAX_NDIM = 16
 _TRY_S, _MOST_TRIALS = 2.0, 5
 _NEAR = 1.2
-_FORWARD, _BACKWARD = "forward", "backward"
 
 
 class _StageBatch(NamedTuple):
@@ -71,8 +69,8 @@ class PipelineEngine(Engine):
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
         """Run the steps ``[first, last)``. A collective: every task calls it alike."""
+        staged = self._staged(program)
         with self._telling_neighbours():
-            staged = self._staged(program)
             if program.training:
                 staged.divide()
             for step in range(first, last):
@@ -91,8 +89,8 @@ class PipelineEngine(Engine):
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
         """Yield each step's outputs, whole on every task. A collective."""
+        staged = self._staged(program)
         with self._telling_neighbours():
-            staged = self._staged(program)
             for step in range(first, last):
                 batch = self._batch(staged, program, step)
                 batches = self._micro_batches(staged, program, step, batch)
@@ -101,20 +99,21 @@ class PipelineEngine(Engine):
                     np.concatenate([np.asarray(tensor) for tensor in column])
                     for column in zip(*rows, strict=True)
                 ]
-                yield staged.packed(self._whole(columns, count=len(staged.graph.outputs)))
+                yield staged.packed(self._whole(columns, staged.graph.outputs))
 
     def publish_metrics(self, program: StepProgram) -> None:
         """Give all tasks the metrics of the last stage. A collective."""
-        with self._telling_neighbours():
-            self._staged(program).gather_metrics()
+        self._staged(program).gather_metrics()
 
     def publish_state(self, program: StepProgram) -> None:
         """Give all tasks the weights and metrics, and the chief the slots. A collective."""
-        with self._telling_neighbours():
-            self._staged(program).gather()
+        self._staged(program).gather()
 
     def _staged(self, program: StepProgram) -> StagedModel:
-        """Return the model in stages; the first call is a collective."""
+        """Return the model in stages; the first call is a collective.
+
+        What it refuses all tasks refuse alike, and may train another model over the same links.
+        """
         model = program.function.__self__  # type: ignore[attr-defined]
         staged = staged_model(model, self._job, batch=program.feed.plan.global_batch_size)
         if staged is not self._begun:
@@ -133,7 +132,7 @@ class PipelineEngine(Engine):
         self._run_passes(staged.stage, step, batches)
         part = sum(float(batch.share) for batch in batches)
         gradients = self._summed(staged, staged.stage.take_sums(), metrics, part=part)
-        staged.update(self._clipped(staged, gradients))
+        staged.update(staged.clipped(gradients))
 
     def _run_passes(self, stage: Stage, step: int, batches: list[MicroBatch]) -> None:
         order = passes(
@@ -202,29 +201,6 @@ class PipelineEngine(Engine):
         ):
             variable.assign(old + more)
         return [tf.constant(g) if some else None for g, some in zip(sums, total, strict=False)]
-
-    def _clipped(
-        self, staged: StagedModel, gradients: list[tf.Tensor | None]
-    ) -> list[tf.Tensor | None]:
-        """Return gradients clipped by their norm over all stages, or all NaN where some stage's
-        are not finite and the optimizer leaves such a step out."""
-        clip, scale = staged.global_clipnorm, staged.loss_scale
-        if not clip and not staged.skips_overflows:
-            return gradients
-        held = staged.accumulated if clip else []
-        pairs = zip(gradients, held or [0.0] * len(gradients), strict=True)
-        own = sum(float(tf.reduce_sum(tf.square(g / scale + h))) for g, h in pairs if g is not None)
-        counted = own if self._place.pipeline == 0 else 0.0  # the same in all pipelines
-        squares = sum_over_tasks(self._job, np.array([counted]), of="squares of gradients")[0]
-        if clip and np.isfinite(squares):
-            factor = clip / max(np.sqrt(squares), clip)
-            for variable in held:
-                variable.assign(variable * factor)
-        elif staged.skips_overflows and not np.isfinite(squares):
-            factor = np.nan
-        else:
-            return gradients
-        return [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
 
     def _infer(
         self,
@@ -344,67 +320,61 @@ class PipelineEngine(Engine):
             program.recorder.write(step, step + 1, recorded)
         return batch
 
-    def _whole(self, columns: list[np.ndarray], *, count: int) -> list[np.ndarray]:
-        """Return the rows of all pipelines' last stages, in every task. A collective."""
+    def _whole(self, columns: list[np.ndarray], symbols: list[Any]) -> list[np.ndarray]:
+        """Return the rows of all pipelines' last stages, in every task. A collective.
+
+        Args:
+          columns: rows of each output, in a last stage that has some; else nothing.
+          symbols: the model's symbolic outputs.
+        """
         if not self._job.has_peers:
             return columns
         place, whole = self._place, []
-        for index in range(count):
+        for index, symbol in enumerate(symbols):
             column = columns[index] if columns else None
-            table = np.zeros((place.pipelines, _MAX_NDIM + 2), np.int32)
+            table = np.zeros((place.pipelines, 1 + len(symbol.shape)), np.int32)
             if column is not None:
                 kind = tf.as_dtype(column.dtype).as_datatype_enum
-                table[place.pipeline, : column.ndim + 2] = kind, column.ndim, *column.shape
-            table = sum_over_tasks(self._job, table.reshape(-1), of="shapes of a step's outputs")
-            table = table.reshape(place.pipelines, -1)
-            rows = table[:, 2]
-            kind, ndim, _, *shape = table[np.argmax(rows)]
-            dtype = tf.as_dtype(int(kind)).as_numpy_dtype
-            array = np.zeros((rows.sum(), *shape[: ndim - 1]), dtype)
+                table[place.pipeline] = kind, *column.shape
+            total = sum_over_tasks(self._job, table.reshape(-1), of="shapes of a step's outputs")
+            kinds, rows, *others = total.reshape(table.shape).T
+            dtype = tf.as_dtype(int(max(kinds))).as_numpy_dtype
+            array = np.zeros((sum(rows), *map(max, others)), dtype)
             if column is not None:
-                start = rows[: place.pipeline].sum()
+                start = sum(rows[: place.pipeline])
                 array[start : start + len(column)] = column
             whole.append(sum_bytes(self._job, array, of="a step's outputs"))
         return whole
 
     @contextlib.contextmanager
     def _telling_neighbours(self) -> Iterator[None]:
-        """Tell the neighbouring stages why this one fails; they tell theirs."""
+        """Tell the neighbouring stages why this one fails; they tell theirs.
+
+        Raises PeerLost also where TensorFlow says that a message inside a graph has failed.
+        """
+        links = [link for link in (self._before, self._after) if link is not None]
         try:
-            with naming_lost_peer(self._job), _naming_lost_neighbour(self._before, self._after):
-                yield
+            yield
         except Exception as error:
-            name = self._place.names[self._place.index]
+            lost = next((link.lost for link in links if link.lost), "")
             first = (str(error) or type(error).__name__).splitlines()[0]
-            reason = first if isinstance(error, PeerLost) else f"{name} failed: {first}"
-            for link in (self._before, self._after):
-                if link is not None:
-                    link.fail(reason)
+            if not isinstance(error, PeerLost):
+                first = lost or f"{self._place.names[self._place.index]} failed: {first}"
+            for link in links:
+                link.fail(first)
             if self._begun is not None:
                 self._begun.stage.forget()
+            if lost and isinstance(error, tf.errors.OpError):
+                raise PeerLost(lost) from error
             raise
-
-
-@contextlib.contextmanager
-def _naming_lost_neighbour(*links: StageLink | None) -> Iterator[None]:
-    """Raise PeerLost where TensorFlow says that a message inside a graph has failed."""
-    try:
-        yield
-    except tf.errors.OpError as error:
-        lost = [link.lost for link in links if link is not None and link.lost]
-        if not lost:
-            raise
-        raise PeerLost(lost[0]) from error
 
 
 @functools.cache
 def links_of(place: Stages) -> tuple[StageLink | None, StageLink | None]:
     """Return the links to the stages before and after; the same for all engines of a process."""
-    before = (
-        None if place.before is None else StageLink(place.before, name=place.names[place.index - 1])
-    )
-    after = (
-        None if place.after is None else StageLink(place.after, name=place.names[place.index + 1])
+    before, after = (
+        None if end is None else StageLink(end, name=place.names[index])
+        for end, index in ((place.before, place.index - 1), (place.after, place.index + 1))
     )
     return before, after
 
@@ -430,7 +400,7 @@ def _read_part(
 
 
 def _tag(step: int, one: Pass) -> str:
-    return f"step {step} {_FORWARD if one.forward else _BACKWARD} {one.micro}"
+    return f"step {step} {'forward' if one.forward else 'backward'} {one.micro}"
 
 
 def _rows(values: Any, piece: slice) -> Any:

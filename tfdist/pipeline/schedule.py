@@ -5,12 +5,11 @@ Pure: each stage knows its order, and those of all others, before anything runs.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from tfdist.errors import require_int, require_one_of
+from tfdist.errors import require_one_of
 
 SCHEDULES = ("1f1b", "gpipe", "serial")
 _AHEAD = 2
@@ -54,32 +53,22 @@ def micro_sizes(batch: int, *, split_size: int) -> list[int]:
     """Return the examples of each micro-batch: as few of at most `split_size` as there can be.
 
     They differ by one at the most; each counts by its share of the batch.
-
-    Raises:
-      UsageError: `split_size` is no positive number.
     """
-    split_size = require_int("split_size", split_size, least=1, fix="give examples, such as 12")
     count = max(1, -(-batch // split_size))
     bounds = [batch * k // count for k in range(count + 1)]
     return [high - low for low, high in itertools.pairwise(bounds)]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Timeline:
+class Timeline(NamedTuple):
     """How a step goes.
 
     Attributes:
       makespan_s: from the first pass to the last one's end.
-      busy_s: how long each stage computes.
+      bubble: the part of all stages' time in which they wait, from 0 to 1.
     """
 
     makespan_s: float
-    busy_s: tuple[float, ...]
-
-    @property
-    def bubble(self) -> float:
-        """Return the part of all stages' time in which they wait, from 0 to 1."""
-        return 1 - sum(self.busy_s) / (len(self.busy_s) * self.makespan_s)
+    bubble: float
 
 
 def timeline(
@@ -98,7 +87,7 @@ def timeline(
     stages = len(orders)
     done, free_s = [0] * stages, [0.0] * stages
     ended: dict[tuple[int, Pass], float] = {}
-    left, before = sum(map(len, orders)), 0
+    left, before, busy_s = sum(map(len, orders)), 0, 0.0
     while left != before:
         before = left
         for stage, order in enumerate(orders):
@@ -111,14 +100,9 @@ def timeline(
                 ended[stage, this] = free_s[stage]
                 done[stage] += 1
                 left -= 1
+                busy_s += lasts
     assert not left, "orders in which the stages wait for each other for ever"
-    return Timeline(
-        makespan_s=max(free_s),
-        busy_s=tuple(
-            sum(forward_s[s] if one.forward else backward_s[s] for one in order)
-            for s, order in enumerate(orders)
-        ),
-    )
+    return Timeline(max(free_s), bubble=1 - busy_s / (stages * max(free_s)))
 
 
 def _arrival(
@@ -135,11 +119,4 @@ def _arrival(
 
 def most_kept(order: Sequence[Pass]) -> int:
     """Return of how many micro-batches a stage keeps activations at a time."""
-    return max(_kept(order), default=0)
-
-
-def _kept(order: Sequence[Pass]) -> Iterator[int]:
-    kept = 0
-    for one in order:
-        kept += 1 if one.forward else -1
-        yield kept
+    return max(itertools.accumulate(1 if one.forward else -1 for one in order), default=0)

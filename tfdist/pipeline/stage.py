@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdist.errors import require_one_of
 from tfdist.pipeline.cuts import MOST_DRAWS, ModelPart, has_mask, one_or_list
 from tfdist.pipeline.schedule import Pass
 from tfdist.pipeline.union import release
 from tfdist.training import keras_compat
 
 if TYPE_CHECKING:
-    from tfdist.pipeline.whole_step import StageExchange
+    from tfdist.pipeline.whole_step import WholeStep
 
-KEEPS = ("tape", "recompute", "compiled", "nothing")
 Tensors = list[tf.Tensor]
 _POOL_AGAIN = "TfdistMaxPoolAgain"
 LossOf = Callable[["MicroBatch", Tensors, tf.Tensor], tf.Tensor]
@@ -177,7 +175,6 @@ class Segment:
         loss_of: LossOf | None = None,
         scaled: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
     ) -> None:
-        require_one_of("keep", keep, KEEPS)
         self._scaled = scaled
         self.part = part
         self.variables: list[Any] = list(part.module.trainable_variables)
@@ -229,7 +226,12 @@ class Segment:
         return back
 
     def traced_passes(
-        self, order: Sequence[Pass], batches: Sequence[MicroBatch], exchange: StageExchange
+        self,
+        step: tf.Tensor,
+        order: Sequence[Pass],
+        batches: Sequence[MicroBatch],
+        *,
+        exchange: WholeStep,
     ) -> list[tf.Tensor | None]:
         """Return the sums of the gradients of a step, whose passes come in their order; in graph.
 
@@ -241,20 +243,20 @@ class Segment:
         for one in order:
             with tf.control_dependencies(gate):
                 if one.forward:
-                    received = exchange.received(one)
+                    received = exchange.received(step, one)
                     with tf.GradientTape() as tape:
                         tape.watch([t for t in received.tensors if t.dtype.is_floating])
                         message, targets = self._traced_forward(batches[one.micro], received)
                     kept[one.micro] = tape, targets, received
-                    gate = [*message, exchange.sent(one, message)]
+                    gate = [*message, exchange.sent(step, one, message)]
                 else:
                     tape, targets, received = kept.pop(one.micro)
-                    gradients = exchange.gradients(one, targets)
+                    gradients = exchange.gradients(step, one, targets)
                     own, back = self._gradients(tape, targets, received, gradients)
                     pairs = zip(sums, own, strict=True)
                     sums = [a if b is None else b if a is None else a + b for a, b in pairs]
                     gate = [s for s in sums if s is not None]
-                    gate.append(exchange.sent(one, back))
+                    gate.append(exchange.sent(step, one, back))
         return sums
 
     def take(self, sums: Sequence[tf.Tensor | None]) -> None:
@@ -299,14 +301,10 @@ class Segment:
     def _traced_forward(self, batch: MicroBatch, received: Received) -> tuple[Tensors, Tensors]:
         """Return the message, and what the backward pass starts from."""
         with tf.compat.v1.get_default_graph().gradient_override_map({"MaxPool": _POOL_AGAIN}):
-            return self._forward_pass(batch, received)
-
-    def _forward_pass(self, batch: MicroBatch, received: Received) -> tuple[Tensors, Tensors]:
+            outputs, added = self._run(batch, received, training=True, loss_of=self._loss_of)
         if self.part.is_last:
-            (loss,), _ = self._run(batch, received, training=True, loss_of=self._loss_of)
-            loss *= batch.share  # what stages before have added has its gradient there
+            loss = outputs[0] * batch.share  # what stages before have added has its gradient there
             return [loss], [self._scaled(loss)]
-        outputs, added = self._run(batch, received, training=True)
         targets = [t for t in outputs if t.dtype.is_floating]
         if added is not None:
             targets.append(self._scaled(added * batch.share))

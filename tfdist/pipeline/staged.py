@@ -11,10 +11,11 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.optimizers import LossScaleOptimizer
 
 from tfdist.checkpoint import state
 from tfdist.errors import require
-from tfdist.pipeline.cuts import Assignment, LayerGraph, ModelPart
+from tfdist.pipeline.cuts import Assignment, LayerGraph, ModelPart, made_bytes
 from tfdist.pipeline.schedule import Pass, micro_sizes, most_kept, passes
 from tfdist.pipeline.segments import segments_of
 from tfdist.pipeline.stage import MicroBatch, Stage, Tensors
@@ -29,6 +30,7 @@ from tfdist.pipeline.union import (
     slots_of,
 )
 from tfdist.strategy import Job, broadcast
+from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import keras_compat
 from tfdist.training.program import is_own
 
@@ -116,37 +118,6 @@ class StagedModel:
     def own_metrics(self) -> list[Any]:
         """Return those that this stage updates."""
         return [v for v in self.metrics if self._owners[id(v)] == self._place.index]
-
-    @property
-    def global_clipnorm(self) -> float | None:
-        """Return the norm that gradients, with those accumulated, are clipped to at this step.
-
-        None where the optimizer does not clip, as before the last of the steps that it accumulates.
-        """
-        inner = self._inner_optimizer
-        clip, steps = inner.global_clipnorm, inner.gradient_accumulation_steps or 1
-        if not clip or (int(inner._iterations) + 1) % steps:
-            return None
-        return float(clip * steps)  # the optimizer takes their mean
-
-    @property
-    def accumulated(self) -> list[Any]:
-        """Return the sums of earlier gradients of the stage's variables; none where none are."""
-        inner = self._inner_optimizer
-        if not inner.gradient_accumulation_steps:
-            return []
-        held = inner._accumulated_gradients
-        return [held[inner._get_variable_index(v)] for v in self.stage.variables]
-
-    @property
-    def loss_scale(self) -> float:
-        """Return by what the gradients are multiplied at this step."""
-        return float(self._model.optimizer.scale_loss(1.0))
-
-    @property
-    def skips_overflows(self) -> bool:
-        """Return whether a step with a gradient that is not finite is left out."""
-        return isinstance(self._optimizer, keras.optimizers.LossScaleOptimizer)
 
     def sizes_to_try(self, rows: int) -> list[int]:
         """Return sizes of micro-batches for a step of so many examples, from the largest on."""
@@ -297,6 +268,39 @@ class StagedModel:
             model._compile_metrics.update_state(batch.targets, y_pred, sample_weight=batch.weights)
         return loss
 
+    def clipped(self, gradients: list[tf.Tensor | None]) -> list[tf.Tensor | None]:
+        """Return gradients clipped by their norm, with those accumulated, over all stages.
+
+        Or all NaN where some stage's are not finite and the optimizer leaves such a step out. A
+        collective.
+        """
+        inner, skips = self._inner_optimizer, isinstance(self._optimizer, LossScaleOptimizer)
+        clip, steps = inner.global_clipnorm, inner.gradient_accumulation_steps
+        held: list[Any] = []
+        if clip and steps:
+            if (int(inner._iterations) + 1) % steps:
+                clip = None  # before the last of the steps that it accumulates
+            else:
+                clip *= steps  # the optimizer takes their mean
+                places = map(inner._get_variable_index, self.stage.variables)
+                held = [inner._accumulated_gradients[place] for place in places]
+        if not clip and not skips:
+            return gradients
+        scale = float(self._model.optimizer.scale_loss(1.0))
+        pairs = zip(gradients, held or [0.0] * len(gradients), strict=True)
+        own = sum(float(tf.reduce_sum(tf.square(g / scale + h))) for g, h in pairs if g is not None)
+        counted = own if self._place.pipeline == 0 else 0.0  # the same in all pipelines
+        squares = sum_over_tasks(self._job, np.array([counted]), of="squares of gradients")[0]
+        if clip and np.isfinite(squares):
+            factor = clip / max(np.sqrt(squares), clip)
+            for variable in held:
+                variable.assign(variable * factor)
+        elif skips and not np.isfinite(squares):
+            factor = np.nan
+        else:
+            return gradients
+        return [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
+
     def _update(self, gradients: list[tf.Tensor | None]) -> None:
         inner, mine = self._inner_optimizer, set(map(id, self.stage.variables))
         kept = [i for i, v in enumerate(inner._trainable_variables) if id(v) in mine]
@@ -320,7 +324,7 @@ class StagedModel:
     def _log(self, part: ModelPart, *, batch: int) -> None:
         place, order = self._place, self._order(self._place.index, batch)
         kept = most_kept(order) if place.options.keep != "recompute" else 1
-        made = max(segment.part.example_bytes for segment in self.stage.segments)
+        made = max(made_bytes(segment.part.nodes) for segment in self.stage.segments)
         layers = part.module.layers
         mine = [slot for slot in self._slots if self._owners[id(slot)] == place.index]
         _LOG.info(
