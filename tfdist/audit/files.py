@@ -151,7 +151,8 @@ def next_attempt(directory: str | os.PathLike[str]) -> int:
 def read_directory(directory: str | os.PathLike[str]) -> list[LedgerFile]:
     """Read every file of a ledger, oldest attempt first.
 
-    A file that was cut before its first line was whole is left out.
+    A file that was cut before its first line was whole is one without a record, where another of
+    its attempt tells what it would have said.
 
     Raises:
       UsageError: there is none, or one of a format that this version does not know.
@@ -166,7 +167,17 @@ def read_directory(directory: str | os.PathLike[str]) -> list[LedgerFile]:
             fix="start the run with --config.ledger=full or hash, or tfdist.fit(ledger=...)",
             code="no-ledger",
         )
-    return [file for _, path in found if (file := read_file(path)) is not None]
+    read = [(attempt, path, read_file(path)) for attempt, path in found]
+    headers = {attempt: file.header for attempt, _, file in read if file is not None}
+    files = []
+    for attempt, path, file in read:
+        if file is not None:
+            files.append(file)
+        elif attempt in headers:
+            task = path.stem.partition(f"attempt-{attempt}-")[2]
+            header = dataclasses.replace(headers[attempt], task=task)
+            files.append(LedgerFile(path=path, header=header))
+    return files
 
 
 def read_file(path: Path) -> LedgerFile | None:

@@ -19,6 +19,7 @@ from tfdist.audit.recorder import recorded
 from tfdist.checkpoint import Checkpoint, CheckpointStore, state
 from tfdist.checkpoint.state import state_sha256, weights_sha256
 from tfdist.checkpoint.warm_start import load_weights
+from tfdist.configs import base
 from tfdist.errors import TfdistError, UsageError, require
 from tfdist.outputs.run_directory import DONE, RunDirectory
 from tfdist.strategy import current_job, make_strategy
@@ -87,7 +88,7 @@ def replay(
     Raises:
       UsageError: the run has no such step, was a ps run, or does not say how many replicas it had.
     """
-    config = ConfigDict(settings)
+    config = config_of(settings)
     directory = RunDirectory(run_dir)
     store = CheckpointStore(directory.checkpoints)
     _require_step(step, recipe.plan_of(config).total_steps, directory.read_summary() or {})
@@ -104,6 +105,15 @@ def replay(
     checkpoint = nearest(store, step)
     blocks = _blocks(config, fresh=checkpoint is None)
     return _replayed(blocks, store, checkpoint, step=step)
+
+
+def config_of(settings: Mapping[str, Any]) -> Any:
+    """Return the configuration in a config.json, with the defaults of fields it does not have."""
+    values: dict[str, Any] = base().to_dict()
+    for name, value in settings.items():
+        nested = isinstance(value, Mapping)
+        values[name] = {**values.get(name, {}), **value} if nested else value
+    return ConfigDict(values)
 
 
 def nearest(store: CheckpointStore, step: int) -> Checkpoint | None:
