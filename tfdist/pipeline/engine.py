@@ -112,7 +112,8 @@ class PipelineEngine(Engine):
     def _staged(self, program: StepProgram) -> StagedModel:
         """Return the model in stages; the first call is a collective.
 
-        What it refuses all tasks refuse alike, and may train another model over the same links.
+        A model that is refused is refused in all tasks, which may then train another one over the
+        same links.
         """
         model = program.function.__self__  # type: ignore[attr-defined]
         staged = staged_model(model, self._job, batch=program.feed.plan.global_batch_size)

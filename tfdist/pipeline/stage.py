@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from tfdist.pipeline.whole_step import WholeStep
 
 Tensors = list[tf.Tensor]
-_POOL_AGAIN = "TfdistMaxPoolAgain"
 LossOf = Callable[["MicroBatch", Tensors, tf.Tensor], tf.Tensor]
 """Loss of a micro-batch, of what the last stage returns and the losses that layers have added."""
 
@@ -300,7 +299,7 @@ class Segment:
 
     def _traced_forward(self, batch: MicroBatch, received: Received) -> tuple[Tensors, Tensors]:
         """Return the message, and what the backward pass starts from."""
-        with tf.compat.v1.get_default_graph().gradient_override_map({"MaxPool": _POOL_AGAIN}):
+        with keras_compat.pools_again():
             outputs, added = self._run(batch, received, training=True, loss_of=self._loss_of)
         if self.part.is_last:
             loss = outputs[0] * batch.share  # what stages before have added has its gradient there
@@ -415,15 +414,3 @@ def _mask_of(sent: Any, output: tf.Tensor) -> tf.Tensor:
     if mask is None:
         return tf.fill(tf.shape(output)[: len(sent._keras_mask.shape)], True)
     return mask
-
-
-@tf.RegisterGradient(_POOL_AGAIN)
-def _gradient_of_pool(op: tf.Operation, gradient: tf.Tensor) -> tf.Tensor:
-    """Return the gradient of a pool of another function, with the pool computed again here.
-
-    oneDNN's kernel needs what its own pool has left; the other one takes 25 times as long.
-    """
-    window = {name: op.get_attr(name) for name in ("ksize", "strides", "padding", "data_format")}
-    (images,) = op.inputs
-    again = tf.raw_ops.MaxPool(input=images, **window)
-    return tf.raw_ops.MaxPoolGrad(orig_input=images, orig_output=again, grad=gradient, **window)

@@ -400,7 +400,7 @@ class BatchFeed(PythonFeed):
 
 
 def require_even(sizes: set[int]) -> None:
-    """Raise UsageError for the rows of a batch's parts where replicas cannot divide them alike."""
+    """Raise UsageError where a batch's parts differ in rows: replicas cannot divide them."""
     if len(sizes) > 1:
         raise UsageError(
             "data",

@@ -13,7 +13,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     reduction   the sum over replicas itself, in few messages, which keeps no graph
     sharding    each worker updates its part of each variable, and has slots of that alone
     sums        are made in one order, so that bits do not go by the threads
-    pools       have the gradient of oneDNN's kernel, in a loop too
+    pools       have the gradient of oneDNN's kernel, in a loop and in another graph too
     losses      a replica's loss counts by its fraction of the global batch; means count examples
     variables   statistics travel with the gradients; additions and updates are one operation each;
                 draws come from (seed, step, replica)
@@ -29,9 +29,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from tfdist.training.keras_compat import gradients, pools, variables  # noqa: F401  (they register)
+from tfdist.training.keras_compat import gradients, variables  # noqa: F401  (they register)
 from tfdist.training.keras_compat.fused import fuse, is_fused
 from tfdist.training.keras_compat.losses import added_in_part, logs_by_fraction
+from tfdist.training.keras_compat.pools import pools_again
 from tfdist.training.keras_compat.reduction import (
     all_reduce,
     reduce_statistics,
@@ -57,6 +58,7 @@ __all__ = [
     "install",
     "is_fused",
     "logs_by_fraction",
+    "pools_again",
     "random_key",
     "sum_over_replicas",
     "tracing",
