@@ -243,7 +243,10 @@ def test_one_restart_is_said_to_be_used_up_and_without_any_nothing_is():
     assert (verdict.restart, verdict.reason) == (False, "")
 
 
-def test_workers_that_are_started_again_alone_each_have_a_last_failure():
-    assert policy(failure(step=40)).verdict(failure(step=40, task=W1), alone=True).restart
-    past = (failure(step=40), failure(step=40, task=W1))
-    assert not policy(*past).verdict(failure(step=40), alone=True).restart
+@pytest.mark.parametrize("step", [None, 40])
+def test_workers_that_are_started_again_alone_each_have_a_last_failure(step):
+    raised, of_other = (failure(step=step, task=task, exit_code=1) for task in (W0, W1))
+    assert policy(raised).verdict(of_other, alone=True).restart
+    assert not policy(raised, of_other).verdict(raised, alone=True).restart
+    # As in an evaluation, which has no steps.
+    assert policy(*2 * [failure(step=step)]).verdict(failure(step=step), alone=True).restart

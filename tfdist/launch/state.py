@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from collections.abc import Container, Iterable
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
@@ -16,8 +17,10 @@ from typing import Any
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE
 from tfdist.launch.diagnosis import Failure, RootCause
-from tfdist.launch.events import exit_code_for
+from tfdist.launch.events import exit_code_for, exit_code_of
 from tfdist.launch.watchdog import Watchdog
+
+_EXIT_KILLED = exit_code_of(-signal.SIGKILL)
 
 # What differs between two runs of the same mistake: addresses in memory, ports, process ids, ages.
 _ACCIDENTAL = re.compile(
@@ -40,6 +43,8 @@ class RestartPolicy:
     A restart repeats what failed only if it got no further: a failure of the same kind of task,
     for the same cause and at the same step as the failure before it is not tried again. Where
     no step is known, both within `window_s` count as the same place: before the first step.
+    SIGKILL of a task that is started again alone is never the same: the others may have got
+    further at that step, as in an evaluation.
     """
 
     def __init__(self, *, max_restarts: int, window_s: float) -> None:
@@ -79,6 +84,8 @@ class RestartPolicy:
         self._restarted.append(failure)
 
     def _is_repeated(self, failure: Failure, *, alone: bool) -> bool:
+        if alone and failure.exit_code == _EXIT_KILLED:
+            return False
         comparable = [past for past in self._restarted if not alone or past.task == failure.task]
         if not comparable or _kind_of(comparable[-1]) != _kind_of(failure):
             return False
