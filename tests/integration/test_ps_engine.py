@@ -25,8 +25,6 @@ LOST_FUNCTION = "'f' is neither a type of a primitive operation nor a name of a 
 class Work:
     """A program of pieces that do as the test says."""
 
-    training = True
-
     def __init__(self, do):
         self.do = do
         self.logs = {}
@@ -130,9 +128,7 @@ def test_what_is_let_go_has_ended_and_what_nobody_had_begun_never_begins(engine,
     monkeypatch.setattr(pool, "drop", lambda: (drop(), go_on.set()))
     made, work = program(engine, lambda step: (begun.wait(DEADLINE_S), go_on.wait(DEADLINE_S)))
     engine._under_way = [
-        engine_module.DispatchedBlock(
-            made, work, step, step + 1, engine._dispatch(work, step, step + 1)
-        )
+        engine_module.DispatchedBlock(made, step, step + 1, engine._dispatch(made, step, step + 1))
         for step in range(9)
     ]
     begun.wait(DEADLINE_S)

@@ -55,11 +55,11 @@ class UpdateClock:
     def step(
         self, ages: list[tf.Tensor], *, work: Callable[[VariableWatcher], _T]
     ) -> tuple[_T, list[tf.Tensor]]:
-        """Does a step's `work` and returns its result; counts it on each server whose variables it
-        trains, once it has written them, or on the first server if it trains none.
+        """Trace a step's `work`; return its result, and `ages` with what this step has found.
 
-        `work` enters the watcher that it is called with in the thread that traces the step.
-        `look_first` has to follow when all of the step is traced.
+        Each server whose variables the step trains counts it once it has written them; the first
+        server does if it trains none. `work` enters the watcher that it is called with in the
+        thread that traces the step. `look_first` has to follow when all of the step is traced.
         """
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
@@ -102,8 +102,9 @@ class UpdateClock:
                 op._add_control_input(self._begun[device].op)
 
     def staleness(self, ages: list[tf.Tensor]) -> tf.Tensor:
-        """Returns for each step of the range the updates of others from before it until its own,
-        on that server on which there were most.
+        """Return how many updates of others there were from before each step until its own.
+
+        On that server on which there were most.
         """
         found = []
         for device, kept in zip(self._counts, ages, strict=True):
@@ -125,8 +126,9 @@ def _variables_of(op: Any) -> list[Any]:
 
 
 def _writes(op: Any) -> bool:
-    """Whether an operation may write; a loop as a recurrent layer's does not, where it only reads:
-    to wait for it would cost a message.
+    """Return whether an operation may write.
+
+    A loop that only reads, as a recurrent layer's, does not: to wait for it would cost a message.
     """
     if op.type in _LOOPS:
         body = op.graph._get_function(op.get_attr("body").name)

@@ -63,7 +63,6 @@ class Work:
     """A program, traced for the workers of a job, and the results of its steps.
 
     Attributes:
-      training: whether its steps update the model.
       totals: of the metrics since they were reset, None before the first result.
       logs: of the last step with a result.
     """
@@ -78,7 +77,6 @@ class Work:
         outputs: bool = False,
     ) -> None:
         """Trace the program: here once, as many threads at once might each trace it."""
-        self.training = program.training
         self.totals: np.ndarray | None = None
         self.logs: dict[str, Any] = {}
         self._program = program

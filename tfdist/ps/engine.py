@@ -41,7 +41,6 @@ class DispatchedBlock:
     """The steps ``[first, last)`` of a program on their way, and where their result will be."""
 
     program: StepProgram
-    work: Work
     first: int
     last: int
     future: Future[Done]
@@ -85,8 +84,8 @@ class ParameterServerEngine:
         each = min(max(each, 1), most)
         for start in range(first, last, each):
             span = start, min(start + each, last)
-            future = self._dispatch(work, *span, max_staleness=program.max_staleness)
-            self._under_way.append(DispatchedBlock(program, work, *span, future))
+            future = self._dispatch(program, *span)
+            self._under_way.append(DispatchedBlock(program, *span, future))
         if goes_on:
             with self._nothing_left_after_an_error():
                 self._worker_pool.wait_until_begun()
@@ -102,7 +101,7 @@ class ParameterServerEngine:
         return self._work[program].logs if program in self._work else {}
 
     def close(self) -> None:
-        """Forgets what no worker has begun, and waits until what they have begun has ended."""
+        """Forget what no worker has begun, and wait until what they have begun has ended."""
         self._worker_pool.drop()
         begun = [unit.future for unit in self._under_way if not unit.future.cancelled()]
         self._under_way.clear()
@@ -122,7 +121,7 @@ class ParameterServerEngine:
                 self._account(unit, unit.future.result())
                 self._under_way.remove(unit)
         if units and not self._under_way:
-            units[-1].work.rests()
+            self._work[units[-1].program].rests()
             self._account_when_idle()
 
     @contextlib.contextmanager
@@ -136,10 +135,10 @@ class ParameterServerEngine:
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
         """Yield each step's outputs, in order; a few steps a worker are under way at a time."""
-        work = self._prepared(program, outputs=True)
+        self._prepared(program, outputs=True)
         waiting: collections.deque[Future[Done]] = collections.deque()
         for step in range(first, last):
-            waiting.append(self._dispatch(work, step, step + 1))
+            waiting.append(self._dispatch(program, step, step + 1))
             if len(waiting) > 2 * self._workers:
                 yield waiting.popleft().result().value
         while waiting:
@@ -171,17 +170,17 @@ class ParameterServerEngine:
         flat = [np.asarray(v.numpy(), np.float64).ravel() for v in program.metrics]
         self._prepared(program).totals = np.concatenate([*flat, np.zeros(0)])
 
-    def _dispatch(
-        self, work: Work, first: int, last: int, *, max_staleness: int | None = None
-    ) -> Future[Done]:
-        steps = last - first if work.training else 0
-        function = functools.partial(work, first, last)
-        return self._worker_pool.submit(function, steps=steps, max_staleness=max_staleness)
+    def _dispatch(self, program: StepProgram, first: int, last: int) -> Future[Done]:
+        return self._worker_pool.submit(
+            functools.partial(self._work[program], first, last),
+            steps=last - first if program.training else 0,
+            max_staleness=program.max_staleness,
+        )
 
     def _account(self, unit: DispatchedBlock, done: Done) -> None:
         numbers, rows, *times = done.value
-        ages = unit.work.take(numbers)
-        if unit.work.training:
+        ages = self._work[unit.program].take(numbers)
+        if unit.program.training:
             self._worker_pool.account.done(unit.first, unit.last, times=done.times, staleness=ages)
             self._completed += unit.last - unit.first
             self._times += [(done.worker_index, found) for found in times]
