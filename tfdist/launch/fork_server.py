@@ -38,7 +38,8 @@ from tfdist.launch.events import Ended, Started, task_of
 from tfdist.launch.guardian import die_with
 from tfdist.launch.messages import Message, decode_event, encode_event
 from tfdist.launch.starter import ProcessSpec, Starter, bootstrap_command, start_process
-from tfdist.launch.task import run_task, set_title
+from tfdist.launch.task import main as run_task
+from tfdist.launch.task import set_title
 
 _MAX_ANSWER_BYTES = 1 << 17
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -115,14 +116,7 @@ def serve(control: socket.socket) -> None:
     request = _Server(control).serve()
     if request is None:  # who started it waits for the end, and Python need not be taken apart
         os._exit(0)
-    run_task(  # nothing of the server is left on its stack
-        request["target"],
-        request["args"],
-        is_module=request["is_module"],
-        task=request["task"],
-        title=request["title"],
-        notes_fd=request["notes_fd"],
-    )
+    run_task(request["words"])  # nothing of the server is left on its stack
 
 
 class _Server:
@@ -170,7 +164,7 @@ class _Server:
 
     def _fork_task(self, request: dict[str, Any], fds: Sequence[int]) -> bool:
         """Return True in the task, False in the server."""
-        server, task = os.getpid(), task_of(request["task"])
+        server, task = os.getpid(), task_of(request["words"][0])
         try:
             pid = os.fork()
         except OSError as error:
@@ -208,8 +202,7 @@ class _Server:
             stream = _of_a_pipe(getattr(sys, name))
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
-        os.set_inheritable(notes_fd, False)
-        request["notes_fd"] = notes_fd
+        request["words"].insert(0, str(notes_fd))
         for name in request["unset"]:
             os.environ.pop(name, None)
         os.environ.update(request["set"])
@@ -379,13 +372,8 @@ class ForkStarter(Starter):
         self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
     ) -> None:
         """Ask for a task. It is forked once the server has imported everything."""
-        program = spec.program
         request = {
-            "task": str(spec.task),
-            "title": spec.title,
-            "target": program.target,
-            "is_module": program.is_module,
-            "args": program.args,
+            "words": spec.words,
             "set": {k: v for k, v in env.items() if self._environ.get(k) != v},
             "unset": [name for name in self._environ if name not in env],
         }
@@ -416,8 +404,8 @@ class ForkStarter(Starter):
             self._server.kill()
 
     def fileno(self) -> int | None:
-        """Return the socket on which the server answers."""
-        return self._socket.fileno()
+        """Return the socket on which the server answers, None once that has ended."""
+        return None if self._is_over else self._socket.fileno()
 
     def collect(self) -> list[Started | Ended]:
         """Return which tasks have started or ended since the last call."""

@@ -47,6 +47,12 @@ class ProcessSpec:
     """Names in `env` that the launcher set; the rest is the user's own environment."""
     title: str
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return the task's name and title, script or module, target, and arguments."""
+        kind = "module" if self.program.is_module else "script"
+        return (str(self.task), self.title, kind, self.program.target, *self.program.args)
+
 
 class Starter:
     """Starter of tasks as new Pythons, without a helper process of its own."""
@@ -67,11 +73,8 @@ class Starter:
         self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
     ) -> Started | None:
         """Start a task; None if `Started` will come from `collect`. Raises OSError if it cannot."""
-        program = spec.program
-        kind = "module" if program.is_module else "script"
-        words = (str(spec.task), spec.title, str(notes_fd), kind, program.target, *program.args)
         child = start_process(
-            bootstrap_command("task", *words),
+            bootstrap_command("task", str(notes_fd), *spec.words),
             env=env,
             output_fd=output_fd,
             keep_fds=(notes_fd, *self._keep_fds),

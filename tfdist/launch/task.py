@@ -31,23 +31,18 @@ _MAX_CAUSE_CHARS = 500  # so that a note, escapes and all, is written to the pip
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run a program: task name, title, descriptor for notes, script or module, target, args."""
-    task, title, notes_fd, kind, target, *args = argv
-    os.set_inheritable(int(notes_fd), False)
-    run_task(
-        target, args, is_module=kind == "module", task=task, title=title, notes_fd=int(notes_fd)
-    )
+    """Run a program as a task's, and tell the launcher how it gets on.
 
-
-def run_task(
-    target: str, args: Sequence[str], *, is_module: bool, task: str, title: str, notes_fd: int
-) -> None:
-    """Run a program as the task's, and tell the launcher on `notes_fd` how it gets on."""
+    The arguments are the descriptor for notes and `ProcessSpec.words`.
+    """
+    descriptor, task, title, kind, target, *args = argv
+    notes_fd = int(descriptor)
+    os.set_inheritable(notes_fd, False)
     set_title(title)
     failed = note_to(notes_fd, task=task)
     print_stacks_on_request()
     start_heartbeat(notes_fd, task=task)
-    run_program(target, args, is_module=is_module, failed=failed)
+    run_program(target, args, is_module=kind == "module", failed=failed)
 
 
 def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:
