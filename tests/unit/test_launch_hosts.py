@@ -11,7 +11,13 @@ from tfdist.errors import UsageError
 from tfdist.launch.job import ports_of_tasks, with_variables
 from tfdist.launch.machine import Machine
 from tfdist.launch.multihost.agreement import fingerprint
-from tfdist.launch.multihost.hosts import Group, decided_group, environment_of_tasks, terms
+from tfdist.launch.multihost.hosts import (
+    Group,
+    decided_group,
+    environment_of_tasks,
+    group_alone,
+    terms,
+)
 from tfdist.launch.options import parse
 from tfdist.launch.plan import decided_strategy
 
@@ -132,9 +138,8 @@ def test_several_hosts_need_a_token_and_loopback_none():
 def ports_of(line, environ=None):
     options = with_variables(parse(line.split()), environ or {})
     options, group = decided_group(options, {**WITH_TOKEN, **(environ or {})})
-    strategy = decided_strategy(options, Machine(cpus=2))
-    ports = ports_of_tasks(options, group, strategy=strategy)
-    return ports, None if group is None else group.port
+    group = group or group_alone(options, decided_strategy(options, Machine(cpus=2)))
+    return ports_of_tasks(options, group), group.port
 
 
 def test_launchers_meet_at_the_first_port_of_a_range_and_tasks_have_the_others():
@@ -142,8 +147,8 @@ def test_launchers_meet_at_the_first_port_of_a_range_and_tasks_have_the_others()
     assert ports_of(hosts) == ([20001, 20002, 20003], 20000)
     assert ports_of(f"{hosts} --rendezvous_port 2222") == ([*range(20000, 20004)], 2222)
     assert ports_of(f"{hosts} --rendezvous_port 20002") == ([20000, 20001, 20003], 20002)
-    assert ports_of("--workers 2 --ports 20000-20001") == ([20000, 20001], None)
-    assert ports_of("--workers 2") == (None, None)
+    assert ports_of("--workers 2 --ports 20000-20001") == ([20000, 20001], 0)
+    assert ports_of("--workers 2") == (None, 0)
     environ = {"TFDIST_PORTS": "20000-20003"}
     assert ports_of("--workers 2", environ)[0] == [*range(20000, 20004)]
     assert ports_of("--workers 2 --ports 7-9", environ)[0] == [7, 8, 9]

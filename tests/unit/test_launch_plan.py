@@ -1,6 +1,5 @@
 """The plan of a job: which processes, in which environment, on which part of the machine."""
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -12,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from tfdist.cluster import Task, decode
-from tfdist.cluster.ports import replace_taken
+from tfdist.cluster import ports as held_ports
+from tfdist.cluster.ports import PortPool
 from tfdist.errors import UsageError
 from tfdist.launch.job import run_job
 from tfdist.launch.machine import Machine, listed_gpus, visible_gpus
+from tfdist.launch.messages import Attempt
+from tfdist.launch.multihost.hosts import group_alone
 from tfdist.launch.options import parse
 from tfdist.launch.plan import JobDescription, decided_strategy, render, start_method
 from tfdist.launch.run_dir import RunDir, chosen_run_dir
@@ -35,8 +37,9 @@ def planned(line, *, cpus=2, gpus=(), environ=None, machine=None, is_terminal=Fa
         run_dir=Path("/runs/a b"),
         is_terminal=is_terminal,
     )
-    addresses = [f"127.0.0.1:{5000 + i}" for i, _ in enumerate(job.tasks_with_address)]
-    specs = job.specs(addresses, attempt=3)
+    group = group_alone(options, strategy)
+    cluster, (here,) = group.stand_in_cluster(range(5000, 6000)), group.tasks([0]).values()
+    specs = job.specs(Attempt(number=3, run_dir="/runs/a b", cluster=cluster, tasks=here))
     return {str(spec.task): spec for spec in specs}
 
 
@@ -315,17 +318,13 @@ class Port:
         self.is_held = False
 
 
-def test_other_ports_are_chosen_for_those_that_were_taken_before_the_start():
-    held = [Port(1), Port(2), Port(3)]
-    drawn = [Port(4), Port(5)]
+def test_other_ports_are_chosen_for_those_that_were_taken_before_the_start(monkeypatch):
+    drawn = [Port(number) for number in (1, 2, 3, 4, 5)]
     taken = {"127.0.0.1:2", "127.0.0.1:4"}
-    with contextlib.ExitStack() as stack:
-        ports = replace_taken(
-            held,
-            stack=stack,
-            hold=lambda count: [drawn.pop(0)],
-            is_free=lambda address: address not in taken,
-        )
+    monkeypatch.setattr(held_ports, "hold_ports", lambda n, **how: [drawn.pop(0) for _ in range(n)])
+    monkeypatch.setattr(held_ports, "is_port_free", lambda address: address not in taken)
+    with PortPool(3) as pool:
+        ports = pool.renewed()
         assert [port.address for port in ports] == [f"127.0.0.1:{n}" for n in (1, 5, 3)]
         assert all(port.is_held for port in ports)
     assert not ports[1].is_held

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.clock import Clock
-from tfdist.cluster import Task
+from tfdist.cluster import ClusterSpec, Task
 from tfdist.launch.events import (
     SAME_REQUEST_S,
     Beat,
@@ -29,6 +29,7 @@ from tfdist.launch.events import (
     StopRequest,
 )
 from tfdist.launch.fork_server import ForkStarter
+from tfdist.launch.messages import Attempt
 from tfdist.launch.options import Program
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import Console, JobScreen
@@ -109,9 +110,10 @@ def processes(world, tmp_path, monkeypatch):
     console = Console(os.open(os.devnull, os.O_WRONLY))
     screen = JobScreen(out=console, err=console)
     job = Mock(start="exec", options=Mock(fork_server=None))
+    job.specs.return_value = [SPEC, dataclasses.replace(SPEC, task=W1)]
+    attempt = Attempt(number=1, run_dir=str(tmp_path), cluster=ClusterSpec(), tasks=(W0, W1))
     with JobProcesses(job, screen=screen, signals=world, clock=lambda: 5.0) as made:
-        specs = [SPEC, dataclasses.replace(SPEC, task=W1)]
-        made.begin(specs, chief=W0, logs=tmp_path, fork_log="")
+        made.begin(attempt, fork_log="")
         assert made.perform(Start(W0)) is None
         yield made
         made.finish()
@@ -130,7 +132,7 @@ def test_why_a_task_failed_is_told_before_its_end_and_after_its_last_words(
     raised, ended = processes.wait(1)
     assert raised == Raised(task=W0, exit_code=1, cause="ValueError", at_s=4.5)
     assert ended == Ended(task=W0, status=1, at_s=5)
-    assert (tmp_path / "worker-0.log").read_text() == "last words"
+    assert (tmp_path / "logs/attempt-1/worker-0.log").read_text() == "last words"
 
 
 def test_requests_to_stop_are_events_and_other_signals_are_not(world, processes):

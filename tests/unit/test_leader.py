@@ -1,8 +1,6 @@
 """Host 0 without a network: who it begins with, and what counts of what the others tell it."""
 
-import contextlib
 import json
-import os
 import signal
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,6 +19,7 @@ from tfdist.launch.events import (
     AskForStacks,
     Beat,
     Ended,
+    Event,
     KillOne,
     Raised,
     ShowFailure,
@@ -30,9 +29,9 @@ from tfdist.launch.events import (
     StopRequest,
 )
 from tfdist.launch.messages import decode_action, encode_action
-from tfdist.launch.multihost import node
 from tfdist.launch.multihost.hosts import decided_group
 from tfdist.launch.multihost.leader import Team
+from tfdist.launch.multihost.node import Node
 from tfdist.launch.multihost.rendezvous import Differs, Lost, MessageReceived, News, PeerJoined
 from tfdist.launch.options import parse
 
@@ -52,10 +51,9 @@ class World:
         self.local, self.screen = Mock(), Mock()
         self.local.wait.side_effect = lambda limit_s: [self.here.pop(0) for _ in list(self.here)]
         group = Mock(hosts=("host0", "host1", "host2"))
-        part = Mock(group=group, screen=self.screen)
+        part = Mock(group=group, screen=self.screen, processes=self.local)
         self.processes = Team(part, self.hub, clock=lambda: NOW_S)
         self.processes.host_of = {W0: 0, W1: 1, W2: 1}
-        self.processes.begin(self.local)
 
     @property
     def sent(self) -> list[tuple[int, Any]]:
@@ -160,30 +158,34 @@ def test_the_other_hosts_are_told_that_the_launcher_of_host_0_has_failed(monkeyp
 
 
 def test_a_request_to_stop_counts_while_a_host_that_has_lost_host_0_ends_its_tasks():
-    request, processes = StopRequest(signum=signal.SIGTERM), Mock()
-    processes.wait.side_effect = [[request], [Ended(task=W1, status=-15, at_s=NOW_S)]]
-    type(processes).running = PropertyMock(side_effect=[[W1], [W1], [W1], [], [], []])
-    tasks = node.NodeTasks(processes, screen=Mock(), fd=0)
-    assert tasks.end(grace_s=60) == [request]
+    part = MagicMock()
+    part.job.options = Mock(grace_s=60, max_restarts=0)
+    request, ended = StopRequest(signum=signal.SIGTERM), Ended(task=W1, status=-15, at_s=NOW_S)
+    part.processes.wait.side_effect = [[request], [ended]]
+    type(part.processes).running = PropertyMock(side_effect=[[W1], [W1], [W1], [], [], []])
+    host = Node(part)
+    host._is_in_attempt = True
+    host._end_attempt()
+    assert host._stop_signal == signal.SIGTERM
+    part.processes.finish.assert_called_once_with()
 
 
 def test_a_host_that_cannot_make_its_tasks_says_why_at_their_start():
-    tasks = node.NodeTasks(Mock(), screen=Mock(), cause="/logs: read-only", fd=0)
-    ended = tasks.perform(Start(W1))
+    host = Node(MagicMock())
+    host._cause = "/logs: read-only"
+    ended = host._perform(Start(W1))
+    assert ended is not None
     assert (ended.task, ended.status, ended.cause) == (W1, EXIT_USAGE, "/logs: read-only")
 
 
-def test_a_host_that_has_no_port_for_the_next_attempt_says_so(monkeypatch):
+def test_a_host_that_has_no_port_for_the_next_attempt_says_so():
     error = UsageError("ports", received="", expected="", fix="", code="no-free-port")
-    monkeypatch.setattr(node, "JobProcesses", MagicMock())
-    monkeypatch.setattr(node, "replace_taken", Mock(side_effect=[[], error]))
-    monkeypatch.setattr(node, "readable", Mock(return_value=[]))
     part = MagicMock()
-    part.signals.stop_requests.return_value = []
+    part.ports.renewed.side_effect = [[], error]
     member = Mock(lost="")
     member.take_messages.side_effect = [[{"finish": True}]]
-    with contextlib.ExitStack() as stack, pytest.raises(UsageError) as caught:
-        node.Node(part, stack=stack)._serve(member)
+    with pytest.raises(UsageError) as caught:
+        Node(part)._serve(member)
     assert caught.value is error
 
 
@@ -220,36 +222,35 @@ RESTARTS = ("--max_restarts 2 there, 1 here",)
 
 
 class Arrivals:
-    """A hub that has news in parts, the signals, the screen and the clock of host 0 at once."""
+    """A hub that has news in parts, the processes, the screen and the clock of host 0 at once."""
 
     turned_away = ()
     next_s = 0.0
 
-    def __init__(self, fd: int, *parts: list[News]) -> None:
-        self.fd = fd
+    def __init__(self, *parts: list[News]) -> None:
         self.parts = list(parts)
         self.present: frozenset[int] = frozenset()
         self.now_s = 0.0
         self.said: list[str] = []
 
     def fileno(self) -> int:
-        return self.fd
+        return 0
 
-    def turn(self) -> None:
+    def watch(self, fd: int) -> None: ...
+
+    def wait(self, timeout_s: float) -> list[Event]:
         self.now_s += 1.0
+        return []
+
+    def turn(self) -> None: ...
 
     def take_news(self) -> list[News]:
         news = self.parts.pop(0) if self.parts else []
         self.present |= {event.rank for event in news if isinstance(event, PeerJoined)}
         return news
 
-    def stop_requests(self) -> list[int]:
-        return []
-
     def say(self, text: str) -> None:
         self.said.append(text)
-
-    def flush(self) -> None: ...
 
 
 Gather = Callable[..., Arrivals]
@@ -258,21 +259,18 @@ Gather = Callable[..., Arrivals]
 @pytest.fixture
 def gather():
     """Gathers the hosts a to e while these news come in."""
-    readable, other_end = os.pipe()
-    os.close(other_end)  # what is watched is ready at once
 
     def run(*parts: list[News]) -> Arrivals:
         options, group = decided_group(
             parse(["--hosts", "a,b,c,d,e", "--node_rank", "0", "x.py"]), WITH_TOKEN
         )
-        world, job = Arrivals(readable, *parts), SimpleNamespace(options=options, strategy="ps")
-        part = SimpleNamespace(job=job, group=group, screen=world, signals=world)
+        world, job = Arrivals(*parts), SimpleNamespace(options=options, strategy="ps")
+        part = SimpleNamespace(job=job, group=group, screen=world, processes=world)
         team = Team(part, world, clock=lambda: world.now_s)  # type: ignore[arg-type]
         team.gather()
         return world
 
-    yield run
-    os.close(readable)
+    return run
 
 
 def told(gather: Gather, *parts: list[News]) -> str:
@@ -284,7 +282,7 @@ def ready(*ranks: int) -> list[News]:
 
 
 def test_all_hosts_that_are_there_may_begin(gather):
-    assert gather(ready(2), ready(1, 3), ready(4)).now_s == 3.0
+    assert gather(ready(2), ready(1, 3), ready(4)).now_s == 2.0
 
 
 def test_every_host_that_differs_is_named_with_what_it_differs_in(gather):

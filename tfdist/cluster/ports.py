@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import random
 import re
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tfdist.cluster.address import check_address, join, shown, split_address
@@ -204,20 +205,29 @@ def _cannot_hold(n: int, error: OSError, *, among: Sequence[int] | None) -> Usag
     )
 
 
-def replace_taken(
-    ports: Sequence[HeldPort],
-    *,
-    stack: contextlib.ExitStack,
-    hold: Callable[[int], Sequence[HeldPort]] = hold_ports,
-    is_free: Callable[[str], bool] = is_port_free,
-) -> list[HeldPort]:
-    """Return `ports` with others, released with `stack`, for those that have been taken.
+class PortPool:
+    """Ports of a host's tasks, held until the end of the block.
 
     Holding a port keeps away everyone who asks for any port, but not a server that insists
-    on just this one.
+    on just this one: another takes the place of one that was taken.
     """
-    result = list(ports)
-    for index in range(len(result)):
-        while not is_free(result[index].address):
-            result[index] = stack.enter_context(hold(1)[0])  # the taken ones stay held as well
-    return result
+
+    def __init__(
+        self, n: int, *, host: str = "127.0.0.1", among: Sequence[int] | None = None
+    ) -> None:
+        self._stack = contextlib.ExitStack()
+        self._hold = functools.partial(hold_ports, host=host, among=among)
+        self._ports = [self._stack.enter_context(port) for port in self._hold(n)]
+
+    def __enter__(self) -> PortPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def renewed(self) -> list[HeldPort]:
+        """Return the ports, all of them free now."""
+        for index in range(len(self._ports)):
+            while not is_port_free(self._ports[index].address):  # those stay held as well
+                self._ports[index] = self._stack.enter_context(self._hold(1)[0])
+        return list(self._ports)

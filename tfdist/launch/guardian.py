@@ -50,7 +50,7 @@ def bound_command(command: Sequence[str], *, signum: int = signal.SIGKILL) -> li
 class GuardianClient:
     """Client of a guardian that knows every session of this job and ends what it leaves.
 
-    A guardian that is killed is replaced, and `say` tells.
+    `check` starts it. A guardian that is killed is replaced, and `say` tells.
     """
 
     def __init__(self, mark: str, *, environ: Mapping[str, str], say: Callable[[str], None]):
@@ -60,7 +60,6 @@ class GuardianClient:
         self._sessions: set[int] = set()
         self._starts = 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._start()
 
     def add(self, session: int) -> None:
         """Put a session under guard; its id is the pid of the task that leads it."""
@@ -73,7 +72,9 @@ class GuardianClient:
         self._tell_sessions()
 
     def check(self) -> None:
-        """Replace the guardian if it has ended."""
+        """Start the guardian if there is none yet; replace it if it has ended."""
+        if not self._starts:
+            self._start()
         if self._process is None or self._process.poll() is None:
             return
         if self._starts >= _MAX_STARTS:

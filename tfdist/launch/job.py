@@ -10,27 +10,29 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
-from tfdist.cluster import HeldPort, Task, hold_ports, settings, tf_config
+from tfdist.cluster import Task, settings, tf_config
 from tfdist.cluster.address import join
-from tfdist.cluster.ports import as_text, parse_ports, replace_taken
+from tfdist.cluster.ports import PortPool, as_text, parse_ports
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError, opening_port
 from tfdist.files import write_json
 from tfdist.launch.events import (
     STOP_CODES,
     SignalPipe,
+    StopRequest,
     exit_code_for,
-    signal_name,
+    request_name,
 )
 from tfdist.launch.live import LIVE_FILE, LiveStatus, MetricsServer
 from tfdist.launch.machine import this_machine
+from tfdist.launch.messages import Attempt
 from tfdist.launch.multihost.hosts import (
     Group,
     HostPart,
     decided_group,
     environment_of_tasks,
+    group_alone,
     own_address,
     terms,
 )
@@ -43,7 +45,6 @@ from tfdist.launch.plan import (
     decided_strategy,
     render,
     start_method,
-    tasks_with_address,
 )
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.report import (
@@ -56,10 +57,10 @@ from tfdist.launch.report import (
     versions_of_job,
 )
 from tfdist.launch.run_dir import RunDir, chosen_run_dir, next_attempt, not_writable
-from tfdist.launch.screen import JobScreen, show, shows_in_place, standard_screen
+from tfdist.launch.screen import show, shows_in_place, standard_screen
 from tfdist.launch.starter import ProcessSpec, isolate, raise_file_limit
 from tfdist.launch.state import JobState, RestartPolicy
-from tfdist.launch.supervisor import Processes, Supervisor
+from tfdist.launch.supervisor import Supervisor
 from tfdist.launch.target import check_program, file_of_program, imports_tensorflow
 from tfdist.launch.watchdog import Watchdog
 
@@ -83,16 +84,33 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     if unread:
         _remark(f"{', '.join(unread)}: not used, as the launcher goes by its flags")
     options, group = decided_group(with_variables(options, environ), environ)
-    job = _job(options, group, environ=environment_of_tasks(environ), search=search)
-    hosts = 0 if group is None else len(group.hosts)
-    raise_file_limit(len(job.tasks_with_address) * _FILES_PER_TASK + hosts + _OTHER_FILES)
-    if group is None:
-        return _run_here(job)
-    if options.dry_run:
-        return _show_part(job, group)
+    machine = this_machine(environ)
+    strategy = decided_strategy(options, machine)
+    group = group or group_alone(options, strategy)
+    job = JobDescription(
+        options=options,
+        strategy=strategy,
+        ports=ports_of_tasks(options, group),
+        machine=machine,
+        environ=environment_of_tasks(environ),
+        run_dir=chosen_run_dir(options.run_dir),
+        start=start_method(
+            options,
+            machine,
+            imports_tensorflow=imports_tensorflow(options.program, search=search),
+        ),
+        is_terminal=shows_in_place(1, environ),
+    )
+    raise_file_limit(
+        group.num_tasks(group.rank) * _FILES_PER_TASK + len(group.hosts) + _OTHER_FILES
+    )
+    if options.dry_run or not group.others:
+        specs = _stand_in_specs(job, group)  # refuses what this machine cannot do
+        if options.dry_run:
+            return _show(job, group, specs)
+        return _run(job, group, terms={})
     program_file = file_of_program(options.program, search=search)
-    job_terms = terms(options, environ, group=group, program_file=program_file)
-    return _run_across(job, group, terms=job_terms)
+    return _run(job, group, terms=terms(options, environ, group=group, program_file=program_file))
 
 
 def _pass_over_tf_config(program: Program, environ: Mapping[str, str]) -> None:
@@ -147,34 +165,7 @@ def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> Launch
     return dataclasses.replace(options, ports=as_text(parse_ports(ports, where=settings.PORTS)))
 
 
-def _job(
-    options: LaunchOptions,
-    group: Group | None,
-    *,
-    environ: Mapping[str, str],
-    search: Sequence[str],
-) -> JobDescription:
-    machine = this_machine(environ)
-    strategy = decided_strategy(options, machine)
-    return JobDescription(
-        options=options,
-        strategy=strategy,
-        ports=ports_of_tasks(options, group, strategy=strategy),
-        machine=machine,
-        environ=environ,
-        run_dir=chosen_run_dir(options.run_dir),
-        start=start_method(
-            options,
-            machine,
-            imports_tensorflow=imports_tensorflow(options.program, search=search),
-        ),
-        is_terminal=shows_in_place(1, environ),
-    )
-
-
-def ports_of_tasks(
-    options: LaunchOptions, group: Group | None, *, strategy: str
-) -> Sequence[int] | None:
+def ports_of_tasks(options: LaunchOptions, group: Group) -> Sequence[int] | None:
     """Return the ports that tasks may have on any host of the job; None for all.
 
     That of the rendezvous is none of them.
@@ -185,11 +176,8 @@ def ports_of_tasks(
     ports = options.port_range
     if ports is None:
         return None
-    needed, meets_at = len(tasks_with_address(options, strategy)), 0
-    if group is not None:
-        meets_at = group.port
-        needed = max(group.num_tasks(rank) for rank in range(len(group.hosts)))
-    left = [port for port in ports if port != meets_at]
+    needed = max(group.num_tasks(rank) for rank in range(len(group.hosts)))
+    left = [port for port in ports if port != group.port]
     if len(left) >= needed:
         return left
     also = ", and one for the rendezvous of the launchers" * (len(left) < len(ports))
@@ -202,45 +190,30 @@ def ports_of_tasks(
     )
 
 
-def _run_here(job: JobDescription) -> int:
-    if job.options.isolate and not job.options.dry_run:
-        isolate()
-    with contextlib.ExitStack() as stack:
-        held = hold_ports(len(job.tasks_with_address), among=job.ports)
-        ports = [stack.enter_context(port) for port in held]
-        addresses = [port.address for port in ports]
-        specs = job.specs(addresses, attempt=next_attempt(job.run_dir))
-        if job.options.dry_run:
-            return _show(job, specs, about="")
-        run_dir = stack.enter_context(RunDir(job.run_dir))
-        screen = standard_screen(job.environ)
-        screen.announce(f"run directory {job.run_dir}")
-        with SignalPipe() as signals:
-            job_run = JobRun(job, ports=ports, run_dir=run_dir, screen=screen, signals=signals)
-            code = job_run.run()
-        screen.last_words(is_hurried=code in STOP_CODES)
-    return code
-
-
-def _show_part(job: JobDescription, group: Group) -> int:
-    """Print the tasks of this host."""
-    cluster = group.stand_in_cluster(job.ports)
+def _stand_in_specs(job: JobDescription, group: Group) -> Sequence[ProcessSpec]:
+    """Return the processes of this host, at addresses that stand for those of the run."""
+    ports = job.ports
+    if job.options.dry_run and not group.others:  # of use to who starts them by hand
+        with PortPool(group.num_tasks(0), among=job.ports) as pool:
+            ports = [held.port for held in pool.renewed()]
+    cluster = group.stand_in_cluster(ports)
     here = group.tasks(range(len(group.hosts)))[group.rank]
-    specs = job.specs_here(cluster, here, attempt=next_attempt(job.run_dir))
-    about = (
-        f"# host {group.hosts[group.rank]} (rank {group.rank} of {len(group.hosts)}); names and "
-        "ports stand for those that the launchers agree on\n"
-    )
-    return _show(job, specs, about=about)
+    number, run_dir = next_attempt(job.run_dir), str(job.run_dir)
+    return job.specs(Attempt(number=number, run_dir=run_dir, cluster=cluster, tasks=here))
 
 
-def _show(job: JobDescription, specs: Sequence[ProcessSpec], *, about: str) -> int:
-    head = f"# strategy {job.strategy}, run directory {job.run_dir}\n{about}"
+def _show(job: JobDescription, group: Group, specs: Sequence[ProcessSpec]) -> int:
+    head = f"# strategy {job.strategy}, run directory {job.run_dir}\n"
+    if group.others:
+        head += (
+            f"# host {group.hosts[group.rank]} (rank {group.rank} of {len(group.hosts)}); names "
+            "and ports stand for those that the launchers agree on\n"
+        )
     show(f"{head}\n{render(specs)}")
     return 0
 
 
-def _run_across(job: JobDescription, group: Group, *, terms: Mapping[str, str]) -> int:
+def _run(job: JobDescription, group: Group, *, terms: Mapping[str, str]) -> int:
     """Run this host's part of a job and return the exit code of the whole.
 
     `terms` must be the same on all hosts.
@@ -248,22 +221,26 @@ def _run_across(job: JobDescription, group: Group, *, terms: Mapping[str, str]) 
     Raises:
         TfdistError: the hosts do not come together, or not alike; no task has been started.
     """
-    screen = standard_screen(job.environ)
-    other = group.hosts[1] if not group.rank else group.hosts[0]
-    own = own_address(group.hosts[group.rank], other=other)
-    with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(SignalPipe())
-        held = hold_ports(group.num_tasks(group.rank), host=own, among=job.ports)
+    if job.options.isolate:
+        isolate()
+    screen, own = standard_screen(job.environ), group.hosts[group.rank]
+    if group.others:
+        own = own_address(own, other=group.others[0])
+    with (
+        PortPool(group.num_tasks(group.rank), host=own, among=job.ports) as ports,
+        SignalPipe() as signals,
+        JobProcesses(job, screen=screen, signals=signals) as processes,
+    ):
         part = HostPart(
             job=job,
             group=group,
             own=own,
             terms=terms,
-            ports=[stack.enter_context(port) for port in held],
+            ports=ports,
             screen=screen,
-            signals=signals,
+            processes=processes,
         )
-        code = Node(part, stack=stack).run() if group.rank else _lead(part)
+        code = Node(part).run() if group.rank else _lead(part)
     screen.last_words(is_hurried=code in STOP_CODES)
     return code
 
@@ -276,17 +253,11 @@ def _lead(part: HostPart) -> int:
         if (stop_signal := team.gather()) is not None:
             code = exit_code_for(stop_signal)
         else:
-            screen.announce(team.roll_call())
+            if part.group.others:
+                screen.announce(team.roll_call())
             with RunDir(run_path) as run_dir:
                 screen.announce(f"run directory {run_path}")
-                code = JobRun(
-                    part.job,
-                    ports=part.ports,
-                    run_dir=run_dir,
-                    screen=screen,
-                    signals=part.signals,
-                    team=team,
-                ).run()
+                code = JobRun(part, team, run_dir).run()
         why = ""
     except TfdistError as error:
         code, why = error.exit_code, str(error)
@@ -297,9 +268,10 @@ def _lead(part: HostPart) -> int:
 
 
 def _hub(part: HostPart) -> Hub:
-    group = part.group
-    with opening_port("--rendezvous_port", join(part.own, group.port)):
-        listener = listen(part.own, group.port, num_hosts=len(group.hosts))
+    group, listener = part.group, None
+    if group.others:
+        with opening_port("--rendezvous_port", join(part.own, group.port)):
+            listener = listen(part.own, group.port, num_hosts=len(group.hosts))
     return Hub(
         listener,
         token=group.token,
@@ -316,28 +288,13 @@ class JobRun:
     The guardian, the fork server and the ports live from the first attempt to the last.
     """
 
-    def __init__(
-        self,
-        job: JobDescription,
-        *,
-        ports: Sequence[HeldPort],
-        run_dir: RunDir,
-        screen: JobScreen,
-        signals: SignalPipe,
-        team: Team | None = None,
-    ) -> None:
-        self._job = job
+    def __init__(self, part: HostPart, team: Team, run_dir: RunDir) -> None:
+        self._job = job = part.job
+        self._screen = part.screen
         self._team = team
-        self._ports = list(ports)
         self._run_dir = run_dir
         self._first_attempt = run_dir.attempt
-        self._screen = screen
-        self._signals = signals
-        self._hold = partial(hold_ports, among=job.ports)
-        if ports:
-            self._hold = partial(self._hold, host=ports[0].host)
         self._stack = contextlib.ExitStack()
-        self._processes = JobProcesses(job, screen=screen, signals=signals)
         self._report_file = job.run_dir / FILE_NAME
         self._entries = earlier_attempts(job.run_dir)
         self._description = description_of_job(job.strategy, argv=sys.orig_argv)
@@ -354,7 +311,6 @@ class JobRun:
             UsageError: the run directory cannot be written to; nothing has been started.
         """
         with self._stack:
-            self._stack.enter_context(self._processes)
             if (port := self._job.options.metrics_port) is not None:
                 self._serve_metrics(port)
             logs = self._run_dir.start_attempt()
@@ -387,23 +343,18 @@ class JobRun:
 
     def _run_attempt(self, logs: Path, *, is_first: bool) -> JobState:
         """Run one, and add its entry to the report; return how it has ended."""
-        self._ports = replace_taken(self._ports, stack=self._stack, hold=self._hold)
-        specs = self._specs()
-        tasks = [spec.task for spec in specs] if self._team is None else [*self._team.host_of]
+        attempt = self._run_dir.attempt
+        self._team.begin(attempt=attempt, restarts=attempt - self._first_attempt)
+        tasks = [*self._team.host_of]
         if is_first:
             self._screen.announce(f"strategy {self._job.strategy}: {_counted(tasks)}")
         options, is_ps = self._job.options, self._job.strategy == "ps"
-        processes: Processes = self._processes
-        self._processes.begin(specs, chief=tasks[0], logs=logs, fork_log="fork-server.log")
-        if self._team is not None:
-            self._team.begin(self._processes)
-            processes = self._team
         watchdog = Watchdog(
             hang_timeout_s=options.hang_timeout_s or math.inf,
             startup_timeout_s=options.startup_timeout_s,
             is_ps=is_ps,
             chief=tasks[0],
-            state_of=processes.state_of,
+            state_of=self._team.state_of,
             is_held_up=lambda: self._screen.out.is_full,
         )
         state = JobState(
@@ -418,12 +369,16 @@ class JobRun:
         )
         live = self._live_status(logs)
         supervisor = Supervisor(
-            state, processes=processes, screen=self._screen, clock=time.monotonic, observe=live.see
+            state,
+            processes=self._team,
+            screen=self._screen,
+            clock=time.monotonic,
+            observe=live.see,
         )
         try:
             supervisor.run()
         finally:
-            processes.finish()
+            self._team.finish()
         entry = attempt_entry(
             state,
             number=self._run_dir.attempt,
@@ -441,7 +396,6 @@ class JobRun:
         self._screen.announce(f"metrics at http://127.0.0.1:{port}/metrics")
 
     def _live_status(self, logs: Path) -> LiveStatus:
-        team = self._team
         return LiveStatus(
             self._job.run_dir,
             logs=logs,
@@ -449,25 +403,17 @@ class JobRun:
             strategy=self._job.strategy,
             epoch_s=_epoch_s,
             hosts=self._screen.hosts,
-            is_here=lambda task: team is None or not team.host_of[task],
+            is_here=lambda task: not self._team.host_of[task],
         )
-
-    def _specs(self) -> tuple[ProcessSpec, ...]:
-        """Return the processes of this host's tasks."""
-        attempt = self._run_dir.attempt
-        restarts = attempt - self._first_attempt
-        if self._team is not None:
-            return self._team.specs(ports=self._ports, attempt=attempt, restarts=restarts)
-        addresses = [port.address for port in self._ports]
-        return self._job.specs(addresses, attempt=attempt, restarts=restarts)
 
     def _hindrance(self) -> int | None:
         """Return what the job ends with if something is in the way of another attempt."""
-        if came := self._signals.stop_requests():
-            self._screen.say(f"{signal_name(came[0])}: not started again")
-            return exit_code_for(came[0])
+        for event in self._team.wait(0):
+            if isinstance(event, StopRequest):
+                self._screen.say(f"{request_name(event.signum)}: not started again")
+                return exit_code_for(event.signum)
         try:
-            stop_signal = None if self._team is None else self._team.gather()
+            stop_signal = self._team.gather()
         except TfdistError as error:
             self._screen.say(f"not started again: {error}")
             return error.exit_code

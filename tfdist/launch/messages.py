@@ -33,6 +33,7 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tfdist.cluster import ClusterSpec, Task
@@ -120,17 +121,22 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """Plan of the next attempt, for a host other than 0."""
+    """Plan of an attempt for one host."""
 
     number: int
-    restarts: int
+    restarts: int = 0
     """How often the launcher has started the job again before."""
     run_dir: str
     cluster: ClusterSpec
     tasks: tuple[Task, ...]
     """Those of this host."""
-    hosts: dict[str, str]
-    """The host of each task of the job, by the task's name."""
+    hosts: dict[str, str] = dataclasses.field(default_factory=dict)
+    """The host of each task of the job, by the task's name, where there are several."""
+
+    @property
+    def logs(self) -> Path:
+        """Return the directory of its logs."""
+        return Path(self.run_dir) / "logs" / f"attempt-{self.number}"
 
 
 _EVENTS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}

@@ -24,6 +24,7 @@ from tfdist.cluster.address import split_address
 from tfdist.cluster.tf_config import VARIABLE, encode
 from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
+from tfdist.launch.messages import Attempt
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.options import LaunchOptions, StartMethod
 from tfdist.launch.starter import ProcessSpec
@@ -53,30 +54,12 @@ class JobDescription:
     )
     """The limits of open files that its tasks get: the launcher raises its own."""
 
-    @property
-    def tasks_with_address(self) -> tuple[Task, ...]:
-        """Return the tasks that need a port, in the order in which `specs` takes addresses."""
-        return tasks_with_address(self.options, self.strategy)
-
-    def specs(
-        self, addresses: Sequence[str], *, attempt: int, restarts: int = 0
-    ) -> tuple[ProcessSpec, ...]:
-        """Return a process for each task, in the order in which they start; first the chief's.
-
-        `restarts` is how often the launcher has started the job again before.
+    def specs(self, attempt: Attempt) -> tuple[ProcessSpec, ...]:
+        """Return the processes of an attempt's tasks on this host, in the order of their start.
 
         Raises:
             UsageError: the job cannot be divided over this machine.
         """
-        tasks = self.tasks_with_address
-        cluster = ClusterSpec.of(dict(zip(tasks, addresses, strict=True)))
-        here = tasks or (Task("worker", 0),)
-        return self.specs_here(cluster, here, attempt=attempt, restarts=restarts)
-
-    def specs_here(
-        self, cluster: ClusterSpec, here: Collection[Task], *, attempt: int, restarts: int = 0
-    ) -> tuple[ProcessSpec, ...]:
-        """Return the processes of the tasks of `cluster` that are on this host, as `specs`."""
         options = self.options
         job_options = JobOptions(
             strategy=self.strategy,
@@ -84,19 +67,19 @@ class JobDescription:
             min_workers=options.min_workers if self.strategy == "ps" else None,
             evaluator=options.evaluator,
             startup_timeout_s=options.startup_timeout_s,
-            run_dir=str(self.run_dir),
-            attempt=attempt,
+            run_dir=attempt.run_dir,
+            attempt=attempt.number,
             threads_per_task=options.threads_per_task,
             split_bytes=options.split_bytes,
             stages=(options.stages or options.workers) if self.strategy == "pipeline" else None,
             profile_ps=options.profile_ps,
             terminal=self.is_terminal,
         )
-        gpus = _divide_gpus(self, here)
+        gpus = _divide_gpus(self, attempt.tasks)
         return tuple(
-            _process(self, config, gpus=gpus, here=here, restarts=restarts)
-            for config in job_configs(cluster, options=job_options)
-            if config.task in here
+            _process(self, config, gpus=gpus, attempt=attempt)
+            for config in job_configs(attempt.cluster, options=job_options)
+            if config.task in attempt.tasks
         )
 
 
@@ -142,23 +125,6 @@ def start_method(
     return "fork" if is_cpu_only and imports_tensorflow else "exec"
 
 
-def tasks_with_address(options: LaunchOptions, strategy: str) -> tuple[Task, ...]:
-    """Return the tasks of a job that need a port, in the order in which they start.
-
-    A ps job has a chief, which is not counted among the workers; a job of one process needs none.
-    """
-    if strategy in ("single", "mirrored"):
-        return ()
-    is_ps = strategy == "ps"
-    counts = {
-        "chief": int(is_ps),
-        "worker": options.workers,
-        "ps": options.num_ps if is_ps else 0,
-        "evaluator": int(options.evaluator),
-    }
-    return tuple(Task(type_, i) for type_, count in counts.items() for i in range(count))
-
-
 def render(specs: Sequence[ProcessSpec]) -> str:
     """Return the tasks as commands for a shell, with what the launcher adds to each one's
     environment and nothing of the user's own, which may hold secrets. Arguments that look like
@@ -176,22 +142,21 @@ def _process(
     config: TaskConfig,
     *,
     gpus: Mapping[Task, str],
-    here: Collection[Task],
-    restarts: int,
+    attempt: Attempt,
 ) -> ProcessSpec:
     options, task, program = job.options, config.task, job.options.program
     forced = {VARIABLE: encode(config), "PYTHONUNBUFFERED": "1"}
     if options.ports is not None:
         forced[settings.PORTS] = options.ports
-    if restarts:  # besides those by a scheduler
+    if attempt.restarts:  # besides those by a scheduler
         before = settings.integer(job.environ, settings.RESTARTS) or 0
-        forced[settings.RESTARTS] = f"{before + restarts}"
+        forced[settings.RESTARTS] = f"{before + attempt.restarts}"
     if task in gpus:
         forced["CUDA_VISIBLE_DEVICES"] = gpus[task]
     if options.threads_per_task is not None:
         forced |= _compute_threads(options.threads_per_task)
     defaults = {"TF_CPP_MIN_LOG_LEVEL": "1", "PYTHONFAULTHANDLER": "1"}
-    defaults |= _thread_defaults(job, config, here)
+    defaults |= _thread_defaults(job, config, attempt.tasks)
     if not job.machine.has_gpu_driver:
         defaults["CUDA_VISIBLE_DEVICES"] = "-1"  # else each task complains that it found none
     if config.cluster.kind == "ps":

@@ -29,11 +29,12 @@ from tfdist.launch.events import (
     Started,
     StopRequest,
     TaskAction,
+    task_of,
 )
 from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient
 from tfdist.launch.machine import KillEvidence, proc_state
-from tfdist.launch.messages import NO_SENSE, decode_event
+from tfdist.launch.messages import NO_SENSE, Attempt, decode_event
 from tfdist.launch.plan import JobDescription
 from tfdist.launch.run_dir import log_name
 from tfdist.launch.screen import Console, JobScreen, TaskOutput
@@ -47,9 +48,9 @@ _MAX_READS = 64  # of one task's pipe at its end, which a child of its own may k
 class JobProcesses:
     """The processes of a job on this host, attempt after attempt; a context manager.
 
-    After `begin` tasks are started and ended by `perform`, and `wait` sleeps until something
-    happens, until `finish`. The guardian and a fork server live on from one attempt to the next,
-    and nothing is left behind in the end.
+    `wait` sleeps until something happens, also between attempts. From `begin` to `finish` tasks are
+    started and ended by `perform`. The guardian and a fork server live on from one attempt to the
+    next, and nothing is left behind in the end.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class JobProcesses:
     ) -> None:
         self._job = job
         self._screen = screen
-        self._signals = signals
+        self.signals = signals
         self._clock = clock
         self._evidence = KillEvidence()
         self._starter = Starter(
@@ -72,31 +73,9 @@ class JobProcesses:
         if (descriptor := job.options.fork_server) is not None:
             os.set_inheritable(descriptor, False)  # no task is to keep it open
             self._given = socket.socket(fileno=descriptor)
-
-    def __enter__(self) -> JobProcesses:
-        mark = secrets.token_hex(8)
-        self._guard = GuardianClient(mark, environ=self._job.environ, say=self._screen.say)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._starter.close()
-        self._guard.end_all()
-        self._guard.close()
-        self._evidence.close()
-
-    def begin(
-        self, specs: Sequence[ProcessSpec], *, chief: Task, logs: Path, fork_log: str
-    ) -> None:
-        """Begin an attempt, of whose tasks none is started yet.
-
-        `fork_log` is the name of the file in `logs` to which a fork server writes.
-        """
-        self._guard.check()
-        if self._job.start == "fork" and specs:  # without, host 0 gets the reason
-            self._ready_fork_server(specs, log_path=logs / fork_log)
-        self._specs = {spec.task: spec for spec in specs}
-        self._logs = logs
-        self._chief = chief
+        self._specs: dict[Task, ProcessSpec] = {}
+        self._chief: Task | None = None
+        self._logs = Path()
         self._news: list[Event] = []
         self._running: dict[Task, int | None] = {}
         self._pids: dict[Task, int] = {}  # of the last process of each task, also when it is over
@@ -109,15 +88,53 @@ class JobProcesses:
         self._notes_fd, self._notes_write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._notes_fd, False)
         self._selector = selectors.DefaultSelector()
-        self._watch(self._signals.fd, self._on_signals)
-        self._watch(self._notes_fd, self._on_notes)
-        if (starter_fd := self._starter.fileno()) is not None:
-            self._watch(starter_fd, self._collect)
+        self.watch(signals.fd, self._on_signals)
+        self.watch(self._notes_fd, self._on_notes)
+        mark = secrets.token_hex(8)
+        self._guard = GuardianClient(mark, environ=job.environ, say=screen.say)
+
+    def __enter__(self) -> JobProcesses:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._starter.close()
+        self._guard.end_all()
+        self._guard.close()
+        self._evidence.close()
+        self._selector.close()
+        os.close(self._notes_fd)
+        os.close(self._notes_write_fd)
+
+    def begin(self, attempt: Attempt, *, fork_log: str) -> None:
+        """Begin an attempt, of whose tasks none is started yet.
+
+        `fork_log` is the name of the file beside the logs to which a fork server writes.
+
+        Raises:
+            OSError: its logs cannot be written, for example.
+            UsageError: the tasks cannot be divided over this machine.
+        """
+        self._guard.check()
+        self._specs = {}
+        self._screen.forget()
+        self._screen.hosts = {task_of(name): host for name, host in attempt.hosts.items()}
+        self._logs = attempt.logs
+        self._chief = attempt.cluster.chief_task
+        self._pids.clear()
+        self._is_patient = True
+        self._is_closed = False
+        self._logs.mkdir(parents=True, exist_ok=True)
+        specs = self._job.specs(attempt)
+        if self._job.start == "fork":
+            self._ready_fork_server(specs, log_path=self._logs / fork_log)
+        self._specs = {spec.task: spec for spec in specs}
 
     def _ready_fork_server(self, specs: Sequence[ProcessSpec], *, log_path: Path) -> None:
         """Start a fork server, unless that of the attempt before is there."""
         if isinstance(self._starter, ForkStarter) and not self._starter.is_over:
             return
+        if (fd := self._starter.fileno()) is not None:
+            self.unwatch(fd)
         self._starter.close()
         given, self._given = self._given, None  # the first; another is started here
         self._starter = server = ForkStarter(
@@ -129,6 +146,8 @@ class JobProcesses:
             server=given,
             keep_fds=self._job.options.kept_fds,
         )
+        if (fd := server.fileno()) is not None:
+            self.watch(fd, self._collect)
         if server.pid is not None:
             self._guard.add(server.pid)
             self._evidence.started(server.pid)
@@ -163,7 +182,7 @@ class JobProcesses:
         os.set_blocking(read_fd, False)
         self._pipes[read_fd] = (spec.task, output)
         if not self._is_paused:
-            self._watch(read_fd, self._read, read_fd)
+            self.watch(read_fd, self._read, read_fd)
         env = {**spec.env, MARK: self._guard.mark}
         self._running[spec.task] = None
         try:
@@ -212,13 +231,15 @@ class JobProcesses:
         pid = self._pids.get(task)
         return None if pid is None else proc_state(pid, pipe_fd=self._notes_fd)
 
-    def can_start(self, task: Task) -> bool:
-        """Return True: this machine is there."""
-        return True
-
-    def watch(self, fd: int) -> None:
-        """Have `wait` return when there is something to read from a descriptor of another."""
-        self._watch(fd, lambda: None)
+    def watch(
+        self,
+        fd: int,
+        handler: Callable[..., object] = lambda: None,
+        *args: int,
+        events: int = selectors.EVENT_READ,
+    ) -> None:
+        """Have `wait` call a handler when there is something to read, and then return."""
+        self._selector.register(fd, events, (handler, args))
 
     def unwatch(self, fd: int) -> None:
         """Take `watch` back."""
@@ -246,12 +267,13 @@ class JobProcesses:
             self._screen.say(f"cannot be killed: processes {', '.join(map(str, left))}")
         for fd in list(self._pipes):
             self._read_all(fd)
-        for fd in self._pipes:  # held open by a process that cannot be killed
-            os.close(fd)
+        for fd in list(self._pipes):  # held open by a process that cannot be killed
+            self._close_pipe(fd)
         self._screen.close()
-        self._selector.close()
-        os.close(self._notes_fd)
-        os.close(self._notes_write_fd)
+        self._running.clear()
+        self._owed.clear()
+        self._on_notes()  # written by tasks that have ended: nobody waits for them
+        self._news.clear()
 
     def _on_started(self, started: Started) -> None:
         task = started.task
@@ -263,14 +285,17 @@ class JobProcesses:
             _signal_group(started.pid, self._owed.pop(task))
 
     def _on_signals(self) -> None:
-        came = self._signals.read()
+        came = self.signals.read()
         self._news += [StopRequest(signum=signum) for signum in came if signum in STOP_SIGNALS]
         if signal.SIGCHLD in came:
             self._guard.check()
             self._collect()
 
     def _collect(self) -> None:
+        fd = self._starter.fileno()
         came = self._starter.collect()
+        if fd is not None and self._starter.fileno() is None:
+            self.unwatch(fd)
         self._on_notes()  # written before the ends just seen, so to be reported before them
         for event in came:
             if isinstance(event, Started):
@@ -314,11 +339,14 @@ class JobProcesses:
         if data:
             output.feed(data)
             return True
+        self._close_pipe(fd)
+        return False
+
+    def _close_pipe(self, fd: int) -> None:
         self.unwatch(fd)
         os.close(fd)
-        del self._pipes[fd]
+        _, output = self._pipes.pop(fd)
         output.close()
-        return False
 
     def _read_all(self, fd: int) -> None:
         for _ in range(_MAX_READS):
@@ -344,23 +372,14 @@ class JobProcesses:
                 if self._is_paused:
                     self.unwatch(fd)
                 else:
-                    self._watch(fd, self._read, fd)
+                    self.watch(fd, self._read, fd)
 
     def _watch_console(self, console: Console) -> None:
         watched = console.fd in self._selector.get_map()
         if console.is_waiting and not watched:
-            self._watch(console.fd, console.write, events=selectors.EVENT_WRITE)
+            self.watch(console.fd, console.write, events=selectors.EVENT_WRITE)
         elif watched and not console.is_waiting:
             self.unwatch(console.fd)
-
-    def _watch(
-        self,
-        fd: int,
-        handler: Callable[..., object],
-        *args: int,
-        events: int = selectors.EVENT_READ,
-    ) -> None:
-        self._selector.register(fd, events, (handler, args))
 
 
 def _signal_group(pid: int, signum: int) -> None:

@@ -318,11 +318,6 @@ class JobScreen:
         self._outputs.clear()
         self._remote_lines.clear()
 
-    def flush(self) -> None:
-        """Write what the reader takes without waiting, where no processes do it in their loop."""
-        for console in self.consoles:
-            console.write()
-
     def last_words(self, *, is_hurried: bool) -> None:
         """Wait for whoever reads the output, not for long when the job was asked to stop."""
         with contextlib.suppress(KeyboardInterrupt):

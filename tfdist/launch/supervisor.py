@@ -390,7 +390,7 @@ class _Decision:
 
 
 class Processes(Protocol):
-    """The processes of an attempt: on this host `JobProcesses`, on all hosts of a job `Team`."""
+    """The processes of an attempt, on all hosts of the job: `Team`."""
 
     def perform(self, action: TaskAction) -> Ended | None:
         """Do what was decided; return the end of a task that cannot be started."""

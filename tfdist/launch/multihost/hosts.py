@@ -13,17 +13,18 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.cluster import ClusterSpec, HeldPort, Task, placement, settings, slurm
+from tfdist.cluster import ClusterSpec, Task, placement, settings, slurm
 from tfdist.cluster.address import join, parse_hosts, shown
 from tfdist.cluster.placement import DEFAULT_PORT
+from tfdist.cluster.ports import PortPool
 from tfdist.cluster.settings import JobSettings
 from tfdist.errors import UsageError, require
-from tfdist.launch.events import SignalPipe
 from tfdist.launch.multihost import agreement
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.multihost.connection import resolve
 from tfdist.launch.options import LaunchOptions
 from tfdist.launch.plan import JobDescription
+from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
 
 _ANY_PORT = 9  # nothing is sent to it
@@ -38,20 +39,25 @@ class Group:
     """The hosts of a job by rank, how many tasks each has, and which of them this is.
 
     An evaluator is not counted in `slots`: it is one task more, on the chief's host, where the
-    checkpoints are.
+    checkpoints are. Nor is the task of a job of one process, which needs no address.
     """
 
     hosts: tuple[str, ...]
     slots: tuple[int, ...]
     rank: int
     port: int
-    """Where the launcher of host 0 listens."""
+    """Where the launcher of host 0 listens; 0 without others."""
     num_ps: int = 0
     has_evaluator: bool = False
     token: bytes = dataclasses.field(default=b"", repr=False)
 
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Return the hosts but this one."""
+        return self.hosts[: self.rank] + self.hosts[self.rank + 1 :]
+
     def num_tasks(self, rank: int) -> int:
-        """Return how many tasks a host has."""
+        """Return how many tasks with an address a host has."""
         return self.slots[rank] + (self.has_evaluator and not rank)
 
     def tasks(self, ranks: Sequence[int]) -> dict[int, tuple[Task, ...]]:
@@ -59,6 +65,8 @@ class Group:
 
         Under ps the chief is on the first host and the ps are on the last.
         """
+        if not any(self.slots):
+            return {0: (Task("worker", 0),)}
         of_slot = [rank for rank in ranks for _ in range(self.slots[rank])]
         types = placement.task_types(len(of_slot), job_settings=JobSettings(ps=self.num_ps))
         tasks: dict[int, tuple[Task, ...]] = dict.fromkeys(ranks, ())
@@ -70,6 +78,8 @@ class Group:
 
     def cluster(self, at: Mapping[int, Sequence[str]]) -> ClusterSpec:
         """Return the cluster of the hosts of which `at` has the addresses of the tasks."""
+        if not any(self.slots):
+            return ClusterSpec()
         tasks = self.tasks(sorted(at))
         return ClusterSpec.of(
             {
@@ -102,16 +112,16 @@ class HostPart:
     Attributes:
       own: the address of this host.
       terms: what must be the same on all hosts.
-      ports: held for its tasks.
+      ports: of its tasks.
     """
 
     job: JobDescription
     group: Group
     own: str
     terms: Mapping[str, str]
-    ports: Sequence[HeldPort]
+    ports: PortPool
     screen: JobScreen
-    signals: SignalPipe
+    processes: JobProcesses
 
 
 def decided_group(
@@ -166,6 +176,23 @@ def decided_group(
         token=agreement.read_token(environ, path=options.rendezvous_token_file, hosts=hosts),
     )
     return options, group
+
+
+def group_alone(options: LaunchOptions, strategy: str) -> Group:
+    """Return the group of a job on this machine alone.
+
+    A ps job has a chief, which is not counted among the workers.
+    """
+    num_ps = options.num_ps if strategy == "ps" else 0
+    tasks = 0 if strategy in ("single", "mirrored") else options.workers + num_ps + bool(num_ps)
+    return Group(
+        hosts=("127.0.0.1",),
+        slots=(tasks,),
+        rank=0,
+        port=0,
+        num_ps=num_ps,
+        has_evaluator=options.evaluator,
+    )
 
 
 def terms(

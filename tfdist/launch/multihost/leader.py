@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from tfdist.cluster import HeldPort, Task
+from tfdist.cluster import Task
 from tfdist.cluster.address import join
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
 from tfdist.launch.events import (
@@ -32,9 +32,7 @@ from tfdist.launch.messages import (
 )
 from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
 from tfdist.launch.multihost.hosts import HostPart
-from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, readable
-from tfdist.launch.processes import JobProcesses
-from tfdist.launch.starter import ProcessSpec
+from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived
 
 _ANNOUNCE_S = 5.0  # before it is announced who is being waited for
 _MAX_NAMES = 8
@@ -54,14 +52,21 @@ class Team:
         self._part, self._group = part, part.group
         self.hub = hub
         self._options, self._strategy = part.job.options, part.job.strategy
-        self._screen, self._signals = part.screen, part.signals
+        self._screen, self._local = part.screen, part.processes
         self._clock = clock
         self._ports: dict[int, list[int]] = {}  # of each host that is ready for an attempt
         self._others = tuple(range(1, len(part.group.hosts)))
+        self._is_gathering = False
         self._unlike: dict[int, tuple[str, ...]] = {}  # who was sent away, and why
         self._began = False
         self.host_of: dict[Task, int] = {}
         """The rank of the host of each task of this attempt, in the order of their start."""
+        self._events: list[Event] = []
+        self._alive: dict[Task, int] = {}
+        self._lost: dict[int, str] = {}
+        self._states: dict[Task, str | None] = {}
+        self._stopping_ranks: set[int] = set()
+        self._local.watch(hub.fileno())
 
     def name(self, rank: int) -> str:
         """Return the host of a rank as the user wrote it."""
@@ -77,6 +82,7 @@ class Team:
         """
         began_s, is_announced = self._clock(), False
         limit_s = self._options.startup_timeout_s
+        self._is_gathering = True
         while missing := self._missing():
             waited_s = self._clock() - began_s
             if self._unlike:
@@ -87,9 +93,10 @@ class Team:
                 is_announced = True
                 limit = f"{self._options.startup_timeout_s:g} s"
                 self._screen.say(f"waiting for {self._named(missing)}, for {limit} in all")
-            stop_signal = self._wait()
-            if stop_signal is not None:
-                return stop_signal
+            for event in self.wait(None):
+                if isinstance(event, StopRequest):
+                    return event.signum
+        self._is_gathering = False
         if self._unlike:
             raise self._differ()
         if missing:
@@ -108,34 +115,34 @@ class Team:
             + named(f"{self.name(rank)} at {address}" for rank, address in at.items())
         )
 
-    def specs(
-        self, *, ports: Sequence[HeldPort], attempt: int, restarts: int
-    ) -> tuple[ProcessSpec, ...]:
-        """Return the processes of this host's tasks; the other hosts hear of the attempt."""
-        self._began, job = True, self._part.job
-        at = {0: [port.address for port in ports]} | {
+    def begin(self, *, attempt: int, restarts: int) -> None:
+        """Begin an attempt, on all hosts that are ready; `host_of` has its tasks."""
+        self._began = True
+        self._alive.clear()
+        self._lost.clear()
+        self._states.clear()
+        self._stopping_ranks.clear()
+        at = {0: [port.address for port in self._part.ports.renewed()]} | {
             rank: [join(self.hub.address_of(rank), port) for port in self._ports[rank]]
             for rank in sorted(self._ports)
             if rank in self.hub.present
         }
-        cluster = self._group.cluster(at)
+        self._ports.clear()
         tasks = self._group.tasks(sorted(at))
         self.host_of = dict(sorted((task, rank) for rank in tasks for task in tasks[rank]))
-        self._screen.forget()
-        self._screen.hosts = {task: self.name(rank) for task, rank in self.host_of.items()}
-        self._ports.clear()
+        names = {str(task): self.name(rank) for task, rank in self.host_of.items()}
         plan = Attempt(
             number=attempt,
             restarts=restarts,
-            run_dir=str(job.run_dir),
-            cluster=cluster,
-            tasks=(),
-            hosts={str(task): host for task, host in self._screen.hosts.items()},
+            run_dir=str(self._part.job.run_dir),
+            cluster=self._group.cluster(at),
+            tasks=tasks[0],
+            hosts=names if self._others else {},
         )
         message = encode(plan)
         for rank in at.keys() - {0}:
             self.hub.send(rank, {"attempt": {**message, "tasks": encode(tasks[rank])}})
-        return job.specs_here(cluster, tasks[0], attempt=attempt, restarts=restarts)
+        self._local.begin(plan, fork_log="fork-server.log")
 
     def _ready(self, rank: int, message: Message) -> None:
         """Record that a host is ready for an attempt, with these ports."""
@@ -145,25 +152,8 @@ class Team:
 
     def end(self, exit_code: int, *, why: str = "") -> None:
         """Tell all hosts that the job is over, and close the connections."""
+        self._local.unwatch(self.hub.fileno())
         self.hub.end({"end": exit_code, "why": why})
-
-    def _wait(self) -> int | None:
-        """Wait for news; return a signal to stop, wherever it came from."""
-        self._screen.flush()
-        left_s = max(0.0, self.hub.next_s - self._clock())
-        readable([self.hub.fileno(), self._signals.fd], within_s=left_s)
-        self.hub.turn()
-        for news in self.hub.take_news():
-            match news:
-                case Differs(rank=rank, what=what):
-                    self._unlike[rank] = what
-                case MessageReceived(message={"event": "stoprequest", "signum": int(signum)}):
-                    return signum
-                case MessageReceived(rank=rank, message=message):
-                    self._ready(rank, message)
-                case Lost(rank=rank):
-                    self._ports.pop(rank, None)
-        return next(iter(self._signals.stop_requests()), None)
 
     def _do_without(self, missing: Sequence[int]) -> None:
         """Go on with the hosts that are there, where that was asked for; else give up."""
@@ -209,16 +199,6 @@ class Team:
 
     # An attempt.
 
-    def begin(self, local: JobProcesses) -> None:
-        """Begin an attempt, of which `local` has the processes of this host."""
-        self._local = local
-        self._events: list[Event] = []
-        self._alive: dict[Task, int] = {}
-        self._lost: dict[int, str] = {}
-        self._states: dict[Task, str | None] = {}
-        self._stopping_ranks: set[int] = set()
-        local.watch(self.hub.fileno())
-
     def perform(self, action: TaskAction) -> Ended | None:
         """Have it done on the task's host, a failure shown on all; as `JobProcesses.perform`."""
         if isinstance(action, ShowFailure):
@@ -250,9 +230,10 @@ class Team:
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
         """Return what has happened, after `timeout_s` at the latest."""
         self._turn()
-        left_s = max(0.0, self.hub.next_s - self._clock())
-        limit_s = left_s if timeout_s is None else min(left_s, timeout_s)
-        events = [*self._local.wait(0.0 if self._events else limit_s)]
+        if self._others:
+            left_s = max(0.0, self.hub.next_s - self._clock())
+            timeout_s = left_s if timeout_s is None else min(left_s, timeout_s)
+        events = [*self._local.wait(0.0 if self._events else timeout_s)]
         self._turn()
         came, self._events = self._events, []
         return [*came, *(event for event in events if self._counts(event, rank=0))]
@@ -261,7 +242,6 @@ class Team:
         """End what the tasks have left behind, on all hosts."""
         for rank in self.hub.present:
             self.hub.send(rank, {"finish": True})
-        self._local.unwatch(self.hub.fileno())
         self._local.finish()
 
     def _turn(self) -> None:
@@ -272,6 +252,8 @@ class Team:
                     self._receive(rank, message)
                 case Lost(rank=rank, cause=cause):
                     self._lost_host(rank, cause)
+                case Differs(rank=rank, what=what) if self._is_gathering:
+                    self._unlike[rank] = what
                 case Differs(rank=rank, what=what):
                     self._screen.say(f"rank {rank} was sent away: {summary(what)}")
 
