@@ -83,7 +83,7 @@ class Hub:
     number is limited, and so is what any of them can have us keep.
 
     Args:
-      listener: where the others come; None where `add` is to be called with each of them.
+      listener: where the others come; None where there are none.
       num_ranks: of all hosts; ours is 0.
       max_unauthenticated: how many may be connected that have not joined; by default some more
         than there are ranks.
@@ -161,15 +161,6 @@ class Hub:
             with self._guarding(client):
                 client.send(message)
 
-    def add(self, sock: socket.socket, *, address: str) -> None:
-        """Take in a connection that was accepted; it has yet to show that it knows the token."""
-        client = _Client(sock, self._token, address=address, clock=self._clock)
-        self._make_room()
-        self._clients[client.fileno()] = client
-        self._selector.register(client, client.events)
-        with self._guarding(client):
-            client.flush()
-
     def drop(self, rank: int, cause: str) -> None:
         """End the connection to a host; nothing happens if it is gone."""
         if (client := self._members.get(rank)) is not None:
@@ -209,7 +200,13 @@ class Hub:
                     self._turned_away[f"whoever came next: {error.strerror} (see ulimit -n)"] += 1
                 return  # else there is nobody any more
             # A socket of both kinds writes an IPv4 address as one of IPv6.
-            self.add(sock, address=str(address[0]).removeprefix("::ffff:"))
+            host = str(address[0]).removeprefix("::ffff:")
+            client = _Client(sock, self._token, address=host, clock=self._clock)
+            self._make_room()
+            self._clients[client.fileno()] = client
+            self._selector.register(client, client.events)
+            with self._guarding(client):
+                client.flush()
 
     def _make_room(self) -> None:
         """Drop the oldest of those who have not joined where there are too many."""
@@ -419,14 +416,6 @@ class Joining:
                 sock.bind((self.source, 0))
             sock.settimeout(_CONNECT_S)
             sock.connect(address)
-        except BaseException:
-            sock.close()
-            raise
-        return self.member_over(sock, wake_fds)
-
-    def member_over(self, sock: socket.socket, wake_fds: Sequence[int] = ()) -> Member:
-        """Do the rest of `attempt` over a socket that is connected; close it where that fails."""
-        try:
             member = Member(sock, self.token, timeout_s=self.timeout_s, clock=self.clock)
             self._greet(member, wake_fds)
         except BaseException:
