@@ -206,11 +206,24 @@ def test_components_of_a_heterogeneous_job_are_workers_and_ps():
     assert [str(config.task) for config in configs] == ["chief-0", "worker-0", "worker-1"]
 
 
-@pytest.mark.parametrize("name", ["slurm_srun_n3", "mpi_open_mpi_in_slurm"])
-def test_a_requeued_job_is_another_attempt(name):
-    environ = {**recorded(name)[0], "SLURM_RESTART_COUNT": "2"}
-    config = read(environ)
-    assert config.options.attempt == 3
+REQUEUED = ("slurm_srun_n3", "mpi_open_mpi_in_slurm")
+OTHERS = ("kubernetes_indexed_job", "kubernetes_stateful_set", "kubernetes_tfjob", "plain_shell")
+TOLD = {
+    2: {"TFDIST_RESTARTS": "1", "TFDIST_RESTARTS_UNCOUNTED": ""},
+    3: {"TFDIST_RESTARTS": "", "TFDIST_RESTARTS_UNCOUNTED": "2"},
+    4: {"TFDIST_RESTARTS": "1", "TFDIST_RESTARTS_UNCOUNTED": "2"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "attempt"),
+    [
+        *((name, {"SLURM_RESTART_COUNT": "2"}, 3) for name in REQUEUED),
+        *((name, told, attempt) for name in OTHERS for attempt, told in TOLD.items()),
+    ],
+)
+def test_a_job_that_was_started_before_is_at_another_attempt(name, told, attempt):
+    assert read({**recorded(name)[0], **told}).options.attempt == attempt
 
 
 @pytest.mark.parametrize("name", ["slurm_srun_n1", "slurm_sbatch_srun_n1", "slurm_sbatch_plain"])
@@ -219,18 +232,6 @@ def test_a_requeued_process_by_itself_is_another_attempt(name):
     again = read({**environ, "SLURM_RESTART_COUNT": "2"})
     assert (again.cluster.tasks(), again.options) == ((), JobOptions(attempt=3))
     assert read_environment({**environ, "SLURM_RESTART_COUNT": "0"}) is None
-
-
-@pytest.mark.parametrize(
-    "name", ["kubernetes_indexed_job", "kubernetes_stateful_set", "kubernetes_tfjob", "plain_shell"]
-)
-def test_restarts_that_are_told_make_another_attempt(name):
-    environ = recorded(name)[0]
-    for counts, attempt in (("1", ""), 2), (("", "2"), 3), (("1", "2"), 4):
-        told = dict(zip(("TFDIST_RESTARTS", "TFDIST_RESTARTS_UNCOUNTED"), counts, strict=True))
-        config = read_environment({**environ, **told})
-        assert config is not None
-        assert config.options.attempt == attempt
 
 
 # TF_CONFIG beside a scheduler
@@ -254,12 +255,31 @@ def test_a_task_of_our_launcher_is_what_the_launcher_says():
         assert (config.cluster, config.task) == (job, Task("worker", 1))
 
 
+BY_HAND = tf_config(HERE, 1)
+EVALUATOR = {"cluster": HERE, "task": {"type": "evaluator", "index": 0}}
+FULL_NAME = "example-job-1.headless-svc.default.svc.cluster.local"
+
+
 @pytest.mark.parametrize(
-    "name", ["slurm_srun_n1", "slurm_sbatch_plain", "slurm_salloc_plain", "mpi_open_mpi_one_rank"]
+    ("name", "change", "task"),
+    [
+        # TF_CONFIG by hand on one node of an allocation; an evaluator beside a step.
+        ("slurm_srun_n1", BY_HAND, "worker-1"),
+        ("slurm_sbatch_plain", BY_HAND, "worker-1"),
+        ("slurm_salloc_plain", BY_HAND, "worker-1"),
+        ("mpi_open_mpi_one_rank", BY_HAND, "worker-1"),
+        ("slurm_srun_n3", {"TF_CONFIG": json.dumps(EVALUATOR)}, "evaluator-0"),
+        # A pod that says its place itself, and one with its full name.
+        ("kubernetes_indexed_job", {"HOSTNAME": "any", "TFDIST_NODE_RANK": "2"}, "worker-2"),
+        (
+            "kubernetes_indexed_job",
+            {"HOSTNAME": FULL_NAME, "JOB_COMPLETION_INDEX": "1"},
+            "worker-1",
+        ),
+    ],
 )
-def test_tf_config_by_hand_on_one_node_of_an_allocation_is_taken(name):
-    config = read({**recorded(name)[0], **tf_config(HERE, 1)})
-    assert config.task == Task("worker", 1)
+def test_what_says_the_place_of_a_task_itself_is_taken(name, change, task):
+    assert str(read({**recorded(name)[0], **change}).task) == task
 
 
 def test_tf_config_with_other_ports_and_names_of_the_same_tasks_is_taken():
@@ -275,12 +295,6 @@ def test_tf_config_with_other_ports_and_names_of_the_same_tasks_is_taken():
 def test_the_hosts_of_a_step_may_be_listed_too(listed):
     environ = recorded("slurm_srun_n3")[0]
     assert read_environment({**environ, "TFDIST_HOSTS": listed}) == read_environment(environ)
-
-
-def test_an_evaluator_beside_the_step_is_not_counted():
-    value = json.dumps({"cluster": HERE, "task": {"type": "evaluator", "index": 0}})
-    config = read({**recorded("slurm_srun_n3")[0], "TF_CONFIG": value})
-    assert config.task == Task("evaluator", 0)
 
 
 # Our own variables
@@ -358,12 +372,6 @@ def test_a_list_of_hosts_that_is_none_is_refused(text):
     assert str(error).isprintable()
 
 
-@pytest.mark.parametrize("text", ["fd00::1", "fd00::1:2", "a,fd00::1"])
-def test_an_ipv6_address_without_brackets_is_told_how_it_is_written(text):
-    with pytest.raises(UsageError, match=r"\[fd00::1\]:2"):
-        parse_hosts(text)
-
-
 def test_a_host_that_is_listed_twice_goes_on_counting_its_ports():
     config = read({"TFDIST_HOSTS": "a:1,b:1,a:1", "TFDIST_NODE_RANK": "2"})
     assert config.cluster.worker == ("a:2222", "b:2222", "a:2223")
@@ -379,22 +387,6 @@ def test_one_host_alone_is_a_process_by_itself_unless_more_is_wished():
     for more in ({}, pod):  # it needs no rank
         assert read_environment({"TFDIST_HOSTS": "a", **more}) is None
         assert read({"TFDIST_HOSTS": "a", "TFDIST_RUN_DIR": "r", **more}).options.run_dir == "r"
-
-
-# Kubernetes
-
-
-def test_a_pod_may_say_its_place_itself():
-    environ = {**recorded("kubernetes_indexed_job")[0], "HOSTNAME": "any", "TFDIST_NODE_RANK": "2"}
-    config = read(environ)
-    assert config.task == Task("worker", 2)
-
-
-def test_a_pod_with_its_full_name_finds_itself():
-    environ = recorded("kubernetes_indexed_job")[1]
-    environ["HOSTNAME"] = "example-job-1.headless-svc.default.svc.cluster.local"
-    config = read(environ)
-    assert config.task == Task("worker", 1)
 
 
 # mpirun

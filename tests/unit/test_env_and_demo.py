@@ -32,11 +32,6 @@ def test_the_report_shows_the_name_of_a_secret_alone(name, value):
     assert "hunter2" not in str(told)
 
 
-def test_an_unknown_flag_of_env_is_one_line(capsys):
-    assert env.main(["--jsn"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("flags", "shape"),
     [

@@ -171,6 +171,7 @@ BEGINS_WITHOUT = {
     "find": ("import tfdist.find.__main__, tfdist.find.batch_size, tfdist.find.trial", HEAVY),
     "ledger": ("import tfdist.ledger, tfdist.audit.proof", {"tensorflow", "keras"}),
     "store": ("import tfdist.checkpoint.store", {"tensorflow", "keras"}),
+    "lint": ("from tfdist.lint import main; main(['--environ'])", {*HEAVY, "yaml"}),
     "serve": (
         "import tfdist.serve, tfdist.serving.front, tfdist.serving.supervisor,"
         " tfdist.serving.replica",

@@ -34,10 +34,12 @@ def config_text(cluster: object = None, task: object = None, **more: object) -> 
     return json.dumps({"cluster": cluster or WORKERS, "task": task or WORKER_0, **more})
 
 
-def refusal(text: str | bytes) -> str:
-    said = str(refusals.refusal(lambda: decode(text)))
+def refusal(text: str | bytes, *, code: str = "") -> str:
+    error = refusals.refusal(lambda: decode(text))
+    said = str(error)
     assert said.isprintable()
     assert said.startswith("TF_CONFIG")
+    assert code in ("", error.code)
     return said
 
 
@@ -99,13 +101,6 @@ def test_what_is_encoded_is_decoded_again(config):
     assert decode(text.encode()) == config
 
 
-def test_tensorflow_finds_its_part_where_it_looks_for_it():
-    config = TaskConfig(cluster=ClusterSpec.from_dict(PS), task=Task("ps", 0))
-    value = json.loads(encode(config))
-    assert value["cluster"] == PS
-    assert value["task"] == {"type": "ps", "index": 0}
-
-
 def test_a_run_dir_that_is_not_utf8_survives():
     options = JobOptions(run_dir=b"run\xff".decode("utf-8", "surrogateescape"))
     config = TaskConfig(cluster=ClusterSpec(), task=Task("worker", 0), options=options)
@@ -116,11 +111,6 @@ def test_keys_that_schedulers_add_are_left_alone():
     task = {**WORKER_0, "trial": "1", "cloud": "x"}
     text = config_text(task=task, environment="cloud", rpc_layer="grpc", job={"a": 1})
     assert decode(text) == decode(GOOD)
-
-
-def test_options_that_are_not_given_have_their_defaults():
-    assert decode(GOOD).options == JobOptions()
-    assert decode(config_text(tfdist={"attempt": 2})).options == JobOptions(attempt=2)
 
 
 def test_ten_thousand_tasks_take_less_than_a_tenth_of_a_second():
@@ -164,10 +154,6 @@ def test_an_evaluator_may_stand_in_its_cluster_or_not(cluster):
     assert resolved_strategy(config) == "auto"
 
 
-def test_only_one_evaluator_is_known():
-    assert "evaluator-1" in refusal(config_text(task={"type": "evaluator", "index": 1}))
-
-
 # A whole job
 
 
@@ -209,37 +195,22 @@ def test_auto_is_resolved_by_the_cluster(cluster, asked, resolved):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "asked", "received"),
-    [
-        (PS, "multiworker", "'multiworker' and a cluster with 1 ps"),
-        (WORKERS, "ps", "'ps' and a cluster with no ps"),
-        ({}, "ps", "'ps' and a cluster with no ps"),
-        ({}, "multiworker", "'multiworker' and a cluster with no address"),
-        (WORKERS, "single", "'single' and a cluster with 2 training tasks"),
-        (PS, "mirrored", "'mirrored' and a cluster with 3 training tasks"),
-    ],
+    ("cluster", "asked"),
+    [({}, "ps"), ({}, "multiworker"), (WORKERS, "single"), (PS, "mirrored")],
 )
-def test_a_strategy_that_the_cluster_is_not_for_is_refused(cluster, asked, received):
-    text = json.dumps({"cluster": cluster, "task": WORKER_0, "tfdist": {"strategy": asked}})
-    said = refusal(text)
-    assert f"tfdist.strategy: received {received};" in said
-    assert "ask for" in said
+def test_a_strategy_that_the_cluster_is_not_for_is_refused(cluster, asked):
+    value = {"cluster": cluster, "task": WORKER_0, "tfdist": {"strategy": asked}}
+    refusal(json.dumps(value), code="TFC020")
 
 
 # Mistakes in the text
-
-
-def test_a_printed_python_dict_is_repaired_with_its_none_and_true():
-    said = refusal(str({"cluster": {}, "task": WORKER_0, "tfdist": {"run_dir": None}, "x": True}))
-    assert '"run_dir": null' in said
-    assert '"x": true' in said
 
 
 @pytest.mark.parametrize(
     "text",
     [
         *(str(json.loads(GOOD)), f"'{GOOD}'", f'"{GOOD}"', json.dumps(GOOD)),
-        GOOD.replace('"', '\\"'),
+        *(GOOD.replace('"', '\\"'), str({**json.loads(GOOD), "x": None})),
     ],
 )
 def test_usual_mistakes_of_quoting_are_shown_repaired(text):
@@ -248,68 +219,43 @@ def test_usual_mistakes_of_quoting_are_shown_repaired(text):
     assert f"Fix: TF_CONFIG='{GOOD[:-1]}" in said
 
 
-def test_a_long_repaired_text_is_cut():
-    cluster = {"worker": [f"host-{i}:1" for i in range(1000)]}
-    assert len(refusal(str({"cluster": cluster, "task": WORKER_0}))) < 1500
-
-
+# Mistakes that a file can show are in lint_cases.py.
 @pytest.mark.parametrize(
-    ("text", "received"),
+    ("text", "code"),
     [
-        ("nonsense", "'nonsense' (Expecting value at character 1)"),
-        ('{"cluster": {"worker": ["a:1"]} "task"}', "Expecting ',' delimiter at character 33"),
-        ("[1]", "[1]"),
-        ("3", "3"),
-        ("null", "received null;"),
-        ("true", "received true;"),
-        ("[null, true, NaN, 0.5]", "received [null, true, NaN, ...]"),
-        (b"\xff\xfe", "Expecting value"),
-        ("[" * 100_000, "deep nesting"),
-        ('{"a":' * 100_000, "deep nesting"),
-        ('{"a": ' + "9" * 5000 + "}", '\'{"a": 999'),
-        ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}', "the key 'worker' twice"),
+        ("nonsense", "TFC001"),
+        ("3", "TFC004"),
+        ("null", "TFC004"),
+        ("[null, true, NaN, 0.5]", "TFC004"),
+        (b"\xff\xfe", "TFC001"),
+        ('{"a":' * 100_000, "TFC004"),
+        ('{"a": ' + "9" * 5000 + "}", "TFC001"),
+        ("{}", "TFC005"),
+        ('{"cluster": null, "task": {}}', "TFC007"),
+        ('{"cluster": {"worker": null}, "task": {}}', "TFC009"),
+        ('{"cluster": {"worker": {"0": "a:1"}}, "task": {}}', "TFC009"),
+        ('{"cluster": {"ps": [], "chief": []}, "task": {}}', "TFC009"),
+        ('{"cluster": {"worker": [], "evaluator": ["e:1"]}, "task": {}}', "TFC009"),
+        ('{"cluster": {"worker": [null]}, "task": {}}', "TFC010"),
+        ('{"cluster": {"evaluator": ["a:1", "b:1"]}, "task": {}}', "TFC013"),
+        ('{"cluster": {}, "task": []}', "TFC007"),
+        ('{"cluster": {}, "task": {"typ": "ps", "index": 0}}', "TFC006"),
+        ('{"cluster": {}, "task": {"type": "worker", "index": true}}', "TFC016"),
+        ('{"cluster": {}, "task": {"type": "worker", "index": 1.0}}', "TFC016"),
+        ('{"cluster": {}, "task": {"type": "worker", "index": 1}}', "TFC017"),
+        ('{"cluster": {}, "task": {"type": "evaluator", "index": 1}}', "TFC017"),
+        ('{"cluster": {}, "task": {"type": "worker", "index": 1' + "0" * 300 + "}}", "TFC017"),
     ],
 )
-def test_text_that_is_no_json_object_is_refused(text, received):
-    assert received in refusal(text)
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ({}, "TF_CONFIG cluster: received no 'cluster'"),
-        ({"task": WORKER_0}, "received no 'cluster', only 'task'"),
-        ({"clusters": WORKERS, "task": WORKER_0}, "Fix: write 'cluster' for 'clusters'"),
-        ({"cluster": WORKERS}, 'Fix: add "task": {"type": "worker", "index": 0}'),
-        ({"cluster": WORKERS, "Task": WORKER_0}, "Fix: write 'task' for 'Task'"),
-        ({"cluster": [], "task": WORKER_0}, "TF_CONFIG cluster: received []; expected an object"),
-        ({"cluster": {"worker": [None]}, "task": WORKER_0}, "cluster worker-0: received null;"),
-        ({"cluster": None, "task": WORKER_0}, "TF_CONFIG cluster: received null;"),
-        ({"cluster": WORKERS, "task": {"type": "ps", "index": True}}, "index: received true;"),
-        ({"cluster": WORKERS, "task": []}, "TF_CONFIG task: received []; expected an object"),
-        ({"cluster": WORKERS, "task": {}}, 'Fix: add "type": "worker"'),
-        ({"cluster": WORKERS, "task": {"type": "worker"}}, 'Fix: add "index": 0'),
-        ({"cluster": WORKERS, "task": {"typ": "ps", "index": 0}}, "write 'type' for 'typ'"),
-        ({"cluster": {"worker": ["a"]}, "task": WORKER_0}, "TF_CONFIG cluster worker-0: received"),
-        ({"cluster": WORKERS, "task": {"type": "worker", "index": 2}}, "an index from 0 to 1"),
-        ({"cluster": WORKERS, "task": {"type": "worker", "index": 10**300}}, "from 0 to 1"),
-        ({"cluster": WORKERS, "task": {"type": "ps", "index": 0}}, "received ps-0"),
-        ({"cluster": {}, "task": {"type": "worker", "index": 1}}, "received worker-1"),
-        ({"cluster": WORKERS, "task": WORKER_0, "tf_dist": {}}, "write 'tfdist' for 'tf_dist'"),
-        ({"cluster": WORKERS, "task": WORKER_0, "tfdist": 3}, "tfdist: received 3"),
-    ],
-)
-def test_a_mistake_in_the_object_is_one_line_with_its_place_and_fix(value, said):
-    assert said in refusal(json.dumps(value))
+def test_what_is_no_task_of_a_job_is_refused(text, code):
+    refusal(text, code=code)
 
 
 @pytest.mark.parametrize(
     ("options", "place", "said"),
     [
-        ({"startup_timeout": 3}, "tfdist", "did you mean 'startup_timeout_s'?"),
         ({"startup_timeout_s": 0}, "tfdist.startup_timeout_s", "received 0"),
         ({"startup_timeout_s": -1.5}, "tfdist.startup_timeout_s", "received -1.5"),
-        ({"startup_timeout_s": "60"}, "tfdist.startup_timeout_s", "without quotes"),
         ({"startup_timeout_s": True}, "tfdist.startup_timeout_s", "received true"),
         ({"startup_timeout_s": None}, "tfdist.startup_timeout_s", "received null"),
         ({"startup_timeout_s": float("nan")}, "tfdist.startup_timeout_s", "received NaN"),
@@ -327,7 +273,6 @@ def test_a_mistake_in_the_object_is_one_line_with_its_place_and_fix(value, said)
         ({"run_dir": ""}, "tfdist.run_dir", "received ''"),
         ({"run_dir": 3}, "tfdist.run_dir", "received 3"),
         ({"run_dir": "a\0b"}, "tfdist.run_dir", "the path of a directory"),
-        ({"strategy": "mutliworker"}, "tfdist.strategy", "did you mean 'multiworker'?"),
         ({"strategy": "Mirrored"}, "tfdist.strategy", "did you mean 'mirrored'?"),
         ({"strategy": None}, "tfdist.strategy", "received null"),
         ({"strategy": ["ps"]}, "tfdist.strategy", "received ['ps']"),
@@ -339,10 +284,6 @@ def test_a_wrong_option_is_refused_with_its_name(options, place, said):
     assert said in text
     with pytest.raises(UsageError, match=f"^{place}: "):
         JobOptions.from_dict(options)
-
-
-def test_a_whole_number_of_seconds_is_accepted():
-    assert JobOptions(startup_timeout_s=60) == JobOptions(startup_timeout_s=60.0)
 
 
 # Anything at all
