@@ -99,12 +99,6 @@ def test_a_counter_that_rose_tells_in_both_versions_of_control_groups(kernel):
     evidence.close()
 
 
-def test_a_counter_that_did_not_rise_tells_nothing(kernel):
-    evidence = kernel.evidence()
-    evidence.started(10)
-    assert evidence.of_kill(10) == ""
-
-
 def test_a_counter_explains_as_many_deaths_as_it_rose(kernel):
     evidence = kernel.evidence()
     evidence.started(10)

@@ -34,9 +34,8 @@ class Reader:
         return os.read(self.fd, 1 << 20).decode()
 
     def close(self):
-        for fd in (self.fd, self.write_fd):
-            if fd >= 0:
-                os.close(fd)
+        os.close(self.fd)
+        os.close(self.write_fd)
 
 
 @pytest.fixture
@@ -112,18 +111,6 @@ def test_a_progress_bar_without_end_is_not_kept():
 # one task's output
 
 
-def test_the_log_keeps_every_byte_and_the_screen_gets_prefixed_lines(reader, tmp_path):
-    output = task_output(reader.console, tmp_path)
-    data = b"one\n\xff\xfe 1/2\r2/2\r\nlast"
-    for i in range(len(data)):
-        output.feed(data[i : i + 1])
-    output.close()
-    assert (tmp_path / "log").read_bytes() == data
-    os.set_blocking(reader.fd, True)
-    reader.console.write()
-    assert os.read(reader.fd, 4096) == b"[worker-0] one\n[worker-0] 2/2\n[worker-0] last\n"
-
-
 def test_the_last_lines_are_text_whatever_the_bytes(reader, tmp_path):
     output = task_output(reader.console, tmp_path)
     output.feed(b"".join(b"line %d\n" % i for i in range(50)) + b"\xff\n")
@@ -159,40 +146,6 @@ def test_a_progress_line_is_shown_on_a_terminal_and_replaced(terminal, tmp_path)
     assert terminal.text() == "\r\x1b[K[worker-0] 100%\n"
 
 
-def test_a_progress_line_of_another_task_is_not_shown(terminal, tmp_path):
-    output = task_output(terminal.console, tmp_path)
-    output.feed(b"10%\r20%\r")
-    assert not terminal.console.is_waiting
-    output.feed(b"\n")
-    assert terminal.text() == "[worker-0] 20%\n"
-
-
-def test_elsewhere_only_the_last_of_a_progress_line_is_shown(reader, tmp_path):
-    output = task_output(reader.console, tmp_path, is_chief=True)
-    output.feed(b"10%\r20%\r")
-    assert not reader.console.is_waiting
-    output.close()
-    assert reader.text() == "[worker-0] 20%\n"
-
-
-def test_colour_only_where_asked_for():
-    colours = Reader(colour=True)
-    colours.console.line("worker-0", b"x", hue=1)
-    text = colours.text()
-    colours.close()
-    assert re.fullmatch(r"\x1b\[\d+m\[worker-0\]\x1b\[0m x\n", text)
-
-
-def test_a_reader_that_does_not_read_is_not_waited_for(reader):
-    for _ in range(200):
-        reader.console.line("worker-0", b"x" * 10_000)
-    reader.console.write()
-    assert reader.console.is_waiting
-    assert reader.console.is_full
-    reader.console.forget_backlog()
-    assert not reader.console.is_waiting
-
-
 def test_a_descriptor_that_somebody_else_has_filled_is_written_to_later(reader, monkeypatch):
     write, errors = os.write, [BlockingIOError(errno.EAGAIN, "busy")]
 
@@ -206,44 +159,7 @@ def test_a_descriptor_that_somebody_else_has_filled_is_written_to_later(reader, 
     assert reader.text() == "[worker-0] x\n"
 
 
-def test_a_reader_that_has_gone_is_noticed(reader):
-    os.close(reader.fd)
-    reader.fd = -1
-    reader.console.line("worker-0", b"x")
-    reader.console.write()
-    assert reader.console.is_closed
-    assert not reader.console.is_waiting
-
-
 # the failure block
-
-
-def test_the_failure_block_shows_the_last_lines_of_the_task_that_failed(reader, tmp_path):
-    screen = JobScreen(out=reader.console, err=reader.console)
-    outputs = [
-        screen.open(task, tmp_path / f"{task}.log", is_chief=task == W0) for task in (W0, W1)
-    ]
-    outputs[1].feed(b"reason\n")
-    outputs[0].feed(b"something else\n")
-    screen.show_failure(W1, "exit code 3")
-    outputs[0].feed(b"victim\n")
-    screen.close()
-    text = reader.text()
-    assert "[launch] worker-1 failed first: exit code 3\n" in text
-    assert f"from {tmp_path}/worker-1.log:\n[launch]   reason\n" in text
-    assert "victim" not in text
-    assert (tmp_path / "worker-0.log").read_bytes() == b"something else\nvictim\n"
-
-
-def test_a_traceback_that_is_the_last_on_the_screen_is_not_shown_again(reader, tmp_path):
-    screen = JobScreen(out=reader.console, err=reader.console)
-    output = screen.open(W1, tmp_path / "log", is_chief=False)
-    output.feed(b"Traceback\nValueError\n")
-    screen.show_failure(W1, "ValueError (exit code 1)")
-    screen.close()
-    text = reader.text()
-    assert text.count("Traceback") == 1
-    assert "what it printed is above" in text
 
 
 def test_remarks_go_to_standard_error_where_that_is_another(reader, tmp_path):

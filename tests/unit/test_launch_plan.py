@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.cluster import Task, decode
+from tfdist.cluster import decode
 from tfdist.cluster import ports as held_ports
 from tfdist.cluster.ports import PortPool
 from tfdist.errors import UsageError
@@ -61,6 +61,7 @@ def values(specs, name):
         ("--workers 3 --ps 1", (), "ps"),
         ("--strategy multiworker", (), "multiworker"),
         ("--strategy mirrored", (), "mirrored"),
+        ("--stages 2 --workers 4", (), "pipeline"),
     ],
 )
 def test_auto_is_decided_by_the_numbers_asked_for(line, gpus, strategy):
@@ -78,6 +79,7 @@ def test_auto_is_decided_by_the_numbers_asked_for(line, gpus, strategy):
         ("--strategy ps", "chief-0 worker-0 ps-0"),
         ("--ps 2 --workers 2", "chief-0 worker-0 worker-1 ps-0 ps-1"),
         ("--ps 1 --evaluator", "chief-0 worker-0 ps-0 evaluator-0"),
+        ("--strategy pipeline --stages 2", "worker-0 worker-1"),
         ("--workers 2 --evaluator", "worker-0 worker-1 evaluator-0"),
     ],
 )
@@ -125,19 +127,6 @@ def test_a_plan_that_is_printed_has_no_secret(argument):
     assert "hunter2" not in text
     assert "<secret>" in text
     assert text.endswith("--lr 0.1")
-
-
-def test_one_process_gets_no_address():
-    config = decode(planned("--strategy mirrored")["worker-0"].env["TF_CONFIG"])
-    assert config.cluster.tasks() == ()
-    assert config.task == Task("worker", 0)
-    assert config.options.strategy == "mirrored"
-
-
-def test_the_command_is_what_one_would_type():
-    spec = planned("--workers 2")["worker-1"]
-    assert spec.argv == ("/usr/bin/python", "train.py")
-    assert spec.title == "tfdist worker-1 train.py"
 
 
 @pytest.mark.parametrize(
@@ -389,41 +378,36 @@ def test_the_launcher_in_the_place_of_a_task_is_refused(environ, received):
     assert "Fix: start python -m this without the launcher, or unset TF_CONFIG" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
+UNUSED = {"TFDIST_PORTS": "20000-20100", "TFDIST_RESTARTS": "1", "TFDIST_CLUSTER": "none"} | {
+    "TFDIST_HOSTS": "a,b",
+    "TFDIST_STRATEGY": "ps",
+    "TFDIST_RUN_DIR": " ",
+}  # the first three are read
+SAID = {
+    "TF_CONFIG is in the environment and not used": [
         told({"worker": ["a:1"]}),
         told({}),
         told(SEVERAL, TFDIST_JOB="mark"),  # a launcher inside a task of another
         {"TF_CONFIG": "no JSON"},
     ],
-)
-def test_a_tf_config_that_is_not_used_is_said_to_be(environ, capsys):
-    assert run_job(parse(["--dry_run", "--strategy=single", "-m", "this"]), environ=environ) == 0
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("[launch] TF_CONFIG is in the environment and not used")
-
-
-def test_variables_of_a_job_without_a_launcher_are_said_to_be_unused(capsys):
-    read = {"TFDIST_PORTS": "20000-20100", "TFDIST_RESTARTS": "1", "TFDIST_CLUSTER": "none"}
-    environ = {**read, "TFDIST_HOSTS": "a,b", "TFDIST_STRATEGY": "ps", "TFDIST_RUN_DIR": " "}
-    assert run_job(parse(["--dry_run", "--strategy=single", "-m", "this"]), environ=environ) == 0
-    said = "[launch] TFDIST_STRATEGY, TFDIST_HOSTS: not used, as the launcher goes by its flags\n"
-    assert capsys.readouterr().err == said
-
-
-@pytest.mark.parametrize(("value", "lines"), [("1", 1), ("True", 1), ("0", 0), ("", 0), ("no", 0)])
-def test_keras_2_as_tf_keras_is_said_at_the_start(value, lines, capsys):
-    options = parse(["--dry_run", "--strategy=single", "-m", "this"])
-    assert run_job(options, environ={"TF_USE_LEGACY_KERAS": value}) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == lines
-    assert all("tf.keras is Keras 2, whose models tfdist refuses. Fix: " in line for line in said)
+    "TFDIST_STRATEGY, TFDIST_HOSTS: not used, as the launcher goes by its flags": [UNUSED],
+    "tf.keras is Keras 2, whose models tfdist refuses. Fix: ": [
+        {"TF_USE_LEGACY_KERAS": "1"},
+        {"TF_USE_LEGACY_KERAS": "True"},
+    ],
+    "": [
+        *({"TF_USE_LEGACY_KERAS": value} for value in ("0", "", "no")),
+        *({}, {"TF_CONFIG": " "}, {"TFDIST_JOB": "x"}),
+        told(SEVERAL, TFDIST_CLUSTER="none"),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    "environ", [{}, {"TF_CONFIG": " "}, told(SEVERAL, TFDIST_CLUSTER="none"), {"TFDIST_JOB": "x"}]
+    ("said", "environ"), [(said, environ) for said, listed in SAID.items() for environ in listed]
 )
-def test_without_a_tf_config_that_somebody_meant_nothing_is_said(environ, capsys):
+def test_what_of_the_environment_is_not_used_is_said_in_one_line(said, environ, capsys):
     assert run_job(parse(["--dry_run", "--strategy=single", "-m", "this"]), environ=environ) == 0
-    assert capsys.readouterr().err == ""
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == bool(said)
+    assert all(said in line for line in lines)

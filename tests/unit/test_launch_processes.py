@@ -59,6 +59,15 @@ class World:
         self.guard.end_all.return_value = []
         self.evidence = Mock(of_kill=lambda pid: self.causes.get(pid, ""))
 
+    def wait(self, processes):
+        """Has a process change; returns what `processes` tell then."""
+        os.write(self.write_fd, bytes([signal.SIGCHLD]))
+        return processes.wait(1)
+
+    def starts(self, processes, *, pid):
+        self.started = [Started(task=W0, pid=pid, at_s=0)]
+        self.wait(processes)
+
     # the signals
 
     def read(self):
@@ -85,7 +94,7 @@ class World:
         if self.started:
             started, self.started = self.started, []
             return started
-        note = {**RAISED, "exit_code": 1, "cause": "ValueError"}
+        note = {**RAISED, "exit_code": 1, "cause": "ValueError", "step": 31}
         os.write(self.output_fd, b"last words")
         os.write(self._notes_fd, b"not a note\n" + json.dumps(note).encode() + b"\n")
         return [Ended(task=W0, status=self.status, at_s=5)]
@@ -119,18 +128,11 @@ def processes(world, tmp_path, monkeypatch):
         made.finish()
 
 
-def write_note(processes, *lines):
-    text = "".join(f"{line}\n" for line in lines)
-    with open(f"/proc/self/fd/{processes._notes_fd}", "w") as pipe:
-        pipe.write(text)
-
-
 def test_why_a_task_failed_is_told_before_its_end_and_after_its_last_words(
     world, processes, tmp_path
 ):
-    os.write(world.write_fd, bytes([signal.SIGCHLD]))
-    raised, ended = processes.wait(1)
-    assert raised == Raised(task=W0, exit_code=1, cause="ValueError", at_s=4.5)
+    raised, ended = world.wait(processes)
+    assert raised == Raised(task=W0, exit_code=1, cause="ValueError", at_s=4.5, step=31)
     assert ended == Ended(task=W0, status=1, at_s=5)
     assert (tmp_path / "logs/attempt-1/worker-0.log").read_text() == "last words"
 
@@ -212,22 +214,15 @@ def test_a_sign_of_life_is_an_event(processes):
     stray = {**note, "task": "worker-9"}
     bad = {**note, "phase": 7}
     lie = {"event": "ended", "task": "worker-0", "status": 0, "at_s": 4.5}
-    write_note(processes, *[json.dumps(one) for one in (stray, bad, lie, note)])
+    with open(f"/proc/self/fd/{processes._notes_fd}", "w") as pipe:
+        pipe.writelines(json.dumps(one) + "\n" for one in (stray, bad, lie, note))
     (event,) = processes.wait(1)
     awaited = PendingWork(task="worker-0", since_s=3.0, is_first=False)
     assert event == Beat(task=W0, at_s=4.5, awaited=awaited, **said)
 
 
-def test_a_program_that_failed_tells_its_step(processes):
-    note = {**RAISED, "exit_code": 1, "cause": "ValueError", "step": 31}
-    write_note(processes, json.dumps(note))
-    assert processes.wait(1)[0].step == 31
-
-
 def test_a_task_that_is_killed_alone_leaves_nothing_in_its_session(world, processes):
-    world.started = [Started(task=W0, pid=4711, at_s=0)]
-    os.write(world.write_fd, bytes([signal.SIGCHLD]))
-    processes.wait(1)
+    world.starts(processes, pid=4711)
     processes.perform(KillOne(W0))
     world.guard.end_session.assert_called_once_with(4711)
 
@@ -235,9 +230,7 @@ def test_a_task_that_is_killed_alone_leaves_nothing_in_its_session(world, proces
 def test_a_task_that_has_no_group_of_its_own_yet_is_signalled_too(world, processes):
     """A fork server tells of a start before the new process has come to make its session."""
     child = subprocess.Popen(["sleep", "1000"])
-    world.started = [Started(task=W0, pid=child.pid, at_s=0)]
-    os.write(world.write_fd, bytes([signal.SIGCHLD]))
-    processes.wait(1)
+    world.starts(processes, pid=child.pid)
     try:
         processes.perform(Signal(W0, signal.SIGTERM))
         assert child.wait(DEADLINE_S) == -signal.SIGTERM
@@ -268,8 +261,7 @@ def test_a_start_that_failed_leaves_nothing_for_the_next_one(world, processes, s
 
 def test_a_start_that_was_to_be_killed_and_failed_leaves_nothing_either(world, processes, sent):
     processes.perform(KillOne(W0))
-    os.write(world.write_fd, bytes([signal.SIGCHLD]))
-    assert Ended in [type(event) for event in processes.wait(1)]
+    assert Ended in [type(event) for event in world.wait(processes)]
     world.begun = True
     processes.perform(Start(W0, restart=1))
     assert Started in [type(event) for event in processes.wait(0)]
@@ -277,12 +269,9 @@ def test_a_start_that_was_to_be_killed_and_failed_leaves_nothing_either(world, p
 
 
 def test_why_the_kernel_killed_a_task_is_told_with_its_end(world, processes):
-    world.started = [Started(task=W0, pid=4711, at_s=0)]
     world.status, world.causes = -signal.SIGKILL, {4711: "out of memory"}
-    os.write(world.write_fd, bytes([signal.SIGCHLD]))
-    processes.wait(1)
-    os.write(world.write_fd, bytes([signal.SIGCHLD]))
-    *_, ended = processes.wait(1)
+    world.starts(processes, pid=4711)
+    *_, ended = world.wait(processes)
     assert ended == Ended(task=W0, status=-signal.SIGKILL, at_s=5, cause="out of memory")
 
 

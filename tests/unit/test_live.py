@@ -22,7 +22,6 @@ from tfdist.launch.live import (
     MetricsServer,
     prometheus_text,
 )
-from tfdist.launch.machine import memory_bytes
 from tfdist.launch.report import description_of_job
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.watchdog import Watchdog
@@ -97,6 +96,8 @@ def test_what_a_task_says_at_a_heartbeat_is_what_it_did_since_the_one_before(tmp
     spent = {phase: sum(seconds) for phase, seconds in columns["phases"].items()}
     assert spent == pytest.approx({"import": 1.5, "trace": 1.0, "step": 2.0})
     assert max(size or 0 for size in columns["memory_bytes"]) > 1_000_000
+    status = json.loads((tmp_path / "live.json").read_text())
+    assert (status["state"], status["tasks"][0]["phase"]) == ("ended", None)
 
 
 def test_the_status_tells_phase_step_rate_and_memory(tmp_path):
@@ -104,13 +105,6 @@ def test_the_status_tells_phase_step_rate_and_memory(tmp_path):
     task = json.loads((tmp_path / "live.json").read_text())["tasks"][0]
     assert (task["phase"], task["step"], task["steps_per_s"]) == ("step", 30, 20.0)
     assert task["memory_bytes"] > 1_000_000
-
-
-def test_the_status_of_a_job_that_has_ended_has_no_phases(tmp_path):
-    observed(tmp_path, HISTORY)
-    written = json.loads((tmp_path / "live.json").read_text())
-    assert written["state"] == "ended"
-    assert written["tasks"][0]["phase"] is None
 
 
 def test_the_status_follows_a_clock_that_is_set(tmp_path):
@@ -161,10 +155,6 @@ def test_a_history_of_any_length_has_the_same_size():
     assert columns["step"][-1] == 9_999
     assert max(columns["memory_bytes"]) == 9_999
     assert sum(columns["phases"]["step"]) == 10_000
-
-
-def test_memory_of_a_process_that_is_gone_is_not_known():
-    assert memory_bytes(2**22 + 1) is None
 
 
 def test_secrets_of_the_command_are_not_written_down():
@@ -224,8 +214,8 @@ def test_a_reader_that_leaves_is_no_error(capfd):
     assert capfd.readouterr().err == ""
 
 
-def shown(run_dir, *, width=140):
-    console = Console(file=io.StringIO(), width=width)
+def shown(run_dir):
+    console = Console(file=io.StringIO(), width=140)
     console.print(view(run_dir))
     return console.file.getvalue()
 
@@ -252,17 +242,6 @@ def test_a_job_of_a_killed_launcher_is_not_shown_as_running(tmp_path):
     text = shown(tmp_path)
     assert "its launcher was killed" in text
     assert "running" not in text
-
-
-def test_the_table_of_a_usual_job_fits_a_terminal_of_80_columns(tmp_path, monkeypatch):
-    numbers = {"phase_s": 12.3, "step": 12_960, "steps_per_s": 128.6, "silent_s": 0.1}
-    memory = dict.fromkeys(("memory_bytes", "peak_memory_bytes"), 458 << 20)
-    task = {**STATUS["tasks"][0], "state": "running", "phase": "waiting", **numbers, **memory}
-    (tmp_path / "live.json").write_text(json.dumps({**STATUS, "tasks": [task]}))
-    monkeypatch.setattr(top, "is_running", lambda _: True)
-    text = shown(tmp_path, width=80)
-    for cell in (task["task"], "running", "12.3 s", "12,960", "458 MiB  458 MiB", "restarts"):
-        assert cell in text
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"state": "running", "tasks": 3}'])

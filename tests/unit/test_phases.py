@@ -19,29 +19,15 @@ def clock(monkeypatch):
     monkeypatch.setattr(phases.time, "monotonic", lambda: float(next(times)))
 
 
-def test_a_process_begins_with_its_imports():
-    assert phases.current() == phases.PhaseState(phase="import", since_s=1.0)
-
-
-def test_the_steps_done_stay_known_in_the_phases_between(clock):
-    phases.enter("step", step=10)
-    phases.enter("save")
-    assert phases.current() == phases.PhaseState(phase="save", step=10, since_s=101.0)
-
-
-def test_the_same_phase_again_begins_its_time_again(clock):
-    phases.enter("step", step=10)
-    phases.enter("step", step=20)
-    assert phases.current().since_s == 101.0
-
-
-def test_the_first_step_is_one_that_this_process_did(clock):
+def test_the_first_step_is_one_that_this_process_did_and_steps_stay_known(clock):
     phases.enter("step", step=500)  # from a checkpoint
     phases.enter("validate", step=500)
     assert phases.current().first_step_s is None
     phases.enter("step", step=510)
-    phases.enter("step", step=520)
-    assert phases.current().first_step_s == 102.0
+    phases.enter("step", step=520)  # which begins its time again
+    assert (phases.current().first_step_s, phases.current().since_s) == (102.0, 103.0)
+    phases.enter("save")
+    assert (phases.current().phase, phases.current().step) == ("save", 520)
 
 
 def test_a_thread_beside_says_that_a_phase_goes_on_and_changes_nothing_else(clock):

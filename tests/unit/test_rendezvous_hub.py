@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 from tfdist.cluster import hold_ports
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.launch.multihost.rendezvous import (
-    Differs,
     Hub,
     Joining,
-    Lost,
     Member,
     MessageReceived,
     PeerJoined,
@@ -141,30 +139,6 @@ def test_what_host_0_says_right_after_the_welcome_is_not_lost(meeting):
     assert meeting.first_word_to(member) == {"first": True}
 
 
-def test_who_ends_is_lost_at_once(meeting):
-    meeting.join(1).close()
-    meeting.members.clear()
-    meeting.until(lambda: len(meeting.news) == 2)
-    assert meeting.news[1] == Lost(rank=1, cause="it has closed the connection")
-    assert meeting.hub.present == set()
-    meeting.join(1)  # and may come again
-    assert meeting.hub.present == {1}
-
-
-def test_who_is_silent_is_lost_after_the_timeout(meeting):
-    silent = meeting.join(1)
-    meeting.join(2)
-    meeting.members.remove(silent)
-    for _ in range(6):
-        meeting.clock.ahead_s += 1
-        meeting.turn()
-        time.sleep(0.05)  # for what the living one says to arrive
-    meeting.until(lambda: len(meeting.news) == 3)
-    assert meeting.news[2] == Lost(rank=1, cause="no word for 5 s")
-    assert meeting.hub.present == {2}
-    silent.close()
-
-
 def test_a_member_misses_a_silent_host_0(meeting):
     member = meeting.join(1)
     for _ in range(100):  # where this thread is held up between two looks, it begins anew
@@ -182,12 +156,6 @@ def test_time_in_which_nobody_looked_is_not_silence(meeting):
     assert not member.lost
     meeting.until(lambda: meeting.clock() > 0)
     assert meeting.hub.present == {1}
-
-
-def test_who_differs_is_told_in_what(meeting):
-    with pytest.raises(UsageError, match=r"received python 3\.12 there, 3\.11 here"):
-        meeting.join(1, terms={"python": "3.12"})
-    assert meeting.news == [Differs(rank=1, what=("python 3.12 there, 3.11 here",))]
 
 
 def test_a_rank_that_is_not_in_the_list_differs(meeting):

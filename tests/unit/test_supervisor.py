@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tfdist.cluster import Task
 from tfdist.launch.diagnosis import SETTLE_S
@@ -553,6 +555,16 @@ def test_a_worker_whose_process_does_not_end_is_killed_and_returns(history):
     assert "does not end" in attempt.restarts[0].cause
 
 
+def test_what_a_worker_raises_while_it_is_killed_is_no_failure_of_the_next_process(history):
+    history.kill_one = lambda task: None  # it takes its time
+    still = 5 + GRACE_S + 0.5
+    history.happens(raised(W1, 5), raised(W1, still, "KeyError"), ended(W1, still + 1, KILL))
+    history.ends(CHIEF, still + 5 * GRACE_S)
+    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
+    assert (attempt.exit_code, len(attempt.restarts), attempt.lost) == (0, 1, [])
+    assert history.started_again == [(W1, 1)]
+
+
 def test_a_worker_that_cannot_be_started_again_ends_the_job(history):
     def broken_from_now(task):
         history.broken = {W1}
@@ -770,3 +782,38 @@ def test_a_request_to_stop_while_stacks_are_printed_comes_first(history):
     history.happens(asked(signal.SIGTERM, 20.1))
     attempt = history.run([W0, W1], max_restarts=1)
     assert (attempt.exit_code, attempt.failure) == (143, None)
+
+
+# anything at all
+
+WHAT = st.sampled_from([0, 1, 2, 75, KILL, ABORT, "raised", "step", "grace", "wait"])
+
+
+@given(
+    is_ps=st.booleans(),
+    what=st.lists(st.tuples(st.integers(0, 4), WHAT), max_size=12),
+    max_restarts=st.integers(0, 2),
+    min_workers=st.sampled_from([None, 1]),
+    stop_s=st.sampled_from([0.1, 1000]),
+)
+def test_whatever_happens_every_process_ends_and_is_reported(
+    is_ps, what, max_restarts, min_workers, stop_s
+):
+    history, at_s = History(), 1.0
+    history.kill_one = lambda task: history.ends(task, history.now_s + 1, KILL)
+    tasks = WITH_EVALUATOR if is_ps else (W0, W1, W2, EVALUATOR)
+    for index, event in what:
+        task = tasks[index % len(tasks)]
+        at_s += {"wait": 1000, "grace": GRACE_S}.get(event, 0.1)
+        if event == "step":
+            history.beats(task, at_s, step=index)
+        elif event == "raised":
+            history.happens(raised(task, at_s))
+        elif event not in ("wait", "grace"):
+            history.ends(task, at_s, event)
+    history.happens(asked(signal.SIGTERM, at_s + stop_s))
+    attempt = history.run(tasks, is_ps=is_ps, max_restarts=max_restarts, min_workers=min_workers)
+    assert not history.alive
+    assert len(history.started_again) <= max_restarts
+    assert all(record.status is not None for record in attempt.records)
+    assert attempt.exit_code or not attempt.failure

@@ -132,9 +132,14 @@ def pipe():
             os.close(fd)
 
 
+def end_session(pid):
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.killpg(pid, signal.SIGKILL)
+
+
 @pytest.fixture
 def run(pipe):
-    """Starts programs with the pipe; ends them after the test."""
+    """Starts programs with the pipe; ends them, and what they have started, after the test."""
     with contextlib.ExitStack() as stack:
 
         def start(source, *args):
@@ -146,9 +151,10 @@ def run(pipe):
                 pass_fds=(pipe.write_fd,),
                 cwd=ROOT,
                 text=True,
+                start_new_session=True,
             )
             stack.enter_context(process)
-            stack.callback(process.kill)
+            stack.callback(end_session, process.pid)
             return process
 
         yield start
@@ -479,35 +485,16 @@ GOES_ON = {
 
 
 @pytest.fixture
-def start():
-    """Starts a program and returns its id once it is ready."""
-    running = []
-
-    def start(source):
-        process = subprocess.Popen(
-            [sys.executable, "-c", HEAD + textwrap.dedent(source)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        running.append(process)
-        assert process.stdout.readline() == "ready\n"
-        return process.pid
-
-    yield start
-    for process in running:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-@pytest.fixture
-def rests(start):
+def rests(run):
     """Starts programs side by side; what is known of the rest of each, by its name."""
 
     def of(programs):
-        pids = {name: start(source) for name, source in programs.items()}
-        return {name: Rest(f"/proc/{pid}", cpu_s=lambda: 0.0) for name, pid in pids.items()}
+        found = {}
+        for name, source in programs.items():
+            process = run(HEAD + textwrap.dedent(source))
+            assert process.stdout.readline() == "ready\n"
+            found[name] = Rest(f"/proc/{process.pid}", cpu_s=lambda: 0.0)
+        return found
 
     return of
 

@@ -139,18 +139,6 @@ def test_before_one_of_all_alike_is_blamed_each_is_heard_once_more():
     assert job.run(3).task == W2
 
 
-def test_one_that_holds_the_interpreter_is_named_with_the_state_of_its_process():
-    job = Job()
-    job.enter("step", step=7)
-    job.run(3)
-    job.silent.add(W2)
-    job.states[W2] = "D"
-    hang = job.run(HANG_S + 2)
-    assert hang.task == W2
-    assert "does not answer: silent for 17 s (its process waits for a disk)" in hang.cause
-    assert hang.stuck == (W2, W0, W1)
-
-
 def test_stopped_goes_before_silent():
     job = Job()
     job.enter("step", step=7)
@@ -207,12 +195,6 @@ def test_the_one_that_is_behind_is_blamed_else_the_chief(everyone, one, blamed, 
     hang = job.run(HANG_S + 2)
     assert hang.task == blamed
     assert hang.cause.startswith(f"hangs: {cause}")
-
-
-def test_a_task_alone_is_not_compared():
-    job = Job((W0,))
-    job.enter("validate", step=50)
-    assert job.run(HANG_S + 2).cause == "hangs: validating after 50 steps for 20 s"
 
 
 @pytest.mark.parametrize("phase", ["step", "sum"])
@@ -430,7 +412,7 @@ def test_no_hang_while_every_task_beats_and_goes_on(gaps_s, entered, startup_s):
 
 @given(
     frozen=st.sets(st.sampled_from(WORKERS), min_size=1),
-    state=st.sampled_from("TRSD"),
+    state=st.sampled_from("TRSDZ"),
     before_s=st.integers(1, 50),
     range_s=st.integers(1, int(HANG_S) - 1),
     phase=phases,
@@ -453,7 +435,7 @@ def test_a_frozen_task_is_named_within_the_timeout(frozen, state, before_s, rang
     hang = job.run(10 * HANG_S, work=work)
     assert hang.task in frozen
     assert job.now_s <= frozen_s + max(hang_s, range_s + 2.0) + 2
-    assert set(hang.stuck) == set(WORKERS) - (frozen if state == "T" else set())
+    assert set(hang.stuck) == set(WORKERS) - (frozen if state in "TZ" else set())
 
 
 def test_the_state_of_a_process_is_read_behind_its_name(tmp_path):
@@ -471,23 +453,6 @@ def test_the_state_of_a_process_is_read_behind_its_name(tmp_path):
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
             assert proc_state(process.pid) == "Z"
     assert proc_state(process.pid) is None
-
-
-def test_who_holds_a_pipe_is_seen_from_outside():
-    read_fd, write_fd = os.pipe()
-    other_fd, rest_fd = os.pipe()
-    program = "import os, signal; os.write(1, b'.'); signal.pause()"
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, pass_fds=(write_fd,)
-    ) as process:
-        process.stdout.read(1)
-        try:
-            assert proc_state(process.pid, pipe_fd=read_fd) in ("R", "S", "D")
-            assert proc_state(process.pid, pipe_fd=other_fd) == ""
-        finally:
-            process.kill()
-    for fd in (read_fd, write_fd, other_fd, rest_fd):
-        os.close(fd)
 
 
 # before and after the training, where a program may take its time
@@ -545,17 +510,6 @@ def test_who_rests_before_its_training_is_blamed_before_those_after_theirs():
     job.enter("done", W0, step=30)
     job.rest(W0, W1)
     assert job.run(HANG_S + 3).task == W1
-
-
-def test_a_task_that_has_ended_and_of_which_nobody_says_so_is_found():
-    job = Job()
-    job.enter("step", step=7)
-    assert job.run(2) is None
-    job.silent.add(W1)
-    job.states[W1] = "Z"
-    hang = job.run(HANG_S + 3)
-    assert (hang.task, hang.stuck) == (W1, (W0, W2))
-    assert "its process has ended, and its parent does not say so" in hang.cause
 
 
 def test_who_serves_rests_as_long_as_it_likes():
