@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 from tfdist.files import write_json
 from tfdist.launch.multihost.connection import Violation
 from tfdist.launch.multihost.rendezvous import Lost, MessageReceived, News, PeerJoined
-from tfdist.outputs.sweep_journal import Journal, Slot, SweepState, Trial
+from tfdist.outputs.sweep_journal import Journal, Slot, Trial
 from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial
 from tfdist.tuning.directory import OWNERSHIP as OWNERSHIP_FILE
 from tfdist.tuning.directory import Ownership
@@ -135,7 +136,7 @@ class Disk:
 class FakeTrial:
     """A trial that was started: it does a step at each look."""
 
-    pidfd = None
+    pid = pidfd = None
 
     def __init__(self, disk: Disk, job: TrialJob) -> None:
         self.disk, self.job, self.name = disk, job, job.run_dir.name
@@ -172,7 +173,7 @@ class FakeTrial:
 class FakeRunner:
     """Starts trials on a disk."""
 
-    def __init__(self, disk: Disk, places: int = 1) -> None:
+    def __init__(self, disk: Disk | World, places: int = 1) -> None:
         self.disk = disk
         self.places = places
 
@@ -195,16 +196,6 @@ class FakeRunner:
 
     def wait(self, running: Sequence[Any], timeout_s: float) -> None:
         self.disk.on_wait()
-
-
-class Nobody:
-    """An observer that looks at nothing."""
-
-    def changed(self, state: SweepState, trial: Trial) -> None:
-        pass
-
-    def tick(self, state: SweepState) -> None:
-        pass
 
 
 def flags_of(trial: Trial) -> tuple[str, ...]:
@@ -247,7 +238,7 @@ def make_chief(
         search=search_of(list(journal.lines)),
         journal=journal,
         runner=FakeRunner(disk, parallel),
-        observer=Nobody(),
+        observer=Mock(),
         signals=lambda: disk.signals,
     )
 
@@ -313,22 +304,6 @@ class Process:
         pass
 
 
-class Here(FakeRunner):
-    """The chief's own machine, with no place for trials."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def outcome(self, job: TrialJob) -> Completed | Failed | None:
-        return self.world.outcome(job)
-
-    def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
-        return [{}] * self.world.done[run_dir.name]
-
-    def free_slots(self, taken: Any) -> list[Any]:
-        return []
-
-
 @dataclass
 class Host:
     """A host with a runner on it, its guard, and the network's view of it."""
@@ -352,7 +327,10 @@ class Host:
         sides: dict[str, Any] = {"chief": self.client, "lease_guard": self}
         self.runner = RemoteRunner(
             options,
-            HostRunner(self),  # type: ignore[arg-type]
+            SimpleNamespace(  # type: ignore[arg-type]
+                outcome=self.world.outcome,
+                start=lambda job: Process(self.world, job, host=self),
+            ),
             clock=lambda: self.world.now_s,
             **sides,
         )
@@ -395,19 +373,6 @@ class Host:
             if self.runner.exit_code is not None:
                 self.kill_runner()
         self.cut = max(0, self.cut - 1)
-
-
-class HostRunner:
-    """Starts trials on a host, as `LauncherRunner` does."""
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-
-    def outcome(self, job: TrialJob) -> Completed | Failed | None:
-        return self._host.world.outcome(job)
-
-    def start(self, job: TrialJob) -> Process:
-        return Process(self._host.world, job, host=self._host)
 
 
 class SimClient(ChiefClient):
@@ -636,10 +601,12 @@ class World:
         journal = WorldJournal(self.path / "journal.jsonl", at=at, how=how)
         journal.world = self
         journal._time_of_day = self._time_of_day
-        serving = ServingRunner(Here(self), self, ownership=OWNERSHIP, clock=lambda: self.now_s)
+        serving = ServingRunner(
+            FakeRunner(self, 0), self, ownership=OWNERSHIP, clock=lambda: self.now_s
+        )
         search = self._search_of(list(journal.lines))
         self.chief = Chief(
-            sweep_of(self.path), search=search, journal=journal, runner=serving, observer=Nobody()
+            sweep_of(self.path), search=search, journal=journal, runner=serving, observer=Mock()
         )
         return self.chief
 

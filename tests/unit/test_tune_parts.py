@@ -161,16 +161,6 @@ def test_a_sweep_needs_a_config():
 # --- journal
 
 
-def test_a_line_that_was_cut_short_is_gone_and_the_next_is_whole(tmp_path):
-    first = journal(tmp_path)
-    first.add("begun", seed=1)
-    with open(first.path, "a") as file:
-        file.write('{"event": "asked", "tri')
-    assert [line["event"] for line in read(first.path)] == ["begun"]
-    journal(tmp_path).add("finished", reason="r", is_complete=True)
-    assert [line["event"] for line in read(first.path)] == ["begun", "finished"]
-
-
 def test_a_line_for_which_there_is_no_room_is_not_there_in_part(tmp_path, monkeypatch):
     """The chief has its trials end then, and writes that down where there is room again."""
 

@@ -1,28 +1,26 @@
-"""Leases, fencing and the guard, with a clock that is turned by hand; and 500 runners at once."""
+"""Leases, fencing and the guard, with a clock that is turned by hand; and many runners at once."""
 
-import contextlib
 import inspect
 import itertools
 import os
 import re
-import resource
-import selectors
 import shutil
 import signal
 import socket
-import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from tests.processes import python
+from tests.processes import python, until
 from tests.refusals import refused
-from tests.unit.sweep_world import Disk, FakeRunner, FakeSearch, Nobody, World, sweep_of
+from tests.unit.sweep_world import Disk, FakeRunner, FakeSearch, World, sweep_of
 from tfdist.errors import UsageError
-from tfdist.launch.multihost.connection import Channel, Link
+from tfdist.launch.multihost.connection import Link
 from tfdist.launch.multihost.rendezvous import (
     Lost,
     MessageReceived,
@@ -393,120 +391,51 @@ def test_a_runner_loads_neither_tensorflow_nor_keras_tuner_and_gives_up_in_one_l
     assert done.stderr.count("\n") == 1
 
 
-# --- five hundred
+# --- many at once
+
+COUNT = 100
 
 
-COUNT = 500
-
-
-class Client:
-    """A runner that asks for a trial, and says that those have ended which it is given."""
-
-    def __init__(self, rank: int, address: tuple[str, int]) -> None:
-        sock = socket.create_connection(address)
-        self.channel = Channel(sock, TOKEN, accepts=False, clock=time.monotonic)
-        self.rank = rank
-        self.has_said = self.is_ready = self.has_ended = False
-        self.given: list[str] = []
-        self._to_say: list[Message] = []
-
-    def read(self) -> None:
-        try:
-            heard = self.channel.read()
-        except ConnectionError:
-            self.has_ended = True
-            return
-        if self.channel.is_open and not self.has_said:
-            self.has_said = True
-            self.channel.send({"hello": {"rank": self.rank, "terms": TERMS}})
-        for message in heard:
-            self.is_ready |= "sweep" in message
-            if "run" in message:
-                told = message["run"]
-                self.given.append(told["trial"])
-                lease = [told["trial"], told["lease"]]
-                outcome = protocol.encode_outcome(DONE)
-                self._to_say.append({"ended": {"lease": lease, "outcome": outcome}})
-
-    def beat(self) -> None:
-        with contextlib.suppress(OSError):
-            self.channel.beat()
-
-    def answer(self) -> None:
-        while self._to_say:
-            self.channel.send(self._to_say.pop())
-
-    def ask(self) -> None:
-        self.channel.send({"runner": {"name": str(self.rank), "places": 1, "holds": []}})
-
-
-def test_five_hundred_runners_that_ask_at_once_are_all_served_exactly_once(tmp_path, monkeypatch):
+def test_runners_that_come_at_once_are_all_served_and_no_trial_is_run_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * COUNT)), hard))
     listener = listen("127.0.0.1", 0, num_hosts=COUNT)
-    address = listener.getsockname()
+    address = "{}:{}".format(*listener.getsockname())
+    ownership = directory.write_ownership(tmp_path, address=address)
     line = RunnerServer(listener, token=TOKEN, terms=TERMS)
-    serving = ServingRunner(FakeRunner(Disk(), 0), line, ownership=OWNERSHIP)
+    serving = ServingRunner(FakeRunner(Disk(), 0), line, ownership=ownership)
     journal = Journal(tmp_path / "journal.jsonl", time_of_day=time.time)
     journal.add("begun", objective="loss", direction="min", tuner="random", seed=1)
-    search = FakeSearch([], count=2 * COUNT, ahead=COUNT)
-    signals: list[int] = []
     chief = Chief(
         sweep_of(tmp_path),
-        search=search,
+        search=FakeSearch([], count=2 * COUNT, ahead=COUNT),
         journal=journal,
         runner=serving,
-        observer=Nobody(),
-        signals=lambda: signals,
+        observer=Mock(),
+        signals=list,
     )
-    clients: list[Client] = []
-    thread = threading.Thread(target=_ask_all, args=(clients, address))
-    thread.start()
-    exit_code = None
-    too_late = threading.Timer(DEADLINE_S, signals.append, [signal.SIGTERM])
-    too_late.start()
-    try:
-        exit_code = chief.run()
-    finally:
-        too_late.cancel()
-        serving.close(exit_code)
-        thread.join(DEADLINE_S)
-        for client in clients:
-            client.channel.close()
-    assert exit_code == 0
-    given = Counter(trial for client in clients for trial in client.given)
-    assert given == Counter(map(str, range(2 * COUNT)))
-    assert all(client.given for client in clients), "some were never served"
-    started = [one for one in journal.lines if one["event"] == "started"]
-    assert len(started) == 2 * COUNT
-    ended = [trial.status for trial in chief.state.trials.values()]
-    assert ended == ["completed"] * 2 * COUNT
+    disk = Disk(length=20)
+    sweep_address = SweepAddress(address=address, token=TOKEN, terms=TERMS)
 
+    def runner() -> RemoteRunner:
+        return RemoteRunner(
+            RunOptions(sweep_dir=tmp_path, join=address, parallel_trials=1),
+            FakeRunner(disk),  # type: ignore[arg-type]
+            chief=ChiefClient(sweep_address, sweep_dir=tmp_path, renew=lambda at_s: None),
+            lease_guard=Mock(),
+        )
 
-def _ask_all(clients: list[Client], address: tuple[str, int]) -> None:
-    """Has all come, then ask at once, and answer once each has a trial, to the sweep's end."""
-    end_s = time.monotonic() + DEADLINE_S
-    beat_s = 0.0
-    with selectors.EpollSelector() as selector:
-        of_fd: dict[int, Client] = {}
-        has_asked = False
-        while time.monotonic() < end_s and not (clients and all(c.has_ended for c in clients)):
-            if len(clients) < COUNT:
-                clients.append(Client(len(clients) + 1, address))
-                of_fd[selector.register(clients[-1].channel, selectors.EVENT_READ).fd] = clients[-1]
-            elif not has_asked and all(client.is_ready for client in clients):
-                has_asked = True
-                for client in clients:
-                    client.ask()
-            elif has_asked and all(client.given for client in clients):
-                for client in clients:
-                    client.answer()
-            if time.monotonic() >= beat_s:
-                beat_s = time.monotonic() + 1.0
-                for client in clients:
-                    client.beat()
-            for key, _ in selector.select(0.01):
-                of_fd[key.fd].read()
-                if of_fd[key.fd].has_ended:
-                    selector.unregister(key.fileobj)
+    runners = [runner() for _ in range(COUNT)]
+
+    def have_ended() -> bool:
+        for one in runners:
+            one.go_on()
+        return all(one.exit_code == 0 for one in runners)
+
+    with ThreadPoolExecutor(1) as pool:
+        sweep = pool.submit(lambda: serving.close(chief.run()))
+        until(have_ended, within_s=DEADLINE_S, why=lambda: f"{len(disk.started)} were started")
+        sweep.result()
+    assert Counter(disk.started) == Counter(map(str, range(2 * COUNT)))
+    assert disk.most_at_once == COUNT, "some were not served"
+    assert {trial.status for trial in chief.state.trials.values()} == {"completed"}
+    assert len(chief.state.trials) == 2 * COUNT
