@@ -25,7 +25,7 @@ from tfdist.audit.files import (
     read_file,
     to_bytes,
 )
-from tfdist.audit.proof import prove, ranges
+from tfdist.audit.proof import prove
 from tfdist.errors import TfdistError, UsageError
 
 N, BATCH = 20, 6
@@ -99,16 +99,6 @@ def proof_of(directory):
     return prove(read_directory(directory), order=order)
 
 
-@pytest.mark.parametrize("mode", ["full", "hash"])
-@pytest.mark.parametrize("tasks", [1, 3])
-def test_a_run_left_alone_is_proved(tmp_path, mode, tasks):
-    write(tmp_path, [(0, 4), (4, 5), (5, 10)], tasks=tasks, mode=mode)
-    proof = proof_of(tmp_path)
-    assert proof.proved, proof
-    assert [(p.seen, p.whole) for p in proof.passes] == [(20, True), (20, True), (10, False)]
-    assert [(e.first, e.last, e.seen) for e in proof.epochs] == [(0, 5, 25), (5, 10, 25)]
-
-
 @settings(max_examples=60)
 @given(data=st.data())
 def test_however_it_is_cut_and_resumed_a_right_run_is_proved(tmp_path_factory, data):
@@ -125,7 +115,10 @@ def test_however_it_is_cut_and_resumed_a_right_run_is_proved(tmp_path_factory, d
         start = data.draw(st.integers(0, min(last, 9)))
     proof = proof_of(directory)
     assert proof.proved, proof
-    assert proof.ledger.end == proof.ledger.attempts[-1].last
+    attempts = proof.ledger.attempts
+    assert proof.ledger.end == attempts[-1].last
+    # What a later attempt did again is void: each step counts once.
+    assert sum(a.last - a.first - a.void_steps for a in attempts) == proof.ledger.end
 
 
 @settings(max_examples=60)
@@ -175,24 +168,6 @@ def test_repeats_are_listed_ten_and_counted(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "1 repeated: 3" in out
     assert "NOT proved" in out
-
-
-@pytest.mark.parametrize("mode", ["full", "hash"])
-def test_what_was_done_after_the_checkpoint_is_void(tmp_path, mode):
-    write(tmp_path, [(0, 4), (4, 8)], mode=mode, attempt=1, tasks=4)
-    write(tmp_path, [(6, 10)], mode=mode, attempt=2, tasks=2)
-    proof = proof_of(tmp_path)
-    assert proof.proved, proof
-    assert [a.void_steps for a in proof.ledger.attempts] == [2, 0]
-    assert [len(a.files) for a in proof.ledger.attempts] == [4, 2]
-
-
-def test_an_attempt_after_a_damaged_checkpoint_voids_those_between(tmp_path):
-    for attempt, (first, last) in enumerate([(0, 6), (5, 9), (2, 10)], 1):
-        write(tmp_path, [(first, last)], attempt=attempt)
-    proof = proof_of(tmp_path)
-    assert proof.proved, proof
-    assert [a.void_steps for a in proof.ledger.attempts] == [4, 4, 0]
 
 
 def test_steps_that_nobody_recorded_are_named(tmp_path):
@@ -326,14 +301,6 @@ def test_whatever_bit_is_changed_nothing_is_proved(tmp_path_factory, at, bit, mo
         assert not proof_of(directory).proved
 
 
-def test_a_changed_first_line_is_named(tmp_path):
-    write(tmp_path, [(0, 10)])
-    (path,) = tmp_path.iterdir()
-    path.write_bytes(path.read_bytes().replace(b'"seed": 7', b'"seed": 8'))
-    with pytest.raises(TfdistError, match=r"attempt-1-worker-0\.bin: its first line was changed"):
-        proof_of(tmp_path)
-
-
 @contextlib.contextmanager
 def room_for(size_bytes):
     """Lets no file grow beyond so many bytes, as on a disk that is full."""
@@ -411,10 +378,6 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
     assert "attempt-1-worker-1.bin: Is a directory" in capsys.readouterr().err
 
 
-def test_small_numbers_take_little_room():
-    assert len(record_of(header(), 0, 10).payload) < 10 * BATCH * 8
-
-
 def test_attempts_are_numbered_by_their_files(tmp_path):
     assert next_attempt(tmp_path / "none") == 1
     write(tmp_path, [(0, 1)], attempt=9)
@@ -426,12 +389,6 @@ def test_a_file_is_never_written_over(tmp_path):
     write(tmp_path, [(0, 1)])
     with pytest.raises(TfdistError, match="File exists"):
         write(tmp_path, [(0, 1)])
-
-
-def test_steps_are_shown_as_ranges():
-    assert ranges([3, 7, 8, 9]) == "3, 7 to 9"
-    assert ranges([]) == "none"
-    assert ranges(range(0, 40, 2)).endswith("18 and 10 more")
 
 
 def test_the_program_says_what_is_proved_without_tensorflow(tmp_path):
@@ -473,5 +430,3 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     (tmp_path / "attempt-1-worker-0.bin").write_bytes(b"{}\n")
     with pytest.raises(UsageError, match="does not begin like a ledger"):
         read_directory(tmp_path)
-    assert program.main([]) == 2
-    assert "received no run_dir" in capsys.readouterr().err

@@ -21,7 +21,6 @@ from tfdist.outputs.display import (
     draw_plot,
     panels,
     show_result,
-    tag,
 )
 
 
@@ -147,20 +146,8 @@ def shown(**changes: Any) -> str:
             ],
         ),
         (
-            {"worker_steps": {"worker-0": 300, "worker-1": 100}},
-            ["steps by        worker-0 75%, worker-1 25%"],
-        ),
-        (
             {"staleness": {"0": 50, "1": 25, "2": 10, "3": 10, "7": 5}},
             ["staleness       0: 50%, 1: 25%, 2-3: 20%, 4-7: 5%"],
-        ),
-        (
-            {"steps_applied_twice": 9, "repeated_ranges": [[3, 35, 2]]},
-            ["applied twice   9 steps, in 1 range of workers that died"],
-        ),
-        (
-            {"ps_bytes": {"ps-0": 4096, "ps-1": 12}},
-            ["variables on    ps-0 4,096 bytes, ps-1 12 bytes"],
         ),
     ],
 )
@@ -227,19 +214,6 @@ def test_the_rate_is_of_the_last_seconds_and_not_of_the_start():
     assert " 640 examples/s" in out.getvalue().splitlines()[-1]
 
 
-def test_a_terminal_gets_a_bar_with_the_same_words():
-    out, clock = io.StringIO(), Clock()
-    console = Console(file=out, force_terminal=True, width=120, color_system=None)
-    display = ProgressDisplay(total_steps=200, console=console, clock=clock)
-    display.begin(step=0, examples=0)
-    clock.now_s += 10
-    display.update(step=100, examples=6400, logs={"loss": 0.25, "val_accuracy": 0.5})
-    display.end()
-    text = out.getvalue()
-    for words in ("100/200", "640 examples/s", "loss 0.2500", "val_accuracy 0.5000", "0:10 left"):
-        assert words in text
-
-
 # Profiler
 
 
@@ -276,9 +250,3 @@ def test_the_profiler_records_the_ranges_that_were_asked_for(ranges, expected):
 
 
 # TensorBoard
-
-
-def test_training_and_validation_share_a_chart():
-    assert tag("loss") == "train/loss"
-    assert tag("val_loss") == "validation/loss"
-    assert tag("learning_rate") == "learning_rate"

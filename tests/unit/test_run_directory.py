@@ -21,23 +21,6 @@ def directory(tmp_path):
     return RunDirectory(tmp_path / "runs" / "one")
 
 
-def test_a_new_directory_is_claimed_with_its_configuration(directory):
-    assert directory.read_config() is None
-    assert not directory.path.exists()
-    assert directory.claim(CONFIG) is Claim.NEW
-    assert directory.read_config() == CONFIG
-    assert json.loads((directory.path / "config.json").read_text()) == CONFIG
-
-
-def test_an_unfinished_run_is_resumed_and_a_finished_one_said_so(directory):
-    directory.claim(CONFIG)
-    assert directory.claim(CONFIG) is Claim.RESUMED
-    directory.write_summary({"status": "stopped"})
-    assert directory.claim(CONFIG) is Claim.RESUMED
-    directory.write_summary({"status": "done"})
-    assert directory.claim(CONFIG) is Claim.FINISHED
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [

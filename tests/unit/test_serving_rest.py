@@ -31,38 +31,37 @@ def decode(document: Any) -> rest.JsonRequest:
     return rest.decode_predict(body, SIGNATURES)
 
 
-def test_rows_of_one_input():
-    request = decode({"instances": [[1, 2.5], [3, 4]]})
-    assert (request.signature, request.row) == ("serving_default", True)
-    assert request.inputs["x"].dtype == np.float32
-    np.testing.assert_array_equal(request.inputs["x"], [[1, 2.5], [3, 4]])
+ROWS = [{"a": 1, "b": [1, 2]}, {"b": [3, 4], "a": 2}]
 
 
-def test_rows_that_name_their_inputs():
-    rows = [{"a": 1, "b": [1, 2]}, {"b": [3, 4], "a": 2}]
-    inputs = decode({"signature_name": "pair", "instances": rows}).inputs
-    np.testing.assert_array_equal(inputs["a"], [1, 2])
-    np.testing.assert_array_equal(inputs["b"], [[1, 2], [3, 4]])
-
-
-def test_columns():
-    request = decode({"inputs": [[1, 2]]})
-    assert not request.row
-    np.testing.assert_array_equal(request.inputs["x"], [[1, 2]])
-    inputs = decode({"signature_name": "pair", "inputs": {"a": [1], "b": [[3, 4]]}}).inputs
-    np.testing.assert_array_equal(inputs["b"], [[3, 4]])
-
-
-def test_text_and_base64():
-    rows = ["a", {"b64": "/wA="}, "ü"]
-    found = decode({"signature_name": "text", "instances": rows}).inputs["t"]
-    assert list(found) == [b"a", b"\xff\x00", "ü".encode()]
-
-
-def test_nan_and_infinity():
-    found = decode(b'{"instances": [[NaN, -Infinity]]}').inputs["x"]
-    assert np.isnan(found[0, 0])
-    assert found[0, 1] == -np.inf
+@pytest.mark.parametrize(
+    ("document", "is_rows", "inputs"),
+    [
+        ({"instances": [[1, 2.5], [3, 4]]}, True, {"x": [[1, 2.5], [3, 4]]}),
+        (
+            {"signature_name": "pair", "instances": ROWS},
+            *(True, {"a": [1, 2], "b": [[1, 2], [3, 4]]}),
+        ),
+        ({"inputs": [[1, 2]]}, False, {"x": [[1, 2]]}),
+        (
+            {"signature_name": "pair", "inputs": {"a": [1], "b": [[3, 4]]}},
+            *(False, {"a": [1], "b": [[3, 4]]}),
+        ),
+        (
+            {"signature_name": "text", "instances": ["a", {"b64": "/wA="}, "ü"]},
+            *(True, {"t": [b"a", b"\xff\x00", "ü".encode()]}),
+        ),
+        (b'{"instances": [[NaN, -Infinity]]}', True, {"x": [[np.nan, -np.inf]]}),
+    ],
+)
+def test_inputs_are_rows_or_columns_of_the_types_of_the_signature(document, is_rows, inputs):
+    request = decode(document)
+    assert request.row is is_rows
+    assert set(request.inputs) == set(inputs)
+    for name, values in inputs.items():
+        dtype = SIGNATURES[request.signature][name].dtype
+        assert request.inputs[name].dtype == dtype
+        np.testing.assert_array_equal(request.inputs[name], np.array(values, dtype))
 
 
 @pytest.mark.parametrize("text", ["Information Inf", 'a "Inf\\', "NaN"])
@@ -181,35 +180,33 @@ def test_nesting_without_end_is_refused():
             decode(body.replace(b"NaN", b"1"))
 
 
-def test_predictions_of_one_output_are_its_rows():
-    answer = rest.encode_predict({"y": np.array([[0.5], [1.0]], "float32")}, row=True)
-    assert json.loads(answer) == {"predictions": [[0.5], [1.0]]}
-
-
-def test_predictions_of_several_outputs_name_them():
-    outputs = {"y": np.array([1, 2]), "t": np.array([b"a", b"b"], object)}
-    assert json.loads(rest.encode_predict(outputs, row=True)) == {
-        "predictions": [{"y": 1, "t": "a"}, {"y": 2, "t": "b"}]
-    }
-    assert json.loads(rest.encode_predict(outputs, row=False)) == {
-        "outputs": {"y": [1, 2], "t": ["a", "b"]}
-    }
-
-
-def test_a_float_is_answered_with_the_digits_of_its_type():
-    outputs = {"y": np.array([0.1, np.nan], "float32")}
-    assert rest.encode_predict(outputs, row=False) == b'{"outputs":[0.1,NaN]}'
-    outputs = {"y": np.array([0.1], "float32"), "z": np.array([0.1])}
-    assert rest.encode_predict(outputs, row=True) == b'{"predictions":[{"y":0.1,"z":0.1}]}'
-    scalar = {"y": np.array(0.1, "float32"), "z": np.array([[0.1]], "float32")}
-    assert rest.encode_predict(scalar, row=False) == b'{"outputs":{"y":0.1,"z":[[0.1]]}}'
-
-
-def test_bytes_are_answered_as_base64():
-    answer = rest.encode_predict({"raw_bytes": np.array([b"\xff\x00"], object)}, row=False)
-    assert json.loads(answer) == {"outputs": [{"b64": "/wA="}]}
-
-
-def test_what_is_not_finite_is_answered_as_it_is():
-    answer = rest.encode_predict({"y": np.array([np.nan, np.inf])}, row=False)
-    assert answer == b'{"outputs":[NaN,Infinity]}'
+@pytest.mark.parametrize(
+    ("outputs", "is_rows", "answer"),
+    [
+        ({"y": np.array([[0.5], [1.0]], "f")}, True, b'{"predictions":[[0.5],[1.0]]}'),
+        (
+            {"y": np.array([1, 2]), "t": np.array([b"a", b"b"], object)},
+            *(True, b'{"predictions":[{"y":1,"t":"a"},{"y":2,"t":"b"}]}'),
+        ),
+        (
+            {"y": np.array([1, 2]), "t": np.array([b"a", b"b"], object)},
+            *(False, b'{"outputs":{"y":[1,2],"t":["a","b"]}}'),
+        ),
+        # A float has the digits of its type, or none.
+        ({"y": np.array([0.1, np.nan, np.inf], "f")}, False, b'{"outputs":[0.1,NaN,Infinity]}'),
+        (
+            {"y": np.array([0.1], "f"), "z": np.array([0.1])},
+            *(True, b'{"predictions":[{"y":0.1,"z":0.1}]}'),
+        ),
+        (
+            {"y": np.array(0.1, "f"), "z": np.array([[0.1]], "f")},
+            *(False, b'{"outputs":{"y":0.1,"z":[[0.1]]}}'),
+        ),
+        (
+            {"raw_bytes": np.array([b"\xff\x00"], object)},
+            *(False, b'{"outputs":[{"b64":"/wA="}]}'),
+        ),
+    ],
+)
+def test_outputs_are_answered_as_rows_or_columns(outputs, is_rows, answer):
+    assert rest.encode_predict(outputs, row=is_rows) == answer

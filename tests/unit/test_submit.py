@@ -282,14 +282,6 @@ def test_what_only_resembles_a_secret_passes(arguments):
     assert shlex.join(words) in printed(SLURM + arguments)
 
 
-def test_secrets_are_references():
-    script = printed(SLURM + "--secret HF_TOKEN=/home/me/.hf train.py")
-    assert "HF_TOKEN=$(cat /home/me/.hf) || exit 2\nexport HF_TOKEN\n" in script
-    env = pod_of("--secret HF_TOKEN=hub/token train.py")["containers"][0]["env"]
-    reference = {"secretKeyRef": {"name": "hub", "key": "token"}}
-    assert {"name": "HF_TOKEN", "valueFrom": reference} in env
-
-
 @pytest.mark.parametrize(
     ("arguments", "program"),
     [

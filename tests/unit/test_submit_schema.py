@@ -136,15 +136,6 @@ def test_a_shape_that_is_wrong_is_found():
     ]
 
 
-@pytest.mark.parametrize("document", documents())
-def test_names_that_the_operator_looks_for(document):
-    if document["kind"] == "TFJob":
-        for replica in document["spec"]["tfReplicaSpecs"].values():
-            (container,) = replica["template"]["spec"]["containers"]
-            assert container["name"] == "tensorflow"
-            assert container["ports"][0]["name"] == "tfjob-port"
-
-
 STORES = {
     *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral"),
     *("persistentVolumeClaim", "projected", "secret"),
