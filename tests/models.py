@@ -41,6 +41,15 @@ def classifier(strategy, optimizer, *, inputs=4, rate=0.5, classes=3):
     return model
 
 
+def linear(strategy, *, optimizer="sgd", loss="mse", **compiled):
+    """One layer of one unit; an optimizer may be a function that makes it in the scope."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        optimizer = optimizer() if callable(optimizer) else optimizer
+        model.compile(optimizer, loss, **compiled)
+    return model
+
+
 def bits(model):
     """What a run ends with: weights, and all that the optimizer has."""
     return [v.numpy().tobytes() for v in [*model.weights, *model.optimizer.variables]]

@@ -277,27 +277,6 @@ def test_the_limits_of_keras_config_hold(strategies, limits):
         tfdist.fit(model, X, Y, virtual_epochs=tfdist.VirtualEpochs(total_examples=20))
 
 
-@pytest.fixture
-def eagerly():
-    tf.config.run_functions_eagerly(True)
-    yield
-    tf.config.run_functions_eagerly(False)
-
-
-def test_functions_that_run_eagerly_are_refused(strategies, eagerly):
-    with strategies[2].scope():
-        model = dense()
-        calls = [lambda: tfdist.StepLoop(lambda x: {}, X, global_batch_size=4)]
-    calls += [
-        lambda: tfdist.fit(model, X, Y),
-        lambda: tfdist.evaluate(model, X, Y),
-        lambda: tfdist.predict(model, X),
-    ]
-    for call in calls:
-        with pytest.raises(tfdist.UsageError, match=r"run_functions_eagerly\(True\)"):
-            call()
-
-
 class Parts(keras.Sequential):
     """A step that takes a dict apart, as for TFDS, and a loss of `compile`."""
 

@@ -148,14 +148,6 @@ def test_an_error_leaves_no_trace(strategy, monkeypatch):
     assert ended.value.code == 130
 
 
-@pytest.mark.parametrize("name", ["find_learning_rate", "find_batch_size"])
-def test_an_uncompiled_model_is_one_line(name):
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
-    with pytest.raises(UsageError, match="a model that was not compiled") as error:
-        getattr(tfdist, name)(model, X, Y)
-    assert error.value.code == "not-compiled"
-
-
 def test_what_cannot_be_is_refused(strategies):
     model = make(strategies[1])
     for options in ({"steps": 3}, {"lowest": 0.0}, {"lowest": 1.0, "highest": 0.1},

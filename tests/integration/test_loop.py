@@ -247,25 +247,6 @@ def test_metrics_of_any_shape_are_results(strategies, replicas):
     assert not loop.results()["columns"].any()
 
 
-@pytest.mark.parametrize("options", [{"max_staleness": -1}, {"max_staleness": 0.5}])
-def test_what_could_only_wait_for_ever_is_refused(strategies, options):
-    """No work unit of a ps job ever meets such a bound."""
-    with strategies[1].scope(), pytest.raises(tfdist.UsageError, match="max_staleness: received"):
-        tfdist.StepLoop(lambda x: {"loss": x}, X, global_batch_size=4, **options)
-
-
-def test_steps_that_cannot_be_are_refused(strategies):
-    def loop(**options):
-        return tfdist.StepLoop(lambda x: {"sum": tf.reduce_sum(x)}, X, **options)
-
-    with strategies[1].scope():
-        for steps in (0, 2.5, "a", True):
-            with pytest.raises(tfdist.UsageError, match="steps: received"):
-                loop().run(steps)
-        with pytest.raises(tfdist.UsageError, match="first_step: received -1"):
-            loop(first_step=-1)
-
-
 def ready(*, counted=(), num_totals=0):
     """A program that is ready to be dispatched."""
     work = object.__new__(Work)
