@@ -218,6 +218,7 @@ def test_a_run_that_was_ended_stays_so_and_one_that_was_over_can_be_made_longer(
     asking = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: files.ask_to_stop({}))
     made, looking, ended = train_as_chief(tmp_path / "ended", asking)
     assert looking.has_stopped
+    assert "val_loss" not in made.history.history  # the evaluator's
     files.stop_file.unlink()
     again, _, epochs = train_as_chief(tmp_path / "ended", epochs=9)
     assert epochs == ended == 1
@@ -241,22 +242,6 @@ def test_a_request_that_another_task_has_seen_first_counts(tmp_path, in_chief):
     other = keras.callbacks.LambdaCallback(on_epoch_end=seen_elsewhere)
     _, looking, epochs = train_as_chief(folder, other)
     assert (epochs, looking.has_stopped) == (1, True)
-
-
-def test_the_chief_ends_its_training_when_it_is_asked_to(tmp_path, in_chief):
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    made = model()
-    asking = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: epoch == 1 and Evaluations(folder).ask_to_stop({})
-    )
-    backup = tfdist.BackupAndRestore(folder)
-    history = tfdist.fit(
-        made, X, Y, batch_size=8, epochs=9, verbose=0, validation_data=(X, Y),
-        callbacks=[asking, backup],
-    )  # fmt: skip
-    assert 2 <= len(history.history["loss"]) <= 3
-    assert "val_loss" not in history.history  # the evaluator's
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import tensorflow as tf
 import tfdist
 from tests import forked_python
 from tests.models import classifier
+from tests.processes import until
 from tfdist import phases
 from tfdist.checkpoint import CheckpointStore
 from tfdist.errors import Stopped
@@ -46,12 +47,7 @@ def handlers_as_at_a_terminal():
 def ask(signum: int) -> None:
     """Sends a signal and returns when it has been heard."""
     signal.raise_signal(signum)
-    heard = threading.Event()
-    for _ in range(10_000):
-        if stop_requests._entered[-1].signum is not None:
-            return
-        heard.wait(0.001)
-    raise AssertionError("not heard")
+    until(lambda: stop_requests._entered[-1].signum is not None, within_s=DEADLINE_S)
 
 
 @dataclasses.dataclass(frozen=True)

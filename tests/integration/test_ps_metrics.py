@@ -100,14 +100,6 @@ def test_a_metric_with_an_update_of_its_own_that_says_nothing_is_refused(wrong):
     assert refused(lambda: require_sums(compiled("mae", wrong()))) == ("metrics", "metric-adds-up")
 
 
-def test_the_line_names_the_metric_and_what_is_to_be_done():
-    assert str(refusal(lambda: require_sums(program(Most())))) == (
-        "metrics: received Most, whose update_state may do anything; expected metrics that add up "
-        "over workers, under strategy ps. Fix: set adds_up = True in its class if each of its "
-        "variables begins at 0 and is only added to; else return the figure from the step"
-    )
-
-
 def test_a_variable_that_is_not_summed_is_refused_whatever_its_metric_says():
     caught = refusal(lambda: require_sums(program(Sums(aggregation="mean"))))
     assert caught.code == "metric-aggregation"

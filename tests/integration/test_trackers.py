@@ -125,6 +125,16 @@ def test_one_that_fails_is_left_out_with_one_warning(strategies, aim, told, capl
     assert epochs_in(told) == []
 
 
+def killed_and_gone_on(blocks, attempt):
+    """Has an attempt be killed with its second epoch, and another go on; the ends of blocks."""
+    with pytest.raises(Killed):  # that epoch is logged, and its checkpoint is not there
+        attempt(KillAt(1))
+    ends = [last for _, last in blocks]
+    blocks.clear()
+    attempt()
+    return ends + [last for _, last in blocks if last > ends[-1]]
+
+
 def multiples_of_5(ends):
     """The ends of blocks in which there is one."""
     pairs = zip([0, *ends], ends, strict=False)
@@ -138,12 +148,12 @@ def test_a_killed_run_goes_on_in_its_own_and_logs_each_step_once(
     monkeypatch.setitem(sys.modules, package, None)
     made = {"aim": fake_trackers.aim, "comet_ml": fake_trackers.comet}[package]
     make = made(lambda run, **what: told.append((run, what)))
-    with pytest.raises(Killed):  # epoch 1 is logged, and its checkpoint is not there
-        train(strategies[1], [make(), tfdist.BackupAndRestore(tmp_path), KillAt(1)])
-    ends = [last for _, last in blocks]
-    blocks.clear()
-    train(strategies[2], [make(), tfdist.BackupAndRestore(tmp_path)])
-    ends += [last for _, last in blocks if last > ends[-1]]
+
+    def attempt(*more):
+        board, backup = make(), tfdist.BackupAndRestore(tmp_path)
+        train(strategies[1 if more else 2], [board, backup, *more])
+
+    ends = killed_and_gone_on(blocks, attempt)
     assert len({run for run, _ in told}) == 1
     assert epochs_in(told) == [0, 1, 2]
     if package == "comet_ml":
@@ -181,12 +191,7 @@ def test_tensorboard_shortens_no_block_and_has_each_step_once_after_a_kill(
         finally:
             board._close_writers()
 
-    with pytest.raises(Killed):
-        attempt(KillAt(1))
-    ends = [last for _, last in blocks]
-    blocks.clear()
-    attempt()
-    ends += [last for _, last in blocks if last > ends[-1]]
+    ends = killed_and_gone_on(blocks, attempt)
     assert len(ends) < EPOCHS * STEPS
     training, validation = tmp_path / "logs" / "train", tmp_path / "logs" / "validation"
     if freq == 5:
@@ -220,23 +225,20 @@ def steps_in_mlflow(mlflow, run_id):
 def test_mlflow_has_one_run_with_each_step_once(
     mlflow, strategies, tmp_path, blocks, caplog, options
 ):
+    runs = []
+
     def attempt(*more):
-        run = mlflow.start_run()
+        if runs:  # that one was killed
+            mlflow.flush_async_logging()
+            mlflow.end_run("KILLED")
+        runs.append(mlflow.start_run().info.run_id)
         lower = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
         backup = tfdist.BackupAndRestore(tmp_path / "backup")
         board = mlflow.keras.MlflowCallback(**options)
         train(strategies[1], [lower, board, backup, *more], validation_data=(X, Y))
-        return run.info.run_id
 
-    with pytest.raises(Killed):
-        attempt(KillAt(1))
-    mlflow.flush_async_logging()
-    first = mlflow.active_run().info.run_id
-    mlflow.end_run("KILLED")
-    ends = [last for _, last in blocks]
-    blocks.clear()
-    second = attempt()
-    ends += [last for _, last in blocks if last > ends[-1]]
+    ends = killed_and_gone_on(blocks, attempt)
+    first, second = runs
     assert second != first
     assert mlflow.active_run().info.run_id == first
     assert [run.info.run_id for run in mlflow.MlflowClient().search_runs(["0"])] == [first]
@@ -328,8 +330,10 @@ def logged_offline(directory):
 
 @pytest.mark.parametrize("freq", ["epoch", "batch", 5])
 def test_wandb_goes_on_in_its_run_with_each_step_once(wandb, strategies, tmp_path, blocks, freq):
+    begun = []
+
     def attempt(*more):
-        run = wandb.init(project="test", dir=tmp_path)
+        begun.append(wandb.init(project="test", dir=tmp_path).id)
         backup = tfdist.BackupAndRestore(tmp_path / "backup")
         board = wandb.integration.keras.WandbMetricsLogger(log_freq=freq)
         try:
@@ -337,17 +341,11 @@ def test_wandb_goes_on_in_its_run_with_each_step_once(wandb, strategies, tmp_pat
         finally:
             wandb.finish()
             wandb.teardown()  # when this returns, its files are whole
-        return run.id
 
-    with pytest.raises(Killed):
-        attempt(KillAt(1))
-    (first,) = logged_offline(tmp_path / "wandb")
-    ends = [last for _, last in blocks]
-    blocks.clear()
-    begun = attempt()
-    ends += [last for _, last in blocks if last > ends[-1]]
+    ends = killed_and_gone_on(blocks, attempt)
+    first, second = begun
     runs = logged_offline(tmp_path / "wandb")
-    assert runs.pop(begun) == []
+    assert runs.pop(second) == []
     ((run, lines),) = runs.items()
     assert run == first
     assert [line["epoch/epoch"] for line in lines if "epoch/epoch" in line] == [0, 1, 2]
