@@ -14,10 +14,10 @@ from tfdist.training.keras_compat import reduction
 X, Y = zoo.X, zoo.Y
 
 
-def trained(strategy, *, optimizer, loss="mse", epochs=1):
+def trained(strategy, *, optimizer, epochs=1):
     # 60 examples in batches of 8: shares of 2, 3, 3 under three replicas, and a last batch of 4.
     with strategy.scope():
-        model = zoo.penalized(optimizer, loss)
+        model = zoo.penalized(optimizer)
     history = tfdist.fit(model, X, Y, batch_size=8, epochs=epochs, seed=3, verbose=0)
     return model, history
 
@@ -29,7 +29,7 @@ def on_one_device(strategies):
     return every, *trained(strategies[1], optimizer="loss_scaling")
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=[1, 3])
 def group(request, strategies):
     """Replicas; one as of what is left of a job that was resized to one worker."""
     return strategies[request.param] if request.param > 1 else mirrored(1)
@@ -81,13 +81,6 @@ def test_replicas_equal_one_device_after_a_hundred_steps(strategies):
     assert difference(one, many) < 1e-5
 
 
-def test_sum_reduction_is_not_divided_by_the_replicas(strategies):
-    losses = [keras.losses.MeanSquaredError(reduction="sum") for _ in range(2)]
-    one, _ = trained(strategies[1], loss=losses[0], optimizer="clipvalue")
-    many, _ = trained(strategies[3], loss=losses[1], optimizer="clipvalue")
-    assert difference(one, many) < 1e-6
-
-
 def test_an_overflow_on_one_replica_is_seen_by_all(strategies):
     with strategies[3].scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -96,8 +89,7 @@ def test_an_overflow_on_one_replica_is_seen_by_all(strategies):
     y[[0, 6 + 2, 12 + 5]] = 3e38  # in each of three steps on another replica
     before = model.get_weights()
     tfdist.fit(model, np.ones_like(y), y, batch_size=6, shuffle=False, verbose=0)
-    for old, new in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(old, new)
+    np.testing.assert_equal(model.get_weights(), before)
     assert float(model.optimizer.dynamic_scale.numpy()) == 2.0**12
 
 
@@ -120,7 +112,7 @@ def test_batch_statistics_are_the_same_on_every_replica(strategies):
     assert np.abs(model.layers[1].moving_mean.numpy()).max() > 0
 
 
-def test_a_sum_without_a_regularizer_equals_one_device(strategies):
+def test_a_sum_is_not_divided_by_the_replicas(strategies):
     def train(strategy):
         keras.utils.set_random_seed(1)
         with strategy.scope():

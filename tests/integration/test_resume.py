@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.models import AtStep, Cut, bits, classifier
-from tests.refusals import refusal
+from tests.refusals import refused
 from tfdist.checkpoint import CheckpointStore, callback_state
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
@@ -140,8 +140,7 @@ def test_the_state_of_several_optimizers_is_resumed(strategies, tmp_path):
     whole = trained(tmp_path / "whole")
     with pytest.raises(Cut):
         trained(tmp_path / "cut", [keras.callbacks.LambdaCallback(on_train_batch_end=cut)])
-    for one, other in zip(trained(tmp_path / "cut"), whole, strict=True):
-        np.testing.assert_array_equal(one, other)
+    np.testing.assert_equal(trained(tmp_path / "cut"), whole)
 
 
 @pytest.mark.parametrize("start", [None, "start.keras"])
@@ -284,13 +283,19 @@ def test_timed_checkpoints_go_by_the_chiefs_clock(strategies, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "interval",
-    [{"every_steps": 0}, {"every_s": -1}, {"every_steps": 2.5}, {"every_steps": True},
-     {"every_s": float("nan")}, {"every_s": "10"}],
-)  # fmt: skip
-def test_an_interval_must_be_positive(tmp_path, interval):
-    caught = refusal(lambda: tfdist.BackupAndRestore(tmp_path, **interval))
-    assert caught.where == f"BackupAndRestore: {next(iter(interval))}"
+    ("interval", "where", "code"),
+    [
+        *(({"every_steps": n}, "every_steps", "not-an-int") for n in (0, 2.5, True)),
+        *(({"every_s": s}, "every_s", "not-a-number") for s in (-1, float("nan"), "10")),
+        ({"every": "always"}, "every", "unknown-value"),
+        ({"every": "auto", "every_s": 5.0}, "every", "exclusive"),
+        ({"mtbf_s": 5.0}, "mtbf_s", "exclusive"),
+        ({"every": "auto", "mtbf_s": 0}, "mtbf_s", "not-a-number"),
+    ],
+)
+def test_an_interval_that_cannot_be_is_refused(tmp_path, interval, where, code):
+    found, is_code = refused(lambda: tfdist.BackupAndRestore(tmp_path, **interval))
+    assert (found.removeprefix("BackupAndRestore: "), is_code) == (where, code)
 
 
 def test_metric_totals_of_another_number_of_replicas_are_taken_over(strategies, tmp_path):
@@ -332,8 +337,7 @@ def test_slots_that_copy_the_weights_copy_those_given(strategies, tmp_path):
     given = {"initial_weights": tmp_path / "m.weights.h5"}
     for model, options in zip(made, ({}, given), strict=True):
         tfdist.fit(model, X, Y, batch_size=8, seed=1, verbose=0, **options)
-    for mine, theirs in zip(made[1].get_weights(), made[0].get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_equal(made[1].get_weights(), made[0].get_weights())
 
 
 def test_some_layers_are_set_by_name(strategies, tmp_path):
@@ -409,8 +413,7 @@ def test_every_weight_of_a_model_is_set_whatever_it_is_called(strategies, tmp_pa
     for source, other in zip(("checkpoint", "twins.weights.h5"), others, strict=True):
         other(x)
         assert len(tfdist.load_weights(other, tmp_path / source)) == 5
-        for mine, theirs in zip(other.weights, trained.weights, strict=True):
-            np.testing.assert_array_equal(mine, theirs)
+        np.testing.assert_equal(other.get_weights(), trained.get_weights())
 
 
 def test_a_normalization_goes_by_the_statistics_that_are_loaded(strategies, tmp_path):
@@ -470,8 +473,7 @@ def test_the_optimizer_stays_as_it_is_when_weights_are_loaded(strategies, tmp_pa
         before = [v.numpy() for v in other.optimizer.variables]
         tfdist.load_weights(other, tmp_path / source)
         np.testing.assert_array_equal(other.layers[0].kernel, trained.layers[0].kernel)
-        for variable, value in zip(other.optimizer.variables, before, strict=True):
-            np.testing.assert_array_equal(variable.numpy(), value)
+        np.testing.assert_equal([v.numpy() for v in other.optimizer.variables], before)
 
 
 @pytest.mark.parametrize(
