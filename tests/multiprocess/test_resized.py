@@ -14,26 +14,26 @@ pytestmark = pytest.mark.slow
 PROGRAM = PROGRAMS / "resized.py"
 DEADLINE_S = 200
 KILLED = 128 + 9
-# Workers, and the step at which the chief is killed; the others go on two or three steps before
-# it, in the middle of an epoch.
-RESIZED = ((1, 58), (3, 114), (2, 0))
-GOES_ON_AT = [0, 56, 112]
+# Workers, the step at which the chief is killed, and whether optimizer state is in shards; the
+# others go on two or three steps before it, in the middle of an epoch.
+RESIZED = ((2, 58, "sharded"), (3, 114, "sharded"), (1, 163, "sharded"), (2, 0, "whole"))
+GOES_ON_AT = [0, 56, 112, 161]
 
 
-def train(out: Path, *, workers: int, kill_at: int) -> None:
+def train(out: Path, *, workers: int, kill_at: int, slots: str) -> None:
     flags = ["--strategy", "multiworker" if workers > 1 else "single", f"--workers={workers}"]
-    program = [str(PROGRAM), str(out), str(kill_at)]
+    program = [str(PROGRAM), str(out), str(kill_at), slots]
     code, said = ended(out / f"job-{workers}-{kill_at}", *flags, *program, timeout_s=DEADLINE_S)
     assert code == (KILLED if kill_at else 0), said
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The directories of a run on one device, and of one that was resized twice."""
+    """The directories of a run on one device, and of one that was resized three times."""
     whole, resized = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("resized")
-    train(whole, workers=1, kill_at=0)
-    for workers, kill_at in RESIZED:
-        train(resized, workers=workers, kill_at=kill_at)
+    train(whole, workers=1, kill_at=0, slots="whole")
+    for workers, kill_at, slots in RESIZED:
+        train(resized, workers=workers, kill_at=kill_at, slots=slots)
     return whole, resized
 
 
@@ -46,7 +46,7 @@ def test_each_step_sees_the_same_examples_augmented_alike(runs):
     proof = forked_python.run("-m", "tfdist.ledger", resized, "--json", timeout=DEADLINE_S)
     told = json.loads(proof.stdout)
     assert told["proved"] is True
-    assert [len(attempt["tasks"]) for attempt in told["attempts"]] == [1, 3, 2]
+    assert [len(attempt["tasks"]) for attempt in told["attempts"]] == [2, 3, 1, 2]
     assert [attempt["first_step"] for attempt in told["attempts"]] == GOES_ON_AT
 
 

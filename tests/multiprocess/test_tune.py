@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ class Trial:
         )
         self.running: RunningTrial | None = None
         self.outcome: Outcome | None = None
+        self.meanwhile: Callable[[], object] = lambda: None
 
     def run(self, *, budget: int | None = None) -> Outcome:
         goal = Goal(objective="val_accuracy", direction="max", until=budget)
@@ -86,6 +87,7 @@ class Trial:
 
     def _ended(self) -> bool:
         assert self.running is not None
+        self.meanwhile()
         self.runner.wait([self.running], 0.1)
         self.outcome = self.running.poll()
         return self.outcome is not None

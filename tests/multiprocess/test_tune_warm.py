@@ -137,8 +137,7 @@ done(1); finish()
                 os.kill(killed[0], signal.SIGKILL)
                 (trial.run_dir / "go").touch()
 
-        wait = trial.runner.wait
-        trial.runner.wait = lambda *args: (kill(), wait(*args))  # type: ignore[assignment]
+        trial.meanwhile = kill
         assert isinstance(trial.run(), Completed)
         (trial.run_dir / "summary.json").unlink()
         (trial.run_dir / "metrics.jsonl").unlink()
@@ -169,8 +168,7 @@ def test_nothing_is_left_of_a_trial_whose_launcher_is_killed(tmp_path):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
 
-        wait = trial.runner.wait
-        trial.runner.wait = lambda *args: (kill(), wait(*args))  # type: ignore[assignment]
+        trial.meanwhile = kill
         assert isinstance(trial.run(), Killed)
         pids = [told(trial)["pid"], told(trial)["server"]]
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))

@@ -1,7 +1,8 @@
-"""A run that another number of workers goes on with: `resized.py OUT KILL_AT`.
+"""A run that another number of workers goes on with: `resized.py OUT KILL_AT [sharded]`.
 
-SGD, synchronized BatchNormalization, crops and flips, no Dropout. At step KILL_AT the chief kills
-itself; 0 lets the run come to its end, and the chief writes what came out.
+SGD with sharded slots or whole ones, synchronized BatchNormalization, crops and flips, no Dropout.
+At step KILL_AT the chief kills itself; 0 lets the run come to its end, and the chief writes what
+came out.
 """
 
 import json
@@ -55,6 +56,7 @@ backup = tfdist.BackupAndRestore(out / "backup", every_steps=SAVE_EVERY)
 history = tfdist.fit(
     model, training, batch_size=BATCH, steps_per_epoch=STEPS_PER_EPOCH,
     epochs=STEPS // STEPS_PER_EPOCH, seed=3, verbose=0, callbacks=[backup, Kill()],
+    sharded_optimizer="sharded" in sys.argv,
     ledger=tfdist.Ledger(out / "ledger", mode="full"),
 )  # fmt: skip
 if tfdist.is_chief():
