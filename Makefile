@@ -128,7 +128,7 @@ soak: setup  ## record the memory of a job of each strategy for two hours, and w
 	$(CPU_ONLY) $(PY) -m benchmarks.soak $(ARGS)
 
 stress: setup  ## cached streams while the machine is busy: none may be cut; faults of a service: no request lost
-	$(CPU_ONLY) $(PY) -m tests.stress.service
+	HARDER=10 $(CPU_ONLY) $(PY) -m pytest tests/multiprocess/test_serve.py -k "lost or replaced or break or lose"
 	$(CPU_ONLY) $(PY) -m tests.stress.cached_streams $(ARGS)
 
 clean:  ## remove what the targets above made, runs excepted

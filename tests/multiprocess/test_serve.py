@@ -38,6 +38,8 @@ from tfdist.serving.supervisor import ServeOptions, ServiceSupervisor
 from tfdist.serving.versions import find_versions
 
 DEADLINE_S = 120.0
+HARDER = int(os.environ.get("HARDER", "1"))
+"""How many times as many faults of each kind; `make stress` has ten times as many."""
 PREDICT = "/v1/models/m:predict"
 HEAD = "POST /v1/models/m:predict HTTP/1.1\r\n"
 OF_HTTP = (b"\r\n", b"\r\n\r\n", b"%00", b"chunked", b"-1", b"{", b"[")
@@ -159,13 +161,12 @@ def wait_until_healthy(running: Service) -> None:
     running.until(lambda: running.get("/healthz")[0] == 200)
 
 
-@contextlib.contextmanager
-def load(running: Service, clients: int = 4, send: Any = None) -> Iterator[Counter[str]]:
+def load(
+    running: Service, clients: int = 4, send: Any = None
+) -> contextlib.AbstractContextManager[Counter[str]]:
     """Send requests all the time; yield the outcomes, of which all must be ok at the end."""
-    outcomes: Counter[str] = Counter()
-    stop = threading.Event()
 
-    def work(client: int) -> None:
+    def work(client: int, outcomes: Counter[str], stop: threading.Event) -> None:
         number = 0
         with contextlib.closing(running.connect()) as connection:
             while not stop.is_set():
@@ -178,7 +179,16 @@ def load(running: Service, clients: int = 4, send: Any = None) -> Iterator[Count
                     answer = {"error": repr(error)}
                 outcomes["ok" if answer.get("predictions") == asked else str(answer)] += 1
 
-    threads = [threading.Thread(target=work, args=(client,)) for client in range(clients)]
+    return all_ok(work, clients)
+
+
+@contextlib.contextmanager
+def all_ok(work: Callable[..., None], clients: int) -> Iterator[Counter[str]]:
+    """Have clients work beside the block; yield the outcomes, of which all must be ok."""
+    outcomes, stop = Counter[str](), threading.Event()
+    threads = [
+        threading.Thread(target=work, args=(client, outcomes, stop)) for client in range(clients)
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -235,6 +245,8 @@ def test_both_protocols_answer(shared):
     status, answer = shared.predict([1, 2])
     assert (status, answer["predictions"], answer["by"][0]) == (200, [1, 2], 3)
     assert shared.predict([1], "/v1/models/m/versions/3:predict")[0] == 200
+    (version,) = shared.get("/v1/models/m")[1]["model_version_status"]
+    assert (version["version"], version["state"]) == ("3", "AVAILABLE")
     with grpc.insecure_channel(shared.grpc) as channel:
         call(channel)
         health = channel.unary_unary("/grpc.health.v1.Health/Check")
@@ -243,11 +255,6 @@ def test_both_protocols_answer(shared):
             call(channel, b"\x0a\x01x")
     assert error.value.code() is grpc.StatusCode.NOT_FOUND
     assert error.value.details() == str(Target(name="x").not_found())
-
-
-def test_states_of_versions_are_told(shared):
-    (version,) = shared.get("/v1/models/m")[1]["model_version_status"]
-    assert (version["version"], version["state"]) == ("3", "AVAILABLE")
 
 
 @pytest.mark.parametrize(
@@ -370,47 +377,49 @@ def test_metrics(shared):
 def test_no_request_is_lost_with_a_replica(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, replicas=2) as running, load(running) as outcomes:
-        for kills in range(1, 5):
+        for kills in range(1, 4 * HARDER + 1):
             wait_for_more(outcomes)
             os.kill(running.replicas()[-1], signal.SIGKILL)
             running.wait_for(r"replica \d+ is ready", 2 + kills)
             wait_for_more(outcomes)
-        assert len(running.wait_for("was killed by SIGKILL; it is replaced")) == 4
+        assert len(running.wait_for("was killed by SIGKILL; it is replaced")) == kills
         status, answer = running.predict("kill")  # whoever has it, and that is tried twice
         assert (status, answer["error"]) == (500, "2 replicas ended while they had this request")
-        running.wait_for(r"replica \d+ is ready", 8)
+        running.wait_for(r"replica \d+ is ready", 2 + kills + 2)
         wait_for_more(outcomes)
-        assert len(running.wait_for("was killed by SIGKILL")) == 6
+        assert len(running.wait_for("was killed by SIGKILL")) == kills + 2
 
 
 def test_a_hanging_replica_is_replaced_and_its_requests_are_answered(tmp_path):
     make_version(tmp_path / "m", 1)
     options = {"replicas": 2, "limits": {"hang_s": 1.0}}
     with service(tmp_path, **options) as running, load(running) as outcomes:
-        wait_for_more(outcomes)
-        os.kill(running.replicas()[-1], signal.SIGSTOP)
-        running.wait_for("hangs; its requests go to others")
-        running.wait_for(r"replica \d+ is ready", 3)
+        for hangs in range(1, HARDER + 1):
+            wait_for_more(outcomes)
+            os.kill(running.replicas()[-1], signal.SIGSTOP)
+            running.wait_for("hangs; its requests go to others", hangs)
+            running.wait_for(r"replica \d+ is ready", 2 + hangs)
         wait_for_more(outcomes)
 
 
 def test_versions_come_go_and_break_under_load(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, replicas=2) as running, load(running) as outcomes:
-        make_version(tmp_path / "m", 2)
-        running.wait_for("m: version 2 is served")
-        assert running.predict([1])[1]["by"][0] == 2
-        make_version(tmp_path / "m", 3, "broken")
-        running.wait_for("version 3 is refused: broken on purpose")
+        for last in range(2, HARDER + 2):
+            make_version(tmp_path / "m", last)
+            running.wait_for(f"m: version {last} is served")
+        assert running.predict([1])[1]["by"][0] == last
+        make_version(tmp_path / "m", last + 1, "broken")
+        running.wait_for(f"version {last + 1} is refused: broken on purpose")
         states = {
-            one["version"]: (one["state"], one["status"]["error_message"])
+            int(one["version"]): (one["state"], one["status"]["error_message"])
             for one in running.get("/v1/models/m")[1]["model_version_status"]
         }
-        assert states == {"3": ("END", "broken on purpose"), "2": ("AVAILABLE", "")}
-        shutil.rmtree(tmp_path / "m" / "2")
-        running.wait_for("m: version 1 is served", 2)
+        assert states == {last + 1: ("END", "broken on purpose"), last: ("AVAILABLE", "")}
+        shutil.rmtree(tmp_path / "m" / str(last))
+        running.wait_for(f"m: version {last - 1} is served", 2)
         wait_for_more(outcomes)
-        assert running.predict([1])[1]["by"][0] == 1
+        assert running.predict([1])[1]["by"][0] == last - 1
 
 
 def test_versions_and_labels_are_served_side_by_side_under_load(tmp_path):
@@ -487,7 +496,7 @@ def test_clients_that_try_again_lose_nothing_with_the_front(tmp_path):
         loads = [load(running, clients=1, send=send_again) for _ in range(4)]
         outcomes = list(map(clients.enter_context, [*loads, load_by_grpc(running.grpc)]))
         replicas = running.replicas()
-        for kills in range(1, 4):
+        for kills in range(1, 3 * HARDER + 1):
             for each in outcomes:
                 wait_for_more(each)
             os.kill(front_of(running.process.pid), signal.SIGKILL)
@@ -506,13 +515,10 @@ def call_by_grpc(address: str) -> None:
         call(channel)
 
 
-@contextlib.contextmanager
-def load_by_grpc(address: str) -> Iterator[Counter[str]]:
+def load_by_grpc(address: str) -> contextlib.AbstractContextManager[Counter[str]]:
     """Call all the time by a channel that tries again, as the docs have it."""
-    outcomes: Counter[str] = Counter()
-    stop = threading.Event()
 
-    def work() -> None:
+    def work(client: int, outcomes: Counter[str], stop: threading.Event) -> None:
         with grpc.insecure_channel(address, options=[("grpc.service_config", RETRY)]) as channel:
             while not stop.is_set():
                 try:
@@ -521,14 +527,7 @@ def load_by_grpc(address: str) -> Iterator[Counter[str]]:
                 except grpc.RpcError as error:
                     outcomes[str(error)] += 1
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield outcomes
-    finally:
-        stop.set()
-        thread.join(DEADLINE_S)
-    assert set(outcomes) == {"ok"}, outcomes
+    return all_ok(work, 1)
 
 
 def front_of(supervisor: int) -> int:
@@ -567,11 +566,29 @@ def test_a_spare_process_takes_the_place_of_a_replica(tmp_path):
         assert running.predict([1])[0] == 200
 
 
-def test_a_replica_is_followed_to_its_end_also_where_no_spare_can_be_started(tmp_path, caplog):
-    make_version(tmp_path / "m", 1)
-    options = ServeOptions(directory=tmp_path, rest_port=0, grpc_port=0, limits=QueueLimits())
+def supervisor_of(directory: Path) -> ServiceSupervisor:
+    """A supervisor of a model with one version, in this process."""
+    make_version(directory / "m", 1)
+    options = ServeOptions(directory=directory, rest_port=0, grpc_port=0, limits=QueueLimits())
     modules = {"replica": "tests.multiprocess.programs.fake_replica"}
-    supervisor = ServiceSupervisor(options, modules=modules)
+    return ServiceSupervisor(options, modules=modules)
+
+
+def follow(supervisor: ServiceSupervisor, begin: Callable[[], None]) -> None:
+    """Have a supervisor begin something, and follow it to its end."""
+
+    async def run() -> None:
+        begin()
+        await asyncio.gather(*supervisor._tasks)
+
+    try:
+        asyncio.run(run())
+    finally:
+        supervisor._end()
+
+
+def test_a_replica_is_followed_to_its_end_also_where_no_spare_can_be_started(tmp_path, caplog):
+    supervisor = supervisor_of(tmp_path)
 
     def refuse() -> None:
         for one in supervisor._replicas.values():  # the replica has just said that it is ready
@@ -584,35 +601,25 @@ def test_a_replica_is_followed_to_its_end_also_where_no_spare_can_be_started(tmp
         supervisor._start_process = refuse
         return start()
 
-    async def follow() -> None:
+    def begin() -> None:
         supervisor._start_process = start_the_first
         supervisor._set("m", supervisor._models["m"].scanned(find_versions(tmp_path / "m")))
-        await asyncio.gather(*supervisor._tasks)
 
-    try:
-        asyncio.run(follow())
-    finally:
-        supervisor._end()
+    follow(supervisor, begin)
     assert "m: no spare could be started: no room for a process" in caplog.text
     assert "replica 1 was killed by SIGKILL; it is replaced" in caplog.text
 
 
 def test_a_version_that_has_gone_before_its_replica_starts_can_come_back(tmp_path):
     """As one that is mended by another copy of it, while its replica waits for the next try."""
-    make_version(tmp_path / "m", 1)
-    options = ServeOptions(directory=tmp_path, rest_port=0, grpc_port=0, limits=QueueLimits())
-    supervisor = ServiceSupervisor(options)
+    supervisor = supervisor_of(tmp_path)
 
-    async def start() -> None:
+    def begin() -> None:
         found = supervisor._models["m"].scanned(find_versions(tmp_path / "m"))
         supervisor._set("m", found)  # its replica starts in the next turn of the loop
         supervisor._models["m"] = supervisor._models["m"].scanned({})
-        await asyncio.gather(*supervisor._tasks)
 
-    try:
-        asyncio.run(start())
-    finally:
-        supervisor._end()
+    follow(supervisor, begin)
     assert supervisor._models["m"].replicas == ()
 
 
