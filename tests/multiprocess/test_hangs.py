@@ -223,30 +223,8 @@ def a_stopped_worker_of_several_is_killed_and_done_without(hang):
     assert "done without worker-1\n" in job.text
 
 
-def a_job_that_goes_on_is_left_alone(hang):
-    flags = ("--strategy=multiworker", "--workers=2", "--startup_timeout_s=0.5")
-    job = hang(f"ready(); works({2 * HANG_S + 1})", *flags)
-    job.pids(2)
-    yield
-    assert job.end() == 0
-
-
 def a_script_that_trains_by_itself_may_take_its_time(hang):
     job = hang(f"ready(); time.sleep({2 * HANG_S + 1})", "--startup_timeout_s=0.5")
-    job.pids(1)
-    yield
-    assert job.end() == 0
-
-
-def who_waits_for_another_process_may_take_its_time(hang):
-    source = """
-    import subprocess
-    ready()
-    waiting = threading.Thread(target=subprocess.run, args=(["sleep", "{seconds}"],))
-    waiting.start()
-    waiting.join()
-    """
-    job = hang(source.format(seconds=2 * HANG_S + 1), "--startup_timeout_s=0.5")
     job.pids(1)
     yield
     assert job.end() == 0
@@ -340,9 +318,7 @@ def test_a_server_of_a_ps_job_that_is_stopped_is_named_or_done_without(hang):
 def test_who_may_take_its_time_is_left_alone(hang):
     side_by_side(
         after_a_sleep_of_the_whole_machine_nobody_is_blamed(hang),
-        a_job_that_goes_on_is_left_alone(hang),
         a_script_that_trains_by_itself_may_take_its_time(hang),
-        who_waits_for_another_process_may_take_its_time(hang),
         a_script_that_becomes_another_program_is_not_expected_to_speak(hang),
         tasks_that_wait_for_someone_to_read_their_output_do_not_hang(hang),
         without_a_timeout_a_job_stands_still_for_ever(hang),

@@ -293,10 +293,21 @@ def test_without_host_0_the_others_end_and_say_so(both):
 RESUMES = ATTEMPT + "if attempt == 1: " + PAUSE + "\nprint('attempt', attempt, index)\n"
 
 
-def test_a_host_that_comes_back_is_in_the_next_attempt(host, both):
-    other, first = both(RESUMES, "--max_restarts", "1")
-    other.ready(1)
-    first.ready(1)
+@pytest.fixture
+def running(both):
+    """Starts the launchers of a job that goes on in its second attempt; its tasks are ready."""
+
+    def start(*flags):
+        jobs = both(RESUMES, "--max_restarts", "1", *flags)
+        for job in jobs:
+            job.ready(1)
+        return jobs
+
+    return start
+
+
+def test_a_host_that_comes_back_is_in_the_next_attempt(host, running):
+    other, first = running()
     other.process.kill()
     first.read_until("host 127.0.0.2 is gone")
     again = host(1, RESUMES, "--max_restarts", "1")
@@ -307,10 +318,8 @@ def test_a_host_that_comes_back_is_in_the_next_attempt(host, both):
     other.assert_gone()
 
 
-def test_host_0_may_come_back_too(host, both):
-    other, first = both(RESUMES, "--max_restarts", "1")
-    other.ready(1)
-    first.ready(1)
+def test_host_0_may_come_back_too(host, running):
+    other, first = running()
     first.process.kill()
     other.read_until("is gone")
     again = host(0, RESUMES, "--max_restarts", "1")
@@ -318,11 +327,8 @@ def test_host_0_may_come_back_too(host, both):
     assert "attempt 2 1" in other.text
 
 
-def test_the_others_go_on_where_that_was_asked_for(both):
-    flags = ("--max_restarts", "1", "--min_workers", "1", "--startup_timeout_s", "10")
-    other, first = both(RESUMES, *flags)
-    other.ready(1)
-    first.ready(1)
+def test_the_others_go_on_where_that_was_asked_for(running):
+    other, first = running("--min_workers", "1", "--startup_timeout_s", "10")
     other.process.kill()
     assert first.end() == 0
     assert "going on without 127.0.0.2 (rank 1), with 1 worker" in first.text
@@ -330,10 +336,8 @@ def test_the_others_go_on_where_that_was_asked_for(both):
     assert [task["task"] for task in report("run")["attempts"][1]["tasks"]] == ["worker-0"]
 
 
-def test_a_host_that_does_not_come_back_ends_the_job(both):
-    other, first = both(RESUMES, "--max_restarts", "1", "--startup_timeout_s", "10")
-    other.ready(1)
-    first.ready(1)
+def test_a_host_that_does_not_come_back_ends_the_job(running):
+    other, first = running("--startup_timeout_s", "10")
     other.process.kill()
     assert first.end() == EXIT_PEER_MISSING
     assert "not started again: 1 of 2 hosts are there: waited 10 s for 127.0.0.2" in first.text

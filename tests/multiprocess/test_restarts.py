@@ -158,23 +158,6 @@ def test_what_a_task_leaves_behind_is_gone_before_the_next_attempt(launch):
 # requests to stop, and the end of the launcher, around a restart
 
 
-def test_a_job_that_is_asked_to_stop_while_it_is_stopped_is_not_started_again(launch):
-    source = """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    ready()
-    signal.pause()
-    """
-    job = launch(program(source), "--workers=2", "--max_restarts=3", "--run_dir=run")
-    os.kill(ready(job, 1, 2)["worker-0"], signal.SIGKILL)
-    job.read_until("failed first")
-    job.signal(signal.SIGTERM)
-    assert job.end() == 143
-    assert "SIGTERM: not started again\n" in job.text
-    assert report("run")["exit_code"] == 143
-    assert len(report("run")["attempts"]) == 1
-    job.assert_gone(0)
-
-
 def test_ctrl_c_between_two_attempts_is_heard(launch):
     command = patched(
         """
