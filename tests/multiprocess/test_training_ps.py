@@ -11,6 +11,7 @@ from tests.multiprocess.programs import zoo
 from tests.multiprocess.test_training import (
     assert_as_on_one_device,
     assert_left_no_trace,
+    assert_refused_where_keras_fails,
     on_one_device,
 )
 from tests.multiprocess.trainings import PROGRAMS, launch
@@ -112,6 +113,10 @@ def test_a_range_test_of_a_ps_job_leaves_no_trace(parameter_server):
     assert_left_no_trace(parameter_server[1]["range test"])
 
 
+def test_what_stock_keras_cannot_do_in_a_ps_job_is_refused(parameter_server):
+    assert_refused_where_keras_fails(parameter_server[1]["native calls"], strategy="ps")
+
+
 def test_ps_puts_metrics_of_every_kind_together(parameter_server):
     _, seen = parameter_server
     model = zoo.judged()
@@ -119,8 +124,7 @@ def test_ps_puts_metrics_of_every_kind_together(parameter_server):
     assert seen["judged"].keys() == found.keys()
     for name, value in found.items():
         np.testing.assert_allclose(seen["judged"][name], value, rtol=1e-5, err_msg=name)
-    assert "metrics: received a metric whose least/least does not begin at 0" in seen["least"]
-    assert "metrics: received Most, whose update_state may do anything" in seen["most"]
+    assert (seen["Least"], seen["Most"]) == ("metric-zero", "metric-adds-up")
 
 
 def test_ps_optimizers_go_by_the_step_that_was_dispatched(parameter_server):

@@ -23,36 +23,52 @@ OUT = pathlib.Path(sys.argv[1])
 SEEN = {}
 
 
-class Targets(keras.metrics.Metric):
+class OneNumber(keras.metrics.Metric):
+    """A metric of one number, which begins at 0."""
+
+    def __init__(self):
+        super().__init__(name=type(self).__name__.lower())
+        self.value = self.add_weight(name="value", initializer="zeros")
+
+    def result(self):
+        return self.value
+
+
+class Targets(OneNumber):
     """Adds the targets up."""
 
     adds_up = True
 
-    def __init__(self):
-        super().__init__(name="targets")
-        self.total = self.add_weight(name="total", initializer="zeros")
-
     def update_state(self, y_true, y_pred, sample_weight=None):
-        self.total.assign_add(tf.reduce_sum(y_true))
-
-    def result(self):
-        return self.total
+        self.value.assign_add(tf.reduce_sum(y_true))
 
 
-class Examples(keras.metrics.Metric):
+class Examples(OneNumber):
     """Counts examples, so that a lost update shows."""
 
     adds_up = True
 
-    def __init__(self):
-        super().__init__(name="examples")
-        self.count = self.add_weight(name="count", initializer="zeros")
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign_add(tf.cast(tf.shape(y_true)[0], tf.float32))
+
+
+class Least(OneNumber):
+    """Keeps the least target, which begins at infinity."""
+
+    adds_up = True
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        self.count.assign_add(tf.cast(tf.shape(y_true)[0], tf.float32))
+        self.value.assign(tf.minimum(self.value, tf.reduce_min(y_true)))
 
-    def result(self):
-        return self.count
+    def reset_state(self):
+        self.value.assign(float("inf"))
+
+
+class Most(OneNumber):
+    """Keeps the greatest target above 0."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(tf.maximum(self.value, tf.reduce_max(y_true)))
 
 
 def counts():
@@ -167,39 +183,6 @@ def loop_of(model, x):
     return tfdist.StepLoop(step, (x, x), global_batch_size=8, seed=3)
 
 
-class Least(keras.metrics.Metric):
-    """Keeps the least target, which begins at infinity."""
-
-    adds_up = True
-
-    def __init__(self):
-        super().__init__(name="least")
-        self.least = self.add_weight(name="least", initializer="zeros")
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        self.least.assign(tf.minimum(self.least, tf.reduce_min(y_true)))
-
-    def reset_state(self):
-        self.least.assign(float("inf"))
-
-    def result(self):
-        return self.least
-
-
-class Most(keras.metrics.Metric):
-    """Keeps the greatest target above 0."""
-
-    def __init__(self):
-        super().__init__(name="most")
-        self.most = self.add_weight(name="most", initializer="zeros")
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        self.most.assign(tf.maximum(self.most, tf.reduce_max(y_true)))
-
-    def result(self):
-        return self.most
-
-
 def metrics():
     """Metrics of many kinds, over a model that stays as it is."""
     with strategy.scope():
@@ -208,14 +191,14 @@ def metrics():
         model, zoo.IMAGES, zoo.JUDGED, batch_size=7, verbose=0, return_dict=True
     )
     SEEN["judged"] = {name: np.asarray(value).tolist() for name, value in found.items()}
-    for name, metric in {"least": Least, "most": Most}.items():
+    for metric in (Least, Most):
         with strategy.scope():
             model = zoo.dense()
             model.compile("sgd", "mse", metrics=[metric()])
         try:
             tfdist.fit(model, zoo.X, zoo.Y, batch_size=8, verbose=0)
         except tfdist.UsageError as error:
-            SEEN[name] = str(error)
+            SEEN[metric.__name__] = error.code
 
 
 def steps_of_optimizers():
@@ -320,9 +303,13 @@ def ranges_that_go_on():
     SEEN["staleness of slow steps"] = pool.account.summary()["staleness"]
 
 
+def native_calls():
+    SEEN["native calls"] = zoo.native_calls(strategy)
+
+
 PARTS = (
     counts, grid, sources, callbacks, own_step, metrics, steps_of_optimizers, staleness,
-    repeated_rows, ranges_that_go_on, find,
+    repeated_rows, ranges_that_go_on, find, native_calls,
 )  # fmt: skip
 for part in PARTS:
     if not sys.argv[2:] or part.__name__ in sys.argv[2:]:

@@ -100,6 +100,10 @@ def export():
     SEEN["exported"] = zoo.exported(strategy, OUT / "exports")
 
 
+def native_calls():
+    SEEN["native calls"] = zoo.native_calls(strategy)
+
+
 def group():
     told = tfdist.broadcast({"from": sys.argv, "array": np.arange(3)})
     SEEN["broadcast"] = told["array"].tolist()
@@ -116,6 +120,7 @@ for part in (
     own_step,
     find,
     export,
+    native_calls,
     group,
 ):
     print(f"doing {part.__name__}", flush=True)

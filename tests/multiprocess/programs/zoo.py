@@ -1,5 +1,6 @@
 """Models and data that the jobs and the tests that judge them have in common."""
 
+import contextlib
 import hashlib
 
 import keras
@@ -201,7 +202,7 @@ def normalized(strategy, **fit):
     return found
 
 
-def penalized(optimizer, loss="mse"):
+def penalized(optimizer):
     """A small regression model with a penalty and a constraint."""
     keras.utils.set_random_seed(1)
     layers = keras.layers
@@ -212,7 +213,7 @@ def penalized(optimizer, loss="mse"):
             layers.Dense(1, kernel_constraint=keras.constraints.MaxNorm(1.5)),
         ]
     )
-    model.compile(OPTIMIZERS[optimizer](), loss)
+    model.compile(OPTIMIZERS[optimizer](), "mse")
     return model
 
 
@@ -510,6 +511,49 @@ def own_loop(strategy):
     loop = tfdist.StepLoop(step, (X, Y), global_batch_size=8, seed=3, metrics=[total])
     loop.run(5)
     return loop, model
+
+
+OF_KERAS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+
+
+def outcomes(method_of):
+    """What comes of each call of Keras' own methods."""
+    x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+    found = {}
+    for name in OF_KERAS:
+        arguments = (x,) if "predict" in name else (x, y)
+        try:
+            method_of(name)(*arguments, **({} if "batch" in name else {"verbose": 0}))
+            found[name] = "works"
+        except tfdist.UsageError as error:
+            found[name] = f"{error.where}: {error.code}. Fix: {error.fix}"
+        except Exception as error:
+            found[name] = type(error).__name__
+    return found
+
+
+def native_calls(strategy):
+    """What comes of Keras' own methods: as they are without tfdist, and as a program calls them."""
+    models = []
+    for scope in (strategy.scope(), contextlib.nullcontext()):
+        with scope:
+            models.append(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+            models[-1].compile("sgd", "mse")
+    model, elsewhere = models
+
+    def stock(name):
+        method = getattr(keras.Model, name)
+        return getattr(method, "__wrapped__", method).__get__(model)
+
+    class Calling(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen["in a callback"] = outcomes(lambda name: getattr(self.model, name))
+
+    seen = {"stock": outcomes(stock), "in the program": outcomes(lambda name: getattr(model, name))}
+    seen["a model of no strategy"] = outcomes(lambda name: getattr(elsewhere, name))
+    ones = np.ones((8, 4), "float32")
+    tfdist.fit(model, ones, ones[:, :1], batch_size=4, verbose=0, callbacks=[Calling()])
+    return seen
 
 
 def sha(model):
