@@ -325,33 +325,23 @@ def test_model_checkpoint_saves_every_so_many_batches(without_batches):
     assert max(trained) > 1  # and do not ask for every batch
 
 
-def test_model_checkpoint_counts_batches_over_virtual_epochs_of_unequal_steps(strategies, tmp_path):
-    checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}-{batch}.keras", save_freq=7)
-    # Virtual epochs of 30, 31 and 31 examples: 3, 4 and 4 steps.
-    length = tfdist.VirtualEpochs(total_examples=92, checkpoints=3)
-    tfdist.fit(
-        make_model(strategies[1]), X, Y, BATCH_SIZE,
-        verbose=0, callbacks=[checkpoint], virtual_epochs=length,
-    )  # fmt: skip
-    assert {iterations for iterations, _ in _saved(tmp_path).values()} == {7}
-
-
-def test_model_checkpoint_counts_batches_from_the_initial_epoch(strategies, tmp_path):
-    checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}-{batch}.keras", save_freq=3)
-    tfdist.fit(
-        make_model(strategies[1]), X, Y, BATCH_SIZE,
-        verbose=0, callbacks=[checkpoint], epochs=3, initial_epoch=1,
-    )  # fmt: skip
-    steps = range(3, 2 * STEPS + 1, 3)
-    assert {iterations for iterations, _ in _saved(tmp_path).values()} == set(steps)
-
-
-def test_model_checkpoint_goes_on_counting_in_a_second_fit(strategies, tmp_path):
-    checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}-{batch}.keras", save_freq=3)
+@pytest.mark.parametrize(
+    ("frequency", "options", "fits", "steps"),
+    [
+        # Virtual epochs of 30, 31 and 31 examples: 3, 4 and 4 steps.
+        (7, {"virtual_epochs": tfdist.VirtualEpochs(total_examples=92, checkpoints=3)}, 1, [7]),
+        (3, {"epochs": 3, "initial_epoch": 1}, 1, [3, 6, 9]),
+        (3, {}, 2, [3, 6, 9]),
+    ],
+    ids=["over unequal epochs", "from the initial epoch", "on in a second fit"],
+)
+def test_model_checkpoint_counts_batches(strategies, tmp_path, frequency, options, fits, steps):
+    path = tmp_path / "{epoch}-{batch}.keras"
+    checkpoint = keras.callbacks.ModelCheckpoint(path, save_freq=frequency)
     model = make_model(strategies[1])
-    for _ in range(2):
-        tfdist.fit(model, X, Y, BATCH_SIZE, verbose=0, callbacks=[checkpoint])
-    assert {iterations for iterations, _ in _saved(tmp_path).values()} == {3, 6, 9}
+    for _ in range(fits):
+        tfdist.fit(model, X, Y, BATCH_SIZE, verbose=0, callbacks=[checkpoint], **options)
+    assert sorted({iterations for iterations, _ in _saved(tmp_path).values()}) == steps
 
 
 def test_csv_logger_writes_what_keras_writes(without_batches):
@@ -409,23 +399,17 @@ def test_tensorboard_per_epoch_leaves_ranges_long(strategies, tmp_path, ranges):
     assert_long(ranges, STEPS)
 
 
-def test_terminate_on_nan_stops(strategies):
+def test_terminate_on_nan_stops_and_can_raise(strategies):
     y = Y.copy()
     y[11] = np.nan
-    for callbacks in ([keras.callbacks.TerminateOnNaN()], []):
-        model = make_model(strategies[2])
-        history = tfdist.fit(
-            model, X, y, **(OPTIONS | {"validation_data": None}), callbacks=callbacks
-        )
-        assert len(history.epoch) == (1 if callbacks else EPOCHS)
-        assert np.isnan(history.history["loss"]).all()
-
-
-def test_terminate_on_nan_can_raise(strategies):
-    y = np.full_like(Y, np.inf)
+    options = OPTIONS | {"validation_data": None}
+    stopper = keras.callbacks.TerminateOnNaN()
+    history = tfdist.fit(make_model(strategies[2]), X, y, **options, callbacks=[stopper])
+    assert history.epoch == [0]
+    assert np.isnan(history.history["loss"]).all()
     stopper = keras.callbacks.TerminateOnNaN(raise_error=True)
     with pytest.raises(RuntimeError, match="NaN or Inf loss"):
-        tfdist.fit(make_model(strategies[2]), X, y, **OPTIONS, callbacks=[stopper])
+        tfdist.fit(make_model(strategies[2]), X, np.inf * Y, **OPTIONS, callbacks=[stopper])
 
 
 def test_lambda_callback_sees_every_batch(with_batches):
@@ -507,39 +491,38 @@ def test_training_stops_where_a_batch_hook_asks(strategies):
     assert_same_history(ours.history, theirs.history)
 
 
-def test_evaluation_and_prediction_stop_where_a_batch_hook_asks(strategies):
-    class Stop(keras.callbacks.Callback):
-        def on_test_batch_end(self, batch, logs=None):
-            self.model.stop_evaluating = batch == 1
+class StopInTheSecondBatch(keras.callbacks.Callback):
+    def on_test_batch_end(self, batch, logs=None):
+        self.model.stop_evaluating = batch == 1
 
-        def on_predict_batch_end(self, batch, logs=None):
-            self.model.stop_predicting = batch == 1
+    def on_predict_batch_end(self, batch, logs=None):
+        self.model.stop_predicting = batch == 1
 
-    model, options = make_model(strategies[2]), {"batch_size": BATCH_SIZE, "verbose": 0}
-    options["callbacks"] = [Stop()]
-    exact = tfdist.evaluate(model, X[: 2 * BATCH_SIZE], Y[: 2 * BATCH_SIZE], verbose=0)
+
+class StopAsItBegins(keras.callbacks.Callback):
+    """It has one batch all the same."""
+
+    def on_test_begin(self, logs=None):
+        self.model.stop_evaluating = True
+
+    def on_predict_begin(self, logs=None):
+        self.model.stop_predicting = True
+
+
+class StopAndLook(StopAsItBegins):
+    def on_predict_batch_end(self, batch, logs=None):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("stop", "batches"), [(StopInTheSecondBatch, 2), (StopAsItBegins, 1), (StopAndLook, 1)]
+)
+def test_evaluation_and_prediction_stop_where_a_hook_asks(strategies, stop, batches):
+    model, examples = make_model(strategies[2]), batches * BATCH_SIZE
+    options = {"batch_size": BATCH_SIZE, "verbose": 0, "callbacks": [stop()]}
+    exact = tfdist.evaluate(model, X[:examples], Y[:examples], verbose=0)
     assert tfdist.evaluate(model, X, Y, **options) == pytest.approx(exact, rel=1e-5)
-    assert len(tfdist.predict(model, X, **options)) == 2 * BATCH_SIZE
-
-
-def test_evaluation_and_prediction_that_are_stopped_as_they_begin_have_one_batch(strategies):
-    class Stop(keras.callbacks.Callback):
-        def on_test_begin(self, logs=None):
-            self.model.stop_evaluating = True
-
-        def on_predict_begin(self, logs=None):
-            self.model.stop_predicting = True
-
-    class StopAndLook(Stop):
-        def on_predict_batch_end(self, batch, logs=None):
-            pass
-
-    model, first = make_model(strategies[2]), X[:BATCH_SIZE]
-    for callback in (Stop(), StopAndLook()):
-        options = {"batch_size": BATCH_SIZE, "verbose": 0, "callbacks": [callback]}
-        exact = tfdist.evaluate(model, first, Y[:BATCH_SIZE], verbose=0)
-        assert tfdist.evaluate(model, X, Y, **options) == pytest.approx(exact, rel=1e-5)
-        assert len(tfdist.predict(model, X, **options)) == BATCH_SIZE
+    assert len(tfdist.predict(model, X, **options)) == examples
 
 
 def test_hooks_may_read_and_write_the_model(strategies):

@@ -248,6 +248,7 @@ def test_masked_losses_of_several_outputs_equal_one_device(strategies):
 
 def test_masked_losses_with_sample_weights_equal_one_device(strategies):
     losses = {"mean": entropy(), "weighted": entropy(reduction="mean_with_sample_weight")}
+    losses["number"] = one_number
     y, weights = dict.fromkeys(losses, NEXT), dict.fromkeys(losses, WEIGHTS)
     require_equal(strategies, of_several_outputs(losses), TOKENS, y, sample_weight=weights)
 

@@ -14,7 +14,6 @@ from tests import forked_python
 from tests.processes import python
 from tfdist.data import tfds
 from tfdist.data.arrays import ArraySource
-from tfdist.data.augment import RandomFlip
 from tfdist.data.cache import exclusive
 from tfdist.data.python_indexed import PythonSource
 from tfdist.data.tfrecord import TFRecordSource
@@ -52,16 +51,6 @@ def mocked(tmp_path):
 
 def everything(source):
     return tf.nest.map_structure(np.asarray, source.gather(np.arange(source.num_examples)))
-
-
-@pytest.mark.usefixtures("mocked")
-@pytest.mark.parametrize(("name", "shape"), [("mnist", (28, 28, 1)), ("cifar10", (32, 32, 3))])
-def test_image_sets_are_loaded_into_memory(name, shape):
-    source = tfds.load(name, "train", transform=RandomFlip())
-    assert isinstance(source, ArraySource)
-    assert source.num_examples == 12
-    assert source.element_spec == (tf.TensorSpec(shape, tf.uint8), tf.TensorSpec([], tf.int64))
-    assert source.transform == RandomFlip()
 
 
 @pytest.mark.usefixtures("mocked")

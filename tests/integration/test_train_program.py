@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import types
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests import forked_python
+from tests.processes import until
 from tfdist.checkpoint.state import weights_sha256
 from tfdist.outputs.run_directory import RunDirectory
 
@@ -123,12 +123,8 @@ def test_a_run_killed_after_a_checkpoint_ends_as_if_it_had_not_been(finished, tm
     arguments = [*SHORT, "--config.seed=5", *often]
     where = f"--config.run_dir={run_dir}"
     process = forked_python.Program("-m", "tfdist.train", *arguments, where)
-    deadline = time.monotonic() + DEADLINE_S
     try:
-        while not list(run_dir.glob("checkpoints/step-*")):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: [*run_dir.glob("checkpoints/step-*")], within_s=DEADLINE_S)
     finally:
         process.kill()
         process.wait()

@@ -337,14 +337,16 @@ def test_what_cannot_be_searched_is_refused(tuner_of, options, where, code, tmp_
     assert refused(lambda: tfdist.tuning.search(tuner, X, Y, **options)) == (where, code)
 
 
-def test_an_empty_space_is_refused(tmp_path):
-    tuner = make_tuner(tmp_path, lambda hp: build(keras_tuner.HyperParameters()))
-    assert refused(lambda: described_by(tuner, tmp_path)) == (SEARCH, "empty-space")
-
-
-def test_several_objectives_are_refused(tmp_path):
-    tuner = make_tuner(tmp_path, objective=["val_loss", "val_accuracy"])
-    assert refused(lambda: described_by(tuner, tmp_path)) == ("objective", "several-objectives")
+@pytest.mark.parametrize(
+    ("model", "options", "where", "code"),
+    [
+        (lambda hp: build(keras_tuner.HyperParameters()), {}, SEARCH, "empty-space"),
+        (build, {"objective": ["val_loss", "val_accuracy"]}, "objective", "several-objectives"),
+    ],
+)
+def test_what_makes_no_search_is_refused(tmp_path, model, options, where, code):
+    tuner = make_tuner(tmp_path, model, **options)
+    assert refused(lambda: described_by(tuner, tmp_path)) == (where, code)
 
 
 def test_a_search_from_a_task_of_a_job_is_refused(tmp_path, monkeypatch):
