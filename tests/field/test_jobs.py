@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 
 import tfdist
-from tests import forked_python
 from tests.field.programs import models
-from tests.multiprocess.test_missing_peer import Waiting
 from tests.multiprocess.trainings import launch
-from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
-from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 
 pytestmark = pytest.mark.slow
 
@@ -143,20 +139,6 @@ def test_tensorflow_58434_workers_that_end_first_disturb_nobody(multiworker):
         assert words not in said + logs
 
 
-def test_tensorflow_98217_a_worker_whose_peer_never_comes_names_it(tmp_path):
-    """A worker alone was aborted after a deadline that named nobody; its line names the peer.
-
-    https://github.com/tensorflow/tensorflow/issues/98217
-    """
-    here, there = hold_ports(2)
-    cluster = ClusterSpec(worker=(here.address, there.address))
-    alone = Waiting(cluster, Task("worker", 0), startup_timeout_s=2.0, said=tmp_path / "said")
-    code, said = alone.end()
-    assert code == EXIT_PEER_MISSING, said
-    (line,) = [text for text in said.splitlines() if text.startswith("tfdist: ")]
-    assert f"worker-1 ({there.address}" in line
-
-
 def test_keras_18668_updates_of_several_workers_are_none_lost(parameter_server):
     """Updates of two workers raced and were lost; each of 320 of plain SGD counts, and each step.
 
@@ -176,17 +158,3 @@ def test_keras_18624_the_counter_and_the_rate_of_an_optimizer_on_a_server(parame
     """
     (chief,) = seen(parameter_server, "keras_18624")
     assert (chief["steps"], chief["weights"]) == (80, [-80 * 81 / 2])
-
-
-def test_keras_18624_several_devices_of_a_worker_are_refused_in_one_line(tmp_path):
-    """Workers of several devices crashed at the first update; they are refused at the start."""
-    held = hold_ports(3)
-    chief, worker, ps = (port.address for port in held)
-    cluster = ClusterSpec(chief=(chief,), worker=(worker,), ps=(ps,))
-    options = JobOptions(devices_per_worker=2)
-    config = TaskConfig(cluster=cluster, task=Task("worker", 0), options=options)
-    env = {**os.environ, "TF_CONFIG": encode(config)}
-    program = "import tfdist; tfdist.make_strategy()"
-    done = forked_python.run("-c", program, env=env, timeout=DEADLINE_S)
-    assert done.returncode == EXIT_USAGE, done.stderr
-    assert "devices_per_worker=2 with strategy ps; expected 1" in done.stderr

@@ -60,6 +60,7 @@ def watched(strategy, *, seed):
 
 
 def test_masks_differ_between_replicas_steps_and_layers(strategies):
+    """That a model with Dropout cannot be made under a strategy was keras-team/keras#20611."""
     masks = np.array(watched(strategies[3], seed=7))
     assert masks.shape == (3, 3, STEPS)
     assert len(np.unique(masks)) == masks.size
