@@ -108,6 +108,10 @@ def test_a_program_may_set_the_encoding_of_its_output(launch, command):
 
 
 def test_a_programs_traceback_is_pythons_own_and_comes_once(launch, tmp_path):
+    mistyped = launch("x =\n")
+    assert mistyped.end() == 1
+    own = python(tmp_path / "program.py").stderr
+    assert "".join(f"[worker-0] {line}\n" for line in own.splitlines()) in mistyped.text
     source = """
     import json, os, signal
     def inner():
@@ -129,11 +133,10 @@ def test_a_programs_traceback_is_pythons_own_and_comes_once(launch, tmp_path):
     assert "[launch] worker-1 failed first: ValueError: boom (exit code 1)\n" in job.text
 
 
-def test_a_syntax_error_is_shown_as_python_shows_it(launch, tmp_path):
-    job = launch("x =\n")
-    assert job.end() == 1
-    own = python(tmp_path / "program.py").stderr
-    assert "".join(f"[worker-0] {line}\n" for line in own.splitlines()) in job.text
+MISTAKE = """
+from tfdist.errors import UsageError
+raise UsageError("--lr", received="-1", expected="more", fix="write more")
+"""
 
 
 @STARTS
@@ -142,6 +145,7 @@ def test_a_syntax_error_is_shown_as_python_shows_it(launch, tmp_path):
     [
         ("import sys; sys.exit('no data')", 1, "no data (exit code 1)"),
         ("import os; os.kill(os.getpid(), 9)", 137, "killed by SIGKILL, not by the launcher"),
+        (MISTAKE, 2, "--lr: received -1; expected more. Fix: write more (exit code 2)"),
     ],
 )
 def test_an_exit_code_is_passed_on(launch, command, source, code, cause):
@@ -149,17 +153,6 @@ def test_an_exit_code_is_passed_on(launch, command, source, code, cause):
     assert job.end() == code
     assert f"[launch] worker-0 failed first: {cause}\n" in job.text
     assert report("run")["attempts"][0]["first_failure"]["cause"] == cause
-
-
-def test_a_mistake_the_program_finds_is_one_line_without_traceback(launch):
-    job = launch(
-        """
-        from tfdist.errors import UsageError
-        raise UsageError("--lr", received="-1", expected="more", fix="write more")
-        """
-    )
-    assert job.end() == 2
-    assert "[worker-0] --lr: received -1; expected more. Fix: write more\n" in job.text
     assert "Traceback" not in job.text
 
 
@@ -189,15 +182,6 @@ def test_much_output_arrives_whole_and_in_order(launch):
     assert job.end() == 0
     lines = [line for line in job.text.splitlines() if line.startswith("[worker-0] ")]
     assert lines == [f"[worker-0] line {i}" for i in range(100_000)]
-
-
-def test_the_same_run_directory_keeps_the_attempts_apart(launch):
-    assert launch("print('first')", "--run_dir=run").end() == 0
-    assert launch("import sys; sys.exit(3)", "--run_dir=run").end() == 3
-    assert Path("run/logs/attempt-1/worker-0.log").read_text() == "first\n"
-    assert Path("run/logs/attempt-2/worker-0.log").read_text() == ""
-    assert [entry["exit_code"] for entry in report("run")["attempts"]] == [0, 3]
-    assert report("run")["exit_code"] == 3
 
 
 def test_a_terminal_gets_colours_and_the_chiefs_progress(launch):
@@ -484,19 +468,35 @@ def test_a_reader_that_does_not_read_stops_the_printing_but_no_signal(launch):
     assert job.process.wait(DEADLINE_S) == 143
 
 
-def test_standard_files_may_be_closed(launch):
-    shell = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
+@pytest.mark.parametrize("files", ["<&- >&- 2>&-", ">/dev/full"])
+def test_a_job_goes_on_whose_standard_files_are_closed_or_full(launch, files):
+    shell = ("sh", "-c", f'exec "$@" {files}', "sh")
     job = launch("print('hello')", "--run_dir=run", command=(*shell, *LAUNCH))
     assert job.end() == 0
     assert Path("run/logs/attempt-1/worker-0.log").read_text() == "hello\n"
 
 
-@pytest.mark.parametrize("flag", ["--help", "--dry_run"])
-def test_a_full_disk_under_standard_output_is_one_line(launch, flag):
-    full = ("sh", "-c", 'exec "$@" >/dev/full', "sh")
-    job = launch("print('started')", flag, command=(*full, *LAUNCH))
-    assert job.end() == 1
-    assert job.text == "standard output: cannot be written: No space left on device\n"
+@pytest.mark.parametrize(
+    ("around", "flags", "code", "said"),
+    [
+        ('exec "$@" >/dev/full', ["--help"], 1, "standard output: cannot be written: No space "),
+        ('exec "$@" >/dev/full', ["--dry_run"], 1, "standard output: cannot be written: No space "),
+        ('mkdir gone && cd gone && rmdir ../gone && exec "$@"', [], 2, "working directory: receiv"),
+        ('exec "$@"', ["--run_dir=file/run"], 2, "--run_dir: received"),
+        ('exec "$@"', ["--worker=2"], 2, "command line: received --worker;"),
+    ],
+    ids=["help", "dry run", "gone", "run directory", "flag"],
+)
+def test_what_cannot_be_is_one_line_and_nothing_is_started_or_written(
+    launch, tmp_path, around, flags, code, said
+):
+    (tmp_path / "file").touch()
+    before = {*tmp_path.iterdir(), tmp_path / "program.py"}
+    job = launch("print('started')", *flags, command=("sh", "-c", around, "sh", *LAUNCH))
+    assert job.end() == code
+    assert job.text.startswith(said)
+    assert job.text.count("\n") == 1
+    assert set(tmp_path.iterdir()) == before
 
 
 def test_how_a_job_ended_is_reported_though_it_has_filled_the_disk(launch):
@@ -514,22 +514,6 @@ def test_how_a_job_ended_is_reported_though_it_has_filled_the_disk(launch):
     told = json.loads(job.text[job.text.rindex('{\n "exit_code"') :])
     assert told["exit_code"] == 3
     assert told["attempts"][0]["first_failure"]["cause"] == "exit code 3"
-
-
-def test_a_job_whose_output_goes_to_a_full_disk_goes_on(launch):
-    full = ("sh", "-c", 'exec "$@" >/dev/full', "sh")
-    job = launch("print('hello')", "--run_dir=run", command=(*full, *LAUNCH))
-    assert job.end() == 0
-    assert Path("run/logs/attempt-1/worker-0.log").read_text() == "hello\n"
-
-
-def test_a_working_directory_that_was_removed_is_one_line(launch, tmp_path):
-    (tmp_path / "gone").mkdir()
-    without = ("sh", "-c", 'cd gone && rmdir ../gone && exec "$@"', "sh")
-    job = launch("print('started')", command=(*without, *LAUNCH))
-    assert job.end() == 2
-    assert job.text.startswith("working directory: received one that cannot be found")
-    assert job.text.count("\n") == 1
 
 
 def test_a_report_that_cannot_be_written_is_one_line_and_nothing_is_started(launch):
@@ -557,23 +541,6 @@ def test_a_run_directory_in_use_is_refused(launch):
     assert other.end() == 2
     assert "where a job runs" in other.text
     assert other.text.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--run_dir=file/run"], "--run_dir: received"),
-        (["--worker=2"], "did you mean --workers?"),
-    ],
-)
-def test_a_mistake_starts_nothing_and_writes_nothing(launch, tmp_path, flags, said):
-    (tmp_path / "file").touch()
-    before = {*tmp_path.iterdir(), tmp_path / "program.py"}
-    job = launch("print('started')", *flags)
-    assert job.end() == 2
-    assert said in job.text
-    assert job.text.count("\n") == 1
-    assert set(tmp_path.iterdir()) == before
 
 
 def test_a_dry_run_prints_every_task_and_writes_nothing(launch, tmp_path):
