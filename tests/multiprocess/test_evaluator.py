@@ -12,7 +12,14 @@ import pytest
 
 from tests import forked_python
 from tests.multiprocess.jobs import report
-from tests.multiprocess.trainings import DEADLINE_S, PROGRAMS, STEPS, TrainingJob, summary_of
+from tests.multiprocess.trainings import (
+    DEADLINE_S,
+    FLAGS,
+    PROGRAMS,
+    STEPS,
+    TrainingJob,
+    summary_of,
+)
 from tfdist.cluster import hold_ports
 from tfdist.outputs.run_directory import Evaluations, RunDirectory
 
@@ -21,14 +28,30 @@ pytestmark = pytest.mark.slow
 PROGRAM = PROGRAMS / "evaluated.py"
 
 
+SMALL = (
+    *("--config.total_examples=1000", "--config.checkpoints=2", "--config.seed=3"),
+    *("--config.model=dense", "--config.global_batch_size=50"),
+)
+
+
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_checkpoints_are_evaluated_beside_a_multiworker_training_on_two_hosts(tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "program", "steps"),
+    [
+        ((), FLAGS, STEPS),
+        (("--strategy=pipeline", "--stages=2"), (*SMALL, "--config.strategy=pipeline"), 20),
+    ],
+    ids=["multiworker", "pipeline"],
+)
+def test_checkpoints_are_evaluated_beside_a_training_on_two_hosts(
+    tmp_path, strategy, program, steps
+):
     hosts = ("127.0.0.1", "127.0.0.2")
     with hold_ports(1)[0] as held:
         job, other = (
             TrainingJob(
-                tmp_path, f"--hosts={','.join(hosts)}", f"--node_rank={rank}",
-                f"--rendezvous_port={held.port}", "--evaluator",
+                tmp_path, *strategy, f"--hosts={','.join(hosts)}", f"--node_rank={rank}",
+                f"--rendezvous_port={held.port}", "--evaluator", program=("--", *program),
             )
             for rank in (0, 1)
         )  # fmt: skip
@@ -38,16 +61,17 @@ def test_checkpoints_are_evaluated_beside_a_multiworker_training_on_two_hosts(tm
     ended = {task["task"]: (task["exit_code"], task["host"]) for task in attempt["tasks"]}
     workers = {f"worker-{rank}": (0, host) for rank, host in enumerate(hosts)}
     assert ended == {**workers, "evaluator-0": (0, hosts[0])}, job.logs()
+    assert "has ended; so does evaluator-0" in job.logs()
     files = Evaluations(tmp_path / "checkpoints")
     lines = files.lines()
-    assert (lines[-1]["step"], lines[-1]["examples"]) == (STEPS, 50 * STEPS), job.logs()
-    assert lines[-1]["val_accuracy"] > 0.95
+    assert (lines[-1]["step"], lines[-1]["examples"]) == (steps, 50 * steps), job.logs()
+    assert lines[-1]["val_accuracy"] > (0.95 if steps == STEPS else 0)
     assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
     assert keras.models.load_model(files.best_file) is not None
     assert list((tmp_path / "tensorboard" / "evaluator").iterdir())
     assert not [line for line in job.directory.read_metrics() if "val_loss" in line]
     summary = summary_of(tmp_path)
-    assert (summary["status"], summary["steps"]) == ("done", STEPS)
+    assert (summary["status"], summary["steps"]) == ("done", steps)
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
