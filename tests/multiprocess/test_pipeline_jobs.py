@@ -76,7 +76,7 @@ def assert_same(seen, expected):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6, err_msg=what)
 
 
-ON_TWO = ("fits", "compiled", "undivided", "auto", "looks", "scales", "sums")
+ON_TWO = ("fits", "again", "compiled", "undivided", "auto", "looks", "scales", "sums")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ ON_TWO = ("fits", "compiled", "undivided", "auto", "looks", "scales", "sums")
 def test_stages_end_with_what_one_process_ends_with(seen_by, does, stages, workers):
     out, tasks = seen_by(does, stages, workers)
     assert len(tasks) == workers
-    alike = "fits" if does in ("compiled", "auto") else does
+    alike = "fits" if does in ("again", "compiled", "auto") else does
     _, (expected,) = seen_by(alike, 1, 1)
     for seen in tasks:
         assert_same(seen, expected)

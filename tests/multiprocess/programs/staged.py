@@ -2,7 +2,7 @@
 
 Arguments: where to write, and what it does, several one after the other with a comma between:
 ``fits``, ``undivided`` (batches) and ``plain`` (without statistics of batches) train, evaluate and
-predict; ``compiled``, ``auto`` (cut by measured times) and ``scales`` (the
+predict; ``again`` (recomputing), ``compiled``, ``auto`` (cut by measured times) and ``scales`` (the
 loss, up to overflows) train; ``sums`` sums losses, accumulates gradients and keeps a ledger;
 ``tries`` finds cut and size of micro-batches by measuring, and keeps them in checkpoints;
 ``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
@@ -148,7 +148,7 @@ if __name__ == "__main__":
     options = PipelineOptions(
         split_size={"tries": "auto", "undivided": len(X)}.get(DOES, 4),
         cut={"auto": "auto", "tries": None, "wrong": ["addz"]}.get(DOES, CUTS[STAGES]),
-        keep="compiled" if DOES == "compiled" else "tape",
+        keep={"again": "recompute", "compiled": "compiled"}.get(DOES, "tape"),
     )
     strategy = tfdist.make_strategy(pipeline=options)
     for DOES in ALL:  # noqa: B007  # what is defined above reads it
