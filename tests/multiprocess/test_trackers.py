@@ -1,10 +1,30 @@
 """A tracker's run over a kill, in the chief alone, and with another number of workers."""
 
+import json
+
 import pytest
 
-from tests.multiprocess.trainings import EPOCH_STEPS, FLAGS, STEPS, TrainingJob
+from tests.fake_trackers import steps_in_events
+from tests.multiprocess.jobs import ROOT
+from tests.multiprocess.trainings import EPOCH_STEPS, FLAGS, STEPS, TrainingJob, launch
 
 pytestmark = pytest.mark.slow
+
+PROGRAM = str(ROOT / "tests" / "multiprocess" / "programs" / "tracked.py")
+DEADLINE_S = 240
+
+
+def test_a_killed_job_goes_on_in_its_run_and_logs_each_epoch_once(tmp_path):
+    out = tmp_path / "tracked.jsonl"
+    flags = ("--strategy", "ps", "--workers", "2", "--max_restarts", "1")
+    args = (PROGRAM, str(out), str(tmp_path / "backup"), "1")
+    launch(tmp_path / "run", *flags, *args, timeout_s=DEADLINE_S)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len({line["run"] for line in lines}) == 1
+    assert {line["task"] for line in lines} == {"chief-0"}
+    assert [line["epoch"] for line in lines if "epoch" in line] == [0, 1, 2, 3]
+    assert (tmp_path / "tracked.killed").exists()
+    assert steps_in_events(tmp_path / "board" / "train", "epoch_loss") == [0, 1, 2, 3]
 
 
 def test_tfdist_train_goes_on_in_its_run_with_another_number_of_workers(tmp_path, monkeypatch):
