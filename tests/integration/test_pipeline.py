@@ -23,6 +23,7 @@ from tfdist.pipeline.timing import chosen_places, possible_places
 from tfdist.pipeline.union import fill, is_empty, making_empty_slots, owners_of, release
 from tfdist.strategy import job as jobs
 from tfdist.strategy import stages
+from tfdist.training import inputs
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import fuse, random_key
 from tfdist.training.keras_compat.trace import ops_behind
@@ -588,6 +589,27 @@ def test_a_layer_that_is_frozen_between_two_fits_stays_as_it_is(one_stage):
     tfdist.fit(model, X, Y, batch_size=8, epochs=1, seed=3, verbose=0)
     same = [np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True)]
     assert same == [True, True] + [False] * (len(same) - 2)
+
+
+def test_frozen_weights_stay_as_they_are_in_several_pipelines(strategies, monkeypatch):
+    """Three, the others of which have the same examples: a third of a weight is no float32."""
+    peers = types.SimpleNamespace(sum=lambda *arrays, of: [3 * array for array in arrays])
+    place = stages.Stages(
+        index=0, count=1, names=("worker-0",), options=stages.PipelineOptions(split_size=2),
+        pipelines=3, peers=peers,
+    )  # fmt: skip
+    job = jobs.Job(strategy=strategies[1], kind="pipeline", stages=place)
+    monkeypatch.setattr(jobs, "_made", [job])
+    monkeypatch.setattr(inputs, "require_same_examples", lambda job, source: None)
+    with job.strategy.scope():
+        frozen = L.Dense(8)
+        model = keras.Sequential([keras.Input((5,)), frozen, L.BatchNormalization(), L.Dense(3)])
+        frozen.trainable = False
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    before = model.get_weights()
+    tfdist.fit(model, X[:24], Y[:24], batch_size=6, seed=3, verbose=0)
+    same = [np.array_equal(a, b) for a, b in zip(before, model.get_weights(), strict=True)]
+    assert same == [True, True] + [False] * 6
 
 
 class OwnStep(keras.Sequential):

@@ -77,7 +77,7 @@ class PipelineEngine(Engine):
                 batch = self._batch(staged, program, step)
                 if program.training:
                     self._choose_size(staged, program, step, batch)
-                before = staged.values_of_metrics()
+                before = staged.values()
                 batches = self._micro_batches(staged, program, step, batch)
                 del batch  # they have all of it
                 if program.training:
@@ -127,12 +127,12 @@ class PipelineEngine(Engine):
         staged: StagedModel,
         step: int,
         batches: list[MicroBatch],
-        metrics: list[np.ndarray],
+        before: list[np.ndarray],
     ) -> None:
         """Run one step: all passes of the schedule, and the update."""
         self._run_passes(staged.stage, step, batches)
         part = sum(float(batch.share) for batch in batches)
-        gradients = self._summed(staged, staged.stage.take_sums(), metrics, part=part)
+        gradients = self._summed(staged, staged.stage.take_sums(), before, part=part)
         staged.update(staged.clipped(gradients))
 
     def _run_passes(self, stage: Stage, step: int, batches: list[MicroBatch]) -> None:
@@ -166,16 +166,16 @@ class PipelineEngine(Engine):
         self,
         staged: StagedModel,
         gradients: list[tf.Tensor | None],
-        metrics: list[np.ndarray],
+        before: list[np.ndarray],
         *,
         part: float = 0.0,
     ) -> list[tf.Tensor | None]:
         """Sum what the equal stages of all pipelines have made of a step; return the gradients.
 
-        Metrics grow by what each pipeline has added to them. With the gradients go the layers'
-        statistics: they become the mean of all pipelines', each by its `part` of the examples.
+        Metrics grow by what each pipeline has added to them since `before`. So do the layers'
+        statistics, by each one's `part` of the examples: they become the mean of all pipelines'.
         """
-        peers, now = self._place.peers, staged.values_of_metrics()
+        peers, now = self._place.peers, staged.values()
         if peers is None or not (gradients or now):
             return gradients
         variables = staged.stage.variables[: len(gradients)]
@@ -184,22 +184,16 @@ class PipelineEngine(Engine):
             for g, v in zip(gradients, variables, strict=True)
         ]
         there = np.array([g is not None for g in gradients], np.int32)
-        changed = staged.statistics if gradients else []
-        statistics = [np.asarray(v.value) * np.float32(part) for v in changed]
-        added = [np.float64(new) - old for new, old in zip(now, metrics, strict=True)]
+        parts = [1.0] * len(staged.own_metrics) + [part] * len(staged.statistics)
+        pairs = zip(parts, now, before, strict=True)
+        added = [each * (np.float64(new) - old) for each, new, old in pairs]
         try:
-            sums = peers.sum(there, *mine, *statistics, *added, of=f"step of {len(mine)} gradients")
+            sums = peers.sum(there, *mine, *added, of=f"step of {len(mine)} gradients")
         except ConnectionError as error:
             raise PeerLost(peers.lost) from error
         total, sums = sums[0], sums[1:]
-        for variable, value in zip(changed, sums[len(mine) :], strict=False):
-            variable.assign(value)
-        for variable, old, more in zip(
-            staged.own_metrics if now else [],
-            metrics,
-            sums[len(mine) + len(changed) :],
-            strict=True,
-        ):
+        changed = [*staged.own_metrics, *staged.statistics]
+        for variable, old, more in zip(changed, before, sums[len(mine) :], strict=True):
             variable.assign(old + more)
         return [tf.constant(g) if some else None for g, some in zip(sums, total, strict=False)]
 

@@ -55,7 +55,7 @@ class StagedModel:
       graph: of the model's layers.
       stage: of this task.
       statistics: variables that the stage's layers themselves change, such as those of
-        BatchNormalization.
+        BatchNormalization; weights that are frozen are none.
       is_divided: whether each task has the values of its own stage alone.
 
     Raises:
@@ -85,9 +85,9 @@ class StagedModel:
             loss_of=self._loss_of if part.is_last else None,
             scaled=getattr(self._optimizer, "scale_loss", tf.identity),
         )
-        self.statistics = [
-            v for v in part.module.non_trainable_variables if v.value.dtype.is_floating
-        ]
+        layers = part.module._flatten_layers()
+        own = [v for layer in layers for v in layer._non_trainable_variables]
+        self.statistics = [v for v in own if v.value.dtype.is_floating]
         self._owners = owners_of(model, parts)
         self._made_of = _parts_of(model)
         self._slots = slots_of(model)
@@ -125,11 +125,11 @@ class StagedModel:
         sizes = {-(-rows // (self._place.pipelines * each)) for each in micros}
         return sorted(sizes, reverse=True)
 
-    def values_of_metrics(self) -> list[np.ndarray]:
-        """Return the values of this stage's metrics where it has peers, else nothing."""
+    def values(self) -> list[np.ndarray]:
+        """Return the values of this stage's metrics and statistics; nothing if it has no peers."""
         if self._place.peers is None:
             return []
-        return [np.asarray(v.value).copy() for v in self.own_metrics]
+        return [np.asarray(v.value).copy() for v in (*self.own_metrics, *self.statistics)]
 
     def begin(self) -> None:
         """Take the chief's weights, unless each task has its own stage's. A collective."""
