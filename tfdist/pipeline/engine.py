@@ -25,7 +25,7 @@ from tfdist.pipeline.stage import MicroBatch, Received, Segment, Stage, Tensors,
 from tfdist.pipeline.staged import StagedModel, staged_model
 from tfdist.pipeline.whole_step import WholeStep
 from tfdist.strategy import Job, broadcast
-from tfdist.strategy.group import sum_bytes, sum_over_tasks
+from tfdist.strategy.group import rows_of_all_tasks
 from tfdist.strategy.stages import Stages
 from tfdist.training import keras_compat
 from tfdist.training.agreement import require_same_batches
@@ -99,7 +99,17 @@ class PipelineEngine(Engine):
                     np.concatenate([np.asarray(tensor) for tensor in column])
                     for column in zip(*rows, strict=True)
                 ]
-                yield staged.packed(self._whole(columns, staged.graph.outputs))
+                if self._job.has_peers:  # of which the last stages alone have some
+                    columns = [
+                        rows_of_all_tasks(
+                            self._job,
+                            columns[index] if columns else None,
+                            rank=len(output.shape),
+                            of="a step's outputs",
+                        )
+                        for index, output in enumerate(staged.graph.outputs)
+                    ]
+                yield staged.packed(columns)
 
     def publish_metrics(self, program: StepProgram) -> None:
         """Give all tasks the metrics of the last stage. A collective."""
@@ -314,32 +324,6 @@ class PipelineEngine(Engine):
         if program.recorder is not None:
             program.recorder.write(step, step + 1, recorded)
         return batch
-
-    def _whole(self, columns: list[np.ndarray], symbols: list[Any]) -> list[np.ndarray]:
-        """Return the rows of all pipelines' last stages, in every task. A collective.
-
-        Args:
-          columns: rows of each output, in a last stage that has some; else nothing.
-          symbols: the model's symbolic outputs.
-        """
-        if not self._job.has_peers:
-            return columns
-        place, whole = self._place, []
-        for index, symbol in enumerate(symbols):
-            column = columns[index] if columns else None
-            table = np.zeros((place.pipelines, 1 + len(symbol.shape)), np.int32)
-            if column is not None:
-                kind = tf.as_dtype(column.dtype).as_datatype_enum
-                table[place.pipeline] = kind, *column.shape
-            total = sum_over_tasks(self._job, table.reshape(-1), of="shapes of a step's outputs")
-            kinds, rows, *others = total.reshape(table.shape).T
-            dtype = tf.as_dtype(int(max(kinds))).as_numpy_dtype
-            array = np.zeros((sum(rows), *map(max, others)), dtype)
-            if column is not None:
-                start = sum(rows[: place.pipeline])
-                array[start : start + len(column)] = column
-            whole.append(sum_bytes(self._job, array, of="a step's outputs"))
-        return whole
 
     @contextlib.contextmanager
     def _telling_neighbours(self) -> Iterator[None]:

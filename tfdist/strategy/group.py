@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -133,6 +133,37 @@ def sum_over_tasks(job: Job, values: np.ndarray, *, of: str) -> np.ndarray:
             return _summer(job.strategy)(tf.constant(values)).numpy()
         with naming_lost_peer(job):
             return job.ring.sum(values, of=of)[0]
+
+
+def of_all_tasks(job: Job, values: Sequence[float] | np.ndarray, *, of: str) -> np.ndarray:
+    """Return each task's numbers, float64 ``[tasks, len(values)]``. A collective."""
+    table = np.zeros((job.num_tasks, len(values)))
+    table[job.task_index] = values
+    return sum_over_tasks(job, table.reshape(-1), of=of).reshape(table.shape)
+
+
+def rows_of_all_tasks(
+    job: Job, rows: np.ndarray | None, *, rank: int, of: str
+) -> np.ndarray[Any, Any]:
+    """Return the rows of all tasks, in the order of the tasks. A collective.
+
+    Args:
+      job: of the tasks.
+      rows: this task's, of the type and shape of all others'; None where it has none.
+      rank: of the rows' array.
+      of: as in `sum_over_tasks`.
+    """
+    spec = np.zeros(1 + rank)
+    if rows is not None:
+        spec[:] = tf.as_dtype(rows.dtype).as_datatype_enum, *rows.shape
+    specs = of_all_tasks(job, spec, of=f"the types and sizes of {of}").astype(np.int64)
+    kinds, counts, *sizes = specs.T
+    dtype = tf.as_dtype(int(max(kinds))).as_numpy_dtype
+    whole = np.zeros((sum(counts), *map(max, sizes)), dtype)
+    if rows is not None:
+        start = sum(counts[: job.task_index])
+        whole[start : start + len(rows)] = rows
+    return sum_bytes(job, whole, of=of)
 
 
 def sum_bytes(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:

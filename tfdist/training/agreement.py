@@ -25,7 +25,7 @@ from tfdist.data.stream import StreamSource
 from tfdist.data.stream_graph import random_states
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, broadcast
-from tfdist.strategy.group import sum_over_tasks
+from tfdist.strategy.group import of_all_tasks
 
 if TYPE_CHECKING:
     from tfdist.training.feed import Feed
@@ -98,7 +98,7 @@ def require_same_examples(job: Job, source: Source) -> None:
         found = tf.nest.map_structure(lambda leaf: leaf.numpy(), found)
     else:
         found = source.fetch(indices)
-    counts = _of_all_tasks(job, [float(count)], of="digests of the data")
+    counts = of_all_tasks(job, [float(count)], of="digests of the data")
     if len({tuple(row) for row in counts}) > 1:
         raise _differ("numbers of examples", [f"{int(row[0]):,}" for row in counts])
     whole = isinstance(source, ArraySource)
@@ -121,7 +121,7 @@ def require_same_batches(job: Job, feed: Feed, first: int, last: int) -> None:
 
 def _require_same(job: Job, digest: Digest, *, where: str, inputs_too: bool) -> None:
     words = [float(part) for value in digest for part in divmod(value, 2**32)]
-    rows = _of_all_tasks(job, words, of="digests of the data")
+    rows = of_all_tasks(job, words, of="digests of the data")
     whole, targets = ({tuple(row[part]) for row in rows} for part in (slice(0, 2), slice(2, 4)))
     if len(targets) > 1 or (len(whole) > 1 and inputs_too):
         raise _differ(where, [f"digest {_hex(row)}" for row in rows])
@@ -164,7 +164,7 @@ def require_same_weights(job: Job, model: keras.Model) -> None:
         return
     tensors = [tf.cast(variable, tf.float32) for variable in model.trainable_variables]
     pairs = [(tf.reduce_sum(t).numpy(), tf.reduce_sum(tf.abs(t)).numpy()) for t in tensors]
-    table = _of_all_tasks(job, np.ravel(pairs), of="sums of weights")
+    table = of_all_tasks(job, np.ravel(pairs), of="sums of weights")
     table = table.reshape(job.num_tasks, len(pairs), 2)
     apart = np.abs(table - table[0]).max(axis=(0, 2), initial=0.0)
     (differing,) = np.nonzero(apart > _SAME_WEIGHTS * table[0, :, 1])
@@ -177,10 +177,3 @@ def require_same_weights(job: Job, model: keras.Model) -> None:
             fix="set or load them in every task, and not in the chief alone",
             code="tasks-differ",
         )
-
-
-def _of_all_tasks(job: Job, values: Sequence[float] | np.ndarray, *, of: str) -> np.ndarray:
-    """Return each task's numbers, float64 ``[tasks, len(values)]``. A collective."""
-    table = np.zeros((job.num_tasks, len(values)))
-    table[job.task_index] = values
-    return sum_over_tasks(job, table.reshape(-1), of=of).reshape(table.shape)

@@ -23,7 +23,7 @@ from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import GraphSource
 from tfdist.errors import PeerLost
 from tfdist.strategy import Job, current_job
-from tfdist.strategy.group import naming_lost_peer, sum_bytes, sum_over_tasks
+from tfdist.strategy.group import naming_lost_peer, rows_of_all_tasks
 from tfdist.training.agreement import require_same_batches
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import all_reduce, compiled
@@ -187,20 +187,11 @@ class SynchronousEngine(Engine):
     def _gathered(self, parts: list[Any]) -> Any:
         """Join the replicas' outputs of one step, in the order of the examples."""
         flat = [list(map(convert_to_np_if_not_ragged, keras.tree.flatten(part))) for part in parts]
-        whole = [self._across_tasks(joined(columns)) for columns in zip(*flat, strict=True)]
+        whole = [joined(columns) for columns in zip(*flat, strict=True)]
+        if self._job.has_peers:
+            of = "a step's outputs"
+            whole = [rows_of_all_tasks(self._job, r, rank=r.ndim, of=of) for r in whole]
         return keras.tree.pack_sequence_as(parts[0], whole)
-
-    def _across_tasks(self, rows: np.ndarray) -> np.ndarray:
-        if self._job.kind != "multiworker":
-            return rows
-        ids, replicas = self._job.replica_ids, self._job.num_replicas
-        counts = np.zeros(replicas, np.int32)
-        counts[ids[0]] = len(rows)
-        counts = sum_over_tasks(self._job, counts, of="the sizes of a step's outputs")
-        whole = np.zeros((int(counts.sum()), *rows.shape[1:]), rows.dtype)
-        start = int(counts[: ids[0]].sum())
-        whole[start : start + len(rows)] = rows
-        return sum_bytes(self._job, whole, of="a step's outputs")
 
 
 def _calls(program: StepProgram, first: int, last: int) -> Iterator[tuple[int, int]]:
