@@ -7,9 +7,9 @@ checkpoints, all slots of the optimizer.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -20,6 +20,7 @@ from tfdist.errors import UsageError
 from tfdist.pipeline.cuts import ModelPart
 from tfdist.strategy import Job
 from tfdist.strategy.group import sum_words
+from tfdist.training.keras_compat.sharding import following_slots
 
 _MESSAGE_BYTES = 2**22
 _INITIALIZER = "_tfdist_initializer"
@@ -108,26 +109,15 @@ def release(variables: Sequence[Any]) -> None:
         )
 
 
-@contextlib.contextmanager
-def making_empty_slots(optimizer: Any) -> Iterator[None]:
+def making_empty_slots(optimizer: Any) -> AbstractContextManager[None]:
     """Have each slot that the optimizer makes here give its memory back; see `fill`."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    make = inner.add_variable_from_reference
 
-    def made_empty(
-        reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
-    ) -> Any:
-        slot = make(reference_variable, name=name, initializer=initializer)
+    def empty(slot: Any, variable: Any, name: str | None, initializer: Any) -> None:
         if tuple(slot.shape) and name != "average":  # one of weights is for all to see
             setattr(slot, _INITIALIZER, keras.initializers.get(initializer))
             release([slot])
-        return slot
 
-    object.__setattr__(inner, "add_variable_from_reference", made_empty)
-    try:
-        yield
-    finally:
-        object.__delattr__(inner, "add_variable_from_reference")
+    return following_slots(optimizer, empty)
 
 
 def is_empty(variable: Any) -> bool:

@@ -99,11 +99,32 @@ def building_by(optimizer: Any, build: Callable[[Sequence[Any]], None]) -> Itera
         object.__delattr__(optimizer, "build")
 
 
+@contextlib.contextmanager
+def following_slots(optimizer: Any, follow: Callable[..., None]) -> Iterator[None]:
+    """Have ``follow(slot, variable, name, initializer)`` called for slots as they are made here."""
+    inner = _innermost(optimizer)
+    make = inner.add_variable_from_reference
+
+    def followed(
+        reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
+    ) -> Any:
+        slot = make(reference_variable, name=name, initializer=initializer)
+        follow(slot, reference_variable, name, initializer)
+        return slot
+
+    object.__setattr__(inner, "add_variable_from_reference", followed)
+    try:
+        yield
+    finally:
+        object.__delattr__(inner, "add_variable_from_reference")
+
+
 def _build(optimizer: Any, variables: Sequence[Any], job: Job) -> None:
     require_by_element(optimizer, variables)
     with own_initial_values(job):
         parts = [_part(variable, job) for variable in variables]
-        _build_on(optimizer, parts)
+        with following_slots(optimizer, lambda slot, part, *_: mark(slot, place_of(part))):
+            type(optimizer).build(optimizer, parts)
     for one in {id(o): o for o in (optimizer, _innermost(optimizer))}.values():
         wholes_of[one] = tuple(variables)
         for index, variable in enumerate(variables):  # by which its users ask
@@ -121,23 +142,6 @@ def _part(variable: Any, job: Job) -> Any:
     made._path = variable.path  # what slots are named after
     mark(made, part)
     return made
-
-
-def _build_on(optimizer: Any, parts: Sequence[Any]) -> None:
-    """Build it, and note of each slot which part it belongs to."""
-    inner = _innermost(optimizer)
-    original = inner.add_variable_from_reference
-
-    def add(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        slot = original(reference_variable, *args, **kwargs)
-        mark(slot, place_of(reference_variable))
-        return slot
-
-    object.__setattr__(inner, "add_variable_from_reference", add)
-    try:
-        type(optimizer).build(optimizer, list(parts))
-    finally:
-        object.__delattr__(inner, "add_variable_from_reference")
 
 
 def _innermost(optimizer: Any) -> Any:
