@@ -17,8 +17,8 @@ from tfdist.errors import StartupTimeout, UsageError
 from tfdist.pipeline import engine
 from tfdist.pipeline.cuts import LayerGraph
 from tfdist.pipeline.schedule import passes
-from tfdist.pipeline.segments import segments_of
-from tfdist.pipeline.stage import MicroBatch, Stage, nothing_received
+from tfdist.pipeline.stage import MicroBatch, Stage
+from tfdist.pipeline.staged import segments_of
 from tfdist.pipeline.timing import chosen_places, possible_places
 from tfdist.pipeline.union import fill, is_empty, making_empty_slots, owners_of, release
 from tfdist.strategy import job as jobs
@@ -157,9 +157,8 @@ def run(made, orders, data):
                 continue
             forward, micro = waiting[i][0]
             if forward and (i == 0 or (i, "F", micro) in messages):
-                given = messages.pop((i, "F", micro), None)
-                received = nothing_received() if given is None else stage.unpacked(given)
-                sent = stage.forward(micro, data[micro], received)
+                given = messages.pop((i, "F", micro), [])
+                sent = stage.forward(micro, data[micro], given)
                 if stage.is_last:
                     losses.append(float(sent[0]))
                     messages[i, "B", micro] = []
@@ -286,7 +285,7 @@ def test_no_gradient_is_computed_of_what_the_model_is_given():
     model = keras.Sequential([keras.Input((3,)), L.Lambda(noted), L.Dense(2), L.Dense(3)])
     first = Stage(stages_of(model, ["dense"])[:1])
     (data, *_) = batches(model)
-    message = first.forward(0, data, nothing_received())
+    message = first.forward(0, data, [])
     first.backward(0, [tf.ones_like(message[0])])
     assert len([total for total in first.take_sums() if total is not None]) == 2
     assert not computed
@@ -527,10 +526,11 @@ def test_a_stage_gathers_nothing_that_it_does_not_read(inputs, is_last, gathered
     assert behind == ({gathered} if gathered else set())
     batch = read(tf.constant([3, 1], tf.int64))
     assert int(batch.rows) == 2
-    for index, tensor in batch.inputs.items():
+    inputs, targets, _ = batch.data
+    for index, tensor in inputs.items():
         assert index == 0
         np.testing.assert_array_equal(tensor, X[[3, 1]])
-    assert (batch.targets is not None) == is_last
+    assert (targets is not None) == is_last
 
 
 def assert_same_run(found, expected):
@@ -724,7 +724,7 @@ def test_a_mask_that_keras_loses_masks_nothing(behind):
     ids = tf.constant([[1, 2, 0]])
     batch = MicroBatch(inputs={0: ids}, share=tf.constant(1.0), random_key=tf.zeros([2], tf.int32))
     stage = Stage([part])
-    message = stage.forward(0, batch, nothing_received())
+    message = stage.forward(0, batch, [])
     tensors, masks = message[: len(part.sent)], message[len(part.sent) : -1]
     assert [mask.shape for mask in masks] == [tensor.shape[:2] for tensor in tensors]
     assert masks[-1].numpy().all()

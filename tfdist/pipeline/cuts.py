@@ -23,7 +23,7 @@ MOST_DRAWS = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class CutPoint:
     """A place in the model where it can be cut.
 
     Attributes:
@@ -122,13 +122,13 @@ class LayerGraph:
         """Return whether the nodes ``[low, high)`` have trainable weights."""
         return any(v.trainable for n in self.nodes[low:high] for v in _variables(n.operation))
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[CutPoint]:
         """Return where the model can be cut in two, in order.
 
         Not where a variable is used on both sides. Of neighbouring places that the same tensors
         cross, the first.
         """
-        found: list[Place] = []
+        found: list[CutPoint] = []
         spans = [(min(users), max(users)) for users in self._users().values()]
         before: set[int] = set()
         for position in range(len(self.nodes) - 1):
@@ -138,7 +138,7 @@ class LayerGraph:
                 continue
             before = ids
             found.append(
-                Place(
+                CutPoint(
                     position=position,
                     name=self.nodes[position].operation.name,
                     num_tensors=len(tensors),

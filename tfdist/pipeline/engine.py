@@ -19,11 +19,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.errors import PeerLost
+from tfdist.pipeline.exchange import Exchange, Tensors
 from tfdist.pipeline.link import StageLink
-from tfdist.pipeline.schedule import Pass, passes
-from tfdist.pipeline.stage import MicroBatch, Received, Segment, Stage, Tensors, nothing_received
+from tfdist.pipeline.schedule import Pass
+from tfdist.pipeline.stage import MicroBatch, Stage
 from tfdist.pipeline.staged import StagedModel, staged_model
-from tfdist.pipeline.whole_step import WholeStep
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import rows_of_all_tasks
 from tfdist.strategy.stages import Stages
@@ -42,15 +42,11 @@ class _StageBatch(NamedTuple):
 
     Attributes:
       rows: examples of the whole batch, scalar integer.
-      inputs: those of the model's inputs that the stage reads, by their index, ``[rows, ...]``.
-      targets: of the last stage: nest of tensors, or None.
-      weights: of the last stage: sample weights, or None.
+      data: inputs, targets and weights, as `MicroBatch` has those of some rows.
     """
 
     rows: tf.Tensor
-    inputs: dict[int, tf.Tensor]
-    targets: Any
-    weights: Any
+    data: tuple[dict[int, tf.Tensor], Any, Any]
 
 
 class PipelineEngine(Engine):
@@ -60,9 +56,8 @@ class PipelineEngine(Engine):
         assert job.stages is not None
         self._job = job
         self._place = job.stages
-        self._before, self._after = links_of(job.stages)
+        self._exchange = Exchange(*links_of(job.stages))
         self._begun: StagedModel | None = None
-        self._whole_steps: dict[Segment, WholeStep] = {}
         self._batches: dict[tuple[StepProgram, StagedModel], Callable[[tf.Tensor], Any]] = {}
 
     def run(
@@ -83,7 +78,7 @@ class PipelineEngine(Engine):
                 if program.training:
                     self._train(staged, step, batches, before)
                 else:
-                    self._infer(staged.stage, step, batches, staged.stage.evaluate)
+                    self._infer(staged.stage, step, batches, loss=True)
                     self._summed(staged, [], before)
         return {}
 
@@ -94,7 +89,7 @@ class PipelineEngine(Engine):
             for step in range(first, last):
                 batch = self._batch(staged, program, step)
                 batches = self._micro_batches(staged, program, step, batch)
-                rows = self._infer(staged.stage, step, batches, staged.stage.predict)
+                rows = self._infer(staged.stage, step, batches, loss=False)
                 columns = [
                     np.concatenate([np.asarray(tensor) for tensor in column])
                     for column in zip(*rows, strict=True)
@@ -140,37 +135,14 @@ class PipelineEngine(Engine):
         before: list[np.ndarray],
     ) -> None:
         """Run one step: all passes of the schedule, and the update."""
-        self._run_passes(staged.stage, step, batches)
+        self._run_passes(staged, step, batches)
         part = sum(float(batch.share) for batch in batches)
         gradients = self._summed(staged, staged.stage.take_sums(), before, part=part)
         staged.update(staged.clipped(gradients))
 
-    def _run_passes(self, stage: Stage, step: int, batches: list[MicroBatch]) -> None:
-        order = passes(
-            self._place.options.schedule,
-            stage=self._place.index,
-            stages=self._place.count,
-            micros=len(batches),
-        )
-        # Of one micro-batch, both passes in one call take less time than in two.
-        if stage.keep == "compiled" or (stage.keep == "tape" and len(batches) == 1):
-            (whole,) = stage.segments
-            if whole not in self._whole_steps:
-                self._whole_steps[whole] = WholeStep(
-                    whole, before=self._before, after=self._after, tag=_tag
-                )
-            self._whole_steps[whole].run(step, order, batches)
-            return
-        for one in order:
-            if one.forward:
-                message = stage.forward(
-                    one.micro, batches[one.micro], self._received(stage, step, one)
-                )
-                self._send(self._after, step, one, message)
-            else:
-                gradients = [] if self._after is None else _receive(self._after, step, one)
-                back = stage.backward(one.micro, gradients)
-                self._send(self._before, step, one, back)
+    def _run_passes(self, staged: StagedModel, step: int, batches: list[MicroBatch]) -> None:
+        order = staged.order(self._place.index, micros=len(batches))
+        staged.stage.run(step, order, batches, exchange=self._exchange)
 
     def _summed(
         self,
@@ -208,20 +180,16 @@ class PipelineEngine(Engine):
         return [tf.constant(g) if some else None for g, some in zip(sums, total, strict=False)]
 
     def _infer(
-        self,
-        stage: Stage,
-        step: int,
-        batches: list[MicroBatch],
-        run: Callable[[MicroBatch, Received], Tensors],
+        self, stage: Stage, step: int, batches: list[MicroBatch], *, loss: bool
     ) -> list[Tensors]:
         """Run one step's forward passes; return what the last stage makes of each micro-batch."""
-        found = []
+        found, number = [], tf.constant(step, tf.int64)
         for micro, batch in enumerate(batches):
             one = Pass(True, micro)
-            message = run(batch, self._received(stage, step, one))
-            self._send(self._after, step, one, message)
+            message = stage.infer(batch, self._exchange.receive(number, one), loss=loss)
+            self._exchange.send(number, one, message)
             found.append(message)
-        return found if self._after is None else []
+        return found if stage.is_last else []
 
     def _choose_size(
         self, staged: StagedModel, program: StepProgram, step: int, batch: _StageBatch
@@ -264,19 +232,10 @@ class PipelineEngine(Engine):
 
     def _timed_passes(self, staged: StagedModel, step: int, batches: list[MicroBatch]) -> float:
         start = time.perf_counter()
-        self._run_passes(staged.stage, step, batches)
+        self._run_passes(staged, step, batches)
         seconds = time.perf_counter() - start
         staged.stage.forget()
         return seconds
-
-    def _received(self, stage: Stage, step: int, one: Pass) -> Received:
-        if self._before is None:
-            return nothing_received()
-        return stage.unpacked(_receive(self._before, step, one))
-
-    def _send(self, link: StageLink | None, step: int, one: Pass, tensors: Tensors) -> None:
-        if link is not None:
-            link.send(_tag(step, one), [np.asarray(tensor) for tensor in tensors])
 
     def _micro_batches(
         self, staged: StagedModel, program: StepProgram, step: int, batch: _StageBatch
@@ -285,12 +244,12 @@ class PipelineEngine(Engine):
         sizes, found = staged.sizes_of(rows), []
         for micro in self._own_micros(len(sizes)):
             start, size = sum(sizes[:micro]), sizes[micro]
-            piece = slice(start, start + size)
+            inputs, targets, weights = _rows(batch.data, slice(start, start + size))
             found.append(
                 MicroBatch(
-                    inputs={i: tensor[piece] for i, tensor in batch.inputs.items()},
-                    targets=_rows(batch.targets, piece),
-                    weights=_rows(batch.weights, piece),
+                    inputs=inputs,
+                    targets=targets,
+                    weights=weights,
                     share=tf.constant(size / rows, tf.float32),
                     random_key=keras_compat.random_key(
                         program.seed, step=tf.constant(step, tf.int64), replica=micro
@@ -331,7 +290,8 @@ class PipelineEngine(Engine):
 
         Raises PeerLost also where TensorFlow says that a message inside a graph has failed.
         """
-        links = [link for link in (self._before, self._after) if link is not None]
+        ends = self._exchange.before, self._exchange.after
+        links = [link for link in ends if link is not None]
         try:
             yield
         except Exception as error:
@@ -358,10 +318,6 @@ def links_of(place: Stages) -> tuple[StageLink | None, StageLink | None]:
     return before, after
 
 
-def _receive(link: StageLink, step: int, one: Pass) -> Tensors:
-    return [tf.constant(array) for array in link.receive(_tag(step, one))]
-
-
 def _read_part(
     staged: StagedModel, program: StepProgram, part: Part
 ) -> tuple[_StageBatch, list[tf.Tensor]]:
@@ -371,15 +327,11 @@ def _read_part(
     inputs = {i: tf.convert_to_tensor(flat[i]) for i in stage.inputs}
     if not stage.is_last:
         targets = weights = None
-    batch = _StageBatch(part.count, inputs, targets, weights)
+    batch = _StageBatch(part.count, (inputs, targets, weights))
     if program.recorder is None:
         return batch, []
     rows = program.recorder.noted(program.recorder.rows(tf.constant(1)), tf.constant(0), [part])
     return batch, [row.stack() for row in rows]
-
-
-def _tag(step: int, one: Pass) -> str:
-    return f"step {step} {'forward' if one.forward else 'backward'} {one.micro}"
 
 
 def _rows(values: Any, piece: slice) -> Any:

@@ -5,7 +5,8 @@ passes of a micro-batch an eager `tf.GradientTape` keeps the activations, as ten
 forward pass, or the inputs are kept and the forward pass is computed again: of one segment of the
 stage after the other, so that the activations of one alone are there (Chen et al., 2016,
 arXiv:1604.06174). Where one pass comes right after the other they are one function, which holds no
-more of the gradients than it must.
+more of the gradients than it must. A whole step is one function where it is to be, or has one
+micro-batch: its passes come in the same loop, in whose graph each waits for the one before.
 """
 
 from __future__ import annotations
@@ -13,20 +14,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfdist.pipeline.cuts import MOST_DRAWS, ModelPart, has_mask, one_or_list
+from tfdist.pipeline.exchange import Exchange, Tensors
 from tfdist.pipeline.schedule import Pass
 from tfdist.pipeline.union import release
 from tfdist.training import keras_compat
 
-if TYPE_CHECKING:
-    from tfdist.pipeline.whole_step import WholeStep
-
-Tensors = list[tf.Tensor]
 LossOf = Callable[["MicroBatch", Tensors, tf.Tensor], tf.Tensor]
 """Loss of a micro-batch, of what the last stage returns and the losses that layers have added."""
 
@@ -63,11 +61,6 @@ class Received(NamedTuple):
     added: tf.Tensor
 
 
-def nothing_received() -> Received:
-    """Return what the first stage receives."""
-    return Received(tensors=[], masks=[], added=tf.constant(0.0))
-
-
 @dataclasses.dataclass(slots=True)
 class _Kept:
     """What is kept of a micro-batch from its forward to its backward pass."""
@@ -85,9 +78,9 @@ class Stage:
     Args:
       parts: of the model: the stage, or its segments in the order in which they compute. Of
         several, all but the last keep their inputs alone and compute the rest again.
-      keep: ``tape`` keeps activations, ``recompute`` computes them again, ``compiled`` is for
-        a step that is traced whole, by `Segment.traced_passes`; ``nothing`` has the last segment do
-        both passes of a micro-batch at once, for schedules in which they follow each other.
+      keep: ``tape`` keeps activations, ``compiled`` does so inside one call for the whole step,
+        ``recompute`` computes them again; ``nothing`` has the last segment do both passes of a
+        micro-batch at once, for schedules in which they follow each other.
       loss_of: of the last stage; traced in the forward pass, where it may update metrics.
       scaled: of a loss, what gradients are taken of.
 
@@ -113,17 +106,53 @@ class Stage:
         self.variables = [v for segment in self.segments for v in segment.variables]
         self.inputs = sorted({i for part in parts for i in part.inputs})
         self.is_last = last.is_last
+        self._whole_step: Any = None
 
-    def unpacked(self, tensors: Tensors) -> Received:
-        """Return what a message of the stage before holds."""
-        return self.segments[0].unpacked(tensors)
+    def run(
+        self, step: int, order: Sequence[Pass], batches: Sequence[MicroBatch], *, exchange: Exchange
+    ) -> None:
+        """Run the passes of a step in their order; `take_sums` has what comes of them."""
+        given = tf.constant(step, tf.int64), tuple(order), list(batches)
+        # Of one micro-batch, both passes in one call take less time than in two.
+        if self.keep == "compiled" or (self.keep == "tape" and len(batches) == 1):
+            (whole,) = self.segments
+            if self._whole_step is None:
+                self._whole_step = keras_compat.compiled(partial(self._run, exchange))
+            whole.take(self._whole_step(*given))
+        else:
+            self._run(exchange, *given)
 
-    def forward(self, micro: int, batch: MicroBatch, received: Received) -> Tensors:
+    def _run(
+        self, exchange: Exchange, step: tf.Tensor, order: Sequence[Pass], batches: list[MicroBatch]
+    ) -> list[tf.Tensor | None]:
+        """Run the passes; return the sums of the gradients where it is traced."""
+        whole, before = self.segments[-1], list[Any]()
+        whole.traced_sums = [None] * len(whole.variables)
+        for one in order:
+            with tf.control_dependencies(before):  # which is for a graph; else nothing is to wait
+                message = exchange.receive(step, one, like=self._received_by(one))
+                if one.forward:
+                    message = self.forward(one.micro, batches[one.micro], message)
+                    before = message
+                else:
+                    message = self.backward(one.micro, message)
+                    before = [total for total in whole.traced_sums if total is not None]
+                before = [*before, *exchange.send(step, one, message)]
+        return whole.traced_sums
+
+    def _received_by(self, one: Pass) -> Sequence[Any]:
+        """Return what tells the types and shapes of the message that a pass begins with."""
+        return self.segments[0].received if one.forward else self.segments[-1].sent(one.micro)
+
+    def forward(self, micro: int, batch: MicroBatch, message: Tensors) -> Tensors:
         """Run a forward pass; return the message for the next stage, or the scalar loss.
 
-        The loss is the micro-batch's, by its share of the step.
+        `message` is that of the stage before, empty in the first. The loss is the micro-batch's, by
+        its share of the step.
         """
-        return self._in_turn(lambda segment, given: segment.forward(micro, batch, given), received)
+        for segment in self.segments:
+            message = segment.forward(micro, batch, message)
+        return message
 
     def backward(self, micro: int, gradients: Tensors) -> Tensors:
         """Run a backward pass, and add to the sums; return the message for the stage before.
@@ -134,13 +163,15 @@ class Stage:
             gradients = segment.backward(micro, gradients)
         return gradients
 
-    def predict(self, batch: MicroBatch, received: Received) -> Tensors:
-        """Return the message for the next stage, or the model's flat outputs; without training."""
-        return self._in_turn(lambda segment, given: segment.predict(batch, given), received)
+    def infer(self, batch: MicroBatch, message: Tensors, *, loss: bool) -> Tensors:
+        """Run a forward pass without training; return the message for the next stage.
 
-    def evaluate(self, batch: MicroBatch, received: Received) -> Tensors:
-        """Return the message for the next stage, or the scalar loss; without training."""
-        return self._in_turn(lambda segment, given: segment.evaluate(batch, given), received)
+        The last one returns the scalar loss, or the model's flat outputs.
+        """
+        for segment in self.segments:
+            run = segment.evaluate if loss else segment.predict
+            message = run(batch, segment.unpacked(message))
+        return message
 
     def take_sums(self) -> list[tf.Tensor | None]:
         """Return the sum of the gradients of each trainable variable, and begin anew.
@@ -154,17 +185,14 @@ class Stage:
         for segment in self.segments:
             segment.forget()
 
-    def _in_turn(self, run: Callable[[Segment, Received], Tensors], received: Received) -> Tensors:
-        """Return the message of the last segment; each receives that of the one before."""
-        first, *others = self.segments
-        message = run(first, received)
-        for segment in others:
-            message = run(segment, segment.unpacked(message))
-        return message
-
 
 class Segment:
-    """Computes one part of a model: a stage, or a run of its layers. Arguments as of `Stage`."""
+    """Computes one part of a model: a stage, or a run of its layers. Arguments as of `Stage`.
+
+    Attributes:
+      received: what tells the types and shapes of the message that a forward pass begins with.
+      traced_sums: of the gradients, in a step that is traced.
+    """
 
     def __init__(
         self,
@@ -181,23 +209,34 @@ class Segment:
         self._loss_of = loss_of
         self._values = [variable.value for variable in self.variables]
         self._sums: list[tf.Variable] = []
+        self.traced_sums: list[tf.Tensor | None] = []
         self._summed: set[int] = set()  # those that a loss depends on, known when it is traced
         self._summing = False
         self._kept: dict[int, _Kept] = {}
         self._masked = [i for i, t in enumerate(part.received) if has_mask(t)]
+        masks = [t._keras_mask for t in part.received if has_mask(t)]
+        self.received = [*part.received, *masks, tf.TensorSpec([], tf.float32)]
         self._forward = keras_compat.compiled(self._traced_forward)
         self._backward_again = keras_compat.compiled(self._traced_backward)
         self._both = keras_compat.compiled(self._traced_both)
         self.predict = keras_compat.compiled(partial(self._traced_inference, loss_of=None))
         self.evaluate = keras_compat.compiled(partial(self._traced_inference, loss_of=loss_of))
 
-    def unpacked(self, tensors: Tensors) -> Received:
-        """Return what the message of what computes before this holds."""
+    def unpacked(self, message: Tensors) -> Received:
+        """Return what the message of what computes before this holds; empty for the first."""
+        if not message:
+            return Received(tensors=[], masks=[], added=tf.constant(0.0))
         count = len(self.part.received)
-        return Received(tensors=tensors[:count], masks=tensors[count:-1], added=tensors[-1])
+        return Received(tensors=message[:count], masks=message[count:-1], added=message[-1])
 
-    def forward(self, micro: int, batch: MicroBatch, received: Received) -> Tensors:
+    def sent(self, micro: int) -> Tensors:
+        """Return the floating tensors that a forward pass has sent, as far as they are kept."""
+        count = sum("float" in t.dtype for t in self.part.sent)
+        return self._kept[micro].targets[:count]
+
+    def forward(self, micro: int, batch: MicroBatch, message: Tensors) -> Tensors:
         """Run a forward pass, as `Stage.forward`."""
+        received = self.unpacked(message)
         kept = self._kept[micro] = _Kept(batch, received)
         if self.keep == "nothing":
             self._begin_sums()
@@ -205,9 +244,10 @@ class Segment:
             return message
         if self.keep == "recompute":
             return self._forward(batch, received)[0]
+        run = self._forward if tf.executing_eagerly() else self._traced_forward
         with tf.GradientTape() as tape:
             tape.watch([t for t in received.tensors if t.dtype.is_floating])
-            message, kept.targets = self._forward(batch, received)
+            message, kept.targets = run(batch, received)
         kept.tape = tape
         return message
 
@@ -216,50 +256,20 @@ class Segment:
         kept = self._kept.pop(micro)
         if kept.back is not None:
             return kept.back
-        self._begin_sums()
         if kept.tape is None:
+            self._begin_sums()
             return self._backward_again(kept.batch, kept.received, gradients)
         with keras_compat.adding_in_order():  # what the tape runs was traced with the first pass
             own, back = self._gradients(kept.tape, kept.targets, kept.received, gradients)
-        self._add(own)
+        if tf.executing_eagerly():
+            self.take(own)
+        else:
+            pairs = zip(self.traced_sums, own, strict=True)
+            self.traced_sums = [a if b is None else b if a is None else a + b for a, b in pairs]
         return back
 
-    def traced_passes(
-        self,
-        step: tf.Tensor,
-        order: Sequence[Pass],
-        batches: Sequence[MicroBatch],
-        *,
-        exchange: WholeStep,
-    ) -> list[tf.Tensor | None]:
-        """Return the sums of the gradients of a step, whose passes come in their order; in graph.
-
-        Messages to and from the neighbours go by `exchange`. Each pass waits for the one before.
-        """
-        kept: dict[int, tuple[tf.GradientTape, Tensors, Received]] = {}
-        sums: list[tf.Tensor | None] = [None] * len(self.variables)
-        gate: Tensors = []
-        for one in order:
-            with tf.control_dependencies(gate):
-                if one.forward:
-                    received = exchange.received(step, one)
-                    with tf.GradientTape() as tape:
-                        tape.watch([t for t in received.tensors if t.dtype.is_floating])
-                        message, targets = self._traced_forward(batches[one.micro], received)
-                    kept[one.micro] = tape, targets, received
-                    gate = [*message, exchange.sent(step, one, message)]
-                else:
-                    tape, targets, received = kept.pop(one.micro)
-                    gradients = exchange.gradients(step, one, targets)
-                    own, back = self._gradients(tape, targets, received, gradients)
-                    pairs = zip(sums, own, strict=True)
-                    sums = [a if b is None else b if a is None else a + b for a, b in pairs]
-                    gate = [s for s in sums if s is not None]
-                    gate.append(exchange.sent(step, one, back))
-        return sums
-
     def take(self, sums: Sequence[tf.Tensor | None]) -> None:
-        """Have `take_sums` return these."""
+        """Add to what `take_sums` will return."""
         self._begin_sums()
         self._add(sums)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -15,10 +15,11 @@ from keras.optimizers import LossScaleOptimizer
 
 from tfdist.checkpoint import state
 from tfdist.errors import require
+from tfdist.pipeline.balance import balanced, runs
 from tfdist.pipeline.cuts import Assignment, LayerGraph, ModelPart, made_bytes
+from tfdist.pipeline.exchange import Tensors
 from tfdist.pipeline.schedule import Pass, micro_sizes, most_kept, passes
-from tfdist.pipeline.segments import segments_of
-from tfdist.pipeline.stage import MicroBatch, Stage, Tensors
+from tfdist.pipeline.stage import MicroBatch, Stage
 from tfdist.pipeline.timing import chosen_places, possible_places
 from tfdist.pipeline.union import (
     bytes_of,
@@ -71,7 +72,7 @@ class StagedModel:
         self.graph = LayerGraph(model)
         micros = _MICROS_A_STAGE * place.count * place.pipelines
         self._default_size = max(1, -(-batch // micros))
-        assignment = self._assignment(self.sizes_of(batch))
+        assignment = self._assignment(batch)
         parts = self.graph.cut(assignment, num_stages=place.count)
         gc.collect()  # what was made to be timed
         part = parts[place.index]
@@ -171,6 +172,11 @@ class StagedModel:
         """Return the examples of each micro-batch of a step, of all pipelines, in their order."""
         return micro_sizes(rows, split_size=self.split_size)
 
+    def order(self, stage: int, *, micros: int) -> list[Pass]:
+        """Return the passes of a stage in a step of so many micro-batches."""
+        place = self._place
+        return passes(place.options.schedule, stage=stage, stages=place.count, micros=micros)
+
     def inputs_of(self, x: Any) -> Tensors:
         """Return the model's flat inputs, in the order of its graph."""
         flat: Tensors = self.graph.functional._standardize_inputs(x)
@@ -204,7 +210,7 @@ class StagedModel:
     def _inner_optimizer(self) -> Any:
         return getattr(self._optimizer, "inner_optimizer", self._optimizer)
 
-    def _assignment(self, sizes: list[int]) -> Assignment:
+    def _assignment(self, batch: int) -> Assignment:
         """Return the stage of each node of the graph."""
         count, cut = self._place.count, self._place.options.cut
         if isinstance(cut, str):
@@ -214,7 +220,7 @@ class StagedModel:
         if isinstance(cut, Mapping):
             return self.graph.by_patterns(cut)
         if cut is None:
-            return self.graph.behind(self._chosen_cut(sizes))
+            return self.graph.behind(self._chosen_cut(batch))
         require(
             len(cut) == count - 1,
             "cut",
@@ -226,28 +232,27 @@ class StagedModel:
         return self.graph.behind_layers(list(cut))
 
     def _segments(self, assignment: Assignment, batch: int) -> list[ModelPart]:
-        kept = [most_kept(self._order(stage, batch)) for stage in range(self._place.count)]
+        stages, micros = range(self._place.count), self._micros(batch)
+        kept = [most_kept(self.order(stage, micros=micros)) for stage in stages]
         return segments_of(self.graph, assignment, kept=kept)[self._place.index]
 
-    def _order(self, stage: int, batch: int) -> list[Pass]:
-        """Return the passes of a stage in a step of so many examples."""
-        place, micros = self._place, -(-len(self.sizes_of(batch)) // self._place.pipelines)
-        return passes(place.options.schedule, stage=stage, stages=place.count, micros=micros)
+    def _micros(self, batch: int) -> int:
+        """Return the most micro-batches that a pipeline has of a step of so many examples."""
+        return -(-len(self.sizes_of(batch)) // self._place.pipelines)
 
-    def _chosen_cut(self, sizes: list[int]) -> list[int]:
+    def _chosen_cut(self, batch: int) -> list[int]:
         """Return where the chief cuts by measured times, or has, for good. A collective."""
         chosen, what = self._place.chosen, [self.graph.digest, self._place.count]
         if chosen.get("cut_of") != what:
             count, positions = self._place.count, None
             places = possible_places(self.graph, num_stages=count)
             if self._job.is_chief:
-                micros = -(-len(sizes) // self._place.pipelines)
                 places = chosen_places(
                     self.graph,
                     places,
                     num_stages=count,
-                    rows=sizes[0],
-                    micros=micros,
+                    rows=self.sizes_of(batch)[0],
+                    micros=self._micros(batch),
                     schedule=self._place.options.schedule,
                     keep=self._place.options.keep,
                 )
@@ -322,7 +327,8 @@ class StagedModel:
             vars(inner).update(before)
 
     def _log(self, part: ModelPart, *, batch: int) -> None:
-        place, order = self._place, self._order(self._place.index, batch)
+        place = self._place
+        order = self.order(place.index, micros=self._micros(batch))
         kept = most_kept(order) if place.options.keep != "recompute" else 1
         made = max(made_bytes(segment.part.nodes) for segment in self.stage.segments)
         layers = part.module.layers
@@ -383,3 +389,53 @@ def _require_stages_compute_it(model: keras.Model) -> None:
             fix="leave the reduction out",
             code="loss-reduction",
         )
+
+
+# Segments of stages that compute their layers' outputs again, so that few are there at once.
+
+
+_MOST_SEGMENTS = 8
+_MOST_TENSORS = 2
+
+
+def segments_of(
+    graph: LayerGraph, assignment: Assignment, *, kept: Sequence[int]
+) -> list[list[ModelPart]]:
+    """Return the segments of each stage, with which it needs the least memory.
+
+    That is the inputs of its segments, of all micro-batches that it keeps, and what the layers of
+    one segment make.
+
+    Args:
+      graph: of the model.
+      assignment: of its nodes to stages.
+      kept: of how many micro-batches each stage keeps inputs at a time.
+    """
+    inner = [p for stage, most in enumerate(kept) for p in _inner(graph, assignment, stage, most)]
+    fine = graph.divided_behind(assignment, inner)
+    parts = graph.divided(fine, num_stages=max(fine) + 1)
+    stage_of = dict(zip(fine, assignment, strict=True))
+    return [[p for p in parts if stage_of[p.index] == stage] for stage in range(len(kept))]
+
+
+def _inner(graph: LayerGraph, assignment: Assignment, stage: int, kept: int) -> list[int]:
+    """Return the nodes behind which a stage is divided."""
+    mine = [i for i, one in enumerate(assignment) if one == stage]
+    places = [
+        place
+        for place in graph.places()
+        if mine[0] <= place.position < mine[-1] and place.num_tensors <= _MOST_TENSORS
+    ]
+    ends = [*(place.position for place in places), mine[-1]]
+    made, low = [], mine[0]
+    for end in ends:
+        made.append(made_bytes([graph.nodes[i] for i in mine if low <= i <= end]))
+        low = end + 1
+    crossing = [place.example_bytes for place in places]
+    found = []
+    for count in range(1, min(_MOST_SEGMENTS, len(ends)) + 1):
+        cut = balanced(made, crossing, stages=count)
+        largest = max(sum(made[run]) for run in runs(cut, len(made)))
+        held = kept * sum(crossing[i] for i in cut) // 2  # they count there and back
+        found.append((largest + held, cut))
+    return [places[i].position for i in min(found)[1]]

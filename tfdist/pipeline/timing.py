@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.pipeline.balance import balanced, require_enough, runs
-from tfdist.pipeline.cuts import LayerGraph, Place, one_or_list
+from tfdist.pipeline.cuts import CutPoint, LayerGraph, one_or_list
 from tfdist.pipeline.schedule import Pass, Timeline, passes, timeline
 from tfdist.training import keras_compat
 
@@ -23,7 +23,7 @@ _PLACES_A_STAGE = 8
 _LEADS = (0.0, 0.5, 1.0)
 
 
-def possible_places(graph: LayerGraph, *, num_stages: int) -> list[Place]:
+def possible_places(graph: LayerGraph, *, num_stages: int) -> list[CutPoint]:
     """Return the places that are looked at: those that one tensor crosses, or two if they are few.
 
     Raises:
@@ -38,14 +38,14 @@ def possible_places(graph: LayerGraph, *, num_stages: int) -> list[Place]:
 
 def chosen_places(
     graph: LayerGraph,
-    places: Sequence[Place],
+    places: Sequence[CutPoint],
     *,
     num_stages: int,
     rows: int,
     micros: int,
     schedule: str = "1f1b",
     keep: str = "tape",
-) -> list[Place]:
+) -> list[CutPoint]:
     """Return where to cut so that a step is as fast as it can be, and log it.
 
     Under 1F1B the first stages wait less than the last ones at the start and at the end of a step,
@@ -102,7 +102,7 @@ def _fastest_cut(
     return min(found, key=lambda one: one[1].makespan_s)
 
 
-def _with_weights(graph: LayerGraph, places: Sequence[Place]) -> list[bool]:
+def _with_weights(graph: LayerGraph, places: Sequence[CutPoint]) -> list[bool]:
     """Return whether each run of layers between two places has trainable weights."""
     bounds = [0, *(place.position + 1 for place in places), len(graph.nodes)]
     return [graph.is_trainable(low, high) for low, high in itertools.pairwise(bounds)]
