@@ -34,7 +34,7 @@ from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make
 from tfdist.strategy.parts import whole
 from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
-from tfdist.training.evaluation import Evaluator
+from tfdist.training.evaluator import Evaluator
 from tfdist.training.fitting import fit
 from tfdist.training.trackers import make_tracker
 
