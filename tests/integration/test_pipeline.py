@@ -631,6 +631,12 @@ def test_what_cannot_be_trained_in_stages_is_refused(one_stage, kind, reduction,
     assert refusal(lambda: tfdist.fit(model, X, X[:, :3], batch_size=8, verbose=0)).code == code
 
 
+def test_a_step_function_is_not_cut_in_stages(one_stage):
+    one_stage()
+    line = refusal(lambda: tfdist.StepLoop(lambda x: {}, X, global_batch_size=8))
+    assert line.code == "own-step"
+
+
 def test_a_model_is_not_saved_while_each_task_has_a_part(one_stage, tmp_path):
     with one_stage().scope():
         model = model_with("sgd")

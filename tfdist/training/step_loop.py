@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.errors import require_int
+from tfdist.errors import require, require_int
 from tfdist.strategy import broadcast, current_job, job_of
 from tfdist.training import building, inputs
 from tfdist.training.blocks import naming_bad_data
@@ -64,6 +64,14 @@ class StepLoop:
         if max_staleness is not None:
             require_int("max_staleness", max_staleness, least=0)
         self._job = current_job() or job_of(tf.distribute.get_strategy())
+        require(
+            self._job.kind != "pipeline",
+            "StepLoop",
+            received="a step function under strategy pipeline",
+            expected="a model and Keras' own step, which stages compute",
+            fix="call tfdist.fit, or use another strategy",
+            code="own-step",
+        )
         self._metrics = list(metrics)
         for optimizer, variables in sharded_optimizers:
             building.build_in_parts(optimizer, variables, self._job)
