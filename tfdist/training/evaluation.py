@@ -119,9 +119,7 @@ class Evaluation:
     ) -> None:
         length = _length(batch_size=batch_size, steps=steps)
         self.feed = prepare(*data, job=job, length=length, shuffle=False, seed=0)
-        # A later fit may have workers divide them.
-        slots: building.Slots = "none" if job.kind == "multiworker" and job.ring else "whole"
-        building.build(model, job, self.feed, slots=slots)
+        building.build(model, job, self.feed, slots="none")  # a fit makes them, or a part of them
         building.require_examples_first(model, job, "test_step", self.feed)
         program = program_of(model, job, "test_step", self.feed, seed=0)
         self.steps = self.feed.plan.total_steps
