@@ -272,11 +272,3 @@ def test_the_first_range_which_traces_does_not_count(directory):
     run_range(reporter, clock, (1, 10), seconds=1)
     assert reporter.examples_per_second == 90
     reporter.close()
-
-
-def test_keras_takes_it_for_its_bar_and_adds_no_other(directory):
-    reporter = reporter_of(directory, Clock())
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    callbacks = keras.callbacks.CallbackList([reporter], add_progbar=True, model=model, verbose=1)
-    bars = [c for c in callbacks.callbacks if isinstance(c, keras.callbacks.ProgbarLogger)]
-    assert bars == [reporter]

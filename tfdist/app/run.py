@@ -344,15 +344,14 @@ def _seed(config: Any, directory: RunDirectory, *, overwrite: bool) -> int:
 # Progress and metrics that `tfdist.train` reports during a run.
 
 
-class RunReporter(keras.callbacks.ProgbarLogger):
-    """Writes `metrics.jsonl` and TensorBoard scalars, and moves the progress display.
+class RunReporter(keras.callbacks.Callback):
+    """Writes `metrics.jsonl` and TensorBoard scalars, and moves the progress display; on the chief.
 
-    A `ProgbarLogger`, and so: run on the chief alone, called once a range of steps rather than at
-    every batch, and in place of Keras' own bar. `worker_steps` returns the steps that each worker
-    of a ps job has done since this process started.
+    `worker_steps` returns the steps that each worker of a ps job has done since this process
+    started.
     """
 
-    once_a_range = True
+    once_a_range = chief_only = wants_block_logs = True
 
     def __init__(
         self,
@@ -385,12 +384,6 @@ class RunReporter(keras.callbacks.ProgbarLogger):
     def examples_per_second(self) -> float | None:
         """Training throughput, validation and the first range, which traces, left out."""
         return _rate(self._ranges[1:]) or _rate(self._ranges)
-
-    def set_params(self, params: dict[str, Any]) -> None:
-        self.params = params
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        pass
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._epoch_ranges = epoch, []
@@ -448,15 +441,6 @@ class RunReporter(keras.callbacks.ProgbarLogger):
 
     def on_train_end(self, logs: Any = None) -> None:
         self.close()
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        pass
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        pass
-
-    def on_test_end(self, logs: Any = None) -> None:
-        pass
 
     def close(self) -> None:
         """End the display, the profile and the event file, also after an error."""

@@ -3,9 +3,11 @@
 All tasks run a user's callbacks on the same logs, so that they decide alike; those that write run
 on the chief. Batch hooks are called once a block, with the last batch of the block; a callback
 that looks at every batch gets blocks of one step, and pays for them. A class of our own whose
-hooks make do with the last batch of a block says so by ``once_a_range = True``. By a method
-``next_step(step)`` a callback names the next step after `step` at which a block is to end, or None;
-by ``resumed_at(step)`` it is told at which step a restored run goes on.
+hooks make do with the last batch of a block says so by ``once_a_range = True``, one that runs on
+the chief alone by ``chief_only = True``, and one that looks at the logs of blocks by
+``wants_block_logs = True``. By a method ``next_step(step)`` a callback names the next step after
+`step` at which a block is to end, or None; by ``resumed_at(step)`` it is told at which step a
+restored run goes on.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def callback_list(
         trackers.warn_of_autolog()
         given = [*map(trackers.wrapped, given), *trackers.without_callback()]
     else:
-        given = [c for c in given if not (isinstance(c, _WRITERS) or trackers.package_of(c))]
+        given = [c for c in given if not _is_chiefs(c)]
     return CallbackList(
         given,
         add_history=history,
@@ -71,6 +73,12 @@ def callback_list(
         steps=steps,
         model=model,
     )
+
+
+def _is_chiefs(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a callback runs on the chief alone."""
+    is_writer = isinstance(callback, _WRITERS) or getattr(callback, "chief_only", False)
+    return is_writer or trackers.package_of(callback) is not None
 
 
 def _require_callback(callback: Any) -> None:
@@ -169,7 +177,7 @@ def wants_logs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
     return any(
         isinstance(c, _BLOCK_IS_ENOUGH)
         or wants_every_batch(c, mode="train")
-        or (isinstance(c, trackers.Tracker) and c.wants_block_logs)
+        or getattr(c, "wants_block_logs", False)
         for c in callbacks
     )
 
