@@ -121,7 +121,7 @@ def make_strategy(
 
             config = _needed(config, kind)
             strategy = parameter_server(config, _resolver(config), options)
-    _hear_sigterm()
+    _give_sigterm_back()
     job = Job(strategy=strategy, kind=kind, config=config)
     if kind == "pipeline":
         job = _in_stages(job, pipeline or PipelineOptions(), options)
@@ -326,7 +326,7 @@ def _resolver(config: TaskConfig) -> tf.distribute.cluster_resolver.ClusterResol
     )
 
 
-def _hear_sigterm() -> None:
+def _give_sigterm_back() -> None:
     """Give SIGTERM back to Python: TensorFlow's handler swallows it once a server is up."""
     try:
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)

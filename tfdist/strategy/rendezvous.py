@@ -43,7 +43,7 @@ _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]
 
 _PROBE_EVERY_S = 1.0
 _PROBE_ONE_EVERY_S = 0.02  # of a few
-_SAY_EVERY_S = 10.0
+_LOG_EVERY_S = 10.0
 _ANSWER_S = 0.5
 _BACKLOG = 4096  # connections that peers may open before anybody takes them
 
@@ -74,7 +74,7 @@ def wait_for_answers(config: TaskConfig, tasks: Sequence[Task], *, timeout_s: fl
         remaining_s = start_s + timeout_s - now_s
         if remaining_s <= 0:
             break
-        if now_s - logged_s >= _SAY_EVERY_S:
+        if now_s - logged_s >= _LOG_EVERY_S:
             logged_s = now_s
             _LOG.warning("%s", waited_for(config, missing, now_s - start_s, timeout_s))
         # The fewer are missing the sooner: the last to come is what all wait for.

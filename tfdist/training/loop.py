@@ -165,8 +165,8 @@ class TrainLoop:
             require_same_weights(self._job, self._model)
         try:
             self._run_steps(steps)
-        except StopRequested as asked:
-            self._stop(asked.signum, at_epoch_begin=self.step == steps.start)
+        except StopRequested as request:
+            self._stop(request.signum, at_epoch_begin=self.step == steps.start)
         self._blocks.engine.publish_state(self._blocks.program)
         # As they were, where only the validation of the epoch is due.
         kept = resume.logs_before_validation(plan.saved) if is_first else None
@@ -252,9 +252,9 @@ class TrainLoop:
         requests = self._requests if resume.may_break_off(self._model, listed) else None
         try:
             return validation.run(self._callbacks, requests=requests)
-        except StopRequested as asked:
+        except StopRequested as request:
             callback_state.set_states(listed, before)
-            self._stop(asked.signum, logs=logs)
+            self._stop(request.signum, logs=logs)
 
     def _agree_to_stop(self) -> bool:
         """End the training in every task when a callback of some task has. A collective."""
@@ -310,8 +310,8 @@ class TrainLoop:
         blocks, model, step = self._blocks, self._model, self.step
         with phases.entered("save"):
             blocks.engine.publish_state(blocks.program)
-            figures = ended or logs or blocks.metrics({})
-            if wrong := resume.unfit(model, figures):
+            metrics = ended or logs or blocks.metrics({})
+            if wrong := resume.unfit(model, metrics):
                 _LOG.warning("%s at step %d: not saved; the one before it is kept", wrong, step)
                 backup.pass_over()
                 return
@@ -335,7 +335,7 @@ class TrainLoop:
             slots = sum_over_tasks(self._job, mine, of="signals at the end")
         signum = signal_of(slots.tolist())
         if signum is not None:
-            self._say_and_stop(signum)
+            self._log_and_stop(signum)
         phases.enter("done")
 
     def _stop(
@@ -356,9 +356,9 @@ class TrainLoop:
         with phases.entered("save"):
             for backup in self._plan.backups:
                 backup.wait()
-        self._say_and_stop(signum)
+        self._log_and_stop(signum)
 
-    def _say_and_stop(self, signum: int) -> NoReturn:
+    def _log_and_stop(self, signum: int) -> NoReturn:
         has_backup = bool(self._plan.backups)
         line = resume.message(
             signum, step=self.step, saved_step=self._saved_step, has_backup=has_backup

@@ -185,15 +185,15 @@ def may_break_off(model: keras.Model, callbacks: Sequence[keras.callbacks.Callba
     return not (swaps or states_of(model))
 
 
-def unfit(model: keras.Model, figures: Mapping[str, Any]) -> str:
-    """Return why a state is not worth saving, by the figures of its epoch; empty where it is.
+def unfit(model: keras.Model, metrics: Mapping[str, Any]) -> str:
+    """Return why a state is not worth saving, by the metrics of its epoch; empty where it is.
 
     Data to validate on may give a loss that is not finite to the best of weights: then these tell.
     """
-    loss = figures.get("loss", 0.0)
+    loss = metrics.get("loss", 0.0)
     if not np.isfinite(loss):
         return f"the loss is {loss}"
-    if np.isfinite(figures.get("val_loss", 0.0)):
+    if np.isfinite(metrics.get("val_loss", 0.0)):
         return ""
     weights = [np.asarray(weight) for weight in model.get_weights()]
     return "" if all(np.isfinite(w).all() for w in weights) else "a weight is not finite"

@@ -39,9 +39,9 @@ class StopRequested(Exception):
 
 
 class StopRequests:
-    """Hears the first of `SIGNALS` while it is entered, and ends the process at the second.
+    """Receives the first of `SIGNALS` while it is entered, and ends the process at the second.
 
-    Only in the main thread of the program, where Python has its signals; in another one it hears
+    Only in the main thread of the program, where Python has its signals; in another one it gets
     nothing. A signal that the program was started to ignore, as nohup does, stays ignored. At the
     end everything is as it was before; a signal that nobody has answered by `Stopped` is then sent
     again, to whoever handled it before. A task that stops for the signal of another one takes the
@@ -138,9 +138,9 @@ class StopRequests:
             for signum in os.read(fd, 64):
                 if signum == _END:
                     return
-                self._hear(signum)
+                self._receive(signum)
 
-    def _hear(self, signum: int) -> None:
+    def _receive(self, signum: int) -> None:
         now_s = self._clock()
         if signum not in self._before:
             if self._before_fd >= 0:

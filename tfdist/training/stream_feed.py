@@ -19,7 +19,7 @@ from tfdist.training.agreement import digest_is_due, digest_of, leaves_of
 from tfdist.training.epochs import EpochPlan, share_of
 from tfdist.training.feed import AHEAD_STEPS, Feed, Part, ids_of_rows
 
-_SAY_EVERY_BATCHES = 16
+_REPORT_EVERY_BATCHES = 16
 _plain = tf.autograph.experimental.do_not_convert
 
 
@@ -174,15 +174,15 @@ def _from_step(first: int, batches: tf.data.Dataset) -> tf.data.Dataset:
     if first == 0:
         return batches
 
-    def said() -> tf.Tensor:
+    def report() -> tf.Tensor:
         return tf.numpy_function(_go_on, [], tf.bool)
 
-    def is_due(number: tf.Tensor, _: Any) -> tf.Tensor:
-        speaks = (number < first) & (number % _SAY_EVERY_BATCHES == 0)
-        with tf.control_dependencies([tf.cond(speaks, said, lambda: tf.constant(True))]):
+    def is_left(number: tf.Tensor, _: Any) -> tf.Tensor:
+        is_due = (number < first) & (number % _REPORT_EVERY_BATCHES == 0)
+        with tf.control_dependencies([tf.cond(is_due, report, lambda: tf.constant(True))]):
             return number >= first
 
-    return batches.enumerate().filter(_plain(is_due)).map(_plain(lambda _, batch: batch))
+    return batches.enumerate().filter(_plain(is_left)).map(_plain(lambda _, batch: batch))
 
 
 def _go_on() -> np.bool_:

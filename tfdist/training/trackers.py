@@ -144,7 +144,7 @@ class Tracker(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Have the tracker begin; MLflow's run has the model's parameters, which cannot change."""
         if self.package == "mlflow":
-            _hear_failures_of_mlflow(self.fail)
+            _watch_failures_of_mlflow(self.fail)
         if not (self.package == "mlflow" and self._is_resumed):
             self._call("on_train_begin", logs)
 
@@ -298,7 +298,7 @@ class _FailuresOfMlflow(logging.Filter):
         return not is_failure
 
 
-def _hear_failures_of_mlflow(fail: Callable[[str, Exception], None]) -> None:
+def _watch_failures_of_mlflow(fail: Callable[[str, Exception], None]) -> None:
     """Have `fail` called for them, and nobody before it any more."""
     for name in ("async_logging.async_logging_queue", "autologging_utils"):
         logger = logging.getLogger(f"mlflow.utils.{name}")

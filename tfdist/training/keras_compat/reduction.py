@@ -109,7 +109,7 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     for i, total in zip(others, _by_collectives([tensors[i] for i in others]), strict=True):
         results[i] = total
     for bucket in _buckets(tensors):
-        total = functools.partial(job.ring.sum, of=_place())
+        total = functools.partial(job.ring.sum, of=_sum_name())
         sums = _in_turn(total, [tensors[i] for i in bucket])
         for i, summed in zip(bucket, sums, strict=True):
             results[i] = tf.ensure_shape(summed, tensors[i].shape)
@@ -124,7 +124,7 @@ def scatter_over_workers(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """
     ring, results = _ring(), list(tensors)
     for bucket in _buckets(tensors):
-        scatter = functools.partial(ring.reduce_scatter, of=_place())
+        scatter = functools.partial(ring.reduce_scatter, of=_sum_name())
         for i, part in zip(bucket, _in_turn(scatter, [tensors[i] for i in bucket]), strict=True):
             first, end = ring.part(tensors[i].shape.num_elements())
             results[i] = tf.ensure_shape(part, [end - first])
@@ -140,7 +140,7 @@ def gather_over_workers(
     wholes = [tf.TensorSpec(shape, part.dtype) for shape, part in zip(shapes, parts, strict=True)]
     for bucket in _buckets(wholes):
         sizes = tuple(wholes[i].shape.num_elements() for i in bucket)
-        gather = functools.partial(ring.all_gather, sizes=sizes, of=_place())
+        gather = functools.partial(ring.all_gather, sizes=sizes, of=_sum_name())
         for i, flat in zip(bucket, _in_turn(gather, [parts[i] for i in bucket]), strict=True):
             results[i] = tf.reshape(flat, shapes[i])
     return results
@@ -175,7 +175,7 @@ def _turn() -> Any:
         return ResourceVariable(0, trainable=False, dtype=tf.int64)
 
 
-def _place() -> str:
+def _sum_name() -> str:
     """Report which sum of the step is being traced: one in a branch is no other's.
 
     By its number, as names of tensors and layers may differ between workers of one program.
