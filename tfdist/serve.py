@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tfdist.serving.supervisor import ServeOptions
 
 _LOCAL_ALONE = ("token", "tls_cert", "tls_key", "access_log")  # of the flags, not of Ray
+_SHORTEST_HANG_S = 5.0  # by default: a machine with much to do is silent for seconds
 _NEEDED = ("uvicorn", "httptools", "orjson", "grpc", "grpc_health", "prometheus_client")
 
 
@@ -55,7 +56,7 @@ def _parser() -> Parser:
     add("--max_queue_mib", type=int, default=256, help="memory of all unanswered requests")
     add("--max_body_mib", type=int, default=64, help="of one request; default 64")
     add("--timeout_s", type=float, default=30.0, help="longest wait for an answer; default 30")
-    add("--hang_s", type=float, default=30.0, help="a silent replica is replaced; default 30")
+    add("--hang_s", type=float, help="a silent replica is replaced; default half of timeout_s")
     add("--drain_s", type=float, default=30.0, help="for requests after SIGTERM; default 30")
     add("--no_pin", action="store_true", help="let replicas share all cores")
     add("--token", type=Path, metavar="FILE", help="clients must send the secret in this file")
@@ -81,6 +82,8 @@ def _check(options: Any) -> None:
     for flag in ("replicas", "max_batch", "max_queue", "max_queue_mib", "max_body_mib"):
         require_int(f"--{flag}", getattr(options, flag), least=1)
     require_int("--spares", options.spares, least=0)
+    if options.hang_s is None:  # so that a request has as long again at the next replica
+        options.hang_s = max(_SHORTEST_HANG_S, options.timeout_s / 2)
     for flag in ("timeout_s", "hang_s"):
         require_number(f"--{flag}", getattr(options, flag), above=0, unit="seconds")
     require_number("--drain_s", options.drain_s, least=0, unit="seconds")

@@ -233,6 +233,16 @@ def test_a_service_that_cannot_be_is_one_line(tmp_path, flags, text, capsys, mon
     assert text in line
 
 
+@pytest.mark.parametrize(
+    ("flags", "hang_s"),
+    [([], 15), (["--timeout_s=120"], 60), (["--timeout_s=1"], 5), (["--hang_s=40"], 40)],
+)
+def test_a_request_has_as_long_again_when_its_replica_hangs(flags, hang_s):
+    options = serve._parser().parse_args(["served", *flags])
+    serve._check(options)
+    assert serve._settings(options).limits.hang_s == hang_s
+
+
 def test_a_directory_that_is_not_there_is_a_mistake_of_the_command_line(tmp_path, capsys):
     flags = ["--rest_port", "0", "--grpc_port", "0"]
     assert serve.main([str(tmp_path / "nothere"), *flags]) == 2

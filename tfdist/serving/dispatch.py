@@ -60,7 +60,7 @@ class QueueLimits:
     requests: int = 1000
     size_bytes: int = 256 << 20
     window: int = 64
-    hang_s: float = 30.0
+    hang_s: float = 15.0
 
 
 class Dispatcher:
