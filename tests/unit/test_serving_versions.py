@@ -46,6 +46,19 @@ def test_a_new_version_is_loaded_beside_the_old_one_and_then_takes_over():
     assert (model.status.serving, *plan(model)[1:]) == (2, [], [1, 2])
 
 
+def test_a_version_that_is_being_loaded_is_served_before_a_newer_one_is_loaded():
+    loading, *_ = plan(served(1).scanned({1: "a", 2: "a"}), 3)
+    model, starts, drains = plan(loading.scanned({1: "a", 2: "b", 3: "a"}), 5)
+    assert (starts, drains) == ([], [])
+    model = model.loaded(3).loaded(4)
+    assert model.status.serving == 2
+    assert plan(model.scanned({1: "a", 2: "b", 3: "a"}))[1] == [(3, 0), (3, 1)]
+    assert plan(loading.scanned({1: "a"}))[1:] == ([], [3, 4]), "its files have gone"
+    refused, *_ = plan(loading.scanned({1: "a", 2: "b"}).failed(3, "half a file"))
+    again = refused.scanned({1: "a", 2: "b"})
+    assert plan(again)[1] == [(2, 0), (2, 1)], "its files were copied meanwhile"
+
+
 def test_a_version_that_does_not_load_is_refused_until_its_files_are_others():
     model, *_ = plan(served(1).scanned({1: "a", 2: "a"}), 3)
     model = model.failed(3, "no variables")
@@ -79,6 +92,10 @@ def test_removing_the_newest_rolls_back():
 def test_when_all_versions_are_removed_the_last_one_goes_on():
     model = served(1).scanned({})
     assert (model.status.serving, max(model.targets), *plan(model)[1:]) == (1, 1, [], [])
+    model = model.ended(1, "was killed").scanned({})
+    assert (model.status.serving, *plan(model)[1:]) == (1, [], [])
+    model = model.ended(2, "was killed").scanned({})
+    assert (model.status.serving, model.targets, *plan(model)[1:]) == (None, set(), [], [])
 
 
 def test_a_dead_replica_is_replaced_and_waits_longer_each_time():

@@ -141,10 +141,18 @@ class Model:
         return dataclasses.replace(self, policy=policy)._settled()
 
     def scanned(self, found: Mapping[int, str]) -> Model:
-        """Take what is on the disk now; a version whose files are others is tried again."""
+        """Take what is on the disk now; a version whose files are others is tried again.
+
+        What is being loaded goes first: none would be served where versions come faster than that.
+        What has neither files nor a replica is served no more.
+        """
+        if self.targets - self.served and self.targets <= found.keys():
+            return self
         same = {v for v, mark in self.found.items() if found.get(v) == mark}
         refused = {v: why for v, why in self.refused.items() if v in same}
-        return dataclasses.replace(self, found=dict(found), refused=refused)._settled()
+        served = self.served & (found.keys() | {one.version for one in self.replicas})
+        model = dataclasses.replace(self, found=dict(found), refused=refused, served=served)
+        return model._settled()
 
     def loaded(self, id: int) -> Model:
         """Take that a replica has loaded and warmed its version."""
