@@ -6,6 +6,7 @@ The replicas have a model that needs no TensorFlow and dies when it is asked to.
 import asyncio
 import contextlib
 import dataclasses
+import gzip
 import http.client
 import json
 import os
@@ -102,7 +103,7 @@ class Service:
         return self.send("POST", path, json.dumps({"instances": asked}))
 
     def send(
-        self, method: str, path: str, body: str | None, headers: Any = None
+        self, method: str, path: str, body: str | bytes | None, headers: Any = None
     ) -> tuple[int, Any]:
         with contextlib.closing(self.connect()) as connection:
             connection.request(method, path, body, headers or {})
@@ -245,8 +246,12 @@ def test_both_protocols_answer(shared):
     status, answer = shared.predict([1, 2])
     assert (status, answer["predictions"], answer["by"][0]) == (200, [1, 2], 3)
     assert shared.predict([1], "/v1/models/m/versions/3:predict")[0] == 200
+    assert shared.get("/v1/models") == (200, {"models": ["m"]})
     (version,) = shared.get("/v1/models/m")[1]["model_version_status"]
     assert (version["version"], version["state"]) == ("3", "AVAILABLE")
+    zipped = gzip.compress(b'{"instances": [3]}')
+    status, answer = shared.send("POST", PREDICT, zipped, {"Content-Encoding": "gzip"})
+    assert (status, answer["predictions"]) == (200, [3])
     with grpc.insecure_channel(shared.grpc) as channel:
         call(channel)
         health = channel.unary_unary("/grpc.health.v1.Health/Check")
@@ -369,8 +374,7 @@ def test_metrics(shared):
     assert re.search(r'tfdist_serving_requests_total\{code="200",model="m",via="rest"\} \d', text)
     assert 'tfdist_serving_version{model="m"} 3.0' in text
     assert call_by_spec(shared.grpc, version=9) is grpc.StatusCode.NOT_FOUND
-    counted = 'code="NOT_FOUND",model="m",via="grpc"} '
-    shared.until(lambda: counted in shared.get("/metrics")[1])  # after the answer is sent
+    wait_for_metric(shared, 'code="NOT_FOUND",model="m",via="grpc"} ')  # after the answer is sent
     assert 'tfdist_serving_replicas{model="m"} 2.0' in text
 
 
@@ -631,7 +635,7 @@ def test_sigterm_answers_what_has_come_and_leaves_nothing(tmp_path):
         answers = list[tuple[int, Any]]()
         client = threading.Thread(target=lambda: answers.append(running.predict([1])))
         client.start()
-        running.until(lambda: 'outstanding{model="m"} 1.0' in running.get("/metrics")[1])
+        wait_for_metric(running, 'outstanding{model="m"} 1.0')
         running.process.send_signal(signal.SIGTERM)
         running.wait_for("stopping")
         os.kill(replica, signal.SIGCONT)
@@ -656,17 +660,41 @@ def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path):
     with service(tmp_path, replicas=1, limits=limits, timeout_s=2.0) as running:
         (replica,) = running.replicas()
         os.kill(replica, signal.SIGSTOP)
-        answers = Counter[int]()
-        threads = [
-            threading.Thread(target=lambda: answers.update([running.predict([1])[0]]))
-            for _ in range(4)
-        ]
+        answers = list[tuple[int, str | None]]()
+
+        def ask() -> None:
+            with contextlib.closing(running.connect()) as connection:
+                connection.request("POST", PREDICT, '{"instances": [1]}')
+                answer = connection.getresponse()
+                answers.append((answer.status, answer.headers["retry-after"]))
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(DEADLINE_S)
         os.kill(replica, signal.SIGCONT)
-    assert answers == {504: 2, 429: 2}
+    assert Counter(answers) == {(504, None): 2, (429, "1"): 2}
+
+
+def test_a_request_whose_client_leaves_waits_no_longer(tmp_path):
+    make_version(tmp_path / "m", 1)
+    with service(tmp_path, replicas=1, limits={"window": 1}) as running:
+        (replica,) = running.replicas()
+        os.kill(replica, signal.SIGSTOP)
+        stays, leaves = running.connect(), running.connect()
+        for client, counted in ((stays, "outstanding"), (leaves, "waiting")):
+            client.request("POST", PREDICT, '{"instances": [1]}')
+            wait_for_metric(running, f'{counted}{{model="m"}} 1.0')
+        leaves.close()
+        wait_for_metric(running, 'waiting{model="m"} 0.0')
+        wait_for_metric(running, 'code="499",model="m",via="rest"} 1.0')
+        os.kill(replica, signal.SIGCONT)
+        assert stays.getresponse().status == 200
+
+
+def wait_for_metric(running: Service, line: str) -> None:
+    running.until(lambda: line in running.get("/metrics")[1])
 
 
 def test_a_token_is_asked_for(tmp_path):

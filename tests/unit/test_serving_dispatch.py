@@ -210,6 +210,17 @@ class Route:
         self.old.received(1, Frame(frame.id, Kind.ANSWER, frame.payload))
 
 
+def test_a_model_is_healthy_while_its_newest_version_has_a_replica():
+    route = Route()
+    assert route.model.is_healthy
+    route.update(replicas=[])
+    assert not route.model.is_healthy
+    route.update(served=[1, 2])
+    assert not route.model.is_healthy
+    route.update(served=[])
+    assert not route.model.is_healthy
+
+
 def test_a_version_that_goes_answers_first_what_waits_for_it():
     route = Route(window=1)
     route.ask(b"a")

@@ -1,6 +1,7 @@
 """Frames, addresses and the messages of TensorFlow Serving that the front reads and writes."""
 
 import contextlib
+import gzip
 
 import pytest
 from hypothesis import given
@@ -73,6 +74,32 @@ def test_other_addresses_are_refused(method, path):
     with pytest.raises(RequestError) as error:
         protocol.parse_path(method, path)
     assert error.value.code is Code.INVALID_ARGUMENT
+
+
+def test_a_reason_is_the_line_that_says_why():
+    text = "Graph execution error:\n\nChecksum does not match\n\t [[{{node RestoreV2}}]]"
+    assert protocol.reason_of(ValueError(text)) == "Checksum does not match"
+    assert protocol.reason_of(ValueError()) == "ValueError"
+
+
+def test_a_body_in_gzip_is_unpacked():
+    assert protocol.unzipped(gzip.compress(b"12345"), most=5) == b"12345"
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (gzip.compress(bytes(6)), "The request has more than 5 bytes"),
+        (gzip.compress(b"1")[:-1], "The body is not gzip as a whole"),
+        (gzip.compress(b"1") + b"2", "The body is not gzip as a whole"),
+        (b"", "The body is not gzip as a whole"),
+        (b"{}", "The body is not gzip: "),
+    ],
+    ids=range(5),
+)
+def test_a_body_that_is_not_gzip_is_refused(body, text):
+    with pytest.raises(RequestError, match=text):
+        protocol.unzipped(body, most=5)
 
 
 WITH_STUBS = """

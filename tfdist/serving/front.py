@@ -53,6 +53,7 @@ from tfdist.serving.versions import policies_of
 
 _LOG = logging.getLogger("tfdist.serve")
 _TICK_S = 0.1
+_TICKET = "tfdist.ticket"  # key of the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
 _MODEL = "tensorflow.serving.ModelService"
 _GRPC_KINDS = {
@@ -111,6 +112,11 @@ class ModelRoute:
     dispatchers: dict[int, Dispatcher] = dataclasses.field(default_factory=dict)
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     batches: Counter[int] = dataclasses.field(default_factory=Counter)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests that name no version have a replica."""
+        return self.status.serving in {version for _, version in self.replicas.values()}
 
     def update(self, table: Mapping[str, Any], limits: QueueLimits) -> None:
         """Take the state of the model that the supervisor sends."""
@@ -237,8 +243,8 @@ class Front:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether there is a model, and each has a version that is served."""
-        return bool(self.models) and all(model.status.served for model in self.models.values())
+        """Whether there is a model, and each has a replica of its newest version."""
+        return bool(self.models) and all(model.is_healthy for model in self.models.values())
 
     async def tick(self) -> None:
         """Look every tenth of a second at deadlines, hanging replicas and drained ones."""
@@ -255,8 +261,19 @@ class Front:
 
     # Requests
 
-    async def ask(self, kind: Kind, target: Target, payload: bytes, timeout_s: float) -> bytes:
-        """Return a replica's answer to a request; raise RequestError."""
+    async def ask(
+        self,
+        kind: Kind,
+        target: Target,
+        payload: bytes,
+        timeout_s: float,
+        scope: Message | None = None,
+    ) -> bytes:
+        """Return a replica's answer to a request; raise RequestError.
+
+        A `scope` of HTTP has the ticket meanwhile, which `Connection` answers when the client
+        leaves; gRPC cancels this coroutine.
+        """
         version = protocol.version_of(target, self._status(target))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
@@ -268,10 +285,13 @@ class Front:
         only = version if target.version is not None or target.label else None
         ticket = Ticket(kind=kind, payload=payload, deadline=deadline, answer=answer, version=only)
         self.models[target.name].dispatchers[version].submit(ticket)
+        scope = {} if scope is None else scope
+        scope[_TICKET] = ticket
         try:
             outcome = await future
         finally:
             ticket.abandoned = True
+            del scope[_TICKET]
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome
@@ -364,17 +384,22 @@ class Front:
                 status, body = (200, b"{}") if self.is_healthy else (503, b"{}")
             else:
                 self._authorize(headers.get(b"authorization", b"").decode("latin-1"))
-                if path in ("/metrics", "/monitoring/prometheus/metrics"):
+                if path == "/v1/models" and scope["method"] == "GET":  # as KServe's protocol has it
+                    body = json.dumps({"models": sorted(self.models)}).encode()
+                elif path in ("/metrics", "/monitoring/prometheus/metrics"):
                     kind, body = b"text/plain; version=0.0.4; charset=utf-8", self.metrics.text()
                 else:
                     wanted, what = protocol.parse_path(scope["method"], path)
                     target = wanted.name if wanted.name in self.models else ""
                     payload = await self._body(receive)
+                    if b"gzip" in headers.get(b"content-encoding", b"").lower():
+                        most = self.options.body_bytes
+                        payload = await asyncio.to_thread(protocol.unzipped, payload, most=most)
                     if what is None:
                         states = protocol.status_json(self._states(wanted))
                         body = json.dumps(states, indent=1).encode()
                     else:
-                        body = await self.ask(what, wanted, payload, self.options.timeout_s)
+                        body = await self.ask(what, wanted, payload, self.options.timeout_s, scope)
         except RequestError as error:
             status, body = HTTP_STATUS.get(error.code, 500), protocol.error_body(error)
         except Exception as error:  # of ours; the client is told in the protocol's form
@@ -383,6 +408,8 @@ class Front:
         sent = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
         if payload is None and scope["method"] == "POST":
             sent.append((b"connection", b"close"))  # the rest of the request is not read
+        if status in (429, 503):
+            sent.append((b"retry-after", b"1"))
         await send({"type": "http.response.start", "status": status, "headers": sent})
         await send({"type": "http.response.body", "body": body})
         self._record("rest", target, str(status), start, len(payload or b""))
@@ -400,7 +427,7 @@ class Front:
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise RequestError(Code.CANCELLED, "The client has gone")
+                        raise _client_gone()
                     more = message.get("more_body", False)
                     if error is None:
                         parts.append(message.get("body", b""))
@@ -438,6 +465,10 @@ class Front:
             self._access.info(json.dumps(stamp | entry))
 
 
+def _client_gone() -> RequestError:
+    return RequestError(Code.CANCELLED, "The client has gone")
+
+
 def _access_logger(path: str) -> logging.Logger | None:
     if not path:
         return None
@@ -450,10 +481,11 @@ def _access_logger(path: str) -> logging.Logger | None:
     return logger
 
 
-def _quick_heads(silence_s: float) -> type[HttpToolsProtocol]:
+def _connection(silence_s: float) -> type[HttpToolsProtocol]:
     """Return uvicorn's connection, closed when a client takes too long over the head of a request.
 
-    uvicorn itself waits without end for the first request of a connection.
+    uvicorn itself waits without end for the first request of a connection. When a client leaves,
+    its request is answered, so that it is not computed any more.
     """
 
     class Connection(HttpToolsProtocol):
@@ -473,6 +505,9 @@ def _quick_heads(silence_s: float) -> type[HttpToolsProtocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._timer.cancel()
             super().connection_lost(exc)
+            scope: Any = self.scope or {}  # of the last request
+            if _TICKET in scope:
+                scope[_TICKET].answer(_client_gone())
 
         def _wait(self) -> None:
             self._timer = self.loop.call_later(silence_s, self.transport.abort)
@@ -491,7 +526,7 @@ def _http_server(front: Front) -> _Http:
     options = front.options
     config = uvicorn.Config(
         front.app,
-        http=_quick_heads(options.silence_s),
+        http=_connection(options.silence_s),
         loop="none",
         interface="asgi3",
         lifespan="off",

@@ -13,6 +13,7 @@ import enum
 import json
 import re
 import struct
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -67,8 +68,23 @@ def invalid(message: str) -> NoReturn:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first line of an error of any kind."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
+    """Return the first line of an error of any kind that says why."""
+    text = str(error).removeprefix("Graph execution error:")  # the head of a Session's
+    return (text.strip().splitlines() or [type(error).__name__])[0][:500]
+
+
+def unzipped(body: bytes, *, most: int) -> bytes:
+    """Return what gzip holds, of at most `most` bytes; raise RequestError."""
+    decompressor = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        plain = decompressor.decompress(body, most + 1)
+    except zlib.error as error:
+        invalid(f"The body is not gzip: {error}")
+    if len(plain) > most:
+        invalid(f"The request has more than {most} bytes")
+    if not decompressor.eof or decompressor.unused_data:
+        invalid("The body is not gzip as a whole")
+    return plain
 
 
 def error_body(error: RequestError) -> bytes:
