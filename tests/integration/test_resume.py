@@ -201,6 +201,19 @@ def test_a_csv_log_keeps_the_lines_of_the_run_before(tmp_path):
     assert (tmp_path / "log.csv").read_text().split() == [*before, mine[0]]
 
 
+def test_a_resumed_csv_log_keeps_its_columns(tmp_path):
+    """Those of an epoch without validation, also where the run goes on with one that has it."""
+    before, resumed = (keras.callbacks.CSVLogger(tmp_path / "log.csv") for _ in range(2))
+    before.on_train_begin()
+    before.on_epoch_end(0, {"loss": 3.0, "wer": 0.5})
+    callback_state.prepare_to_resume([resumed], epoch=1)
+    resumed.on_train_begin()
+    callback_state.set_states([resumed], callback_state.get_states([before]))
+    resumed.on_epoch_end(1, {"loss": 2.0, "wer": 0.4, "val_loss": 1.0, "val_wer": 0.3})
+    header, _, line = (tmp_path / "log.csv").read_text().split()
+    assert dict(zip(header.split(","), line.split(","), strict=True))["val_loss"] == "1.0"
+
+
 @pytest.mark.parametrize("kind", [keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau])
 def test_a_callback_of_another_metric_begins_anew(kind):
     before, same, other = kind("val_loss"), kind("val_loss"), kind("val_accuracy")

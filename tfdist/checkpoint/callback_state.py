@@ -31,6 +31,7 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     keras.callbacks.History: ("history", "epoch"),
     keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.CSVLogger: ("keys",),  # its columns, which it takes from its first epoch
 }
 
 
