@@ -285,6 +285,16 @@ def test_pydataset_hooks_are_called_between_passes(strategies):
     assert data.passes == ["begin", "end", "begin", "end", "begin"]
 
 
+def test_a_pydataset_that_changes_its_length_is_refused(strategies):
+    class Longer(Batches):
+        def on_epoch_end(self):
+            self.size = 4
+
+    train(strategies[1], Longer(), epochs=1)
+    with pytest.raises(tfdist.UsageError, match="7 batches, and 13 after on_epoch_end"):
+        train(strategies[1], Longer(), epochs=2)
+
+
 def test_a_pydataset_of_a_run_that_goes_on_within_a_pass_is_told_that_it_begins(
     strategies, tmp_path
 ):

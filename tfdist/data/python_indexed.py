@@ -149,8 +149,17 @@ class PyDatasetSource(Source):
         self._dataset.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Passes the end of an epoch on to the user's dataset."""
+        """Passes the end of an epoch on to the user's dataset; refuses another length after it."""
+        before = self.num_batches
         self._dataset.on_epoch_end()
+        require(
+            self.num_batches == before,
+            type(self._dataset).__name__,
+            received=f"{before} batches, and {self.num_batches} after on_epoch_end",
+            expected="the same number in each pass",
+            fix="call fit once for each length",
+            code="lengths-differ",
+        )
 
     def describe(self) -> str:
         """Return one line for the log."""
