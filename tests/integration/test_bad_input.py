@@ -58,7 +58,7 @@ OPTIONS = {
     "not-an-int": [
         *(("batch_size", value) for value in (0, -1, 2.5, "4")),
         *(("epochs", value) for value in (-1, 1.5, True, None)),
-        *(("seed", value) for value in (1.5, "a")),
+        *(("seed", value) for value in (-1, 1.5, "a")),
         *(("validation_freq", value) for value in (0, (1, 2))),
         *(("steps_per_epoch", 0), ("initial_epoch", -1), ("overfit_batches", 0.5)),
     ],

@@ -142,6 +142,8 @@ def test_pandas_is_converted_as_keras_does():
         (lambda: ArraySource(np.float32(1)), "x", "not-an-array"),
         (lambda: ArraySource(np.array([1, "a"], object)), "x", "mixed-objects"),
         (lambda: ArraySource(np.array(["2026-01-01"], "datetime64[D]")), "x", "not-numbers"),
+        (lambda: ArraySource(np.zeros(3, "f4, i4")), "x", "not-numbers"),
+        (lambda: PythonSource(np.zeros(3, "datetime64[D]")), "example 0", "not-numbers"),
         (lambda: ArraySource(tf.ragged.constant([[1], [1, 2]])), "x", "not-dense"),
         (lambda: ArraySource(sparse.eye(3)), "x", "not-dense"),
         (lambda: ArraySource(X, (Y, Y), sample_weight=(Y,)), "sample_weight", "structures-differ"),

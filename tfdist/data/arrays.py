@@ -150,9 +150,7 @@ def _column(leaf: Any, *, cache_dir: Path | None) -> _Column:
 
 def _spec(leaf: Any) -> tf.TensorSpec:
     """Return the spec of one example; floating point of any other type becomes Keras' floatx."""
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OUS":
-        return tf.TensorSpec(leaf.shape[1:], tf.string)
-    dtype = tf.as_dtype(leaf.dtype)
+    dtype = dtype_of(leaf, where="data")
     if dtype.is_floating:
         dtype = tf.as_dtype(keras.config.floatx())
     return tf.TensorSpec(leaf.shape[1:], dtype)
@@ -247,14 +245,7 @@ def _as_column(value: Any, *, where: str) -> Any:
     array = _to_array(value)
     if isinstance(array, np.ndarray) and array.dtype.kind == "O":
         array = _strings(array, where=where)
-    require(
-        not isinstance(array, np.ndarray) or array.dtype.kind not in "mM",
-        where,
-        received=f"an array of {array.dtype}",
-        expected="numbers or strings",
-        fix="convert times to numbers, as by .astype('datetime64[s]').astype('int64')",
-        code="not-numbers",
-    )
+    dtype_of(array, where=where)
     if len(array.shape) == 0:
         raise UsageError(
             where,
@@ -264,6 +255,22 @@ def _as_column(value: Any, *, where: str) -> Any:
             code="not-an-array",
         )
     return array
+
+
+def dtype_of(array: Any, *, where: str) -> tf.DType:
+    """Return the type as TensorFlow has it; raise `UsageError`, which begins with `where`."""
+    if isinstance(array, np.ndarray) and array.dtype.kind in "OUS":
+        return tf.string
+    try:
+        return tf.as_dtype(array.dtype)
+    except TypeError:
+        raise UsageError(
+            where,
+            received=f"an array of {array.dtype}",
+            expected="numbers or strings",
+            fix="convert it, times as by .astype('datetime64[s]').astype('int64')",
+            code="not-numbers",
+        ) from None
 
 
 def require_dense(value: Any, *, where: str) -> None:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.arrays import require_dense
+from tfdist.data.arrays import dtype_of, require_dense
 from tfdist.data.source import Nest, Source, Transform
 from tfdist.errors import UsageError, require
 
@@ -194,15 +194,11 @@ def _require_rows(leaf: np.ndarray[Any, Any], *, where: str) -> None:
     )
 
 
-def _dtype_of(array: np.ndarray[Any, Any]) -> tf.DType:
-    return tf.string if array.dtype.kind in "OUS" else tf.as_dtype(array.dtype)
-
-
 def _leaf_spec(leaf: Any) -> tf.TensorSpec | None:
     if leaf is None:
         return None
     array = np.asarray(leaf)
-    dtype = _dtype_of(array)
+    dtype = dtype_of(array, where="example 0")
     return tf.TensorSpec(array.shape, keras.config.floatx() if dtype.is_floating else dtype)
 
 
@@ -212,7 +208,7 @@ def _batch_leaf_spec(*leaves: np.ndarray[Any, Any] | None) -> tf.TensorSpec | No
         return None
     shapes = [tf.TensorShape(leaf.shape[1:]) for leaf in leaves if leaf is not None]
     shape = functools.reduce(tf.TensorShape.most_specific_compatible_shape, shapes)
-    return tf.TensorSpec(shape, _dtype_of(first))
+    return tf.TensorSpec(shape, dtype_of(first, where="batch 0"))
 
 
 def _numpy_dtype(spec: tf.TensorSpec) -> Any:

@@ -80,7 +80,7 @@ def find_learning_rate(
         code="not-a-number",
     )
     _require_one_rate(model)
-    seed = require_int("seed", seed)
+    seed = require_int("seed", seed, least=0)
     length = Length(batch_size=batch_size, steps_per_epoch=steps)
     feed = inputs.prepare(x, y, sample_weight, job=job, length=length, shuffle=True, seed=seed)
     building.build(model, job, feed)

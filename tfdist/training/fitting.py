@@ -97,7 +97,7 @@ def fit(
     sharded = sharded_optimizer and building.shards(optimizer, variables, job, callbacks=callbacks)
     require_int("initial_epoch", initial_epoch, least=0)
     if seed is not None:
-        seed = require_int("seed", seed)
+        seed = require_int("seed", seed, least=0)
     if max_staleness is not None:
         require_int("max_staleness", max_staleness, least=0)
     if not isinstance(validation_freq, list):

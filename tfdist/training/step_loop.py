@@ -60,7 +60,7 @@ class StepLoop:
         building.require_compiled_functions(doing="StepLoop")
         require_int("first_step", first_step, least=0)
         if seed is not None:
-            seed = require_int("seed", seed)
+            seed = require_int("seed", seed, least=0)
         if max_staleness is not None:
             require_int("max_staleness", max_staleness, least=0)
         self._job = current_job() or job_of(tf.distribute.get_strategy())
