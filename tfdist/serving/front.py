@@ -505,8 +505,8 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._timer.cancel()
             super().connection_lost(exc)
-            scope: Any = self.scope or {}  # of the last request
-            if _TICKET in scope:
+            scope: Any = self.scope  # of the last request, None before the first
+            if scope and _TICKET in scope:
                 scope[_TICKET].answer(_client_gone())
 
         def _wait(self) -> None:
