@@ -5,6 +5,7 @@ import json
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdist
 from tests.multiprocess.programs import zoo
@@ -70,6 +71,7 @@ def test_ps_evaluates_predicts_and_saves(parameter_server):
     evaluated = saved.evaluate(zoo.IMAGES[:37], zoo.LABELS[:37], verbose=0)
     np.testing.assert_allclose(seen["cnn predicted"], predicted, atol=1e-5)
     np.testing.assert_allclose(seen["cnn evaluated"], evaluated, rtol=1e-5)
+    assert seen["predicted otherwise"] == zoo.predicted_otherwise(tf.distribute.get_strategy())
     assert seen["two inputs"][-1] < seen["two inputs"][0]
     assert np.isfinite(seen["mixed"]).all()
     assert seen["custom step"] == ["mine"]

@@ -118,7 +118,7 @@ class Work:
         return np.array([count.numpy() for count in self._counted], np.int64)
 
     def __call__(self, first: int, last: int, incarnation: WorkerIncarnation) -> Any:
-        """Run the steps ``[first, last)`` on a worker; return arrays."""
+        """Run the steps ``[first, last)`` on a worker; return what comes of them, on this task."""
         life, given = self._data.get(incarnation.worker_index, (0, None))
         if life != incarnation.life:
             given = iter(self._dataset())
@@ -128,7 +128,7 @@ class Work:
             numbers = np.append(numbers, self._counts_of_step_0 + first * self._counts_each)
         with adding_in_order():
             found = self._closure(given, tf.constant(numbers))
-        return keras.tree.map_structure(np.asarray, found)
+        return keras.tree.map_structure(_fetched, found)
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
         """Take in the totals and log of a range; return the staleness of its steps."""
@@ -253,6 +253,16 @@ class Work:
 
         self._strategy.run(in_replica)
         return returned[0], [local[id(v)] for v in program.metrics] if totals else []
+
+
+def _fetched(value: Any) -> Any:
+    """Return a worker's result as an array or a number; what is ragged or sparse stays so."""
+    if isinstance(value, tf.Tensor):
+        return value.numpy()
+    with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
+        return tf.nest.map_structure(
+            lambda part: tf.constant(part.numpy()), value, expand_composites=True
+        )
 
 
 def _known_shape(log: tf.Tensor, *, name: str) -> tuple[int, ...]:

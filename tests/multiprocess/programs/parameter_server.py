@@ -92,6 +92,7 @@ def counts():
 
 def grid():
     SEEN.update(zoo.learned(strategy, OUT, verbose=2))
+    SEEN["predicted otherwise"] = zoo.predicted_otherwise(strategy)
     SEEN["two inputs"] = zoo.of_two_inputs(strategy, epochs=4)[1]["loss"]
     keras.config.set_dtype_policy("mixed_bfloat16")
     with strategy.scope():

@@ -430,6 +430,20 @@ def of_two_inputs(strategy, **fit):
     return model, tfdist.fit(model, data, targets, batch_size=16, verbose=0, **fit).history
 
 
+def predicted_otherwise(strategy):
+    """What is predicted as ragged and as sparse rows, and a number of each batch."""
+
+    def step(data):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return tf.ragged.boolean_mask(x, x > 0), tf.sparse.from_dense(x), tf.math.count_nonzero(x)
+
+    with strategy.scope():
+        model = dense()
+    model.predict_step = step
+    ragged, sparse, counts = tfdist.predict(model, X, batch_size=8, verbose=0)
+    return [ragged.to_list(), tf.sparse.to_dense(sparse).numpy().tolist(), counts.tolist()]
+
+
 def sources(batch_size, **batch):
     """A dataset, and a function of tf.distribute that makes one of so many examples a step."""
 
