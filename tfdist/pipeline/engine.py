@@ -19,10 +19,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.errors import PeerLost
-from tfdist.pipeline.exchange import Exchange, Tensors
 from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass
 from tfdist.pipeline.stage import MicroBatch, Stage
+from tfdist.pipeline.stage_links import StageLinks, Tensors
 from tfdist.pipeline.staged import StagedModel, staged_model
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import rows_of_all_tasks
@@ -56,7 +56,7 @@ class PipelineEngine(Engine):
         assert job.stages is not None
         self._job = job
         self._place = job.stages
-        self._exchange = Exchange(*links_of(job.stages))
+        self._links = StageLinks(*links_of(job.stages))
         self._begun: StagedModel | None = None
         self._batches: dict[tuple[StepProgram, StagedModel], Callable[[tf.Tensor], Any]] = {}
 
@@ -142,7 +142,7 @@ class PipelineEngine(Engine):
 
     def _run_passes(self, staged: StagedModel, step: int, batches: list[MicroBatch]) -> None:
         order = staged.order(self._place.index, micros=len(batches))
-        staged.stage.run(step, order, batches, exchange=self._exchange)
+        staged.stage.run(step, order, batches, links=self._links)
 
     def _summed(
         self,
@@ -186,8 +186,8 @@ class PipelineEngine(Engine):
         found, number = [], tf.constant(step, tf.int64)
         for micro, batch in enumerate(batches):
             one = Pass(True, micro)
-            message = stage.infer(batch, self._exchange.receive(number, one), loss=loss)
-            self._exchange.send(number, one, message)
+            message = stage.infer(batch, self._links.receive(number, one), loss=loss)
+            self._links.send(number, one, message)
             found.append(message)
         return found if stage.is_last else []
 
@@ -290,7 +290,7 @@ class PipelineEngine(Engine):
 
         Raises PeerLost also where TensorFlow says that a message inside a graph has failed.
         """
-        ends = self._exchange.before, self._exchange.after
+        ends = self._links.before, self._links.after
         links = [link for link in ends if link is not None]
         try:
             yield

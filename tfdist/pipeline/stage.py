@@ -20,8 +20,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.pipeline.cuts import MOST_DRAWS, ModelPart, has_mask, one_or_list
-from tfdist.pipeline.exchange import Exchange, Tensors
 from tfdist.pipeline.schedule import Pass
+from tfdist.pipeline.stage_links import StageLinks, Tensors
 from tfdist.pipeline.union import release
 from tfdist.training import keras_compat
 
@@ -109,7 +109,7 @@ class Stage:
         self._whole_step: Any = None
 
     def run(
-        self, step: int, order: Sequence[Pass], batches: Sequence[MicroBatch], *, exchange: Exchange
+        self, step: int, order: Sequence[Pass], batches: Sequence[MicroBatch], *, links: StageLinks
     ) -> None:
         """Run the passes of a step in their order; `take_sums` has what comes of them."""
         given = tf.constant(step, tf.int64), tuple(order), list(batches)
@@ -117,27 +117,27 @@ class Stage:
         if self.keep == "compiled" or (self.keep == "tape" and len(batches) == 1):
             (whole,) = self.segments
             if self._whole_step is None:
-                self._whole_step = keras_compat.compiled(partial(self._run, exchange))
+                self._whole_step = keras_compat.compiled(partial(self._run, links))
             whole.take(self._whole_step(*given))
         else:
-            self._run(exchange, *given)
+            self._run(links, *given)
 
     def _run(
-        self, exchange: Exchange, step: tf.Tensor, order: Sequence[Pass], batches: list[MicroBatch]
+        self, links: StageLinks, step: tf.Tensor, order: Sequence[Pass], batches: list[MicroBatch]
     ) -> list[tf.Tensor | None]:
         """Run the passes; return the sums of the gradients where it is traced."""
         whole, before = self.segments[-1], list[Any]()
         whole.traced_sums = [None] * len(whole.variables)
         for one in order:
             with tf.control_dependencies(before):  # which is for a graph; else nothing is to wait
-                message = exchange.receive(step, one, like=self._received_by(one))
+                message = links.receive(step, one, like=self._received_by(one))
                 if one.forward:
                     message = self.forward(one.micro, batches[one.micro], message)
                     before = message
                 else:
                     message = self.backward(one.micro, message)
                     before = [total for total in whole.traced_sums if total is not None]
-                before = [*before, *exchange.send(step, one, message)]
+                before = [*before, *links.send(step, one, message)]
         return whole.traced_sums
 
     def _received_by(self, one: Pass) -> Sequence[Any]:

@@ -18,7 +18,7 @@ from tfdist.pipeline.schedule import Pass
 Tensors = list[tf.Tensor]
 
 
-class Exchange:
+class StageLinks:
     """Both links of a stage.
 
     Args:
