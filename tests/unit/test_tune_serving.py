@@ -225,6 +225,21 @@ def test_a_late_report_under_a_lost_lease_does_not_count():
     assert again.poll() == DONE
 
 
+def test_a_runner_that_has_a_trial_again_may_not_report_by_its_lease_before():
+    served = Served()
+    served.come(A)
+    served.runner.start(served.job("0", 1))
+    served.hear(Lost(rank=A, cause="no word", heard_s=served.now_s))
+    served.now_s += LEASE_S + 0.1
+    served.come(A)
+    again = served.runner.start(served.job("0", 2))
+    served.hear()
+    assert served.ended(A, ("0", 1)) == [(A, {"drop": ["0", 1]})]
+    assert again.poll() is None
+    served.ended(A, ("0", 2))
+    assert again.poll() == DONE
+
+
 def test_a_runner_that_is_back_keeps_its_trial_while_the_chief_thinks():
     """An answer of the search takes longer than a lease, in which nobody is asked what he holds."""
     served = Served()
