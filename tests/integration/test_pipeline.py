@@ -696,6 +696,22 @@ def test_parts_are_timed_by_the_kernel_that_steps_take(monkeypatch, fused):
     np.testing.assert_equal(model.get_weights(), before)
 
 
+def test_the_loss_is_timed_with_the_last_part():
+    model = model_with()
+
+    def loss_of(outputs):  # 0.1 s, where the whole model takes a hundredth
+        (output,) = outputs
+        slow = tf.fill([900, 900], tf.reduce_mean(output))
+        for _ in range(9):
+            slow = slow @ slow
+        return tf.reduce_mean(output) + slow[0, 0]
+
+    graph = LayerGraph(model)
+    possible = possible_places(graph, num_stages=2)
+    places = chosen_places(graph, possible, num_stages=2, rows=4, micros=8, loss_of=loss_of)
+    assert places == [possible[-1]]
+
+
 def test_parts_that_make_integers_alone_are_timed():
     x = keras.Input((6,), dtype="int32")
     ids = L.IntegerLookup(vocabulary=[1, 2, 3])(x)

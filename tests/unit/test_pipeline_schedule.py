@@ -81,6 +81,7 @@ def test_the_first_stages_may_have_more_where_the_others_wait_for_them():
 def test_of_cuts_that_are_as_fast_the_one_that_fewest_bytes_cross():
     assert balanced([1.0, 0.01, 1.0], [100, 10], stages=2) == (1,)
     assert balanced([1.0, 0.01, 1.0], [10, 100], stages=2) == (0,)
+    assert balanced([1.0, 0.03, 1.01], [10, 10], stages=2) == (1,)  # the faster of two as small
 
 
 def test_each_stage_has_weights_to_train():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 
 from tfdist.errors import require
@@ -24,7 +25,8 @@ def balanced(
     """Return which of the places to cut at, in order.
 
     The slowest stage is as fast as it can be, where each has `lead` of the seconds of those before
-    it besides its own; of the cuts within `tolerance` of that, those that the fewest bytes cross.
+    it besides its own; of the cuts within `tolerance` of that, those that the fewest bytes cross,
+    and of these the fastest.
 
     Args:
       seconds: of each run of layers between two places, forward and backward; one more than places.
@@ -46,8 +48,17 @@ def balanced(
     ends = [end for end, _ in sums]
     limits = sorted({_stage_s(*each, lead) for each in itertools.combinations(ends, 2)})
     cheapest = functools.partial(_cheapest, sums, crossing_bytes, stages, lead)
-    least = limits[bisect.bisect_left(limits, True, key=lambda limit: cheapest(limit) is not None)]
-    found = cheapest(least * (1 + tolerance))
+
+    def least(most_bytes: float) -> float:
+        def is_enough(limit: float) -> bool:
+            found = cheapest(limit)
+            return found is not None and found[0] <= most_bytes
+
+        return limits[bisect.bisect_left(limits, True, key=is_enough)]
+
+    fewest = cheapest(least(math.inf) * (1 + tolerance))
+    assert fewest is not None
+    found = cheapest(least(fewest[0]))
     assert found is not None
     return found[1]
 

@@ -121,7 +121,13 @@ class PipelineEngine(Engine):
         same links.
         """
         model = program.function.__self__  # type: ignore[attr-defined]
-        staged = staged_model(model, self._job, batch=program.feed.plan.global_batch_size)
+        feed = program.feed
+        staged = staged_model(
+            model,
+            self._job,
+            batch=feed.plan.global_batch_size,
+            first_batch=feed.first_batch if feed.direct else None,  # which a stream would repeat
+        )
         if staged is not self._begun:
             staged.begin()
             self._begun = staged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -20,7 +20,7 @@ from tfdist.pipeline.cuts import Assignment, LayerGraph, ModelPart, made_bytes
 from tfdist.pipeline.schedule import Pass, micro_sizes, most_kept, passes
 from tfdist.pipeline.stage import MicroBatch, Stage
 from tfdist.pipeline.stage_links import Tensors
-from tfdist.pipeline.timing import chosen_places, possible_places
+from tfdist.pipeline.timing import LossOf, chosen_places, possible_places
 from tfdist.pipeline.union import (
     bytes_of,
     fill,
@@ -41,6 +41,9 @@ _MIB = 2**20
 _NAME = "_tfdist_stages"
 _OWN = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
+FirstBatch = Callable[[], Any] | None
+"""Returns the data of the first batch, where to look at it costs and changes nothing."""
+
 
 class StagedModel:
     """The whole model, of which this task computes and updates one stage.
@@ -51,6 +54,7 @@ class StagedModel:
       model: built and compiled; the same in every task.
       job: of strategy pipeline.
       batch: examples of a step.
+      first_batch: whose loss is timed with the last layers.
 
     Attributes:
       graph: of the model's layers.
@@ -63,7 +67,14 @@ class StagedModel:
       UsageError: the model, its loss or its optimizer cannot be trained in stages.
     """
 
-    def __init__(self, model: keras.Model, job: Job, *, batch: int) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        job: Job,
+        *,
+        batch: int,
+        first_batch: FirstBatch = None,
+    ) -> None:
         assert job.stages is not None
         self._place = job.stages
         self._model, self._job = model, job
@@ -72,7 +83,7 @@ class StagedModel:
         self.graph = LayerGraph(model)
         micros = _MICROS_A_STAGE * place.count * place.pipelines
         self._default_size = max(1, -(-batch // micros))
-        assignment = self._assignment(batch)
+        assignment = self._assignment(batch, first_batch)
         parts = self.graph.cut(assignment, num_stages=place.count)
         gc.collect()  # what was made to be timed
         part = parts[place.index]
@@ -210,7 +221,7 @@ class StagedModel:
     def _inner_optimizer(self) -> Any:
         return getattr(self._optimizer, "inner_optimizer", self._optimizer)
 
-    def _assignment(self, batch: int) -> Assignment:
+    def _assignment(self, batch: int, first_batch: FirstBatch) -> Assignment:
         """Return the stage of each node of the graph."""
         count, cut = self._place.count, self._place.options.cut
         if isinstance(cut, str):
@@ -220,7 +231,7 @@ class StagedModel:
         if isinstance(cut, Mapping):
             return self.graph.by_patterns(cut)
         if cut is None:
-            return self.graph.behind(self._chosen_cut(batch))
+            return self.graph.behind(self._chosen_cut(batch, first_batch))
         require(
             len(cut) == count - 1,
             "cut",
@@ -240,25 +251,42 @@ class StagedModel:
         """Return the most micro-batches that a pipeline has of a step of so many examples."""
         return -(-len(self.sizes_of(batch)) // self._place.pipelines)
 
-    def _chosen_cut(self, batch: int) -> list[int]:
+    def _chosen_cut(self, batch: int, first_batch: FirstBatch) -> list[int]:
         """Return where the chief cuts by measured times, or has, for good. A collective."""
         chosen, what = self._place.chosen, [self.graph.digest, self._place.count]
         if chosen.get("cut_of") != what:
             count, positions = self._place.count, None
             places = possible_places(self.graph, num_stages=count)
             if self._job.is_chief:
+                rows = self.sizes_of(batch)[0]
                 places = chosen_places(
                     self.graph,
                     places,
                     num_stages=count,
-                    rows=self.sizes_of(batch)[0],
+                    rows=rows,
                     micros=self._micros(batch),
                     schedule=self._place.options.schedule,
                     keep=self._place.options.keep,
+                    loss_of=self._loss_to_time(first_batch, rows),
                 )
                 positions = [place.position for place in places]
             chosen.update(cut_of=what, cut=broadcast(positions))
         return list(chosen["cut"])
+
+    def _loss_to_time(self, first_batch: FirstBatch, rows: int) -> LossOf | None:
+        """Return the loss of the first examples by their outputs, None where that is not known."""
+        if first_batch is None:
+            return None
+        data = keras.utils.unpack_x_y_sample_weight(first_batch())
+        _, targets, weights = keras.tree.map_structure(
+            lambda t: None if t is None else t[:rows], data
+        )
+        leaves = [leaf for leaf in keras.tree.flatten(targets) if leaf is not None]
+        if not leaves or len(leaves[0]) < rows:
+            return None
+        one = tf.constant(1.0)
+        batch = MicroBatch({}, one, tf.zeros([2], tf.int32), targets, weights)
+        return lambda outputs: self._loss_of(batch, outputs, tf.zeros([]))
 
     def _loss_of(self, batch: MicroBatch, outputs: Tensors, added: tf.Tensor) -> tf.Tensor:
         """Return the micro-batch's loss, and take it into the metrics; in graph."""
@@ -343,13 +371,15 @@ class StagedModel:
         )
 
 
-def staged_model(model: keras.Model, job: Job, *, batch: int) -> StagedModel:
+def staged_model(
+    model: keras.Model, job: Job, *, batch: int, first_batch: FirstBatch
+) -> StagedModel:
     """Return the model in stages, the same one until it is compiled anew. A collective."""
     found: StagedModel | None = vars(model).get(_NAME)
     if found is None or not found.is_up_to_date:
         if found is not None and found.is_divided:
             found.gather()
-        found = vars(model)[_NAME] = StagedModel(model, job, batch=batch)
+        found = vars(model)[_NAME] = StagedModel(model, job, batch=batch, first_batch=first_batch)
     return found
 
 

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.pipeline.balance import balanced, require_enough, runs
-from tfdist.pipeline.cuts import CutPoint, LayerGraph, one_or_list
+from tfdist.pipeline.cuts import CutPoint, LayerGraph, ModelPart, one_or_list
 from tfdist.pipeline.schedule import Pass, Timeline, passes, timeline
 from tfdist.training import keras_compat
 
@@ -21,6 +21,9 @@ _ROUNDS = 3
 _MOST_TENSORS = 2
 _PLACES_A_STAGE = 8
 _LEADS = (0.0, 0.5, 1.0)
+
+LossOf = Callable[[list[tf.Tensor]], tf.Tensor]
+"""Scalar loss of the model's flat outputs."""
 
 
 def possible_places(graph: LayerGraph, *, num_stages: int) -> list[CutPoint]:
@@ -45,6 +48,7 @@ def chosen_places(
     micros: int,
     schedule: str = "1f1b",
     keep: str = "tape",
+    loss_of: LossOf | None = None,
 ) -> list[CutPoint]:
     """Return where to cut so that a step is as fast as it can be, and log it.
 
@@ -59,6 +63,7 @@ def chosen_places(
       micros: micro-batches of a step.
       schedule: of their passes.
       keep: ``recompute`` to need less memory for it, and look less closely.
+      loss_of: of so many rows of flat outputs, computed in the last stage; by default no time.
     """
     positions = [place.position for place in places]
     weights = [place.example_bytes for place in places]
@@ -67,11 +72,11 @@ def chosen_places(
         passes(schedule, stage=stage, stages=num_stages, micros=micros)
         for stage in range(num_stages)
     ]
-    seconds = _seconds(graph, positions, rows)
+    seconds = _seconds(graph, positions, rows, loss_of)
     chosen, _ = _fastest_cut(seconds, weights, trainable, orders, micros)
     # Parts have ends that a stage has not, which take time: the more, the larger their tensors are.
     if keep != "recompute":  # which is there to need less than the activations of a whole stage
-        whole = _seconds(graph, [positions[i] for i in chosen], rows)
+        whole = _seconds(graph, [positions[i] for i in chosen], rows, loss_of)
         for run, measured in zip(runs(chosen, len(seconds)), whole, strict=True):
             factor = measured / sum(seconds[run])
             seconds[run] = [factor * each for each in seconds[run]]
@@ -108,15 +113,17 @@ def _with_weights(graph: LayerGraph, places: Sequence[CutPoint]) -> list[bool]:
     return [graph.is_trainable(low, high) for low, high in itertools.pairwise(bounds)]
 
 
-def _seconds(graph: LayerGraph, positions: Sequence[int], rows: int) -> list[float]:
+def _seconds(
+    graph: LayerGraph, positions: Sequence[int], rows: int, loss_of: LossOf | None
+) -> list[float]:
     """Return the seconds of each run of layers between two positions, forward and backward.
 
     Those that compute the same, as the blocks of a transformer do, are timed once.
     """
     parts = graph.divided(graph.behind(positions), num_stages=len(positions) + 1)
-    work = [part.work for part in parts]
+    work = [(part.work, part.is_last) for part in parts]
     timed = {
-        each: _timed_passes(part.module, rows, first=part.index == 0)
+        each: _timed_passes(part, rows, loss_of if part.is_last else None)
         for each, part in zip(work, parts, strict=True)
     }
     for run in timed.values():  # compiles
@@ -126,18 +133,23 @@ def _seconds(graph: LayerGraph, positions: Sequence[int], rows: int) -> list[flo
     return [min(seconds[each] for seconds in rounds) for each in work]
 
 
-def _timed_passes(module: keras.Model, rows: int, *, first: bool) -> Callable[[], float]:
+def _timed_passes(part: ModelPart, rows: int, loss_of: LossOf | None) -> Callable[[], float]:
     """Return what runs both passes of a part once, and returns their seconds."""
+    module, first = part.module, part.index == 0
     made = [i for i, o in enumerate(module.outputs) if tf.as_dtype(o.dtype).is_floating]
 
     @keras_compat.compiled
-    def both(given: list[tf.Tensor], gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+    def both(given: list[tf.Tensor], gradients: list[tf.Tensor] | None) -> list[tf.Tensor]:
         floats = [] if first else [x for x in given if x.dtype.is_floating]
-        with tf.GradientTape() as tape, keras.StatelessScope():  # statistics and seeds stay
+        # Statistics, metrics and seeds stay.
+        with tf.GradientTape() as tape, keras.StatelessScope():
             tape.watch(floats)
             with keras_compat.tracing(_trace(module, rows)):
                 outputs = tf.nest.flatten(module(one_or_list(given), training=True))
-            outputs = [outputs[i] for i in made]
+                if loss_of is None:
+                    outputs = [outputs[i] for i in made]
+                else:
+                    outputs = [loss_of([[*given, *outputs][i] for i in part.sources])]
         values = [variable.value for variable in module.trainable_variables]
         sources = [*values, *floats] if outputs else []  # there may be integers alone
         found = tape.gradient(outputs, sources, output_gradients=gradients)
@@ -145,7 +157,9 @@ def _timed_passes(module: keras.Model, rows: int, *, first: bool) -> Callable[[]
 
     def timed() -> float:
         inputs = [_example(tensor, rows) for tensor in module.inputs]
-        gradients = [_example(module.outputs[i], rows) for i in made]
+        gradients = None
+        if loss_of is None:
+            gradients = [_example(module.outputs[i], rows) for i in made]
         start = time.perf_counter()
         both(inputs, gradients)
         return time.perf_counter() - start
