@@ -118,7 +118,7 @@ class Stage:
             (whole,) = self.segments
             if self._whole_step is None:
                 self._whole_step = keras_compat.compiled(partial(self._run, links))
-            whole.take(self._whole_step(*given))
+            whole.step_sums = self._whole_step(*given)
         else:
             self._run(links, *given)
 
@@ -192,6 +192,7 @@ class Segment:
     Attributes:
       received: what tells the types and shapes of the message that a forward pass begins with.
       traced_sums: of the gradients, in a step that is traced.
+      step_sums: of the gradients, which a whole step has returned, for `take_sums`.
     """
 
     def __init__(
@@ -210,6 +211,7 @@ class Segment:
         self._values = [variable.value for variable in self.variables]
         self._sums: list[tf.Variable] = []
         self.traced_sums: list[tf.Tensor | None] = []
+        self.step_sums: list[tf.Tensor | None] = []
         self._summed: set[int] = set()  # those that a loss depends on, known when it is traced
         self._summing = False
         self._kept: dict[int, _Kept] = {}
@@ -262,19 +264,18 @@ class Segment:
         with keras_compat.adding_in_order():  # what the tape runs was traced with the first pass
             own, back = self._gradients(kept.tape, kept.targets, kept.received, gradients)
         if tf.executing_eagerly():
-            self.take(own)
+            self._begin_sums()
+            self._add(own)
         else:
             pairs = zip(self.traced_sums, own, strict=True)
             self.traced_sums = [a if b is None else b if a is None else a + b for a, b in pairs]
         return back
 
-    def take(self, sums: Sequence[tf.Tensor | None]) -> None:
-        """Add to what `take_sums` will return."""
-        self._begin_sums()
-        self._add(sums)
-
     def take_sums(self) -> list[tf.Tensor | None]:
         """Return the sums of the gradients, as `Stage.take_sums`."""
+        if self.step_sums:
+            sums, self.step_sums = self.step_sums, []
+            return sums
         sums = [
             tf.convert_to_tensor(self._sums[i]) if self._summing and i in self._summed else None
             for i in range(len(self.variables))
@@ -286,6 +287,7 @@ class Segment:
     def forget(self) -> None:
         """Forget what passes under way have kept, and the sums."""
         self._kept.clear()
+        self.step_sums = []
         self._summing = False
 
     def _begin_sums(self) -> None:
