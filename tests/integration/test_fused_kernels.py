@@ -24,6 +24,10 @@ class Derived(L.BatchNormalization):
     """May compute something else."""
 
 
+class DerivedDense(L.Dense):
+    """May compute something else."""
+
+
 def trace_of(*, fused=True):
     return keras_compat.StepTrace(
         num_replicas=1, share=1.0, examples=4, random_key=tf.zeros([2], tf.int32), fused=fused
@@ -305,28 +309,42 @@ def test_a_product_with_weights_is_one_for_all_examples(equation, shape, output)
     assert_close(found, expected)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
+def test_a_product_and_its_bias_are_one_kernel(dtype):
+    make = lambda: L.Dense(3, activation="relu", bias_initializer="ones", dtype=dtype)  # noqa: E731
+    if dtype == "float32":
+        expected, _ = computed(make(), WORDS, fused=False)
+        found, _ = computed(make(), WORDS, fused=True)
+        assert_close(found, expected)
+
+    layer = make()
+    layer.build(WORDS.shape)
+
+    def step(x):
+        with keras_compat.tracing(trace_of()):
+            return layer(x)
+
+    graph = tf.function(step, autograph=False).get_concrete_function(tf.constant(WORDS)).graph
+    (added,) = (one for one in graph.get_operations() if one.type == "BiasAdd")
+    assert added.inputs[0].op.type == "MatMul"  # which one kernel computes
+
+
 @pytest.mark.parametrize(
-    ("equation", "operands", "options"),
+    "make",
     [
-        ("ab,bc->ac", [(4, 5), (5, 3)], {}),  # one product for Keras too
-        ("abc,cd->adb", [(4, 5, 7), (7, 3)], {}),
-        ("abc,bcd->abd", [(4, 5, 7), (5, 7, 3)], {}),
-        ("abc,c->ab", [(4, 5, 7), (7,)], {}),
-        ("abca,ad->abcd", [(4, 5, 7, 4), (4, 3)], {}),
-        ("abc,cd->abd", [(4, 5, 7), (7, 3)], {"dtype": "int32"}),
-        ("abc->acb", [(4, 5, 7)], {}),
-        ("abc,cd,de->abe", [(4, 5, 7), (7, 3), (3, 2)], {}),
-        ("...c,cd->...d", [(4, 5, 7), (7, 3)], {}),
+        lambda: L.EinsumDense("abc,cd->adb", (3, 5)),
+        lambda: L.EinsumDense("abc,bcd->abd", (5, 3)),
+        lambda: L.EinsumDense("...x,xy->...y", 3),
+        lambda: L.EinsumDense("abc,cd->abd", (5, 3), bias_axes="b"),
+        lambda: DerivedDense(3),
     ],
+    ids=["transposed", "by position", "ellipsis", "bias of another axis", "derived"],
 )
-def test_other_equations_are_what_they_were(equation, operands, options):
-    dtype = options.get("dtype", "float32")
-    operands = [tf.constant(np.resize(WORDS, shape).astype(dtype)) for shape in operands]
-    expected = keras.ops.einsum(equation, *operands)
-    with keras_compat.tracing(trace_of()):
-        found = keras.ops.einsum(equation, *operands)
-    assert found.dtype == expected.dtype
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+def test_other_products_are_keras_own(make):
+    expected, stock = computed(make(), WORDS, fused=False, of=PRODUCTS)
+    found, kernels = computed(make(), WORDS, fused=True, of=PRODUCTS)
+    assert kernels == stock
+    assert_close(found, expected)
 
 
 def attending(layer, *, dtype="float32", mask=False, **call):

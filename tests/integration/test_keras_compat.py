@@ -551,7 +551,7 @@ def test_stock_normalizes_by_kernels_of_their_own():
 @shows(
     "LayerNormalization.call",
     "keras.src.backend.tensorflow.nn.gelu",
-    "keras.src.backend.tensorflow.numpy.einsum",
+    "EinsumDense.call",
     "keras.src.backend.tensorflow.nn._dot_product_attention_xla",
 )
 @pytest.mark.parametrize(
@@ -567,6 +567,14 @@ def test_stock_normalizes_by_kernels_of_their_own():
 def test_stock_has_no_kernel_of_its_own(layer, shape, kinds):
     graph = tf.function(layer, autograph=False).get_concrete_function(tf.ones(shape)).graph
     assert kinds <= {operation.type for operation in graph.get_operations()}
+
+
+@shows("Dense.call")
+def test_stock_adds_the_bias_to_a_product_of_another_shape():
+    dense = tf.function(keras.layers.Dense(6), autograph=False)
+    graph = dense.get_concrete_function(tf.ones([2, 3, 4])).graph
+    (added,) = (one for one in graph.get_operations() if one.type == "BiasAdd")
+    assert added.inputs[0].op.type == "Reshape"
 
 
 @shows("Variable.assign_add", "Variable.assign_sub")

@@ -2,8 +2,8 @@
 
 Each of Keras' goes through all of the activations, and as many again do for the gradient. One
 kernel, TensorFlow's for BatchNormalization and what XLA compiles for LayerNormalization and GELU,
-goes through them once. Products with a matrix of weights are one for all examples, where Keras' are
-one for each. Both round in another way; so they are taken where they are asked for.
+goes through them once. Products with a matrix of weights are one for all examples, with the bias,
+where Keras' are one for each. All round in another way, so they are taken where they are asked for.
 Ended by: no release, Keras 3.15.1 included.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.layers import BatchNormalization, LayerNormalization
-from keras.src.backend.tensorflow import nn, numpy
+from keras.layers import BatchNormalization, Dense, EinsumDense, LayerNormalization
+from keras.src.backend.tensorflow import nn
 
 from tfdist.training.keras_compat.trace import Original, StepTrace, replaces
 
@@ -150,22 +150,56 @@ def _tanh_gelu(x: tf.Tensor) -> tf.Tensor:
     return 0.5 * x * (1.0 + tf.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
-@replaces(numpy, "einsum", issue=f"{_KERAS}/backend/tensorflow/numpy.py#L249")
-def _by_one_product(
-    original: Original, trace: StepTrace, subscripts: str, *operands: Any, **options: Any
+@replaces(Dense, "call", issue=f"{_KERAS}/layers/core/dense.py#L221")
+def _dense(
+    original: Original, trace: StepTrace, self: Any, inputs: tf.Tensor, training: Any = None
 ) -> tf.Tensor:
-    """Multiply by a matrix of weights, as `EinsumDense` and attention do.
+    return _projected(original, trace, self, inputs, training, axes=1)
+
+
+@replaces(EinsumDense, "call", issue=f"{_KERAS}/layers/core/einsum_dense.py#L312")
+def _einsum_dense(
+    original: Original, trace: StepTrace, self: Any, inputs: tf.Tensor, training: Any = None
+) -> tf.Tensor:
+    """Project as attention does: all letters of the inputs' last axes are summed over."""
+    matrix = re.fullmatch(r"(\w{2,})(\w+),\2(\w*)->\1\3", self.equation.replace(" ", ""))
+    letters = "".join(matrix.groups()) if matrix else ""
+    axes = len(matrix[2]) if matrix and len(set(letters)) == len(letters) else 0
+    return _projected(original, trace, self, inputs, training, axes=axes)
+
+
+def _projected(
+    original: Original, trace: StepTrace, layer: Any, inputs: tf.Tensor, training: Any, *, axes: int
+) -> tf.Tensor:
+    """Multiply the last `axes` by a matrix of weights, in one kernel with the bias.
 
     Keras' product by example has a gradient of the weights by example too, which is then summed.
     """
-    matrix = re.fullmatch(r"(\w{2,})(\w+),\2(\w*)->\1\3", subscripts.replace(" ", ""))
-    letters = "".join(matrix.groups()) if matrix else ""
-    if not (trace.fused and matrix and len(set(letters)) == len(letters) and not options):
-        return original(subscripts, *operands, **options)
-    x, weights = map(keras.ops.convert_to_tensor, operands)
-    if not (x.dtype == weights.dtype and x.dtype.is_floating):
-        return original(subscripts, x, weights)
-    return tf.tensordot(x, weights, axes=len(matrix[2]))
+    if not (trace.fused and axes and _is_projection(layer, inputs, axes)):
+        return original(layer, inputs, training=training)
+    kernel = keras.ops.convert_to_tensor(layer.kernel)
+    leading, units = inputs.shape[:-axes], kernel.shape[axes:]
+    rows = tf.reshape(inputs, [-1, math.prod(kernel.shape[:axes])])
+    outputs = rows @ tf.reshape(kernel, [rows.shape[1], -1])
+    if layer.bias is not None:  # the kernel takes both where nothing is between them
+        bias = keras.ops.convert_to_tensor(layer.bias)
+        outputs = tf.nn.bias_add(outputs, tf.reshape(bias, [-1]))
+    outputs = tf.reshape(outputs, tf.concat([tf.shape(inputs)[:-axes], units], 0))
+    outputs.set_shape([*leading, *units])
+    return outputs if layer.activation is None else layer.activation(outputs)
+
+
+def _is_projection(layer: Any, inputs: Any, axes: int) -> bool:
+    kernel, bias = layer.kernel, layer.bias
+    return (
+        type(layer) in (Dense, EinsumDense)
+        and isinstance(inputs, tf.Tensor)
+        and inputs.shape.rank is not None
+        and inputs.shape.rank > axes
+        and inputs.dtype.is_floating
+        and inputs.dtype == layer.compute_dtype
+        and (bias is None or tuple(bias.shape) == tuple(kernel.shape[axes:]))
+    )
 
 
 @replaces(nn, "_dot_product_attention_xla", issue=f"{_KERAS}/backend/tensorflow/nn.py#L1704")
