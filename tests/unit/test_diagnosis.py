@@ -48,12 +48,10 @@ V2 = "low 0\nhigh 0\nmax 7\noom 3\noom_kill {}\noom_group_kill 0\n"
 
 
 class Kernel:
-    """A /proc, control groups and a kernel log in a directory."""
+    """A /proc and control groups in a directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.log = root / "kmsg"
-        self.log.write_text("6,1,1,-;Killed process 10 (old) total-vm:1kB\n")
 
     def process(self, pid: int, groups: str) -> None:
         path = self.root / "proc" / str(pid)
@@ -65,12 +63,8 @@ class Kernel:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
 
-    def evidence(self, log="kmsg") -> KillEvidence:
-        return KillEvidence(
-            proc=self.root / "proc",
-            cgroups=self.root / "cgroups",
-            kernel_log=self.root / log,
-        )
+    def evidence(self) -> KillEvidence:
+        return KillEvidence(proc=self.root / "proc", cgroups=self.root / "cgroups")
 
 
 @pytest.fixture
@@ -96,7 +90,6 @@ def test_a_counter_that_rose_tells_in_both_versions_of_control_groups(kernel):
         assert cause == (
             f"killed by the kernel's out-of-memory killer (oom_kill rose in {kernel.root / file})"
         )
-    evidence.close()
 
 
 def test_a_counter_explains_as_many_deaths_as_it_rose(kernel):
@@ -117,29 +110,13 @@ def test_inside_a_container_the_root_of_the_control_groups_is_read(kernel):
     assert "oom_kill rose" in evidence.of_kill(13)
 
 
-def test_the_kernels_log_names_the_process_and_what_was_there_before_does_not_count(kernel):
-    kernel.process(14, "0::/nowhere\n")
-    kernel.process(15, "0::/nowhere\n")
-    evidence = kernel.evidence()
-    for pid in (10, 14, 15):
-        evidence.started(pid)
-    with open(kernel.log, "a") as log:
-        log.write("3,2,2,-;Memory cgroup out of memory: Killed process 14 (python) total-vm:9kB\n")
-    assert evidence.of_kill(14).endswith("(14 is in the kernel's log)")
-    assert evidence.of_kill(15) == ""
-    assert evidence.of_kill(10) == ""
-
-
 def test_nothing_readable_is_no_evidence(kernel):
-    evidence = kernel.evidence(log="no such log")
+    evidence = kernel.evidence()
     evidence.started(999)
     assert evidence.of_kill(999) == ""
-    evidence.close()
-    evidence.close()
 
 
 def test_the_files_of_this_machine_can_be_read_or_are_passed_over():
     evidence = KillEvidence()
     evidence.started(os.getpid())
     assert evidence.of_kill(os.getpid()) == ""
-    evidence.close()

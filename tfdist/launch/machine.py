@@ -171,34 +171,19 @@ def memory_bytes(pid: int) -> int | None:
 
 
 _COUNTER_FILES = ("memory.events", "memory.oom_control")
-_KILLED = re.compile(rb"Killed process (\d+) ")
-_MAX_RECORDS = 10_000
 
 
 class KillEvidence:
     """Evidence of why the kernel killed a task, as far as this user may read it.
 
-    The counters of a control group say that some process of it was killed, the kernel's own log
-    says which one; inside a container its numbers may be others than ours, and it is often not
-    readable.
+    A control group counts the processes of it that any out-of-memory killer has ended.
     """
 
-    def __init__(
-        self,
-        *,
-        proc: Path = Path("/proc"),
-        cgroups: Path = Path("/sys/fs/cgroup"),
-        kernel_log: Path = Path("/dev/kmsg"),
-    ) -> None:
+    def __init__(self, *, proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> None:
         self._proc = proc
         self._cgroups = cgroups
         self._counted: dict[Path, int] = {}
         self._files: dict[int, Path] = {}
-        self._log_fd = -1
-        with contextlib.suppress(OSError):
-            self._log_fd = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            os.lseek(self._log_fd, 0, os.SEEK_END)
-        self._killed: set[int] = set()
 
     def started(self, pid: int) -> None:
         """Remember where a task's memory is counted, and how many were killed there so far."""
@@ -215,31 +200,7 @@ class KillEvidence:
         A rise of a counter explains one death only.
         """
         path = self._files.pop(pid, None)
-        logged = self._is_logged(pid)
-        if path is not None and counters(path).get("oom_kill", 0) > self._counted[path]:
-            self._counted[path] += 1
-            where = f"oom_kill rose in {path}"
-        elif logged:
-            where = f"{pid} is in the kernel's log"
-        else:
+        if path is None or counters(path).get("oom_kill", 0) <= self._counted[path]:
             return ""
-        return f"killed by the kernel's out-of-memory killer ({where})"
-
-    def close(self) -> None:
-        """Close the kernel's log."""
-        if self._log_fd >= 0:
-            os.close(self._log_fd)
-            self._log_fd = -1
-
-    def _is_logged(self, pid: int) -> bool:
-        for _ in range(_MAX_RECORDS if self._log_fd >= 0 else 0):
-            try:
-                record = os.read(self._log_fd, 8192)
-            except BrokenPipeError:  # records were lost: go on with the next one there is
-                continue
-            except OSError:
-                break
-            if not record:
-                break
-            self._killed |= {int(found) for found in _KILLED.findall(record)}
-        return pid in self._killed
+        self._counted[path] += 1
+        return f"killed by the kernel's out-of-memory killer (oom_kill rose in {path})"

@@ -100,7 +100,6 @@ class JobProcesses:
         self._starter.close()
         self._guard.end_all()
         self._guard.close()
-        self._evidence.close()
         self._selector.close()
         os.close(self._notes_fd)
         os.close(self._notes_write_fd)
