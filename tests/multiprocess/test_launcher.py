@@ -1,6 +1,5 @@
 """The launcher with real trees of processes: what it shows, what it ends with, what it leaves."""
 
-import json
 import os
 import pty
 import re
@@ -497,23 +496,6 @@ def test_what_cannot_be_is_one_line_and_nothing_is_started_or_written(
     assert job.text.startswith(said)
     assert job.text.count("\n") == 1
     assert set(tmp_path.iterdir()) == before
-
-
-def test_how_a_job_ended_is_reported_though_it_has_filled_the_disk(launch):
-    room = 'mkdir run; mount -t tmpfs -o size=8m tmpfs run && "$@"; c=$?; cat run/report.json'
-    alone = ("unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", room, "sh")
-    source = """
-    import contextlib, sys
-    with contextlib.suppress(OSError), open("run/filler", "wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
-    sys.exit(3)
-    """
-    job = launch(source, "--run_dir=run", command=(*alone, *LAUNCH))
-    assert job.end() == 0
-    told = json.loads(job.text[job.text.rindex('{\n "exit_code"') :])
-    assert told["exit_code"] == 3
-    assert told["attempts"][0]["first_failure"]["cause"] == "exit code 3"
 
 
 def test_a_report_that_cannot_be_written_is_one_line_and_nothing_is_started(launch):

@@ -52,7 +52,6 @@ from tfdist.launch.report import (
     attempt_entry,
     description_of_job,
     earlier_attempts,
-    reserve_room,
     restart_seconds,
     versions_of_job,
 )
@@ -315,7 +314,6 @@ class JobRun:
                 self._serve_metrics(port)
             logs = self._run_dir.start_attempt()
             try:
-                self._room = self._stack.enter_context(reserve_room(self._job.run_dir))
                 self._write_report(None)
             except OSError as error:
                 raise not_writable(self._job.run_dir, error) from None
@@ -433,8 +431,6 @@ class JobRun:
         return logs
 
     def _write(self, exit_code: int | None) -> None:
-        if exit_code is not None:  # the last one, for which the disk may have become too full
-            self._room.close()
         self._description.setdefault("versions", versions_of_job())
         try:
             self._write_report(exit_code)

@@ -7,11 +7,10 @@ import os
 import platform
 import shlex
 import socket
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tfdist.cluster import Task
 from tfdist.launch.diagnosis import Failure
@@ -20,7 +19,6 @@ from tfdist.launch.multihost.agreement import versions, without_secrets
 from tfdist.launch.state import JobState, TaskRecord
 
 FILE_NAME = "report.json"
-_RESERVE_BYTES = 1 << 20
 
 
 def attempt_entry(
@@ -135,16 +133,6 @@ def earlier_attempts(run_dir: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return attempts if isinstance(attempts, list) else []
-
-
-def reserve_room(run_dir: Path) -> IO[bytes]:
-    """Take room on the disk for a report until the file, which has no name, is closed.
-
-    Raises OSError where there is not so much.
-    """
-    file = tempfile.TemporaryFile(dir=run_dir)  # noqa: SIM115
-    os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
-    return file
 
 
 def description_of_job(strategy: str, *, argv: Sequence[str]) -> dict[str, Any]:
