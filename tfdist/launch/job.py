@@ -292,8 +292,6 @@ class JobRun:
         self._screen = part.screen
         self._team = team
         self._run_dir = run_dir
-        self._first_attempt = run_dir.attempt
-        self._stack = contextlib.ExitStack()
         self._report_file = job.run_dir / FILE_NAME
         self._entries = earlier_attempts(job.run_dir)
         self._description = description_of_job(job.strategy, argv=sys.orig_argv)
@@ -309,9 +307,10 @@ class JobRun:
         Raises:
             UsageError: the run directory cannot be written to; nothing has been started.
         """
-        with self._stack:
+        with contextlib.ExitStack() as stack:
             if (port := self._job.options.metrics_port) is not None:
-                self._serve_metrics(port)
+                stack.enter_context(MetricsServer(port, self._job.run_dir / LIVE_FILE))
+                self._screen.announce(f"metrics at http://127.0.0.1:{port}/metrics")
             logs = self._run_dir.start_attempt()
             try:
                 self._write_report(None)
@@ -326,27 +325,27 @@ class JobRun:
 
     def _run_from(self, logs: Path) -> int:
         before: JobState | None = None
+        restarts = 0
         while True:
-            attempt = self._run_attempt(logs, is_first=before is None)
+            attempt = self._run_attempt(logs, restarts=restarts)
             if before is not None:
                 self._entries[-2]["restart_s"] = restart_seconds(before, attempt)
-            code = self._hindrance() if attempt.restart else attempt.exit_code
-            next_logs = self._next_logs(attempt) if code is None else None
-            if next_logs is None:
-                code = attempt.exit_code if code is None else code
-                self._write(code)
-                return code
+            following = self._following(attempt)
+            if isinstance(following, int):
+                self._write(following)
+                return following
             self._write(None)
-            logs, before = next_logs, attempt
+            logs, before = following, attempt
+            restarts += 1
 
-    def _run_attempt(self, logs: Path, *, is_first: bool) -> JobState:
+    def _run_attempt(self, logs: Path, *, restarts: int) -> JobState:
         """Run one, and add its entry to the report; return how it has ended."""
-        attempt = self._run_dir.attempt
-        self._team.begin(attempt=attempt, restarts=attempt - self._first_attempt)
+        options, strategy, number = self._job.options, self._job.strategy, self._run_dir.attempt
+        self._team.begin(attempt=number, restarts=restarts)
         tasks = [*self._team.host_of]
-        if is_first:
-            self._screen.announce(f"strategy {self._job.strategy}: {_counted(tasks)}")
-        options, is_ps = self._job.options, self._job.strategy == "ps"
+        if not restarts:
+            self._screen.announce(f"strategy {strategy}: {_counted(tasks)}")
+        is_ps = strategy == "ps"
         watchdog = Watchdog(
             hang_timeout_s=options.hang_timeout_s or math.inf,
             startup_timeout_s=options.startup_timeout_s,
@@ -365,7 +364,15 @@ class JobRun:
             watchdog=watchdog,
             now_s=time.monotonic(),
         )
-        live = self._live_status(logs)
+        live = LiveStatus(
+            self._job.run_dir,
+            logs=logs,
+            attempt=number,
+            strategy=strategy,
+            epoch_s=_epoch_s,
+            hosts=self._screen.hosts,
+            is_here=lambda task: not self._team.host_of[task],
+        )
         supervisor = Supervisor(
             state,
             processes=self._team,
@@ -379,7 +386,7 @@ class JobRun:
             self._team.finish()
         entry = attempt_entry(
             state,
-            number=self._run_dir.attempt,
+            number=number,
             epoch_s=_epoch_s(),
             last_lines=self._screen.last_lines,
             stacks=supervisor.stacks,
@@ -388,24 +395,10 @@ class JobRun:
         self._entries.append(entry)
         return state
 
-    def _serve_metrics(self, port: int) -> None:
-        live_file = self._job.run_dir / LIVE_FILE
-        self._stack.enter_context(MetricsServer(port, live_file))
-        self._screen.announce(f"metrics at http://127.0.0.1:{port}/metrics")
-
-    def _live_status(self, logs: Path) -> LiveStatus:
-        return LiveStatus(
-            self._job.run_dir,
-            logs=logs,
-            attempt=self._run_dir.attempt,
-            strategy=self._job.strategy,
-            epoch_s=_epoch_s,
-            hosts=self._screen.hosts,
-            is_here=lambda task: not self._team.host_of[task],
-        )
-
-    def _hindrance(self) -> int | None:
-        """Return what the job ends with if something is in the way of another attempt."""
+    def _following(self, attempt: JobState) -> Path | int:
+        """Return where the next attempt writes, or what the job ends with."""
+        if not attempt.restart or attempt.failure is None:
+            return attempt.exit_code
         for event in self._team.wait(0):
             if isinstance(event, StopRequest):
                 self._screen.say(f"{request_name(event.signum)}: not started again")
@@ -413,22 +406,20 @@ class JobRun:
         try:
             stop_signal = self._team.gather()
         except TfdistError as error:
-            self._screen.say(f"not started again: {error}")
-            return error.exit_code
-        return None if stop_signal is None else exit_code_for(stop_signal)
-
-    def _next_logs(self, attempt: JobState) -> Path | None:
-        """Return where the next attempt writes; None if there is to be none."""
-        if (failure := attempt.failure) is None:
-            return None
+            return self._not_again(error, error.exit_code)
+        if stop_signal is not None:
+            return exit_code_for(stop_signal)
         try:
-            logs = self._run_dir.next_attempt()
+            logs = self._run_dir.start_attempt()
         except UsageError as error:
-            self._screen.say(f"not started again: {error}")
-            return None
-        self._policy.restarted(failure)
+            return self._not_again(error, attempt.exit_code)
+        self._policy.restarted(attempt.failure)
         self._screen.say(f"started again as attempt {self._run_dir.attempt} ({attempt.restart})")
         return logs
+
+    def _not_again(self, error: TfdistError, exit_code: int) -> int:
+        self._screen.say(f"not started again: {error}")
+        return exit_code
 
     def _write(self, exit_code: int | None) -> None:
         self._description.setdefault("versions", versions_of_job())

@@ -42,7 +42,8 @@ def next_attempt(run_dir: Path) -> int:
 class RunDir:
     """A run directory that no other launcher uses until it is closed.
 
-    The lock is the kernel's: it ends with this process, however that ends.
+    The lock is the kernel's: it ends with this process, however that ends. `attempt` is the number
+    of the last attempt that was started.
 
     Raises:
         UsageError: it cannot be written to, or another job runs in it.
@@ -66,7 +67,7 @@ class RunDir:
                 fix="wait until that job has ended, or give this one another --run_dir",
                 code="run-dir-in-use",
             ) from None
-        self.attempt = next_attempt(path)
+        self.attempt = 0
 
     def __enter__(self) -> RunDir:
         return self
@@ -74,13 +75,9 @@ class RunDir:
     def __exit__(self, *error: object) -> None:
         self._lock.release()
 
-    def next_attempt(self) -> Path:
-        """Go on to the next attempt; make and return the directory for its logs."""
-        self.attempt += 1
-        return self.start_attempt()
-
     def start_attempt(self) -> Path:
-        """Make and return the directory for the logs of this attempt."""
+        """Make and return the directory for the logs of another attempt, whose number it sets."""
+        self.attempt = next_attempt(self.path)
         logs = self.path / _LOGS / f"attempt-{self.attempt}"
         try:
             logs.mkdir()
