@@ -44,9 +44,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
     options = parse(sys.argv[1:] if argv is None else argv)
     if options is None:
-        from tfdist.launch.screen import show
-
-        show(help_text())
+        print(help_text(), flush=True)
         return 0
     from tfdist.launch.job import run_job  # not for --help, which is to be there at once
 

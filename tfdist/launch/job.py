@@ -56,7 +56,7 @@ from tfdist.launch.report import (
     versions_of_job,
 )
 from tfdist.launch.run_dir import RunDir, chosen_run_dir, next_attempt, not_writable
-from tfdist.launch.screen import show, shows_in_place, standard_screen
+from tfdist.launch.screen import shows_in_place, standard_screen
 from tfdist.launch.starter import ProcessSpec, isolate, raise_file_limit
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Supervisor
@@ -208,7 +208,7 @@ def _show(job: JobDescription, group: Group, specs: Sequence[ProcessSpec]) -> in
             f"# host {group.hosts[group.rank]} (rank {group.rank} of {len(group.hosts)}); names "
             "and ports stand for those that the launchers agree on\n"
         )
-    show(f"{head}\n{render(specs)}")
+    print(f"{head}\n{render(specs)}", flush=True)
     return 0
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tfdist.cluster import Task
-from tfdist.errors import TfdistError
 
 _CHUNK_BYTES = 4096  # a pipe that is ready takes this much without blocking
 _BACKLOG_BYTES = 1 << 20
@@ -126,17 +125,6 @@ class Console:
         if not self._colour:
             return f"[{name}] ".encode()
         return f"\x1b[{_COLOURS[hue % len(_COLOURS)]}m[{name}]\x1b[0m ".encode()
-
-
-def show(text: str) -> None:
-    """Print what a command was asked for; raise TfdistError where the disk is full, for example."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # its reader has left
-        raise
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would try again at its end
-        raise TfdistError(f"standard output: cannot be written: {error.strerror}") from None
 
 
 MAX_LINE_BYTES = 1 << 16
