@@ -140,11 +140,9 @@ def test_a_script_that_is_not_there_is_named_with_the_near_one(tmp_path, monkeyp
     (tmp_path / "jobs" / "train_big.py").touch()
     for target, said in [
         ("trian.py", "did you mean 'train.py'?"),
-        ("jobs/train_bug.py", "did you mean 'jobs/train_big.py'?"),
-        ("job/train.py", "no directory job"),
-        ("jobs", "the directory jobs"),
-        ("zzz", "which does not exist"),
-        ("/dev/stdin", "something else in each process"),
+        ("jobs/train_bug.py", "did you mean 'train_big.py'?"),
+        ("job/train.py", "which does not exist"),
+        *((name, f"{name}, which is no file") for name in ("jobs", "/", "/dev/stdin")),
     ]:
         with pytest.raises(UsageError, match="program: received") as caught:
             check_program(Program(target=target, is_module=False), search=[])
@@ -159,7 +157,7 @@ def test_a_module_that_is_not_there_is_named_with_the_near_one_and_none_is_impor
     (package / "train.py").touch()
     for name, said in [
         ("packages.train", "did you mean 'package'?"),
-        ("package.trian", "did you mean 'package.train'?"),
+        ("package.trian", "did you mean 'train'?"),
         ("package.train.deep", "which does not exist"),
         ("package", "without __main__"),
         ("train.py", "leave -m out"),
@@ -237,7 +235,7 @@ def test_a_module_in_a_namespace_inside_another_one_is_there(tmp_path):
     inner.mkdir(parents=True)
     (inner / "train.py").touch()
     check_program(Program(target="outer.inner.train"), search=[str(tmp_path)])
-    with pytest.raises(UsageError, match=r"did you mean 'outer\.inner\.train'"):
+    with pytest.raises(UsageError, match="did you mean 'train'"):
         check_program(Program(target="outer.inner.trian"), search=[str(tmp_path)])
 
 

@@ -6,7 +6,7 @@ import ast
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.machinery import BuiltinImporter, ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NoReturn
@@ -110,30 +110,17 @@ def _refuse(received: str, expected: str, fix: str, *, code: str) -> NoReturn:
 
 def _check_script(target: str) -> None:
     path = Path(target)
-    if path.is_absolute() and path.parts[1] in ("dev", "proc"):
-        received = f"{target}, which is something else in each process"
-        _refuse(received, "a Python script", "write the script to a file", code="no-file")
-    if path.is_dir():
-        fix = "name the script in it, or use -m for a package"
-        _refuse(f"the directory {target}", "a Python script", fix, code="no-file")
+    # What is in /dev or /proc is something else in each process.
+    if path.is_dir() or path.parts[:2] in (("/", "dev"), ("/", "proc")):
+        fix = "write the script to a file, or use -m for a package"
+        _refuse(f"{target}, which is no file", "a Python script", fix, code="no-file")
     if not path.is_file():
-        fix = f"correct the path{_near_file(path)}"
-        _refuse(f"{target}, which does not exist", "a Python script", fix, code="missing-file")
+        meant = near(path.name, [entry.name for entry in path.parent.glob("*")])
+        received = f"{target}, which does not exist{meant}"
+        _refuse(received, "a Python script", "correct the path", code="missing-file")
     if not os.access(path, os.R_OK):
         fix = f"make it readable: chmod u+r {target}"
         _refuse(target, "a readable script", fix, code="not-readable")
-
-
-def _near_file(path: Path) -> str:
-    try:
-        names = [entry.name for entry in path.parent.iterdir()]
-    except OSError:
-        missing = path.parent
-        return f" (there is no directory {missing})"
-    best = near(path.name, names)
-    if not best or path.parent == Path():
-        return best
-    return best.replace("'", f"'{path.parent}/", 1)
 
 
 def _check_module(name: str, *, search: Sequence[str]) -> None:
@@ -141,9 +128,13 @@ def _check_module(name: str, *, search: Sequence[str]) -> None:
     if specs and _adds_modules(specs[-1]):
         return
     if len(specs) < len(parts):
-        inside, part = ".".join(parts[: len(specs)]), parts[len(specs)]
         places = specs[-1].submodule_search_locations or () if specs else search
-        _refuse_module(name, inside=inside, part=part, places=places)
+        entries = [entry for place in places for entry in Path(place or ".").glob("*")]
+        names = {entry.stem for entry in entries if entry.suffix in ("", ".py")}
+        received = f"-m {name}, which does not exist{near(parts[len(specs)], names)}"
+        is_script = name.endswith(".py")
+        fix = "leave -m out to run a script by its path" if is_script else "correct the name"
+        _refuse(received, "a Python module", fix, code="missing-module")
     if specs[-1].submodule_search_locations is None:
         return
     if len(_specs(f"{name}.__main__", search=search)) == len(parts):
@@ -160,20 +151,3 @@ def _adds_modules(package: ModuleSpec) -> bool:
         return bool(_ADDS_MODULES.search(Path(package.origin or "").read_bytes()))
     except OSError:
         return False
-
-
-def _refuse_module(name: str, *, inside: str, part: str, places: Iterable[str]) -> NoReturn:
-    names = {
-        entry.stem
-        for place in places
-        if Path(place or ".").is_dir()
-        for entry in Path(place or ".").iterdir()
-        if entry.suffix == ".py" or (entry / "__init__.py").is_file()
-    }
-    meant = near(part, names)
-    if meant and inside:
-        meant = meant.replace("'", f"'{inside}.", 1)
-    fix = f"correct the name{meant}"
-    if name.endswith(".py"):
-        fix = "leave -m out to run a script by its path"
-    _refuse(f"-m {name}, which does not exist", "a Python module", fix, code="missing-module")
