@@ -221,7 +221,13 @@ def _divide_gpus(job: JobDescription, here: Collection[Task]) -> dict[Task, str]
     each = job.options.devices_per_worker or min(most, len(gpus) // max(1, len(workers)) or 1)
     shared = job.strategy == "ps" and each == 1  # its workers need no device of their own
     if each * len(workers) > len(gpus) and not shared:
-        raise _too_few_gpus(job.options, gpus=gpus, workers=len(workers))
+        raise UsageError(
+            "--workers" if job.options.devices_per_worker is None else "--devices_per_worker",
+            received=f"{len(workers)} workers with {each} GPUs each",
+            expected=f"at most {len(gpus)} GPUs in all",
+            fix="use fewer, or set CUDA_VISIBLE_DEVICES=-1 to use CPUs",
+            code="too-few-gpus",
+        )
     divided = {task: _gpus_of(n, gpus=gpus, each=each) for n, task in enumerate(workers)}
     return {task: divided.get(task, "-1") for task in here}
 
@@ -229,15 +235,3 @@ def _divide_gpus(job: JobDescription, here: Collection[Task]) -> dict[Task, str]
 def _gpus_of(number: int, *, gpus: Sequence[str], each: int) -> str:
     first = number * each
     return ",".join(gpus[(first + k) % len(gpus)] for k in range(each))
-
-
-def _too_few_gpus(options: LaunchOptions, *, gpus: Sequence[str], workers: int) -> UsageError:
-    cpu = "set CUDA_VISIBLE_DEVICES=-1 to use CPUs"
-    flag, received, most = "--workers", f"{workers}", len(gpus)
-    expected = f"at most {most}, one for each GPU"
-    if options.devices_per_worker is not None:
-        flag, most = "--devices_per_worker", most // workers
-        received = f"{options.devices_per_worker} for each of {workers} workers"
-        expected = f"at most {most}, as there are {len(gpus)} GPUs"
-    fix = f"use {flag} {most}, or {cpu}" if most else f"use fewer workers, or {cpu}"
-    return UsageError(flag, received=received, expected=expected, fix=fix, code="too-few-gpus")
