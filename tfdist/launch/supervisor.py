@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import replace
-from typing import Protocol
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_USAGE
@@ -31,10 +30,10 @@ from tfdist.launch.events import (
     Start,
     Started,
     StopRequest,
-    TaskAction,
     named,
     request_name,
 )
+from tfdist.launch.multihost.leader import Team
 from tfdist.launch.run_dir import log_name
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.state import (
@@ -389,25 +388,6 @@ class _Decision:
                 self._do(Signal(task, signum))
 
 
-class Processes(Protocol):
-    """The processes of an attempt, on all hosts of the job: `Team`."""
-
-    def perform(self, action: TaskAction) -> Ended | None:
-        """Do what was decided; return the end of a task that cannot be started."""
-
-    def wait(self, timeout_s: float | None) -> Sequence[Event]:
-        """Return what has happened, after `timeout_s` at the latest."""
-
-    def can_start(self, task: Task) -> bool:
-        """Return whether the host of a task has been there all the time."""
-
-    def state_of(self, task: Task) -> str | None:
-        """Return the state of a task's process, as `proc_state`; None without one."""
-
-    def finish(self) -> None:
-        """End what the tasks have left behind, and read what is left of their output."""
-
-
 class Supervisor:
     """Run of one attempt, which does what `decide` says.
 
@@ -419,7 +399,7 @@ class Supervisor:
         self,
         state: JobState,
         *,
-        processes: Processes,
+        processes: Team,
         screen: JobScreen,
         clock: Callable[[], float],
         observe: Callable[[JobState, Awakening], None] = lambda state, awakening: None,
