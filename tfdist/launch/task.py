@@ -133,8 +133,8 @@ def run_program(
             said = isinstance(ended.code, str) or hasattr(ended, "signum")  # tfdist.Stopped
             failed(code, str(ended) if said else f"exit code {code}")
         raise
-    except KeyboardInterrupt as interrupt:
-        _line(f"KeyboardInterrupt{_where(interrupt.__traceback__)}")
+    except KeyboardInterrupt:
+        _line("KeyboardInterrupt")
         sys.exit(_INTERRUPTED)
     except BaseException as error:
         sys.exit(_explain(error, failed=failed))
@@ -208,13 +208,6 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
         trace = trace.tb_next
     return trace
-
-
-def _where(trace: TracebackType | None) -> str:
-    trace = _users_part(trace)
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return f" at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else ""
 
 
 def _line(text: str) -> None:
