@@ -8,7 +8,7 @@ import os
 import re
 import select
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from tfdist.cluster import Task
@@ -27,21 +27,13 @@ class Console:
     the tasks until there is room. `is_closed` says that nobody reads any more.
     """
 
-    def __init__(
-        self,
-        fd: int,
-        *,
-        is_terminal: bool = False,
-        colour: bool = False,
-        columns: Callable[[], int] = lambda: 80,
-    ) -> None:
+    def __init__(self, fd: int, *, is_terminal: bool = False, colour: bool = False) -> None:
         self.fd = fd
         self.is_terminal = is_terminal
         self.is_closed = False
         self.last_lines = ("", 0)
         """Whose lines are the last that were added, and how many of them in one piece."""
         self._colour = colour
-        self._columns = columns
         self._backlog = bytearray()
         self._progress = b""
 
@@ -71,7 +63,7 @@ class Console:
         """Show a line that the next one replaces; only a terminal can."""
         if not self.is_terminal:
             return
-        room = max(0, self._columns() - len(name) - 4)
+        room = max(0, _columns(self.fd) - len(name) - 4)
         plain = _ESCAPES.sub(b"", text).replace(b"\t", b" ")
         cut = plain.decode(errors="replace")[:room].encode()
         self._progress = self._prefix(name, hue) + cut
@@ -238,15 +230,9 @@ def _visible(line: bytes) -> bytes:
 
 
 def _pieces(line: bytes) -> list[bytes]:
-    """Cut an overlong line, never inside a UTF-8 character."""
-    pieces = []
-    while len(line) > MAX_LINE_BYTES:
-        cut = MAX_LINE_BYTES
-        while cut > MAX_LINE_BYTES - 4 and line[cut] & 0xC0 == 0x80:
-            cut -= 1
-        pieces.append(line[:cut])
-        line = line[cut:]
-    return [*pieces, line]
+    """Cut an overlong line."""
+    size = MAX_LINE_BYTES
+    return [line[first : first + size] for first in range(0, max(1, len(line)), size)]
 
 
 _LAST_WORDS_S = 1.0
@@ -344,8 +330,7 @@ def shows_in_place(fd: int, environ: Mapping[str, str]) -> bool:
 
 def _console(fd: int, environ: Mapping[str, str]) -> Console:
     is_terminal = shows_in_place(fd, environ)
-    colour = is_terminal and not environ.get("NO_COLOR")
-    return Console(fd, is_terminal=is_terminal, colour=colour, columns=lambda: _columns(fd))
+    return Console(fd, is_terminal=is_terminal, colour=is_terminal and not environ.get("NO_COLOR"))
 
 
 def _columns(fd: int) -> int:
