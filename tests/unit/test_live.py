@@ -19,7 +19,7 @@ from tfdist.launch.live import (
     MAX_BINS,
     AttemptHistory,
     LiveStatus,
-    MetricsServer,
+    metrics_server,
     prometheus_text,
 )
 from tfdist.launch.report import description_of_job
@@ -189,7 +189,7 @@ def test_prometheus_gets_each_metric_with_its_type_once():
 
 def test_metrics_that_do_not_answer_hold_nothing_up(tmp_path):
     before = psutil.Process().children()
-    with MetricsServer(0, tmp_path / "live.json"):
+    with metrics_server(0, tmp_path / "live.json"):
         (child,) = (one for one in psutil.Process().children() if one not in before)
         child.suspend()
     assert not child.is_running()

@@ -24,7 +24,7 @@ from tfdist.launch.events import (
     exit_code_for,
     request_name,
 )
-from tfdist.launch.live import LIVE_FILE, LiveStatus, MetricsServer
+from tfdist.launch.live import LIVE_FILE, LiveStatus, metrics_server
 from tfdist.launch.machine import this_machine
 from tfdist.launch.messages import Attempt
 from tfdist.launch.multihost.hosts import (
@@ -309,7 +309,7 @@ class JobRun:
         """
         with contextlib.ExitStack() as stack:
             if (port := self._job.options.metrics_port) is not None:
-                stack.enter_context(MetricsServer(port, self._job.run_dir / LIVE_FILE))
+                stack.enter_context(metrics_server(port, self._job.run_dir / LIVE_FILE))
                 self._screen.announce(f"metrics at http://127.0.0.1:{port}/metrics")
             logs = self._run_dir.start_attempt()
             try:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ HISTORY_FILE = "history.json"
 MAX_BINS = 120
 _EVERY_S = 1.0
 _HISTORY_EVERY_S = 10.0
-_TASKS_A_SECOND = 200  # a job of more tasks writes less often
 _RATE_OVER_S = 15.0
 
 
@@ -177,8 +176,7 @@ class LiveStatus:
                 case Beat(task=task):
                     self._see_beat(self._seen.setdefault(task, _Seen()), event, self._history)
         now_s = awakening.at_s
-        every_s = _EVERY_S * max(1.0, len(state.tasks) / _TASKS_A_SECOND)
-        if now_s - self._written_s >= every_s or state.is_over:
+        if now_s - self._written_s >= _EVERY_S or state.is_over:
             self._written_s = now_s
             self._write(state, self._history)
 
@@ -282,37 +280,33 @@ def _labels(task: Mapping[str, Any], **more: str) -> str:
     return "{" + ",".join(f'{name}="{text}"' for name, text in labels.items()) + "}"
 
 
-class MetricsServer:
-    """A process that serves the metrics of `live_file` on a port; a context manager.
+@contextlib.contextmanager
+def metrics_server(port: int, live_file: Path) -> Iterator[None]:
+    """Serve the metrics of `live_file` on a port, in a process of its own, while the block runs.
 
     It ends with the launcher, of whatever that dies: its standard input does.
 
     Raises:
         UsageError: the port is taken.
     """
+    from tfdist.loopback import listen  # an HTTP server, which takes time
 
-    def __init__(self, port: int, live_file: Path) -> None:
-        from tfdist.loopback import listen  # an HTTP server, which takes time
-
-        with listen(port, flag="--metrics_port") as listener:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(listener.fileno()), str(live_file)],
-                stdin=subprocess.PIPE,
-                pass_fds=[listener.fileno()],
-                process_group=0,  # not that of the terminal, whose Ctrl-C is for the launcher
-            )
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        with self._process:  # closes its input, and waits
-            self._process.kill()  # it writes nothing, and may be stopped
+    with listen(port, flag="--metrics_port") as listener:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(listener.fileno()), str(live_file)],
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            process_group=0,  # not that of the terminal, whose Ctrl-C is for the launcher
+        )
+    with process:  # closes its input, and waits
+        try:
+            yield
+        finally:
+            process.kill()  # it writes nothing, and may be stopped
 
 
 def serve_metrics(listener_fd: int, live_file: Path) -> None:
     """Serve until the standard input ends."""
-
     from tfdist.loopback import make_server
 
     def metrics() -> str:
