@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
@@ -54,8 +53,6 @@ class RunDir:
         self._lock = FileLock(path / _LOGS)
         try:
             self._lock.path.mkdir(parents=True, exist_ok=True)
-            if not os.access(path, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             self._lock.acquire()
         except OSError as error:
             raise not_writable(path, error) from None
