@@ -31,7 +31,7 @@ _DOING = {
     "trace": "tracing",
     "validate": "validating",
 }
-_SLEEPS: dict[str | None, str] = {
+_PROCESS_STATES: dict[str | None, str] = {
     "R": "its process runs",
     "S": "its process sleeps",
     "D": "its process waits for a disk",
@@ -88,37 +88,36 @@ def _silent_cause(task: Watched, now_s: float) -> str:
         return f"its process is held by a debugger, and silent {for_}{last}"
     if task.is_stopped:
         return f"its process is stopped (SIGSTOP), and silent {for_}{last}"
-    sleeps = _SLEEPS.get(task.state, "it has no process")
+    process = _PROCESS_STATES.get(task.state, "it has no process")
     if not task.has_spoken:
-        return f"has not started: silent {for_} ({sleeps})"
-    return f"does not answer: silent {for_} ({sleeps}){last}"
+        return f"has not started: silent {for_} ({process})"
+    return f"does not answer: silent {for_} ({process}){last}"
 
 
 def _last_of(waiting: Sequence[Watched], *, chief: Task, now_s: float) -> tuple[Watched, str]:
-    def place(task: Watched) -> tuple[int, int]:
+    def progress(task: Watched) -> tuple[int, int]:
         return task.steps, WAITING.index(task.phase)
 
-    first, last = max(waiting, key=place), min(waiting, key=place)
-    if place(first) != place(last):
+    first, last = max(waiting, key=progress), min(waiting, key=progress)
+    if progress(first) != progress(last):
         return last, f"{last.doing} for {_age(last, now_s)}, while {first.task} is {first.doing}"
-    named = next((task for task in waiting if task.task == chief), last)
+    one = next((task for task in waiting if task.task == chief), last)
     if len(waiting) == 1:
-        return named, f"{named.doing} for {_age(named, now_s)}"
+        return one, f"{one.doing} for {_age(one, now_s)}"
     age = min(now_s - task.since_s for task in waiting)
-    return named, f"all {len(waiting)} tasks are {named.doing} for {age:.0f} s, none of them behind"
+    return one, f"all {len(waiting)} tasks are {one.doing} for {age:.0f} s, none of them behind"
 
 
 def _age(task: Watched, now_s: float) -> str:
     return f"{now_s - task.since_s:.0f} s"
 
 
-def _waits(waiting: Iterable[Watched], *, but: Watched) -> str:
+def _text_of_waiting(waiting: Iterable[Watched], *, but: Watched) -> str:
     tasks = [task.task for task in waiting if task is not but]
     return f"; {named(tasks, most=4)} wait{'s' * (len(tasks) == 1)} for it" if tasks else ""
 
 
 _CHECK_EVERY_S = 1.0
-_CHECKS = 16  # at the least, in the time that a task may hang
 LATE_S = 3.0
 """How late a check may be before the launcher itself was held up, and no task is at fault."""
 
@@ -169,7 +168,7 @@ class Watchdog:
         is_held_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._hang_timeout_s = hang_timeout_s
-        self._check_every_s = min(_CHECK_EVERY_S, hang_timeout_s / _CHECKS)
+        self._suspect_s = min(_SUSPECT_S, hang_timeout_s)
         self._startup_timeout_s = startup_timeout_s
         self._is_ps = is_ps
         self._chief = chief
@@ -203,7 +202,7 @@ class Watchdog:
         """Return when `find_hang` is to be asked for again; infinity when nothing is watched."""
         if not self._watched or math.isinf(self._hang_timeout_s):
             return math.inf
-        return self._checked_s + self._check_every_s
+        return self._checked_s + _CHECK_EVERY_S
 
     def find_hang(self, now_s: float) -> Hang | None:
         """Return what is wrong, None while nothing is; to be called at `next_check_s`.
@@ -218,13 +217,12 @@ class Watchdog:
             self._excused_s = now_s
         self._checked_s = now_s
         self._look_at_silent(now_s)
-        tasks = self._tasks()
-        found = self._owing(now_s) or self._resting(now_s)
-        if found or any(self._is_mute(task, now_s) or self._is_over(task, now_s) for task in tasks):
-            self._noticed_s = now_s if self._noticed_s is None else self._noticed_s
-            return self._hang(now_s, noticed_s=self._noticed_s)
-        self._noticed_s = None
-        return None
+        found = self._overdue_work(now_s) or self._deadlocked(now_s)
+        if not found and not any(self._is_overdue(task, now_s) for task in self._tasks()):
+            self._noticed_s = None
+            return None
+        self._noticed_s = now_s if self._noticed_s is None else self._noticed_s
+        return self._hang(now_s, noticed_s=self._noticed_s)
 
     def stopped(self) -> Task | None:
         """Return a task whose process is stopped at this moment, None where all run."""
@@ -251,15 +249,17 @@ class Watchdog:
             if task.state == "":  # it is not expected to report
                 self.ended(task.task)
 
-    def _is_mute(self, task: Watched, now_s: float) -> bool:
+    def _is_too_silent(self, task: Watched, now_s: float) -> bool:
         """Return whether a task has been silent for too long."""
         limit_s = self._hang_timeout_s
         if not task.is_stopped and (not task.has_spoken or task.phase in ("import", "rendezvous")):
             limit_s += self._startup_timeout_s  # libraries may hold up all else while they load
         return self._silence_s(task, now_s) >= limit_s
 
-    def _is_over(self, task: Watched, now_s: float) -> bool:
-        """Return whether a task has been too long in its phase, with nobody to wait for."""
+    def _is_overdue(self, task: Watched, now_s: float) -> bool:
+        """Return whether a task is silent for too long, or in its phase with nobody to wait for."""
+        if self._is_too_silent(task, now_s):
+            return True
         if not self._is_late(task, now_s):
             return False
         if self._waits(task):
@@ -277,7 +277,7 @@ class Watchdog:
             timeout_s += max((_TRACE_TIMEOUTS - 1) * timeout_s, self._startup_timeout_s)
         return age_s >= timeout_s
 
-    def _owing(self, now_s: float, *, early_s: float = 0.0) -> list[tuple[Watched, float]]:
+    def _overdue_work(self, now_s: float, *, early_s: float = 0.0) -> list[tuple[Watched, float]]:
         """Return the tasks that have had a work unit for too long, and since when."""
         found, named_tasks = [], {str(task.task): task for task in self._tasks()}
         for awaited in (task.awaited for task in self._tasks()):
@@ -289,7 +289,7 @@ class Watchdog:
                 found.append((owing, awaited.since_s))
         return found
 
-    def _resting(self, now_s: float) -> list[Watched]:
+    def _deadlocked(self, now_s: float) -> list[Watched]:
         """Return the tasks that can never go on, unless another may still wake them.
 
         One that is not at rest itself may send them something; but not one that waits for them.
@@ -348,30 +348,26 @@ class Watchdog:
         waiting = [task for task in self._tasks() if self._waits(task)]
         if silent:
             suspect = min(silent, key=lambda task: (not task.is_stopped, task.beat_s))
-            return suspect, _silent_cause(suspect, now_s) + _waits(waiting, but=suspect)
-        if owing := self._owing(now_s, early_s=LATE_S):  # the chief may have been late first
+            return suspect, _silent_cause(suspect, now_s) + _text_of_waiting(waiting, but=suspect)
+        if owing := self._overdue_work(now_s, early_s=LATE_S):  # the chief may have been late first
             suspect, since_s = min(owing, key=lambda owed: owed[1])
             return suspect, f"its work unit is not done after {now_s - since_s:.0f} s"
-        if resting := self._resting(now_s):
+        if resting := self._deadlocked(now_s):
             suspect = min(resting, key=lambda t: (t.steps, t.task != self._chief, t.task))
             for_ = f"for {now_s - (suspect.rest_s or now_s):.0f} s"
             cause = f"{suspect.doing}, and all its threads wait for each other {for_}"
-            return suspect, cause + _waits(waiting, but=suspect)
+            return suspect, cause + _text_of_waiting(waiting, but=suspect)
         if busy := [t for t in self._tasks() if self._busy(t) and self._is_late(t, now_s)]:
             suspect = min(busy, key=lambda task: (task.steps, task.since_s))
             cause = f"{suspect.doing} for {_age(suspect, now_s)}"
-            return suspect, cause + _waits(waiting, but=suspect)
+            return suspect, cause + _text_of_waiting(waiting, but=suspect)
         return _last_of(waiting, chief=self._chief, now_s=now_s) if waiting else None
 
     def _is_silent(self, task: Watched, now_s: float) -> bool:
         """Whether a task of a job that hangs does not speak, and has had the time to."""
         if task.has_spoken or task.is_stopped:
             return task.is_stopped or self._silence_s(task, now_s) >= self._suspect_s
-        return self._is_mute(task, now_s)
+        return self._is_too_silent(task, now_s)
 
     def _silence_s(self, task: Watched, now_s: float) -> float:
         return now_s - max(task.beat_s, self._excused_s)
-
-    @property
-    def _suspect_s(self) -> float:
-        return min(_SUSPECT_S, self._hang_timeout_s)
