@@ -23,14 +23,14 @@ _OWN, _ABORTED, _LOST_PEER = range(3)  # how likely a task is to have failed by 
 
 # What TensorFlow and gRPC raise in a task whose peer has gone. The text often begins with
 # "Graph execution error" and tells the rest in lines that follow, which a note does not have.
-_SAID = (
+_WORDS_OF_LOSS = (
     "connection reset|connection refused|broken pipe|socket closed|failed to connect|goaway|"
     "collective|peer|heartbeat|coordination|unhealthy|recvmsg|rendezvous|graph execution error"
 )
 _LOST = re.compile(
     r"\b(PeerLost|UnavailableError|AbortedError|ConnectionError|ConnectionResetError)\b|"
     r"\bBrokenPipeError\b|"
-    rf"\b(InternalError|CancelledError|DeadlineExceededError)\b.*({_SAID})",
+    rf"\b(InternalError|CancelledError|DeadlineExceededError)\b.*({_WORDS_OF_LOSS})",
     re.IGNORECASE | re.DOTALL,
 )
 

@@ -208,7 +208,7 @@ class SignalPipe:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._asked_s = -math.inf
+        self._requested_s = -math.inf
         self._old_fd = -1
         self._old: dict[signal.Signals, object] = {}
         self.fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -245,9 +245,9 @@ class SignalPipe:
     def _is_new(self) -> bool:
         """Whether the request to stop that has just come is another than the last one."""
         now_s = self._clock()
-        if now_s - self._asked_s < SAME_REQUEST_S:
+        if now_s - self._requested_s < SAME_REQUEST_S:
             return False
-        self._asked_s = now_s
+        self._requested_s = now_s
         return True
 
 

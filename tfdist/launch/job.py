@@ -76,7 +76,7 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     """
     search = [_working_directory(), *sys.path]
     check_program(options.program, search=search)
-    _pass_over_tf_config(options.program, environ)
+    _check_tf_config(options.program, environ)
     if line := settings.legacy_keras(environ):
         _remark(line)
     unread = [n for n in settings.NAMES if n not in _READ and settings.text(environ, n)]
@@ -112,7 +112,7 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     return _run(job, group, terms=terms(options, environ, group=group, program_file=program_file))
 
 
-def _pass_over_tf_config(program: Program, environ: Mapping[str, str]) -> None:
+def _check_tf_config(program: Program, environ: Mapping[str, str]) -> None:
     """Report that a TF_CONFIG in the environment is not used; refuse one that was to be.
 
     That is one of a job of several tasks, as a scheduler sets it: a launcher in each of its pods
@@ -240,7 +240,7 @@ def _run(job: JobDescription, group: Group, *, terms: Mapping[str, str]) -> int:
             processes=processes,
         )
         code = Node(part).run() if group.rank else _lead(part)
-    screen.last_words(is_hurried=code in STOP_CODES)
+    screen.drain(is_hurried=code in STOP_CODES)
     return code
 
 
@@ -320,7 +320,7 @@ class JobRun:
                 return self._run_from(logs)
             except (OSError, TfdistError) as error:  # of the launcher's own
                 self._write(getattr(error, "exit_code", EXIT_FAILED))
-                self._screen.last_words(is_hurried=True)
+                self._screen.drain(is_hurried=True)
                 raise
 
     def _run_from(self, logs: Path) -> int:

@@ -235,7 +235,7 @@ def _pieces(line: bytes) -> list[bytes]:
     return [line[first : first + size] for first in range(0, max(1, len(line)), size)]
 
 
-_LAST_WORDS_S = 1.0
+_HURRIED_DRAIN_S = 1.0
 
 
 class JobScreen:
@@ -292,11 +292,11 @@ class JobScreen:
         self._outputs.clear()
         self._remote_lines.clear()
 
-    def last_words(self, *, is_hurried: bool) -> None:
+    def drain(self, *, is_hurried: bool) -> None:
         """Wait for whoever reads the output, not for long when the job was asked to stop."""
         with contextlib.suppress(KeyboardInterrupt):
             for console in self.consoles:
-                console.drain(_LAST_WORDS_S if is_hurried else None)
+                console.drain(_HURRIED_DRAIN_S if is_hurried else None)
 
     def close(self) -> None:
         """End all logs and take a progress line away."""

@@ -63,7 +63,7 @@ def decide(state: JobState, awakening: Awakening) -> list[Action]:
     Whatever comes in one awakening is seen together: a request to stop, or the end of the chief,
     explains the ends around it.
     """
-    return _Decision(state, awakening).made()
+    return _Decision(state, awakening).actions()
 
 
 class _Decision:
@@ -77,10 +77,10 @@ class _Decision:
         state.now_s = awakening.at_s
         self._actions: list[Action] = []
 
-    def made(self) -> list[Action]:
+    def actions(self) -> list[Action]:
         for event in self._events:
             self._see(event)
-        self._judge()
+        self._find_failure()
         self._end_servers()
         if not self._state.has_running:  # the last ones could not even print their stacks
             self._end_hang()
@@ -128,7 +128,7 @@ class _Decision:
         state.watchdog.ended(task)
         if task == state.chief and (state.is_ending or not ended.status):
             self._see_chief_done()
-        if state.is_ending or self._has_left(task) or state.serves_nobody(task):
+        if state.is_ending or self._end_failed_alone(task) or state.serves_nobody(task):
             return
         if not ended.status:
             state.root_cause.forget(task)
@@ -144,7 +144,7 @@ class _Decision:
         for served in filter(state.serves_nobody, state.root_cause.tasks):
             state.root_cause.forget(served)  # they have seen it before
 
-    def _has_left(self, task: Task) -> bool:
+    def _end_failed_alone(self, task: Task) -> bool:
         """Deal with the end of a task; return whether it was one that had failed alone."""
         known = self._state.tasks[task]
         failure, known.failed_alone = known.failed_alone, None
@@ -176,7 +176,7 @@ class _Decision:
 
     # what has failed
 
-    def _judge(self) -> None:
+    def _find_failure(self) -> None:
         """Find what failed first once anything has ended badly, and stop the rest."""
         state = self._state
         while not state.is_ending and state.hang is None:
