@@ -137,14 +137,6 @@ def test_why_a_task_failed_is_told_before_its_end_and_after_its_last_words(
     assert (tmp_path / "logs/attempt-1/worker-0.log").read_text() == "last words"
 
 
-def test_requests_to_stop_are_events_and_other_signals_are_not(world, processes):
-    os.write(world.write_fd, bytes([signal.SIGTERM, signal.SIGUSR2, signal.SIGINT]))
-    assert processes.wait(1) == [
-        StopRequest(signum=signal.SIGTERM),
-        StopRequest(signum=signal.SIGINT),
-    ]
-
-
 def test_an_output_that_is_closed_is_one_request_to_stop(processes):
     """Another host asks host 0, and goes on until it is told to end its tasks: two would kill."""
     processes._screen.out.is_closed = True
@@ -303,14 +295,6 @@ def test_a_request_that_is_delivered_twice_is_one_and_a_later_one_another(again)
         clock.now_s += 0.2 * SAME_REQUEST_S
         signal.raise_signal(again)
         assert signals.read() == [again]
-
-
-def test_ends_of_processes_are_all_told():
-    with SignalPipe(clock=Clock()) as signals:
-        for _ in range(2):
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGCHLD)
-        assert signals.read() == [signal.SIGTERM, signal.SIGCHLD, signal.SIGCHLD]
 
 
 def test_signals_that_were_blocked_from_the_start_are_heard_and_blocked_again():
