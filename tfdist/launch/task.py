@@ -96,7 +96,6 @@ def set_title(title: str) -> None:
     spec = PathFinder.find_spec("_setproctitle", places) if places else None
     if spec is None or not isinstance(spec.loader, ExtensionFileLoader):
         return
-    kept = os.environ.get("SPT_NOENV")
     os.environ["SPT_NOENV"] = "1"
     try:
         module = module_from_spec(spec)
@@ -105,8 +104,7 @@ def set_title(title: str) -> None:
     except ImportError:
         return
     finally:
-        if kept is None:
-            del os.environ["SPT_NOENV"]
+        del os.environ["SPT_NOENV"]
         sys.modules.pop("_setproctitle", None)
 
 
