@@ -8,6 +8,7 @@ reads the first part.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn
@@ -190,42 +191,28 @@ def _check_name(flag: str, value: str, choices: Sequence[str]) -> None:
     require_one_of(f"--{flag}", value, choices, fix=fix)
 
 
-_RANGES: Mapping[tuple[str, ...], tuple[str, Callable[[float], bool], str]] = {
-    (
-        *("workers", "ps", "stages", "min_workers"),
-        *("devices_per_worker", "threads_per_task"),
-    ): (f"an integer from 1 to {_MAX_TASKS}", lambda n: 1 <= n <= _MAX_TASKS, "2"),
-    ("split_bytes",): ("a number of bytes from 1", lambda n: n >= 1, "4000000"),
-    ("max_restarts",): ("an integer from 0 to 1000000", lambda n: 0 <= n <= 1_000_000, "3"),
-    ("rendezvous_port",): ("a port from 1 to 65535", lambda port: 1 <= port <= 65_535, "2222"),
-    ("metrics_port",): ("a port from 1 to 65535", lambda port: 1 <= port <= 65_535, "9100"),
-    ("startup_timeout_s", "restart_window_s"): (
-        "a positive number of seconds",
-        lambda s: 0 < s <= _MAX_SECONDS,
-        "60",
-    ),
-    ("grace_s",): ("seconds, 0 or more", lambda s: 0 <= s <= _MAX_SECONDS, "10"),
-    ("hang_timeout_s",): (
-        "0, or 2 or more: tasks speak once a second",
-        lambda s: s == 0 or 2 <= s <= _MAX_SECONDS,
-        "300",
-    ),
-    ("host_timeout_s",): (
-        "2 or more: hosts show every second that they live",
-        lambda s: 2 <= s <= _MAX_SECONDS,
-        "5",
-    ),
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys(("workers", "ps", "stages", "min_workers"), (1, _MAX_TASKS)),
+    **dict.fromkeys(("devices_per_worker", "threads_per_task"), (1, _MAX_TASKS)),
+    **dict.fromkeys(("rendezvous_port", "metrics_port"), (1, 65_535)),
+    **dict.fromkeys(("startup_timeout_s", "restart_window_s"), (0.001, _MAX_SECONDS)),
+    "split_bytes": (1, math.inf),
+    "max_restarts": (0, 1_000_000),
+    "grace_s": (0, _MAX_SECONDS),
+    "host_timeout_s": (2, _MAX_SECONDS),  # hosts show every second that they live
+    "hang_timeout_s": (0, _MAX_SECONDS),
 }
-"""What numbers may be, and an example, by the flags that have them."""
+"""The least and the most of each number."""
 
 
 def _check_numbers(options: LaunchOptions) -> None:
-    for names, (expected, is_within, example) in _RANGES.items():
-        for name in names:
-            value = getattr(options, name)
-            if value is not None and not is_within(value):
-                received = f"{value:g}" if isinstance(value, float) else value
-                _refuse(name, received, expected, f"use --{name} {example}, for example")
+    for name, (least, most) in _BOUNDS.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value <= most:
+            _refuse(name, value, f"a number from {least:g} to {most:g}", "use one of these")
+    if 0 < options.hang_timeout_s < 2:
+        expected = "0, or 2 or more: tasks speak once a second"
+        _refuse("hang_timeout_s", options.hang_timeout_s, expected, "use --hang_timeout_s 300")
 
 
 def _check_together(options: LaunchOptions) -> None:
