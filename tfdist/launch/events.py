@@ -218,7 +218,7 @@ class SignalPipe:
         for signum in (signal.SIGCHLD, *STOP_SIGNALS):
             if signum != signal.SIGCHLD and signal.getsignal(signum) == signal.SIG_IGN:
                 continue
-            self._old[signum] = signal.signal(signum, _nothing)
+            self._old[signum] = signal.signal(signum, _catch)
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._old)
         return self
 
@@ -243,7 +243,7 @@ class SignalPipe:
         return [signum for signum in self.read() if signum in STOP_SIGNALS]
 
     def _is_new(self) -> bool:
-        """Whether the request to stop that has just come is another than the last one."""
+        """Return whether a request to stop that comes now is another than the last one."""
         now_s = self._clock()
         if now_s - self._requested_s < SAME_REQUEST_S:
             return False
@@ -251,5 +251,5 @@ class SignalPipe:
         return True
 
 
-def _nothing(signum: int, frame: FrameType | None) -> None:
-    """A handler only so that the signal is caught: its number comes through the pipe."""
+def _catch(signum: int, frame: FrameType | None) -> None:
+    """Catch a signal, so that its number comes through the pipe."""

@@ -460,7 +460,7 @@ class ForkStarter(Starter):
             self._forget(request)
 
     def _all_ended(self) -> list[Started | Ended]:
-        """Every task has ended with the server, which was their parent."""
+        """Return the ends of all tasks, which end with the server, their parent."""
         self._is_over = True
         tasks, self._tasks = sorted(self._tasks), set()
         why = self._cause_of_kill(self.pid) if self.pid else ""

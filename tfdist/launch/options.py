@@ -383,7 +383,7 @@ def help_text() -> str:
 
 
 def begins_program(token: str) -> bool:
-    """Whether `token` is no flag of the launcher's, and all from it on is to be passed on."""
+    """Return whether all from `token` on is the program's: it is no flag of the launcher."""
     name = token.removeprefix("--")
     return token in ("-m", "--") or name == "config" or name.startswith(("config.", "config="))
 

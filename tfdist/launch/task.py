@@ -264,7 +264,7 @@ def steps_done() -> int | None:
 
 
 def _phases() -> ModuleType | None:
-    """Only if the program has imported it whole: until then there is nothing to say."""
+    """Return `tfdist.phases` if the program has imported it whole; before, nothing is known."""
     module = sys.modules.get("tfdist.phases")
     return module if hasattr(module, "entered") else None
 
@@ -370,7 +370,7 @@ class Rest:
         return None if asleep is None else self._since_s
 
     def _all_asleep(self, but: Collection[int], runtime: Collection[int]) -> Asleep | None:
-        """Each thread with how often it has run, None unless all sleep until they are woken."""
+        """Return each thread and its turns, None unless all of them sleep until they are woken."""
         found = []
         try:
             for name in os.listdir(f"{self._process}/task"):
@@ -389,7 +389,7 @@ class Rest:
 
 
 def _keeps_house(call: Sequence[bytes]) -> bool:
-    """Whether a thread of a runtime runs, waits or sleeps, in a way that Python's do not sleep."""
+    """Return whether a thread of a runtime runs, waits, or sleeps as Python's threads do not."""
     is_asleep = call[0] == _SLEEP and call[1:3] == [b"0x0", b"0x0"]  # `nanosleep`, as C has it
     return is_asleep or call[0] in (b"running", _FUTEX, *_EPOLL)
 

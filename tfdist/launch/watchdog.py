@@ -65,7 +65,7 @@ class Watched:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether its process is stopped, by a signal or a debugger."""
+        """Return whether its process is stopped, by a signal or a debugger."""
         return self.state in ("T", "t")
 
     @property
@@ -312,7 +312,7 @@ class Watchdog:
         return task.phase in WAITING and not self._serves(task)
 
     def _serves(self, task: Watched) -> bool:
-        """Whether a task does only what the chief gives it to do, whatever it says it does."""
+        """Return whether a task does only what the chief gives it to do, whatever it reports."""
         if task.task.type == "evaluator":
             return True
         return self._is_ps and task.task != self._chief
@@ -364,7 +364,7 @@ class Watchdog:
         return _last_of(waiting, chief=self._chief, now_s=now_s) if waiting else None
 
     def _is_silent(self, task: Watched, now_s: float) -> bool:
-        """Whether a task of a job that hangs does not speak, and has had the time to."""
+        """Return whether a task of a job that hangs is silent, and has had the time to speak."""
         if task.has_spoken or task.is_stopped:
             return task.is_stopped or self._silence_s(task, now_s) >= self._suspect_s
         return self._is_too_silent(task, now_s)
