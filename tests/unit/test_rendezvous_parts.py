@@ -90,9 +90,8 @@ def test_own_addresses_are_bound_to_and_others_refused():
     assert own_address("127.0.0.2", other="127.0.0.1") == "127.0.0.2"
     with pytest.raises(UsageError, match=r"192\.0\.2\.1, no address of this machine"):
         own_address("192.0.2.1", other="127.0.0.1")
-    for name in ("no-such-host.invalid", "x" * 64):
-        with pytest.raises(UsageError, match="cannot be resolved"):
-            own_address(name, other="127.0.0.1")
+    with pytest.raises(UsageError, match="cannot be resolved"):
+        own_address("no-such-host.invalid", other="127.0.0.1")
 
 
 def test_a_name_with_addresses_of_both_kinds_is_one_address_whatever_their_order(monkeypatch):
@@ -108,11 +107,10 @@ def test_a_name_with_addresses_of_both_kinds_is_one_address_whatever_their_order
 
 
 def test_it_listens_at_one_address_alone():
-    with listen("127.0.0.2", 0, num_hosts=2) as listener:
+    with listen("127.0.0.2", 0) as listener:
         port = listener.getsockname()[1]
         socket.create_connection(("127.0.0.2", port), timeout=60).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=60)
-        with pytest.raises(OSError, match="in use") as error:
-            listen("127.0.0.2", port, num_hosts=2)
-        assert error.value.filename == f"127.0.0.2:{port}"
+        with pytest.raises(OSError, match="in use"):
+            listen("127.0.0.2", port)

@@ -413,7 +413,7 @@ COUNT = 100
 
 def test_runners_that_come_at_once_are_all_served_and_no_trial_is_run_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    listener = listen("127.0.0.1", 0, num_hosts=COUNT)
+    listener = listen("127.0.0.1", 0)
     address = "{}:{}".format(*listener.getsockname())
     ownership = directory.write_ownership(tmp_path, address=address)
     line = RunnerServer(listener, token=TOKEN, terms=TERMS)

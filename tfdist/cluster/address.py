@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from tfdist.errors import UsageError
 
 _HOST = re.compile(r"\[[0-9A-Za-z:.%_-]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
-_MAX_HOST_CHARS = 253
+_MAX_HOST_CHARS, _MAX_LABEL_CHARS = 253, 63
 
 
 class _Short(reprlib.Repr):
@@ -89,6 +89,8 @@ def _host_key(host: str) -> str | None:
         address = getattr(address, "ipv4_mapped", None) or address
         return "localhost" if address.is_loopback or address.is_unspecified else str(address)
     if len(host) > _MAX_HOST_CHARS or ".." in host:
+        return None
+    if max(map(len, host.split("."))) > _MAX_LABEL_CHARS:
         return None
     return host.lower().removesuffix(".")
 

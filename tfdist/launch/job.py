@@ -270,14 +270,13 @@ def _hub(part: HostPart) -> Hub:
     group, listener = part.group, None
     if group.others:
         with opening_port("--rendezvous_port", join(part.own, group.port)):
-            listener = listen(part.own, group.port, num_hosts=len(group.hosts))
+            listener = listen(part.own, group.port)
     return Hub(
         listener,
         token=group.token,
         terms=part.terms,
         num_ranks=len(group.hosts),
         timeout_s=part.job.options.host_timeout_s,
-        clock=time.monotonic,
     )
 
 

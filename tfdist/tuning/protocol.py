@@ -30,7 +30,6 @@ from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob
 
 _Options = TypeVar("_Options", bound=RunOptions)
-_MOST_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +78,7 @@ def listener_of(address: str) -> socket.socket:
     with opening_port("--serve", address):
         _, (number, _) = resolve(host, port)
         _require_reachable(address, host, number)
-        return listen(number, port, num_hosts=_MOST_AT_ONCE)
+        return listen(number, port)
 
 
 def _require_reachable(address: str, host: str, number: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from tfdist.cluster.address import split_address
 from tfdist.errors import EXIT_FAILED, StartupTimeout, UsageError
 from tfdist.launch.events import SignalPipe, exit_code_for
-from tfdist.launch.multihost.connection import Violation, WrongToken
+from tfdist.launch.multihost.connection import Violation
 from tfdist.launch.multihost.rendezvous import Joining, Member
 from tfdist.tuning import directory, guard, protocol
 from tfdist.tuning.guard import SAVE_AFTER_S, LeaseGuardClient
@@ -340,7 +340,6 @@ class ChiefClient:
         return Joining(
             host,
             port,
-            source=None,
             token=self._sweep_address.token,
             rank=self._rank,
             terms=self._sweep_address.terms,
@@ -349,11 +348,9 @@ class ChiefClient:
         )
 
     def _come(self, wake_fds: Sequence[int]) -> None:
-        began_s, joining = self._clock(), self._joining()
+        began_s = self._clock()
         try:
-            self._member = joining.attempt(wake_fds)
-        except WrongToken:
-            raise joining.wrong_token() from None
+            self._member = self._joining().attempt(wake_fds)
         except (OSError, Violation) as error:
             self.why = str(getattr(error, "strerror", None) or error)
             if isinstance(error, ConnectionRefusedError):

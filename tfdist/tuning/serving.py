@@ -226,8 +226,6 @@ class RemoteTrial:
 
 # Server for a sweep's runners, in its own thread: the chief may be busy for seconds.
 
-_MAX_UNAUTHENTICATED = 2048
-
 
 class RunnerServer:
     """Listens from its making until `close`; `take_news` and `send` are for another thread.
@@ -249,9 +247,7 @@ class RunnerServer:
             token=token,
             terms=terms,
             num_ranks=ANY_RANK,
-            max_unauthenticated=_MAX_UNAUTHENTICATED,
             timeout_s=LEASE_S,
-            clock=time.monotonic,
         )
         self._news: deque[News] = deque()
         self._outgoing: deque[tuple[int, Message]] = deque()

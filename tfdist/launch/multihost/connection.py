@@ -21,7 +21,6 @@ address.
 
 from __future__ import annotations
 
-import errno
 import hmac
 import json
 import secrets
@@ -220,12 +219,12 @@ class Channel(Link):
                 data = b""  # reset: as good as closed
             if not data:
                 if messages:  # they come first; the end is read again
-                    return _without_beats(messages)
+                    return messages
                 raise ConnectionError("it has closed the connection")
             self.heard_s = self._clock()
-            messages += self.receive(data)
+            messages += [message for message in self.receive(data) if _BEAT not in message]
         self.flush()  # what the greeting answers
-        return _without_beats(messages)
+        return messages
 
     def flush(self) -> None:
         """Write what the network takes without waiting."""
@@ -242,19 +241,12 @@ class Channel(Link):
         self._socket.close()
 
 
-def _without_beats(messages: list[Message]) -> list[Message]:
-    return [message for message in messages if _BEAT not in message]
-
-
 def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, int]]:
     """Return family and address of a host; raise OSError, also for a name that is unknown.
 
     Of a name with both, that of IPv4: the system puts them in an order that follows from its own
     routes, and host 0 listens at one of them.
     """
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-    except UnicodeError as error:  # as of a label that is too long
-        raise OSError(errno.EINVAL, f"no name: {error}") from None
+    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return family, (str(address[0]), int(address[1]))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import select
 import selectors
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +21,10 @@ CHECK_EVERY_S = 0.5
 
 _GREETING_S = 10.0
 _GOODBYE_S = 2.0
-_SPARE_CLIENTS = 64
+_SPARE_CLIENTS, _MAX_UNAUTHENTICATED = 64, 2048
 _MAX_ACCEPTS = 256  # at once, so that connected hosts are served meanwhile
 _MAX_TURNED_AWAY = 16
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_BACKLOG = 4096  # the kernel takes as many as it allows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,6 @@ class _Client(Channel):
         self.address = address
         self.came_s = self.heard_s
         self.rank: int | None = None
-        self.events = selectors.EVENT_READ
 
 
 class Hub:
@@ -85,8 +84,6 @@ class Hub:
     Args:
       listener: where the others come; None where there are none.
       num_ranks: of all hosts; ours is 0.
-      max_unauthenticated: how many may be connected that have not joined; by default some more
-        than there are ranks.
     """
 
     def __init__(
@@ -97,14 +94,13 @@ class Hub:
         terms: Mapping[str, str],
         num_ranks: int,
         timeout_s: float,
-        clock: Callable[[], float],
-        max_unauthenticated: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._listener = listener
         self._token = token
         self._terms = dict(terms)
         self._num_ranks = num_ranks
-        self._max_unauthenticated = max_unauthenticated or num_ranks + _SPARE_CLIENTS
+        self._max_unauthenticated = min(num_ranks + _SPARE_CLIENTS, _MAX_UNAUTHENTICATED)
         self._timeout_s = timeout_s
         self._clock = clock
         self._clients: dict[int, _Client] = {}
@@ -192,19 +188,14 @@ class Hub:
         for _ in range(_MAX_ACCEPTS):
             try:
                 sock, address = listener.accept()
-            except OSError as error:
-                if error.errno in _EXHAUSTED:
-                    # Who comes waits until the next check: watched until then, the listener, which
-                    # stays readable, would have us turn at once, again and again.
-                    self._selector.unregister(listener)
-                    self._turned_away[f"whoever came next: {error.strerror} (see ulimit -n)"] += 1
-                return  # else there is nobody any more
+            except OSError:
+                return  # there is nobody any more
             # A socket of both kinds writes an IPv4 address as one of IPv6.
             host = str(address[0]).removeprefix("::ffff:")
             client = _Client(sock, self._token, address=host, clock=self._clock)
             self._make_room()
             self._clients[client.fileno()] = client
-            self._selector.register(client, client.events)
+            self._selector.register(client, selectors.EVENT_READ)
             with self._guarding(client):
                 client.flush()
 
@@ -253,7 +244,7 @@ class Hub:
 
     @contextlib.contextmanager
     def _guarding(self, client: _Client) -> Iterator[None]:
-        """Drop a connection where the block fails; else watch for what it has left to send."""
+        """Drop a connection where the block fails."""
         try:
             yield
         except WrongToken:
@@ -262,14 +253,6 @@ class Hub:
             self._drop(client, "a wrong token")
         except (OSError, Violation) as error:
             self._drop(client, str(error))
-        else:
-            self._watch(client)
-
-    def _watch(self, client: _Client) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.outgoing else 0)
-        if events != client.events and client.fileno() in self._clients:
-            client.events = events
-            self._selector.modify(client, events)
 
     def _drop(self, client: _Client, cause: str) -> None:
         if self._clients.pop(client.fileno(), None) is None:
@@ -284,10 +267,8 @@ class Hub:
             self._news.append(Lost(rank=client.rank, cause=cause, heard_s=client.heard_s))
 
     def _check(self) -> None:
-        """Send heartbeats that are due, and drop hosts that are silent for too long."""
+        """Send heartbeats and what is left to send, and drop hosts that are silent for too long."""
         self._checked_s = now_s = self._clock()
-        if self._listener is not None and self._listener not in self._selector.get_map():
-            self._selector.register(self._listener, selectors.EVENT_READ)
         for client in list(self._clients.values()):
             if client.rank is None:
                 if now_s - client.came_s > _GREETING_S:
@@ -297,26 +278,16 @@ class Hub:
             else:
                 with self._guarding(client):
                     client.beat()
+                    client.flush()
 
 
-def listen(address: str, port: int, *, num_hosts: int) -> socket.socket:
-    """Return a socket that listens at one address alone; raise OSError, with its name."""
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens at one address alone; raise OSError where it cannot."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(max(128, num_hosts))
-    except OSError as error:
-        listener.close()
-        error.filename = join(address, port)
-        raise
-    return listener
+    return socket.create_server((address, port), family=family, backlog=_BACKLOG)
 
 
-_RETRY_S = 0.05  # then twice as long, up to the next
-_MAX_RETRY_S = 0.5
-
+_RETRY_S = 0.2
 _CONNECT_S = 1.0  # then again: a packet that was lost is sent anew sooner than the system would
 
 
@@ -333,11 +304,12 @@ class Member(Channel):
 
     def turn(self) -> None:
         """Read, write, send a heartbeat if it is time, and notice if host 0 is silent."""
-        self._with(lambda: self.messages.extend(self.read()))
-        self._with(self.beat)
-        self._with(self.flush)
-        if not self.lost and self.silent_s >= self._timeout_s:
-            self.lost = f"no word for {self._timeout_s:g} s"
+        with self._noticing_loss():
+            self.messages += self.read()
+            self.beat()
+            self.flush()
+            if self.silent_s >= self._timeout_s:
+                raise TimeoutError(f"no word for {self._timeout_s:g} s")
 
     def take_messages(self) -> list[Message]:
         """Return what host 0 has said since the last call."""
@@ -346,15 +318,15 @@ class Member(Channel):
 
     def send(self, message: Message) -> None:
         """Send a message; nothing happens if host 0 is gone."""
-        self._with(lambda: super(Member, self).send(message))
+        with self._noticing_loss():
+            super().send(message)
 
-    def _with(self, action: Callable[[], object]) -> None:
-        if self.lost:
-            return
+    @contextlib.contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
         try:
-            action()
+            yield
         except (OSError, Violation) as error:
-            self.lost = str(error)
+            self.lost = self.lost or str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,12 +342,12 @@ class Joining:
 
     host: str
     port: int
-    source: str | None = field(kw_only=True)
+    source: str | None = field(default=None, kw_only=True)
     token: bytes = field(kw_only=True, repr=False)
     rank: int = field(kw_only=True)
     terms: Mapping[str, str] = field(kw_only=True)
     timeout_s: float = field(kw_only=True)
-    clock: Callable[[], float] = field(kw_only=True)
+    clock: Callable[[], float] = field(default=time.monotonic, kw_only=True)
 
     def join(
         self, *, within_s: float, wake_fds: Sequence[int] = (), is_over: Callable[[], bool]
@@ -386,28 +358,27 @@ class Joining:
             StartupTimeout: host 0 has not let us in; the message says where it was looked for.
             UsageError: it has another token, or this host differs from it.
         """
-        began_s, why, pause_s = self.clock(), "", _RETRY_S
+        began_s, why = self.clock(), ""
         while not is_over():
             try:
                 return self.attempt(wake_fds)
-            except OSError as error:
-                why = error.strerror or str(error)
-            except WrongToken:
-                raise self.wrong_token() from None
-            except Violation as error:
-                why = str(error)
+            except (OSError, Violation) as error:
+                why = str(getattr(error, "strerror", None) or error)
             waited_s = self.clock() - began_s
             if waited_s >= within_s:
-                raise self._too_late(waited_s, why)
-            readable(wake_fds, within_s=min(pause_s, within_s - waited_s))
-            pause_s = min(2 * pause_s, _MAX_RETRY_S)
+                raise StartupTimeout(
+                    f"{join(self.host, self.port)}: host 0 was not reached in {waited_s:.0f} s: "
+                    f"{why}. Fix: start it, see that its name and port are right and that no "
+                    "firewall is between, or raise --startup_timeout_s"
+                )
+            readable(wake_fds, within_s=min(_RETRY_S, within_s - waited_s))
         return None
 
     def attempt(self, wake_fds: Sequence[int] = ()) -> Member:
         """Try once; a descriptor that can be read ends the wait for an answer.
 
-        Raises OSError and `Violation` where it is worth another try, `WrongToken`, and UsageError
-        where this host differs from host 0.
+        Raises OSError and `Violation` where it is worth another try, and UsageError where host 0
+        has another token, or this host differs from it.
         """
         family, address = resolve(self.host, self.port)
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -428,12 +399,21 @@ class Joining:
         deadline_s = self.clock() + _GREETING_S
         has_greeted = False
         while self.clock() < deadline_s:
-            ready = readable((member.fileno(), *wake_fds), within_s=_MAX_RETRY_S)
+            ready = readable((member.fileno(), *wake_fds), within_s=_RETRY_S)
             if member.fileno() not in ready:
                 if ready:
                     raise TimeoutError("asked to stop")
                 continue
-            messages = member.read()
+            try:
+                messages = member.read()
+            except WrongToken:
+                raise UsageError(
+                    "token",
+                    received=f"one that {join(self.host, self.port)} does not have",
+                    expected="the same on all hosts of the job",
+                    fix=f"give all hosts the same {TOKEN_VARIABLE} or {TOKEN_FLAG}",
+                    code="wrong-token",
+                ) from None
             if member.is_open and not has_greeted:
                 hello = Hello(rank=self.rank, terms=dict(self.terms))
                 member.send({"hello": encode(hello)})
@@ -455,23 +435,6 @@ class Joining:
             expected="the same on all hosts",
             fix="start the same line, of the same installation, on each of them",
             code="hosts-differ",
-        )
-
-    def wrong_token(self) -> UsageError:
-        """Return what to say where host 0 has another token."""
-        return UsageError(
-            "token",
-            received=f"one that {join(self.host, self.port)} does not have",
-            expected="the same on all hosts of the job",
-            fix=f"give all hosts the same {TOKEN_VARIABLE} or {TOKEN_FLAG}",
-            code="wrong-token",
-        )
-
-    def _too_late(self, waited_s: float, why: str) -> StartupTimeout:
-        return StartupTimeout(
-            f"{join(self.host, self.port)}: the launcher of host 0 was not reached in "
-            f"{waited_s:.0f} s: {why}. Fix: start it, see that its name and port are right and "
-            "that no firewall is between, or raise --startup_timeout_s"
         )
 
 
