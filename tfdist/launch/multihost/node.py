@@ -42,7 +42,6 @@ from tfdist.launch.state import RESTART_GRACE_S
 LOOK_EVERY_S = 0.5
 
 _STATES_EVERY_S = 1.0
-_STACKS_S = 0.2  # until stacks are in a task's output; host 0 waits for them `STACKS_S`
 _GIVE_UP_S = 10.0
 
 
@@ -61,7 +60,6 @@ class Node:
             rank=part.group.rank,
             terms=part.terms,
             timeout_s=part.job.options.host_timeout_s,
-            clock=time.monotonic,
         )
         self._clock = time.monotonic
         self._stop_signal: int | None = None
@@ -69,8 +67,8 @@ class Node:
         self._cause = ""
         """Why none of the tasks of the attempt can be started, where that is so."""
         self._states_sent_s = -math.inf
-        self._stacks: dict[Task, float] = {}
-        """When the stacks of a task, which were asked for, are to be sent."""
+        self._stacks: dict[Task, tuple[str, ...]] = {}
+        """What was sent of the output of each task whose stacks were asked for."""
 
     def run(self) -> int:
         """Come to host 0, as often as it is lost and the job may be started again."""
@@ -91,9 +89,7 @@ class Node:
             if code is not None:
                 return code
             self._screen.say(f"the launcher of {self._group.hosts[0]} is gone: {member.lost}")
-            if self._is_stop_requested():
-                return exit_code_for(self._stop_signal or signal.SIGTERM)
-            if not options.max_restarts:
+            if not options.max_restarts and not self._is_stop_requested():
                 return EXIT_PEER_MISSING
 
     def _is_stop_requested(self) -> bool:
@@ -114,8 +110,7 @@ class Node:
         try:
             self._say_ready(member)
             while not member.lost:
-                due_s = min(self._stacks.values(), default=math.inf) - self._clock()
-                for event in self._wait(max(0.0, min(LOOK_EVERY_S, due_s))):
+                for event in self._wait(LOOK_EVERY_S):
                     self._tell(member, event)
                 member.turn()
                 for message in member.take_messages():
@@ -150,11 +145,12 @@ class Node:
         member.send({**encode_event(event, now_s=self._clock()), "lines": lines})
 
     def _report_to(self, member: Member) -> None:
-        """Tell once a second in which state the tasks are, and the stacks that were asked for."""
+        """Tell the stacks that were asked for as they come, and once a second the tasks' states."""
+        for task, sent in self._stacks.items():
+            if (lines := self._screen.last_lines(task)) != sent:
+                self._stacks[task] = lines
+                member.send({"lines": lines, "task": str(task)})
         now_s = self._clock()
-        for task in [task for task, due_s in self._stacks.items() if now_s >= due_s]:
-            del self._stacks[task]
-            member.send({"lines": list(self._screen.last_lines(task)), "task": str(task)})
         if (running := self._processes.running) and now_s >= self._states_sent_s + _STATES_EVERY_S:
             self._states_sent_s = now_s
             states = {str(task): self._processes.state_of(task) for task in running}
@@ -179,7 +175,7 @@ class Node:
             now_s = self._clock()
             return Ended(task=action.task, status=EXIT_USAGE, at_s=now_s, cause=self._cause)
         elif isinstance(action, AskForStacks):
-            self._stacks[action.task] = self._clock() + _STACKS_S
+            self._stacks[action.task] = self._screen.last_lines(action.task)
         return self._processes.perform(action)
 
     def _begin(self, attempt: Attempt) -> None:
