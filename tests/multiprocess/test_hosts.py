@@ -369,9 +369,9 @@ def test_hosts_that_differ_are_told_in_what_and_start_nothing(host, tmp_path):
     assert codes([other, first]) == [EXIT_USAGE, EXIT_USAGE]
     for job in (first, other):
         (line,) = lines(job)
-        assert f"received keras 9.9.9 there, {version('keras')} here; " in line
+        assert f"keras 9.9.9 there, {version('keras')} here; " in line
         assert "--max_restarts 2 there, 1 here; argument 2 2 there, 1 here" in line
-    assert first.text.startswith("host 127.0.0.2 (rank 1): received")
+    assert first.text.startswith("hosts: received 127.0.0.2 (rank 1) with ")
     assert not os.path.exists("run")
 
 

@@ -210,7 +210,6 @@ WITH_TOKEN = {"TFDIST_RENDEZVOUS_TOKEN": "a secret that nobody must see"}
 OLD_NUMPY = (
     "numpy 1.0 there, 2.4 here",
     "argument 1 --a there, --b here",
-    "--grace_s 1 there, 2 here",
 )
 RESTARTS = ("--max_restarts 2 there, 1 here",)
 
@@ -283,18 +282,20 @@ def test_every_host_that_differs_is_named_with_what_it_differs_in(gather):
     unlike = [Differs(rank=3, what=OLD_NUMPY)], [Differs(rank=1, what=RESTARTS)]
     more = [Differs(rank=4, what=OLD_NUMPY)]
     assert told(gather, *unlike, [*more, PeerJoined(rank=2)]).startswith(
-        "hosts b (rank 1), d (rank 3), e (rank 4): received b: "
-        "--max_restarts 2 there, 1 here; d, e: numpy 1.0 there, 2.4 here; "
-        "argument 1 --a there, --b here; and 1 more; expected the same as on a (rank 0). Fix: "
+        "hosts: received b (rank 1) with --max_restarts 2 there, 1 here; d (rank 3) with "
+        "numpy 1.0 there, 2.4 here; argument 1 --a there, --b here; "
+        "e (rank 4) with numpy 1.0 there, 2.4 here; argument 1 --a there, --b here; "
+        "expected the same as on a (rank 0). Fix: "
     )
 
 
 def test_a_rank_that_no_host_has_is_named_as_one(gather):
     strange = Differs(rank=7, what=("rank 7 there, 0 to 4 here",))
     alike: list[News] = [PeerJoined(rank=rank) for rank in (1, 2, 3, 4)]
-    assert told(gather, [strange, *alike]).startswith("rank 7: received rank 7 there, 0 to 4 here;")
+    said = told(gather, [strange, *alike])
+    assert said.startswith("hosts: received a host (rank 7) with rank 7 there, 0 to 4 here;")
 
 
 def test_who_is_late_is_not_waited_for_where_another_differs(gather):
     said = told(gather, [Differs(rank=1, what=RESTARTS)], [], [PeerJoined(rank=2)])
-    assert said.startswith("host b (rank 1): received --max_restarts 2 there, 1 here; expected ")
+    assert said.startswith("hosts: received b (rank 1) with --max_restarts 2 there, 1 here; exp")

@@ -73,21 +73,10 @@ def fingerprint(terms: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def summary(found: Sequence[str], *, most: int = _MAX_SHOWN) -> str:
-    """Return differences as one line, at most so many of them."""
-    more = f"; and {len(found) - most} more" if len(found) > most else ""
-    return "; ".join(found[:most]) + more
-
-
-def summary_of_hosts(found: Mapping[str, Sequence[str]]) -> str:
-    """Return in what hosts differ as one line, those that do so in the same together."""
-    hosts: dict[tuple[str, ...], list[str]] = {}
-    for host, what in found.items():
-        hosts.setdefault(tuple(what), []).append(host)
-    if len(hosts) == 1:
-        return summary(next(iter(hosts)))
-    groups = [f"{', '.join(names)}: {summary(what, most=2)}" for what, names in hosts.items()]
-    return summary(groups)
+def summary(found: Sequence[str]) -> str:
+    """Return differences as one line, the first ones only where there are many."""
+    more = f"; and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+    return "; ".join(found[:_MAX_SHOWN]) + more
 
 
 def without_secrets(args: Sequence[str], *, key: bytes | None = None) -> list[str]:

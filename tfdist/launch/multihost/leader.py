@@ -30,13 +30,11 @@ from tfdist.launch.messages import (
     encode,
     encode_action,
 )
-from tfdist.launch.multihost.agreement import fingerprint, summary, summary_of_hosts
+from tfdist.launch.multihost.agreement import fingerprint, summary
 from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived
 
 _ANNOUNCE_S = 5.0  # before it is announced who is being waited for
-_MAX_NAMES = 8
-_MAX_LINES, _MAX_LINE_CHARS = 20, 1000
 
 
 class Team:
@@ -56,8 +54,7 @@ class Team:
         self._clock = clock
         self._ports: dict[int, list[int]] = {}  # of each host that is ready for an attempt
         self._others = tuple(range(1, len(part.group.hosts)))
-        self._is_gathering = False
-        self._unlike: dict[int, tuple[str, ...]] = {}  # who was sent away, and why
+        self._differing: dict[int, tuple[str, ...]] = {}  # who was sent away since, and why
         self._began = False
         self.host_of: dict[Task, int] = {}
         """The rank of the host of each task of this attempt, in the order of their start."""
@@ -82,10 +79,10 @@ class Team:
         """
         began_s, is_announced = self._clock(), False
         limit_s = self._options.startup_timeout_s
-        self._is_gathering = True
+        self._differing.clear()
         while missing := self._missing():
             waited_s = self._clock() - began_s
-            if self._unlike:
+            if self._differing:
                 limit_s = min(limit_s, waited_s + _ANNOUNCE_S)
             if waited_s >= limit_s:
                 break
@@ -96,8 +93,7 @@ class Team:
             for event in self.wait(None):
                 if isinstance(event, StopRequest):
                     return event.signum
-        self._is_gathering = False
-        if self._unlike:
+        if self._differing:
             raise self._differ()
         if missing:
             self._do_without(missing)
@@ -177,18 +173,17 @@ class Team:
 
     def _missing(self) -> list[int]:
         """Return who is not ready; where some differ, who has not come."""
-        known = self._unlike.keys() | self.hub.present if self._unlike else self._ports.keys()
+        known = self._differing.keys() | self.hub.present if self._differing else self._ports.keys()
         return [rank for rank in self._others if rank not in known]
 
     def _differ(self) -> UsageError:
-        ranks = sorted(self._unlike)
-        listed = [rank for rank in ranks if 0 < rank < len(self._group.hosts)]
-        unknown = [f"rank {rank}" for rank in ranks if rank not in listed][:_MAX_NAMES]
-        hosts = f"host{'s' * (len(listed) > 1)} {self._named(listed)}" if listed else ""
-        found = {self.name(r) if r in listed else f"rank {r}": self._unlike[r] for r in ranks}
+        found = []
+        for rank, what in sorted(self._differing.items()):
+            name = self.name(rank) if rank in self._others else "a host"
+            found.append(f"{name} (rank {rank}) with {summary(what)}")
         return UsageError(
-            ", ".join(filter(None, [hosts, *unknown])),
-            received=summary_of_hosts(found),
+            "hosts",
+            received=summary(found),
             expected=f"the same as on {self.name(0)} (rank 0)",
             fix="start the same line, of the same installation, on all hosts",
             code="hosts-differ",
@@ -252,10 +247,8 @@ class Team:
                     self._receive(rank, message)
                 case Lost(rank=rank, cause=cause):
                     self._lost_host(rank, cause)
-                case Differs(rank=rank, what=what) if self._is_gathering:
-                    self._unlike[rank] = what
                 case Differs(rank=rank, what=what):
-                    self._screen.say(f"rank {rank} was sent away: {summary(what)}")
+                    self._differing[rank] = what
 
     def _lost_host(self, rank: int, cause: str) -> None:
         self._ports.pop(rank, None)
@@ -280,7 +273,8 @@ class Team:
                     if self._alive.get(task := task_of(name)) == rank:
                         self._states[task] = None if state is None else str(state)
             elif "lines" in message:
-                self._screen.keep_last_lines(task_of(message["task"]), _lines(message["lines"]))
+                lines = tuple(map(str, message["lines"]))
+                self._screen.keep_last_lines(task_of(message["task"]), lines)
             else:
                 self._ready(rank, message)
         except NO_SENSE:
@@ -295,7 +289,7 @@ class Team:
             return
         if isinstance(event, Ended):
             del self._alive[event.task]
-            self._screen.keep_last_lines(event.task, _lines(message["lines"]))
+            self._screen.keep_last_lines(event.task, tuple(map(str, message["lines"])))
         self._events.append(event)
 
     def _counts(self, event: Event, *, rank: int) -> bool:
@@ -309,9 +303,3 @@ class Team:
         is_first = not self._stopping_ranks
         self._stopping_ranks.add(rank)
         return is_first or not is_new
-
-
-def _lines(lines: object) -> tuple[str, ...]:
-    if not isinstance(lines, list):
-        raise TypeError("no lines")
-    return tuple(str(line)[:_MAX_LINE_CHARS] for line in lines[:_MAX_LINES])
