@@ -51,9 +51,8 @@ HOSTS = Topic(name="hosts", rules=_HOSTS_RULES, check=_check_hosts)
 
 # Checks of each host's memory, file limits and speed.
 
-_MIB, _GIB = 1 << 20, 1 << 30
-_PER_TASK = _GIB  # importing TensorFlow takes 640 MB of it
-_SHARED = 256 * _MIB
+_PER_TASK = 1 << 30  # importing TensorFlow takes 640 MB of it
+_SHARED = 256 << 20
 _FILES, _FILES_PER_TASK = 1024, 16
 _SLOW_HOST = 1.5
 
@@ -77,22 +76,15 @@ def _check_machines(facts: JobFacts) -> Iterator[HostFinding]:
         yield from _speed(facts, host)
 
 
-def available(host: HostFacts) -> int | None:
-    """Return the memory that the tasks of a host may take, in bytes; None if unknown."""
-    machine = host.machine
-    found = [] if machine.memory_available is None else [machine.memory_available]
-    if machine.memory_limit is not None:
-        found.append(max(0, machine.memory_limit - (machine.memory_used or 0)))
-    return min(found, default=None)
-
-
 def _memory(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
-    here, has = facts.name(host.index), available(host)
-    if has is None:
+    here, machine = facts.name(host.index), host.machine
+    if machine.memory_available is None:
         return
+    has, limit, of = machine.memory_available, machine.memory_limit, ""
+    if limit is not None:
+        has = min(has, max(0, limit - (machine.memory_used or 0)))
+        of = f" (limit {_size(limit)})"
     tasks = max(1, len(facts.hosts[host.index].ports))
-    limit = host.machine.memory_limit
-    of = f" (limit {_size(limit)})" if limit is not None else ""
     if has < tasks * _PER_TASK:
         received = f"{_size(has)} free{of} for {tasks} {'tasks' if tasks > 1 else 'task'}"
         fix = "end what else runs there, ask for more memory, or start fewer tasks"
@@ -125,10 +117,8 @@ def _speed(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
         yield HostFinding("D605", (facts.name(host.index),), received, expected, fix)
 
 
-def _size(size_bytes: float) -> str:
-    if size_bytes >= _GIB:
-        return f"{size_bytes / _GIB:.1f} GiB"
-    return f"{size_bytes / _MIB:.0f} MiB"
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes >> 20} MiB"
 
 
 MACHINES = Topic(name="machines", rules=_MACHINES_RULES, check=_check_machines)
@@ -257,7 +247,7 @@ CLOCKS = Topic(name="clocks", rules=_CLOCKS_RULES, check=_check_clocks)
 
 # Checks of the shared directory that checkpoints need.
 
-_LEAST_FREE = _GIB
+_LEAST_FREE = 1 << 30
 
 _DIRECTORY_RULES = rules_of("""
 D801 error: a shared directory that is not there
@@ -311,9 +301,9 @@ def _check_disk(here: str, path: str, found: Directory) -> Iterator[HostFinding]
         fix = "use a file system that has fsync"
         yield HostFinding("D805", (here,), f"{path}: {found.sync_error}", expected, fix)
     if found.free < _LEAST_FREE:
-        expected = f"{_LEAST_FREE >> 20} MiB or more, and room for several checkpoints"
+        expected = f"{_size(_LEAST_FREE)} or more, and room for several checkpoints"
         fix = "delete old runs, or name another directory"
-        yield HostFinding("D807", (here,), f"{path}: {found.free >> 20} MiB free", expected, fix)
+        yield HostFinding("D807", (here,), f"{path}: {_size(found.free)} free", expected, fix)
 
 
 DIRECTORY = Topic(name="shared directory", rules=_DIRECTORY_RULES, check=_check_directories)
