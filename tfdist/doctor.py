@@ -92,9 +92,7 @@ def _run(command: argparse.Namespace, environ: Mapping[str, str]) -> int:
             _note(f"the findings for {job.host.name} are printed on {job.hosts[0].name}")
             return done
         return _show(done, command)
-    result, barrier = lead(job, environ=environ, shared_dir=shared_dir, quick=command.quick)
-    barrier.end(examine.exit_code(result.findings))
-    return _show(result, command)
+    return _show(lead(job, environ=environ, shared_dir=shared_dir, quick=command.quick), command)
 
 
 def _show(result: PreflightResult, command: argparse.Namespace) -> int:

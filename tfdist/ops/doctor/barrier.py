@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import re
 import socket
@@ -21,8 +20,7 @@ from typing import BinaryIO
 
 import psutil
 
-from tfdist.cluster.ports import ephemeral_ports
-from tfdist.errors import EXIT_FAILED, StartupTimeout, UsageError, opening_port
+from tfdist.errors import PeerLost, opening_port
 from tfdist.launch.messages import Message
 from tfdist.launch.multihost.rendezvous import (
     Differs,
@@ -61,12 +59,6 @@ class PortListener:
         self._servers: list[_Server] = []
         self.ports = tuple(self._open(port) for port in ports)
 
-    def __enter__(self) -> PortListener:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Free the ports; connections go on."""
         for server in self._servers:
@@ -75,16 +67,14 @@ class PortListener:
         self._servers.clear()
 
     def _open(self, port: int) -> PortFacts:
-        is_ephemeral = port in ephemeral_ports()
         try:
             server = _Server(port, self._greeting)
         except OSError as error:
             why = os.strerror(error.errno).lower() if error.errno else str(error)
-            holder = _holder_of(port)
-            return PortFacts(port=port, error=why, holder=holder, is_ephemeral=is_ephemeral)
+            return PortFacts(port=port, error=why, holder=_holder_of(port))
         self._servers.append(server)
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        return PortFacts(port=port, is_ephemeral=is_ephemeral)
+        return PortFacts(port=port)
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -93,7 +83,7 @@ class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
 
     def __init__(self, port: int, greeting: bytes) -> None:
-        super().__init__(("", port), _Client, bind_and_activate=False)
+        super().__init__(("", port), _Handler, bind_and_activate=False)
         self.greeting = greeting
         self.socket.close()
         self.socket = _listen(port)
@@ -102,7 +92,7 @@ class _Server(socketserver.ThreadingTCPServer):
         """Print nothing: the client is gone, or is no doctor."""
 
 
-class _Client(socketserver.StreamRequestHandler):
+class _Handler(socketserver.StreamRequestHandler):
     """Greeting of a client, then pieces of announced sizes, confirmed once all of one is here."""
 
     server: _Server
@@ -264,11 +254,11 @@ def _send_piece(sock: socket.socket, reader: BinaryIO, size: int) -> float:
 SILENT_S = 120.0
 """After how long without a word a host is gone; longer than any step, in which it says nothing."""
 
+_STEP_S = 30.0
+"""How long one step may take."""
+
 _LOOK_S = 0.05
 _AGAIN_S = 0.3
-_CLOCK_WITHIN_S = 3.0
-_CLOCK_ROUNDS = 5
-
 
 Step = Callable[[Sequence[int]], Message | None]
 """One thing that a host does when all do it, given the hosts that are there."""
@@ -289,7 +279,6 @@ class HostBarrier:
             terms=job.terms,
             num_ranks=len(job.hosts),
             timeout_s=SILENT_S,
-            clock=time.monotonic,
         )
         self._step = ""
         """Under way; empty while the hosts gather."""
@@ -314,31 +303,25 @@ class HostBarrier:
             is_other_job = index in self._refused
             self.absent.append(Absence(index=index, why=why, is_other_job=is_other_job))
 
-    def ask(self, step: str, own: Step, *, within_s: float) -> dict[int, Message]:
+    def ask(self, step: str, own: Step) -> dict[int, Message]:
         """Have every host do a step, this one by `own`; return the answers of those that gave one.
 
         Those that gave none are absent from then on.
         """
         self._step = step
-        deadline_s = time.monotonic() + within_s
-        pending = self._send(self._hub.present)
+        self._answers.clear()
+        deadline_s = time.monotonic() + _STEP_S
+        asked, request = self._hub.present, {"do": step, "present": self.present}
+        for index in asked:
+            self._hub.send(index, request)
         answers = {self._job.index: own(self.present) or {}}
-        return answers | self._received(pending, within_s=deadline_s - time.monotonic())
-
-    def clocks(self) -> dict[int, tuple[float, float]]:
-        """Return how far the clock of each host is ahead, and by how much that may be wrong."""
-        self._step = "clock"
-        found: dict[int, tuple[float, float]] = {}
-        for _ in range(_CLOCK_ROUNDS):
-            for index in sorted(self._hub.present):  # one by one, as the answers are timed
-                start, began = time.monotonic(), time.time()
-                pending = self._send(frozenset({index}))
-                answers = self._received(pending, within_s=_CLOCK_WITHIN_S)
-                error_s = (time.monotonic() - start) / 2
-                there = answers.get(index, {}).get("now")
-                if type(there) is float and error_s < found.get(index, (0.0, math.inf))[1]:
-                    found[index] = there - began - error_s, error_s
-        return found
+        self._wait(
+            lambda: asked & self._hub.present <= self._answers.keys(),
+            within_s=deadline_s - time.monotonic(),
+        )
+        for index in sorted(asked - self._answers.keys()):
+            self.lose(index, "no answer in time")
+        return answers | self._answers
 
     def lose(self, index: int, why: str) -> None:
         """Count a host as absent from now on."""
@@ -348,20 +331,6 @@ class HostBarrier:
     def end(self, exit_code: int) -> None:
         """Tell all hosts how it went, and let them go."""
         self._hub.end({"do": "end", "exit_code": exit_code})
-
-    def _send(self, hosts: frozenset[int]) -> frozenset[int]:
-        """Ask these hosts for the step, and return them."""
-        self._answers.clear()
-        for index in hosts:
-            self._hub.send(index, {"do": self._step, "present": self.present})
-        return hosts
-
-    def _received(self, pending: frozenset[int], *, within_s: float) -> dict[int, Message]:
-        """Return the answers of these hosts; those without one in time are absent."""
-        self._wait(lambda: pending & self._hub.present <= self._answers.keys(), within_s=within_s)
-        for index in sorted(pending - self._answers.keys()):
-            self.lose(index, "no answer in time")
-        return {index: self._answers[index] for index in pending & self._answers.keys()}
 
     def _wait(self, is_done: Callable[[], bool], *, within_s: float) -> None:
         deadline_s = time.monotonic() + within_s
@@ -387,63 +356,38 @@ class HostBarrier:
                         self.absent.append(Absence(index=index, why=cause, during=self._step))
 
 
-class BarrierFailed(Exception):
-    """The first host was not found, refused this one, or is gone."""
-
-
 def join_barrier(job: PreflightJob, *, within_s: float) -> Member:
-    """Come to the first host, again and again until the time is over.
-
-    Raises:
-        BarrierFailed: it was not found, or does not let this one in.
-    """
+    """Come to the first host, again and again until the time is over; raises as `Joining.join`."""
     joining = Joining(
         job.hosts[0].name,
         job.meeting_port,
-        source=None,
         token=job.token,
         rank=job.index,
         terms=job.terms,
         timeout_s=SILENT_S,
-        clock=time.monotonic,
     )
-    try:
-        member = joining.join(within_s=within_s, is_over=lambda: False)
-    except StartupTimeout as error:
-        why, _, _ = str(error).partition(". Fix:")
-        raise BarrierFailed(why.replace("the launcher of host 0", "it")) from None
-    except UsageError as error:
-        raise BarrierFailed(f"{error.where}: {error.received}") from None
+    member = joining.join(within_s=within_s, is_over=lambda: False)
     assert member is not None  # it is never over
     return member
 
 
-def run_steps(
-    member: Member,
-    steps: Mapping[str, Step],
-    *,
-    hosts: int,
-) -> int:
+def run_steps(member: Member, steps: Mapping[str, Step], *, hosts: int) -> int:
     """Run the steps that the first host asks for until it ends; return the exit code.
 
     Raises:
-        BarrierFailed: the first host has gone.
+        PeerLost: the first host has gone.
     """
     while True:
         for request in member.take_messages():
-            step, listed = request.get("do"), request.get("present")
-            present = listed if isinstance(listed, list) else []
-            if step == "end":
-                code = request.get("exit_code")
-                return code if type(code) is int else EXIT_FAILED
-            if step == "clock":
-                member.send({"now": time.time()})
-            elif isinstance(step, str) and step in steps:
-                listed = [index for index in range(hosts) if index in present]
-                member.send(steps[step](listed) or {})
-            else:
-                raise BarrierFailed(f"it asks for the step {step!r}")
+            match request:
+                case {"do": "end", "exit_code": int(code)}:
+                    return code
+                case {"do": str(step), "present": list(listed)} if step in steps:
+                    present = [index for index in range(hosts) if index in listed]
+                    member.send(steps[step](present) or {})
+                case _:
+                    raise PeerLost(f"it asks for {request}")
         if member.lost:
-            raise BarrierFailed(member.lost)
+            raise PeerLost(member.lost)
         readable([member.fileno()], within_s=_AGAIN_S)
         member.turn()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from tfdist.cluster import HeldPort, hold_ports
+from tfdist.cluster import hold_ports
 from tfdist.cluster.address import join
+from tfdist.errors import TfdistError
 from tfdist.launch.messages import Message, decode, encode
 from tfdist.ops.doctor import host_checks, machine, network_checks
 from tfdist.ops.doctor.barrier import (
-    BarrierFailed,
     HostBarrier,
     PortListener,
+    Step,
     greeting,
     join_barrier,
     measure,
@@ -32,7 +33,7 @@ from tfdist.ops.doctor.facts import (
     Topic,
 )
 from tfdist.ops.doctor.machine import Storage, work_s
-from tfdist.ops.doctor.servers import ServerProcesses
+from tfdist.ops.doctor.servers import ServerProcess
 from tfdist.ops.rules import Rule, Severity, count, printable, worst
 
 # Every rule by its code; a code keeps its meaning for good, and is not given again.
@@ -58,10 +59,9 @@ def check(facts: JobFacts) -> list[HostFinding]:
     return [finding for topic in TOPICS for finding in topic.check(facts)]
 
 
-_STEPS = {"reach": 30.0, "wire": 30.0, "work": 30.0, "write": 30.0, "read": 30.0, "tell": 15.0}
-"""Steps of all hosts, one after the other, and how long each may take."""
+_STEPS = ("reach", "wire", "work", "write", "read")
+"""Steps of all hosts, one after the other."""
 
-_SERVE_S = 10.0
 _MAX_WHY_CHARS = 500
 
 
@@ -76,34 +76,43 @@ class PreflightResult:
 
 def lead(
     job: PreflightJob, *, environ: Mapping[str, str], shared_dir: str | None, quick: bool
-) -> tuple[PreflightResult, HostBarrier]:
-    """Check all hosts, as the first one; the caller ends the barrier.
-
-    `quick` leaves TensorFlow's servers out.
-    """
+) -> PreflightResult:
+    """Check all hosts, as the first one; `quick` leaves TensorFlow's servers out."""
     barrier = HostBarrier(job)
     with PreflightPeer(job, environ=environ, shared_dir=shared_dir) as peer:
         barrier.gather(within_s=job.startup_timeout_s)
         start = time.monotonic()
-        for step, within_s in _STEPS.items():
-            answers = barrier.ask(step, peer.steps[step], within_s=within_s)
+        for step in _STEPS:
+            barrier.ask(step, peer.steps[step])
+        clocks_ahead_s, clock_error_s = _clocks(barrier, peer)
         present = []
-        for index, answer in answers.items():
+        for index, answer in barrier.ask("tell", peer.steps["tell"]).items():
             try:
-                present.append(replace(decode(HostFacts, answer), index=index))
+                told = decode(HostFacts, answer)
             except ValueError as error:
                 barrier.lose(index, f"sends {error}")
-        clocks = barrier.clocks()
+                continue
+            present.append(
+                replace(
+                    told,
+                    index=index,
+                    clock_ahead_s=clocks_ahead_s.get(index),
+                    clock_error_s=clock_error_s,
+                )
+            )
         facts = JobFacts(
             hosts=job.hosts,
-            present=tuple(_with_clock(host, clocks) for host in present),
+            present=tuple(present),
             absent=tuple(barrier.absent),
             shared_dir=shared_dir or "",
         )
         if not quick:
             facts = _exchanged(facts, barrier, peer)
-        took_s = time.monotonic() - start
-    return PreflightResult(facts=facts, findings=tuple(check(facts)), took_s=took_s), barrier
+    result = PreflightResult(
+        facts=facts, findings=tuple(check(facts)), took_s=time.monotonic() - start
+    )
+    barrier.end(exit_code(result.findings))
+    return result
 
 
 def follow(
@@ -116,21 +125,27 @@ def follow(
             member = join_barrier(job, within_s=job.startup_timeout_s)
             with contextlib.closing(member):
                 return run_steps(member, peer.steps, hosts=len(job.hosts))
-        except BarrierFailed as error:
+        except TfdistError as error:
+            why, _, _ = str(error).partition(". Fix:")
             facts = JobFacts(
                 hosts=job.hosts,
                 present=(peer.facts,),
-                absent=(Absence(index=0, why=str(error)),),
+                absent=(Absence(index=0, why=why),),
                 shared_dir=shared_dir or "",
-                left_out="there is no meeting",
+                left_out="no other host was met",
             )
     took_s = time.monotonic() - start
     return PreflightResult(facts=facts, findings=tuple(check(facts)), took_s=took_s)
 
 
-def _with_clock(host: HostFacts, clocks: Mapping[int, tuple[float, float]]) -> HostFacts:
-    ahead_s, error_s = clocks.get(host.index, (None, 0.0))
-    return replace(host, clock_ahead_s=ahead_s, clock_error_s=error_s)
+def _clocks(barrier: HostBarrier, peer: PreflightPeer) -> tuple[dict[int, float], float]:
+    """Return by how much the clocks of the others are ahead, and how wrong that may be."""
+    start, asked_s = time.monotonic(), time.time()
+    answers = barrier.ask("clock", peer.steps["clock"])
+    error_s = (time.monotonic() - start) / 2
+    clocks = {index: answer.get("now") for index, answer in answers.items() if index}
+    ahead = {i: now - asked_s - error_s for i, now in clocks.items() if isinstance(now, float)}
+    return ahead, error_s
 
 
 def _exchanged(facts: JobFacts, barrier: HostBarrier, peer: PreflightPeer) -> JobFacts:
@@ -139,9 +154,9 @@ def _exchanged(facts: JobFacts, barrier: HostBarrier, peer: PreflightPeer) -> Jo
     in_the_way = [code for code in wrong if not code.startswith("D8")]
     if in_the_way:
         return replace(facts, left_out=f"{', '.join(dict.fromkeys(in_the_way))} first")
-    barrier.ask("serve", peer.steps["serve"], within_s=_SERVE_S)
+    barrier.ask("serve", peer.steps["serve"])
     found = peer.result()
-    answers = barrier.ask("stop", peer.steps["stop"], within_s=_SERVE_S)
+    answers = barrier.ask("stop", peer.steps["stop"])
     if found.error:
         failures = {i: str(a.get("failure", ""))[:_MAX_WHY_CHARS] for i, a in answers.items()}
         reasons = [f"{facts.name(i)}: {why}" for i, why in failures.items() if why]
@@ -171,25 +186,27 @@ class PreflightPeer:
         self._job = job
         self._environ = environ
         self._stack = contextlib.ExitStack()
-        self._held: list[HeldPort] = []
-        if len(job.hosts) == 1:  # there is no other host: its tasks meet on loopback
-            self._held = [self._stack.enter_context(port) for port in hold_ports(2)]
-        ports = [*job.host.ports, *(port.port for port in self._held[:1])]
-        self._listener = self._stack.enter_context(
-            PortListener(greeting(job.index, job.fingerprint), ports)
-        )
+        ports = job.host.ports or (self._stack.enter_context(hold_ports(1)[0]).port,)
+        self._listener = PortListener(greeting(job.index, job.fingerprint), ports)
+        self._stack.callback(self._listener.close)
         self._storage: Storage | None = None
         if shared_dir:
             self._storage = Storage(shared_dir, mark=job.fingerprint, index=job.index)
             self._stack.callback(self._storage.clean)
-        self._servers: ServerProcesses | None = None
-        self.facts = self._look()
-        self.steps: Mapping[str, Callable[[Sequence[int]], Message | None]] = {
+        self._server: ServerProcess | None = None
+        self.facts = HostFacts(
+            index=job.index,
+            machine=machine.look(environ),
+            names=machine.look_up([h.name for h in job.hosts] if len(job.hosts) > 1 else []),
+            ports=self._listener.ports[: len(job.host.ports)],
+        )
+        self.steps: Mapping[str, Step] = {
             "reach": self._reach,
             "wire": self._wire,
             "work": self._work,
             "write": self._write,
             "read": self._read,
+            "clock": lambda present: {"now": time.time()},
             "tell": lambda present: dict(encode(self.facts)),
             "serve": self._serve,
             "stop": self._stop,
@@ -203,20 +220,8 @@ class PreflightPeer:
 
     def result(self) -> Exchange:
         """Return the result of the servers; on the first host, once all serve."""
-        assert self._servers is not None
-        return self._servers.result()
-
-    def _look(self) -> HostFacts:
-        job, found = self._job, machine.look(self._environ)
-        resolved = machine.look_up([h.name for h in job.hosts] if len(job.hosts) > 1 else [])
-        own = resolved[job.index].addresses if resolved else ()
-        return HostFacts(
-            index=job.index,
-            machine=found,
-            names=resolved,
-            reverse=machine.look_back([a for a in own if a in found.own_addresses]),
-            ports=self._listener.ports[: len(job.host.ports)],
-        )
+        assert self._server is not None
+        return self._server.result()
 
     def _reach(self, present: Sequence[int]) -> None:
         job = self._job
@@ -224,17 +229,18 @@ class PreflightPeer:
         self.facts = replace(self.facts, reaches=found)
 
     def _wire(self, present: Sequence[int]) -> None:
-        """Measure the way to the next host that is there: each sends and takes, as in a ring."""
+        """Measure the way to the next host that is there: each sends and takes, as in a ring.
+
+        A host by itself is the next to itself.
+        """
         job = self._job
-        if self._held:
-            wire = measure(_LOOPBACK, self._held[0].port, host=0)
-        else:
-            other = min((i for i in present if i > job.index), default=min(present))
-            reached = [r.port for r in self.facts.reaches if r.host == r.answered == other]
-            if not reached:
-                return
-            wire = measure(job.hosts[other].name, min(reached), host=other)
-        self.facts = replace(self.facts, wires=(wire,))
+        other = min((i for i in present if i > job.index), default=min(present))
+        reached = [r.port for r in self.facts.reaches if r.host == r.answered == other]
+        if len(job.hosts) == 1:
+            reached = [port.port for port in self._listener.ports if not port.error]
+        if reached:
+            wire = measure(self._address_of(other), min(reached), host=other)
+            self.facts = replace(self.facts, wires=(wire,))
 
     def _work(self, present: Sequence[int]) -> None:
         self.facts = replace(self.facts, work_s=work_s(self.facts.machine.cpus))
@@ -250,20 +256,21 @@ class PreflightPeer:
 
     def _serve(self, present: Sequence[int]) -> None:
         self._listener.close()
-        environ = self._environ
-        if self._held:
-            addresses, indices = [port.address for port in self._held], [0, 1]
-            environ = machine.without_proxies(environ)  # as the launcher has it for such a job
-        else:
-            addresses = [join(host.name, host.ports[0]) for host in self._job.hosts]
-            indices = [self._job.index]
-        self._servers = self._stack.enter_context(ServerProcesses(addresses, environ=environ))
-        for index in indices:
-            self._servers.start(index)
+        own_port = self._listener.ports[0].port
+        addresses = [
+            join(self._address_of(index), host.ports[0] if host.ports else own_port)
+            for index, host in enumerate(self._job.hosts)
+        ]
+        self._server = ServerProcess(self._job.index, addresses, environ=self._environ)
+        self._stack.callback(self._server.close)
 
     def _stop(self, present: Sequence[int]) -> Message:
         """Return why the server of this host has ended, if it has."""
-        return {"failure": self._servers.failure() if self._servers else ""}
+        return {"failure": self._server.failure() if self._server else ""}
+
+    def _address_of(self, index: int) -> str:
+        """Return where a host is reached: one by itself, whose name need lead nowhere, here."""
+        return self._job.hosts[index].name if len(self._job.hosts) > 1 else _LOOPBACK
 
 
 # Report of the doctor: a table for people, JSON for programs.
@@ -321,16 +328,15 @@ def _left_out(topic: Topic, facts: JobFacts) -> str:
     """Return why nobody looked at a topic; empty where somebody did."""
     if topic is network_checks.EXCHANGE and facts.exchange is None:
         return facts.left_out
-    if topic is host_checks.DIRECTORY and not any(host.directory for host in facts.present):
-        return "there is no meeting" if facts.shared_dir else "no --shared_dir"
+    if topic is host_checks.DIRECTORY and not facts.shared_dir:
+        return "no --shared_dir"
     measured = {
         network_checks.NAMES: any(host.names for host in facts.present),
         network_checks.NETWORK: any(host.wires for host in facts.present),
         host_checks.CLOCKS: any(host.clock_ahead_s is not None for host in facts.present),
+        host_checks.DIRECTORY: any(host.directory for host in facts.present),
     }
-    if measured.get(topic, True):
-        return ""
-    return "there is one host" if len(facts.hosts) == 1 else "the hosts have not met"
+    return "" if measured.get(topic, True) else "no other host was met"
 
 
 def _summary(result: PreflightResult) -> str:

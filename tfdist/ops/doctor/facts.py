@@ -5,8 +5,6 @@ Probe results are sent over the network as JSON.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +13,7 @@ from tfdist.cluster import Task, TaskConfig, read_environment, settings
 from tfdist.cluster.address import parse_hosts, ranks_of, split_address
 from tfdist.cluster.placement import place
 from tfdist.errors import require
-from tfdist.launch.multihost.agreement import read_token
+from tfdist.launch.multihost.agreement import fingerprint, read_token
 from tfdist.launch.multihost.hosts import rank_of
 from tfdist.ops.rules import Rule
 
@@ -42,27 +40,16 @@ class NameFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReverseFacts:
-    """Name of one of the host's own addresses, and the addresses of that name."""
-
-    address: str
-    name: str
-    addresses: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PortFacts:
     """State of a port of the job: free, or taken, and by which process.
 
     Attributes:
       holder: the process that listens, as ``python (4711)``; empty where nobody tells.
-      is_ephemeral: one of those that the system gives to outgoing connections.
     """
 
     port: int
     error: str = ""
     holder: str = ""
-    is_ephemeral: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +158,6 @@ class HostFacts:
     index: int
     machine: MachineProbe
     names: tuple[NameFacts, ...] = ()
-    reverse: tuple[ReverseFacts, ...] = ()
     ports: tuple[PortFacts, ...] = ()
     reaches: tuple[Reach, ...] = ()
     wires: tuple[Wire, ...] = ()
@@ -307,14 +293,13 @@ class PreflightJob:
     @property
     def terms(self) -> dict[str, str]:
         """Return the values that all hosts of a job share, by name."""
-        hosts = ",".join(f"{host.name}:{host.ports[0]}" for host in self.hosts if host.ports)
-        return {"doctor": _VERSION, "hosts": hosts, "fingerprint": self.fingerprint}
+        hosts = ",".join(f"{host.name}:{'+'.join(map(str, host.ports))}" for host in self.hosts)
+        return {"doctor": _VERSION, "hosts": hosts}
 
     @property
     def fingerprint(self) -> str:
         """Return a short hash of the hosts and their ports."""
-        text = json.dumps([[host.name, host.ports] for host in self.hosts])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return fingerprint(self.terms)
 
 
 def job_of(

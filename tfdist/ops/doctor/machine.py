@@ -14,34 +14,31 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 import psutil
 
 from tfdist.files import fsync, replacing
 from tfdist.launch.machine import memory_groups, this_machine
-from tfdist.ops.doctor.facts import (
-    Directory,
-    MachineProbe,
-    NameFacts,
-    Proxy,
-    ReverseFacts,
-    reason_of,
-)
+from tfdist.ops.doctor.facts import Directory, MachineProbe, NameFacts, Proxy, reason_of
 
 _PACKAGES = {
-    "tensorflow": ("tensorflow", "tensorflow-cpu"),
-    "keras": ("keras",),
-    "numpy": ("numpy",),
-    "cuda": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
-    "cudnn": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
-    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    "tensorflow": "tensorflow",
+    "keras": "keras",
+    "numpy": "numpy",
+    "nvidia-cuda-runtime": "cuda",
+    "nvidia-cuda-runtime-cu12": "cuda",
+    "nvidia-cudnn-cu13": "cudnn",
+    "nvidia-cudnn-cu12": "cudnn",
+    "nvidia-nccl-cu13": "nccl",
+    "nvidia-nccl-cu12": "nccl",
 }
+"""Names of packages, and of what each has in it."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 _FEATURE = re.compile(r"avx\w*|fma|f16c|sse4_[12]|amx\w*|asimd\w*|sve\w*|i8mm|bf16")
 # As gRPC reads them: in lower case alone, and the first that is set
@@ -92,11 +89,6 @@ def proxy_of(environ: Mapping[str, str]) -> Proxy | None:
     )
 
 
-def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which gRPC takes no proxy."""
-    return {name: value for name, value in environ.items() if name not in _PROXIES}
-
-
 def own_addresses() -> tuple[str, ...]:
     """Return the addresses of the interfaces of this host, those of a link alone left out."""
     found = [
@@ -110,13 +102,9 @@ def own_addresses() -> tuple[str, ...]:
 
 def _versions() -> Iterator[tuple[str, str]]:
     yield "python", platform.python_version()
-    for name, packages in _PACKAGES.items():
-        for package in packages:
-            try:
-                yield name, metadata.version(package)
-                break
-            except metadata.PackageNotFoundError:
-                continue
+    for package, name in _PACKAGES.items():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield name, metadata.version(package)
     yield "tfdist", str(getattr(sys.modules["tfdist"], "__version__", "unknown"))
     if driver := re.search(r"Kernel Module\s.*?(\d+\.[\d.]+)", _text(_DRIVER)):
         yield "nvidia driver", driver[1]
@@ -156,70 +144,21 @@ def _text(path: Path) -> str:
         return ""
 
 
-# Name resolution on this host, forward and reverse, with a deadline.
-
-_DEADLINE_S = 5.0
-_MAX_REVERSE = 4
-
-T = TypeVar("T")
+# Name resolution on this host.
 
 
 def look_up(names: Sequence[str]) -> tuple[NameFacts, ...]:
-    """Resolve the names, all at once."""
-    return tuple(
-        found or NameFacts(name=name, error="no answer")
-        for name, found in zip(names, _all_at_once(_forward, names), strict=True)
-    )
+    """Resolve the names, all at once: each takes as long as the system's resolver waits."""
+    with ThreadPoolExecutor(max(1, len(names))) as pool:
+        return tuple(pool.map(_look_up, names))
 
 
-def look_back(addresses: Sequence[str]) -> tuple[ReverseFacts, ...]:
-    """Resolve addresses to names, and these to addresses; those without one are left out."""
-    found = _all_at_once(_reverse, addresses[:_MAX_REVERSE])
-    return tuple(reverse for reverse in found if reverse is not None)
-
-
-def _forward(name: str) -> NameFacts:
-    try:
-        return NameFacts(name=name, addresses=addresses_of(name))
-    except OSError as error:
-        return NameFacts(name=name, error=error.strerror or str(error))
-
-
-def _reverse(address: str) -> ReverseFacts | None:
-    try:
-        name = socket.gethostbyaddr(address)[0]
-    except OSError:
-        return None
-    try:
-        addresses = addresses_of(name)
-    except OSError:
-        addresses = ()
-    return ReverseFacts(address=address, name=name, addresses=addresses)
-
-
-def addresses_of(name: str) -> tuple[str, ...]:
-    """Return the addresses of a name or a number; raise OSError where there is none."""
+def _look_up(name: str) -> NameFacts:
     try:
         found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
-    except UnicodeError as error:
-        raise OSError(f"no name: {error}") from None
-    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
-def _all_at_once(ask: Callable[[str], T], names: Sequence[str]) -> list[T | None]:
-    """Return the answers that came in time; the other threads cannot be interrupted."""
-    answers: list[T | None] = [None] * len(names)
-
-    def one(index: int) -> None:
-        answers[index] = ask(names[index])
-
-    asking = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(len(names))]
-    for thread in asking:
-        thread.start()
-    deadline_s = time.monotonic() + _DEADLINE_S
-    for thread in asking:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
-    return list(answers)
+    except OSError as error:
+        return NameFacts(name=name, error=error.strerror or str(error))
+    return NameFacts(name=name, addresses=tuple(dict.fromkeys(str(e[4][0]) for e in found)))
 
 
 # Fixed workload on all CPUs of this host, to find a slower host.
@@ -277,9 +216,6 @@ class Storage:
 
     def write(self) -> Directory:
         """Write this host's file, and the first host's page, through to the disk."""
-        if not self._home.is_dir():
-            missing = "not a directory" if self._home.exists() else "not there"
-            return Directory(error=missing)
         try:
             self._place.mkdir(exist_ok=True)
             self._file(self._index).write_bytes(b"%d" % self._index)
@@ -301,7 +237,8 @@ class Storage:
         """Return `written` completed by the state of the others' files."""
         if written.error:
             return written
-        unseen = tuple(index for index in present if not self._sees(index))
+        deadline_s = time.monotonic() + _SEEN_WITHIN_S
+        unseen = tuple(index for index in present if not self._sees(index, deadline_s))
         torn = reads = 0
         if self._index == 0:
             self._replace_page()
@@ -317,8 +254,7 @@ class Storage:
                 self._page.unlink(missing_ok=True)
             self._place.rmdir()
 
-    def _sees(self, index: int) -> bool:
-        deadline_s = time.monotonic() + _SEEN_WITHIN_S
+    def _sees(self, index: int, deadline_s: float) -> bool:
         while True:
             with contextlib.suppress(OSError):
                 if self._file(index).read_bytes() == b"%d" % index:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from tfdist.cluster.placement import is_name
 from tfdist.launch.events import named
+from tfdist.launch.multihost.agreement import is_loopback
 from tfdist.ops.doctor.facts import (
     Exchange,
     HostFacts,
@@ -20,31 +21,20 @@ from tfdist.ops.doctor.facts import (
 )
 from tfdist.ops.rules import rules_of
 
-# Checks of the hosts' name resolution, forward and reverse.
+# Checks of the hosts' name resolution.
 
 _NAMES_RULES = rules_of("""
 D101 error: a name that leads nowhere
     A task connects to the others by the names that the job has for their hosts.
 D102 error: a name that leads to another host
     Tasks would talk to a machine that is none of theirs, or to themselves.
-D103 warning: a host whose own name is loopback to itself
-    What listens at that address, as gloo and MPI may, is not reached from outside.
-D104 warning: an address whose name leads elsewhere
-    Kerberos, MPI and logs go by the name of an address; it names another machine.
 """)
 
 
 def _check_names(facts: JobFacts) -> Iterator[HostFinding]:
     for host in facts.present:
-        here = facts.name(host.index)
         for index, found in enumerate(host.names):
             yield from _wrong_name(facts, host, index, found)
-        for reverse in host.reverse:
-            if reverse.address not in reverse.addresses:
-                leads = ", ".join(reverse.addresses) or "nowhere"
-                received = f"{reverse.address} is called {reverse.name}, which leads to {leads}"
-                fix = f"correct the entry of {reverse.address} in DNS or /etc/hosts"
-                yield HostFinding("D104", (here,), received, "a name that leads back", fix)
 
 
 def _wrong_name(
@@ -56,24 +46,14 @@ def _wrong_name(
         fix = f"enter {found.name} in DNS or in /etc/hosts of {here}"
         yield HostFinding("D101", (here,), received, f"an address for {found.name}", fix)
         return
-    if not is_name(found.name):
-        return
-    if index == host.index:
-        others = [a for other in host.names if other is not found for a in other.addresses]
-        if _all_loopback(found.addresses) and others and not _all_loopback(others):
-            yield _own_loopback(here, found)
+    if index == host.index or not is_name(found.name):
         return
     answered = {reach.answered for reach in host.reaches if reach.host == index}
     if answered != {index} and not _leads_there(facts, index, found):
         received = f"{found.name} leads to {', '.join(found.addresses)}"
         fix = f"correct the entry of {found.name} in DNS or in /etc/hosts of {here}"
-        yield HostFinding("D102", (here,), received, _expected(facts, index), fix)
-
-
-def _own_loopback(here: str, found: NameFacts) -> HostFinding:
-    received = f"{found.name} leads to {', '.join(found.addresses)} on {here} itself"
-    fix = f"take {found.name} out of the line of {found.addresses[0]} in /etc/hosts of {here}"
-    return HostFinding("D103", (here,), received, "the address by which the others reach it", fix)
+        expected = f"an address of {facts.name(index)}"
+        yield HostFinding("D102", (here,), received, expected, fix)
 
 
 def _leads_there(facts: JobFacts, index: int, found: NameFacts) -> bool:
@@ -82,34 +62,15 @@ def _leads_there(facts: JobFacts, index: int, found: NameFacts) -> bool:
     A host behind a translation of addresses does not know its own, so what is no address of it
     counts only if it is loopback or another host's.
     """
-    if _all_loopback(found.addresses):
+    if all(map(is_loopback, found.addresses)):
         return False
     others = {
         address: host.index
         for host in facts.present
         for address in host.machine.own_addresses
-        if not _is_loopback(address)
+        if not is_loopback(address)
     }
     return all(others.get(address, index) == index for address in found.addresses)
-
-
-def _expected(facts: JobFacts, index: int) -> str:
-    for host in facts.present:
-        if host.index == index:
-            own = [a for a in host.machine.own_addresses if not _is_loopback(a)]
-            return f"an address of {facts.name(index)}: {', '.join(own[:4])}"
-    return f"an address of {facts.name(index)}"
-
-
-def _all_loopback(addresses: Sequence[str]) -> bool:
-    return all(_is_loopback(address) for address in addresses)
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 NAMES = Topic(name="names", rules=_NAMES_RULES, check=_check_names)
@@ -124,8 +85,6 @@ D202 error: a port that another host does not reach
     Tasks wait for each other for ever where one cannot connect.
 D203 error: a port at which something else answers
     The name leads to another machine, or something between the hosts answers for it.
-D204 warning: a port from which the system serves outgoing connections
-    Any connection of any process may have it when the task wants to listen there.
 D205 warning: a host with a public address
     TensorFlow's servers listen on all interfaces and run what any client sends.
 """)
@@ -133,7 +92,7 @@ D205 warning: a host with a public address
 
 def _check_ports(facts: JobFacts) -> Iterator[HostFinding]:
     for host in facts.present:
-        yield from _own(facts, host)
+        yield from _taken(facts, host)
         yield from _unreached(facts, host)
         here = facts.name(host.index)
         if facts.hosts[host.index].ports and host.machine.public_addresses:
@@ -143,7 +102,7 @@ def _check_ports(facts: JobFacts) -> Iterator[HostFinding]:
             yield HostFinding("D205", (here,), received, expected, fix)
 
 
-def _own(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
+def _taken(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
     here = facts.name(host.index)
     for port in host.ports:
         if port.error:
@@ -151,11 +110,6 @@ def _own(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
             received = f"{here}:{port.port} is taken{by} ({port.error})"
             fix = f"end what listens there (ss -ltnp 'sport = {port.port}'), or take another port"
             yield HostFinding("D201", (here,), received, "a free port", fix)
-    ephemeral = [port.port for port in host.ports if port.is_ephemeral]
-    if ephemeral:
-        received = f"{_ports(ephemeral)} in net.ipv4.ip_local_port_range"
-        fix = "take lower ports, 20000 and on, say"
-        yield HostFinding("D204", (here,), received, "ports outside of that range", fix)
 
 
 def _unreached(facts: JobFacts, host: HostFacts) -> Iterator[HostFinding]:
@@ -236,11 +190,7 @@ def _check_network(facts: JobFacts) -> Iterator[HostFinding]:
 
 def rate(bytes_per_s: float) -> str:
     """Return a speed for people."""
-    if bytes_per_s >= 1e9:
-        return f"{bytes_per_s / 1e9:.1f} GB/s"
-    if bytes_per_s >= 1e6:
-        return f"{bytes_per_s / 1e6:.0f} MB/s"
-    return f"{bytes_per_s / 1e3:.0f} kB/s"
+    return f"{bytes_per_s / 1e6:.2f} MB/s"
 
 
 NETWORK = Topic(name="network", rules=_NETWORK_RULES, check=_check_network)

@@ -138,80 +138,57 @@ def _end_with_input() -> None:
 DEADLINE_S = 40.0
 
 _MAX_OUTPUT_BYTES = 64 << 10
-_LOOK_EVERY_S = 0.05
 # What TensorFlow says on every machine without GPUs.
 _NOISE = re.compile(r"WARNING: All log messages before absl|[IW]\d{4} |E\d{4} .*cuInit")
 
 
-class ServerProcesses:
-    """TensorFlow's server of each index that is given, in a process of its own each."""
+class ServerProcess:
+    """TensorFlow's server of one index, in a process of its own."""
 
-    def __init__(self, addresses: Sequence[str], *, environ: Mapping[str, str]) -> None:
-        self._addresses = addresses
+    def __init__(self, index: int, addresses: Sequence[str], *, environ: Mapping[str, str]) -> None:
         # What is tried is what tasks on CPUs do: no GPU is taken from whoever has them.
-        self._environ = {**environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
-        self._environ.pop("TF_CONFIG", None)
-        self._stdout = tempfile.TemporaryFile()  # noqa: SIM115  # closed in __exit__
+        own = {**environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+        own.pop("TF_CONFIG", None)
+        self._stdout = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def __enter__(self) -> ServerProcesses:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
-        self._stdout.close()
-        self._stderr.close()
-
-    def start(self, index: int) -> None:
-        """Start one of them."""
-        command = [sys.executable, "-m", "tfdist.ops.doctor.servers", str(index), *self._addresses]
-        self._processes.append(
-            subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=self._stdout,
-                stderr=self._stderr,
-                env=self._environ,
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tfdist.ops.doctor.servers", str(index), *addresses],
+            stdin=subprocess.PIPE,
+            stdout=self._stdout,
+            stderr=self._stderr,
+            env=own,
         )
 
+    def close(self) -> None:
+        """End the server."""
+        with self._process as process, self._stdout, self._stderr:
+            process.kill()
+
     def result(self) -> Exchange:
-        """Wait for the result of the first server, on its host."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        while self._processes[0].poll() is None:
-            if failed := self.failure():
-                return Exchange(error=failed)
-            if time.monotonic() > deadline_s:
-                return Exchange(error=self._why(f"no result after {DEADLINE_S:.0f} s"))
-            time.sleep(_LOOK_EVERY_S)
+        """Wait for the result, on the host of the first server."""
+        try:
+            self._process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            return Exchange(error=self._why(f"no result after {DEADLINE_S:.0f} s"))
         if failed := self.failure():
             return Exchange(error=failed)
         self._stdout.seek(0)
         return decode(Exchange, json.loads(self._stdout.read(_MAX_OUTPUT_BYTES)))
 
     def failure(self) -> str:
-        """Return why a server of this host has ended; empty while none has failed."""
-        codes = [process.poll() for process in self._processes]
-        return next((self._why(_ended(code)) for code in codes if code), "")
+        """Return why the server has ended; empty while it has not failed."""
+        code = self._process.poll()
+        if not code:
+            return ""
+        return self._why(f"ended by {signal_name(-code)}" if code < 0 else f"exit code {code}")
 
     def _why(self, what: str) -> str:
-        """Return what happened, and the last line that the servers of this host have printed."""
+        """Return what happened, and the last line that the server has printed."""
         size = self._stderr.seek(0, 2)
         self._stderr.seek(max(0, size - _MAX_OUTPUT_BYTES))
         lines = self._stderr.read().decode(errors="replace").splitlines()
         lines = [line.strip() for line in lines if line.strip() and not _NOISE.match(line)]
         return f"{what}: {lines[-1][:500]}" if lines else what
-
-
-def _ended(code: int) -> str:
-    if code < 0:
-        return f"ended by {signal_name(-code)}"
-    return f"exit code {code}"
 
 
 if __name__ == "__main__":
