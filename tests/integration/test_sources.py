@@ -1,6 +1,5 @@
 """Sources: what users pass, by index or as a stream."""
 
-import logging
 import re
 from pathlib import Path
 
@@ -162,9 +161,8 @@ def test_a_memory_map_is_read_from_its_own_file(tmp_path, dtype):
     values = (X * 2).astype(dtype)
     np.save(tmp_path / "x.npy", values)
     array = np.load(tmp_path / "x.npy", mmap_mode="r")
-    source = ArraySource(array, Y, cache_dir=tmp_path / "cache")
+    source = ArraySource(array, Y)
     assert "1 of 2 arrays mapped" in source.describe()
-    assert not (tmp_path / "cache").exists()
     x, _ = source.gather([3, 19])
     assert np.array_equal(x, values[[3, 19]].astype("f4" if dtype == "f8" else dtype))
 
@@ -174,14 +172,11 @@ def test_a_memory_map_is_read_from_its_own_file(tmp_path, dtype):
     [(np.s_[2:], "f8"), (np.s_[::2], "f8"), (np.s_[:, 1:], "f8"), (np.s_[:], ">f8")],
     ids=["unaligned", "strided", "columns", "foreign byte order"],
 )
-def test_a_view_that_cannot_be_mapped_is_copied_once_and_says_so(tmp_path, caplog, view, dtype):
+def test_a_view_that_cannot_be_mapped_is_read_into_memory(tmp_path, view, dtype):
     np.save(tmp_path / "x.npy", X.astype(dtype))
-    array = np.load(tmp_path / "x.npy", mmap_mode="r")[view]
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            source = ArraySource(array, cache_dir=tmp_path / "cache")
-            assert np.array_equal(source.gather([0, 4]), X[view][[0, 4]].astype(np.float32))
-    assert caplog.text.count("cannot be mapped as it is") == 1
+    source = ArraySource(np.load(tmp_path / "x.npy", mmap_mode="r")[view])
+    assert "in memory" in source.describe()
+    assert np.array_equal(source.gather([0, 4]), X[view][[0, 4]].astype(np.float32))
 
 
 def test_a_view_at_a_multiple_of_64_bytes_is_mapped_where_it_is(tmp_path):
@@ -193,14 +188,6 @@ def test_a_view_at_a_multiple_of_64_bytes_is_mapped_where_it_is(tmp_path):
         path=str(tmp_path / "x.bin"), dtype=tf.float32, shape=(32, 32), offset_bytes=16 * 128
     )
     assert np.array_equal(file.tensor(), data[16:48])
-
-
-def test_changes_of_a_view_that_cannot_be_mapped_are_seen(tmp_path):
-    array = np.memmap(tmp_path / "x.bin", np.float64, "w+", shape=X.shape)
-    for value in (1, 2):
-        array[:] = value
-        source = ArraySource(array[2:], cache_dir=tmp_path / "cache")
-        assert np.array_equal(source.gather([3]), np.full([1, 3], value))
 
 
 def test_private_changes_of_a_memory_map_are_kept(tmp_path):
@@ -468,9 +455,7 @@ def test_what_is_no_data_is_refused(x, more, where, code):
 
 
 def test_the_name_of_a_dataset_leads_to_the_source_for_it():
-    for name, shown in (("cifar10", "cifar10"), ("x" * 99, "mnist"), ("", "mnist")):
-        fix = refusal(lambda name=name: as_source(name)).fix
-        assert fix.startswith(f"pass tfdist.data.load({shown!r}, 'train')")
+    assert "tfdist.data.load" in refusal(lambda: as_source("cifar10")).fix
 
 
 def from_generator():

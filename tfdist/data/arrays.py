@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 import mmap
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters.data_adapter_utils import is_scipy_sparse
 from tensorflow.core.framework import attr_value_pb2
 
-from tfdist.data.cache import cached_file
 from tfdist.data.source import GraphSource, Nest, Transform
 from tfdist.errors import UsageError, require
 
-_log = logging.getLogger(__name__)
-_SHOWN_ARRAYS = 8
 MEMORY_LIMIT_BYTES = 2**31
 """Past this sum, arrays in memory are refused under ps: no message to a worker carries 2 GiB."""
 
@@ -33,9 +30,8 @@ class ArraySource(GraphSource):
     `x`, `y` and `sample_weight` are arrays, tensors, pandas frames, or tuples or dicts of them.
     They are packed and converted as Keras does it: floating point becomes `keras.config.floatx()`,
     everything else keeps its type, and `y` of shape `(n,)` stays so. An `np.memmap` is mapped from
-    its own file, or from a copy below `cache_dir`; of the others ps workers are sent up to
-    `memory_limit_bytes` together. Raises `UsageError` for what is not an array and for lengths that
-    differ.
+    its own file where that can be; of the others ps workers are sent up to `memory_limit_bytes`
+    together. Raises `UsageError` for what is not an array and for lengths that differ.
     """
 
     def __init__(
@@ -46,7 +42,6 @@ class ArraySource(GraphSource):
         sample_weight: Nest = None,
         transform: Transform | None = None,
         memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
-        cache_dir: Path | None = None,
     ) -> None:
         # Of a list, TensorFlow's datasets would make one tensor.
         x, y, sample_weight = keras.tree.lists_to_tuples((x, y, sample_weight))
@@ -59,7 +54,7 @@ class ArraySource(GraphSource):
         self.transform = transform
         self.num_examples: int = _common_length(columns)
         packed = keras.utils.pack_x_y_sample_weight(*columns.values())
-        self._columns = _map_present(functools.partial(_column, cache_dir=cache_dir), packed)
+        self._columns = _map_present(_column, packed)
         self._present = [column for column in tf.nest.flatten(self._columns) if column is not None]
         self.element_spec = _map_present(lambda column: column.spec, self._columns)
         self._memory_limit_bytes = memory_limit_bytes
@@ -138,10 +133,10 @@ class _Column:
         return self.held()
 
 
-def _column(leaf: Any, *, cache_dir: Path | None) -> _Column:
-    """Return an array as it is kept: mapped from its file where it has one, else in memory."""
+def _column(leaf: Any) -> _Column:
+    """Return an array as it is kept: mapped from its file where that can be, else in memory."""
     spec = _spec(leaf)
-    file = of_memmap(leaf, cache_dir=cache_dir) if isinstance(leaf, np.memmap) else None
+    file = of_memmap(leaf) if isinstance(leaf, np.memmap) else None
     if file is not None:
         return _Column(file=file, spec=spec)
     with tf.init_scope(), tf.device("/CPU:0"):
@@ -172,24 +167,16 @@ def _weight_per_output(y: Nest, sample_weight: Nest) -> Nest:
     """Repeat one weight per example for each of several outputs, as Keras does."""
     if sample_weight is None or not tf.nest.is_nested(y):
         return sample_weight
-    if not tf.nest.is_nested(sample_weight):
-        shape = tuple(getattr(sample_weight, "shape", ()))
-        require(
-            len(shape) < 2 or shape[1:] == (1,),
-            "sample_weight",
-            received=f"one array of shape {shape} for several outputs",
-            expected="a weight for each example, or an array for each output in y",
-            fix="pass the weights of each output, in the structure of y",
-            code="structures-differ",
-        )
+    is_nested = tf.nest.is_nested(sample_weight)
+    if not is_nested and tuple(getattr(sample_weight, "shape", ()))[1:] in ((), (1,)):
         return tf.nest.map_structure(lambda _: sample_weight, y)
     try:
         tf.nest.assert_same_structure(y, sample_weight)
     except (TypeError, ValueError):
         raise UsageError(
             "sample_weight",
-            received="a structure that is not that of y",
-            expected="one array per output in y, in the same structure, or one for all",
+            received="a structure that is not that of y, or one array of several columns",
+            expected="an array for each output in y, or one with a weight for each example",
             fix="name the outputs alike in y and sample_weight",
             code="structures-differ",
         ) from None
@@ -198,17 +185,15 @@ def _weight_per_output(y: Nest, sample_weight: Nest) -> Nest:
 
 def _common_length(columns: dict[str, Nest]) -> int:
     found = {
-        f"{name}{''.join(f'[{key!r}]' for key in keys)}": int(leaf.shape[0])
-        for (name, *keys), leaf in keras.tree.flatten_with_path(columns)
-        if leaf is not None
+        name: {int(leaf.shape[0]) for leaf in tf.nest.flatten(part) if leaf is not None}
+        for name, part in columns.items()
+        if part is not None
     }
-    lengths = set(found.values())
-    shown = [f"{name}: {length}" for name, length in found.items()]
-    more = f" and {len(shown) - _SHOWN_ARRAYS} more" * (len(shown) > _SHOWN_ARRAYS)
+    lengths = set[int]().union(*found.values())
     require(
         len(lengths) == 1 and 0 not in lengths,
         "data",
-        received=f"arrays of {', '.join(shown[:_SHOWN_ARRAYS]) or 'no examples'}{more}",
+        received=f"arrays of these lengths: {found}",
         expected="the same number of examples, at least one, in every array",
         fix="check how the arrays were cut",
         code="lengths-differ",
@@ -220,12 +205,8 @@ def _common_length(columns: dict[str, Nest]) -> int:
 
 
 def is_array(value: object) -> bool:
-    """Tell whether Keras would take `value` as an array (pandas, JAX and torch included)."""
-    return (
-        isinstance(value, np.ndarray | tf.Tensor | tf.SparseTensor | tf.RaggedTensor)
-        or hasattr(value, "__array__")
-        or _is_scipy_sparse(value)
-    )
+    """Return whether Keras takes `value` as an array (pandas, JAX and torch included)."""
+    return value is not None and bool(array_slicing.can_slice_array(value))
 
 
 def _as_column(value: Any, *, where: str) -> Any:
@@ -234,26 +215,26 @@ def _as_column(value: Any, *, where: str) -> Any:
     Raises `UsageError`, which begins with `where`, for what cannot be indexed by example.
     """
     require_dense(value, where=where)
-    if not is_array(value):
+    array = _to_array(value) if is_array(value) else None
+    if array is None or len(array.shape) == 0:
         raise UsageError(
             where,
             received=f"{type(value).__name__} {str(value)[:60]!r}",
-            expected="an array, a tensor, or a tuple or dict of them",
-            fix="wrap it in np.asarray(...)",
+            expected="an array with an axis of examples, or a tuple or dict of them",
+            fix="wrap it in np.asarray(...), with an entry for each example",
             code="not-an-array",
         )
-    array = _to_array(value)
     if isinstance(array, np.ndarray) and array.dtype.kind == "O":
-        array = _strings(array, where=where)
-    dtype_of(array, where=where)
-    if len(array.shape) == 0:
-        raise UsageError(
+        kinds = {type(item).__name__ for item in array.flat if not isinstance(item, str | bytes)}
+        require(
+            not kinds,
             where,
-            received="a scalar",
-            expected="an array with an axis of examples",
-            fix="pass one entry for each example",
-            code="not-an-array",
+            received=f"an array of Python objects ({', '.join(sorted(kinds))})",
+            expected="numbers, or strings throughout",
+            fix="convert the columns to one number type (.astype), or pass them as a dict",
+            code="mixed-objects",
         )
+    dtype_of(array, where=where)
     return array
 
 
@@ -275,7 +256,7 @@ def dtype_of(array: Any, *, where: str) -> tf.DType:
 
 def require_dense(value: Any, *, where: str) -> None:
     """Raise `UsageError`, which begins with `where`, for a sparse or ragged array."""
-    if _is_scipy_sparse(value) or isinstance(value, tf.SparseTensor | tf.RaggedTensor):
+    if is_scipy_sparse(value) or isinstance(value, tf.SparseTensor | tf.RaggedTensor):
         raise UsageError(
             where,
             received=f"a {type(value).__name__}",
@@ -297,23 +278,6 @@ def _to_array(value: Any) -> Any:
     if hasattr(value, "detach") and hasattr(value, "cpu"):
         value = value.detach().cpu()
     return np.asarray(value)
-
-
-def _strings(array: np.ndarray[Any, Any], *, where: str) -> np.ndarray[Any, Any]:
-    if all(isinstance(item, str | bytes) for item in array.flat):
-        return array
-    kinds = sorted({type(item).__name__ for item in array.flat})
-    raise UsageError(
-        where,
-        received=f"an array of Python objects ({', '.join(kinds[:4])})",
-        expected="numbers, or strings throughout",
-        fix="convert the columns to one number type (.astype), or pass them as a dict",
-        code="mixed-objects",
-    )
-
-
-def _is_scipy_sparse(value: object) -> bool:
-    return type(value).__module__.startswith("scipy.sparse") and hasattr(value, "tocoo")
 
 
 # Arrays in files, read through the page cache by `ImmutableConst` instead of held in memory.
@@ -343,22 +307,20 @@ class MappedFile:
         return tf.function(_map_operations, autograph=False)(self)
 
 
-def of_memmap(array: np.memmap[Any, Any], *, cache_dir: Path | None = None) -> MappedFile | None:
-    """Return the array's own file where it can be mapped as it is, else a copy made for that.
+def of_memmap(array: np.memmap[Any, Any]) -> MappedFile | None:
+    """Return where an array is in its own file; None where it cannot be mapped as it is.
 
-    None where it cannot be mapped at all: private changes (mode "c"), no plain number type, no
-    file name, or it needs a copy and can be written to, of which the file's time does not always
-    tell. A copy is made once on a machine and says so in the log.
+    It needs a file name, numbers in native byte order, no private changes (mode "c"), and bytes
+    in one piece that begins at a multiple of 64.
     """
-    dtype = _plain_dtype(array.dtype)
-    if dtype is None or array.mode == "c" or array.filename is None or array.size == 0:
+    is_plain = array.dtype.kind in "biufc" and array.dtype.isnative and array.flags.c_contiguous
+    if not is_plain or array.mode == "c" or array.filename is None or array.size == 0:
+        return None
+    offset = _file_offset(array)
+    if offset is None or offset % _ALIGNMENT_BYTES:
         return None
     path = os.path.abspath(os.fspath(array.filename))
-    offset = _file_offset(array) if array.flags.c_contiguous else None
-    if offset is None or offset % _ALIGNMENT_BYTES or not array.dtype.isnative:
-        if array.mode != "r":
-            return None
-        return _aligned_copy(array, path, dtype=dtype, cache_dir=cache_dir)
+    dtype = tf.as_dtype(array.dtype)
     return MappedFile(path=path, dtype=dtype, shape=array.shape, offset_bytes=offset)
 
 
@@ -389,15 +351,6 @@ def _immutable_const(path: str, *, dtype: tf.DType, shape: tuple[int, ...]) -> t
     return tensor
 
 
-def _plain_dtype(dtype: np.dtype[Any]) -> tf.DType | None:
-    if dtype.kind not in "biufc" or dtype.names is not None:
-        return None
-    try:
-        return tf.as_dtype(dtype.newbyteorder("="))
-    except TypeError:
-        return None
-
-
 def _file_offset(array: np.memmap[Any, Any]) -> int | None:
     """Return where in its file the array begins; `array.offset` is the parent's for a view."""
     mapping = getattr(array, "_mmap", None)
@@ -406,27 +359,3 @@ def _file_offset(array: np.memmap[Any, Any]) -> int | None:
     base = np.frombuffer(mapping, np.uint8).ctypes.data
     mapped_from = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
     return mapped_from + int(array.ctypes.data) - base
-
-
-def _aligned_copy(
-    array: np.memmap[Any, Any], path: str, *, dtype: tf.DType, cache_dir: Path | None
-) -> MappedFile:
-    status = os.stat(path)
-    view = (array.shape, array.strides, array.dtype.str, _file_offset(array))
-    key = repr((path, status.st_size, status.st_mtime_ns, view))
-
-    def write(target: Path) -> None:
-        _log.info(
-            "%s cannot be mapped as it is (not contiguous, or not at a multiple of %d bytes): "
-            "copying %.2f GB to %s, once",
-            path, _ALIGNMENT_BYTES, array.nbytes / 1e9, target,
-        )  # fmt: skip
-        native = array.dtype.newbyteorder("=")
-        copy = np.memmap(target, dtype=native, mode="w+", shape=array.shape)
-        rows = max(1, (64 << 20) // max(1, array.nbytes // len(array)))
-        for first in range(0, len(array), rows):
-            copy[first : first + rows] = array[first : first + rows]
-        copy.flush()
-
-    target = cached_file(key, suffix=".bin", write=write, cache_dir=cache_dir, purpose=path)
-    return MappedFile(path=str(target), dtype=dtype, shape=array.shape)
