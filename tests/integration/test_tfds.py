@@ -130,14 +130,13 @@ def test_a_task_that_waits_too_long_gives_up(tmp_path):
         (("tfdist_digit", "train"), {}, r"did you mean 'tfdist_digits'\?"),
         (("tfdist_digits", "tran"), {}, r"split 'tran' \(did you mean 'train'\?\)"),
         (("tfdist_digits", "test[:0]"), {}, "which is empty"),
-        (("tfdist_digits", "test"), {"file_format": "array_record"}, "another format"),
         (
             ("tfdist_digits", "test"),
             {"convert": lambda e: (e["image"][: tf.cast(e["label"], tf.int32)], e["label"])},
             "one fixed shape",
         ),
     ],
-    ids=["name", "split", "empty", "format", "shape"],
+    ids=["name", "split", "empty", "shape"],
 )
 def test_mistakes_are_one_line(data_dir, arguments, options, message):
     with pytest.raises(UsageError, match=message) as error:

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.refusals import refusal
 from tfdist.data.draws import mix, mix_tensor, stream
 from tfdist.data.order import example_at, example_at_numpy
 
@@ -109,10 +108,6 @@ def test_batches_of_sorted_data_are_balanced_like_random_ones(n):
     counts = np.stack([np.bincount(row, minlength=classes) for row in labels])
     expected = batch * (1 / classes) * (1 - 1 / classes)
     assert counts.var() / expected == pytest.approx(1.0, abs=0.12)
-
-
-def test_no_examples_are_refused():
-    assert refusal(lambda: order([0], n=0)).code == "no-examples"
 
 
 def test_the_hash_is_that_of_splitmix64():

@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.draws import mix, stream
-from tfdist.errors import require
 
 # With TensorFlow's usual 4 rounds neighbours stay correlated (0.4 at a million examples) and
 # batches of sorted data are not balanced like random ones; from 8 on no such trace was measured.
@@ -32,7 +31,6 @@ def example_at(positions: tf.Tensor, *, num_examples: int, seed: int, shuffle: b
     and `b` may be 0. The permutation depends on (seed, pass, num_examples) alone; `seed` is any
     Python integer below 2**64. Without `shuffle` every pass is in the order of the data.
     """
-    _require_examples(num_examples)
     positions = tf.cast(positions, tf.int64)
     size = tf.constant(num_examples, tf.int64)
     offsets = positions % size
@@ -54,7 +52,6 @@ def example_at_numpy(
     positions: np.ndarray[Any, Any], *, num_examples: int, seed: int, shuffle: bool
 ) -> np.ndarray[Any, Any]:
     """Return what `example_at` returns, as NumPy int64[b]; run eagerly on the CPU."""
-    _require_examples(num_examples)
     positions = np.asarray(positions, np.int64)
     if not shuffle:
         return positions % num_examples
@@ -90,14 +87,3 @@ def _is_cut_short(num_examples: int) -> bool:
     largest = num_examples - 1
     exponent = largest.bit_length() - 1
     return exponent >= 16 and exponent % 2 == 0 and largest == 1 << exponent
-
-
-def _require_examples(num_examples: int) -> None:
-    require(
-        num_examples >= 1,
-        "data",
-        received=f"{num_examples} examples",
-        expected="at least one example",
-        fix="check the files or arrays the data comes from",
-        code="no-examples",
-    )

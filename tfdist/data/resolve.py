@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import types
 from typing import Any
 
 import keras
@@ -109,24 +108,15 @@ def _all_arrays(x: Nest) -> bool:
 
 
 def _refuse_foreign(x: Any) -> None:
+    """Raise UsageError for what is no collection of examples, and no function of a context."""
     if isinstance(x, str):
-        name = repr(x if 0 < len(x) <= 40 else "mnist")
-        fix = f"pass tfdist.data.load({name}, 'train') for a dataset of TFDS; for files "
-        raise _not_accepted(
-            x, fix=fix + "tfdist.data.TFRecordSource(files, parse) or np.load(file)"
-        )
-    if x is None or isinstance(x, dict | list | tuple | bytes | int | float):
+        raise _not_accepted(x, fix="pass tfdist.data.load(name, split) for a dataset of TFDS")
+    if x is None or isinstance(x, dict | list | tuple | bytes):
         raise _not_accepted(x, fix="convert each part with np.asarray(...)")
-    if isinstance(x, types.GeneratorType) or inspect.isgeneratorfunction(x):
+    if inspect.isgeneratorfunction(x):
         fix = "use tf.data.Dataset.from_generator(function, output_signature=...) or a PyDataset"
         raise _not_accepted(x, fix=fix)
-    if isinstance(x, tf.distribute.DistributedDataset):
-        fix = "pass the tf.data.Dataset itself; fit divides it among the replicas"
-        raise _not_accepted(x, fix=fix)
-    parents = {f"{parent.__module__}.{parent.__name__}" for parent in type(x).__mro__}
-    if any(name.startswith("torch.") and name.endswith(".DataLoader") for name in parents):
-        raise _not_accepted(x, fix="pass tfdist.data.PythonSource(loader.dataset)")
-    if any(name.startswith("grain.") for name in parents):
+    if any(parent.__module__.startswith("grain.") for parent in type(x).__mro__):
         # Keras takes a grain dataset as batches; ours would take its items as examples.
         fix = "pass tfdist.data.PythonSource(dataset) with one example per item"
         raise _not_accepted(x, fix=fix)

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfdist.errors import UsageError
-
 Nest = Any
 """A tensor, array or spec, or a tuple or dict of them: `x`, `(x, y)`, `(x, y, sample_weight)`."""
 
@@ -26,22 +24,6 @@ class Transform(Protocol):
         self, batch: Nest, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int
     ) -> Nest:
         """Return the batch with `x` changed; `example_ids` int64[b], `epoch` int64[] or [b]."""
-
-
-def apply(transform: Transform, batch: Nest, **by: Any) -> Nest:
-    """Return the batch after a transform; raise UsageError for what takes no such arguments."""
-    try:
-        return transform(batch, **by)
-    except TypeError as error:
-        if "argument 'example_ids'" not in str(error):
-            raise
-        raise UsageError(
-            "transform",
-            received=f"a {type(transform).__name__} that takes no example_ids",
-            expected="a function transform(batch, *, example_ids, epoch, seed)",
-            fix="write one, use those of tfdist.data, or make a Keras layer a part of the model",
-            code="no-transform",
-        ) from error
 
 
 class Source(abc.ABC):
@@ -63,7 +45,7 @@ class Source(abc.ABC):
         """Return the batch after this source's transform, or as it is where there is none."""
         if self.transform is None:
             return batch
-        return apply(self.transform, batch, example_ids=example_ids, epoch=epoch, seed=seed)
+        return self.transform(batch, example_ids=example_ids, epoch=epoch, seed=seed)
 
 
 class GraphSource(Source):

@@ -101,16 +101,6 @@ def _builder(name: str, *, data_dir: str | Path | None, file_format: str | None)
             fix="check the name, or import the module that defines the builder",
             code="unknown-value",
         ) from None
-    except ValueError as error:
-        if "File format is already set" not in str(error):
-            raise
-        raise UsageError(
-            f"dataset {name}",
-            received=f"file_format={file_format!r} for a data_dir that holds another format",
-            expected="the format it was prepared in",
-            fix="leave file_format out, or name another data_dir",
-            code="other-format",
-        ) from None
 
 
 def _known_names() -> list[str]:

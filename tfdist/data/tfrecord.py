@@ -19,7 +19,6 @@ from tfdist.errors import UsageError, require
 # A record: length (uint64), checksum of the length (uint32), the bytes, their checksum (uint32).
 _HEADER = struct.Struct("<QI")
 _FOOTER_BYTES = 4
-_GZIP_MAGIC = b"\x1f\x8b\x08"  # as the length of a record 559,903 or more
 MEMORY_LIMIT_BYTES = 2**30
 
 
@@ -190,13 +189,12 @@ def _scan(file: str, size_bytes: int) -> Iterator[tuple[int, int]]:
         while offset < size_bytes:
             handle.seek(offset)
             header = handle.read(_HEADER.size)
-            if offset == 0 and header.startswith(_GZIP_MAGIC):
-                raise _bad_file(file, received="a GZIP file", fix="write it without compression")
             length = _HEADER.unpack(header)[0] if len(header) == _HEADER.size else size_bytes
             following = offset + _HEADER.size + length + _FOOTER_BYTES
             if following > size_bytes:
                 received = f"a record at byte {offset} that ends past the file's {size_bytes} bytes"
-                raise _bad_file(file, received=received, fix="write or copy the file again")
+                fix = "write or copy the file again, without compression"
+                raise _bad_file(file, received=received, fix=fix)
             yield offset, length
             offset = following
 
