@@ -1,7 +1,6 @@
 """Requests to stop by signals, without TensorFlow: heard, told apart, and everything given back."""
 
 import contextlib
-import faulthandler
 import functools
 import os
 import pickle
@@ -117,28 +116,24 @@ def test_an_error_while_stopping_is_told_before_the_signal_ends_the_process():
     assert done.stderr == said
 
 
-def test_handlers_of_python_and_of_c_and_the_wakeup_descriptor_are_given_back():
+def test_handlers_and_the_wakeup_descriptor_are_given_back():
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK)
-    with open(os.devnull, "w") as nowhere:
-        faulthandler.register(signal.SIGUSR1, file=nowhere, chain=False)
-        before_fd = signal.set_wakeup_fd(write_fd)
-        before = [signal.getsignal(signum) for signum in SIGNALS]
-        try:
-            with StopRequests() as requests:
-                signal.raise_signal(signal.SIGWINCH)  # not ours, and not handled by Python
-                old = signal.signal(signal.SIGUSR2, lambda *_: None)
-                signal.raise_signal(signal.SIGUSR2)  # its number goes on to whoever listened
-                wait_until(lambda: _readable(read_fd) == bytes([signal.SIGUSR2]))
-                signal.signal(signal.SIGUSR2, old)
-            assert requests.signum is None
-            assert [signal.getsignal(signum) for signum in SIGNALS] == before
-            os.kill(os.getpid(), signal.SIGUSR1)  # deadly, were it not faulthandler's again
-            assert signal.set_wakeup_fd(before_fd) == write_fd
-        finally:
-            signal.set_wakeup_fd(before_fd)
-            faulthandler.unregister(signal.SIGUSR1)
-            os.close(read_fd)
-            os.close(write_fd)
+    before_fd = signal.set_wakeup_fd(write_fd)
+    before = [signal.getsignal(signum) for signum in SIGNALS]
+    try:
+        with StopRequests() as requests:
+            signal.raise_signal(signal.SIGWINCH)  # not ours, and not handled by Python
+            old = signal.signal(signal.SIGUSR2, lambda *_: None)
+            signal.raise_signal(signal.SIGUSR2)  # its number goes on to whoever listened
+            wait_until(lambda: _readable(read_fd) == bytes([signal.SIGUSR2]))
+            signal.signal(signal.SIGUSR2, old)
+        assert requests.signum is None
+        assert [signal.getsignal(signum) for signum in SIGNALS] == before
+        assert signal.set_wakeup_fd(before_fd) == write_fd
+    finally:
+        signal.set_wakeup_fd(before_fd)
+        os.close(read_fd)
+        os.close(write_fd)
 
 
 def _readable(fd: int) -> bytes:

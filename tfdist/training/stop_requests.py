@@ -8,7 +8,6 @@ reads it here.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import logging
 import os
@@ -24,7 +23,6 @@ from tfdist.errors import Stopped
 _LOG = logging.getLogger(__name__)
 _SAME_REQUEST_S = 0.1
 _END = 0  # which no signal has: no signal comes any more
-_ACTION_BYTES = 512  # struct sigaction has 152 on Linux
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """What asks a run to save and stop; SIGUSR1 is how some schedulers announce the end."""
@@ -63,7 +61,7 @@ class StopRequests:
         self._clock = clock
         self._end = end
         self._signal_s = 0.0
-        self._before: dict[int, tuple[Any, Any]] = {}
+        self._before: dict[int, Any] = {}
         self._before_fd = -1
         self._fds: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
@@ -87,9 +85,8 @@ class StopRequests:
         self._thread.start()
         self._before_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         for signum in SIGNALS:
-            if signal.getsignal(signum) != signal.SIG_IGN:
-                self._before[signum] = signal.getsignal(signum), _action(signum)
-                signal.signal(signum, _caught)
+            if signal.getsignal(signum) not in (signal.SIG_IGN, None):  # None: a handler of C
+                self._before[signum] = signal.signal(signum, _caught)
         return self
 
     def __exit__(
@@ -116,17 +113,16 @@ class StopRequests:
     def _give_back(self) -> None:
         """Set the handlers and the descriptor as they were."""
         _entered.remove(self)
-        for signum, (handler, action) in self._before.items():
-            _set(signum, handler, action)
+        self._set_handlers()
         signal.set_wakeup_fd(self._before_fd)
 
-    def _pass_over_one(self) -> None:
-        def passed_over(signum: int, frame: FrameType | None) -> None:
-            for one, (handler, action) in self._before.items():
-                _set(one, handler, action)
+    def _set_handlers(self) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
 
+    def _pass_over_one(self) -> None:
         for signum in self._before:
-            signal.signal(signum, passed_over)
+            signal.signal(signum, lambda *_: self._set_handlers())
 
     def _close(self) -> None:
         for fd in self._fds or ():
@@ -177,16 +173,3 @@ def _forget() -> None:
     for requests in reversed(_entered[:]):
         requests._give_back()
         requests._close()
-
-
-def _action(signum: int) -> Any:
-    """How the process answers a signal, also where that was set in C, which Python cannot say."""
-    action = ctypes.create_string_buffer(_ACTION_BYTES)
-    return action if ctypes.CDLL(None).sigaction(signum, None, action) == 0 else None
-
-
-def _set(signum: int, handler: Any, action: Any) -> None:
-    if handler is not None:  # None: one of C, as faulthandler's is
-        signal.signal(signum, handler)
-    if action is not None:
-        ctypes.CDLL(None).sigaction(signum, action, None)
