@@ -253,14 +253,6 @@ def _bad_data(error: tf.errors.OpError) -> UsageError | None:
             "have cut short, or mend tf.data.experimental.assert_cardinality",
             code="wrong-cardinality",
         )
-    if isinstance(error, tf.errors.AlreadyExistsError) and "lockfile" in text:
-        return UsageError(
-            "data",
-            received="a file cache that another process writes, or that one left half written",
-            expected="files of its own for each process that reads",
-            fix="give Dataset.cache a name with the task's index in it, or delete its .lockfile",
-            code="shared-cache",
-        )
     if isinstance(error, tf.errors.InvalidArgumentError) and (found := _BAD_LABEL.search(text)):
         return UsageError(
             "labels",

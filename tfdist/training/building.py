@@ -11,8 +11,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend import compute_output_spec
 
-from tfdist.cluster.settings import LEGACY_KERAS
-from tfdist.errors import UsageError, require
+from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of
 from tfdist.strategy.layer_devices import PlacedStrategy
 from tfdist.training import keras_compat
@@ -27,20 +26,13 @@ _FEW_ROWS = 8
 
 def job_for(model: keras.Model, *, doing: str) -> Job:
     """Return the job that `model` belongs to; raise UsageError for a model of another scope."""
-    if any(base.__module__.partition(".")[0] == "tf_keras" for base in type(model).__mro__):
-        raise UsageError(
-            f"tfdist.{doing}",
-            received=f"a {type(model).__name__} of Keras 2 (tf_keras) as the model",
-            expected="a model of Keras 3",
-            fix=f"make it by `import keras`; tf.keras is Keras 3 once {LEGACY_KERAS} is not set",
-            code="keras-2",
-        )
     if not isinstance(model, keras.Model):
+        kind = type(model)
         raise UsageError(
             f"tfdist.{doing}",
-            received=f"a {type(model).__name__} as the model",
-            expected="a keras.Model",
-            fix=f"call tfdist.{doing}(model, ...)",
+            received=f"a {kind.__module__}.{kind.__qualname__} as the model",
+            expected="a keras.Model of Keras 3",
+            fix=f"call tfdist.{doing}(model, ...), with a model made by `import keras`",
             code="not-a-model",
         )
     require_compiled_functions(doing=doing)
@@ -179,25 +171,12 @@ def _build_by_a_call(model: keras.Model, feed: Feed) -> None:
             _called(model, batch, training=True)  # builds what training alone uses, too
     try:
         model._symbolic_build(data_batch=batch)
-    except Exception as error:
-        metrics = model._compile_metrics
-        has_metrics = metrics is None or metrics.built or not _has_any(metrics)
-        if has_metrics and _is_ready_for_its_own_step(model):
+    except Exception as error:  # which says more than that of another try
+        if _is_ready_for_its_own_step(model):
             return
         try:
             _build_with(model, feed.first_batch())
         except Exception:
-            require(
-                not _is_ready_for_its_own_step(model),
-                "metrics",
-                received="those of compile, for a model whose call takes something else than the x"
-                " of a batch",
-                expected="metrics of the model's own, as its step alone knows what in a batch is "
-                "what",
-                fix="make them in the model's __init__, update them in its steps, and leave them "
-                "out of compile",
-                code="metrics-of-compile",
-            )
             raise error from None
 
 
@@ -218,19 +197,17 @@ def _build_with(model: keras.Model, batch: Any) -> None:
 
 
 def _is_ready_for_its_own_step(model: keras.Model) -> bool:
-    """Return whether all but metrics and optimizer is built, and the step is not Keras' own."""
-    loss = model._compile_loss
+    """Return whether all but the optimizer is built, and the step is not Keras' own."""
+    loss, metrics = model._compile_loss, model._compile_metrics
+    unbuilt = []
+    if metrics is not None and not metrics.built:
+        unbuilt = keras.tree.flatten([metrics._user_metrics, metrics._user_weighted_metrics])
     return (
         any(is_own(model, step) for step in ("train_step", "test_step"))
         and all(layer.built for layer in model._flatten_layers(include_self=False))
         and (loss is None or loss.built or len(keras.tree.flatten(model.loss)) == 1)
+        and all(metric is None for metric in unbuilt)
     )
-
-
-def _has_any(metrics: Any) -> bool:
-    """Return whether `compile` was given a metric."""
-    given = [metrics._user_metrics, metrics._user_weighted_metrics]
-    return any(one is not None for one in keras.tree.flatten(given))
 
 
 def _has_call(model: keras.Model) -> bool:

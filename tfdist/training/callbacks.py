@@ -92,13 +92,11 @@ def _require_callback(callback: Any) -> None:
         )
     # A list of Keras' own is a callback too, and what is in it would be passed over.
     if isinstance(callback, CallbackList) or not isinstance(callback, keras.callbacks.Callback):
-        name = getattr(callback, "__name__", "")
-        is_class = isinstance(callback, type)
         raise UsageError(
             "callbacks",
-            received=f"the class {name}" if is_class else f"a {type(callback).__name__}",
+            received=repr(callback)[:80],
             expected="instances of keras.callbacks.Callback, or a list of them",
-            fix=f"write {name}(...)" if is_class else "derive it from keras.callbacks.Callback",
+            fix="make one of the class, which is derived from keras.callbacks.Callback",
             code="not-a-callback",
         )
 

@@ -13,7 +13,7 @@ import keras
 from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.checkpoint.warm_start import load_weights
-from tfdist.errors import require, require_int
+from tfdist.errors import require_int
 from tfdist.outputs.display import show_ps_costs
 from tfdist.strategy import Job, broadcast
 from tfdist.training import building, inputs, keras_compat, resume
@@ -103,14 +103,6 @@ def fit(
     if not isinstance(validation_freq, list):
         fix = "write validation_freq=2, or a list of epochs from 1 on"
         validation_freq = require_int("validation_freq", validation_freq, least=1, fix=fix)
-    require(
-        isinstance(fused_kernels, bool),
-        "fused_kernels",
-        received=repr(fused_kernels),
-        expected="True or False",
-        fix="pass one of them, or leave it out",
-        code="wrong-type",
-    )
     if validation_split and validation_data is None:
         arrays = (x, y, sample_weight)
         (x, y, sample_weight), validation_data = inputs.split(

@@ -154,14 +154,6 @@ def _checked(length: Length) -> Length:
         if value is not None:
             shown = "steps" if length.once and name == "steps_per_epoch" else name
             numbers[name] = require_int(shown, value, least=1)
-    require(
-        isinstance(length.virtual_epochs, VirtualEpochs | None),
-        "virtual_epochs",
-        received=repr(length.virtual_epochs),
-        expected="a tfdist.VirtualEpochs",
-        fix="write tfdist.VirtualEpochs(total_examples=..., checkpoints=...)",
-        code="wrong-type",
-    )
     return dataclasses.replace(length, **numbers)
 
 
@@ -176,15 +168,6 @@ def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
                 fix="leave epochs and steps_per_epoch out",
                 code="exclusive",
             )
-        require(
-            not (length.most_epochs or length.most_steps),
-            "virtual_epochs",
-            received="virtual epochs where keras.config limits the epochs of a run or their steps",
-            expected="a run that is as long as it says",
-            fix="lower total_examples, and leave KERAS_MAX_EPOCHS, KERAS_MAX_STEPS_PER_EPOCH and "
-            "keras.config.set_max_epochs and set_max_steps_per_epoch out",
-            code="limited-epochs",
-        )
         return EpochPlan.from_boundaries(virtual.boundaries(), global_batch_size=batch)
     per_epoch = length.steps_per_epoch * batch if length.steps_per_epoch else examples
     if length.once and per_epoch and examples:
@@ -217,17 +200,11 @@ def _require_enough(batch: int, job: Job) -> None:
 
 
 def _require_class_weight(class_weight: Any) -> None:
-    """Raise UsageError unless this is None or a weight by class number."""
-    good = class_weight is None or (
-        isinstance(class_weight, dict)
-        and bool(class_weight)
-        and all(
-            isinstance(c, int | np.integer) and c >= 0 and isinstance(w, int | float | np.number)
-            for c, w in class_weight.items()
-        )
-    )
+    """Raise UsageError unless this is None or a dict of class numbers."""
+    classes = class_weight if isinstance(class_weight, dict) else ()
     require(
-        good,
+        class_weight is None
+        or (classes and all(isinstance(c, int | np.integer) and c >= 0 for c in classes)),
         "class_weight",
         received=repr(class_weight)[:80],
         expected="a dict of class numbers, from 0 up, and weights",
@@ -255,22 +232,16 @@ def _class_weights(class_weight: dict[int, float] | None) -> Callable[[Any], Any
 
 def _with_weight(spec: Any) -> Any:
     x, y, weight = keras.utils.unpack_x_y_sample_weight(spec)
-    if weight is not None or y is None or tf.nest.is_nested(y):
-        raise UsageError(
-            "class_weight",
-            received="class_weight with sample weights, several outputs, or no targets",
-            expected="one target per example, and no sample weights",
-            fix="pass sample_weight alone, with the class weights multiplied in",
-            code="class-weight-data",
-        )
-    if y.shape.rank not in (1, 2):
-        raise UsageError(
-            "class_weight",
-            received=f"targets of shape {y.shape}, of which an example has several classes",
-            expected="a class for each example, as a number or one-hot",
-            fix="pass sample_weight, with a weight for each of them",
-            code="class-weight-data",
-        )
+    one_each = y is not None and not tf.nest.is_nested(y) and y.shape.rank in (1, 2)
+    require(
+        one_each and weight is None,
+        "class_weight",
+        received="class_weight with sample weights, several outputs, no targets, or examples of "
+        "several classes",
+        expected="a class for each example, as a number or one-hot, and no sample weights",
+        fix="pass sample_weight alone, with the class weights multiplied in",
+        code="class-weight-data",
+    )
     return x, y, tf.TensorSpec([None], tf.float32)
 
 

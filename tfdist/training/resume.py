@@ -213,15 +213,11 @@ def require_exact(backups: Sequence[BackupAndRestore], feed: Feed, *, job: Job) 
     """
     stream = isinstance(feed.source, StreamSource | InputFunctionSource)
     if any(backup.exact for backup in backups):
-        if job.kind == "ps":
+        if job.kind in ("ps", "pipeline"):
             raise _refused(
-                "strategy ps, whose workers take steps at a time of their own",
-                expected="a strategy whose steps have one order: single, mirrored, multiworker",
-            )
-        if job.kind == "pipeline":
-            raise _refused(
-                "strategy pipeline, whose stages are not searched for draws of their own",
-                expected="strategy single, mirrored or multiworker",
+                f"strategy {job.kind}",
+                expected="strategy single, mirrored or multiworker, whose steps have one order and "
+                "are searched for draws of their own",
             )
         if stream:
             raise _refused(

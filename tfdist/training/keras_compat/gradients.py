@@ -23,7 +23,6 @@ from tensorflow.python.distribute import distribute_lib
 from tfdist.errors import UsageError
 from tfdist.training.keras_compat.reduction import (
     reduced,
-    require_in_step,
     scattered,
     summed_rows,
     times,
@@ -62,7 +61,6 @@ def _gradient_hook(
         servers.require_by_rows(self, trainable_variables or self._trainable_variables)
     if trace.num_replicas > 1:
         _require_built(self)
-        require_in_step(self, trace)
         warn_of_its_own(self)
         grads = [g if g is None else times(g, trace.share) for g in grads]
     if whole_variables := wholes_of.get(self):

@@ -12,7 +12,6 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfdist.errors import UsageError
 from tfdist.strategy.job import current_job
 from tfdist.strategy.parts import VariablePart, part_of
 from tfdist.strategy.ring import Ring
@@ -39,19 +38,6 @@ def reduced(grads: list[Any], trace: StepTrace) -> list[Any]:
         for i, total in zip(sparse, slices, strict=True):
             grads[i] = total
     return grads
-
-
-def require_in_step(optimizer: Any, trace: StepTrace) -> None:
-    """Raise UsageError in a condition or loop, where the replicas of one process cannot sum."""
-    if not trace.is_in_step() and tf.distribute.get_strategy().extended._use_merge_call():
-        raise UsageError(
-            "step",
-            received=f"{type(optimizer).__name__} applied in a tf.cond or loop of the step, on "
-            f"{trace.num_replicas} replicas of one process",
-            expected="one that is applied in the step itself, where replicas sum gradients",
-            fix="accumulate by the optimizer's gradient_accumulation_steps, or use strategy single",
-            code="optimizer-in-condition",
-        )
 
 
 def warn_of_its_own(optimizer: Any) -> None:
