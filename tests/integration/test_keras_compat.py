@@ -7,7 +7,6 @@ step, where stock behaviour must be what it was.
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import logging
 import re
@@ -23,10 +22,7 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as keras_loss
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random import seed_generator
-from packaging.version import Version
-from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.distribute import parameter_server_strategy_v2
-from tensorflow.python.eager import context
 from tensorflow.python.framework.ops import gradient_registry
 from tensorflow.python.util import _pywrap_util_port
 
@@ -669,24 +665,6 @@ def test_slices_count_in_a_sum_and_shapes_are_known_after_it():
     np.testing.assert_allclose(keras_compat.compiled(gradient)(x), gradient(x), rtol=1e-5)
 
 
-def test_options_that_are_set_in_a_step_stay():
-    @keras_compat.compiled
-    def sets():
-        tf.config.optimizer.set_experimental_options({"loop_optimization": False})
-
-    options = tf.config.optimizer.get_experimental_options()
-    try:
-        sets()
-        config = config_pb2.ConfigProto.FromString(
-            context.context().function_call_options.config_proto_serialized
-        )
-        rewriting = config.graph_options.rewrite_options
-        assert rewriting.loop_optimization == rewriter_config_pb2.RewriterConfig.OFF
-        assert rewriting.arithmetic_optimization != rewriter_config_pb2.RewriterConfig.OFF
-    finally:
-        tf.config.optimizer.set_experimental_options({"loop_optimization": True, **options})
-
-
 @shows("tensorflow.python.ops.gen_math_ops.add_n")
 def test_stock_sums_begin_with_what_nothing_else_holds():
     """By the time they are made, which goes by the threads; here by what the function returns."""
@@ -751,14 +729,6 @@ def test_every_replacement_names_what_it_works_around():
     where = r"https://github\.com/(keras-team/keras|tensorflow/tensorflow)/(issues/\d+$|blob/v)"
     for replacement in keras_compat.REPLACEMENTS:
         assert re.match(where, replacement.issue), replacement.target
-
-
-def test_no_replacement_outlives_the_version_that_ends_it():
-    for replacement in keras_compat.REPLACEMENTS:
-        if replacement.ended_by is not None:
-            package, release = replacement.ended_by.split()
-            installed = importlib.metadata.version(package)
-            assert Version(installed) < Version(release), replacement.target
 
 
 # What stock Keras computes in a process that never heard of tfdist, and in this one.

@@ -2,8 +2,7 @@
 
 The replacements are put in place once, by `install`, and do nothing unless the calling thread is
 tracing a tfdist step (`tracing`): anything else in the process sees stock Keras. `REPLACEMENTS`
-has them, with those of `tfdist.ps.keras_compat` in a ps job, each with the issue it works around
-and the version that ends it.
+has them, with those of `tfdist.ps.keras_compat` in a ps job, each with the issue it works around.
 `tests/integration/test_keras_compat.py` has one test for each that fails on the day Keras no
 longer needs it. Seen on Keras 3.12 to 3.15, TensorFlow 2.20 and 2.21; no release ends one of them,
 and Keras' code of August 2026, to become 3.16, reads the same in these places.

@@ -78,10 +78,7 @@ def adding_in_order() -> Iterator[None]:
     try:
         yield
     finally:
-        _thread.adding = was_adding
-        now = eager.function_call_options.config_proto_serialized
-        if now == options.config_proto_serialized:  # else the user has set an option meanwhile
-            eager.function_call_options = before
+        eager.function_call_options, _thread.adding = before, was_adding
 
 
 @functools.lru_cache(maxsize=8)

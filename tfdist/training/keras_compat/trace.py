@@ -137,8 +137,6 @@ class Replacement:
       name: of a method, property or function.
       instead: called while a step is traced: with the original, the trace, and the arguments.
       issue: the public issue, or the line of the released source where there is none.
-      ended_by: the release that needs it no longer, such as ``keras 3.16``; None as long as no
-        release does without.
       anywhere: called outside of a step too, in the whole process, with None for the trace.
     """
 
@@ -146,7 +144,6 @@ class Replacement:
     name: str
     instead: Callable[..., Any]
     issue: str
-    ended_by: str | None = None
     anywhere: bool = False
 
     @property
