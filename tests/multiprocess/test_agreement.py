@@ -46,7 +46,7 @@ def test_workers_that_read_different_data_end_with_both_digests(job, case):
     lines = {worker[case]["refused"] for worker in workers}
     (line,) = lines  # the same in both
     assert REFUSED[case] in line
-    digests = {word.strip(",;") for word in line.split() if len(word.strip(",;")) == 16}
+    digests = {word.strip(",;") for word in line.split() if len(word.strip(",;")) == 12}
     assert len(digests) == 2, line
 
 
