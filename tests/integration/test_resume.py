@@ -18,7 +18,7 @@ from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
 from tfdist.strategy import Job
 from tfdist.training import resume
-from tfdist.training.resume import unfit
+from tfdist.training.resume import reason_not_to_save
 
 EARLIER = Path(__file__).parents[1] / "unit" / "data" / "run" / "checkpoints"
 RNG = np.random.RandomState(0)
@@ -546,10 +546,10 @@ def test_a_validation_that_yields_nan_does_not_keep_a_sound_state_from_being_sav
     assert np.isnan(history.history["val_loss"]).all()
     assert CheckpointStore(tmp_path).steps() == [12, 24]
     figures = {"loss": 1.0, "val_loss": float("nan")}
-    assert unfit(model, figures) == ""
+    assert reason_not_to_save(model, figures) == ""
     model.layers[0].bias.assign(np.full(8, np.nan))
-    assert unfit(model, figures) == "a weight is not finite"
-    assert unfit(model, {"loss": 1.0, "val_loss": 1.0}) == ""
+    assert reason_not_to_save(model, figures) == "a weight is not finite"
+    assert reason_not_to_save(model, {"loss": 1.0, "val_loss": 1.0}) == ""
 
 
 def attempt(number, *, startup_timeout_s=60.0):

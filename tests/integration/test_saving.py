@@ -208,7 +208,7 @@ class Scores(keras.callbacks.Callback):
 def test_the_best_is_one_of_those_that_are_saved(strategies, tmp_path, monkeypatch):
     """The second epoch is better than any, and its weights are not worth saving."""
     found = iter(["", "a weight is not finite", ""])
-    monkeypatch.setattr(resume, "unfit", lambda *_: next(found))
+    monkeypatch.setattr(resume, "reason_not_to_save", lambda *_: next(found))
     backup = tfdist.BackupAndRestore(tmp_path, keep=1, best="score", mode="max")
     model, callbacks = make(strategies[1]), [Scores(), backup]
     tfdist.fit(model, X, Y, batch_size=6, epochs=3, verbose=0, callbacks=callbacks)

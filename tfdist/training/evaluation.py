@@ -78,12 +78,12 @@ def predict(
     listed = callback_list(callbacks, job=job, model=model, verbose=verbose, epochs=1, steps=total)
     model.stop_predicting = False
     listed.on_predict_begin()
-    looks = _some_task_looks(listed, mode="predict", stop=model.stop_predicting)
+    by_batch = _goes_by_batch(listed, mode="predict", stop=model.stop_predicting)
     batches: list[Any] = []
     computed = engine_for(job).outputs(program, 0, total)
     while len(batches) < total:
         step = len(batches)
-        if looks and step and any_task(job, model.stop_predicting, of="requests to stop"):
+        if by_batch and step and any_task(job, model.stop_predicting, of="requests to stop"):
             break
         listed.on_predict_batch_begin(step)
         with naming_bad_data(feed):
@@ -98,10 +98,10 @@ def _length(*, batch_size: int | None, steps: int | None) -> Length:
     return Length(batch_size=batch_size, steps_per_epoch=steps, once=True, most_steps=most)
 
 
-def _some_task_looks(callbacks: Any, *, mode: str, stop: bool) -> bool:
+def _goes_by_batch(callbacks: Any, *, mode: str, stop: bool) -> bool:
     """Return True in every task when the chief stops, or has a callback for each batch."""
-    looks = any(wants_every_batch(c, mode=mode) for c in callbacks.callbacks)
-    return bool(broadcast(looks or stop))
+    by_batch = any(wants_every_batch(c, mode=mode) for c in callbacks.callbacks)
+    return bool(broadcast(by_batch or stop))
 
 
 class Evaluation:
@@ -137,18 +137,18 @@ class Evaluation:
         with phases.entered("validate"):
             with phases.entered("callback"):
                 callbacks.on_test_begin()
-            looks = _some_task_looks(callbacks, mode="test", stop=model.stop_evaluating)
+            by_batch = _goes_by_batch(callbacks, mode="test", stop=model.stop_evaluating)
             blocks.logs = {}
             first = 0
             while first < self.steps:
-                decision = self._decide(first, looks=looks, requests=requests)
+                decision = self._decide(first, by_batch=by_batch, requests=requests)
                 if decision.stop:
                     break
                 last = decision.last
                 with phases.entered("callback"):
                     callbacks.on_test_batch_begin(first)
-                blocks.run(first, last, looked_at=looks or last == self.steps)
-                seen = blocks.metrics(blocks.logs) if looks else {}
+                blocks.run(first, last, looked_at=by_batch or last == self.steps)
+                seen = blocks.metrics(blocks.logs) if by_batch else {}
                 with phases.entered("callback"):
                     callbacks.on_test_batch_end(last - 1, seen)
                 first = last
@@ -157,13 +157,13 @@ class Evaluation:
                 callbacks.on_test_end(result)
         return result
 
-    def _decide(self, first: int, *, looks: bool, requests: StopRequests | None) -> Decision:
+    def _decide(self, first: int, *, by_batch: bool, requests: StopRequests | None) -> Decision:
         """Return where the next block ends, and whether a callback has stopped the evaluation."""
         blocks = self._blocks
-        longest = 1 if looks else blocks.length.steps()
+        longest = 1 if by_batch else blocks.length.steps()
         mine = Decision(
             last=min(self.steps, first + longest),
-            stop=looks and first > 0 and blocks.model.stop_evaluating,
+            stop=by_batch and first > 0 and blocks.model.stop_evaluating,
         )
         of = "the next block of an evaluation"
         decision = decide(blocks.job, mine, requests=requests, of=of)

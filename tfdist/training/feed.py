@@ -116,7 +116,7 @@ class Feed(abc.ABC):
         order: Order,
         batch_spec: Any = None,
         rows: int | None = None,
-        after: Callable[[Any], Any] | None = None,
+        weigh: Callable[[Any], Any] | None = None,
     ) -> None:
         self.source = source
         self.plan = plan
@@ -127,7 +127,7 @@ class Feed(abc.ABC):
         self.may_be_empty = plan.smallest_step < job.num_replicas
         self._job = job
         self._seed = seed
-        self._after = after
+        self._weigh = weigh
         self._iterator: Any = None
         self._next_step = -1
 
@@ -180,7 +180,7 @@ class Feed(abc.ABC):
     def _transformed(self, data: Any, ids: Any, passes: Any) -> Any:
         """Return a batch as the source's transform and the class weights make it; in graph."""
         data = self.source.transformed(data, example_ids=ids, epoch=passes, seed=self._seed)
-        return self._after(data) if self._after else data
+        return self._weigh(data) if self._weigh else data
 
 
 def ids_of_rows(number: Any, rows: Any, *, batch: int) -> Any:

@@ -119,7 +119,7 @@ def prepare(
         order=order,
         batch_spec=spec if class_weight is None else _with_weight(spec),
         rows=batch if ready and not isinstance(source, InputFunctionSource) else None,
-        after=_class_weights(class_weight),
+        weigh=_class_weights(class_weight),
     )
     _LOG.info("%s", source.describe())
     return feed

@@ -311,7 +311,7 @@ class TrainLoop:
         with phases.entered("save"):
             blocks.engine.publish_state(blocks.program)
             metrics = ended or logs or blocks.metrics({})
-            if wrong := resume.unfit(model, metrics):
+            if wrong := resume.reason_not_to_save(model, metrics):
                 _LOG.warning("%s at step %d: not saved; the one before it is kept", wrong, step)
                 backup.pass_over()
                 return
@@ -360,7 +360,7 @@ class TrainLoop:
 
     def _log_and_stop(self, signum: int) -> NoReturn:
         has_backup = bool(self._plan.backups)
-        line = resume.message(
+        line = resume.stop_message(
             signum, step=self.step, saved_step=self._saved_step, has_backup=has_backup
         )
         if self._job.is_chief:  # before another one's end has the launcher end all

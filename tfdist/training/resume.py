@@ -41,14 +41,14 @@ def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> RunState | None:
     saved = None
     if job.is_chief:
         for backup in backups:
-            _take(backup, job)
+            _acquire(backup, job)
             backup.close()  # until the training begins: what comes before it may be refused
         saved = backups[0].saved()
     state = broadcast(None if saved is None else dataclasses.asdict(saved))
     return None if state is None else RunState(**state)
 
 
-def _take(backup: BackupAndRestore, job: Job) -> None:
+def _acquire(backup: BackupAndRestore, job: Job) -> None:
     """Take the backup's directory; a later attempt waits until the one before has released it.
 
     A scheduler that calls a node down starts the job elsewhere, and the tasks there may live on
@@ -146,7 +146,7 @@ NOTHING_LEFT = (
 _KEY = "logs_before_validation"
 
 
-def message(signum: int, *, step: int, saved_step: int | None, has_backup: bool) -> str:
+def stop_message(signum: int, *, step: int, saved_step: int | None, has_backup: bool) -> str:
     """Return the one line that the chief logs and `Stopped` carries."""
     stopped = f"stopped by {signal.Signals(signum).name} at step {step}"
     if not has_backup:
@@ -185,7 +185,7 @@ def may_break_off(model: keras.Model, callbacks: Sequence[keras.callbacks.Callba
     return not (swaps or states_of(model))
 
 
-def unfit(model: keras.Model, metrics: Mapping[str, Any]) -> str:
+def reason_not_to_save(model: keras.Model, metrics: Mapping[str, Any]) -> str:
     """Return why a state is not worth saving, by the metrics of its epoch; empty where it is.
 
     Data to validate on may give a loss that is not finite to the best of weights: then these tell.
