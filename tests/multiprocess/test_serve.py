@@ -599,14 +599,14 @@ def test_a_replica_is_followed_to_its_end_also_where_no_spare_can_be_started(tmp
             one.kill()
         raise TfdistError("no room for a process")
 
-    start = supervisor._start_process
+    start = supervisor._start_spare
 
     def start_the_first() -> Any:
-        supervisor._start_process = refuse
+        supervisor._start_spare = refuse
         return start()
 
     def begin() -> None:
-        supervisor._start_process = start_the_first
+        supervisor._start_spare = start_the_first
         supervisor._set("m", supervisor._models["m"].scanned(find_versions(tmp_path / "m")))
 
     follow(supervisor, begin)

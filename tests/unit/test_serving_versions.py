@@ -15,7 +15,7 @@ from tfdist.serving.versions import Model, Policy, find_models, find_versions, p
 
 def plan(model: Model, first_id: int = 1) -> tuple[Model, list[tuple[int, int]], list[int]]:
     """The model as planned, version and index of the replicas to start, and those to drain."""
-    model, starts, drains = model.planned(itertools.count(first_id))
+    model, starts, drains = model.plan(itertools.count(first_id))
     return model, [(one.version, one.index) for one in starts], drains
 
 
@@ -102,14 +102,14 @@ def test_a_dead_replica_is_replaced_and_waits_longer_each_time():
     model = served(1).ended(2, "was killed")
     waits = list[float]()
     for id in range(3, 12):
-        model, (start,), _ = model.planned(itertools.count(id))
+        model, (start,), _ = model.plan(itertools.count(id))
         waits.append(start.wait_s)
         model = model.ended(id, "was killed")
     assert waits == sorted(waits)
     assert (waits[0], waits[-1]) == (0.05, 30.0)
     assert (model.status.serving, dict(model.refused)) == (1, {})
     model = plan(model, 20)[0].loaded(20).ended(20, "x")
-    _, (start,), _ = model.planned(itertools.count(21))
+    _, (start,), _ = model.plan(itertools.count(21))
     assert (start.version, start.index, start.wait_s) == (1, 1, 0.05)
 
 
@@ -188,16 +188,16 @@ def test_of_two_versions_the_older_one_stays_until_the_new_one_is_ready():
 
 def test_a_label_that_is_moved_keeps_its_version():
     model = served(1, replicas=1).scanned({1: "a", 2: "a"})
-    model = plan(model.governed(Policy(labels={"stable": 1})), 2)[0].loaded(2)
+    model = plan(model.with_policy(Policy(labels={"stable": 1})), 2)[0].loaded(2)
     assert (model.status.serving, model.served, *plan(model)[1:]) == (2, {1, 2}, [], [])
-    moved = model.governed(Policy(labels={"stable": 2}))
+    moved = model.with_policy(Policy(labels={"stable": 2}))
     assert (moved.served, moved.labels, *plan(moved)[1:]) == ({2}, {"stable": 2}, [], [1])
 
 
 def test_a_label_names_its_old_version_until_the_new_one_is_served():
     model = served(3, replicas=1).scanned({1: "a", 2: "a", 3: "a"})
-    model = plan(model.governed(Policy(labels={"stable": 1})), 2)[0].loaded(2)
-    model = model.governed(Policy(labels={"stable": 2}))
+    model = plan(model.with_policy(Policy(labels={"stable": 1})), 2)[0].loaded(2)
+    model = model.with_policy(Policy(labels={"stable": 2}))
     assert (model.served, model.labels) == ({1, 3}, {"stable": 1})
     model = plan(model, 3)[0].loaded(3)
     assert (model.served, model.labels, *plan(model)[1:]) == ({2, 3}, {"stable": 2}, [], [2])

@@ -53,6 +53,7 @@ from tfdist.serving.versions import policies_of
 
 _LOG = logging.getLogger("tfdist.serve")
 _TICK_S = 0.1
+_MOST_CONNECTIONS = 4096  # of HTTP, at a time
 _TICKET = "tfdist.ticket"  # key of the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
 _MODEL = "tensorflow.serving.ModelService"
@@ -62,7 +63,6 @@ _GRPC_KINDS = {
     "Regress": Kind.GRPC_REGRESS,
     "GetModelMetadata": Kind.GRPC_METADATA,
 }
-_GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 _PAGE = (Path(__file__).parent / "page.html").read_bytes()
 
@@ -77,7 +77,6 @@ class FrontOptions:
       timeout_s: after which a request is answered with an error; a client may ask for less.
       body_bytes: most that a request may have.
       silence_s: how long a client may take over the head, and over the body, of a request.
-      connections: of HTTP, at a time.
       token: file with the secret that clients send; empty for none.
       certificate, key: files of TLS; empty for none.
       access_log: file to which a line goes for each request; empty for none.
@@ -88,7 +87,6 @@ class FrontOptions:
     timeout_s: float = 30.0
     body_bytes: int = 64 << 20
     silence_s: float = 30.0
-    connections: int = 4096
     token: str = ""
     certificate: str = ""
     key: str = ""
@@ -158,7 +156,6 @@ class ReplicaConnection(asyncio.Protocol):
         self._dispatcher = dispatcher
         self._buffer = FrameBuffer()
         self._unsent: list[bytes] = []
-        self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Offer the replica to the dispatcher."""
@@ -182,8 +179,7 @@ class ReplicaConnection(asyncio.Protocol):
 
     def _flush(self) -> None:
         data, self._unsent = b"".join(self._unsent), []
-        if self._transport is not None:
-            self._transport.write(data)
+        self._transport.write(data)
 
 
 class Front:
@@ -217,7 +213,7 @@ class Front:
             for service in ("", _PREDICTION, _MODEL):
                 await self.health.set(service, state)
 
-    def tell(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Say something to the supervisor."""
         self._control.write(json.dumps(message).encode() + b"\n")
 
@@ -233,7 +229,7 @@ class Front:
         for id in model.route():
             self._connected.discard(id)
             model.draining.discard(id)
-            self.tell(end=id)
+            self.send(end=id)
 
     async def _connect(self, id: int, path: str, connection: ReplicaConnection) -> None:
         try:
@@ -255,7 +251,7 @@ class Front:
                     dispatcher.expire()
                     for id in dispatcher.hanging():
                         _LOG.warning("%s: replica %d hangs; its requests go to others", name, id)
-                        self.tell(end=id)
+                        self.send(end=id)
                         dispatcher.lost(id)
                 self._route(model)
 
@@ -300,9 +296,6 @@ class Front:
         model = self.models.get(target.name)
         return model.status if model else None
 
-    def _states(self, target: Target) -> list[VersionState]:
-        return protocol.states_of(target, self._status(target))
-
     def _authorize(self, sent: str) -> None:
         wanted = f"Bearer {self._token}"
         if self._token and not hmac.compare_digest(sent.encode(), wanted.encode()):
@@ -324,15 +317,15 @@ class Front:
         ]
 
     async def _grpc_status(self, target: Target, payload: bytes, timeout_s: float) -> bytes:
-        return protocol.status_message(self._states(target))
+        return protocol.status_message(protocol.states_of(target, self._status(target)))
 
     async def _grpc_reload(self, target: Target, payload: bytes, timeout_s: float) -> bytes:
         """Have the supervisor take policies and labels; the versions follow."""
-        policies = policies_of(protocol.parse_reload(payload))
+        policies = policies_of(payload)
         for name in policies:
             if name not in self.models:
                 raise Target(name=name).not_found()
-        self.tell(policies={name: dataclasses.asdict(one) for name, one in policies.items()})
+        self.send(policies={name: dataclasses.asdict(one) for name, one in policies.items()})
         return b""  # a response without an error
 
     def _grpc(
@@ -357,7 +350,7 @@ class Front:
                 return answer
             except RequestError as error:
                 code = error.code
-                await context.abort(_GRPC_CODES[int(code)], str(error))
+                await context.abort(grpc.StatusCode[code.name], str(error))
                 raise  # abort has raised
             finally:
                 self._record("grpc", name, code.name, start, len(payload))
@@ -396,15 +389,12 @@ class Front:
                         most = self.options.body_bytes
                         payload = await asyncio.to_thread(protocol.unzipped, payload, most=most)
                     if what is None:
-                        states = protocol.status_json(self._states(wanted))
-                        body = json.dumps(states, indent=1).encode()
+                        states = protocol.states_of(wanted, self._status(wanted))
+                        body = json.dumps(protocol.status_json(states), indent=1).encode()
                     else:
                         body = await self.ask(what, wanted, payload, self.options.timeout_s, scope)
         except RequestError as error:
             status, body = HTTP_STATUS.get(error.code, 500), protocol.error_body(error)
-        except Exception as error:  # of ours; the client is told in the protocol's form
-            _LOG.exception("%s %s", scope["method"], scope["path"])
-            status, body = 500, protocol.error_body(RequestError(Code.INTERNAL, repr(error)))
         sent = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
         if payload is None and scope["method"] == "POST":
             sent.append((b"connection", b"close"))  # the rest of the request is not read
@@ -419,8 +409,8 @@ class Front:
 
         What is too much is read too, and dropped: a client that still sends reads no answer.
         """
-        parts, size_bytes = list[bytes](), 0
-        error: RequestError | None = None
+        parts, size_bytes, kept_bytes = list[bytes](), 0, 0
+        most, most_of_all = self.options.body_bytes, self.options.limits.size_bytes
         try:
             async with asyncio.timeout(self.options.silence_s):
                 more = True
@@ -429,32 +419,23 @@ class Front:
                     if message["type"] == "http.disconnect":
                         raise _client_gone()
                     more = message.get("more_body", False)
-                    if error is None:
-                        parts.append(message.get("body", b""))
-                        size_bytes += len(parts[-1])
-                        self._reading_bytes += len(parts[-1])
-                        error = self._too_much(size_bytes)
-                        if error is not None:
-                            self._reading_bytes -= size_bytes
-                            parts, size_bytes = [], 0
+                    part = message.get("body", b"")
+                    size_bytes += len(part)
+                    if size_bytes <= most and self._reading_bytes + len(part) <= most_of_all:
+                        parts.append(part)
+                        kept_bytes += len(part)
+                        self._reading_bytes += len(part)
         except TimeoutError:
             text = f"The request did not come within {self.options.silence_s:g} s"
-            error = error or RequestError(Code.DEADLINE_EXCEEDED, text)
+            raise RequestError(Code.DEADLINE_EXCEEDED, text) from None
         finally:
-            self._reading_bytes -= size_bytes
-        if error is not None:
-            raise error
-        return b"".join(parts) if len(parts) > 1 else parts[0]
-
-    def _too_much(self, size_bytes: int) -> RequestError | None:
-        """Return the error for a body of so many bytes, or for all that are being read."""
-        if size_bytes > self.options.body_bytes:
-            text = f"The request has more than {self.options.body_bytes} bytes"
-            return RequestError(Code.INVALID_ARGUMENT, text)
-        if self._reading_bytes > self.options.limits.size_bytes:
+            self._reading_bytes -= kept_bytes
+        if size_bytes > most:
+            protocol.invalid(f"The request has more than {most} bytes")
+        if kept_bytes < size_bytes:
             text = "Too many requests are being read, try again later"
-            return RequestError(Code.RESOURCE_EXHAUSTED, text)
-        return None
+            raise RequestError(Code.RESOURCE_EXHAUSTED, text)
+        return b"".join(parts)
 
     def _record(self, via: str, model: str, code: str, start: float, size_bytes: int) -> None:
         seconds = time.monotonic() - start
@@ -537,7 +518,7 @@ def _http_server(front: Front) -> _Http:
         proxy_headers=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=int(options.drain_s) or 1,
-        limit_concurrency=options.connections,
+        limit_concurrency=_MOST_CONNECTIONS,
         ssl_certfile=options.certificate or None,
         ssl_keyfile=options.key or None,
     )
@@ -577,7 +558,7 @@ async def run(options: FrontOptions, rest: socket.socket, grpc_address: str) -> 
     grpc_server = await _grpc_server(front, grpc_address)
     http = _http_server(front)
     serving = asyncio.create_task(http.serve([rest]))
-    front.tell(listening=True)
+    front.send(listening=True)
     await asyncio.wait(
         [asyncio.create_task(stop.wait()), follower, ticker, serving],
         return_when=asyncio.FIRST_COMPLETED,

@@ -26,9 +26,9 @@ from tfdist.serving.protocol import HTTP_STATUS, Kind, RequestError
 from tfdist.serving.supervisor import ServeOptions
 from tfdist.serving.versions import (
     Model,
+    directory_name,
     find_models,
     find_versions,
-    name_of,
     require_models,
 )
 
@@ -56,14 +56,14 @@ class LoadedModel:
         for version in self.sessions.keys() - {one.version for one in self.versions.replicas}:
             del self.sessions[version]
         found = self.versions.scanned(find_versions(self._directory))
-        self.versions, starts, _ = found.planned(self._ids)
+        self.versions, starts, _ = found.plan(self._ids)
         for one in starts:
             self._load(one.id, one.version)
 
     def _load(self, id: int, version: int) -> None:
         from tfdist.serving.model import ServedModel
 
-        directory = self._directory / name_of(self.versions.found[version])
+        directory = self._directory / directory_name(self.versions.found[version])
         try:
             session = ServedModel(directory, self._name, batch_sizes=self._sizes)
             session.warm_up(directory)

@@ -20,11 +20,10 @@ from typing import Any, NoReturn
 from google.protobuf.message import DecodeError
 from google.protobuf.wrappers_pb2 import BytesValue
 from tensorflow_serving.apis.model_pb2 import ModelSpec
-from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
 
 
 class Code(enum.IntEnum):
-    """Status codes of gRPC that are answered here."""
+    """Status codes of gRPC, which are TensorFlow's too."""
 
     OK = 0
     CANCELLED = 1
@@ -32,11 +31,16 @@ class Code(enum.IntEnum):
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
     UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
+    DATA_LOSS = 15
     UNAUTHENTICATED = 16
 
 
@@ -211,20 +215,15 @@ def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
 
 def parse_model_spec(payload: bytes) -> Target:
     """Return the model that a gRPC request names: field 1 of all requests that name one."""
-    spec = _first_field(ModelSpec, payload)
+    spec = first_field(ModelSpec, payload)
     if not spec.name:
         invalid("Missing ModelSpec")
     version = spec.version.value if spec.HasField("version") else None
     return Target(name=spec.name, version=version, label=spec.version_label)
 
 
-def parse_reload(payload: bytes) -> Any:
-    """Return the ``ModelServerConfig`` in a ``ReloadConfigRequest``; raise RequestError."""
-    return _first_field(ModelServerConfig, payload)
-
-
-def _first_field(message: Any, payload: bytes) -> Any:
-    """Return the message in field 1 of a request."""
+def first_field(message: Any, payload: bytes) -> Any:
+    """Return the message, of a class, in field 1 of a request; raise RequestError."""
     try:
         return message.FromString(BytesValue.FromString(payload).value)
     except DecodeError as error:

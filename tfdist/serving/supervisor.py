@@ -34,16 +34,16 @@ from tfdist.serving.versions import (
     Model,
     Policy,
     Replica,
+    directory_name,
     find_versions,
-    name_of,
     require_models,
 )
 
 _LOG = logging.getLogger("tfdist.serve")
 _MODULES = {"front": "tfdist.serving.front", "replica": "tfdist.serving.replica"}
 _SCAN_S = 0.25
-_FIRST_WAIT_S = 0.05
-_LONGEST_WAIT_S = 5.0
+_LOAD_S = 600.0  # after which a replica that is still loading is ended
+_PAUSE_S = 0.1  # before a front that has ended is replaced
 _END_S = 5.0  # that a front has to end, beside the time for its requests
 
 
@@ -59,7 +59,6 @@ class ServeOptions(FrontOptions):
       rest_port, grpc_port: 0 for any that is free.
       spares: processes that have loaded TensorFlow and wait for the version they are to serve.
       pin: give each replica cores of its own.
-      load_timeout_s: after which a replica that is still loading is ended.
     """
 
     directory: Path
@@ -72,7 +71,6 @@ class ServeOptions(FrontOptions):
     grpc_port: int = 8500
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     pin: bool = True
-    load_timeout_s: float = 600.0
 
 
 def cores_of(index: int, *, replicas: int, cores: Sequence[int]) -> tuple[int, ...]:
@@ -147,19 +145,11 @@ class ServiceSupervisor:
 
     async def _keep_front(self) -> None:
         """Start a front whenever there is none."""
-        wait_s = _FIRST_WAIT_S
         while not self._stop.is_set():
-            start_s = time.monotonic()
             code = await self._run_front()
-            if self._stop.is_set():
-                return
-            lived_s = time.monotonic() - start_s
-            wait_s = (
-                _FIRST_WAIT_S if lived_s > _LONGEST_WAIT_S else min(_LONGEST_WAIT_S, wait_s * 2)
-            )
-            _LOG.warning("front: %s; another one is started", _how(code))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), wait_s)
+            if not self._stop.is_set():
+                _LOG.warning("front: %s; another one is started", _how(code))
+                await asyncio.sleep(_PAUSE_S)
 
     async def _run_front(self) -> int:
         """Run one front until it has ended; return its exit code."""
@@ -172,27 +162,27 @@ class ServiceSupervisor:
             self._front = self._spawn("front", *words, stdin=theirs, pass_fds=(rest,))
         reader, self._control = await asyncio.open_connection(sock=ours, limit=1 << 24)
         self._sent = b""
-        self._tell_front()
+        self._send_state()
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
-                self._take(json.loads(line))
+                self._receive(json.loads(line))
         self._grpc.front_listens.clear()
         code = await asyncio.to_thread(self._front.wait)
         self._control.close()
         self._control = None
         return code
 
-    def _take(self, message: Mapping[str, Any]) -> None:
+    def _receive(self, message: Mapping[str, Any]) -> None:
         """Take a message of the front."""
         if "listening" in message:
             self._grpc.front_listens.set()
         for name, policy in message.get("policies", {}).items():
             _LOG.info("%s: versions %s", name, policy)
-            self._set(name, self._models[name].governed(Policy(**policy)))
+            self._set(name, self._models[name].with_policy(Policy(**policy)))
         if (id := message.get("end")) in self._replicas:  # it hangs, or has no request left
             self._replicas[id].kill()
 
-    def _tell_front(self) -> None:
+    def _send_state(self) -> None:
         """Send the front all that it needs to know, if that has changed."""
         if self._control is None:
             return
@@ -217,18 +207,18 @@ class ServiceSupervisor:
 
     async def _keep_scanning(self) -> None:
         """Look for versions four times a second."""
-        unread: dict[str, str | None] = {}
+        unread: set[str] = set()
         while True:
             for name, path in self._paths.items():
                 try:
                     found = find_versions(path)
                 except OSError as error:
-                    if unread.get(name) != error.strerror:  # it may be so for long
+                    if name not in unread:  # it may be so for long
                         _LOG.warning("%s: cannot read %s: %s", name, path, error.strerror)
-                    unread[name] = error.strerror
-                    continue
-                unread.pop(name, None)
-                self._set(name, self._models[name].scanned(found))
+                    unread.add(name)
+                else:
+                    unread.discard(name)
+                    self._set(name, self._models[name].scanned(found))
             await asyncio.sleep(_SCAN_S)
 
     def _set(self, name: str, model: Model) -> None:
@@ -239,13 +229,13 @@ class ServiceSupervisor:
         for version in sorted(model.served - before.served):
             age = self._age(name, version) if before.served else ""
             _LOG.info("%s: version %s is served%s", name, version, age)
-        self._models[name], starts, drains = model.planned(self._ids)
+        self._models[name], starts, drains = model.plan(self._ids)
         self._draining.update({id: name for id in drains if id in self._replicas})
         for replica in starts:
             task = asyncio.create_task(self._run_replica(name, replica))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        self._tell_front()
+        self._send_state()
 
     def _age(self, name: str, version: int) -> str:
         """Return how long ago the checkpoint of an export was whole, where its manifest tells."""
@@ -255,7 +245,7 @@ class ServiceSupervisor:
         return ""
 
     def _directory(self, name: str, version: int) -> Path:
-        return self._paths[name] / name_of(self._models[name].found[version])
+        return self._paths[name] / directory_name(self._models[name].found[version])
 
     def _socket_of(self, id: int) -> str:
         """Return the path at which fronts reach a replica."""
@@ -281,8 +271,8 @@ class ServiceSupervisor:
             batch_sizes=self._options.batch_sizes,
         )
         try:
-            process = self._order(order)
-        except (OSError, TfdistError) as error:
+            process = self._start_replica(order)
+        except TfdistError as error:
             _LOG.error("%s: no replica could be started: %s", name, error)
             self._models[name] = model.without(id)  # the next scan starts another
             return
@@ -306,47 +296,40 @@ class ServiceSupervisor:
         )
         with contextlib.closing(transport):
             try:
-                async with asyncio.timeout(self._options.load_timeout_s):
+                async with asyncio.timeout(_LOAD_S):
                     line = await reader.readline()
                 if line.endswith(b"\n"):
-                    self._take_loaded(name, id, json.loads(line))
+                    self._receive_loaded(name, id, json.loads(line))
             except TimeoutError:
                 process.kill()
             await reader.read()
         await asyncio.to_thread(process.wait)
 
-    def _take_loaded(self, name: str, id: int, message: Mapping[str, Any]) -> None:
+    def _receive_loaded(self, name: str, id: int, message: Mapping[str, Any]) -> None:
         """Take what a replica says once it has loaded its version, or could not."""
         model = self._models[name]
         if "failed" in message:
-            refused = model.failed(id, message["failed"])
-            if refused is model:  # its version was loaded before, and is served
-                _LOG.error("%s: replica %d has not loaded: %s", name, id, message["failed"])
-            self._set(name, refused)
+            _LOG.error("%s: replica %d has not loaded: %s", name, id, message["failed"])
+            self._set(name, model.failed(id, message["failed"]))
             return
         _LOG.info("%s: replica %d is ready", name, id)
         self._set(name, model.loaded(id))
         if len(self._spares) < self._options.spares and not self._stop.is_set():
             try:  # now, as nothing else is being loaded
-                self._spares.append(self._start_process())
+                self._spares.append(self._start_spare())
             except TfdistError as error:  # the next replica is loaded without it
                 _LOG.error("%s: no spare could be started: %s", name, error)
 
-    def _order(self, order: ReplicaOrder) -> subprocess.Popen[bytes]:
-        """Return a process that has been told what to serve; raise OSError or TfdistError."""
+    def _start_replica(self, order: ReplicaOrder) -> subprocess.Popen[bytes]:
+        """Return a process that has been told what to serve; raise TfdistError."""
         self._spares = [spare for spare in self._spares if spare.poll() is None]
-        process = self._spares.pop(0) if self._spares else self._start_process()
+        process = self._spares.pop(0) if self._spares else self._start_spare()
         assert process.stdin is not None
-        try:
-            with process.stdin as pipe:
-                pipe.write(json.dumps(dataclasses.asdict(order)).encode() + b"\n")
-        except OSError:  # it has just ended
-            with process:
-                process.kill()
-            raise
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it has just ended
+            pipe.write(json.dumps(dataclasses.asdict(order)).encode() + b"\n")
         return process
 
-    def _start_process(self) -> subprocess.Popen[bytes]:
+    def _start_spare(self) -> subprocess.Popen[bytes]:
         """Start a process that loads TensorFlow and waits for its order."""
         return self._spawn("replica", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 

@@ -1,6 +1,6 @@
 """The versions of a model: which are served, which are loaded beside them, which are refused.
 
-Pure: `Model` is what is known, its methods return it changed, and `planned` says what to do next.
+Pure: `Model` is what is known, its methods return it changed, and `plan` says what to do next.
 The same twice changes nothing more, so that a lost message is made good by the next look.
 """
 
@@ -12,11 +12,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+
+from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
 
 from tfdist.errors import UsageError, require
 from tfdist.files import one_line_errors
-from tfdist.serving.protocol import ModelStatus, VersionState
+from tfdist.serving.protocol import ModelStatus, VersionState, first_field
 
 MAX_DEATHS = 3  # of replicas that end while they load a version that was never served
 _FIRST_WAIT_S = 0.05
@@ -50,7 +51,7 @@ def parse_policy(versions: str, labels: Iterable[str] = ()) -> Policy:
 
     Raises UsageError.
     """
-    match = re.fullmatch(r"latest:([1-9]\d{0,8})|(all)|(\d{1,18}(?:,\d{1,18})*)", versions)
+    match = re.fullmatch(r"latest:([1-9]\d{0,8})|all|(\d{1,18}(?:,\d{1,18})*)", versions)
     if match is None:
         raise UsageError(
             "--versions",
@@ -59,25 +60,25 @@ def parse_policy(versions: str, labels: Iterable[str] = ()) -> Policy:
             fix="pass latest:1, the default, for the newest",
             code="not-a-policy",
         )
-    count, all_of_them, numbers = match.groups()
+    count, numbers = match.groups()
     return Policy(
-        latest=int(count) if count else None if all_of_them else 0,
+        latest=int(count) if count else None,
         specific=tuple(map(int, numbers.split(","))) if numbers else (),
         labels=dict(map(_parse_label, labels)),
     )
 
 
-def policies_of(config: Any) -> dict[str, Policy]:
-    """Return the policies of the models in TensorFlow Serving's ``ModelServerConfig``."""
-    return {one.name: _policy_of(one) for one in config.model_config_list.config}
-
-
-def _policy_of(model: Any) -> Policy:
-    wanted, labels = model.model_version_policy, dict(model.version_labels)
-    if wanted.HasField("specific"):
-        return Policy(specific=tuple(wanted.specific.versions), labels=labels)
-    count = None if wanted.HasField("all") else max(wanted.latest.num_versions, 1)
-    return Policy(latest=count, labels=labels)
+def policies_of(payload: bytes) -> dict[str, Policy]:
+    """Return the policies of the models in TensorFlow Serving's ``ReloadConfigRequest``."""
+    policies = {}
+    for model in first_field(ModelServerConfig, payload).model_config_list.config:
+        wanted = model.model_version_policy
+        policies[model.name] = Policy(
+            latest=None if wanted.HasField("all") else max(wanted.latest.num_versions, 1),
+            specific=tuple(wanted.specific.versions),
+            labels=dict(model.version_labels),
+        )
+    return policies
 
 
 def _parse_label(text: str) -> tuple[str, int]:
@@ -114,7 +115,7 @@ class Model:
     Attributes:
       replicas_wanted: of each version that is served.
       policy: which versions those are to be.
-      found: the versions on the disk, each with what tells one from another of the same number.
+      found: the versions on the disk, each with the fingerprint of its files.
       refused: versions that do not load, with the reason.
       served: the versions that get requests.
       labels: the policy's; one that was moved names its old version until the new one is served.
@@ -136,9 +137,9 @@ class Model:
         """What the policy chooses of what is there and not refused, else what is served."""
         return self.policy.choose(v for v in self.found if v not in self.refused) or self.served
 
-    def governed(self, policy: Policy) -> Model:
+    def with_policy(self, policy: Policy) -> Model:
         """Take another policy."""
-        return dataclasses.replace(self, policy=policy)._settled()
+        return dataclasses.replace(self, policy=policy)._update_served()
 
     def scanned(self, found: Mapping[int, str]) -> Model:
         """Take what is on the disk now; a version whose files are others is tried again.
@@ -148,11 +149,11 @@ class Model:
         """
         if self.targets - self.served and self.targets <= found.keys():
             return self
-        same = {v for v, mark in self.found.items() if found.get(v) == mark}
+        same = {v for v, fingerprint in self.found.items() if found.get(v) == fingerprint}
         refused = {v: why for v, why in self.refused.items() if v in same}
         served = self.served & (found.keys() | {one.version for one in self.replicas})
         model = dataclasses.replace(self, found=dict(found), refused=refused, served=served)
-        return model._settled()
+        return model._update_served()
 
     def loaded(self, id: int) -> Model:
         """Take that a replica has loaded and warmed its version."""
@@ -165,14 +166,14 @@ class Model:
         )
         place = (one.version, one.index)
         deaths = {key: count for key, count in self.deaths.items() if key != place}
-        return dataclasses.replace(self, replicas=replicas, deaths=deaths)._settled()
+        return dataclasses.replace(self, replicas=replicas, deaths=deaths)._update_served()
 
     def failed(self, id: int, reason: str) -> Model:
         """Take that a replica could not load its version: it is refused unless it is served."""
         one = self.replica(id)
         if one is None or one.version in self.served:
             return self
-        return self._refusing(one.version, reason)
+        return self._refuse(one.version, reason)
 
     def ended(self, id: int, how: str) -> Model:
         """Take that the process of a replica has ended."""
@@ -184,7 +185,7 @@ class Model:
         model = dataclasses.replace(self.without(id), deaths=deaths)
         count = sum(n for (version, _), n in deaths.items() if version == one.version)
         if not one.ready and one.version not in self.served and count >= MAX_DEATHS:
-            return model._refusing(one.version, f"its replica {how} while it was loaded, {count}x")
+            return model._refuse(one.version, f"its replica {how} while it was loaded, {count}x")
         return model
 
     def without(self, id: int) -> Model:
@@ -192,7 +193,7 @@ class Model:
         left = tuple(one for one in self.replicas if one.id != id)
         return dataclasses.replace(self, replicas=left)
 
-    def planned(self, ids: Iterator[int]) -> tuple[Model, list[Replica], list[int]]:
+    def plan(self, ids: Iterator[int]) -> tuple[Model, list[Replica], list[int]]:
         """Return the model with the replicas it is to have, those to start, and those to drain.
 
         One that is drained gets no more requests, and is ended when it has none left.
@@ -225,10 +226,10 @@ class Model:
         """Return a living replica that is not draining."""
         return next((one for one in self.replicas if one.id == id), None)
 
-    def _refusing(self, version: int, reason: str) -> Model:
+    def _refuse(self, version: int, reason: str) -> Model:
         return dataclasses.replace(self, refused={**self.refused, version: reason})
 
-    def _settled(self) -> Model:
+    def _update_served(self) -> Model:
         """Serve a target once all of its replicas are ready, and the others until all are."""
         ready = Counter(one.version for one in self.replicas if one.ready)
         now = self.served | {v for v in self.targets if ready[v] >= self.replicas_wanted}
@@ -241,14 +242,12 @@ class Model:
         return dataclasses.replace(self, served=served, labels=labels)
 
     def _wait_s(self, version: int, index: int) -> float:
-        deaths = self.deaths.get((version, index), 0)
-        if not deaths:
-            return 0.0
-        return min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 4.0 ** (min(deaths, 10) - 1))
+        deaths = min(self.deaths.get((version, index), 0), 10)
+        return min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 4.0 ** (deaths - 1)) if deaths else 0.0
 
 
 def find_versions(directory: Path) -> dict[int, str]:
-    """Return the versions in a model's directory; of one number, other files have another mark.
+    """Return the fingerprints of the versions in a model's directory.
 
     A version is a directory whose name is a number and that has a ``saved_model.pb``. Raises
     OSError where the directory cannot be read.
@@ -257,21 +256,21 @@ def find_versions(directory: Path) -> dict[int, str]:
     for path in directory.iterdir():
         if re.fullmatch(r"[0-9]{1,18}", path.name) and (path / "saved_model.pb").is_file():
             with contextlib.suppress(FileNotFoundError):  # it is being removed
-                found[int(path.name)] = _mark(path)
+                found[int(path.name)] = _fingerprint(path)
     return found
 
 
-def name_of(mark: str) -> str:
+def directory_name(fingerprint: str) -> str:
     """Return the name of a version's directory, which may begin with zeros."""
-    return mark.partition(" ")[0]
+    return fingerprint.partition(" ")[0]
 
 
-def _mark(version: Path) -> str:
+def _fingerprint(version: Path) -> str:
     """Return what changes when the files of a version do, as while they are still copied."""
     files = [version / "saved_model.pb", *sorted((version / "variables").glob("*"))]
     stats = [(file.name, file.stat()) for file in files]
-    marks = [f"{name}:{s.st_ino}:{s.st_mtime_ns}:{s.st_size}" for name, s in stats]
-    return " ".join([version.name, *marks])
+    prints = [f"{name}:{s.st_ino}:{s.st_mtime_ns}:{s.st_size}" for name, s in stats]
+    return " ".join([version.name, *prints])
 
 
 def find_models(directory: Path, name: str | None = None) -> dict[str, Path]:
