@@ -7,6 +7,7 @@ A Session and callables made once, as TensorFlow Serving has it: calling a signa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -17,7 +18,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from google.protobuf import json_format
-from google.protobuf.message import DecodeError
 from tensorflow.core.protobuf import config_pb2
 from tensorflow_serving.apis import (
     get_model_metadata_pb2,
@@ -119,12 +119,11 @@ class ServedModel:
             and all(spec.shape is None or spec.shape[:1] == (-1,) for spec in found),
         )
 
-    def warm_up(self, directory: Path) -> int:
-        """Answer the requests in ``assets.extra`` and a batch of each size; return how many."""
+    def warm_up(self, directory: Path) -> None:
+        """Answer the requests in ``assets.extra``, and a batch of each size."""
         file = directory / "assets.extra" / "tf_serving_warmup_requests"
         if not file.is_file():
-            return 0
-        count = 0
+            return
         for record in tf.compat.v1.io.tf_record_iterator(str(file)):
             log = prediction_log_pb2.PredictionLog.FromString(record)
             if log.HasField("predict_log"):
@@ -132,13 +131,10 @@ class ServedModel:
                 (answer,) = self.answer([(Kind.GRPC_PREDICT, payload)])
                 if isinstance(answer, RequestError):
                     raise answer
-                count += 1
                 call = self._decode_grpc(payload)
                 signature = self.signatures[call.signature]
                 for size in self._sizes if signature.batches and call.rows else ():
                     signature.call(*[np.repeat(array[:1], size, axis=0) for array in call.arrays])
-                    count += 1
-        return count
 
     def answer(self, requests: Sequence[tuple[Kind, bytes]]) -> list[bytes | RequestError]:
         """Return the answers to requests, in their order; those that fit share a call."""
@@ -181,7 +177,7 @@ class ServedModel:
             if kind is Kind.REST_METADATA:
                 return self._metadata_json()
             if kind is Kind.GRPC_METADATA:
-                return self._metadata(payload).SerializeToString()
+                return bytes(self._metadata().SerializeToString())
             return self._decode_examples(kind, payload)
         except RequestError as error:
             return error
@@ -189,18 +185,11 @@ class ServedModel:
             return RequestError(Code.INVALID_ARGUMENT, f"{type(error).__name__}: {error}")
 
     def _decode_rest(self, body: bytes) -> Call:
-        request = rest.decode_predict(body, self._specs)
-
-        def encode(outputs: Mapping[str, np.ndarray]) -> bytes:
-            return rest.encode_predict(outputs, row=request.row)
-
-        return self._call(request.signature, request.inputs, encode)
+        signature, inputs, row = rest.decode_predict(body, self._specs)
+        return self._call(signature, inputs, functools.partial(rest.encode_predict, row=row))
 
     def _decode_grpc(self, payload: bytes) -> Call:
-        try:
-            request = predict_pb2.PredictRequest.FromString(payload)
-        except DecodeError as error:
-            invalid(f"Malformed request: {error}")
+        request = predict_pb2.PredictRequest.FromString(payload)
         name = request.model_spec.signature_name or DEFAULT_SIGNATURE
         signature = self.signatures.get(name)
         if signature is None:
@@ -273,17 +262,18 @@ class ServedModel:
         except Exception as error:
             if len(calls) > 1:
                 return [answer for call in calls for answer in self._run([call])]
-            return [error if isinstance(error, RequestError) else _of_tensorflow(error)]
+            if isinstance(error, RequestError):
+                return [error]
+            code = error.error_code if isinstance(error, tf.errors.OpError) else Code.INTERNAL
+            return [RequestError(Code(code), reason_of(error))]
 
     def _run_batch(self, signature: Signature, calls: Sequence[Call]) -> list[bytes | RequestError]:
-        rows = [call.rows for call in calls]
-        size = sum(rows)
-        if signature.batches:
-            size = next((one for one in self._sizes if one >= size), size)
-        columns = zip(*(call.arrays for call in calls), strict=True)
-        outputs = signature.run([_joined(column, size) for column in columns])
         if not signature.batches:
-            return [calls[0].encode(outputs)]
+            return [call.encode(signature.run(call.arrays)) for call in calls]  # of one call
+        rows = [call.rows for call in calls]
+        size = next((one for one in self._sizes if one >= sum(rows)), sum(rows))
+        columns = zip(*(call.arrays for call in calls), strict=True)
+        outputs = signature.run([_padded(column, size) for column in columns])
         if any(array.ndim == 0 or len(array) != size for array in outputs.values()):
             return [call.encode(signature.run(call.arrays)) for call in calls]  # have no rows
         answers: list[bytes | RequestError] = []
@@ -294,11 +284,7 @@ class ServedModel:
             start = end
         return answers
 
-    def _metadata(self, payload: bytes = b"") -> Any:
-        request = get_model_metadata_pb2.GetModelMetadataRequest.FromString(payload)
-        for field in request.metadata_field:
-            if field != "signature_def":
-                invalid(f"Metadata field {field} is not supported")
+    def _metadata(self) -> Any:
         response = get_model_metadata_pb2.GetModelMetadataResponse()
         response.model_spec.name = self.name
         response.model_spec.version.value = self.version
@@ -330,8 +316,7 @@ def _require_inputs(inputs: Mapping[str, Any], signature: Signature) -> None:
     if sent != wanted:
         extra, missing = ",".join(sorted(sent - wanted)), ",".join(sorted(wanted - sent))
         invalid(
-            f"input size does not match signature: {len(sent)}!={len(wanted)} "
-            f"len({{{','.join(sorted(sent))}}}) != len({{{','.join(sorted(wanted))}}}). "
+            f"input size does not match signature: {len(sent)}!={len(wanted)}. "
             f"Sent extra: {{{extra}}}. Missing but required: {{{missing}}}."
         )
 
@@ -353,30 +338,12 @@ def _array(tensor: Any, spec: TensorSpec, name: str) -> np.ndarray:
         return np.frombuffer(tensor.tensor_content, spec.dtype).reshape(shape)
     if size_bytes > max(_MOST_BYTES, _MOST_OF_A_BYTE * tensor.ByteSize()):
         invalid(f"input {name}: shape {shape} is more than a request can hold")
-    try:
-        array: np.ndarray = tf.make_ndarray(tensor)
-    except (ValueError, TypeError) as error:
-        invalid(f"input {name}: {error}")
-    return array
+    return np.asarray(tf.make_ndarray(tensor))
 
 
-def _joined(column: Sequence[np.ndarray], size: int) -> np.ndarray:
+def _padded(column: Sequence[np.ndarray], size: int) -> np.ndarray:
     """Return the rows of requests as one array of `size` rows, the last one repeated."""
-    total = sum(len(array) if array.ndim else 1 for array in column)
-    if len(column) == 1 and total >= size:
+    missing = size - sum(map(len, column))
+    if len(column) == 1 and not missing:
         return column[0]
-    parts = [*column]
-    last = next((array[-1:] for array in reversed(column) if len(array)), None)
-    if total < size and last is not None:
-        parts.append(np.repeat(last, size - total, axis=0))
-    return np.concatenate(parts)
-
-
-def _of_tensorflow(error: Exception) -> RequestError:
-    """Return the error for what TensorFlow has raised: its code, the first line of its text."""
-    text = reason_of(error)
-    code = error.error_code if isinstance(error, tf.errors.OpError) else Code.INTERNAL
-    try:
-        return RequestError(Code(code), text)
-    except ValueError:
-        return RequestError(Code.INTERNAL, text)
+    return np.concatenate([*column, np.repeat(column[-1][-1:], missing, axis=0)])

@@ -78,7 +78,7 @@ def main() -> int:
             os.sched_setaffinity(0, order.cores)  # before the threads of a Session are made
         directory = Path(order.directory)
         model = ServedModel(directory, order.name, batch_sizes=order.batch_sizes)
-        warmed = model.warm_up(directory)
+        model.warm_up(directory)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(order.path)
         listener.listen()
@@ -88,7 +88,7 @@ def main() -> int:
     # What is loaded stays; the lists of one request alone would have the collector look at them.
     gc.freeze()
     gc.set_threshold(_OBJECTS)
-    print(json.dumps({"ready": warmed}), file=status)
+    print(json.dumps({"ready": True}), file=status)
     while True:
         connection, _ = listener.accept()
         with connection:
@@ -122,8 +122,6 @@ def _received(connection: socket.socket, buffer: FrameBuffer, *, wait: bool) -> 
         if not data:
             return frames
         frames += buffer.feed(data)
-        if len(data) < _PIECE and (frames or not wait):
-            return frames  # that was all there is
 
 
 def _answers(model: ServedModel, frames: list[Frame]) -> Iterable[bytes]:

@@ -6,24 +6,20 @@ Forms and texts follow ``tensorflow_serving/util/json_tensor.cc``. Pure, and wit
 from __future__ import annotations
 
 import base64
-import binascii
 import dataclasses
 import json
-import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import orjson
 
-from tfdist.serving.protocol import RequestError, invalid
+from tfdist.serving.protocol import invalid
 
 DEFAULT_SIGNATURE = "serving_default"
 _NAMES = {"float32": "float", "float64": "double", "float16": "half", "object": "string"}
-_MOST_DIMENSIONS = 64  # of a NumPy array
 _SHOWN = 500  # characters of a value in an error
-_TEXT_OR_INF = re.compile(rb'(?s)("(?:[^"\\]++|\\.?)*+"?)|Inf(?:inity)?')
+_URL_SAFE = str.maketrans("-_", "+/")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,181 +29,118 @@ class TensorSpec:
     dtype: np.dtype[Any]
     shape: tuple[int, ...] | None
 
-    def fits(self, shape: Sequence[int]) -> bool:
-        """Return whether an array of `shape` can be fed."""
-        if self.shape is None:
-            return True
-        pairs = zip(self.shape, shape, strict=False)
-        return len(shape) == len(self.shape) and all(want in (-1, has) for want, has in pairs)
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class JsonRequest:
-    """A predict request, its inputs by name; of row or column form."""
-
-    signature: str
-    row: bool
-    inputs: Mapping[str, np.ndarray]
-
-
-def decode_predict(body: bytes, signatures: Mapping[str, Mapping[str, TensorSpec]]) -> JsonRequest:
-    """Return the request in a JSON body.
+def decode_predict(
+    body: bytes, signatures: Mapping[str, Mapping[str, TensorSpec]]
+) -> tuple[str, dict[str, np.ndarray], bool]:
+    """Return what a JSON body asks for: signature, inputs by name, and whether it is by row.
 
     Args:
       body: of the HTTP request.
       signatures: the inputs of each signature of the model, by their names.
 
     Raises:
-      RequestError: with the text that TensorFlow Serving gives.
+      RequestError: with the text that TensorFlow Serving gives, where it is a usual one.
     """
     document = parse(body)
     signature = signature_of(document)
     specs = signatures.get(signature)
     if specs is None:
         invalid(f'Serving signature name: "{signature}" not found in signature def')
-    if "instances" in document and "inputs" in document:
-        _format(
-            document,
-            "Not formatted correctly expecting only one of 'inputs' or 'instances' keys to exist ",
-        )
+    row = "instances" in document
+    if row == ("inputs" in document):
+        invalid("Missing 'inputs' or 'instances' key, or both are there")
+    values = _by_row(document["instances"], specs) if row else _by_name(document["inputs"], specs)
     has_bools = b"true" in body or b"false" in body
-    if "instances" in document:
-        instances = document["instances"]
-        if not isinstance(instances, list):
-            _format(document, "Excepting 'instances' to be an list/array")
-        if not instances:
-            _format(document, "No values in 'instances' array")
-        inputs = _rows(instances, specs, has_bools)
-        return JsonRequest(signature=signature, row=True, inputs=inputs)
-    if "inputs" in document:
-        inputs = _columns(document["inputs"], specs, has_bools)
-        return JsonRequest(signature=signature, row=False, inputs=inputs)
-    invalid("Missing 'inputs' or 'instances' key")
+    inputs = {name: _array(values[name], spec, name, has_bools) for name, spec in specs.items()}
+    return signature, inputs, row
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in a body; NaN and Infinity are taken as TensorFlow Serving does."""
-    if not body:
-        invalid("JSON Parse error: The document is empty")
+    """Return the JSON object in a body, in which NaN and Infinity are numbers."""
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        document = _parse_slowly(body, error)
-    if not isinstance(document, dict):
-        _format(document, "Is not object")
-    return document
-
-
-def _parse_slowly(body: bytes, found: orjson.JSONDecodeError) -> Any:
-    """Parse by Python's own parser, which knows NaN; orjson's error says where it is wrong."""
-    if b"NaN" in body or b"Inf" in body:
         try:
-            return json.loads(_TEXT_OR_INF.sub(lambda part: part[1] or b"Infinity", body))
+            document = json.loads(body)  # which knows NaN; orjson's error says what is wrong
         except (ValueError, RecursionError):
-            pass
-    invalid(f"JSON Parse error: {found.msg} at offset: {found.pos}")
+            invalid(f"JSON Parse error: {error.msg} at offset: {error.pos}")
+    if not isinstance(document, dict):
+        invalid(f"JSON Value: {_shown(document)} Is not object")
+    return document
 
 
 def signature_of(document: Mapping[str, Any]) -> str:
     """Return the name of the signature that a request asks for."""
     name = document.get("signature_name", "")
     if not isinstance(name, str):
-        _format(document, "not formatted correctly. 'signature_name' key must be a string value.")
+        invalid("'signature_name' key must be a string value.")
     return name or DEFAULT_SIGNATURE
 
 
-def _rows(
-    instances: list[Any], specs: Mapping[str, TensorSpec], has_bools: bool
-) -> dict[str, np.ndarray]:
-    if not isinstance(instances[0], dict) and len(specs) > 1:
+def _by_row(instances: Any, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    """Return the values of each input in 'instances': a list of objects, or of the only input."""
+    if not isinstance(instances, list) or not instances:
+        invalid("Expecting 'instances' to be a list/array with values")
+    if not _is_object(instances[0]):
+        return _of_only_input("instances", instances, specs)
+    for at, row in enumerate(instances):
+        if not isinstance(row, dict) or row.keys() != specs.keys():
+            invalid(
+                f"Failed to process element: {at} of 'instances' list. JSON object: {_shown(row)} "
+                f"keys must be equal to: {','.join(sorted(specs))}"
+            )
+    return {name: [row[name] for row in instances] for name in specs}
+
+
+def _by_name(inputs: Any, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    """Return the values of each input in 'inputs': an object, or the values of the only input."""
+    if not _is_object(inputs):
+        return _of_only_input("inputs", inputs, specs)
+    for name in specs:
+        if name not in inputs:
+            invalid(f"Missing named input: {name} in 'inputs' object.")
+    return dict(inputs)
+
+
+def _of_only_input(key: str, values: Any, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    if len(specs) != 1:
         invalid(
-            "instances is a plain list, but expecting list of objects as multiple input tensors "
+            f"{key} is a plain value/list, but expecting objects as multiple input tensors "
             "required as per tensorinfo_map"
         )
-    objects = _is_object(instances[0])
-    for at, row in enumerate(instances):
-        if objects and not _is_object(row):
-            invalid(f"Expecting object but got list at item {at} of input list")
-        if not objects and _is_object(row):
-            invalid(f"Expecting value/list but got object at item {at} of input list")
-        if objects and set(row) != set(specs):
-            _wrong_keys(at, row, specs)
-    if not objects:
-        ((name, spec),) = specs.items()
-        return {name: _array(instances, spec, name, has_bools)}
-    return {
-        name: _array([row[name] for row in instances], spec, name, has_bools, f" key: {name}")
-        for name, spec in specs.items()
-    }
+    return dict.fromkeys(specs, values)
 
 
-def _wrong_keys(at: int, row: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> NoReturn:
-    for name in row:
-        if name not in specs:
-            invalid(
-                f"Failed to process element: {at} key: {name} of 'instances' list. Error: "
-                f"INVALID_ARGUMENT: JSON object: does not have named input: {name}"
-            )
-    invalid(
-        f"Failed to process element: {at} of 'instances' list. JSON object: {_shown(row)} keys "
-        f"must be equal to: {','.join(sorted(specs))}"
-    )
-
-
-def _columns(value: Any, specs: Mapping[str, TensorSpec], has_bools: bool) -> dict[str, np.ndarray]:
-    if not _is_object(value):
-        if len(specs) > 1:
-            invalid(
-                "inputs is a plain value/list, but expecting an object as multiple input tensors "
-                "required as per tensorinfo_map"
-            )
-        ((name, spec),) = specs.items()
-        return {name: _column(value, spec, name, has_bools)}
-    for name in specs:
-        if name not in value:
-            invalid(f"Missing named input: {name} in 'inputs' object.")
-    return {name: _column(value[name], spec, name, has_bools) for name, spec in specs.items()}
-
-
-def _column(value: Any, spec: TensorSpec, name: str, has_bools: bool) -> np.ndarray:
+def _array(value: Any, spec: TensorSpec, name: str, has_bools: bool) -> np.ndarray:
+    """Return a nest of lists as the array of an input."""
     array = _converted(value, spec.dtype, has_bools)
     if array is None:
-        _leaves(value, spec.dtype)
-        invalid(f"JSON Value: {_shown(value)} cannot be read as {_type_name(spec.dtype)}")
-    require_fit(array.shape, spec, name)
-    return array
-
-
-def _array(
-    rows: list[Any], spec: TensorSpec, name: str, has_bools: bool, key: str = ""
-) -> np.ndarray:
-    """Return the values of one input, a row for each element of 'instances'."""
-    array = _converted(rows, spec.dtype, has_bools)
-    if array is None:
-        want = _shape_of(rows[0])
-        for at, row in enumerate(rows):
-            try:
-                _leaves(row, spec.dtype)
-                if (has := _shape_of(row)) != want:
-                    sizes = math.prod(want), math.prod(has)
-                    what = f"shape {_listed(want)} but got: {_listed(has)}"
-                    if sizes[0] != sizes[1]:
-                        what = f"tensor size: {sizes[0]} but got: {sizes[1]}"
-                    invalid(f"Expecting {what}")
-            except RequestError as error:
-                invalid(
-                    f"Failed to process element: {at}{key} of 'instances' list. Error: "
-                    f"INVALID_ARGUMENT: {error}"
-                )
+        for leaf in np.array(value, object).reshape(-1):  # `flat` has a limit of 32 dimensions
+            _require_leaf(leaf, spec.dtype, name)
         invalid(f"Failed to process input {name}")
     require_fit(array.shape, spec, name)
     return array
 
 
+def _require_leaf(leaf: Any, dtype: np.dtype[Any], name: str) -> None:
+    """Raise RequestError unless a value in a nest is one of the type."""
+    if isinstance(leaf, list):  # as an array of objects has it
+        invalid(f"input {name}: lists of different lengths, or too many in one another")
+    if _converted(leaf, dtype, has_bools=True) is None:
+        shown, kind, wanted = _shown(leaf), json_type(leaf), _NAMES.get(dtype.name, dtype.name)
+        if kind == "Number" and dtype.kind == "f":
+            invalid(f"Cannot convert JSON value: {shown} to {wanted} without loss of precision.")
+        invalid(f"JSON Value: {shown} Type: {kind} is not of expected type: {wanted}")
+
+
 def require_fit(shape: Sequence[int], spec: TensorSpec, name: str) -> None:
     """Raise RequestError unless an input has the shape that the signature asks for."""
-    if not spec.fits(shape):
-        wanted = _listed(["?" if n < 0 else n for n in spec.shape or ()])
+    if spec.shape is None:
+        return
+    pairs = zip(spec.shape, shape, strict=False)
+    if len(shape) != len(spec.shape) or any(want not in (-1, has) for want, has in pairs):
+        wanted = _listed(["?" if n < 0 else n for n in spec.shape])
         invalid(f"input {name}: shape {_listed(shape)} does not match signature: {wanted}")
 
 
@@ -255,89 +188,34 @@ def _holds_bool(value: Any) -> bool:
 
 def _text(value: Any) -> np.ndarray | None:
     """Return a nest of texts and ``{"b64": ...}`` as an array of bytes."""
-    try:
-        leaves = _leaves(value, np.dtype(object))
-    except RequestError:
-        return None
-    texts = [
-        leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else from_base64(leaf)
-        for leaf in leaves
-    ]
-    return np.array(texts, object).reshape(_shape_of(value))
+    array = np.array(value, object)
+    flat = array.reshape(-1)
+    for at, leaf in enumerate(flat):
+        if isinstance(leaf, str):
+            flat[at] = leaf.encode("utf-8", "surrogatepass")
+        elif is_base64(leaf):
+            flat[at] = from_base64(leaf)
+        else:
+            return None
+    return array
+
+
+def is_base64(value: Any) -> bool:
+    """Return whether a JSON value is ``{"b64": text}``."""
+    return isinstance(value, dict) and len(value) == 1 and isinstance(value.get("b64"), str)
 
 
 def from_base64(value: Mapping[str, Any]) -> bytes:
     """Return the bytes in ``{"b64": ...}``; raise RequestError."""
+    text = value["b64"].translate(_URL_SAFE)
     try:
-        text = value["b64"].encode("ascii")
-        padded = text + b"=" * (-len(text) % 4)
-        return base64.b64decode(
-            padded, altchars=b"-_" if set(text) & set(b"-_") else None, validate=True
-        )
-    except (UnicodeEncodeError, binascii.Error):
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except ValueError:
         invalid("Unable to base64 decode")
-
-
-def _leaves(value: Any, dtype: np.dtype[Any]) -> list[Any]:
-    """Return the values in a nest; raise the RequestError for the first that is out of place."""
-    return list(_walk(value, _shape_of(value), 0, dtype))
-
-
-def _walk(value: Any, shape: tuple[int, ...], level: int, dtype: np.dtype[Any]) -> Iterator[Any]:
-    if not isinstance(value, list):
-        if level != len(shape):
-            invalid(
-                f"JSON Value: {_shown(value)} found at incorrect level: {level + 1} in the JSON "
-                f"DOM. Expected at level: {len(shape)}"
-            )
-        _check_leaf(value, dtype)
-        yield value
-        return
-    if level >= len(shape):
-        invalid(f"Encountered list at unexpected level: {level} expected < {len(shape)}")
-    if len(value) != shape[level]:
-        invalid(
-            f"Encountered list at unexpected size: {len(value)} at level: {level} expected size: "
-            f"{shape[level]}"
-        )
-    for one in value:
-        yield from _walk(one, shape, level + 1, dtype)
-
-
-def _check_leaf(value: Any, dtype: np.dtype[Any]) -> None:
-    if dtype.kind == "O" and isinstance(value, dict):
-        if not is_base64(value):
-            invalid(f"JSON Value: {_shown(value)} not formatted correctly for base64 data")
-        from_base64(value)
-        return
-    text = dtype.kind == "O"
-    if isinstance(value, str) if text else _converted(value, dtype, True) is not None:
-        return
-    shown, kind, wanted = _shown(value), json_type(value), _type_name(dtype)
-    if kind == "Number" and dtype.kind == "f":
-        invalid(f"Cannot convert JSON value: {shown} to {wanted} without loss of precision.")
-    invalid(f"JSON Value: {shown} Type: {kind} is not of expected type: {wanted}")
-
-
-def _shape_of(value: Any) -> tuple[int, ...]:
-    shape = []
-    while isinstance(value, list):
-        shape.append(len(value))
-        if len(shape) > _MOST_DIMENSIONS:
-            invalid(f"Encountered list at unexpected level: {_MOST_DIMENSIONS}")
-        if not value:
-            break
-        value = value[0]
-    return tuple(shape)
 
 
 def _is_object(value: Any) -> bool:
     return isinstance(value, dict) and not is_base64(value)
-
-
-def is_base64(value: Mapping[str, Any]) -> bool:
-    """Return whether an object is ``{"b64": text}``."""
-    return len(value) == 1 and isinstance(value.get("b64"), str)
 
 
 # Answers ------------------------------------------------------------------------------------------
@@ -345,15 +223,17 @@ def is_base64(value: Mapping[str, Any]) -> bool:
 
 def encode_predict(outputs: Mapping[str, np.ndarray], *, row: bool) -> bytes:
     """Return the JSON answer: ``predictions`` with a row per instance, or ``outputs``."""
+    sizes = {len(array) if array.ndim else None for array in outputs.values()}
+    if row and (None in sizes or len(sizes) > 1):
+        invalid("The outputs have no row for each instance: send 'inputs' in place of 'instances'")
     values = {name: _plain(name, array) for name, array in outputs.items()}
-    if not row:
-        only = next(iter(values.values())) if len(values) == 1 else values
-        return dumps({"outputs": only}, outputs)
-    _require_rows(outputs)
+    content: Any = values
     if len(values) == 1:
-        return dumps({"predictions": next(iter(values.values()))}, outputs)
-    rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
-    return dumps({"predictions": rows}, outputs)
+        (content,) = values.values()
+    elif row:
+        rows = zip(*values.values(), strict=True)
+        content = [dict(zip(values, one, strict=True)) for one in rows]
+    return dumps({"predictions" if row else "outputs": content}, outputs)
 
 
 def dumps(document: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -377,28 +257,13 @@ def _plain(name: str, array: np.ndarray) -> Any:
         return array if array.ndim else array[()]
     if array.dtype.kind != "O":
         return array.tolist()
-    if name.endswith("_bytes"):
-        return _mapped(array, lambda text: {"b64": base64.b64encode(text).decode()})
-    return _mapped(array, lambda text: text.decode("utf-8", "replace"))
 
+    def encode(text: bytes) -> Any:
+        if name.endswith("_bytes"):
+            return {"b64": base64.b64encode(text).decode()}
+        return text.decode("utf-8", "replace")
 
-def _mapped(array: np.ndarray, function: Any) -> Any:
-    made = np.empty(array.shape, object)
-    made.reshape(-1)[:] = [function(one) for one in array.reshape(-1)]
-    return made.tolist()
-
-
-def _require_rows(outputs: Mapping[str, np.ndarray]) -> None:
-    sizes = {name: array.shape[0] if array.ndim else None for name, array in outputs.items()}
-    for name, size in sizes.items():
-        if size is None:
-            invalid(f"Tensor name: {name} has no shape information ")
-        if size != next(iter(sizes.values())):
-            invalid(f"Tensor name: {name} has inconsistent batch size: {size}")
-
-
-def _type_name(dtype: np.dtype[Any]) -> str:
-    return _NAMES.get(dtype.name, dtype.name)
+    return np.vectorize(encode, otypes=[object])(array).tolist()
 
 
 def json_type(value: Any) -> str:
@@ -416,7 +281,3 @@ def _shown(value: Any) -> str:
 
 def _listed(shape: Sequence[object]) -> str:
     return "[" + ",".join(map(str, shape)) + "]"
-
-
-def _format(value: Any, problem: str) -> NoReturn:
-    invalid(f"JSON Value: {_shown(value)} {problem}")

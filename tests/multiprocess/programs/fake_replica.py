@@ -26,8 +26,8 @@ class FakeModel:
         if (directory / "saved_model.pb").read_text() == "broken":
             raise ValueError("broken on purpose")
 
-    def warm_up(self, directory: Path) -> int:
-        return 0
+    def warm_up(self, directory: Path) -> None:
+        pass
 
     def answer(self, requests: Sequence[tuple[Kind, bytes]]) -> list[bytes | RequestError]:
         return [self._one(kind, payload) for kind, payload in requests]
