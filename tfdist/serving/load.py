@@ -32,6 +32,7 @@ from tfdist.errors import EXIT_FAILED, EXIT_OK, TfdistError, require, require_in
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
 _FREE_LENGTH = 16  # of a dimension that the signature leaves open
 _ANSWERED = ("200", "OK")
+_BROKEN = ("UNAVAILABLE", "BrokenPipeError", "ConnectionRefusedError", "ConnectionResetError")
 _READY_S = 5.0  # for a connection
 _CALL_S = 60.0
 _AGAIN_AFTER_S = 0.01
@@ -104,7 +105,15 @@ async def run(load: Load, stop: Callable[[], bool] = lambda: False) -> Measured:
     make = _GrpcClient if load.grpc else _RestClient
     clients: list[_RestClient | _GrpcClient] = [make(load) for _ in range(load.connections)]
 
-    async def ask(client: _RestClient | _GrpcClient) -> None:
+    async def outcome_of(client: _RestClient | _GrpcClient) -> str:
+        """Send a request, again where its connection breaks; return what came of it."""
+        for _ in range(load.tries - 1):
+            if (outcome := await client.ask()) not in _BROKEN:
+                return outcome
+            await asyncio.sleep(_AGAIN_AFTER_S)
+        return await client.ask()
+
+    async def send_all(client: _RestClient | _GrpcClient) -> None:
         """Send one request after the other until the end."""
         while True:
             sent = time.perf_counter()
@@ -113,7 +122,7 @@ async def run(load: Load, stop: Callable[[], bool] = lambda: False) -> Measured:
                 await asyncio.sleep(max(0.0, sent - time.perf_counter()))
             if sent >= end or stop():
                 return
-            outcome = await client.outcome()
+            outcome = await outcome_of(client)
             if sent < first:
                 continue
             if outcome in _ANSWERED:
@@ -124,7 +133,7 @@ async def run(load: Load, stop: Callable[[], bool] = lambda: False) -> Measured:
     for client in clients:
         await client.connect()
     try:
-        await asyncio.gather(*map(ask, clients))
+        await asyncio.gather(*map(send_all, clients))
     finally:
         for client in clients:
             await client.close()
@@ -135,7 +144,6 @@ class _RestClient(asyncio.Protocol):
     """A connection that is opened again when it breaks; one request at a time."""
 
     def __init__(self, load: Load) -> None:
-        self._tries = load.tries
         self._parts = parts = urllib.parse.urlsplit(load.url)
         authorization = f"Authorization: Bearer {load.token}\r\n" if load.token else ""
         head = (
@@ -155,24 +163,19 @@ class _RestClient(asyncio.Protocol):
             ssl=ssl.create_default_context() if secure else None,
         )
 
-    async def outcome(self) -> str:
-        """Return the status of the answer, or by what error there is none after all tries."""
-        for _ in range(self._tries):
-            try:
-                async with asyncio.timeout(_CALL_S):
-                    if self._transport is None or self._transport.is_closing():
-                        await self.connect()
-                    assert self._transport is not None
-                    self._answer = asyncio.get_running_loop().create_future()
-                    self._transport.write(self._request)
-                    return f"{await self._answer}"
-            except TimeoutError:
-                await self.close()
-                return "TimeoutError"
-            except (OSError, httptools.HttpParserError) as error:
-                failed = type(error).__name__
-                await asyncio.sleep(_AGAIN_AFTER_S)
-        return failed
+    async def ask(self) -> str:
+        """Send the request; return the status of the answer, or by what error there is none."""
+        try:
+            async with asyncio.timeout(_CALL_S):
+                if self._transport is None or self._transport.is_closing():
+                    await self.connect()
+                assert self._transport is not None
+                self._answer = asyncio.get_running_loop().create_future()
+                self._transport.write(self._request)
+                return f"{await self._answer}"
+        except (OSError, httptools.HttpParserError) as error:
+            await self.close()  # else the next request has a late answer to this one
+            return type(error).__name__
 
     async def close(self) -> None:
         if self._transport is not None:
@@ -188,8 +191,6 @@ class _RestClient(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(error)
-            if self._transport is not None:
-                self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -224,19 +225,13 @@ class _GrpcClient:
         except TimeoutError:
             raise OSError(f"no server of gRPC at {self._load.grpc}") from None
 
-    async def outcome(self) -> str:
-        """Return the status of the answer, after all tries where nobody can be reached."""
-        for _ in range(self._load.tries):
-            try:
-                await self._call(self._load.body, timeout=_CALL_S, metadata=self._metadata)
-            except grpc.aio.AioRpcError as error:
-                failed = error.code().name
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    return failed
-                await asyncio.sleep(_AGAIN_AFTER_S)
-            else:
-                return "OK"
-        return failed
+    async def ask(self) -> str:
+        """Send the request; return the status of the answer."""
+        try:
+            await self._call(self._load.body, timeout=_CALL_S, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+        return "OK"
 
     async def close(self) -> None:
         await self._channel.close()
