@@ -89,14 +89,12 @@ def test_a_model_of_two_replicas(trained, tmp_path):
     assert (request.model_spec.name, list(request.inputs)) == ("cnn", ["image"])
 
 
-def test_two_exports_of_one_model_follow_each_other(trained, tmp_path, monkeypatch):
-    """They would take the same number, and each the other's unfinished files away."""
-    home = tmp_path / "m"
-    home.mkdir()
+def test_two_exports_into_one_directory_follow_each_other(trained, tmp_path, monkeypatch):
+    """They would take the same number, or write ``models.config`` without the other's model."""
     monkeypatch.setattr("tfdist.serving.export._OTHERS_S", 0.0)
-    with FileLock(home).acquire(), pytest.raises(TfdistError, match="is locked by process"):
+    with FileLock(tmp_path).acquire(), pytest.raises(TfdistError, match="is locked by process"):
         tfdist.export_model(trained, tmp_path, name="m")
-    assert list(home.iterdir()) == []
+    assert not list(tmp_path.glob("m/*"))
     assert tfdist.export_model(trained, tmp_path, name="m").name == "1"
 
 

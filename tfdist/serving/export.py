@@ -37,7 +37,7 @@ _TOLERANCE = 1e-6
 _EXAMPLES = 2
 _BATCH = 32  # of the measurement of a lower precision
 _FREE_LENGTH = 16  # of a dimension that the model leaves open
-_OTHERS_S = 600.0  # how long another export of the same model may take
+_OTHERS_S = 600.0  # how long another export into the directory may take
 _BATCHING = """\
 # Change it as you like: an export writes it where there is none.
 max_batch_size { value: 32 }
@@ -87,7 +87,7 @@ def export_model(
     Raises:
       UsageError: the model is not built, or Keras cannot save it; the version is there already.
       TfdistError: what was exported does not give the model's answers, or cannot be written;
-        another export of the model takes more than ten minutes.
+        another export into the directory takes more than ten minutes.
     """
     job = job_of(model.distribute_strategy)
     require_one_of("precision", precision, PRECISIONS)
@@ -101,12 +101,15 @@ def export_model(
     full = None if precision == "float32" else predict(model, x, verbose=0)
     path = ""
     if job.is_chief:
-        with _publishing(Path(directory), name or model.name, version) as (place, unfinished):
-            name = place.parent.name
+        directory, name = Path(directory), name or model.name
+        with (
+            one_line_errors(f"export: cannot write in {directory}"),
+            _publishing(directory, name, version) as (target, unfinished),
+        ):
             local = model if job.kind == "single" else _copy(model)
             export = _write(_lowered(local, precision), nest, unfinished)
             manifest = {
-                "version": int(place.name),
+                "version": int(target.name),
                 "name": name,
                 "tfdist": sys.modules["tfdist"].__version__,
                 "tensorflow": tf.__version__,
@@ -119,9 +122,7 @@ def export_model(
             manifest |= {"weights_sha256": weights_sha256(model), **(origin or {})}
             _write_warm_up(unfinished, name, export.named(samples))
             write_json(unfinished / MANIFEST, manifest)
-        with one_line_errors(f"export: cannot write in {directory}"):
-            _write_configs(Path(directory))
-        path = str(place)
+        path = str(target)
         _LOG.info("%s: exported and checked", path)
     return Path(broadcast(path))
 
@@ -301,12 +302,13 @@ def _require_equal(found: Mapping[str, np.ndarray], wanted: Any) -> None:
             "predict_step of its own); nothing is published"
         )
     for (name, value), like in zip(found.items(), flat, strict=True):
-        gap, is_number = float(np.max(_gap(value, like), initial=0.0)), like.dtype.kind in "fiu"
-        scale = max(1.0, float(np.max(np.abs(like), initial=0.0))) if is_number else 1.0
-        if not gap <= _TOLERANCE * scale:
+        gap, largest = float(np.max(_gap(value, like), initial=0.0)), 1.0
+        if like.dtype.kind in "fiu":
+            largest = max(1.0, float(np.max(np.abs(like), initial=0.0)))
+        if not gap <= _TOLERANCE * largest:
             raise TfdistError(
                 f"export: output {name!r} is {gap:.3g} away from what tfdist.predict gives, of at "
-                f"most {_TOLERANCE * scale:.3g} (a predict_step of its own, or a layer that goes "
+                f"most {_TOLERANCE * largest:.3g} (a predict_step of its own, or a layer that goes "
                 "by something other than inputs); nothing is published"
             )
 
@@ -374,8 +376,7 @@ def _write(model: keras.Model, nest: Any, directory: Path) -> _Export:
     archive = keras.export.ExportArchive()
     archive.track(model)
     archive.add_endpoint(SIGNATURE, serve, input_signature=flat)
-    with one_line_errors(f"export: cannot write {directory}"):
-        archive.write_out(str(directory), verbose=False)
+    archive.write_out(str(directory), verbose=False)
     return _Export(tf.saved_model.load(str(directory)).signatures[SIGNATURE], flat, names)
 
 
@@ -416,7 +417,7 @@ def _publishing(directory: Path, name: str, version: int | None) -> Iterator[tup
     """Yield the directory of a new version, and the one to write, which becomes it.
 
     It is renamed once the block has ended without error: servers look at names that are numbers
-    alone. No other export of the model works meanwhile.
+    alone. No other export writes in `directory` meanwhile. Raises OSError.
     """
     require(
         re.fullmatch(r"[\w.-]+", name) and not name.startswith("."),
@@ -427,29 +428,26 @@ def _publishing(directory: Path, name: str, version: int | None) -> Iterator[tup
         code="not-a-name",
     )
     home = directory / name
-    with one_line_errors(f"export: cannot write {home}"):
-        home.mkdir(parents=True, exist_ok=True)
-    with FileLock(home) as lock:
+    home.mkdir(parents=True, exist_ok=True)
+    with FileLock(directory) as lock:
         with contextlib.suppress(OSError):  # a file system that has no locks
             lock.acquire(within_s=_OTHERS_S)
-        place = _place(home, version)
-        unfinished = place.with_name(f".partial-{place.name}")
-        with one_line_errors(f"export: cannot write {place}"):
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
+        target = _new_version(home, version)
+        unfinished = target.with_name(f".partial-{target.name}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
         try:
-            yield place, unfinished
-            with one_line_errors(f"export: cannot write {place}"):
-                for path in [*unfinished.rglob("*"), unfinished]:
-                    fsync(path)
-                os.rename(unfinished, place)
-                fsync(home)
-        except BaseException:
+            yield target, unfinished
+            for path in [*unfinished.rglob("*"), unfinished]:
+                fsync(path)
+            os.rename(unfinished, target)
+            fsync(home)
+        finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+        _write_configs(directory)
 
 
-def _place(home: Path, version: int | None) -> Path:
+def _new_version(home: Path, version: int | None) -> Path:
     """Return the version directory to make."""
     there = [int(p.name) for p in home.glob("[0-9]*") if p.name.isdecimal()]
     if version is None:
@@ -469,7 +467,7 @@ def _place(home: Path, version: int | None) -> Path:
 def _write_configs(directory: Path) -> None:
     """Write which models there are, and once how requests are batched, for TensorFlow Serving.
 
-    Raises OSError. https://github.com/tensorflow/serving/blob/master/tensorflow_serving/g3doc/serving_config.md
+    https://github.com/tensorflow/serving/blob/master/tensorflow_serving/g3doc/serving_config.md
     """
     from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
 
