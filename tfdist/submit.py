@@ -24,14 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    if kserve.is_asked_for(words):
+    if kserve.is_requested(words):
         done = _to_kserve(words)
     elif (request := parse(words)) is None:
-        done = tools.Submitted(text=help_text())
+        done = tools.Submission(text=help_text())
     elif request.flags.status:
-        done = tools.Submitted(text=_status(request))
+        done = tools.Submission(text=_status(request))
     elif request.flags.logs:
-        done = tools.Submitted(text=_logs(request))
+        done = tools.Submission(text=_logs(request))
     else:
         done = _to_slurm(request) if request.flags.to == "slurm" else _to_kubernetes(request)
     for line in done.warnings:
@@ -40,29 +40,29 @@ def _run(words: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _to_kserve(words: Sequence[str]) -> tools.Submitted:
+def _to_kserve(words: Sequence[str]) -> tools.Submission:
     service = kserve.parse(words)
     manifest = kserve.render(service)
     if service.dry_run:
-        return tools.Submitted(text=manifest)
+        return tools.Submission(text=manifest)
     return tools.apply(manifest, name=service.name, kind=kserve.KIND, namespace=service.namespace)
 
 
-def _to_slurm(request: JobRequest) -> tools.Submitted:
+def _to_slurm(request: JobRequest) -> tools.Submission:
     script = slurm.render(request)
     if request.launch.dry_run:
-        return tools.Submitted(text=script)
+        return tools.Submission(text=script)
     return tools.sbatch(script, name=request.name)
 
 
-def _to_kubernetes(request: JobRequest) -> tools.Submitted:
+def _to_kubernetes(request: JobRequest) -> tools.Submission:
     kind = kubernetes.kind_of(request)
     manifests = kubernetes.render(request, kind=kind)
-    done = tools.Submitted(text=manifests)
+    done = tools.Submission(text=manifests)
     if not request.launch.dry_run:
         namespace = request.flags.namespace
         done = tools.apply(manifests, name=request.name, kind=kind, namespace=namespace)
-    return tools.Submitted(text=done.text, warnings=(*kubernetes.notes(request), *done.warnings))
+    return tools.Submission(text=done.text, warnings=(*kubernetes.notes(request), *done.warnings))
 
 
 def _status(request: JobRequest) -> str:

@@ -21,8 +21,7 @@ from tfdist.configs import command_line
 from tfdist.find import __main__ as find
 from tfdist.find import split_size
 from tfdist.launch import options
-from tfdist.ops.submit import kserve
-from tfdist.ops.submit.request import FLAGS as SUBMIT_FLAGS
+from tfdist.ops.submit import kserve, request
 from tfdist.report import __main__ as report
 from tfdist.serving import load
 
@@ -100,7 +99,7 @@ def _flags_of(*parsers: argparse.ArgumentParser) -> list[str]:
 def _flags_by_page() -> Iterator[tuple[str, str]]:
     pages = {
         "launch.md": [flag.name for flag in options.FLAGS],
-        "submit.md": [flag.name for flag in SUBMIT_FLAGS],
+        "submit.md": [n for n in _flags_of(request._parser()) if n not in request.NOT_HERE],
         "tuning.md": _flags_of(tfdist.tuning.options._parser()),
         "checks.md": _flags_of(doctor._parser(), lint._parser()),
         "serving.md": _flags_of(

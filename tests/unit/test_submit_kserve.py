@@ -68,11 +68,6 @@ def test_what_is_asked_for_is_in_the_manifest(capsys):
         (["--to=kserve", "--name", "digits", "--model", "/served"], "--model: received '/served'"),
         (["--to=kserve", "--name", "Digits", "--model", "pvc://a/b"], "--name: received 'Digits'"),
         ([*FLAGS, "--replicas", "3", "--max_replicas", "2"], "--max_replicas: received 2"),
-        *(
-            ([*FLAGS, "--memory", m], f"--memory: received '{m}'")
-            for m in ("much", "500m", "4", "1K")
-        ),
-        ([*FLAGS, "--cpus", "2G"], "--cpus: received '2G'"),
         ([*FLAGS, "train.py"], "train.py"),
     ],
 )

@@ -6,24 +6,18 @@ https://kserve.github.io/website/docs/model-serving/predictive-inference/framewo
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 
 from tfdist.argument_parser import Parser
 from tfdist.errors import require, require_int
-from tfdist.ops.submit.kubernetes import comments, text_of
-from tfdist.ops.submit.pods import GPU, MANAGED_BY, Manifest, given
+from tfdist.ops.submit.kubernetes import check_name, comments, text_of
+from tfdist.ops.submit.pods import GPU, MANAGED_BY, Manifest, without_unset
 
 KIND = "inferenceservice"
-_NAME = r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?"
 _STORES = ("pvc://", "s3://", "gs://", "https://", "http://", "hdfs://", "oci://")
-_AMOUNTS = {
-    "cpus": (r"[1-9][0-9]{0,8}m?", "CPUs as Kubernetes has them: 2, or 500m for a half"),
-    "memory": (r"[1-9][0-9]{0,8}[MGT]i?", "a number and M, G, T, Mi, Gi or Ti"),
-}
 
 
-def is_asked_for(argv: Sequence[str]) -> bool:
+def is_requested(argv: Sequence[str]) -> bool:
     """Return whether the first --to of a command line is kserve."""
     words = [*argv, ""]
     at = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--to"), -1)
@@ -33,7 +27,7 @@ def is_asked_for(argv: Sequence[str]) -> bool:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the service of a command line, `--to kserve` in it; raise UsageError."""
     values: argparse.Namespace = _parser().parse_args(list(argv))
-    _require_form("--name", values.name, _NAME, "at most 42 small letters, digits and '-'")
+    check_name(values.name)
     require(
         values.model.startswith(_STORES),
         "--model",
@@ -42,9 +36,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         fix="write --model pvc://CLAIM/served/NAME, for example",
         code="bad-value",
     )
-    for flag, form in _AMOUNTS.items():
-        if value := getattr(values, flag):
-            _require_form(f"--{flag}", value, *form)
     require_int("--replicas", values.replicas, least=0)
     if values.max_replicas is None:
         values.max_replicas = max(values.replicas, 1)
@@ -62,8 +53,8 @@ def _parser() -> Parser:
     add("--model", required=True, metavar="URI", help="the directory that has the versions")
     add("--replicas", type=int, default=1, help="least pods; default 1, 0 with Knative alone")
     add("--max_replicas", type=int, help="most pods; default --replicas")
-    add("--cpus", metavar="2", help="of each pod")
-    add("--memory", metavar="4Gi", help="of each pod")
+    add("--cpus", metavar="500m", help="of each pod, as Kubernetes has them")
+    add("--memory", metavar="4Gi", help="of each pod, likewise")
     add("--gpus", type=int, default=0, help="of each pod")
     add("--namespace", metavar="NS", help="default that of kubectl's context")
     add("--service_account", metavar="NAME", help="that may read the model")
@@ -71,32 +62,21 @@ def _parser() -> Parser:
     return parser
 
 
-def _require_form(flag: str, value: str, pattern: str, expected: str) -> None:
-    require(
-        re.fullmatch(pattern, value),
-        flag,
-        received=repr(value),
-        expected=expected,
-        fix=f"correct {flag}",
-        code="bad-value",
-    )
-
-
 def render(service: argparse.Namespace) -> str:
     """Return the manifest of the InferenceService that `parse` returns."""
-    amounts = given({"cpu": service.cpus, "memory": service.memory})
+    amounts = without_unset({"cpu": service.cpus, "memory": service.memory})
     if service.gpus:
         amounts[GPU] = f"{service.gpus}"
     model: Manifest = {
         "modelFormat": {"name": "tensorflow", "version": "2"},
         "protocolVersion": "v1",
         "storageUri": service.model,
-        "resources": given({"requests": amounts, "limits": amounts}),
+        "resources": without_unset({"requests": amounts, "limits": amounts}),
     }
     manifest: Manifest = {
         "apiVersion": "serving.kserve.io/v1beta1",
         "kind": "InferenceService",
-        "metadata": given(
+        "metadata": without_unset(
             {
                 "name": service.name,
                 "namespace": service.namespace,
@@ -104,12 +84,12 @@ def render(service: argparse.Namespace) -> str:
             }
         ),
         "spec": {
-            "predictor": given(
+            "predictor": without_unset(
                 {
                     "minReplicas": service.replicas,
                     "maxReplicas": service.max_replicas,
                     "serviceAccountName": service.service_account,
-                    "model": given(model),
+                    "model": without_unset(model),
                 }
             )
         },

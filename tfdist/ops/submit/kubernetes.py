@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
@@ -29,11 +30,11 @@ from tfdist.ops.submit.pods import (
     SERVER_CODES,
     Manifest,
     Role,
-    admission,
-    given,
     labels,
     metadata,
+    network_policy,
     template,
+    without_unset,
 )
 from tfdist.ops.submit.request import JobRequest, wrong
 
@@ -54,8 +55,9 @@ _JOB_RESTARTS = {
 def indexed_job(request: JobRequest) -> list[Manifest]:
     """Return the Job of all tasks, and the Service by which they find each other."""
     is_ps = request.is_ps
-    if is_ps and request.gpus:
-        received = f"{request.gpus} in a ps job"
+    gpus = request.flags.gpus
+    if is_ps and gpus:
+        received = f"{gpus} in a ps job"
         expected = "no --gpus: all pods of a Job are alike, the ps and the chief too"
         raise wrong("gpus", received, expected, "use --kind jobset or tfjob")
     variables, subdomain = {}, None
@@ -65,7 +67,7 @@ def indexed_job(request: JobRequest) -> list[Manifest]:
     if is_ps:
         variables["TFDIST_PS"] = f"{request.num_ps}"
     role = Role(
-        gpus=request.gpus,
+        gpus=gpus,
         variables=variables,
         codes=SERVER_CODES if is_ps else {},
         codes_from_index=1 if is_ps else None,
@@ -92,7 +94,7 @@ def indexed_job(request: JobRequest) -> list[Manifest]:
 def indexed(request: JobRequest, count: int) -> Manifest:
     """Return the beginning of the spec of a Job with so many tasks."""
     tasks = {"completionMode": "Indexed", "completions": count, "parallelism": count}
-    return given({**tasks, "activeDeadlineSeconds": request.time_s})
+    return without_unset({**tasks, "activeDeadlineSeconds": request.time_s})
 
 
 def pod_failure_policy(container: str, *, again: str) -> Manifest:
@@ -207,7 +209,7 @@ def _jobset_failure_policy(request: JobRequest) -> Manifest:
 
 def _child(request: JobRequest, name: str, count: int, variables: Mapping[str, str]) -> Manifest:
     """Return the Job of a role, which any failure of a pod ends."""
-    gpus = request.gpus if name == "worker" else 0
+    gpus = request.flags.gpus if name == "worker" else 0
     role = Role(gpus=gpus, variables=variables, codes={}, annotations=_JOBSET_RESTARTS)
     spec = indexed(request, count)
     spec["backoffLimit"] = 0
@@ -235,13 +237,13 @@ def tfjob(request: JobRequest) -> list[Manifest]:
         codes = {EXIT_PEER_MISSING: _TFJOB_AGAIN}
         if is_ps and name != "Chief":
             codes = dict.fromkeys([*SERVER_CODES, EXIT_PEER_MISSING], _TFJOB_AGAIN)
-        gpus = request.gpus if name == "Worker" else 0
+        gpus = request.flags.gpus if name == "Worker" else 0
         # By these names the operator finds the container and the port.
         role = Role(container="tensorflow", port="tfjob-port", gpus=gpus, variables={}, codes=codes)
         made = template(request, role)
         del made["spec"]["restartPolicy"]  # the operator's own
         replicas[name] = {"replicas": count, "restartPolicy": "ExitCode", "template": made}
-    policy = given({"cleanPodPolicy": "Running", "activeDeadlineSeconds": request.time_s})
+    policy = without_unset({"cleanPodPolicy": "Running", "activeDeadlineSeconds": request.time_s})
     spec = {"runPolicy": policy, "tfReplicaSpecs": replicas}
     kind = {"apiVersion": "kubeflow.org/v1", "kind": "TFJob"}
     return [{**kind, "metadata": metadata(request), "spec": spec}]
@@ -259,8 +261,7 @@ _WITHOUT_EVALUATOR = {
     "job": "a pod that is done is not started again with the others",
     "tfjob": "its operator ends it with the chief",
 }
-_MAX_LABEL = 63
-_LABEL = re.compile("[a-z]([a-z0-9-]*[a-z0-9])?")
+_NAME = re.compile("[a-z]([a-z0-9-]{0,37}[a-z0-9])?")  # before role, number, random letters
 
 
 def kind_of(request: JobRequest) -> str:
@@ -270,12 +271,8 @@ def kind_of(request: JobRequest) -> str:
 
 def notes(request: JobRequest) -> tuple[str, ...]:
     """Return notes on the job for the user."""
-    is_kept = any(
-        f"{request.run_dir}/".startswith(f"{volume.mount.rstrip('/')}/")
-        for volume in request.volumes
-        if not volume.read_only
-    )
-    if is_kept:
+    writable = [volume.mount for volume in request.volumes if not volume.read_only]
+    if any(PurePosixPath(request.run_dir).is_relative_to(mount) for mount in writable):
         return ()
     return (
         f"note: the run directory {request.run_dir} is on no --volume: what the job writes is lost "
@@ -292,33 +289,24 @@ def render(request: JobRequest, *, kind: str) -> str:
     if request.flags.image is None:
         expected = "the image of the pods, with tfdist in it"
         raise wrong("image", "nothing", expected, "write --image registry/name:tag", "no-value")
-    _check_name(request, kind=kind)
+    check_name(request.name)
     if request.launch.evaluator and kind in _WITHOUT_EVALUATOR:
         received = f"it with --kind {kind}: {_WITHOUT_EVALUATOR[kind]}"
         expected = "--kind jobset, which waits for the last checkpoint and starts all together"
         fix = "use --kind jobset, or leave --evaluator out"
         raise wrong("evaluator", received, expected, fix)
-    made = [admission(request), *KINDS[kind](request)]
+    made = [network_policy(request), *KINDS[kind](request)]
     kinds = "networkpolicy,service,job" if kind == "job" else f"networkpolicy,{kind}"
     namespace = request.flags.namespace
     above = comments(request.title, kinds=kinds, name=request.name, namespace=namespace)
     return above + text_of(made)
 
 
-def _check_name(request: JobRequest, *, kind: str) -> None:
-    """Refuse a name with which a pod's own would be no label in DNS."""
-    roles = ["worker", *(["evaluator"] if request.launch.evaluator else [])]
-    count = request.num_tasks
-    ends = {
-        "job": [f"-{count}"],
-        "jobset": [f"-{role}-0-{count}-abcde" for role in roles],  # five random letters follow
-        "tfjob": [f"-worker-{count}"],
-    }[kind]
-    longest = _MAX_LABEL - max(map(len, ends))
-    if not _LABEL.fullmatch(request.name) or len(request.name) > longest:
-        expected = f"at most {longest} small letters, digits and '-', the first a letter"
-        fix = "write --name mnist, for example"
-        raise wrong("name", repr(request.name), expected, fix)
+def check_name(name: str) -> None:
+    """Raise UsageError for a name with which a pod's own might be no label in DNS."""
+    if not _NAME.fullmatch(name):
+        expected = "at most 39 small letters, digits and '-', the first a letter"
+        raise wrong("name", repr(name), expected, "write --name mnist, for example")
 
 
 # YAML writer for manifests that every parser reads the same way.

@@ -1,12 +1,11 @@
 """Kubernetes: the pod that runs one task. Pure.
 
 TensorFlow's servers run what anyone sends to their ports, so the pod has no account of the cluster
-unless one is asked for, and `admission` lets the job's own pods in and nobody else.
+unless one is asked for, and `network_policy` lets the job's own pods in and nobody else.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any
 
 from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.errors import EXIT_PEER_MISSING
-from tfdist.ops.submit.request import LABEL, JobRequest, pairs, wrong
+from tfdist.ops.submit.request import JobRequest, pairs
 
 Manifest = dict[str, Any]
 
@@ -51,7 +50,7 @@ def labels(request: JobRequest) -> dict[str, str]:
     return {"app.kubernetes.io/name": "tfdist", INSTANCE: request.name, MANAGED_BY: "tfdist.submit"}
 
 
-def given(manifest: Manifest) -> Manifest:
+def without_unset(manifest: Manifest) -> Manifest:
     """Return a manifest without its unset fields."""
     return {name: value for name, value in manifest.items() if value not in (None, [], {})}
 
@@ -59,15 +58,15 @@ def given(manifest: Manifest) -> Manifest:
 def metadata(request: JobRequest) -> Manifest:
     """Return the metadata of an object of the job."""
     namespace = request.flags.namespace
-    return given({"name": request.name, "namespace": namespace, "labels": labels(request)})
+    return without_unset({"name": request.name, "namespace": namespace, "labels": labels(request)})
 
 
-def admission(request: JobRequest) -> Manifest:
+def network_policy(request: JobRequest) -> Manifest:
     """Return the NetworkPolicy that admits the job's own pods only."""
     selector = {"matchLabels": {name: labels(request)[name] for name in (INSTANCE, MANAGED_BY)}}
     ingress: Manifest = {"from": [{"podSelector": selector}]}
     ports = request.launch.port_range
-    if ports is not None and not request.gpus:  # NCCL has ports of its own choice
+    if ports is not None and not request.flags.gpus:  # NCCL has ports of its own choice
         first, last = ports[0], ports[-1]
         ingress["ports"] = [{"protocol": "TCP", "port": first, "endPort": last}]
     return {
@@ -94,25 +93,25 @@ def template(request: JobRequest, role: Role) -> Manifest:
         "enableServiceLinks": False,
         # As the profile "restricted" of Pod Security asks for.
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
-        "nodeSelector": _node_selector(request),
+        "nodeSelector": pairs("node_selector", flags.node_selector),
         "serviceAccountName": flags.service_account,
         "imagePullSecrets": [{"name": secret}] if secret else [],
         "containers": [_container(request, role, mounts=[mount for _, mount in storage])],
         "volumes": [volume for volume, _ in storage],
     }
-    return {"metadata": {"labels": labels(request)}, "spec": given(spec)}
+    return {"metadata": {"labels": labels(request)}, "spec": without_unset(spec)}
 
 
 def _container(request: JobRequest, role: Role, *, mounts: Sequence[Manifest]) -> Manifest:
     ports = request.launch.port_range
     port = {"name": role.port, "containerPort": DEFAULT_PORT if ports is None else ports[0]}
     amounts = _amounts(request, role)
-    return given(
+    return without_unset(
         {
             "name": role.container,
             "image": request.flags.image,
-            "command": ["/bin/sh", "-c", literal(_script(request, role)), "tfdist"],
-            "args": [literal(word) for word in request.command],
+            "command": ["/bin/sh", "-c", escape_dollars(_script(request, role)), "tfdist"],
+            "args": [escape_dollars(word) for word in request.command],
             "env": _env(request, role),
             "ports": [port] if request.has_several_tasks else [],
             "resources": {"requests": amounts, "limits": amounts} if amounts else {},
@@ -128,7 +127,7 @@ def _container(request: JobRequest, role: Role, *, mounts: Sequence[Manifest]) -
 def _env(request: JobRequest, role: Role) -> list[Manifest]:
     """Return the variables of a container; of an annotation that a pod has not, an empty one."""
     made: list[Manifest] = [
-        {"name": name, "value": literal(value)}
+        {"name": name, "value": escape_dollars(value)}
         for name, value in {**request.variables(), **role.variables}.items()
     ]
     for name, key in role.annotations.items():
@@ -143,9 +142,9 @@ def _env(request: JobRequest, role: Role) -> list[Manifest]:
 
 def _amounts(request: JobRequest, role: Role) -> Manifest:
     mib = request.memory_mib or 0
-    return given(
+    return without_unset(
         {
-            "cpu": f"{request.cpus}" if request.cpus else None,
+            "cpu": f"{request.flags.cpus}" if request.flags.cpus else None,
             "memory": (f"{mib}Mi" if mib % 1024 else f"{mib // 1024}Gi") if mib else None,
             GPU: f"{role.gpus}" if role.gpus else None,
         }
@@ -162,9 +161,9 @@ def _storage(request: JobRequest, role: Role) -> list[tuple[Manifest, Manifest]]
         name, read_only = {"name": f"volume-{number}"}, volume.read_only or None
         source: Manifest = {"hostPath": {"path": volume.source}}
         if not volume.source.startswith("/"):
-            claim = given({"claimName": volume.source, "readOnly": read_only})
+            claim = without_unset({"claimName": volume.source, "readOnly": read_only})
             source = {"persistentVolumeClaim": claim}
-        mount = given({"mountPath": volume.mount, "readOnly": read_only})
+        mount = without_unset({"mountPath": volume.mount, "readOnly": read_only})
         made.append(({**name, **source}, {**name, **mount}))
     if role.gpus and all(volume.mount.rstrip("/") != _SHM for volume in request.volumes):
         memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}
@@ -215,15 +214,6 @@ def _script(request: JobRequest, role: Role) -> str:
     return "".join([_TFDIST.format(message=message), _TASK, *changes, 'exit "$code"\n'])
 
 
-def literal(text: str) -> str:
+def escape_dollars(text: str) -> str:
     """Escape a text for Kubernetes, which replaces $(NAME), and $$ by one dollar."""
     return text.replace("$", "$$") if "$(" in text or "$$" in text else text
-
-
-def _node_selector(request: JobRequest) -> Mapping[str, str]:
-    labels = pairs("node_selector", request.flags.node_selector)
-    for key, value in labels.items():
-        if not re.fullmatch(LABEL, text := f"{key}={value}"):
-            fix = "write --node_selector disk=ssd"
-            raise wrong("node_selector", repr(text), "a label and its value", fix)
-    return labels

@@ -6,6 +6,7 @@ It has flags of its own, those of the launcher, which the launcher checks, and a
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,105 +16,39 @@ from typing import NamedTuple
 from tfdist.argument_parser import Parser
 from tfdist.cluster import settings
 from tfdist.cluster.settings import RUN_DIR, holds_a_secret, names_a_secret
-from tfdist.errors import UsageError, require_one_of
+from tfdist.errors import UsageError, require_int, require_one_of
 from tfdist.launch import options as launcher
 from tfdist.launch.options import LaunchOptions, begins_program
 
 SEVERAL = ("multiworker", "ps", "pipeline")
 """The strategies of jobs of several tasks."""
 
-SCHEDULERS = ("slurm", "kubernetes")
-
-SLURM_WORD = r"[A-Za-z0-9][A-Za-z0-9_.,:=@+-]*", "a name as Slurm has it"
-_OBJECT = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "the name of an object of Kubernetes"
 _JOB = r"[A-Za-z0-9][A-Za-z0-9_.-]*", "letters, digits, '.', '_' and '-'"
-_COUNT = r"0*[1-9][0-9]{0,4}", "an integer from 1 to 99999"
-_KEY = r"[A-Za-z0-9](?:[A-Za-z0-9_./-]*[A-Za-z0-9])?"
-_VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
-_IN_ONE_LINE = r"[^\0\n]+", "a value in one line"
-_MEMORY = r"[1-9][0-9]{0,8}[MGT][iB]?", "a number and M, G or T"
-_TIME = (
-    r"(?=.*[1-9])([0-9]{1,6}[smhd]|([0-9]{1,4}-)?[0-9]{1,4}:[0-5]?[0-9]:[0-5]?[0-9])",
-    "30m, 4h, 2d, HH:MM:SS or D-HH:MM:SS",
-)
-_VOLUME = (
-    r"(/[^\0\n:=]*|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)=/[^\0\n:]+(:ro)?",
-    "CLAIM=/PATH or /DIRECTORY=/PATH, and :ro to read only",
-)
-_IMAGE = r"[A-Za-z0-9][A-Za-z0-9_./:@-]*", "the image of the pods, with tfdist in it"
-LABEL = rf"{_KEY}=({_VALUE})?"
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """A flag with a value; `form` is its pattern, and the words for it."""
-
-    name: str
-    shown: str
-    help: str
-    form: tuple[str, str] = _IN_ONE_LINE
-    example: str = ""
-    only: str = ""
-    """For which scheduler; empty for both."""
-    repeats: bool = False
-
-
-FLAGS = (
-    Flag("to", "slurm|kubernetes", "which scheduler"),
-    Flag("kind", "job|jobset|tfjob", "what to make (job)", only="kubernetes"),
-    Flag("status", "NAME", "show the state of a job, and submit nothing", _JOB, "mnist"),
-    Flag("logs", "NAME", "show the output of a job, and submit nothing", _JOB, "mnist"),
-    Flag("name", "NAME", "of the job (the program's)"),
-    Flag("python", "PATH", "the Python that has tfdist (python)"),
-    Flag("cpus", "N", "CPUs of each task", _COUNT, "8"),
-    Flag("memory", "16G", "memory of each task", _MEMORY, "16G"),
-    Flag("gpus", "N", "GPUs of each task that computes (0)", ("[0-9]{1,5}", "an integer"), "1"),
-    Flag("time", "4h", "limit: under Slurm of each run, else of the job", _TIME, "4h"),
-    Flag("env", "NAME=VALUE", "a variable for the tasks", repeats=True),
-    Flag(
-        "secret",
-        "NAME=WHERE",
-        "a variable whose value is in a file (Slurm: /path) or a Secret (secret/key)",
-        repeats=True,
+_WORD = r"[^\s-]\S*", "one word"
+_FORMS = {
+    **dict.fromkeys(("name", "status", "logs"), _JOB),
+    **dict.fromkeys(("partition", "account", "qos", "node_selector"), _WORD),
+    **dict.fromkeys(("image", "namespace", "service_account", "image_pull_secret"), _WORD),
+    "memory": (r"[1-9][0-9]{0,8}[MGT][iB]?", "a number and M, G or T, such as 16G"),
+    "time": (
+        r"(?=.*[1-9])([0-9]{1,6}[smhd]|([0-9]{1,4}-)?[0-9]{1,4}:[0-5]?[0-9]:[0-5]?[0-9])",
+        "30m, 4h, 2d, HH:MM:SS or D-HH:MM:SS",
     ),
-    Flag(
-        "node_selector",
-        "KEY=VALUE|FEATURE",
-        "a label of the nodes; under Slurm a feature",
-        repeats=True,
+    "volume": (
+        r"[^\n:=]+=/[^\n:]+(:ro)?",
+        "CLAIM=/PATH or /DIRECTORY=/PATH, and :ro to read only",
     ),
-    Flag(
-        "image",
-        "IMAGE",
-        "the container's, with tfdist in it",
-        _IMAGE,
-        "registry/name:tag",
-        only="kubernetes",
+}
+"""What the text of a flag is to be, as a pattern and in words."""
+
+_ONLY = {
+    "slurm": ("nodes", "partition", "account", "qos"),
+    "kubernetes": (
+        *("kind", "image", "namespace", "volume", "service_account", "image_pull_secret"),
     ),
-    Flag("namespace", "NS", "where (that of kubectl's context)", _OBJECT, only="kubernetes"),
-    Flag(
-        "volume",
-        "CLAIM=/PATH[:ro]",
-        "a claim, or with a leading / a directory of the node, and where it is mounted",
-        _VOLUME,
-        "data=/data, or --volume data=/data:ro",
-        only="kubernetes",
-        repeats=True,
-    ),
-    Flag("service_account", "NAME", "the pods' account", _OBJECT, only="kubernetes"),
-    Flag(
-        "image_pull_secret",
-        "NAME",
-        "the Secret that opens the image's registry",
-        _OBJECT,
-        only="kubernetes",
-    ),
-    Flag("nodes", "N", "on how many nodes", _COUNT, "2", only="slurm"),
-    Flag("partition", "NAME", "the partition", SLURM_WORD, only="slurm"),
-    Flag("account", "NAME", "whose hours", SLURM_WORD, only="slurm"),
-    Flag("qos", "NAME", "the quality of service", SLURM_WORD, only="slurm"),
-)
-_BY_NAME = {flag.name: flag for flag in FLAGS}
+}
+"""The flags that one scheduler alone has."""
+
 _LAUNCHER = {flag.name: flag for flag in launcher.FLAGS if flag.name != "help"}
 
 # A cluster's tasks come at different times, and a place in it is lost for longer than a moment.
@@ -180,16 +115,10 @@ class JobRequest:
         if self.launch.evaluator and not self.has_several_tasks:
             fix = "leave --evaluator out, or use --strategy ps, multiworker or pipeline"
             raise wrong("evaluator", "one process", "a job of several tasks", fix)
-        mounts = [volume.mount.rstrip("/") for volume in self.volumes]
-        if twice := next((mount for mount in mounts if mounts.count(mount) > 1), ""):
-            raise wrong(
-                "volume", f"{twice} twice", "each place once", "mount one of them elsewhere"
-            )
-        for name in (*self.env, *self.secrets):
+        for name in self.env:
             if not re.fullmatch(_VARIABLE, name):
                 expected, fix = "the name of a variable", "use letters, digits and _"
                 raise wrong("env", repr(name), expected, fix)
-        for name in self.env:
             if name in self.secrets:
                 received = f"{name}, which is a --secret too"
                 raise wrong("env", received, "each name once", "leave one of them out", "exclusive")
@@ -228,18 +157,8 @@ class JobRequest:
         return self.launch.run_dir or f"{(writable or ['runs'])[0]}/{self.name}"
 
     @property
-    def cpus(self) -> int | None:
-        """Return the CPUs of each task; None leaves them to the scheduler."""
-        return int(self.flags.cpus) if self.flags.cpus else None
-
-    @property
-    def gpus(self) -> int:
-        """Return the GPUs of each task that computes: not of a ps, nor of the chief of a ps job."""
-        return int(self.flags.gpus or 0)
-
-    @property
     def memory_mib(self) -> int | None:
-        """Return the MiB of ``16G``, ``16Gi`` or ``512M`` for each task; None as for `cpus`."""
+        """Return the MiB of ``16G``, ``16Gi`` or ``512M`` for each task; None: not limited."""
         if not (text := self.flags.memory):
             return None
         number = text.rstrip("MGTiB")
@@ -289,16 +208,7 @@ class JobRequest:
     @property
     def title(self) -> str:
         """Return the job in a few words."""
-        if self.has_several_tasks:
-            tasks = [f"{self.launch.workers} workers"]
-            if self.is_ps:
-                tasks = ["a chief", *tasks, f"{self.num_ps} ps"]
-            if self.launch.evaluator:
-                tasks.append("an evaluator")
-            *first, last = tasks
-            return f"{self.name}: {', '.join(first)}{' and ' * bool(first)}{last}"
-        kind = "" if self.strategy == "auto" else f", strategy {self.strategy}"
-        return f"{self.name}: one process{kind}"
+        return f"{self.name}: strategy {self.strategy}, tasks: {self.num_tasks}"
 
     def variables(self) -> dict[str, str]:
         """Return the environment of every task, without what only one scheduler needs."""
@@ -310,7 +220,7 @@ class JobRequest:
             value = getattr(self.launch, flag)
             if variable != RUN_DIR and value not in (None, False):
                 made[variable] = _text(value)
-        threads = self.launch.threads_per_task or self.cpus
+        threads = self.launch.threads_per_task or self.flags.cpus
         if threads:  # a container sees all CPUs of its node, whatever its share is
             made |= {"TF_NUM_INTRAOP_THREADS": f"{threads}", "OMP_NUM_THREADS": f"{threads}"}
         if self.is_ps:
@@ -330,18 +240,21 @@ def parse(argv: Sequence[str]) -> JobRequest | None:
     if "-h" in words or "--help" in words:
         return None
     values = vars(_parser().parse_args(words))
-    own = {name: values.pop(name) for name in _BY_NAME}
+    own = {name: values.pop(name) for name in [*values] if name not in _LAUNCHER}
     fix = "write --to slurm or --to kubernetes; --to kserve for a service"
     if own["to"] is None:
         raise wrong("to", "nothing", "slurm, kubernetes or kserve", fix, "no-value")
-    to = require_one_of("--to", own["to"], (*SCHEDULERS, "kserve"), fix=fix)
-    for name, value in own.items():
-        only = _BY_NAME[name].only
-        if only and only != to and value not in (None, []):
-            raise wrong(name, f"it with --to {to}", only, f"leave --{name} out", "exclusive")
-        for text in value if isinstance(value, list) else [value]:
-            if text is not None:
-                _check(_BY_NAME[name], text)
+    to = require_one_of("--to", own["to"], ("slurm", "kubernetes", "kserve"), fix=fix)
+    for only, names in _ONLY.items():
+        for name in names:
+            if only != to and own[name]:
+                raise wrong(name, f"it with --to {to}", only, f"leave --{name} out", "exclusive")
+    for name in _FORMS:
+        for text in own[name] if isinstance(own[name], list) else [own[name]]:
+            _check(name, text)
+    for name, least in (("cpus", 1), ("nodes", 1), ("gpus", 0)):
+        if own[name] is not None:
+            require_int(f"--{name}", own[name], least=least, fix=f"write --{name} 2, for example")
     launch, env = _launch_options(values, program, to), pairs("env", own["env"])
     form, pattern = _SECRETS[to]
     _refuse_values(launch.program.python_args, env=env, form=form)
@@ -364,24 +277,7 @@ def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
 
 def help_text() -> str:
     """Return the text of ``--help``."""
-    lines = [
-        "usage: python -m tfdist.submit --to slurm|kubernetes [--dry_run] [flags]",
-        "           [script.py | -m module] [the program's own flags]",
-        "",
-        "Gives a job to a scheduler; with --dry_run, prints what it would be given.",
-        "A model that was exported: python -m tfdist.submit --to kserve --help",
-        "",
-    ]
-    for flag in FLAGS:
-        only = f"{flag.only}: " if flag.only else ""
-        again = "; may be repeated" if flag.repeats else ""
-        lines += [f"  --{flag.name} {flag.shown}", f"        {only}{flag.help}{again}"]
-    lines += ["", "Flags that python -m tfdist.launch has too:", ""]
-    for name, theirs in _LAUNCHER.items():
-        if name not in NOT_HERE:
-            help_ = _HELP.get(name, theirs.help)
-            lines += [f"  --{name} {theirs.shown}".rstrip(), f"        {help_}"]
-    return "\n".join(lines)
+    return _parser().format_help()
 
 
 def wrong(flag: str, received: str, expected: str, fix: str, code: str = "bad-value") -> UsageError:
@@ -389,39 +285,70 @@ def wrong(flag: str, received: str, expected: str, fix: str, code: str = "bad-va
     return UsageError(f"--{flag}", received=received, expected=expected, fix=fix, code=code)
 
 
-def _check(flag: Flag, text: str) -> None:
-    pattern, expected = flag.form
-    fix = f"write --{flag.name} {flag.example or flag.shown}"
-    if not text.strip():
-        raise wrong(flag.name, "no value", expected, fix, "no-value")
-    if not re.fullmatch(pattern, text):
-        raise wrong(flag.name, repr(text), expected, fix)
+def _check(name: str, text: str | None) -> None:
+    pattern, expected = _FORMS[name]
+    if text is not None and not re.fullmatch(pattern, text):
+        raise wrong(name, repr(text), expected, f"correct --{name}; --help has its form")
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the flags, as ``--name=value`` each, and the program, which is left as it is."""
+    switches = {name for name, flag in _LAUNCHER.items() if flag.read is None}
+    with_value = {action.dest for action in _parser()._actions} - switches
     words, rest = list[str](), list(argv)
     while rest and rest[0].startswith("-") and not begins_program(rest[0]):
         head, equals, value = rest.pop(0).partition("=")
         name = head.removeprefix("--").replace("-", "_")
-        theirs = _LAUNCHER.get(name)
-        takes_value = name in _BY_NAME or (theirs is not None and theirs.read is not None)
-        if not equals and takes_value and rest:
+        if not equals and name in with_value and rest:
             equals, value = "=", rest.pop(0)
         words.append((f"--{name}" if head.startswith("--") else head) + equals + value)
     return words, rest
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m tfdist.submit", add_help=False)
+    parser = Parser(
+        prog="python -m tfdist.submit",
+        usage="python -m tfdist.submit --to slurm|kubernetes [--dry_run] [flags] "
+        "[script.py | -m module] [the program's own flags]",
+        description="Gives a job to a scheduler; with --dry_run, prints what it would be given. "
+        "A model that was exported: python -m tfdist.submit --to kserve --help",
+        add_help=False,
+    )
     add = parser.add_argument
-    for flag in FLAGS:
-        if flag.repeats:
-            add(f"--{flag.name}", metavar=flag.shown, action="append", default=[])
-        else:
-            add(f"--{flag.name}", metavar=flag.shown)
-    for name in _LAUNCHER:
-        add(f"--{name}", nargs="?", default=argparse.SUPPRESS)
+    add("--to", metavar="slurm|kubernetes", help="which scheduler")
+    add("--status", metavar="NAME", help="show the state of a job, and submit nothing")
+    add("--logs", metavar="NAME", help="show the output of a job, and submit nothing")
+    add("--name", metavar="NAME", help="of the job (the program's)")
+    add("--python", metavar="PATH", help="the Python that has tfdist (python)")
+    add("--cpus", type=int, metavar="N", help="CPUs of each task")
+    add("--memory", metavar="16G", help="memory of each task")
+    add("--gpus", type=int, default=0, metavar="N", help="GPUs of each task that computes (0)")
+    add("--time", metavar="4h", help="limit: under Slurm of each run, else of the job")
+    collect = functools.partial(parser.add_argument, action="append", default=[])
+    collect("--env", metavar="NAME=VALUE", help="a variable for the tasks; may be repeated")
+    secret = "a variable whose value is in a file (Slurm: /path) or a Secret (secret/key)"
+    collect("--secret", metavar="NAME=WHERE", help=f"{secret}; may be repeated")
+    selector = "a label of the nodes; under Slurm a feature; may be repeated"
+    collect("--node_selector", metavar="KEY=VALUE|FEATURE", help=selector)
+    add = parser.add_argument_group("for Kubernetes").add_argument
+    add("--kind", metavar="job|jobset|tfjob", help="what to make (job)")
+    add("--image", metavar="IMAGE", help="the container's, with tfdist in it")
+    add("--namespace", metavar="NS", help="where (that of kubectl's context)")
+    volume = "a claim, or with a leading / a directory of the node, and where it is mounted"
+    shown = "CLAIM=/PATH[:ro]"
+    add("--volume", action="append", default=[], metavar=shown, help=f"{volume}; may be repeated")
+    add("--service_account", metavar="NAME", help="the pods' account")
+    add("--image_pull_secret", metavar="NAME", help="the Secret that opens the image's registry")
+    add = parser.add_argument_group("for Slurm").add_argument
+    add("--nodes", type=int, metavar="N", help="on how many nodes")
+    add("--partition", metavar="NAME", help="the partition")
+    add("--account", metavar="NAME", help="whose hours")
+    add("--qos", metavar="NAME", help="the quality of service")
+    add = parser.add_argument_group("of python -m tfdist.launch").add_argument
+    for name, theirs in _LAUNCHER.items():
+        about = argparse.SUPPRESS if name in NOT_HERE else _HELP.get(name, theirs.help)
+        shown = theirs.shown or "true"
+        add(f"--{name}", nargs="?", default=argparse.SUPPRESS, metavar=shown, help=about)
     return parser
 
 

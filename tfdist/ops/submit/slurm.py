@@ -11,13 +11,10 @@ https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/srun.html; seen
 from __future__ import annotations
 
 import math
-import re
 import shlex
 
-from tfdist.ops.submit.request import SLURM_WORD, JobRequest, wrong
+from tfdist.ops.submit.request import JobRequest, wrong
 
-_MAX_SIGNAL_S = 65_535
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _TOGETHER = ("multiworker", "pipeline")
 
 _HEAD = """\
@@ -114,16 +111,12 @@ def render(request: JobRequest) -> str:
 
 
 def _check(request: JobRequest) -> None:
-    if not _NAME.fullmatch(request.name):
-        expected = "letters, digits, '.', '_' and '-'"
-        fix = "write --name mnist, for example"
-        raise wrong("name", repr(request.name), expected, fix)
     if request.strategy in _TOGETHER and request.launch.workers == 1:
         fix = "use --workers 2 or more, or leave --strategy out"
         received = f"1 with --strategy {request.strategy}"
         expected = "2 or more: to Slurm a step of one task is a process by itself"
         raise wrong("workers", received, expected, fix)
-    nodes = int(request.flags.nodes or 0)
+    nodes = request.flags.nodes or 0
     if nodes > request.num_tasks:
         fix = f"use --nodes {request.num_tasks} or fewer"
         received, expected = f"{nodes}", f"at most {request.num_tasks}, the tasks"
@@ -132,17 +125,6 @@ def _check(request: JobRequest) -> None:
         fix = "leave --nodes out: the ps are on nodes of their own"
         received = "it in a ps job with --gpus"
         raise wrong("nodes", received, "no --nodes", fix)
-    _check_times(request)
-    pattern, expected = SLURM_WORD
-    for feature in request.flags.node_selector:
-        if not re.fullmatch(pattern, feature):
-            raise wrong("node_selector", repr(feature), expected, "correct it")
-
-
-def _check_times(request: JobRequest) -> None:
-    if request.grace_s > _MAX_SIGNAL_S:
-        fix, expected = "use --grace_s 120, for example", f"at most {_MAX_SIGNAL_S}"
-        raise wrong("grace_s", f"{request.grace_s}", expected, fix)
     if request.time_s is not None and request.time_s <= request.grace_s:
         fix = "use a longer --time, or a shorter --grace_s"
         received = f"{request.time_s} s with --grace_s {request.grace_s}"
@@ -152,7 +134,7 @@ def _check_times(request: JobRequest) -> None:
 
 def _components(request: JobRequest) -> list[tuple[str, int, int]]:
     """Return type, tasks and GPUs of each component: one, unless ps would hold GPUs in vain."""
-    gpus = request.gpus
+    gpus = request.flags.gpus
     if request.is_ps and gpus:  # the first task of the workers is the chief
         beside = [("evaluator", 1, 0)] * request.launch.evaluator
         return [("worker", 1 + request.launch.workers, gpus), ("ps", request.num_ps, 0), *beside]
@@ -171,13 +153,13 @@ def _whole_job(request: JobRequest) -> list[str]:
 
 def _component(request: JobRequest, *, tasks: int, gpus: int) -> list[str]:
     lines = [f"--ntasks={tasks}"]
-    flags, cpus, memory_mib = request.flags, request.cpus, request.memory_mib
-    if nodes := int(flags.nodes or 0):
-        lines += [f"--nodes={nodes}", f"--ntasks-per-node={-(-tasks // nodes)}"]
-    if cpus:
-        lines.append(f"--cpus-per-task={cpus}")
+    flags, memory_mib = request.flags, request.memory_mib
+    if flags.nodes:
+        lines += [f"--nodes={flags.nodes}", f"--ntasks-per-node={-(-tasks // flags.nodes)}"]
+    if flags.cpus:
+        lines.append(f"--cpus-per-task={flags.cpus}")
     if memory_mib:  # of each task: Slurm counts it by node, by CPU or by GPU
-        lines.append(f"--mem-per-cpu={-(-memory_mib // (cpus or 1))}M")
+        lines.append(f"--mem-per-cpu={-(-memory_mib // (flags.cpus or 1))}M")
     if gpus:
         lines.append(f"--gpus-per-task={gpus}")
     if request.time_s:
@@ -217,8 +199,8 @@ def _step(request: JobRequest, components: list[tuple[str, int, int]], *, progra
     hang_timeout_s = math.ceil(request.launch.hang_timeout_s)
     wait_s = hang_timeout_s if request.strategy in _TOGETHER else 0
     flags = ["--kill-on-bad-exit=0", f"--wait={wait_s}"]
-    if request.cpus:  # srun does not take it from the script's own since 22.05
-        flags.append(f"--cpus-per-task={request.cpus}")
+    if request.flags.cpus:  # srun does not take it from the script's own since 22.05
+        flags.append(f"--cpus-per-task={request.flags.cpus}")
     if len(components) == 1:
         return f"srun {' '.join(flags)} \\\n    {program}"
     parts = [

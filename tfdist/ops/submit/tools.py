@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfdist.errors import TfdistError, UsageError
@@ -13,14 +13,11 @@ from tfdist.ops.submit.request import wrong
 _DEADLINE_S = 60.0
 _MAX_PODS_OF_LOGS = 10_000
 
-
 Result = subprocess.CompletedProcess[str]
-Run = Callable[[Sequence[str], str], Result]
-"""Runs a command with a text as its input."""
 
 
 def run(argv: Sequence[str], text: str = "") -> Result:
-    """Run a command and return its answer.
+    """Run a command with a text as its input; return its answer.
 
     Raises:
         UsageError: there is no such command, or not for this user.
@@ -39,48 +36,46 @@ def run(argv: Sequence[str], text: str = "") -> Result:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Submitted:
+class Submission:
     """Answer of a command that took a job, and its warnings."""
 
     text: str
     warnings: tuple[str, ...] = ()
 
 
-def sbatch(script: str, *, name: str, run: Run = run) -> Submitted:
+def sbatch(script: str, *, name: str) -> Submission:
     """Submit a batch script; return a line for the user."""
-    answer = _asked(["sbatch", "--parsable"], script, run=run)
+    answer = _answer(["sbatch", "--parsable"], script)
     job = answer.stdout.strip().partition(";")[0]
     text = f"job {job} ({name}); output: {name}-{job}.out"
-    return Submitted(text=text, warnings=_lines(answer.stderr))
+    return Submission(text=text, warnings=_lines(answer.stderr))
 
 
-def squeue(name: str, *, run: Run = run) -> str:
+def squeue(name: str) -> str:
     """Return the state of the user's jobs of this name, those that ended lately too."""
     columns = "%.12i %.20j %.10T %.12M %.6D %R"
     argv = ["squeue", "--me", f"--name={name}", "--states=all", f"--format={columns}"]
-    shown = _asked(argv, run=run).stdout
+    shown = _answer(argv).stdout
     if len(shown.splitlines()) < 2:
         raise _nothing("status", name, "squeue")
     return shown
 
 
-def slurm_output(name: str, *, run: Run = run) -> str:
+def slurm_output(name: str) -> str:
     """Return the path of the output of the latest job of this name."""
     listed = ["squeue", "--me", f"--name={name}", "--states=all", "--noheader", "--format=%i"]
     # 7+1 is a component of job 7, which alone has an output.
-    jobs = re.findall(r"^\s*(\d+)", _asked(listed, run=run).stdout, re.MULTILINE)
+    jobs = re.findall(r"^\s*(\d+)", _answer(listed).stdout, re.MULTILINE)
     if not jobs:
         raise _nothing("logs", name, "squeue")
-    shown = _asked(["scontrol", "show", "job", max(jobs, key=int)], run=run).stdout
+    shown = _answer(["scontrol", "show", "job", max(jobs, key=int)]).stdout
     output = re.search(r"^\s*StdOut=(.*\S)", shown, re.MULTILINE)
     if output is None:
         raise _nothing("logs", name, "squeue")
     return output[1]
 
 
-def apply(
-    manifests: str, *, name: str, kind: str, namespace: str | None, run: Run = run
-) -> Submitted:
+def apply(manifests: str, *, name: str, kind: str, namespace: str | None) -> Submission:
     """Create the objects of a job, all or none; return the answer of kubectl.
 
     The server is first asked whether it would take them.
@@ -90,31 +85,31 @@ def apply(
     """
     kubectl = _kubectl(namespace)
     is_there = [*kubectl, "get", f"{kind}/{name}", "--ignore-not-found", "--output=name"]
-    if found := _asked(is_there, run=run).stdout.strip():
+    if found := _answer(is_there).stdout.strip():
         fix = f"choose another --name, or remove it: {' '.join(kubectl)} delete {found}"
         received = f"{name}: {found} is there"
         raise wrong("name", received, "a name that no job has", fix, "exists")
-    _asked([*kubectl, "apply", "--dry-run=server", "--filename=-"], manifests, run=run)
-    answer = _asked([*kubectl, "apply", "--filename=-"], manifests, run=run)
+    _answer([*kubectl, "apply", "--dry-run=server", "--filename=-"], manifests)
+    answer = _answer([*kubectl, "apply", "--filename=-"], manifests)
     # Of pods that the namespace will not admit the server warns, and takes the job all the same.
-    return Submitted(text=answer.stdout, warnings=_lines(answer.stderr))
+    return Submission(text=answer.stdout, warnings=_lines(answer.stderr))
 
 
-def pods(name: str, *, kind: str, namespace: str | None, label: str, run: Run = run) -> str:
+def pods(name: str, *, kind: str, namespace: str | None, label: str) -> str:
     """Return the state of a job and of its pods."""
     kubectl = _kubectl(namespace)
-    job = _asked([*kubectl, "get", f"{kind}/{name}"], run=run).stdout
-    made = _asked([*kubectl, "get", "pods", f"--selector={label}={name}"], run=run).stdout
+    job = _answer([*kubectl, "get", f"{kind}/{name}"]).stdout
+    made = _answer([*kubectl, "get", "pods", f"--selector={label}={name}"]).stdout
     why = f"no pods; why: {' '.join(kubectl)} describe {kind}/{name}\n"
     return f"{job}\n{made or why}"
 
 
-def pod_logs(name: str, *, namespace: str | None, label: str, run: Run = run) -> str:
+def pod_logs(name: str, *, namespace: str | None, label: str) -> str:
     """Return the output of the pods of a job, each line with its pod's name."""
     selector = f"--selector={label}={name}"
     many = f"--max-log-requests={_MAX_PODS_OF_LOGS}"
     argv = [*_kubectl(namespace), "logs", selector, "--prefix", "--tail=-1", many]
-    shown = _asked(argv, run=run).stdout
+    shown = _answer(argv).stdout
     if not shown:
         raise _nothing("logs", name, "kubectl")
     return shown
@@ -124,7 +119,7 @@ def _kubectl(namespace: str | None) -> list[str]:
     return ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
 
 
-def _asked(argv: Sequence[str], text: str = "", *, run: Run) -> Result:
+def _answer(argv: Sequence[str], text: str = "") -> Result:
     """Return the answer of a command; raise its own words, in one line, if it failed."""
     answer = run(argv, text)
     if not answer.returncode:
