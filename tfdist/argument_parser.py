@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import os
 import re
 import sys
@@ -60,43 +61,15 @@ def run_program(name: str, run: Callable[[], int], *, is_report: bool = False) -
         return _EXIT_SIGPIPE
 
 
-def is_plain(text: str) -> bool:
-    """Return whether a number is written as people do, and not in a way that only Python reads.
-
-    Python takes digits of other scripts, a plus sign, underscores and spaces.
-    """
-    return text.isascii() and not re.match(r"\+|.*[_\s]", text, re.DOTALL)
-
-
-def integer(text: str) -> int:
-    """Return the integer that the text of a flag is; ValueError if it is none."""
-    if not is_plain(text):
-        raise ValueError(text)
-    return int(text)
-
-
-def number(text: str) -> float:
-    """Return the number that the text of a flag is; ValueError if it is none."""
-    if not is_plain(text):
-        raise ValueError(text)
-    return float(text)
-
-
 def require_writable(flag: str, path: Path | None) -> None:
     """Raise UsageError where the file of a flag cannot be written, before the work for it."""
-    if path is None:
-        return
-    wrong = {
-        "a directory": path.is_dir(),
-        "no such directory": not path.parent.is_dir(),
-        "read-only": not os.access(path if path.exists() else path.parent, os.W_OK),
-    }
-    for reason, applies in wrong.items():
+    if path is not None:
+        is_writable = os.access(path if path.exists() else path.parent, os.W_OK)
         require(
-            not applies,
+            is_writable and not path.is_dir(),
             flag,
-            received=f"{path} ({reason})",
-            expected="a file that can be written",
+            received=path,
+            expected="a file that can be written, in a directory that is there",
             fix="correct the path",
             code="not-writable",
         )
@@ -150,9 +123,7 @@ class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` that raises `UsageError`, and takes no flag twice or by its beginning."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, **options})
-        self.register("type", int, integer)
-        self.register("type", float, number)
+        super().__init__(allow_abbrev=False, **options)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the values; raise UsageError, with the near name, for a flag that is unknown."""
@@ -180,22 +151,18 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _refuse_words(self, words: Sequence[str]) -> None:
-        """Refuse a flag that is unknown, comes twice, or with ``--``, which argparse drops."""
+        """Refuse a flag that comes twice, or with ``--``, which argparse drops."""
         seen: set[str] = set()
-        for word in words:
-            if word == "--":
-                return
+        for word in itertools.takewhile(lambda word: word != "--", words):
             flag, _, value = word.partition("=")
             action = self._option_string_actions.get(flag)
-            if action is None and flag.startswith("--") and " " not in word:
-                raise self.unknown(word)
-            if action is not None and value == "--":
+            if action is None:
+                continue
+            if value == "--":
                 self.error(f"argument {flag}: expected one argument")
-            if isinstance(action, argparse._AppendAction):
-                continue  # it repeats
-            if action is not None and action.dest in seen:
+            if action.dest in seen and not isinstance(action, argparse._AppendAction):
                 raise given_twice(flag)
-            seen |= set() if action is None else {action.dest}
+            seen.add(action.dest)
 
     def error(self, message: str) -> NoReturn:
         """Raise the UsageError for a message of argparse."""
@@ -216,11 +183,5 @@ class Parser(argparse.ArgumentParser):
             received, expected, fix = "no value", "a value", f"write {where}={shown}"
             code = "no-value"
         elif match := re.fullmatch(r"the following arguments are required: (.*)", message):
-            received, expected, code = f"no {match[1]}", self._needed(), "no-value"
+            received, code = f"no {match[1]}", "no-value"
         raise UsageError(where, received=received, expected=expected, fix=fix, code=code)
-
-    def _needed(self) -> str:
-        """Return the usage without the flags that may be left out."""
-        formatter = self.formatter_class(prog=f"{self.prog} [flags]")
-        formatter.add_usage(None, [a for a in self._actions if a.required], [], prefix="")
-        return " ".join(formatter.format_help().split())

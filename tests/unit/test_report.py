@@ -344,7 +344,7 @@ def test_the_file_is_written_into_the_run_directory(run_dir, capsys):
     assert (run_dir / "report.html").read_text().startswith("<!doctype html>")
     assert str(run_dir / "report.html") in capsys.readouterr().out
     assert program.main([str(run_dir), f"--out={run_dir}"]) == 2
-    assert f"--out: received {run_dir} (a directory)" in capsys.readouterr().err
+    assert f"--out: received {run_dir};" in capsys.readouterr().err
 
 
 def test_the_served_page_is_made_anew_and_only_for_this_machine():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdist.argument_parser import Parser, integer, number
+from tfdist.argument_parser import Parser
 from tfdist.configs.fields import FIELDS, check, flat, unknown
 from tfdist.errors import UsageError, near
 
@@ -108,8 +108,8 @@ def _switch(text: str) -> bool:
 
 _READERS: Mapping[type, tuple[Callable[[str], Any], str]] = {
     str: (str, "a text"),
-    int: (integer, "a whole number"),
-    float: (number, "a number"),
+    int: (int, "a whole number"),
+    float: (float, "a number"),
     bool: (_switch, "true or false"),
     tuple: (_numbers, "numbers, as in (0.5,) or 3,5"),
 }

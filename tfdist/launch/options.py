@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn
 
-from tfdist.argument_parser import Parser, number
+from tfdist.argument_parser import Parser
 from tfdist.cluster import STRATEGIES
 from tfdist.cluster.ports import parse_ports
 from tfdist.errors import UsageError, mutually_exclusive, near, require_one_of
@@ -270,7 +270,7 @@ def seconds(text: str) -> float:
 
     The parser finds the words for its errors by this name.
     """
-    return number(text)
+    return float(text)
 
 
 def switch(text: str) -> bool:
