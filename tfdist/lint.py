@@ -8,14 +8,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from tfdist.argument_parser import Parser, reading_file, run_program
-from tfdist.errors import EXIT_OK, UsageError, require, require_int
+from tfdist.errors import EXIT_OK, UsageError, require_int
 from tfdist.ops.lint import KINDS, LintSource, lint
 from tfdist.ops.lint.rules import RULES, Finding
 from tfdist.ops.rules import Severity, count, printable, rules_as_json, rules_as_text, worst
-
-_MAX_BYTES = 16 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,26 +95,13 @@ def _as_json(findings: Sequence[Finding]) -> str:
     for finding in findings:
         rule, parts = RULES[finding.code], asdict(finding)
         about = {"code": parts.pop("code"), "severity": rule.severity, "title": rule.title}
-        listed.append({**about, **parts.pop("place"), **parts})
+        listed.append({**about, **parts.pop("location"), **parts})
     return json.dumps({"exit_code": exit_code, "findings": listed}, indent=1)
 
 
 def _bytes(name: str) -> bytes:
     with reading_file("command line", repr(name), expected="a file"):
-        if name == "-":
-            data = sys.stdin.buffer.read(_MAX_BYTES + 1)
-        else:
-            with open(name, "rb") as file:
-                data = file.read(_MAX_BYTES + 1)
-    require(
-        len(data) <= _MAX_BYTES,
-        "command line",
-        received=f"{name!r}, which is larger",
-        expected=f"at most {_MAX_BYTES >> 20} MiB",
-        fix="name another file",
-        code="too-large",
-    )
-    return data
+        return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
 
 
 if __name__ == "__main__":

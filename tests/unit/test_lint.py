@@ -70,7 +70,7 @@ def test_a_value_of_several_lines_is_read_to_its_end():
     )
     assert findings(text, "job.env") == []
     (finding,) = findings(text.replace('"index": 0', '"index": 2'), "job.env")
-    assert (finding.code, finding.place.line) == ("TFC017", 2)
+    assert (finding.code, finding.location.line) == ("TFC017", 2)
 
 
 def codes(text: str, name: str = "-", kind: str | None = None) -> set[str]:
@@ -100,7 +100,11 @@ def test_a_broken_file_is_caught_by_its_rule_alone_in_one_line_that_names_the_pl
     assert {finding.code for finding in of_broken(name)} == {name.partition("_")[0]}
     for finding in of_broken(name):
         assert re.match(rf"{re.escape(name)}(:[1-9]\d*)?( \S|: )", str(finding))
-        assert finding.place.line or finding.place.path or finding.code.startswith(OF_WHOLE_FILES)
+        assert (
+            finding.location.line
+            or finding.location.path
+            or finding.code.startswith(OF_WHOLE_FILES)
+        )
         assert "\n" not in str(finding)
         assert "not-a-real" not in str(finding), "a secret is shown"
         assert finding.fix
@@ -115,9 +119,11 @@ def test_there_is_a_broken_file_for_each_rule():
 
 def test_addresses_are_named_by_their_path():
     text = json.dumps({"cluster": {"worker": ["a:1", "b"]}, "task": {"type": "x", "index": 0}})
-    assert [(f.code, f.place.path) for f in findings(text)] == [("TFC010", "$.cluster.worker[1]")]
+    assert [(f.code, f.location.path) for f in findings(text)] == [
+        ("TFC010", "$.cluster.worker[1]")
+    ]
     text = text.replace('"b"', '"b:1"')
-    assert [(f.code, f.place.path) for f in findings(text)] == [("TFC015", "$.task.type")]
+    assert [(f.code, f.location.path) for f in findings(text)] == [("TFC015", "$.task.type")]
 
 
 # What a task would refuse has a rule
@@ -186,7 +192,9 @@ def test_a_config_file_is_run_and_its_mistakes_are_found_where_they_are(
 ):
     path = tmp_path / "c.py"
     path.write_text(config(*lines))
-    assert [(f.code, f.place.line) for f in findings(path.read_text(), str(path))] == [(code, line)]
+    assert [(f.code, f.location.line) for f in findings(path.read_text(), str(path))] == [
+        (code, line)
+    ]
 
 
 def test_a_config_file_comes_from_standard_input_as_well():
@@ -358,4 +366,4 @@ def test_a_damaged_file_ends_nothing(name, where, put, cut):
     damaged = data[:at] + put.encode("utf-8", "surrogatepass") + data[at + cut :]
     for finding in lint([LintSource(name=name, data=damaged)]):
         assert finding.code in RULES
-        assert finding.place.file == name
+        assert finding.location.file == name

@@ -14,10 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.ops.lint.environment import (
-    check_environment,
-    check_tf_config,
-)
+from tfdist.ops.lint.environment import check_environment, check_tf_config
 from tfdist.ops.lint.programs import check_command, check_config_file, program_of
 from tfdist.ops.lint.rules import RULES, Finding, Location
 from tfdist.ops.rules import Rule, Severity
@@ -73,18 +70,22 @@ def lint(
     if environ is not None:
         found += check_environment(environ, lambda name: Location(file="environment", path=name))
     if command:
-        place = Location(file="command line")
+        location = Location(file="command line")
         if not program_of(command)[0]:
             fix = "give the command with its words apart, or name files"
             expected = "a command of tfdist.launch or tfdist.train"
-            found.append(Finding("LNT002", place, repr(command[0]), expected, fix))
-        found += check_command(command, place, replicas=replicas)
+            found.append(Finding("LNT002", location, repr(command[0]), expected, fix))
+        found += check_command(command, location, replicas=replicas)
     for source in sources:
-        text = _text(source)
-        kind = source.kind or (kind_of(source.name, text) if isinstance(text, str) else "")
-        if isinstance(text, Finding):
-            found.append(text)
-        elif kind == "manifest":
+        try:
+            text = source.data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            location, fix = Location(file=source.name), "save it as UTF-8, or name another file"
+            received = f"byte {source.data[error.start]:#04x} at position {error.start}"
+            found.append(Finding("LNT001", location, received, "text in UTF-8", fix))
+            continue
+        kind = source.kind or kind_of(source.name, text)
+        if kind == "manifest":
             manifests.append((text, source.name))
         else:
             found += _check(kind, text, source.name, replicas)
@@ -92,7 +93,7 @@ def lint(
         from tfdist.ops.lint.manifests import check_manifests  # it loads yaml
 
         found += check_manifests(manifests)
-    return sorted(dict.fromkeys(found), key=lambda f: (f.place.file, f.place.line or 0))
+    return sorted(dict.fromkeys(found), key=lambda f: (f.location.file, f.location.line or 0))
 
 
 def kind_of(name: str, text: str) -> str | None:
@@ -153,17 +154,3 @@ def _read_environ(text: str) -> tuple[dict[str, str], dict[str, int]]:
         elif name and re.match(r'\s*["{}\[\],]', line):
             values[name] += f"\n{line}"
     return values, lines
-
-
-def _text(source: LintSource) -> str | Finding:
-    received = ""
-    try:
-        text = source.data.decode("utf-8-sig")
-        if "\0" in text:
-            received = f"a zero byte at position {text.index(chr(0))}"
-    except UnicodeDecodeError as error:
-        received = f"byte {source.data[error.start]:#04x} at position {error.start}"
-    if not received:
-        return text
-    place, fix = Location(file=source.name), "save it as UTF-8, or name another file"
-    return Finding("LNT001", place, received, "text in UTF-8", fix)

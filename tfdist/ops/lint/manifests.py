@@ -17,7 +17,7 @@ from tfdist.cluster import settings
 from tfdist.cluster.address import parse_hosts, ranks_of
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
-from tfdist.ops.lint.environment import check_size, check_variables, is_ours
+from tfdist.ops.lint.environment import check_size, check_variables, is_job_variable
 from tfdist.ops.lint.programs import check_command
 from tfdist.ops.lint.rules import Finding, Location
 
@@ -67,7 +67,7 @@ class Container:
     file: str
     path: str
 
-    def place(self, name: str = "") -> Location:
+    def location(self, name: str = "") -> Location:
         """Return where a variable is set, or where the command is."""
         line = self.lines.get(name) or self.spec.line_of("command")
         return Location(file=self.file, line=line, path=f"{self.path} {name}".rstrip())
@@ -115,7 +115,7 @@ class Workload:
         variables = (name for container in self.containers for name in container.lines)
         words = (word for container in self.containers for word in container.words)
         is_program = any(re.search(r"\btfdist\b", word) for word in words)
-        return self.kind == "TFJob" or is_program or any(map(is_ours, variables))
+        return self.kind == "TFJob" or is_program or any(map(is_job_variable, variables))
 
     @property
     def hosts(self) -> tuple[Container, list[str]] | None:
@@ -130,7 +130,7 @@ class Workload:
 
     @property
     def domain(self) -> tuple[Map, str, str]:
-        """Return the name in DNS that the pods are below, that of their Service, and its place."""
+        """Return the mapping, path and value of the name in DNS that the pods are below."""
         if self.kind == "StatefulSet":
             return self.spec, "spec.serviceName", str(self.spec.get("serviceName") or "")
         if self.kind == "JobSet":
@@ -139,8 +139,8 @@ class Workload:
         spec = self.groups[0].spec
         return spec, "spec.template.spec.subdomain", str(spec.get("subdomain") or "")
 
-    def place(self, owner: Map, path: str) -> Location:
-        """Return the place of the last key of `path`, which is in `owner` or missing there."""
+    def location(self, owner: Map, path: str) -> Location:
+        """Return the location of the last key of `path`, which is in `owner` or missing there."""
         line = owner.line_of(path.rpartition(".")[2])
         return Location(file=self.file, line=line, path=f"{self.kind}/{self.name} {path}")
 
@@ -164,13 +164,13 @@ def check_manifests(texts: Sequence[tuple[str, str]]) -> Iterator[Finding]:
                 yield from (Finding(code, *wrong) for wrong in of_group(job, group))
         if job.kind != "TFJob" and job.hosts is not None:
             container, names = job.hosts
-            yield from check_size(len(names), container.values, container.place)
+            yield from check_size(len(names), container.values, container.location)
         if job.kind != "TFJob" and job.count > 1:
             yield from _names(job)
             yield from _service(job, services)
         for container in job.containers:
-            yield from check_variables(container.values, container.place)
-            yield from check_command(container.words, container.place())
+            yield from check_variables(container.values, container.location)
+            yield from check_command(container.words, container.location())
 
 
 class _Loader(yaml.SafeLoader):
@@ -199,7 +199,7 @@ def _read(texts: Sequence[tuple[str, str]]) -> tuple[list[Workload], Services, l
             for document in yaml.load_all(text, Loader=_Loader):
                 is_list = isinstance(document, Map) and "items" in document
                 for each in document.maps("items") if is_list else [document]:
-                    _take(each, file, jobs, services)
+                    _add_document(each, file, jobs, services)
         except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:
             found.append(_not_yaml(error, file))
     return jobs, services, found
@@ -209,12 +209,12 @@ def _not_yaml(error: Exception, file: str) -> Finding:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
     received = " ".join(str(problem).split()) + (f" at column {mark.column + 1}" if mark else "")
-    place = Location(file=file, line=mark.line + 1 if mark else 1)
+    location = Location(file=file, line=mark.line + 1 if mark else 1)
     fix = "correct the indentation, the quotes or the tabs there"
-    return Finding("K8S001", place, received, "YAML of a few levels", fix)
+    return Finding("K8S001", location, received, "YAML of a few levels", fix)
 
 
-def _take(document: object, file: str, jobs: list[Workload], services: Services) -> None:
+def _add_document(document: object, file: str, jobs: list[Workload], services: Services) -> None:
     if not isinstance(document, Map):
         return
     kind, name = str(document.get("kind")), str(document.map("metadata").get("name") or "")
@@ -280,24 +280,24 @@ def _container(spec: Map, file: str, path: str) -> Container:
 def _not_indexed(job: Workload, group: PodGroup) -> Iterator[Wrong]:
     mode = str(group.owner.get("completionMode", "no completionMode"))
     if job.kind == "Job" and group.count > 1 and mode != "Indexed":
-        place = job.place(group.owner, f"{group.path}.completionMode")
-        yield place, mode, "Indexed", "write completionMode: Indexed"
+        location = job.location(group.owner, f"{group.path}.completionMode")
+        yield location, mode, "Indexed", "write completionMode: Indexed"
 
 
 def _few_at_a_time(job: Workload, group: PodGroup) -> Iterator[Wrong]:
     owner = group.owner
     tasks, together = owner.number("completions", 1), owner.number("parallelism", 1)
     if job.kind in ("Job", "JobSet") and together < tasks:
-        place = job.place(owner, f"{group.path}.parallelism")
+        location = job.location(owner, f"{group.path}.parallelism")
         received = f"parallelism of {together} for {tasks} completions"
-        yield place, received, "all pods at once", f"write parallelism: {tasks}"
+        yield location, received, "all pods at once", f"write parallelism: {tasks}"
 
 
 def _mistake_again(job: Workload, group: PodGroup) -> Iterator[Wrong]:
     """Yield a policy by which a usage error is tried again."""
     ends = any(_fails(rule, EXIT_USAGE) for rule in _rules(group))
     expected = f"FailJob onExitCodes In [{EXIT_USAGE}]"
-    if _made_again(job):
+    if _is_restarted_by_set(job):
         fatal = [
             r
             for r in job.spec.map("failurePolicy").maps("rules")
@@ -310,26 +310,28 @@ def _mistake_again(job: Workload, group: PodGroup) -> Iterator[Wrong]:
         ends |= 0 in (group.owner.get("backoffLimit"), group.owner.get("backoffLimitPerIndex"))
         expected += ", or backoffLimit: 0"
     if job.kind in ("Job", "JobSet") and not ends:
-        place = job.place(group.owner, f"{group.path}.podFailurePolicy")
+        location = job.location(group.owner, f"{group.path}.podFailurePolicy")
         fix = "add the rule: a mistake of the user's is the same at every try"
-        yield place, f"no rule for exit code {EXIT_USAGE}", expected, fix
+        yield location, f"no rule for exit code {EXIT_USAGE}", expected, fix
 
 
 def _given_up(job: Workload, group: PodGroup) -> Iterator[Wrong]:
     """Yield rules that give a job up for a code that means: again."""
-    for rule in () if _made_again(job) or job.kind not in ("Job", "JobSet") else _rules(group):
+    if _is_restarted_by_set(job) or job.kind not in ("Job", "JobSet"):
+        return
+    for rule in _rules(group):
         code = next((code for code in _AGAIN if _fails(rule, code)), None)
         if code is not None:
-            place = job.place(rule, f"{group.path}.podFailurePolicy.rules.onExitCodes")
+            location = job.location(rule, f"{group.path}.podFailurePolicy.rules.onExitCodes")
             received, fix = f"{rule['action']} at exit code {code}", f"take {code} out of the rule"
-            yield place, received, "another try: the run goes on from its checkpoint", fix
+            yield location, received, "another try: the run goes on from its checkpoint", fix
 
 
 def _rules(group: PodGroup) -> list[Map]:
     return group.owner.map("podFailurePolicy").maps("rules")
 
 
-def _made_again(job: Workload) -> bool:
+def _is_restarted_by_set(job: Workload) -> bool:
     """Return whether a Job that is given up is made again by its JobSet."""
     return bool(job.spec.map("failurePolicy").number("maxRestarts", 0))
 
@@ -348,14 +350,14 @@ def _short_grace(job: Workload, group: PodGroup) -> Iterator[Wrong]:
     if allowed_s < _DEFAULT_GRACE_S:
         expected = f"{_DEFAULT_GRACE_S} s or more, and longer than a save takes"
         path = f"{group.path}.template.spec.terminationGracePeriodSeconds"
-        yield job.place(group.spec, path), f"{allowed_s} s", expected, "raise it"
+        yield job.location(group.spec, path), f"{allowed_s} s", expected, "raise it"
 
 
 def _set_by_operator(job: Workload, group: PodGroup) -> Iterator[Wrong]:
     for container in group.containers if job.kind == "TFJob" else ():
         for name in (name for name in _OF_OPERATOR if name in container.lines):
             expected = f"only what the operator does not say: it sets {VARIABLE}"
-            yield container.place(name), f"{name} in env", expected, f"take {name} out"
+            yield container.location(name), f"{name} in env", expected, f"take {name} out"
 
 
 def _one_for_all(job: Workload, group: PodGroup) -> Iterator[Wrong]:
@@ -363,8 +365,8 @@ def _one_for_all(job: Workload, group: PodGroup) -> Iterator[Wrong]:
     for container in group.containers if job.kind != "TFJob" and group.count > 1 else ():
         for name in (name for name in _OF_ONE_POD if name in container.values):
             received = f"one {name} for {group.count} pods"
-            fix = f"set {settings.HOSTS} in its place: each pod finds itself there"
-            yield container.place(name), received, "what is the same for all pods", fix
+            fix = f"set {settings.HOSTS} in its location: each pod finds itself there"
+            yield container.location(name), received, "what is the same for all pods", fix
 
 
 _OF_GROUPS: tuple[tuple[str, Callable[[Workload, PodGroup], Iterator[Wrong]]], ...] = (
@@ -392,14 +394,14 @@ def _names(job: Workload) -> Iterator[Finding]:
             received = f"{job.count} pods without {settings.HOSTS}"
             expected = f"{settings.HOSTS} with the names of all pods"
             fix = f"add it to env, or {settings.CLUSTER}=none for programs by themselves"
-            yield Finding("K8S016", job.place(containers[0].spec, path), received, expected, fix)
+            yield Finding("K8S016", job.location(containers[0].spec, path), received, expected, fix)
         return
     container, names = job.hosts
     wrong = _mismatch(job, names)
     if wrong and settings.NODE_RANK not in container.lines:  # which tells the pods their places
         code, received, expected = wrong
         fix = "name the pods as docs/hosts.md has them, as in mnist-[0-3].train"
-        yield Finding(code, container.place(settings.HOSTS), received, expected, fix)
+        yield Finding(code, container.location(settings.HOSTS), received, expected, fix)
 
 
 def _mismatch(job: Workload, names: Sequence[str]) -> tuple[str, str, str] | None:
@@ -424,18 +426,18 @@ def _service(job: Workload, services: Services) -> Iterator[Finding]:
     if job.kind == "JobSet" or job.hosts is None or settings.NODE_RANK in job.hosts[0].lines:
         return
     owner, path, domain = job.domain
-    place, field = job.place(owner, path), path.rpartition(".")[2]
+    location, field = job.location(owner, path), path.rpartition(".")[2]
     if not domain:
         expected, fix = "the name of a headless Service", f"write {field}, as in {settings.HOSTS}"
-        yield Finding("K8S012", place, f"no {field}", expected, fix)
+        yield Finding("K8S012", location, f"no {field}", expected, fix)
     elif domain not in services:
         received = f"no Service {domain!r} in the files"
         expected = "a Service of this name with clusterIP: None"
         fix = "add it, or check the file that has it together with this one"
-        yield Finding("K8S018", place, received, expected, fix)
+        yield Finding("K8S018", location, received, expected, fix)
     elif services[domain][0].get("clusterIP") != "None":
         spec, file = services[domain]
         at = f"Service/{domain} spec.clusterIP"
-        place = Location(file=file, line=spec.line_of("clusterIP"), path=at)
+        location = Location(file=file, line=spec.line_of("clusterIP"), path=at)
         received = str(spec.get("clusterIP", "no clusterIP"))
-        yield Finding("K8S019", place, received, "None", "write clusterIP: None")
+        yield Finding("K8S019", location, received, "None", "write clusterIP: None")

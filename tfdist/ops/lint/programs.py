@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import UsageError
-from tfdist.ops.lint.rules import RULES, Finding, Location, of_error
+from tfdist.ops.lint.rules import RULES, Finding, Location, finding_of
 
 LAUNCH, TRAIN = "tfdist.launch", "tfdist.train"
 
@@ -29,7 +29,7 @@ _WITHOUT_RING = ("mirrored", "ps", "pipeline")
 
 
 def check_command(
-    words: Sequence[str], place: Location, *, replicas: int | None = None
+    words: Sequence[str], location: Location, *, replicas: int | None = None
 ) -> Iterator[Finding]:
     """Yield the findings for the flags of `tfdist.launch` or `tfdist.train`.
 
@@ -47,7 +47,7 @@ def check_command(
         try:
             options = parse(arguments)
         except UsageError as error:
-            yield of_error(_rule(error.code), _at(place, error.where), error)
+            yield finding_of(_rule(error.code), _at(location, error.where), error)
             return
         if options is None or options.program.target != TRAIN:
             return
@@ -58,7 +58,7 @@ def check_command(
         replicas = options.workers // each if options.hosts is None and strategy != "ps" else None
     answer = _configuration_of(arguments)
     if answer.get("error", {}).get("code") != "missing-file":  # it may be in an image
-        yield from _findings(answer, place, replicas=replicas, strategy=strategy)
+        yield from _findings(answer, location, replicas=replicas, strategy=strategy)
 
 
 def check_config_file(text: str, file: str, *, replicas: int | None = None) -> Iterator[Finding]:
@@ -70,11 +70,11 @@ def check_config_file(text: str, file: str, *, replicas: int | None = None) -> I
             path.write_text(text)
         answer = _configuration_of([f"--config={path}"])
     for finding in _findings(answer, Location(file=file), replicas=replicas, strategy="auto"):
-        at = finding.place.path
+        at = finding.location.path
         line = re.search(r", line (\d+)$", at)
         _, _, name = at.partition("--config.")
-        place = Location(file=file, line=int(line[1]) if line else None, path=name)
-        yield replace(finding, place=place)
+        location = Location(file=file, line=int(line[1]) if line else None, path=name)
+        yield replace(finding, location=location)
 
 
 def print_configuration() -> None:
@@ -131,18 +131,18 @@ def _configuration_of(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _findings(
-    answer: Mapping[str, Any], place: Location, *, replicas: int | None, strategy: str
+    answer: Mapping[str, Any], location: Location, *, replicas: int | None, strategy: str
 ) -> Iterator[Finding]:
     if "error" in answer:
         error = dict(answer["error"])
-        at, code = _at(place, error.pop("where")), _rule(error.pop("code"))
-        yield Finding(code=code, place=at, **error)
+        at, code = _at(location, error.pop("where")), _rule(error.pop("code"))
+        yield Finding(code=code, location=at, **error)
         return
     values = answer["values"]
     if values["strategy"] == "auto":
         values = {**values, "strategy": strategy}
     for code, field, received, expected, fix in _together(values, replicas):
-        at = _at(place, f"config.{field}")
+        at = _at(location, f"config.{field}")
         yield Finding(code, at, received, expected, fix)
 
 
@@ -151,10 +151,10 @@ def _rule(code: str) -> str:
     return code if code in RULES else "LCH002"
 
 
-def _at(place: Location, where: str) -> Location:
+def _at(location: Location, where: str) -> Location:
     path = f"--{where}" if where.startswith("config") else where
-    path = "" if path == place.file else path  # of the command line as a whole
-    return Location(file=place.file, line=place.line, path=path)
+    path = "" if path == location.file else path  # of the command line as a whole
+    return Location(file=location.file, line=location.line, path=path)
 
 
 def _together(

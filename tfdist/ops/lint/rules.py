@@ -23,24 +23,24 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One mistake in one place; the last three parts are those of a `UsageError`."""
+    """One mistake in one location; the last three parts are those of a `UsageError`."""
 
     code: str
-    place: Location
+    location: Location
     received: str
     expected: str
     fix: str
 
     def __str__(self) -> str:
         return (
-            f"{self.place}: {self.code} {RULES[self.code].severity.value}: "
+            f"{self.location}: {self.code} {RULES[self.code].severity.value}: "
             f"received {self.received}; expected {self.expected}. Fix: {self.fix}"
         )
 
 
-def of_error(code: str, place: Location, error: UsageError) -> Finding:
+def finding_of(code: str, location: Location, error: UsageError) -> Finding:
     """Return the finding for an error."""
-    return Finding(code, place, str(error.received), error.expected, error.fix)
+    return Finding(code, location, str(error.received), error.expected, error.fix)
 
 
 _ALL = rules_of("""
