@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from tfdist.argument_parser import Parser, run_program
-from tfdist.errors import EXIT_OK, require, require_number
+from tfdist.errors import EXIT_OK, require_number
 from tfdist.ops.doctor import examine
 from tfdist.ops.doctor.examine import RULES, PreflightResult, follow, lead
 from tfdist.ops.doctor.facts import job_of
@@ -21,26 +21,15 @@ from tfdist.ops.rules import rules_as_json, rules_as_text
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
-    words = sys.argv[1:] if argv is None else argv
-    return run_program(
-        "tfdist.doctor", lambda: _run(parse(words), dict(os.environ)), is_report=True
-    )
+    return run_program("tfdist.doctor", lambda: _run(parse(argv), dict(os.environ)), is_report=True)
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments of a command line."""
     command: argparse.Namespace = _parser().parse_args(argv)
     if command.startup_timeout_s is not None:
         fix = "write --startup_timeout_s 60"
         require_number("--startup_timeout_s", command.startup_timeout_s, above=0, fix=fix)
-    require(
-        command.shared_dir is None or command.shared_dir.strip(),
-        "--shared_dir",
-        received="''",
-        expected="the path of a directory",
-        fix="give one, or leave it out",
-        code="empty",
-    )
     return command
 
 

@@ -25,8 +25,7 @@ _LOOK_EVERY_S = 0.25
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
-    words = sys.argv[1:] if argv is None else argv
-    return run_program("tfdist.export", lambda: _export(words))
+    return run_program("tfdist.export", lambda: _export(argv))
 
 
 def _parser() -> Parser:
@@ -45,7 +44,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _export(argv: Sequence[str]) -> int:
+def _export(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     mutually_exclusive({"--step": options.step, "--best": options.best})
     mutually_exclusive({"--follow": options.follow, "--step": options.step})

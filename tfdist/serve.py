@@ -34,8 +34,7 @@ _NEEDED = ("uvicorn", "httptools", "orjson", "grpc", "grpc_health", "prometheus_
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
-    words = sys.argv[1:] if argv is None else argv
-    return run_program("tfdist.serve", lambda: _serve(words))
+    return run_program("tfdist.serve", lambda: _serve(argv))
 
 
 def _parser() -> Parser:
@@ -66,7 +65,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _serve(argv: Sequence[str]) -> int:
+def _serve(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     _check(options)
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")

@@ -473,7 +473,6 @@ def test_the_ports_of_a_range_are_those_that_the_tasks_take_without_a_launcher()
         (["--node_rank", "1"], "--hosts"),
         (["--hosts", "a,b", "--node_rank", "2"], "0 to 1"),
         (["--startup_timeout_s", "-1"], "a number above 0"),
-        (["--shared_dir", ""], "the path of a directory"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(argv, said, capsys):

@@ -192,7 +192,7 @@ def try_out(request: Mapping[str, Any], limits: MemoryLimits, *, timeout_s: floa
             assert child.stdin is not None
             with contextlib.suppress(BrokenPipeError), child.stdin:
                 child.stdin.write(json.dumps({**request, **more}))
-            cause = _watched(child, limits.process, timeout_s=timeout_s)
+            cause = _watch(child, limits.process, timeout_s=timeout_s)
         finally:
             child.kill()
             child.wait()
@@ -204,7 +204,7 @@ def try_out(request: Mapping[str, Any], limits: MemoryLimits, *, timeout_s: floa
     return trial
 
 
-def _watched(child: subprocess.Popen[str], limit_bytes: int, *, timeout_s: float) -> str:
+def _watch(child: subprocess.Popen[str], limit_bytes: int, *, timeout_s: float) -> str:
     """Wait for the child's end; end it where it takes too much, and return that."""
     process, deadline_s = psutil.Process(child.pid), time.monotonic() + timeout_s
     while True:
