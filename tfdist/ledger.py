@@ -20,7 +20,7 @@ from tfdist.errors import EXIT_FAILED, EXIT_OK
 from tfdist.outputs.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from tfdist.audit.files import Merged
+    from tfdist.audit.files import MergedLedger
     from tfdist.audit.proof import PassProof, Proof
 
 
@@ -68,12 +68,12 @@ def _prove(run_dir: str, *, as_json: bool) -> int:
 def _compare(run_dir: str, other: str, *, as_json: bool) -> int:
     import numpy as np
 
-    from tfdist.audit.files import merged, read_directory
+    from tfdist.audit.files import merge, read_directory
     from tfdist.audit.proof import Tally, ranges
 
     files = [read_directory(_ledger_of(path)) for path in (run_dir, other)]
     damaged = [file.damaged for found in files for file in found if file.damaged]
-    ledgers = [merged(found) for found in files]
+    ledgers = [merge(found) for found in files]
     end = min(ledger.end for ledger in ledgers)
     mine, theirs = map(Tally, ledgers)
     same = (mine.counts[:end] == theirs.counts[:end]) & (mine.hashes[:end] == theirs.hashes[:end])
@@ -138,12 +138,10 @@ def _attempt_line(attempt: Any) -> str:
     header, void = attempt.header, attempt.void_steps
     tasks = "1 task" if header.num_tasks == 1 else f"{header.num_tasks} tasks"
     replicas = "1 replica" if header.num_replicas == 1 else f"{header.num_replicas} replicas"
-    cut = sum(file.is_cut for file in attempt.files)
     return (
         f"attempt {header.attempt}: {header.strategy}, {tasks}, {replicas}, "
         f"steps {attempt.first:,} to {attempt.last - 1:,}"
         + (f"; {void:,} of them void: done again later, or in flight at the end" if void else "")
-        + (f"; cut while it was written ({cut} files)" if cut else "")
     )
 
 
@@ -168,7 +166,7 @@ def _parts_line(name: str, parts: Sequence[Any]) -> str:
 
 
 def _as_json(proof: Proof) -> dict[str, Any]:
-    ledger: Merged = proof.ledger
+    ledger: MergedLedger = proof.ledger
     attempts = [
         {
             **{name: getattr(a.header, name) for name in ("attempt", "strategy", "mode")},

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.models import AtStep, Cut
-from tfdist.audit.files import merged, pair_hash, read_directory
+from tfdist.audit.files import merge, pair_hash, read_directory
 from tfdist.audit.proof import Tally, prove
 from tfdist.audit.recorder import Ledger
 from tfdist.data.arrays import ArraySource
@@ -98,7 +98,7 @@ def test_what_is_recorded_is_what_the_model_was_given(strategies, tmp_path):
 
     fit(model, tmp_path, data=(X, X[:, 0]), epochs=1, callbacks=[Look()])
     before = [np.zeros(EXAMPLES)] * 3
-    ledger = merged(read_directory(tmp_path))
+    ledger = merge(read_directory(tmp_path))
     rows = [row for record in ledger.records() for row in record.arrays[0]]
     assert len(rows) == len(given) == 7
     for row, now in zip(rows, given, strict=True):
@@ -133,7 +133,7 @@ def test_the_same_examples_augmented_alike_whatever_the_number_of_replicas(
             model = keras.Sequential(layers)
             model.compile("sgd", "mse")
         fit(model, tmp_path / str(replicas), data=(source,), epochs=2)
-        steps[replicas] = Tally(merged(read_directory(tmp_path / str(replicas))))
+        steps[replicas] = Tally(merge(read_directory(tmp_path / str(replicas))))
     for replicas in (2, 3):
         for name in ("counts", "hashes", "content"):
             assert np.array_equal(getattr(steps[1], name), getattr(steps[replicas], name)), name
@@ -166,7 +166,7 @@ def test_it_says_with_how_many_threads_sums_were_rounded(strategies, tmp_path, m
 
 
 def test_without_a_ledger_nothing_of_it_is_in_the_graph(strategies):
-    from tfdist.audit.recorder import recorded
+    from tfdist.audit.recorder import with_recorder
     from tfdist.strategy.job import Job
     from tfdist.training.engines import engine_for
     from tfdist.training.inputs import Length, prepare
@@ -182,7 +182,7 @@ def test_without_a_ledger_nothing_of_it_is_in_the_graph(strategies):
         building.build(model, job, feed)
         program = program_of(model, job, "train_step", feed, seed=1)
         if with_ledger:
-            program = recorded(program, job, mode="full", sink=lambda record: None)
+            program = with_recorder(program, job, mode="full", sink=lambda record: None)
         function = engine_for(job)._compile_block(program)
         bounds = [tf.constant(0, tf.int64), tf.constant(2, tf.int64)]
         graph = function.get_concrete_function(*bounds).graph.as_graph_def()

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.refusals import refusal
-from tfdist.audit.files import merged, read_directory
+from tfdist.audit.files import merge, read_directory
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.pipeline import engine
@@ -551,7 +551,7 @@ def test_a_ledger_says_what_it_says_of_one_device(strategies, one_stage, tmp_pat
             model = model_with()
         ledger = tfdist.Ledger(tmp_path / name, mode=mode)
         tfdist.fit(model, X, Y, batch_size=8, epochs=2, seed=3, verbose=0, ledger=ledger)
-        found = merged(read_directory(tmp_path / name)).records()
+        found = merge(read_directory(tmp_path / name)).records()
         rows = [[np.asarray(a) for a in record.arrays] for record in found]
         records.append([np.concatenate(column) for column in zip(*rows, strict=True)])
     np.testing.assert_equal(*records)

@@ -14,6 +14,7 @@ from tests.refusals import refusal
 from tfdist import replay
 from tfdist.audit.replay import StepEnvironment, step_environment_of
 from tfdist.checkpoint import CheckpointStore
+from tfdist.configs import base
 from tfdist.outputs.run_directory import RunDirectory
 
 pytestmark = pytest.mark.slow
@@ -148,7 +149,8 @@ def test_what_cannot_be_replayed_is_one_line(tmp_path, capsys):
         return error
 
     assert "no config.json" in says(str(tmp_path / "nowhere"), "--step", "3")
-    config = {"total_examples": 100, "checkpoints": 1, "global_batch_size": 10, "seed": 1}
+    length = {"total_examples": 100, "checkpoints": 1, "global_batch_size": 10, "seed": 1}
+    config = {**base().to_dict(), **length}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "received 10; expected 0 to 9" in says(str(tmp_path), "--step", "10")
     assert "received -1; expected 0 to 9" in says(str(tmp_path), "--step", "-1")

@@ -1,6 +1,6 @@
 """Ledger files: the examples that each step of a run consumed, as recorded by its tasks.
 
-They are written, read again, and the attempts of a run put together (`merged`).
+They are written, read again, and the attempts of a run put together (`merge`).
 
 ``ledger/attempt-<n>-<task>.bin`` begins with one line of JSON, the `Header`, and goes on with
 records of a range of steps each. A record is appended and flushed when its range is done, so that
@@ -110,8 +110,7 @@ class LedgerFile:
 
     path: Path
     header: Header
-    records: tuple[Record, ...] = ()
-    is_cut: bool = False
+    records: tuple[Record, ...]
     damaged: str = ""
 
 
@@ -151,8 +150,7 @@ def next_attempt(directory: str | os.PathLike[str]) -> int:
 def read_directory(directory: str | os.PathLike[str]) -> list[LedgerFile]:
     """Read every file of a ledger, oldest attempt first.
 
-    A file that was cut before its first line was whole is one without a record, where another of
-    its attempt tells what it would have said.
+    A file that was cut before its first line was whole is left out, as if it had not been begun.
 
     Raises:
       UsageError: there is none, or one of a format that this version does not know.
@@ -167,17 +165,7 @@ def read_directory(directory: str | os.PathLike[str]) -> list[LedgerFile]:
             fix="start the run with --config.ledger=full or hash, or tfdist.fit(ledger=...)",
             code="no-ledger",
         )
-    read = [(attempt, path, read_file(path)) for attempt, path in found]
-    headers = {attempt: file.header for attempt, _, file in read if file is not None}
-    files = []
-    for attempt, path, file in read:
-        if file is not None:
-            files.append(file)
-        elif attempt in headers:
-            task = path.stem.partition(f"attempt-{attempt}-")[2]
-            header = dataclasses.replace(headers[attempt], task=task)
-            files.append(LedgerFile(path=path, header=header))
-    return files
+    return [file for _, path in found if (file := read_file(path)) is not None]
 
 
 def read_file(path: Path) -> LedgerFile | None:
@@ -207,10 +195,7 @@ def read_file(path: Path) -> LedgerFile | None:
         record = Record(first=first, last=last, worker=worker, begun=begun, payload=payload)
         records.append(record)
         at = start + size_bytes
-    is_cut = at < len(data) and not damaged
-    return LedgerFile(
-        path=path, header=header, records=tuple(records), is_cut=is_cut, damaged=damaged
-    )
+    return LedgerFile(path=path, header=header, records=tuple(records), damaged=damaged)
 
 
 def _files(directory: Path) -> list[tuple[int, Path]]:
@@ -350,7 +335,7 @@ class LedgerAttempt:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Merged:
+class MergedLedger:
     """The whole run, as far as it got.
 
     Attributes:
@@ -378,7 +363,7 @@ class Merged:
         return sorted((r for a in self.attempts for r in a.valid()), key=lambda r: r.first)
 
 
-def merged(files: Sequence[LedgerFile]) -> Merged:
+def merge(files: Sequence[LedgerFile]) -> MergedLedger:
     """Put the files of a ledger together.
 
     Raises:
@@ -408,7 +393,7 @@ def merged(files: Sequence[LedgerFile]) -> Merged:
     firsts = first_examples(attempts[-1].header.plan)
     for attempt in attempts:
         _require_same_run(attempt, attempts[-1], firsts)
-    return Merged(attempts=tuple(attempts), firsts=firsts, end=end)
+    return MergedLedger(attempts=tuple(attempts), firsts=firsts, end=end)
 
 
 def _recorded_by_all(files: Sequence[LedgerFile]) -> int:

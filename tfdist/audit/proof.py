@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tfdist.audit.files import Array, Header, LedgerFile, Merged, Record, merged, pair_hash
+from tfdist.audit.files import Array, Header, LedgerFile, MergedLedger, Record, merge, pair_hash
 
 Order = Callable[[Header, Array], Array]
 """The example at each position of a run: int64[b] -> int64[b]."""
@@ -60,7 +60,7 @@ class Tally:
       repeats: steps with an example that came before in its pass, where each is recorded.
     """
 
-    def __init__(self, ledger: Merged) -> None:
+    def __init__(self, ledger: MergedLedger) -> None:
         self._ledger = ledger
         self._num_examples = ledger.header.num_examples
         self._full = ledger.is_full
@@ -221,7 +221,7 @@ class Proof:
       problems: what else speaks against it, a line each.
     """
 
-    ledger: Merged
+    ledger: MergedLedger
     passes: tuple[PassProof, ...]
     epochs: tuple[EpochProof, ...]
     problems: tuple[str, ...]
@@ -240,7 +240,7 @@ def prove(files: Sequence[LedgerFile], *, order: Order, steps_done: int | None =
     `steps_done` is what the run itself says it did, where it came to its end.
     Raises TfdistError for files of several runs, or without a step.
     """
-    ledger = merged(files)
+    ledger = merge(files)
     problems = [file.damaged for file in files if file.damaged] + _coverage(ledger)
     if steps_done is not None and ledger.end < steps_done:
         problems.append(f"steps {ledger.end} to {steps_done - 1}: done and not recorded")
@@ -255,7 +255,7 @@ def prove(files: Sequence[LedgerFile], *, order: Order, steps_done: int | None =
     )
 
 
-def _coverage(ledger: Merged) -> list[str]:
+def _coverage(ledger: MergedLedger) -> list[str]:
     """Steps that no attempt has recorded, or not all of its tasks, or more than once."""
     problems = []
     covered = np.zeros(ledger.end, np.int64)
@@ -284,7 +284,9 @@ def _coverage(ledger: Merged) -> list[str]:
     return problems
 
 
-def _epochs(ledger: Merged, tally: Tally, passes: Sequence[PassProof]) -> tuple[EpochProof, ...]:
+def _epochs(
+    ledger: MergedLedger, tally: Tally, passes: Sequence[PassProof]
+) -> tuple[EpochProof, ...]:
     firsts, all_sizes, proofs = ledger.firsts, np.diff(ledger.firsts), []
     for number, (first, end) in enumerate(itertools.pairwise(ledger.header.plan.step_starts)):
         last = min(end, ledger.end)

@@ -67,7 +67,7 @@ class Ledger:
         if writes:
             header = header_of(program, job, mode=self._mode, attempt=int(attempt))
             self._writer = LedgerWriter(self._directory, header)
-        return recorded(program, job, mode=self._mode, sink=self._append)
+        return with_recorder(program, job, mode=self._mode, sink=self._append)
 
     def close(self) -> None:
         """Close the file of this task."""
@@ -79,7 +79,7 @@ class Ledger:
             self._writer.append(record)
 
 
-def recorded(
+def with_recorder(
     program: StepProgram, job: Job, *, mode: str, sink: Callable[[Record], None]
 ) -> StepProgram:
     """Return `program` such that `sink` gets the records of each range of steps it runs."""

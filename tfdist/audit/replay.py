@@ -14,12 +14,11 @@ from ml_collections import ConfigDict
 from tensorflow.python.distribute import values_util
 
 from tfdist.app import recipe
-from tfdist.audit.files import Record, merged, read_directory
-from tfdist.audit.recorder import recorded
+from tfdist.audit.files import Record, merge, read_directory
+from tfdist.audit.recorder import with_recorder
 from tfdist.checkpoint import Checkpoint, CheckpointStore, state
 from tfdist.checkpoint.state import state_sha256, weights_sha256
 from tfdist.checkpoint.warm_start import load_weights
-from tfdist.configs import base
 from tfdist.errors import TfdistError, UsageError, require
 from tfdist.outputs.run_directory import DONE, RunDirectory
 from tfdist.strategy import current_job, make_strategy
@@ -88,7 +87,7 @@ def replay(
     Raises:
       UsageError: the run has no such step, was a ps run, or does not say how many replicas it had.
     """
-    config = config_of(settings)
+    config = ConfigDict(dict(settings))
     directory = RunDirectory(run_dir)
     store = CheckpointStore(directory.checkpoints)
     _require_step(step, recipe.plan_of(config).total_steps, directory.read_summary() or {})
@@ -105,15 +104,6 @@ def replay(
     checkpoint = nearest(store, step)
     blocks = _blocks(config, fresh=checkpoint is None)
     return _replayed(blocks, store, checkpoint, step=step)
-
-
-def config_of(settings: Mapping[str, Any]) -> Any:
-    """Return the configuration in a config.json, with the defaults of fields it does not have."""
-    values: dict[str, Any] = base().to_dict()
-    for name, value in settings.items():
-        nested = isinstance(value, Mapping)
-        values[name] = {**values.get(name, {}), **value} if nested else value
-    return ConfigDict(values)
 
 
 def nearest(store: CheckpointStore, step: int) -> Checkpoint | None:
@@ -187,7 +177,7 @@ def _replayed(
     rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
     records: list[Record] = []
     blocks.program.feed.close()  # what is read ahead is read without what is recorded
-    looking = recorded(blocks.program, job, mode="full", sink=records.append)
+    looking = with_recorder(blocks.program, job, mode="full", sink=records.append)
     runner = BlockRunner(model, job, engine_for(job), looking, phase="step")
     with _noting_gradients(model) as (names, values):
         runner.run(step, step + 1, looked_at=True)
@@ -284,9 +274,9 @@ def step_environment_of(
     replicas: int | None,
 ) -> StepEnvironment:
     """Where the run did the step, by what it wrote down; `kind` and `replicas` go before that."""
-    found = _recorded(directory, store, config, step)
-    recorded_as = next((each for each in found if each is not None), None)
-    ran_under = recorded_as.kind if recorded_as else config.strategy
+    notes = _notes_of_run(directory, store, config, step)
+    noted: Mapping[str, Any] = next((each for each in notes if "replicas" in each), {})
+    ran_under = noted.get("strategy", config.strategy)
     if "ps" in (ran_under, config.strategy):
         raise UsageError(
             f"run directory {directory.path}",
@@ -313,7 +303,7 @@ def step_environment_of(
             fix="say --strategy mirrored and how many, or leave --replicas out",
             code="out-of-range",
         )
-    count = replicas or (1 if kind == "single" else recorded_as.replicas if recorded_as else None)
+    count = replicas or (1 if kind == "single" else noted.get("replicas"))
     if count is None:
         raise UsageError(
             f"run directory {directory.path}",
@@ -323,43 +313,26 @@ def step_environment_of(
             code="unknown-replicas",
         )
     return StepEnvironment(
-        kind=kind or (recorded_as.kind if recorded_as else "single"),
-        replicas=count,
-        threads=recorded_as.threads if recorded_as else 0,
+        kind=kind or noted.get("strategy", "single"),
+        replicas=int(count),
+        threads=int(noted.get("threads", 0)),
     )
 
 
-def _recorded(
+def _notes_of_run(
     directory: RunDirectory, store: CheckpointStore, config: Any, step: int
-) -> Iterator[StepEnvironment | None]:
-    """What the run wrote down of where the step ran, the surest first."""
-    yield _by_ledger(directory, step)
+) -> Iterator[Mapping[str, Any]]:
+    """Yield what the run wrote down of where the step ran, the surest first."""
+    with contextlib.suppress(TfdistError):  # no ledger, or one that is not whole
+        for attempt in merge(read_directory(directory.ledger)).attempts:
+            if attempt.first <= step < attempt.end:
+                header = attempt.header
+                replicas, threads = header.num_replicas, header.threads
+                yield {"strategy": header.strategy, "replicas": replicas, "threads": threads}
     # The checkpoint after the step was written by those who did it.
-    steps = sorted(set(store.steps()), key=lambda s: (s <= step, abs(s - step)))
-    for found in steps:
+    for found in sorted(set(store.steps()), key=lambda s: (s <= step, abs(s - step))):
         with contextlib.suppress(TfdistError):  # a damaged one: the next tells as well
-            yield _environment_in(store.read(found).meta.get("place", {}))
-    yield _environment_in(directory.read_summary() or {})
+            yield store.read(found).meta.get("place", {})
+    yield directory.read_summary() or {}
     if config.strategy == "single":
-        yield StepEnvironment(kind="single", replicas=1)
-
-
-def _environment_in(said: Mapping[str, Any]) -> StepEnvironment | None:
-    if "replicas" not in said:
-        return None
-    threads = int(said.get("threads", 0))
-    return StepEnvironment(kind=said["strategy"], replicas=int(said["replicas"]), threads=threads)
-
-
-def _by_ledger(directory: RunDirectory, step: int) -> StepEnvironment | None:
-    try:
-        ledger = merged(read_directory(directory.ledger))
-    except TfdistError:
-        return None
-    for attempt in ledger.attempts:
-        if attempt.first <= step < attempt.end:
-            header = attempt.header
-            return StepEnvironment(
-                kind=header.strategy, replicas=header.num_replicas, threads=header.threads
-            )
-    return None
+        yield {"strategy": "single", "replicas": 1}
