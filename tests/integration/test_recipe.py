@@ -1,14 +1,12 @@
 """From a configuration to model, optimizer, learning rate and data."""
 
 import io
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
-from rich.console import Console
 
 from tests.clock import Clock
 from tests.refusals import refusal
@@ -177,12 +175,9 @@ def directory(tmp_path):
 PLAN = EpochPlan.from_boundaries([0, 100, 200, 300], global_batch_size=10)
 
 
-def reporter_of(
-    directory: RunDirectory, clock: Clock, *, worker_steps: Callable[[], dict[str, int]] = dict
-) -> RunReporter:
-    console = Console(file=io.StringIO(), force_terminal=False, soft_wrap=True)
-    display = ProgressDisplay(total_steps=PLAN.total_steps, console=console, clock=clock)
-    return RunReporter(directory, PLAN, display=display, clock=clock, worker_steps=worker_steps)
+def reporter_of(directory: RunDirectory, clock: Clock) -> RunReporter:
+    display = ProgressDisplay(total_steps=PLAN.total_steps, stream=io.StringIO(), clock=clock)
+    return RunReporter(directory, PLAN, display=display, clock=clock)
 
 
 def run_range(
@@ -216,9 +211,10 @@ def test_a_line_for_each_virtual_epoch(directory):
     assert list(directory.tensorboard.glob("events.*"))
 
 
-def test_a_line_of_a_ps_job_has_the_steps_of_each_worker(directory):
+def test_a_line_of_a_ps_job_has_the_steps_of_each_worker(directory, monkeypatch):
     clock, steps = Clock(), {"worker-0": 7, "worker-1": 3}
-    run_epoch(reporter_of(directory, clock, worker_steps=lambda: steps), clock, 0)
+    monkeypatch.setattr("tfdist.app.run._worker_steps", lambda: steps)
+    run_epoch(reporter_of(directory, clock), clock, 0)
     (line,) = directory.read_metrics()
     assert line["worker_steps"] == steps
 

@@ -10,7 +10,7 @@ import matplotlib.image
 import ml_dtypes
 import numpy as np
 import pytest
-from rich.console import Console
+import tensorflow as tf
 
 from tests.clock import Clock
 from tests.processes import python
@@ -118,13 +118,6 @@ def test_without_matplotlib_or_a_log_there_is_no_plot(tmp_path):
 # Table
 
 
-def shown(**changes: Any) -> str:
-    out = io.StringIO()
-    console = Console(file=out, highlight=False, soft_wrap=True)
-    show_result(SUMMARY | changes, run_dir="runs/a", plot="runs/a/metrics.png", console=console)
-    return out.getvalue()
-
-
 @pytest.mark.parametrize(
     ("changes", "rows"),
     [
@@ -151,8 +144,9 @@ def shown(**changes: Any) -> str:
         ),
     ],
 )
-def test_the_result_is_plain_text(changes, rows):
-    text = shown(**changes)
+def test_the_result_is_plain_text(changes, rows, capsys):
+    show_result(SUMMARY | changes, run_dir="runs/a", plot="runs/a/metrics.png")
+    text = capsys.readouterr().out
     assert text.isascii()
     assert "\x1b" not in text
     assert [row for row in rows if f"  {row}\n" not in text] == []
@@ -164,8 +158,7 @@ def test_the_result_is_plain_text(changes, rows):
 
 def progress_lines(*, step_s: float, steps: int) -> list[str]:
     out, clock = io.StringIO(), Clock()
-    console = Console(file=out, force_terminal=False, width=40, highlight=False, soft_wrap=True)
-    display = ProgressDisplay(total_steps=steps, console=console, clock=clock)
+    display = ProgressDisplay(total_steps=steps, stream=out, clock=clock)
     display.begin(step=0, examples=0)
     for step in range(1, steps + 1):
         clock.now_s += step_s
@@ -187,10 +180,18 @@ def test_a_run_shorter_than_that_still_says_that_it_began_and_ended():
     ProgressDisplay(total_steps=1).end()  # one that never began
 
 
-def test_under_a_launcher_on_a_terminal_each_line_takes_the_place_of_the_last():
-    out, clock = io.StringIO(), Clock()
-    console = Console(file=out, force_terminal=False, width=40, soft_wrap=True)
-    display = ProgressDisplay(total_steps=3, console=console, clock=clock, in_place=True)
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("out", "clear"), [(io.StringIO(), ""), (Terminal(), "\x1b[K")])
+def test_under_a_launcher_and_on_a_terminal_each_line_takes_the_place_of_the_last(
+    out, clear, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "60")
+    clock = Clock()
+    display = ProgressDisplay(total_steps=3, stream=out, clock=clock, in_place=True)
     display.begin(step=0, examples=0)
     for step in range(1, 4):
         clock.now_s += 0.1
@@ -199,13 +200,12 @@ def test_under_a_launcher_on_a_terminal_each_line_takes_the_place_of_the_last():
     first, last = out.getvalue().split("\r")
     assert first.startswith("step 1 of 3 (33 %)")
     assert last.startswith("step 3 of 3 (100 %)")
-    assert last.endswith("done\n")
+    assert last.endswith(f"done{clear}\n")
 
 
 def test_the_rate_is_of_the_last_seconds_and_not_of_the_start():
     out, clock = io.StringIO(), Clock()
-    console = Console(file=out, force_terminal=False, soft_wrap=True)
-    display = ProgressDisplay(total_steps=100_000, console=console, clock=clock)
+    display = ProgressDisplay(total_steps=100_000, stream=out, clock=clock)
     display.begin(step=1000, examples=64_000)
     clock.now_s += 60  # tracing
     for step in range(1010, 1400, 10):
@@ -217,17 +217,6 @@ def test_the_rate_is_of_the_last_seconds_and_not_of_the_start():
 # Profiler
 
 
-class Recorder:
-    def __init__(self, events: list[str]) -> None:
-        self._events = events
-
-    def start(self, directory: str) -> None:
-        self._events.append("start")
-
-    def stop(self) -> None:
-        self._events.append("stop")
-
-
 @pytest.mark.parametrize(
     ("ranges", "expected"),
     [
@@ -237,9 +226,12 @@ class Recorder:
         ([(12, 20), (20, 25)], "start 12-20 20-25 stop"),
     ],
 )
-def test_the_profiler_records_the_ranges_that_were_asked_for(ranges, expected):
+def test_the_profiler_records_the_ranges_that_were_asked_for(ranges, expected, monkeypatch):
     events: list[str] = []
-    profiler = StepProfiler("somewhere", first=10, last=30, profiler=Recorder(events))
+    recorder = tf.profiler.experimental
+    monkeypatch.setattr(recorder, "start", lambda directory: events.append("start"))
+    monkeypatch.setattr(recorder, "stop", lambda: events.append("stop"))
+    profiler = StepProfiler("somewhere", first=10, last=30)
     for first, last in ranges:
         profiler.before(first)
         events.append(f"{first}-{last}")
@@ -247,6 +239,3 @@ def test_the_profiler_records_the_ranges_that_were_asked_for(ranges, expected):
     profiler.close()
     assert " ".join(events) == expected
     assert [profiler.next_step(step) for step in (0, 9, 10, 29, 30)] == [10, 10, 30, 30, None]
-
-
-# TensorBoard

@@ -72,7 +72,7 @@ def run(config: Any, *, overwrite: bool, environ: Mapping[str, str]) -> dict[str
         seed = _seed(config, directory, overwrite=overwrite)
         claim = directory.claim({**config.to_dict(), "seed": seed}, overwrite, free=FREE)
     if claim is Claim.FINISHED and (task is None or task.cluster.kind != "multiworker"):
-        return _say_finished(directory)
+        return _show_finished(directory)
     is_evaluator = task is not None and task.task.type == "evaluator"
     if is_evaluator and not overwrite and (directory.read_summary() or {}).get("status") == DONE:
         return {}  # there is nothing left to evaluate, as the chief will find too
@@ -102,7 +102,7 @@ def _run_as_task(
     directory = RunDirectory(path)
     try:
         if finished:
-            summary = _say_finished(directory) if is_chief() else {}
+            summary = _show_finished(directory) if is_chief() else {}
         else:
             summary = _train(config, strategy, directory, seed=seed)
     except Stopped:  # by all tasks alike
@@ -125,20 +125,14 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     if config.profile_steps:
         first, last = config.profile_steps
         profiler = StepProfiler(directory.tensorboard, first=first, last=last)
-    reporter = RunReporter(
-        directory,
-        plan,
-        display=display,
-        profiler=profiler,
-        worker_steps=_worker_steps,
-    )
+    reporter = RunReporter(directory, plan, display=display, profiler=profiler)
     try:
         datasets = recipe.load_datasets(config)
         with strategy.scope():
             model = recipe.compiled_model(config, datasets, total_steps=plan.total_steps)
         done = _fit(config, model, datasets, directory, reporter, seed=seed)
     except Stopped:
-        _summarized(model, reporter, directory, plan, status=STOPPED)
+        _write_summary(model, reporter, directory, plan, status=STOPPED)
         raise
     finally:
         reporter.close()
@@ -146,7 +140,7 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     if is_chief() and config.save_model and done:
         save_whole(model, directory.model_file)
     status = DONE if done else STOPPED
-    summary = _summarized(model, reporter, directory, plan, status=status)
+    summary = _write_summary(model, reporter, directory, plan, status=status)
     if summary:
         title = f"{config.dataset}, {config.model}: {strategy_line(summary)}"
         path = draw_plot(directory.read_metrics(), directory.plot_file, title=title)
@@ -247,7 +241,7 @@ def _trackers(
     return () if made is None else (made,)
 
 
-def _summarized(
+def _write_summary(
     model: keras.Model,
     reporter: RunReporter,
     directory: RunDirectory,
@@ -283,7 +277,7 @@ def _summarized(
         "weights_sha256": weights_sha256(model),
         "state_sha256": state_digest,
         "resumed_from_step": reporter.first_step or None,
-        **(_of_ps_job(model, job) if job.kind == "ps" else {}),
+        **(_ps_summary(model, job) if job.kind == "ps" else {}),
     }
     directory.write_summary(summary)
     return summary
@@ -300,7 +294,7 @@ def _worker_steps() -> dict[str, int]:
     return {f"worker-{index}": share.steps for index, share in shares.items()}
 
 
-def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
+def _ps_summary(model: keras.Model, job: Job) -> dict[str, Any]:
     """Return what became of the steps since this process started, and the bytes on each ps."""
     from tfdist.ps.strategy import bytes_on_servers
     from tfdist.ps.workers import worker_pool_of
@@ -315,7 +309,7 @@ def _of_ps_job(model: keras.Model, job: Job) -> dict[str, Any]:
     }
 
 
-def _say_finished(directory: RunDirectory) -> dict[str, Any]:
+def _show_finished(directory: RunDirectory) -> dict[str, Any]:
     summary = directory.read_summary() or {}
     logger.info("the run in %s is finished; --overwrite runs it again", directory.path)
     path = str(directory.plot_file) if directory.plot_file.exists() else None
@@ -345,10 +339,9 @@ def _seed(config: Any, directory: RunDirectory, *, overwrite: bool) -> int:
 
 
 class RunReporter(keras.callbacks.Callback):
-    """Writes `metrics.jsonl` and TensorBoard scalars, and moves the progress display; on the chief.
+    """Writer of `metrics.jsonl` and TensorBoard scalars, and mover of the progress display.
 
-    `worker_steps` returns the steps that each worker of a ps job has done since this process
-    started.
+    Only the chief calls it.
     """
 
     once_a_range = chief_only = wants_block_logs = True
@@ -360,7 +353,6 @@ class RunReporter(keras.callbacks.Callback):
         *,
         display: ProgressDisplay,
         profiler: StepProfiler | None = None,
-        worker_steps: Callable[[], Mapping[str, int]] = dict,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
@@ -368,7 +360,6 @@ class RunReporter(keras.callbacks.Callback):
         self._plan = plan
         self._display = display
         self._profiler = profiler
-        self._worker_steps = worker_steps
         self._clock = clock
         self.log_dir = str(directory.tensorboard)
         self._scalars = ScalarWriter(directory.tensorboard)
@@ -378,7 +369,6 @@ class RunReporter(keras.callbacks.Callback):
         self._range_start = (0, 0.0)
         self.first_step: int | None = None
         self.step = 0
-        self.logs: dict[str, Any] = {}
 
     @property
     def examples_per_second(self) -> float | None:
@@ -422,21 +412,21 @@ class RunReporter(keras.callbacks.Callback):
         if self.step != self._plan.step_starts[epoch + 1]:
             logger.info("stopped at step %d, inside virtual epoch %d", self.step, epoch + 1)
             return
-        self.logs = dict(logs or {})
+        logs = dict(logs or {})
         if not self._ranges:  # only its validation was left to do, and may have been done before
             self._directory.drop_metrics_after(self.step - 1)
-        rate, workers = _rate(self._epoch_ranges), dict(self._worker_steps())
+        rate, workers = _rate(self._epoch_ranges), _worker_steps()
         self._directory.append_metrics(
             {
                 "step": self.step,
                 "examples": examples,
                 "virtual_epoch": epoch + 1,
-                **self.logs,
+                **logs,
                 "examples_per_second": rate,
                 **({"worker_steps": workers} if workers else {}),
             }
         )
-        scalars = {n: v for n, v in self.logs.items() if isinstance(v, (int, float))}
+        scalars = {n: v for n, v in logs.items() if isinstance(v, (int, float))}
         self._scalars.write(self.step, scalars | ({"examples_per_second": rate} if rate else {}))
 
     def on_train_end(self, logs: Any = None) -> None:

@@ -1,21 +1,20 @@
 """What a run shows: progress and result on a terminal, scalars in TensorBoard, a plot.
 
-Progress is a bar on a terminal, elsewhere a line every ten seconds. A task of a launcher that
-stands on a terminal ends its line with a carriage return, so that the launcher shows the next one
-in its place.
+Progress is a line that changes on a terminal, elsewhere a line every ten seconds. A task of a
+launcher that stands on a terminal ends its line with a carriage return, so that the launcher shows
+the next one in its place.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from typing import Any, TextIO
 
 from tfdist.errors import UsageError, require_packages
 from tfdist.outputs.run_directory import COUNTERS
@@ -25,6 +24,7 @@ logger = logging.getLogger(__name__)
 _EVERY_S = 10.0
 _IN_PLACE_EVERY_S = 0.25
 _RATE_OVER_S = 15.0
+_CLEAR_REST = "\x1b[K"
 _SHOWN = ("loss", "accuracy", "val_loss", "val_accuracy")
 
 
@@ -38,16 +38,16 @@ class ProgressDisplay:
         self,
         *,
         total_steps: int,
-        console: Console | None = None,
+        stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         in_place: bool = False,
     ) -> None:
         self._total_steps = total_steps
-        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._stream = stream or sys.stderr
         self._clock = clock
-        self._in_place = in_place
-        self._every_s = _IN_PLACE_EVERY_S if in_place else _EVERY_S
-        self._bar: Progress | None = None
+        self._is_terminal = self._stream.isatty()
+        self._in_place = in_place or self._is_terminal
+        self._every_s = _IN_PLACE_EVERY_S if self._in_place else _EVERY_S
         self._logs: dict[str, float] = {}
         self._past: list[tuple[float, int, int]] = []
         self._shown_at: float | None = None
@@ -56,17 +56,6 @@ class ProgressDisplay:
     def begin(self, *, step: int, examples: int) -> None:
         """Training starts, or goes on, at `step`."""
         self._past = [(self._clock(), step, examples)]
-        if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[state]}"),
-                console=self._console,
-                expand=True,
-            )
-            self._bar.add_task("train", total=self._total_steps, completed=step, state="")
-            self._bar.start()
 
     def update(self, *, step: int, examples: int, logs: Mapping[str, Any] | None = None) -> None:
         """`step` steps of `examples` examples in all are done; `logs` are the latest there are."""
@@ -76,31 +65,24 @@ class ProgressDisplay:
         # The rate is over a window, and the window keeps one point from before it.
         while len(self._past) > 2 and self._past[1][0] <= now - _RATE_OVER_S:
             self._past.pop(0)
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, state=self._state())
-        elif self._shown_at is None or now - self._shown_at >= self._every_s:
+        if self._shown_at is None or now - self._shown_at >= self._every_s:
             self._write_line(step, now)
 
     def end(self) -> None:
         """Training is over, or was broken off."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-        elif self._past and self._past[-1][1] != self._past[0][1]:
-            if self._in_place or self._past[-1][1] != self._shown_step:
-                self._write_line(self._past[-1][1], self._clock(), is_last=True)
-            self._past = []
+        first, last = (self._past[i][1] if self._past else None for i in (0, -1))
+        if last is not None and last != first and (self._in_place or last != self._shown_step):
+            self._write_line(last, self._clock(), is_last=True)
+        self._past = []
 
     def _write_line(self, step: int, now: float, *, is_last: bool = False) -> None:
         self._shown_at, self._shown_step = now, step
         percent = 100 * step / self._total_steps
         line = f"step {step:,} of {self._total_steps:,} ({percent:.0f} %)  {self._state()}"
-        if not self._in_place:
-            self._console.print(line, markup=False, emoji=False)
-            return
-        # Past rich, which takes a carriage return out of what it prints.
-        self._console.file.write(line + ("\n" if is_last else "\r"))
-        self._console.file.flush()
+        if self._is_terminal:
+            line = line[: shutil.get_terminal_size().columns - 1] + _CLEAR_REST
+        self._stream.write(line + ("\r" if self._in_place and not is_last else "\n"))
+        self._stream.flush()
 
     def _state(self) -> str:
         shown = sorted(self._logs, key=_SHOWN.index)
@@ -124,18 +106,15 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def show_result(
-    summary: Mapping[str, Any], *, run_dir: str, plot: str | None, console: Console | None = None
-) -> None:
-    """Write the summary of a run to `console`, by default standard output."""
-    console = console or Console(highlight=False, soft_wrap=True)
-    rows = result_rows(summary, run_dir=run_dir, plot=plot)
+def show_result(summary: Mapping[str, Any], *, run_dir: str, plot: str | None) -> None:
+    """Print the summary of a run."""
+    rows = _result_rows(summary, run_dir=run_dir, plot=plot)
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
-        console.print(f"  {label:<{width}}  {value}", markup=False, emoji=False)
+        print(f"  {label:<{width}}  {value}", flush=True)
 
 
-def result_rows(
+def _result_rows(
     summary: Mapping[str, Any], *, run_dir: str, plot: str | None
 ) -> list[tuple[str, str]]:
     """Return label and value of each row."""
@@ -247,15 +226,11 @@ class StepProfiler:
     Under ps it sees the chief alone: what it dispatches, and when.
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], *, first: int, last: int, profiler: Any = None
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, first: int, last: int) -> None:
         self._directory = os.fspath(directory)
         self._first = first
         self._last = last
-        self._given = profiler
-        self._running: Any = None
-        self._done = False
+        self._is_running = self._is_done = False
 
     def next_step(self, step: int) -> int | None:
         """The step after `step` at which a range should end, None where it does not matter."""
@@ -263,15 +238,13 @@ class StepProfiler:
 
     def before(self, step: int) -> None:
         """A range begins at `step`."""
-        if self._done or self._running is not None or step < self._first:
+        if self._is_done or self._is_running or step < self._first:
             return
-        logger.info("profiling from step %d to %d, into %s", step, self._last, self._directory)
-        if self._given is None:
-            import tensorflow as tf
+        import tensorflow as tf
 
-            self._given = tf.profiler.experimental
-        self._running = self._given
-        self._running.start(self._directory)
+        logger.info("profiling from step %d to %d, into %s", step, self._last, self._directory)
+        tf.profiler.experimental.start(self._directory)
+        self._is_running = True
 
     def after(self, step: int) -> None:
         """A range ended before `step`."""
@@ -280,9 +253,11 @@ class StepProfiler:
 
     def close(self) -> None:
         """End the recording, also after an error."""
-        if self._running is not None:
-            self._running.stop()
-            self._running, self._done = None, True
+        if self._is_running:
+            import tensorflow as tf
+
+            tf.profiler.experimental.stop()
+            self._is_running, self._is_done = False, True
 
 
 # Plot of a run: loss and metrics over steps, training and validation.
@@ -375,11 +350,9 @@ def _draw_panel(axes: Any, lines: Sequence[Mapping[str, Any]], name: str) -> Non
 PS_COLUMNS = ("input", "read", "compute", "write", "between", "waiting", "step")
 
 
-def show_ps_costs(profile: Mapping[str, Any], *, console: Console | None = None) -> None:
-    """Write the table to `console`, by default standard output."""
-    console = console or Console(highlight=False, soft_wrap=True)
-    for line in ps_cost_lines(profile):
-        console.print(line, markup=False, emoji=False)
+def show_ps_costs(profile: Mapping[str, Any]) -> None:
+    """Print the table."""
+    print("\n".join(ps_cost_lines(profile)), flush=True)
 
 
 def ps_cost_lines(profile: Mapping[str, Any]) -> list[str]:
