@@ -193,12 +193,13 @@ def test_a_run_of_an_earlier_version_goes_on(strategies, tmp_path):
     assert CheckpointStore(tmp_path / "run").steps() == [6, 9]
 
 
-def test_a_csv_log_keeps_the_lines_of_the_run_before(tmp_path):
-    before, mine = ["epoch,loss", "0,5.0", "1,4.0", "2,3.0"], ["0,2.0", "1,1.0"]
+@pytest.mark.parametrize(("mine", "epoch", "kept"), [(["0,2.0", "1,1.0"], 1, 1), ([], 0, 0)])
+def test_a_csv_log_keeps_the_lines_of_the_run_before(tmp_path, mine, epoch, kept):
+    before = ["epoch,loss", "0,5.0", "1,4.0", "2,3.0"]
     (tmp_path / "log.csv").write_text("\r\n".join([*before, *mine, ""]))
     log = keras.callbacks.CSVLogger(tmp_path / "log.csv", append=True)
-    callback_state.prepare_to_resume([log], epoch=1)
-    assert (tmp_path / "log.csv").read_text().split() == [*before, mine[0]]
+    callback_state.prepare_to_resume([log], epoch=epoch)
+    assert (tmp_path / "log.csv").read_text().split() == [*before, *mine[:kept]]
 
 
 def test_a_resumed_csv_log_keeps_its_columns(tmp_path):

@@ -106,7 +106,8 @@ def prepare_to_resume(callbacks: Sequence[Any], *, epoch: int) -> None:
             both = {tag: min(train[tag], validation[tag]) for tag in train.keys() & validation}
             callback._summary_module = _OnceOnly({**train, **validation, **both})
         if isinstance(callback, keras.callbacks.CSVLogger) and os.path.exists(callback.filename):
-            _cut(callback.filename, separator=callback.sep, epoch=epoch)
+            if epoch or not callback.append:  # else the lines may all be of another run
+                _cut(callback.filename, separator=callback.sep, epoch=epoch)
             callback.append = True
 
 
