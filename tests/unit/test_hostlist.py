@@ -119,19 +119,6 @@ def test_two_brackets_are_every_pair_with_the_last_fastest(elements):
     assert expand_hosts(text, where="X") == expected
 
 
-PLAIN = st.sampled_from(["login", "n7", "x09"])
-BRACKETED = brackets().map(lambda made: (f"a{made[0]}", [f"a{number}" for number in made[1]]))
-ELEMENTS = st.lists(st.one_of(PLAIN.map(lambda name: (name, [name])), BRACKETED), min_size=1)
-
-
-@given(ELEMENTS, st.sampled_from(["", "-ib"]))
-def test_brackets_and_names_without_may_alternate(elements, suffix):
-    text = ",".join(element + suffix for element, _ in elements)
-    assert expand_hosts(text, where="X") == [
-        name + suffix for _, names in elements for name in names
-    ]
-
-
 @given(st.text(alphabet="n1-9[],x 0", max_size=12))
 def test_any_text_is_expanded_to_names_or_refused(text):
     try:

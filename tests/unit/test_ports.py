@@ -104,7 +104,7 @@ def test_ports_of_a_range_are_taken_in_order_and_those_of_others_skipped():
         assert other.port == among[1]
         held = [stack.enter_context(port) for port in hold_ports(2, among=among)]
         assert [port.port for port in held] == [among[0], among[2]]
-        with pytest.raises(UsageError, match=r"fewer than 1 more free of the 3 that tasks may"):
+        with pytest.raises(UsageError, match=r"1 to hold \(no port is free\)"):
             hold_ports(1, among=among)
 
 

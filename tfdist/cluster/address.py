@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
-import json
 import math
 import re
 import reprlib
@@ -16,22 +15,10 @@ _HOST = re.compile(r"\[[0-9A-Za-z:.%_-]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z
 _MAX_HOST_CHARS, _MAX_LABEL_CHARS = 253, 63
 
 
-class _Short(reprlib.Repr):
-    """Short form of a value, with the words of JSON: null, true, NaN."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = 80
-        self.maxlevel = 2
-        self.maxlist = self.maxdict = self.maxtuple = 3
-
-    def _word(self, value: object, level: int) -> str:
-        return json.dumps(value)
-
-    repr_NoneType = repr_bool = repr_float = _word  # reprlib looks for type names
-
-
-_short = _Short()
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_short.maxlevel = 2
+_short.maxlist = _short.maxdict = _short.maxtuple = 3
 
 
 def shown(value: object) -> str:

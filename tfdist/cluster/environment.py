@@ -59,10 +59,8 @@ from tfdist.errors import UsageError, require_one_of
 # * PMIx alone (prterun): PMIX_RANK, which has no size beside it
 #   (https://github.com/open-mpi/ompi/issues/9167), and so needs TFDIST_HOSTS.
 
-_OMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-_OMPI_LOCAL = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-_PMI = ("PMI_SIZE", "PMI_RANK")
-_PMI_LOCAL = ("MPI_LOCALNRANKS", "MPI_LOCALRANKID")
+_OMPI = tuple(f"OMPI_COMM_WORLD_{of}" for of in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK"))
+_PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
 _PMIX_RANK = "PMIX_RANK"
 _LOCAL_HOST = "127.0.0.1"
 _JOB_NAMES = (
@@ -72,14 +70,13 @@ _JOB_NAMES = (
 
 
 class _World(NamedTuple):
-    """Place of a rank by its launcher; `names` are the variables of size and rank."""
+    """Place of a rank by its launcher; `names` are the variables that say so, in this order."""
 
     size: int
     rank: int
     local_size: int | None
     local_rank: int | None
-    names: tuple[str, str]
-    local_names: tuple[str, str]
+    names: Sequence[str]
 
 
 def counted(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -113,11 +110,11 @@ def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfi
 
 def _world(environ: Mapping[str, str]) -> _World | None:
     if _OMPI[0] in environ:
-        return _sized(environ, _OMPI, _OMPI_LOCAL)
+        return _sized(environ, _OMPI)
     if _is_of_slurm(environ):
         return None
     if _PMI[0] in environ and _PMI[1] in environ:
-        return _sized(environ, _PMI, _PMI_LOCAL)
+        return _sized(environ, _PMI)
     if _PMIX_RANK in environ:
         value = text(environ, HOSTS)
         if not value:
@@ -125,8 +122,7 @@ def _world(environ: Mapping[str, str]) -> _World | None:
             raise missing(HOSTS, expected)
         size = len(ranks_of(parse_hosts(value, where=HOSTS)))
         rank = needed(environ, _PMIX_RANK, most=size - 1)
-        names = (HOSTS, _PMIX_RANK)
-        return _World(size, rank, None, None, names, names)
+        return _World(size, rank, None, None, (HOSTS, _PMIX_RANK))
     return None
 
 
@@ -142,26 +138,24 @@ def _is_of_slurm(environ: Mapping[str, str]) -> bool:
     of_pmi = bool(step) and any(job.isdecimal() and at == step for job, _, at in steps)
     if not of_pmi and not text(environ, "PMIX_NAMESPACE").startswith("slurm.pmix."):
         return False
-    for name in (_PMI[1] if of_pmi else _PMIX_RANK,):
-        if text(environ, name) not in ("", text(environ, "SLURM_PROCID")):
-            raise contradiction(
-                name,
-                f"{shown(text(environ, name))}, and SLURM_PROCID="
-                f"{text(environ, 'SLURM_PROCID') or 'unset'}",
-                "the two to agree, as Slurm sets both",
-                "pass Slurm's variables on to the task as they are",
-            )
+    name = _PMI[1] if of_pmi else _PMIX_RANK
+    rank, expected = text(environ, name), text(environ, "SLURM_PROCID")
+    if rank not in ("", expected):
+        raise contradiction(
+            name,
+            shown(rank),
+            f"{shown(expected)}, the SLURM_PROCID, as Slurm sets both",
+            "pass Slurm's variables on to the task as they are",
+        )
     return True
 
 
-def _sized(
-    environ: Mapping[str, str], names: tuple[str, str], local_names: tuple[str, str]
-) -> _World:
+def _sized(environ: Mapping[str, str], names: Sequence[str]) -> _World:
     size = needed(environ, names[0], least=1)
     rank = needed(environ, names[1], most=size - 1)
-    local_size = integer(environ, local_names[0], least=1, most=size)
-    local_rank = integer(environ, local_names[1], most=(local_size or size) - 1)
-    return _World(size, rank, local_size, local_rank, names, local_names)
+    local_size = integer(environ, names[2], least=1, most=size)
+    local_rank = integer(environ, names[3], most=(local_size or size) - 1)
+    return _World(size, rank, local_size, local_rank, names)
 
 
 def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> tuple[str, list[str]]:
@@ -178,7 +172,7 @@ def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> tuple[str, list[
             )
         return HOSTS, ranks[: world.size]
     if world.local_size == world.size:
-        return world.local_names[0], [_LOCAL_HOST] * world.size
+        return world.names[2], [_LOCAL_HOST] * world.size
     listed = text(environ, "SLURM_JOB_NODELIST")
     nodes = expand_hosts(listed, where="SLURM_JOB_NODELIST") if listed else []
     if not nodes or world.size % len(nodes):
@@ -193,13 +187,11 @@ def _check_mpi(environ: Mapping[str, str], world: _World, ranks: Sequence[str], 
     host = ranks[world.rank]
     here = [rank for rank, other in enumerate(ranks) if other == host]
     local = here.index(world.rank)
-    for name, value, follows in (
-        (world.local_names[0], world.local_size, len(here)),
-        (world.local_names[1], world.local_rank, local),
-    ):
+    found = (world.local_size, world.local_rank)
+    for index, (value, follows) in enumerate(zip(found, (len(here), local), strict=True)):
         if value not in (None, follows):
             raise contradiction(
-                name,
+                world.names[2 + index],
                 f"{value} for rank {world.rank}",
                 f"{follows}, as {where} puts ranks {here[0]} to {here[-1]} on {host}",
                 f"map ranks by slot (mpirun --map-by slot), with the slots of {HOSTS}",
@@ -337,7 +329,16 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
     if named == "none":
         return _alone(job_settings)
     if named not in ("", "auto"):
-        return _from_source(named, environ, job_settings)
+        config = SOURCES[named](environ, job_settings)
+        if config is not None:
+            return config
+        raise UsageError(
+            CLUSTER,
+            received=f"{named}, whose variables do not make this process one of several tasks",
+            expected=f"a process that {named} started as a task of a job",
+            fix=f"start it so, or unset {CLUSTER}",
+            code="ENV007",
+        )
     for name, read in SOURCES.items():
         config = read(environ, job_settings)
         if config is not None:
@@ -354,16 +355,14 @@ def check_source(name: str) -> None:
 
 def _alone(job_settings: JobSettings) -> TaskConfig | None:
     """Return the settings of a process by itself: None, or options and its attempt."""
-    for where, value, is_of_several in (
-        (
-            STRATEGY,
-            job_settings.strategy,
-            job_settings.strategy in ("multiworker", "ps", "pipeline"),
-        ),
-        (PS, job_settings.ps, job_settings.ps),
-        (EVALUATOR, 1, job_settings.evaluator),
-    ):
-        if is_of_several:
+    strategy = job_settings.strategy
+    of_several = {
+        STRATEGY: strategy if strategy in ("multiworker", "ps", "pipeline") else None,
+        PS: job_settings.ps,
+        EVALUATOR: int(job_settings.evaluator),
+    }
+    for where, value in of_several.items():
+        if value:
             raise UsageError(
                 where,
                 received=f"{value} in a process that nothing started as one of several tasks",
@@ -375,20 +374,6 @@ def _alone(job_settings: JobSettings) -> TaskConfig | None:
     if options == JobOptions():
         return None
     return TaskConfig(cluster=ClusterSpec(), task=Task("worker", 0), options=options)
-
-
-def _from_source(name: str, environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig:
-    """Return the task by the source that TFDIST_CLUSTER names."""
-    config = SOURCES[name](environ, job_settings)
-    if config is None:
-        raise UsageError(
-            CLUSTER,
-            received=f"{name}, whose variables do not make this process one of several tasks",
-            expected=f"a process that {name} started as a task of a job",
-            fix=f"start it so, or unset {CLUSTER}",
-            code="ENV007",
-        )
-    return config
 
 
 def _with_settings(config: TaskConfig, job_settings: JobSettings) -> TaskConfig:

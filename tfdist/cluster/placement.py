@@ -82,7 +82,15 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
             code="ENV007",
         )
     if job_settings.evaluator:
-        return [*_with_evaluator(count, job_settings), "evaluator"]
+        if count == 1 or job_settings.strategy in ("single", "mirrored"):
+            raise _unfit(
+                settings.EVALUATOR,
+                f"it in a job of {count} tasks with strategy {job_settings.strategy}",
+                "a multiworker or ps job, and a task more",
+                f"start one more task, or unset {settings.EVALUATOR}",
+            )
+        training = replace(job_settings, evaluator=False)
+        return [*task_types(count - 1, job_settings=training), "evaluator"]
     ps = _ps_count(job_settings)
     if not ps:
         if job_settings.strategy in ("single", "mirrored") and count > 1:
@@ -101,18 +109,6 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
             "start more tasks, or fewer ps",
         )
     return ["chief"] + ["worker"] * (count - 1 - ps) + ["ps"] * ps
-
-
-def _with_evaluator(count: int, job_settings: JobSettings) -> list[str]:
-    """Return the types of all but the last rank, which is the evaluator's."""
-    if count > 1 and job_settings.strategy not in ("single", "mirrored"):
-        return task_types(count - 1, job_settings=replace(job_settings, evaluator=False))
-    raise _unfit(
-        settings.EVALUATOR,
-        f"it in a job of {count} task{'s' * (count > 1)} with strategy {job_settings.strategy}",
-        "a multiworker or ps job, and a task more",
-        f"start one more task, or unset {settings.EVALUATOR}",
-    )
 
 
 def addresses(hosts: Sequence[str], *, first_port: int, among: range | None = None) -> list[str]:

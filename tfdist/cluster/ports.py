@@ -86,9 +86,6 @@ class HeldPort:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    def __repr__(self) -> str:
-        return f"HeldPort({self.address!r})"
-
 
 def hold_ports(
     n: int, *, host: str = "127.0.0.1", among: Sequence[int] | None = None
@@ -154,12 +151,9 @@ def _held(bound: socket.socket, *, host: str) -> HeldPort:
 
 def _unbound() -> socket.socket:
     """Return a socket for both IP versions, or for IPv4 where the system has no IPv6."""
-    try:
-        made = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
-    except OSError as error:
-        if error.errno != errno.EAFNOSUPPORT:
-            raise
+    if not socket.has_dualstack_ipv6():
         return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    made = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
     made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     return made
 
@@ -185,22 +179,17 @@ def ephemeral_ports() -> range:
 
 
 def _cannot_hold(n: int, error: OSError, *, among: Sequence[int] | None) -> UsageError:
-    files = error.errno in (errno.EMFILE, errno.ENFILE)
-    if among is not None and not files:
-        more = f"{n} more" if n == 1 else f"{n}"
-        return UsageError(
-            "ports",
-            received=f"fewer than {more} free of the {len(among)} that tasks may have, "
-            f"{among[0]} to {among[-1]}",
-            expected="one for each task of this host",
-            fix="give a larger range of ports (--ports), or end what has them (ss -tanp)",
-            code="no-free-port",
-        )
+    fix = "start fewer tasks"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        fix = "raise the limit of open files (ulimit -n)"
+    elif among is not None:
+        given = f"{among[0]} to {among[-1]}"
+        fix = f"give more ports than {given} (--ports), or end what has them (ss -tanp)"
     return UsageError(
         "ports",
         received=f"{n} to hold ({error.strerror})",
-        expected="as many as the system lets one process hold",
-        fix="raise the limit of open files (ulimit -n)" if files else "start fewer tasks",
+        expected="a free one for each task of this host",
+        fix=fix,
         code="no-free-port",
     )
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from tfdist.cluster.address import shown
 from tfdist.cluster.ports import parse_ports
 from tfdist.cluster.spec import TASK_TYPES
-from tfdist.cluster.tf_config import JobOptions, check_strategy
-from tfdist.errors import UsageError, near
+from tfdist.cluster.tf_config import STRATEGIES, JobOptions
+from tfdist.errors import UsageError, require_one_of
 
 LAUNCHED = "TFDIST_JOB"
 """Set by our own launcher in its tasks, whose TF_CONFIG is the whole truth."""
@@ -85,7 +85,7 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
     """Return the settings in `environ`; `UsageError` names the variable that is wrong."""
     _refuse_misspelt(environ)
     strategy = text(environ, STRATEGY) or "auto"
-    check_strategy(strategy, where=STRATEGY, code="ENV001")
+    require_one_of(STRATEGY, strategy, STRATEGIES, code="ENV001")
     groups, ports = text(environ, GROUPS), text(environ, PORTS)
     stages = integer(environ, STAGES, least=1)
     if stages is not None and strategy != "pipeline":
@@ -182,10 +182,8 @@ def _wrong(name: str, value: str, expected: str, fix: str) -> UsageError:
 def _groups(value: str) -> tuple[str, ...]:
     types = tuple(part.strip() for part in value.split(","))
     for type_ in types:
-        if type_ not in TASK_TYPES:
-            fix = f"write a type for each component{near(type_, TASK_TYPES)}"
-            expected = "chief, worker, ps or evaluator for each component, as in worker,ps"
-            raise _wrong(GROUPS, value, expected, fix)
+        fix = "write a type for each component, as in worker,ps"
+        require_one_of(GROUPS, type_, TASK_TYPES, fix=fix, code="ENV001")
     return types
 
 

@@ -31,10 +31,10 @@ class _Node(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step of several tasks: its nodes, the index in them of each rank's, and this rank."""
+    """A step of several tasks: its nodes, the one of each rank, and this rank."""
 
     nodes: Sequence[_Node]
-    where: Sequence[int]
+    of_ranks: Sequence[_Node]
     rank: int
 
 
@@ -52,12 +52,12 @@ def from_environ(environ: Mapping[str, str], job_settings: JobSettings) -> TaskC
     if step is None:
         return None
     at = placement.ports_of_ranks(
-        _hosts_of_ranks(step),
+        [node.name for node in step.of_ranks],
         first_port=first_port(environ, job_settings),
         among=job_settings.ports,
     )
     components = settings.integer(environ, "SLURM_HET_SIZE") or 1
-    groups = [step.nodes[index].group for index in step.where]
+    groups = [node.group for node in step.of_ranks]
     types = _types(groups, job_settings, components=components)
     return placement.placed(at, types, rank=step.rank, job_settings=job_settings)
 
@@ -88,7 +88,7 @@ def node_of(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
             "1 for each node: a launcher starts the tasks of its node itself",
             "run srun with --ntasks-per-node=1",
         )
-    return _hosts_of_ranks(step), step.rank
+    return [node.name for node in step.of_ranks], step.rank
 
 
 def first_port(environ: Mapping[str, str], job_settings: JobSettings) -> int:
@@ -141,8 +141,8 @@ def _step(environ: Mapping[str, str]) -> _Step | None:
     if count == 1:
         return None
     nodes = _nodes(environ, count=count)
-    where = _node_of_each_rank(environ, nodes)
-    step = _Step(nodes, where, needed(environ, "SLURM_PROCID", most=count - 1))
+    of_ranks = [nodes[index] for index in _node_of_each_rank(environ, nodes)]
+    step = _Step(nodes, of_ranks, needed(environ, "SLURM_PROCID", most=count - 1))
     _check_self(environ, step)
     return step
 
@@ -235,7 +235,7 @@ def _dealt(tasks: Sequence[int], at_a_time: int) -> list[int]:
 def _check_self(environ: Mapping[str, str], step: _Step) -> None:
     """Compare the place of this task by its rank with its own variables."""
     fix = "run srun with --distribution=block, and pass Slurm's variables on as they are"
-    node = step.nodes[step.where[step.rank]]
+    node = step.of_ranks[step.rank]
     name = text(environ, "SLURMD_NODENAME")
     if name and name not in {node.name for node in step.nodes}:
         listed = shown(text(environ, "SLURM_STEP_NODELIST"))
@@ -245,17 +245,10 @@ def _check_self(environ: Mapping[str, str], step: _Step) -> None:
         expected = f"{node.name} for SLURM_PROCID={step.rank}"
         raise contradiction("SLURMD_NODENAME", shown(name), expected, fix)
     tasks_here = text(environ, "SLURM_GTIDS")
-    here = ",".join(
-        str(rank) for rank, index in enumerate(step.where) if index == step.where[step.rank]
-    )
+    here = ",".join(str(rank) for rank, other in enumerate(step.of_ranks) if other == node)
     if tasks_here and tasks_here != here:
         expected = f"{shown(here)}, which are the tasks of {node.name}"
         raise contradiction("SLURM_GTIDS", shown(tasks_here), expected, fix)
-
-
-def _hosts_of_ranks(step: _Step) -> list[str]:
-    """Return the node of each rank, by its name."""
-    return [step.nodes[index].name for index in step.where]
 
 
 def _expanded(environ: Mapping[str, str], variable: str) -> list[str]:

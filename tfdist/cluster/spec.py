@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tfdist.cluster.address import check_address, shown
-from tfdist.errors import UsageError, near
+from tfdist.errors import UsageError, require_int, require_one_of
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 Kind = Literal["single", "multiworker", "ps"]
 
 _RANK = {type_: rank for rank, type_ in enumerate(TASK_TYPES)}
-_OTHER_NAMES = {"master": "chief", "parameter_server": "ps", "eval": "evaluator"}
 
 
 @functools.total_ordering
@@ -29,8 +28,9 @@ class Task:
     index: int
 
     def __post_init__(self) -> None:
-        check_task_type(self.type, where="task type")
-        _check_index(self.index)
+        require_one_of("task type", self.type, TASK_TYPES, code="TFC015")
+        fix = 'give the position of the task in its list, without quotes, as in "index": 0'
+        require_int("task index", self.index, least=0, fix=fix, code="TFC016")
 
     def __str__(self) -> str:
         return f"{self.type}-{self.index}"
@@ -64,7 +64,7 @@ class ClusterSpec:
     def from_dict(cls, addresses: Mapping[str, object]) -> ClusterSpec:
         """Return the spec of ``{task type: list of addresses}``, as TF_CONFIG holds it."""
         for type_ in addresses:
-            check_task_type(type_, where="cluster")
+            require_one_of("cluster", type_, TASK_TYPES, code="TFC008")
         cluster = cls(**addresses)  # type: ignore[arg-type]  # checked in __post_init__
         _check_not_empty(cluster, addresses)
         return cluster
@@ -83,7 +83,6 @@ class ClusterSpec:
 
     def of_type(self, type_: str) -> tuple[str, ...]:
         """Return the addresses of the tasks of one type, in order of index."""
-        check_task_type(type_, where="task type")
         addresses: tuple[str, ...] = getattr(self, type_)
         return addresses
 
@@ -98,9 +97,16 @@ class ClusterSpec:
     def address(self, task: Task) -> str:
         """Return where `task` listens; `UsageError` if the cluster has no such task."""
         addresses = self.of_type(task.type)
-        if task.index >= len(addresses):
-            raise self._no_such(task)
-        return addresses[task.index]
+        if task.index < len(addresses):
+            return addresses[task.index]
+        has = ", ".join(f"{len(listed)} {type_}" for type_, listed in self.as_dict().items())
+        raise UsageError(
+            "task",
+            received=f"{task}",
+            expected=f"a task of the cluster, which has {has or 'none'}",
+            fix=f"correct the task, or add its address to the cluster's {task.type} list",
+            code="TFC017",
+        )
 
     def without_evaluator(self) -> ClusterSpec:
         """Return the cluster as training tasks see it."""
@@ -131,41 +137,6 @@ class ClusterSpec:
             return len(self.worker)
         return max(1, len(self.chief) + len(self.worker))
 
-    def _no_such(self, task: Task) -> UsageError:
-        count = len(self.of_type(task.type))
-        if count:
-            expected = f"an index from 0 to {count - 1}, as the cluster has {count} of this type"
-            fix = f"correct the index, or add the task's address to the cluster's {task.type} list"
-        else:
-            has = ", ".join(self.as_dict()) or "no tasks"
-            expected = f"a task of the cluster, which has {has}"
-            fix = f'correct the task, or add "{task.type}": ["host:port"] to the cluster'
-        name = f"{task.type}-{shown(task.index)}"
-        return UsageError("task", received=name, expected=expected, fix=fix, code="TFC017")
-
-
-def check_task_type(type_: object, *, where: str) -> None:
-    """Raise `UsageError`, with the name that was probably meant, unless `type_` is known."""
-    if isinstance(type_, str) and type_ in _RANK:
-        return
-    expected = "one of " + ", ".join(TASK_TYPES)
-    hint = ""
-    if isinstance(type_, str):
-        plain = type_.strip().lower().replace("-", "_")
-        meant = _OTHER_NAMES.get(plain)
-        hint = f" (did you mean {meant!r}?)" if meant else near(plain, TASK_TYPES)
-    fix = f"use one of these types{hint}"
-    code = "TFC008" if where == "cluster" else "TFC015"
-    raise UsageError(where, received=shown(type_), expected=expected, fix=fix, code=code)
-
-
-def _check_index(index: object) -> None:
-    if isinstance(index, int) and not isinstance(index, bool) and index >= 0:
-        return
-    fix = 'give the position of the task in its list, without quotes, as in "index": 0'
-    expected = "an integer from 0 on"
-    raise UsageError("task index", received=shown(index), expected=expected, fix=fix, code="TFC016")
-
 
 def _address_tuple(addresses: object, type_: str) -> tuple[str, ...]:
     if isinstance(addresses, (list, tuple)):
@@ -189,29 +160,21 @@ def _check_addresses(cluster: ClusterSpec) -> None:
             key = check_address(address, where=f"cluster {name}")
             first = seen.setdefault(key, name)
             if first is not name:
-                raise _duplicate(cluster, address=address, first=first, second=name)
-
-
-def _duplicate(cluster: ClusterSpec, *, address: str, first: str, second: str) -> UsageError:
-    type_, _, index = first.rpartition("-")
-    other: str = getattr(cluster, type_)[int(index)]
-    also = "" if other == address else f" ({shown(other)} is the same place)"
-    return UsageError(
-        "cluster",
-        received=f"{shown(address)} for both {first} and {second}{also}",
-        expected="an address of its own for each task",
-        fix=f"give {second} another port",
-        code="TFC012",
-    )
+                raise UsageError(
+                    "cluster",
+                    received=f"{shown(address)} for both {first} and {name}",
+                    expected="an address of its own for each task",
+                    fix=f"give {name} another port",
+                    code="TFC012",
+                )
 
 
 def _check_roles(cluster: ClusterSpec) -> None:
     for type_ in ("chief", "evaluator"):
         count = len(getattr(cluster, type_))
         if count > 1:
-            fix = f"keep one {type_}" + (" and make the others workers" * (type_ == "chief"))
-            received = f"{count} addresses for {type_}"
-            _refuse(received, expected=f"at most one {type_}", fix=fix, code="TFC013")
+            received, expected = f"{count} addresses for {type_}", f"at most one {type_}"
+            _refuse(received, expected=expected, fix=f"keep one {type_}", code="TFC013")
     if not cluster.ps:
         return
     if not cluster.chief:

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 
 from tfdist.cluster.address import shown
 from tfdist.cluster.spec import ClusterSpec, Task
-from tfdist.errors import UsageError, near
+from tfdist.errors import UsageError, near, require_int, require_one_of
 
 STRATEGIES = ("auto", "single", "mirrored", "multiworker", "ps", "pipeline")
 
-_MAX_INT = 2**31 - 1
+_COUNTS = ("devices_per_worker", "threads_per_task", "min_workers", "split_bytes", "stages")
 _MAX_TIMEOUT_S = 1e9
 
 
@@ -55,16 +55,11 @@ class JobOptions:
     """Whether what a task prints is shown on a terminal, where a line may be written over."""
 
     def __post_init__(self) -> None:
-        check_strategy(self.strategy, where="tfdist.strategy", code="TFC019")
-        for name in (
-            "devices_per_worker",
-            "threads_per_task",
-            "min_workers",
-            "split_bytes",
-            "stages",
-        ):
-            _check_count(name, getattr(self, name), optional=True)
-        _check_count("attempt", self.attempt, optional=False)
+        require_one_of("tfdist.strategy", self.strategy, STRATEGIES, code="TFC019")
+        _check_count("attempt", self.attempt)
+        for name in _COUNTS:
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
         _check_seconds("startup_timeout_s", self.startup_timeout_s)
         object.__setattr__(self, "startup_timeout_s", float(self.startup_timeout_s))
         _check_directory("run_dir", self.run_dir)
@@ -77,12 +72,7 @@ class JobOptions:
         """Return the options of ``{name: value}``; `UsageError` for a name it does not have."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
-            if name not in names:
-                fix = f"correct the name or take it out{near(name, names)}"
-                expected = "one of " + ", ".join(names)
-                raise UsageError(
-                    "tfdist", received=shown(name), expected=expected, fix=fix, code="TFC018"
-                )
+            require_one_of("tfdist", name, names, code="TFC018")
         return cls(**values)  # type: ignore[arg-type]  # checked in __post_init__
 
     def as_dict(self) -> dict[str, str | int | float | None]:
@@ -90,27 +80,9 @@ class JobOptions:
         return dataclasses.asdict(self)
 
 
-def check_strategy(strategy: object, *, where: str, code: str) -> None:
-    """Raise `UsageError`, with the name that was probably meant, unless it is known."""
-    if isinstance(strategy, str) and strategy in STRATEGIES:
-        return
-    hint = near(strategy.strip().lower(), STRATEGIES) if isinstance(strategy, str) else ""
-    raise UsageError(
-        where,
-        received=shown(strategy),
-        expected="one of " + ", ".join(STRATEGIES),
-        fix=f"use one of these names{hint}",
-        code=code,
-    )
-
-
-def _check_count(name: str, value: object, *, optional: bool) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_INT:
-        return
-    fix = "give an integer, without quotes" + (", or null for the default" * optional)
-    raise _wrong(name, value, f"an integer from 1 to {_MAX_INT}", fix)
+def _check_count(name: str, value: object) -> None:
+    fix = "give a whole number, without quotes"
+    require_int(f"tfdist.{name}", value, least=1, fix=fix, code="TFC019")
 
 
 def _check_seconds(name: str, value: object) -> None:
@@ -133,10 +105,6 @@ def _wrong(name: str, value: object, expected: str, fix: str) -> UsageError:
     return UsageError(where, received=shown(value), expected=expected, fix=fix, code="TFC019")
 
 
-_MAX_SHOWN_CHARS = 1000
-_AROUND_CHARS = 30
-
-
 def parse_object(text: str | bytes, *, where: str) -> dict[str, object]:
     """Return the JSON object in `text`; `UsageError` names the mistake if there is none."""
     if isinstance(text, bytes):
@@ -156,7 +124,13 @@ def parse_object(text: str | bytes, *, where: str) -> dict[str, object]:
             where, received=received, expected="each key once", fix=fix, code="TFC003"
         ) from None
     except ValueError as error:
-        raise _not_json(text, error, where=where) from None
+        raise _repaired(text, where=where) or UsageError(
+            where,
+            received=f"{shown(text)} ({error})",
+            expected="a JSON object",
+            fix="correct it there; json.dumps in Python or jq on the command line write valid JSON",
+            code="TFC001",
+        ) from None
     if isinstance(value, dict):
         return value
     raise _repaired(text, where=where) or UsageError(
@@ -183,20 +157,6 @@ def _loads(text: str) -> object:
     return json.loads(text, object_pairs_hook=_unique)
 
 
-def _not_json(text: str, error: ValueError, *, where: str) -> UsageError:
-    repaired = _repaired(text, where=where)
-    if repaired is not None:
-        return repaired
-    if isinstance(error, json.JSONDecodeError):
-        start = max(0, error.pos - _AROUND_CHARS)
-        around = shown(text[start : error.pos + _AROUND_CHARS])
-        received = f"{around} ({error.msg} at character {error.pos + 1})"
-    else:
-        received = shown(text)
-    fix = "correct it there; json.dumps in Python or jq on the command line write valid JSON"
-    return UsageError(where, received=received, expected="a JSON object", fix=fix, code="TFC001")
-
-
 def _repaired(text: str, *, where: str) -> UsageError | None:
     """Return the error with the right text in it, when the mistake is a usual one of quoting."""
     bare = text.strip("'\" \t\r\n").replace('\\"', '"')
@@ -206,12 +166,11 @@ def _repaired(text: str, *, where: str) -> UsageError | None:
         with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             right = json.dumps(value := read(bare))
             if isinstance(value, dict):
-                cut = "..." if len(right) > _MAX_SHOWN_CHARS else ""
                 return UsageError(
                     where,
                     received="an object in the wrong quotes, as of a printed Python dict",
                     expected="JSON, whose names are in double quotes",
-                    fix=f"{where}={shlex.quote(right[:_MAX_SHOWN_CHARS] + cut)}",
+                    fix=f"{where}={shlex.quote(right)}",
                     code="TFC002",
                 )
     return None
