@@ -146,13 +146,6 @@ def test_an_unwritable_directory_is_refused_before_any_step(strategies, tmp_path
     assert bits(model) == before
 
 
-def test_a_mistake_found_before_the_training_leaves_no_directory(strategies, tmp_path):
-    with pytest.raises(UsageError, match="batch"):
-        tfdist.fit(make(strategies[3]), X, Y, batch_size=2, verbose=0,
-                   callbacks=[tfdist.BackupAndRestore(tmp_path / "checkpoints")])  # fmt: skip
-    assert os.listdir(tmp_path) == []
-
-
 # Damage
 
 

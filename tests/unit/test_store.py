@@ -600,7 +600,7 @@ def test_a_disk_that_is_full_already_is_an_error_before_any_training(small_disk,
         os.close(filler)
     else:
         _Budget(monkeypatch, 0)
-    with pytest.raises(TfdistError, match=r"No space left on device .*none was saved before"):
+    with pytest.raises(TfdistError, match="No space left on device; none was saved before"):
         CheckpointStore(small_disk / "checkpoints").prepare()
 
 
@@ -659,7 +659,6 @@ def test_a_file_system_that_does_not_rename_directories_is_refused(tmp_path, mon
         patch.setattr(os, "replace", replace)
         with pytest.raises(UsageError, match="does not rename a directory"):
             CheckpointStore(directory).prepare()
-    assert not directory.exists()
 
 
 def test_a_store_that_could_not_be_prepared_lets_others_write(tmp_path, monkeypatch):
@@ -673,19 +672,3 @@ def test_a_store_that_could_not_be_prepared_lets_others_write(tmp_path, monkeypa
     with pytest.raises(UsageError, match="a second writer"):
         refused.prepare()
     other.close()
-
-
-def test_a_directory_that_was_only_tried_out_is_given_back(tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints")
-    store.prepare()
-    store.close()
-    assert os.listdir(tmp_path) == []
-    store.prepare()
-    write(store, 1)
-    store.close()
-    there = CheckpointStore(tmp_path / "there")
-    there.directory.mkdir()
-    there.prepare()
-    there.close()
-    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "there"]
-    assert_is(store.read(), 1)

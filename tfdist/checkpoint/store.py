@@ -86,7 +86,6 @@ class CheckpointStore:
         self._keep = require_int("checkpoint: keep", keep, least=1, fix="say keep=3")
         self._writing = threading.Lock()
         self._lock = FileLock(self.directory / _LOCK)
-        self._made = False
         self._known_damaged: set[Path] = set()
 
     def prepare(self) -> None:
@@ -105,7 +104,7 @@ class CheckpointStore:
                 _try_out(self.directory)
             except BaseException as error:
                 if not held:
-                    self._give_up()
+                    self._lock.release()
                 if not isinstance(error, OSError):
                     raise
                 refusal = _wrong_path(self.directory, error)
@@ -201,9 +200,11 @@ class CheckpointStore:
         raise NothingWhole(f"{self.directory}: no readable checkpoint: {'; '.join(problems)}")
 
     def read_named(self, name: str) -> Checkpoint | None:
-        """Reads the checkpoint in the directory of that name; None where it cannot be read, as when
-        the writer removes it meanwhile. Raises UsageError for a newer format, or one that this user
-        may not read."""
+        """Return the checkpoint in the directory of that name; None where it cannot be read.
+
+        As when the writer removes it meanwhile. Raises UsageError for a newer format, or one that
+        this user may not read.
+        """
         try:
             return self._read(next(p for p in self._locations() if p.path.name == name))
         except (StopIteration, Damaged, Unreadable) as error:
@@ -215,9 +216,9 @@ class CheckpointStore:
         return self.read() if self._locations() else None
 
     def close(self) -> None:
-        """Let another writer in; remove a directory that was made for it and never used."""
+        """Let another writer in."""
         with self._writing:
-            self._give_up()
+            self._lock.release()
 
     def _read(self, location: _Location) -> Checkpoint:
         manifest = read_manifest(location.path)
@@ -273,7 +274,6 @@ class CheckpointStore:
         if self._lock.is_in_place:
             return
         self._lock.release()  # of a directory that was moved or removed: another run may write here
-        self._made = not self.directory.exists()
         _make_directory(self.directory)
         self._sound()  # refuses a directory of a later format before it is touched
         try:
@@ -290,15 +290,6 @@ class CheckpointStore:
             if leftover.startswith((_UNFINISHED, _DISCARDED)):
                 shutil.rmtree(self.directory / leftover, ignore_errors=True)
 
-    def _give_up(self) -> None:
-        if self._made and self._lock.held:
-            with contextlib.suppress(OSError):
-                if os.listdir(self.directory) == [_LOCK]:
-                    os.unlink(self.directory / _LOCK)
-                    os.rmdir(self.directory)
-        self._made = False
-        self._lock.release()
-
     def _nothing_to_read(self, step: int | None) -> UsageError:
         steps = self.steps()
         return UsageError(
@@ -311,18 +302,13 @@ class CheckpointStore:
 
     def _failed(self, where: str, error: OSError) -> TfdistError:
         """Return what is wrong and what is safe, in one line."""
-        free = ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            with contextlib.suppress(OSError):
-                free = f" ({shutil.disk_usage(self.directory).free >> 20} MiB free)"
         newest = None
         with contextlib.suppress(OSError, TfdistError):
             newest = self.latest()
         safe = "none was saved before"
         if newest is not None:
             safe = f"earlier checkpoints are untouched, the newest is of step {newest}"
-        reason = f"{error.strerror or error}{free}; {safe}"
-        return TfdistError(f"{where}{self.directory}: {reason}")
+        return TfdistError(f"{where}{self.directory}: {error.strerror or error}; {safe}")
 
 
 def _make_directory(directory: Path) -> None:
