@@ -1,6 +1,5 @@
 """A model in stages computes and trains as it does whole; the stages here are in one process."""
 
-import itertools
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -774,27 +773,6 @@ def configs(count):
 def joined(config, timeout_s=DEADLINE_S):
     options = stages.PipelineOptions()
     return stages.join(config, options, timeout_s=timeout_s, ports=None)
-
-
-def test_tasks_meet_at_the_chief_and_connect_in_a_line_and_a_ring():
-    tasks = configs(3)
-    with ThreadPoolExecutor(3) as pool:
-        places = list(pool.map(joined, tasks, timeout=DEADLINE_S))
-        sums = list(
-            pool.map(lambda p: p[1].sum(np.float64([p[0].index]))[0], places, timeout=DEADLINE_S)
-        )
-    assert sums == [3, 3, 3]
-    lines = [place for place, _ in places]
-    assert lines[0].before is None
-    assert lines[-1].after is None
-    for one, other in itertools.pairwise(lines):
-        one.after.sendall(b"x")
-        assert other.before.recv(1) == b"x"
-    for place, ring in places:
-        ring.close()
-        for end in (place.before, place.after):
-            if end is not None:
-                end.close()
 
 
 def test_a_stage_that_does_not_come_is_named():

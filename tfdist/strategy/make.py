@@ -18,7 +18,6 @@ import tensorflow as tf
 from tfdist import phases
 from tfdist.cluster import (
     JobOptions,
-    Task,
     TaskConfig,
     read_environment,
     resolved_strategy,
@@ -29,16 +28,11 @@ from tfdist.strategy import devices, neighbours, rendezvous, stages
 from tfdist.strategy.group import broadcast_initial_values
 from tfdist.strategy.job import KINDS, Job, current_job, remember
 from tfdist.strategy.layer_devices import PlacedStrategy
+from tfdist.strategy.ring import Ring
 from tfdist.strategy.stages import PipelineOptions
 
 _LOG = logging.getLogger(__name__)
 _NEIGHBOURS_S = 20.0
-_MORE_DEVICES = {
-    "single": "use strategy mirrored for several devices",
-    "ps": "start more workers",
-    "pipeline": "start more stages",
-    "multiworker": "start more workers, or set CUDA_VISIBLE_DEVICES",
-}
 
 
 def make_strategy(
@@ -170,24 +164,9 @@ def _resolve(kind: str, config: TaskConfig | None, placement: Mapping[str, str] 
 
 
 def _options(config: TaskConfig | None, **given: Any) -> JobOptions:
-    """Return the job's settings, with what is `given` in their place; None is nothing given.
-
-    Raises UsageError for what TF_CONFIG could not say either.
-    """
-    options = config.options if config else JobOptions()
-    for name, value in given.items():
-        try:
-            options = options if value is None else dataclasses.replace(options, **{name: value})
-        except UsageError as error:
-            argument = name.removesuffix("_per_task")  # as `threads`
-            raise UsageError(
-                f"make_strategy({argument})",
-                received=repr(value)[:80],
-                expected=error.expected,
-                fix=f"pass {argument} so, or leave it out",
-                code=error.code,
-            ) from None
-    return options
+    """Return the job's settings, with what is `given` in their place; None is nothing given."""
+    given = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(config.options if config else JobOptions(), **given)
 
 
 def _same(made: Job, kind: str, placement: Mapping[str, str] | None) -> Job:
@@ -255,18 +234,26 @@ def _in_ring(job: Job) -> Job:
     config = job.config
     if config is None or job.num_replicas == 1 or tf.config.list_physical_devices("GPU"):
         return job
-    tasks = config.cluster.training_tasks()
-    ring = neighbours.join(
-        job.replica_ids[0],
-        [config.cluster.address(task) for task in tasks],
-        [f"{task} ({config.cluster.address(task)})" for task in tasks],
+    rank, tasks = job.replica_ids[0], config.cluster.training_tasks()
+    addresses = [config.cluster.address(task) for task in tasks]
+    names = [f"{task} ({address})" for task, address in zip(tasks, addresses, strict=True)]
+    ends = neighbours.connect(
+        rank,
+        addresses,
+        names,
         total=functools.partial(_sum_untraced, job.strategy),
         timeout_s=_NEIGHBOURS_S,
         ports=settings.from_environ(os.environ).ports,
     )
-    job = dataclasses.replace(job, ring=ring)
-    if ring is not None:
-        broadcast_initial_values(job)
+    if ends is None:
+        if job.is_chief:
+            _LOG.warning(
+                "not every worker reaches the next one beside TensorFlow's own port: gradients go"
+                " by TensorFlow's collectives, which on CPUs is slower"
+            )
+        return job
+    job = dataclasses.replace(job, ring=Ring(rank, names, ends))
+    broadcast_initial_values(job)
     return job
 
 
@@ -306,20 +293,17 @@ def _require_devices(options: JobOptions, kind: str) -> None:
         "make_strategy",
         received=f"devices_per_worker={options.devices_per_worker} with strategy {kind}",
         expected=f"{count}, as a worker of such a job computes on {each}",
-        fix=_MORE_DEVICES[kind],
+        fix="leave it out; start more tasks, or use strategy mirrored",
         code="devices",
     )
 
 
 def _resolver(config: TaskConfig) -> tf.distribute.cluster_resolver.ClusterResolver:
-    cluster = config.cluster.as_dict()
-    cluster.pop("evaluator", None)
     gpus = len(tf.config.list_physical_devices("GPU"))
-    task: Task = config.task
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(cluster),
-        task_type=task.type,
-        task_id=task.index,
+        tf.train.ClusterSpec(config.cluster.as_dict()),
+        task_type=config.task.type,
+        task_id=config.task.index,
         rpc_layer="grpc",
         # Under ps a step is one device's: a second one of a worker would repeat its batch.
         num_accelerators={"GPU": 1 if config.cluster.kind == "ps" else gpus} if gpus else {},

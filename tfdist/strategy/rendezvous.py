@@ -129,17 +129,19 @@ def serves(address: str, *, timeout_s: float) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def answering(config: TaskConfig) -> Iterator[socket.socket]:
-    """Accept connections at this task's port on every interface, as TensorFlow's server will."""
-    address = config.cluster.address(config.task)
-    _, port = split_address(address)
+def listen(port: int) -> socket.socket:
+    """Listen at a port, 0 for any, on every interface, as TensorFlow's servers do."""
     ipv6 = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ipv6 else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=ipv6)
+
+
+@contextlib.contextmanager
+def answering(config: TaskConfig) -> Iterator[socket.socket]:
+    """Accept connections at this task's port."""
+    address = config.cluster.address(config.task)
     try:
-        listener = socket.create_server(
-            ("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=ipv6
-        )
+        listener = listen(split_address(address)[1])
     except OSError as error:
         raise UsageError(
             f"{config.task}",
