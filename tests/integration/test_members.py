@@ -1,6 +1,5 @@
 """The workers of a ps job that the chief is connected to, while others of them die."""
 
-import contextlib
 import socket
 import threading
 from types import SimpleNamespace
@@ -8,11 +7,9 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from tests.refusals import refusal
 from tfdist.cluster import ClusterSpec, Task, TaskConfig, hold_ports
 from tfdist.ps import members as members_module
-from tfdist.ps.members import Members, VersionHandshake, send_versions
-from tfdist.strategy import rendezvous
+from tfdist.ps.members import Members, send_versions
 
 DEADLINE_S = 20.0
 
@@ -85,78 +82,6 @@ def test_a_worker_that_is_being_killed_is_not_connected_to(
     assert members.connected == {1}
 
 
-class Start:
-    """A chief that waits for a ps and two workers, which listen from the beginning."""
-
-    versions = "TensorFlow 2.21.0, tfdist 0.1"
-
-    def __init__(self, ports):
-        chief, ps, *workers = ports
-        self.cluster = ClusterSpec(
-            chief=(chief.address,), ps=(ps.address,), worker=tuple(w.address for w in workers)
-        )
-
-    def config(self, task):
-        return TaskConfig(cluster=self.cluster, task=task)
-
-    def wait(self):
-        config = self.config(Task("chief", 0))
-        clients = VersionHandshake(config, versions=self.versions)
-        with (
-            contextlib.ExitStack() as listening,
-            rendezvous.answering(config) as listener,
-            clients.receiving_at(listener),
-        ):
-            for task in self.others():
-                listening.enter_context(rendezvous.answering(self.config(task)))
-            return Members(self.cluster).wait(config, timeout_s=DEADLINE_S, versions=clients)
-
-    def others(self):
-        return [task for task in self.cluster.tasks() if task.type != "chief"]
-
-
-@pytest.fixture
-def start():
-    with contextlib.ExitStack() as stack:
-        yield Start([stack.enter_context(port) for port in hold_ports(4)])
-
-
-@pytest.mark.parametrize(
-    ("teller", "versions", "line"),
-    [
-        (
-            Task("worker", 1),
-            "TensorFlow 2.20.1, tfdist 0.1",
-            "received TensorFlow 2.20.1; expected 2.21.0, as chief-0 has. Fix: install",
-        ),
-        (
-            Task("ps", 0),
-            "TensorFlow 2.21.0, tfdist 0.2",
-            "received tfdist 0.2; expected 0.1, as chief-0 has. Fix: install",
-        ),
-    ],
-)
-def test_a_task_of_another_version_is_refused_by_its_name(
-    start, teller, versions, line, monkeypatch
-):
-    monkeypatch.setattr(members_module, "_SHY_S", DEADLINE_S)
-    for task in start.others():
-        own = versions if task == teller else start.versions
-        send_versions(start.config(task), versions=own)
-    caught = refusal(start.wait)
-    assert str(caught).startswith(f"{teller} ({start.cluster.address(teller)}): {line}")
-    assert caught.code == "version"
-
-
-def test_tasks_alike_begin_and_those_that_never_say_what_they_are_do(start, monkeypatch):
-    monkeypatch.setattr(members_module, "_SHY_S", 0.3)
-    assert start.wait() == {0, 1}
-    monkeypatch.setattr(members_module, "_SHY_S", DEADLINE_S)
-    for task in start.others():
-        send_versions(start.config(task), versions=start.versions)
-    assert start.wait() == {0, 1}
-
-
 def test_who_speaks_to_a_server_of_tensorflow_tells_it_once_and_leaves_it_as_it_was():
     with hold_ports(1)[0] as port:
         server = tf.distribute.Server(
@@ -164,6 +89,6 @@ def test_who_speaks_to_a_server_of_tensorflow_tells_it_once_and_leaves_it_as_it_
         )
     cluster = ClusterSpec(chief=(port.address,), ps=("127.0.0.1:1",), worker=("127.0.0.1:2",))
     config = TaskConfig(cluster=cluster, task=Task("worker", 0))
-    assert send_versions(config, versions=Start.versions).wait(DEADLINE_S)
+    assert send_versions(config).wait(DEADLINE_S)
     with tf.Graph().as_default(), tf.compat.v1.Session(server.target) as session:
         assert session.run(tf.constant(7)) == 7

@@ -26,18 +26,6 @@ def test_what_may_begin_beside_others(under_way, steps, bound, admitted):
     assert flight.admits(steps, max_staleness=bound) == admitted
 
 
-def test_a_slow_unit_holds_up_the_others_once_they_have_done_what_it_may_see():
-    flight = InFlight()
-    flight.begin("slow", steps=1)
-    for unit in range(4):
-        assert flight.admits(1, max_staleness=4)
-        flight.begin(unit, steps=1)
-        flight.end(unit)
-    assert not flight.admits(1, max_staleness=4)
-    flight.end("slow")
-    assert flight.admits(1, max_staleness=4)
-
-
 @pytest.mark.parametrize("bound", [0, 1, 2, 5, 16])
 @pytest.mark.parametrize("workers", [1, 3, 8])
 def test_no_step_sees_more_than_the_bound_whatever_the_speeds(bound, workers):

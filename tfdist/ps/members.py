@@ -215,49 +215,48 @@ class Members:
 # it is TensorFlow's server, which greets everybody and hangs up on who does not speak gRPC.
 
 
-_AGAIN_S = 0.1
-_LOOK_EVERY_S = 0.02
-_PATIENCE_S = 1.0
-_SHY_S = 3.0
-_MOST_BYTES = 1024
-_WORDS = re.compile(r"tfdist (chief|worker|ps)-(\d+): (.+)\n")
+_RETRY_S = 0.1
+_POLL_S = 0.02
+_TIMEOUT_S = 1.0
+_VERSIONS_TIMEOUT_S = 3.0
+_MAX_LINE_BYTES = 1024
+_LINE = re.compile(r"tfdist (chief|worker|ps)-(\d+): (.+)\n")
 
 
-def send_versions(config: TaskConfig, *, versions: str) -> threading.Event:
-    """Tell the chief this task's versions from a thread, as soon as something answers there.
+def send_versions(config: TaskConfig) -> threading.Event:
+    """Send the chief this task's versions from a thread, as soon as something answers there.
 
     Returns what is set then.
     """
-    is_known = threading.Event()
-    words = f"tfdist {config.task}: {versions}\n".encode()
+    received = threading.Event()
+    line = f"tfdist {config.task}: {own_versions()}\n".encode()
     chief = split_address(config.cluster.address(config.cluster.chief_task))
 
-    def tell() -> None:
-        while not is_known.is_set():
+    def send() -> None:
+        while not received.is_set():
             with (
                 contextlib.suppress(OSError),
-                socket.create_connection(chief, timeout=_PATIENCE_S) as connection,
+                socket.create_connection(chief, timeout=_TIMEOUT_S) as connection,
             ):
-                connection.sendall(words)
+                connection.sendall(line)
                 if connection.recv(1):
-                    is_known.set()
-            is_known.wait(_AGAIN_S)
+                    received.set()
+            received.wait(_RETRY_S)
 
-    threading.Thread(target=tell, name="tfdist-versions", daemon=True).start()
-    return is_known
+    threading.Thread(target=send, name="tfdist-versions", daemon=True).start()
+    return received
 
 
 class VersionHandshake:
     """Versions that the tasks of a job have sent to its chief."""
 
-    def __init__(self, config: TaskConfig, *, versions: str) -> None:
+    def __init__(self, config: TaskConfig) -> None:
         self._config = config
-        self._own = versions
         self._found: dict[Task, str] = {}
 
     @contextlib.contextmanager
     def receiving_at(self, listener: socket.socket) -> Iterator[None]:
-        """Hear all who connect, until the end of the block."""
+        """Receive from all who connect, until the end of the block."""
         thread = threading.Thread(target=self._receive_all, args=(listener,), daemon=True)
         thread.start()
         try:
@@ -272,14 +271,14 @@ class VersionHandshake:
 
         Of those that are there; each is given a moment to send it, as some never do.
         """
-        end_s = time.monotonic() + _SHY_S
+        end_s = time.monotonic() + _VERSIONS_TIMEOUT_S
         while not self._found.keys() >= set(tasks) and time.monotonic() < end_s:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_S)
         for task, versions in dict(self._found).items():
             require_same_versions(
                 versions,
                 task=f"{task} ({self._config.cluster.address(task)})",
-                own=self._own,
+                own=own_versions(),
                 own_task=str(self._config.task),
             )
 
@@ -290,18 +289,15 @@ class VersionHandshake:
             except OSError:
                 return
             with client, contextlib.suppress(OSError):
-                self._hear(client)
+                self._receive(client)
 
-    def _hear(self, client: socket.socket) -> None:
-        client.settimeout(_PATIENCE_S)
-        said = b""
-        while len(said) < _MOST_BYTES and (more := client.recv(_MOST_BYTES)):
-            said += more
-            if found := _WORDS.fullmatch(said.decode(errors="replace")):
-                kind, index, versions = found.groups()
-                self._found[Task(kind, int(index))] = versions
-                client.sendall(b"tfdist: heard\n")
-                return
+    def _receive(self, client: socket.socket) -> None:
+        client.settimeout(_TIMEOUT_S)
+        line = client.makefile("rb").readline(_MAX_LINE_BYTES).decode(errors="replace")
+        if found := _LINE.fullmatch(line):
+            kind, index, versions = found.groups()
+            self._found[Task(kind, int(index))] = versions
+            client.sendall(b"tfdist: heard\n")
 
 
 # Server loop of a worker or ps task: serve the chief until it is gone.
@@ -319,7 +315,7 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     keep_freed_memory(os.environ)
     server = _start(config)
-    met = send_versions(config, versions=own_versions())
+    met = send_versions(config)
     phases.enter("serve")
     # TensorFlow's own handler swallows SIGTERM: ours is set once the server is up.
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -333,14 +329,12 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
 
 
 def _start(config: TaskConfig) -> tf.distribute.Server:
-    cluster = config.cluster.as_dict()
-    cluster.pop("evaluator", None)
     protos = tf.compat.v1.ConfigProto()
     if "TF_NUM_INTEROP_THREADS" not in os.environ:
         # Fewer threads than closures in flight can deadlock a server on a small machine.
         protos.inter_op_parallelism_threads = max(len(config.cluster.worker) + 2, 4)
     return tf.distribute.Server(
-        tf.train.ClusterSpec(cluster),
+        tf.train.ClusterSpec(config.cluster.as_dict()),
         job_name=config.task.type,
         task_index=config.task.index,
         protocol="grpc",

@@ -50,7 +50,7 @@ def parameter_server(
     # Without it a call to a task that has died waits for the task to come back.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     members = Members(config.cluster, min_workers=options.min_workers)
-    versions = VersionHandshake(config, versions=rendezvous.own_versions())
+    versions = VersionHandshake(config)
     # As the workers ask for this task meanwhile.
     with rendezvous.answering(config) as listener, versions.receiving_at(listener):
         workers = members.wait(config, timeout_s=timeout_s, versions=versions)
@@ -209,17 +209,13 @@ def size_bytes(variable: Any) -> int:
     return int((variable.shape.num_elements() or 0) * variable.dtype.size)
 
 
-def bytes_on_servers(
-    model: keras.Model, strategy: tf.distribute.Strategy, *, weights_only: bool = False
-) -> dict[str, int]:
+def bytes_on_servers(model: keras.Model, strategy: tf.distribute.Strategy) -> dict[str, int]:
     """Return the bytes of all that belongs to a model by the ps that holds it: ``{"ps-0": 4096}``.
 
     Read from where the variables are.
     """
-    variables = model.weights
-    if not weights_only:
-        slots = model.optimizer.variables if model.optimizer is not None else []
-        variables = [*model.variables, *slots, *model.metrics_variables]
+    slots = model.optimizer.variables if model.optimizer is not None else []
+    variables = [*model.variables, *slots, *model.metrics_variables]
     totals = {f"ps-{index}": 0 for index in range(strategy.extended._num_ps)}
     for variable in {id(v): v for v in variables}.values():
         for part in parts_of(variable.value):
@@ -234,14 +230,12 @@ def log_placement(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     held = bytes_on_servers(model, strategy)
     shown = ", ".join(f"{name} {size:,} bytes" for name, size in held.items())
     _LOG.info("variables by parameter server: %s", shown)
-    weights = bytes_on_servers(model, strategy, weights_only=True)
-    idle = [name for name, size in weights.items() if not size]
+    used = {f"ps-{server_of(part)}" for v in model.weights for part in parts_of(v.value)}
+    idle = [name for name in held if name not in used]
     if idle:
         _LOG.warning(
             "ps: received %d for a model whose weights are on %d of them; %s: next "
             "to nothing to do. Fix: --ps %d",
-            len(weights),
-            len(weights) - len(idle),
-            ", ".join(idle),
-            max(len(weights) - len(idle), 1),
+            *(len(held), len(held) - len(idle)),
+            *(", ".join(idle), max(len(held) - len(idle), 1)),
         )
