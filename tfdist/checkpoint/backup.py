@@ -278,7 +278,8 @@ class BackupAndRestore(keras.callbacks.Callback):
                 "stages": checkpoint.meta.get("stages", {}),
             }
         )
-        kept = callback_state.best_weights_in(checkpoint.arrays) if checkpoint else None
+        arrays = checkpoint.arrays if checkpoint else {}
+        kept = {name: array for name, array in arrays.items() if name.startswith("callbacks/")}
         self._saved_run = RunState(**saved["run"])
         if job.stages is not None:
             job.stages.chosen.update(saved["stages"])

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist.errors import UsageError, near
+from tfdist.errors import UsageError, require_one_of
 
 _LOG = logging.getLogger(__name__)
 _LESS = ("loss", "error")
@@ -70,13 +70,8 @@ class Best:
         assert name is not None
         validated = any(key.startswith("val_") for key in logs)
         if validated or not name.startswith("val_"):
-            raise UsageError(
-                "BackupAndRestore: best",
-                received=f"{name!r}{near(name, logs)}",
-                expected=f"one of {', '.join(map(str, logs))}",
-                fix="name a metric that fit logs at an epoch's end",
-                code="unknown-value",
-            )
+            fix = "name a metric that fit logs at an epoch's end"
+            require_one_of("BackupAndRestore: best", name, logs, fix=fix)
         if not self._warned:
             _LOG.warning("an epoch without validation has no %s: it is not marked best", name)
             self._warned = True
@@ -123,13 +118,8 @@ def best_so_far(
     """
     if lines and all(monitor not in line for line in lines):
         names = [name for name in lines[-1] if name.startswith("val_")]
-        raise UsageError(
-            "Evaluator: monitor",
-            received=f"{monitor!r}{near(monitor, names)}",
-            expected=f"one of {', '.join(names)}",
-            fix="name a figure that the evaluation yields",
-            code="unknown-value",
-        )
+        fix = "name a metric that the evaluation yields"
+        require_one_of("Evaluator: monitor", monitor, names, fix=fix)
     best: Mapping[str, Any] | None = None
     since = 0
     for line in lines:

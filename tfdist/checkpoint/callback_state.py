@@ -67,11 +67,6 @@ def best_weights(callbacks: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def best_weights_in(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a checkpoint's arrays that `best_weights` has given to it."""
-    return {name: array for name, array in arrays.items() if name.startswith("callbacks/")}
-
-
 def set_best_weights(callbacks: Sequence[Any], arrays: Mapping[str, Any]) -> None:
     """Give EarlyStopping its kept weights back."""
     for name, callback in _named(callbacks):

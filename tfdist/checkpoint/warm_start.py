@@ -13,7 +13,7 @@ import numpy as np
 
 from tfdist.checkpoint import state
 from tfdist.checkpoint.store import Checkpoint, CheckpointStore
-from tfdist.errors import UsageError, near, require
+from tfdist.errors import UsageError, near, require, require_one_of
 from tfdist.strategy import Job, job_of
 
 _LOG = logging.getLogger(__name__)
@@ -71,14 +71,7 @@ def _wanted(model: keras.Model, layers: Sequence[str] | None) -> dict[str, Any]:
     """
     names = [layer.name for layer in model.layers]
     for name in layers or ():
-        if name not in names:
-            raise UsageError(
-                "load_weights",
-                received=f"layer {name!r}{near(name, names)}",
-                expected=f"layers of the model: {', '.join(names)}",
-                fix="name layers as the model names them",
-                code="unknown-value",
-            )
+        require_one_of("load_weights", name, names, fix="name layers as the model names them")
     wanted: dict[str, Any] = {}
     of_layers: set[int] = set()
     seen = Counter[str]()

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional
 
-from tfdist.errors import UsageError, near, require
+from tfdist.errors import UsageError, require, require_one_of
 
 Assignment = tuple[int, ...]
 """The stage of each node of a `LayerGraph`."""
@@ -161,14 +161,8 @@ class LayerGraph:
         """Return the assignment with a cut behind the (last) call of each named layer."""
         last = {node.operation.name: i for i, node in enumerate(self.nodes)}
         for name in names:
-            require(
-                name in last,
-                "cut",
-                received=f"{name!r}{near(name, last)}",
-                expected=f"names of layers of model {self.model.name!r}",
-                fix="name the last layer of each stage but the last one",
-                code="unknown-layer",
-            )
+            fix = "name the last layer of each stage but the last one"
+            require_one_of("cut", name, last, fix=fix, code="unknown-layer")
         return self.behind([last[name] for name in names])
 
     def by_patterns(self, patterns: Mapping[str, int]) -> Assignment:

@@ -24,7 +24,6 @@ from tfdist.errors import PeerLost
 _LOG = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
 _ERROR = "error"
-_MAX_HEADER_BYTES = 2**24
 
 
 class StageLink:
@@ -103,8 +102,6 @@ class StageLink:
 
     def _message(self) -> tuple[str, list[np.ndarray]]:
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        if length > _MAX_HEADER_BYTES:
-            raise ValueError("it sends what is no message of a stage")
         tag, kinds = json.loads(self._exactly(length))
         arrays = [np.empty(shape, np.dtype(kind)) for kind, shape in kinds]
         for array in arrays:
