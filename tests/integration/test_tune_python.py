@@ -37,7 +37,7 @@ from tfdist.tuning.trial_job import (
     Completed,
     Goal,
     TrialJob,
-    completed,
+    outcome_of,
     read_assignment,
 )
 
@@ -214,7 +214,7 @@ class Trials:
         inside.run_assigned(tuner, assigned(self.path, trial=trial, **values), data, fitting)
         written, objective = self.directory(trial), tuner.oracle.objective
         goal = Goal(objective=objective.name, direction=objective.direction)
-        return completed(goal, summary=written.read_summary(), metrics=written.read_metrics())
+        return outcome_of(goal, summary=written.read_summary(), metrics=written.read_metrics())
 
     def directory(self, trial: str = "0") -> RunDirectory:
         return RunDirectory(self.path / "trials" / trial)

@@ -45,7 +45,7 @@ from tfdist.tuning.trial_job import Goal
 from tfdist.tuning.runner import LauncherRunner
 from tfdist.tuning.trial_job import TrialJob
 runner = LauncherRunner(program=sys.argv[2:], launch_flags=["--strategy", "single"], gpus=(),
-                        places=1, environ=os.environ, timeout_s=60)
+                        slots=1, environ=os.environ, timeout_s=60)
 goal = Goal(objective="val_accuracy", direction="max")
 job = TrialJob(run_dir=pathlib.Path(sys.argv[1]), flags=(), goal=goal)
 print(runner.start(job)._process.pid, flush=True)
@@ -67,7 +67,7 @@ class Trial:
             "timeout_s": math.inf,
         }
         self.runner = LauncherRunner(
-            program=self.program, gpus=(), places=1, **{**options, **changes}
+            program=self.program, gpus=(), slots=1, **{**options, **changes}
         )
         self.running: RunningTrial | None = None
         self.outcome: Outcome | None = None

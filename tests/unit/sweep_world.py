@@ -239,7 +239,7 @@ def make_chief(
         journal=journal,
         runner=FakeRunner(disk, parallel),
         observer=Mock(),
-        signals=lambda: disk.signals,
+        stop_requests=lambda: disk.signals,
     )
 
 

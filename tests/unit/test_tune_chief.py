@@ -34,8 +34,8 @@ from tfdist.tuning.trial_job import (
     Killed,
     Outcome,
     TrialJob,
-    completed,
     medians_of,
+    outcome_of,
     values_of,
 )
 
@@ -48,7 +48,7 @@ def _no_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-def outcome_of(tmp_path: Path) -> dict[str, tuple[str, float | None]]:
+def trials_in(tmp_path: Path) -> dict[str, tuple[str, float | None]]:
     state = fold(read(tmp_path / "journal.jsonl"))
     return {trial.id: (trial.status, trial.score) for trial in state.trials.values()}
 
@@ -88,7 +88,7 @@ def test_a_crash_at_any_write_changes_nothing(tmp_path, how, parallel):
         with pytest.raises(Crash):
             chief.run()
         assert make_chief(place, disk, parallel=parallel).run() == 0
-        assert outcome_of(place) == outcome_of(undisturbed)
+        assert trials_in(place) == trials_in(undisturbed)
         assert disk.work == work.work, "a finished trial was run again, or a step was"
 
 
@@ -156,7 +156,7 @@ def test_kills_with_progress_in_between_are_not_counted(tmp_path):
 
     disk.on_wait = kill_at_every_second_look
     assert chief.run() == 0
-    assert {status for status, _ in outcome_of(tmp_path).values()} == {"completed"}
+    assert {status for status, _ in trials_in(tmp_path).values()} == {"completed"}
     assert chief.state.trials["0"].starts > 5
 
 
@@ -171,7 +171,7 @@ def test_a_chief_that_is_asked_to_stop_leaves_trials_to_go_on(tmp_path, signum, 
     disk.signals.clear()
     disk.on_wait = lambda: None
     assert make_chief(tmp_path, disk, parallel=2).run() == 0
-    assert len(outcome_of(tmp_path)) == 4
+    assert len(trials_in(tmp_path)) == 4
     assert disk.work == 4 * disk.length
 
 
@@ -182,7 +182,7 @@ def test_trials_left_by_a_chief_with_more_at_once_wait_for_their_turn(tmp_path):
     disk.most_at_once = 0
     assert make_chief(tmp_path, disk, parallel=1).run() == 0
     assert disk.most_at_once == 1
-    assert len(outcome_of(tmp_path)) == 4
+    assert len(trials_in(tmp_path)) == 4
 
 
 def test_a_trial_that_a_runner_elsewhere_has_is_not_started_but_taken_over(tmp_path):
@@ -205,7 +205,7 @@ def test_a_trial_that_a_runner_elsewhere_has_is_not_started_but_taken_over(tmp_p
 
 def test_a_chief_that_does_not_serve_leaves_trials_elsewhere_alone(tmp_path):
     runner = LauncherRunner(
-        program=(), launch_flags=(), gpus=(), places=1, environ={}, timeout_s=1.0
+        program=(), launch_flags=(), gpus=(), slots=1, environ={}, timeout_s=1.0
     )
     job = TrialJob(run_dir=tmp_path, flags=(), goal=GOAL, trial="0")
     assert refused(lambda: runner.take_over(job)) == ("--serve", "trial-elsewhere")
@@ -264,10 +264,10 @@ def test_a_trial_that_went_further_before_it_was_seen_is_judged_by_what_counts()
     goal = Goal(objective="val_accuracy", direction="max", medians=medians_of(OTHERS))
     seen_late = lines(0.1, 0.2, 0.99)
     for summary in (None, {"status": "stopped"}, {"status": "done"}):
-        outcome = completed(goal, summary=summary, metrics=seen_late)
+        outcome = outcome_of(goal, summary=summary, metrics=seen_late)
         assert isinstance(outcome, Completed)
         assert (outcome.score, outcome.stopped_at) == (0.2, 2)
-    goes_on = completed(goal, summary={"status": "done"}, metrics=lines(0.7, 0.8, 0.99))
+    goes_on = outcome_of(goal, summary={"status": "done"}, metrics=lines(0.7, 0.8, 0.99))
     assert isinstance(goes_on, Completed)
     assert (goes_on.score, goes_on.stopped_at) == (0.99, None)
 
@@ -275,7 +275,7 @@ def test_a_trial_that_went_further_before_it_was_seen_is_judged_by_what_counts()
 def one_bad(job: TrialJob) -> Any:
     """Trial 5 is a bad one, until the end."""
     values = (0.1, 0.2, 0.99) if job.trial == "5" else GOOD
-    return completed(job.goal, summary={"status": "done"}, metrics=lines(*values))
+    return outcome_of(job.goal, summary={"status": "done"}, metrics=lines(*values))
 
 
 EIGHT = partial(FakeSearch, count=8)
@@ -329,23 +329,15 @@ JOB = TrialJob(run_dir=Path("best"), flags=("--config.x=1",), goal=GOAL)
     [
         ([], 0, 0, 1),
         ([], 2, 0, 0),
-        ([KILLED, KILLED], 0, 0, 3),
         ([Failed(reason="ValueError: no")], 0, 1, 1),
-        ([KILLED] * 9, 0, 1, 4),
+        ([KILLED], 0, 1, 1),
     ],
-    ids=["done", "done_before", "killed", "failed", "killed_too_often"],
+    ids=["done", "done_before", "failed", "killed"],
 )
-def test_the_best_is_trained_until_it_has_an_end(fates, done, code, starts):
+def test_the_best_is_trained_once_to_its_end(fates, done, code, starts):
     disk = Disk(fates={"best": [*fates]}, done={"best": done})
-    assert retrain(FakeRunner(disk), JOB, signals=tuple) == code
+    assert retrain(FakeRunner(disk), JOB, stop_requests=tuple) == code
     assert len(disk.started) == starts
-
-
-def test_kills_of_the_best_with_progress_in_between_are_not_counted(monkeypatch):
-    disk = Disk(fates={"best": [KILLED] * 9})
-    monkeypatch.setattr(FakeRunner, "metrics", lambda _, run_dir: [{}] * len(disk.started))
-    assert retrain(FakeRunner(disk), JOB, signals=tuple) == 0
-    assert len(disk.started) == 10
 
 
 def test_a_better_trial_that_is_found_later_is_trained_in_place_of_the_first(tmp_path):
@@ -371,7 +363,7 @@ def test_a_better_trial_that_is_found_later_is_trained_in_place_of_the_first(tmp
 def test_the_best_is_told_to_stop_and_the_same_command_goes_on(signum, code):
     disk = Disk(length=9)
     disk.on_wait = lambda: disk.signals.append(signum)
-    assert retrain(FakeRunner(disk), JOB, signals=lambda: disk.signals) == code
+    assert retrain(FakeRunner(disk), JOB, stop_requests=lambda: disk.signals) == code
     assert not disk.running
-    assert retrain(FakeRunner(disk), JOB, signals=tuple) == 0
+    assert retrain(FakeRunner(disk), JOB, stop_requests=tuple) == 0
     assert disk.started == ["best", "best"]

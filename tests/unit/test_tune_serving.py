@@ -426,7 +426,6 @@ def test_runners_that_come_at_once_are_all_served_and_no_trial_is_run_twice(tmp_
         journal=journal,
         runner=serving,
         observer=Mock(),
-        signals=list,
     )
     disk = Disk(length=20)
     sweep_address = SweepAddress(address=address, token=TOKEN, terms=TERMS)

@@ -9,13 +9,12 @@ checkpoint, or has ended already and is not run again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError
-from tfdist.launch.events import STOP_SIGNALS
 from tfdist.outputs.sweep_journal import HERE, TRIALS, Journal, Slot, Trial, fold
 from tfdist.outputs.sweep_journal import RUNNING as BEGUN
 from tfdist.tuning.options import MEDIAN
@@ -44,14 +43,8 @@ POLL_S = 0.5
 KILLS_AT_MOST = 3
 """In a row, without a virtual epoch done in between."""
 
-
-Signals = Callable[[], Iterable[int]]
-"""Returns the signals that have come since the last call."""
-
-
-def stop_signal_of(signals: Signals) -> int:
-    """Return the first signal that asks for a stop, 0 if none has come."""
-    return next((signum for signum in signals() if signum in STOP_SIGNALS), 0)
+StopRequests = Callable[[], Sequence[int]]
+"""Returns the signals that have asked for a stop since the last call."""
 
 
 class Chief:
@@ -65,14 +58,14 @@ class Chief:
         journal: Journal,
         runner: Runner,
         observer: SweepScreen,
-        signals: Signals = tuple,
+        stop_requests: StopRequests = tuple,
     ) -> None:
         self._sweep = sweep
         self._search = search
         self._journal = journal
         self._runner = runner
         self._observer = observer
-        self._signals = signals
+        self._stop_requests = stop_requests
         self.state = fold(journal.lines)
         self._running: dict[str, tuple[TrialJob, RunningTrial]] = {}
         self._no_more = False
@@ -103,7 +96,8 @@ class Chief:
         return EXIT_FAILED
 
     def _is_to_stop(self) -> bool:
-        self._stop_signal = self._stop_signal or stop_signal_of(self._signals)
+        if requests := self._stop_requests():
+            self._stop_signal = self._stop_signal or requests[0]
         return self._stop_signal != 0
 
     def _is_done(self) -> bool:
@@ -114,7 +108,7 @@ class Chief:
     def _take_over(self) -> None:
         """Wait for the runners to which a chief before has given trials."""
         for trial in self.state.trials.values():
-            slot = trial.place
+            slot = trial.slot
             if trial.status == BEGUN and slot is not None and slot.runner != HERE:
                 job = self._job(trial, slot=slot, lease=trial.starts)
                 self._running[trial.id] = job, self._runner.take_over(job)
@@ -186,7 +180,8 @@ class Chief:
             return name, None
         until = values.get("tuner/epochs")
         is_cut = until is not None and until < whole
-        return self.state.continued(values) or name, until if is_cut else None
+        past = self.state.trials.get(values.get("tuner/trial_id") or "")
+        return past.run if past else name, until if is_cut else None
 
     def _job(self, trial: Trial, *, slot: Slot, lease: int) -> TrialJob:
         goal = Goal(
@@ -220,13 +215,18 @@ class Chief:
             [values_of(other.history, self.state.begun["objective"]) for other in ended]
         )
 
-    def _wait_for_ends(self, counts: Callable[[Outcome], bool] = lambda outcome: True) -> None:
-        """Wait a moment and take down what has ended meanwhile, where it counts."""
+    def _wait_for_ends(self, *, is_stopping: bool = False) -> None:
+        """Wait a moment and write down what has ended meanwhile.
+
+        Of what ends as it is stopped that is what has come to its goal, and what its runner has
+        given back, so that the next chief need not wait for it.
+        """
         self._runner.wait([running for _, running in self._running.values()], POLL_S)
         for name, (_, running) in list(self._running.items()):
             if outcome := running.poll():
                 del self._running[name]
-                if counts(outcome):
+                is_given_back = isinstance(outcome, Killed) and not outcome.counts
+                if isinstance(outcome, Completed) or is_given_back or not is_stopping:
                     self._record(self.state.trials[name], outcome)
                     running.taken()
 
@@ -247,19 +247,10 @@ class Chief:
         self._changed(trial.id)
 
     def _end(self, trial: Trial, outcome: Completed | Failed) -> None:
-        done = outcome if isinstance(outcome, Completed) else None
-        failed = outcome if isinstance(outcome, Failed) else None
-        line = self._journal.add(
-            "ended",
-            trial=trial.id,
-            status="COMPLETED" if done else "FAILED",
-            score=done.score if done else None,
-            best_virtual_epoch=done.best_virtual_epoch if done else None,
-            stopped_at=done.stopped_at if done else None,
-            history=[dict(metrics) for metrics in done.history] if done else [],
-            reason=failed.reason if failed else "",
-            last_lines=list(failed.last_lines) if failed else [],
-        )
+        status = "COMPLETED" if isinstance(outcome, Completed) else "FAILED"
+        fields: dict[str, Any] = dict.fromkeys(("score", "best_virtual_epoch", "stopped_at"))
+        fields |= {"history": [], "reason": "", "last_lines": [], **asdict(outcome)}
+        line = self._journal.add("ended", trial=trial.id, status=status, **fields)
         self.state.apply(line)
         self._search.tell(
             trial.id, status=line["status"], history=line["history"], reason=line["reason"]
@@ -284,15 +275,10 @@ class Chief:
         for _, running in self._running.values():
             running.stop()
         while self._running:
-            self._wait_for_ends(_counts_in_the_end)
+            self._wait_for_ends(is_stopping=True)
 
     def _finish(self, reason: str, *, is_complete: bool) -> None:
         self.state.apply(self._journal.add("finished", reason=reason, is_complete=is_complete))
-
-
-def _counts_in_the_end(outcome: Outcome) -> bool:
-    """Whether it has come to its goal; or was given back, so that the next chief need not wait."""
-    return isinstance(outcome, Completed) or (isinstance(outcome, Killed) and not outcome.counts)
 
 
 # What a search answers; without KerasTuner.

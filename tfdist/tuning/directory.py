@@ -93,17 +93,11 @@ def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
 
 def _identity(description: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a sweep's description, or of its journal's begin, that may not change."""
-    space = {}
-    for entry in description.get("space", ()):
-        config = dict(entry["config"])
-        conditions = [condition["config"] for condition in config.pop("conditions")]
-        scope = "".join(f" if {c['name']} in {c['values']}" for c in conditions)
-        space[f"{config.pop('name')}{scope}"] = {"type": entry["class_name"], **config}
+    space = [{"type": one["class_name"], **one["config"]} for one in description.get("space", ())]
     return {
         **{name: description.get(name) for name in _SAME},
         "config": description.get("config", {}),
-        "hyperparameters": list(space),
-        "search space": space,
+        "search space": {f"{number} {one['name']}": one for number, one in enumerate(space)},
     }
 
 
@@ -153,8 +147,8 @@ class Ownership:
 def read_ownership(sweep_dir: Path) -> Ownership | None:
     """Return it, None where there is none that can be read."""
     try:
-        told = json.loads((sweep_dir / OWNERSHIP).read_text(encoding="utf-8"))
-        return Ownership(sweep=str(told["sweep"]), address=str(told["address"]))
+        content = json.loads((sweep_dir / OWNERSHIP).read_text(encoding="utf-8"))
+        return Ownership(sweep=str(content["sweep"]), address=str(content["address"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -132,17 +132,7 @@ def parse(argv: Sequence[str]) -> SweepOptions | Path:
     Raises UsageError for anything that cannot be.
     """
     config_flags = tuple(word for word in argv if word.startswith("--config."))
-    for word in config_flags:
-        if "=" not in word:
-            raise UsageError(
-                word,
-                received="no value",
-                expected="a value behind =",
-                fix=f"write {word}=VALUE",
-                code="no-value",
-            )
-    parser = _parser()
-    values = parser.parse_args([w for w in argv if not w.startswith("--config.")])
+    values = _parser().parse_args([word for word in argv if word not in config_flags])
     given = {name: value for name, value in vars(values).items() if value is not None}
     show = given.pop("show", None)
     if show is not None:

@@ -27,8 +27,8 @@ from tfdist.tuning.trial_job import (
     Outcome,
     RunningTrial,
     TrialJob,
-    completed,
-    ended,
+    failure_of,
+    outcome_of,
 )
 
 LOG = "launch.log"
@@ -68,8 +68,8 @@ class LauncherRunner:
     launch_flags: Sequence[str]
     """Strategy, workers, threads."""
     gpus: Sequence[str]
-    """Those of this machine, divided among `places`."""
-    places: int
+    """Those of this machine, divided among `slots`."""
+    slots: int
     environ: Mapping[str, str]
     """Of the trials."""
     timeout_s: float
@@ -79,7 +79,7 @@ class LauncherRunner:
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
         directory = RunDirectory(job.run_dir)
-        return completed(
+        return outcome_of(
             job.goal, summary=directory.read_summary(), metrics=directory.read_metrics()
         )
 
@@ -87,8 +87,8 @@ class LauncherRunner:
         return RunDirectory(run_dir).read_metrics()
 
     def free_slots(self, taken: Collection[Slot]) -> Iterable[Slot]:
-        places = (Slot(number=number) for number in range(self.places))
-        return [place for place in places if place not in taken]
+        slots = (Slot(number=number) for number in range(self.slots))
+        return [place for place in slots if place not in taken]
 
     def start(self, job: TrialJob) -> LaunchedTrial:
         return LaunchedTrial(self, job)
@@ -107,7 +107,7 @@ class LauncherRunner:
 
     def warm_up(self) -> None:
         """Begin with the imports that all trials share, where there is anything to begin with."""
-        if self.warm is not None and self.places:
+        if self.warm is not None and self.slots:
             self.warm.start()
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class LauncherRunner:
         """Return the environment of a trial, with its share of the GPUs."""
         environ, gpus, number = {**self.environ, **job.variables}, self.gpus, job.slot.number
         if gpus:
-            mine = gpus[number :: max(1, self.places)] or gpus[number % len(gpus) :][:1]
+            mine = gpus[number :: max(1, self.slots)] or gpus[number % len(gpus) :][:1]
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         return environ
 
@@ -149,7 +149,7 @@ class LaunchedTrial:
         self._log = job.run_dir / LOG
         self._process: subprocess.Popen[bytes] | None = None
         self._log_from = 0
-        self._report_before: int | None = None
+        self._report_before: dict[str, Any] | None = None
         self._since_s = time.monotonic()
         self._seen = -1
         self._kill_at_s: float | None = None
@@ -194,11 +194,13 @@ class LaunchedTrial:
             return outcome
         last_lines = self._last_lines()
         if self._timed_out:
-            said = f"no virtual epoch within {self._runner.timeout_s:g} s (--trial_timeout_s)"
-            return Failed(reason=said, last_lines=last_lines)
+            reason = f"no virtual epoch within {self._runner.timeout_s:g} s (--trial_timeout_s)"
+            return Failed(reason=reason, last_lines=last_lines)
         if self._is_unwanted:
             return Killed(reason="the sweep was asked to stop")
-        return ended(status, report=self._report(), last_lines=last_lines)
+        report = self._read_report()
+        is_new = report != self._report_before
+        return failure_of(status, report=report if is_new else None, last_lines=last_lines)
 
     def _wait_for_directory(self) -> Outcome | None:
         """Start the launcher, once what an earlier chief had started has let go, and is not done.
@@ -219,7 +221,7 @@ class LaunchedTrial:
         with contextlib.ExitStack() as stack:
             stack.enter_context(one_line_errors(self._job.run_dir))
             self._job.run_dir.mkdir(parents=True, exist_ok=True)
-            self._report_before = self._report_time()
+            self._report_before = self._read_report()
             log = stack.enter_context(open(self._log, "ab"))
             fds = [stack.enter_context(w.connect()).fileno() for w in (self._runner.warm,) if w]
             self._log_from = log.tell()
@@ -263,16 +265,8 @@ class LaunchedTrial:
         if self._process is not None and self._process.poll() is None:
             os.kill(self._process.pid, signum)
 
-    def _report_time(self) -> int | None:
-        try:
-            return (self._job.run_dir / "report.json").stat().st_mtime_ns
-        except OSError:
-            return None
-
-    def _report(self) -> dict[str, Any] | None:
-        """Return report.json, None where this start has not written it."""
-        if self._report_time() == self._report_before:
-            return None
+    def _read_report(self) -> dict[str, Any] | None:
+        """Return report.json, None where there is none that can be read."""
         with contextlib.suppress(TfdistError):
             return read_json(self._job.run_dir / "report.json")
         return None

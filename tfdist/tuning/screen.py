@@ -147,13 +147,13 @@ def table(state: SweepState, sweep_dir: Path, *, is_final: bool = False) -> Tabl
 
 def change_line(state: SweepState, trial: Trial) -> str:
     """Return one line on what has become of a trial."""
-    said = f"trial {trial.id} {trial.status}"
+    text = f"trial {trial.id} {trial.status}"
     if trial.status == COMPLETED and trial.score is not None:
         best = state.ranked()[0]
-        return f"{said}: {trial.score:.4f}; best {best.score:.4f} (trial {best.id})"
+        return f"{text}: {trial.score:.4f}; best {best.score:.4f} (trial {best.id})"
     if trial.reason and trial.status != COMPLETED:
-        return f"{said}: {trial.reason}"
-    return f"{said}: {values_text(trial.hyperparameters)}"
+        return f"{text}: {trial.reason}"
+    return f"{text}: {values_text(trial.hyperparameters)}"
 
 
 def values_text(values: Mapping[str, Any]) -> str:

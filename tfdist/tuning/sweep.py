@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tfdist.cluster.settings import restarts
@@ -24,7 +23,7 @@ from tfdist.launch.multihost.hosts import environment_of_tasks
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import JOURNAL, Journal, SweepState, Trial, fold
 from tfdist.tuning import directory
-from tfdist.tuning.chief import KILLS_AT_MOST, POLL_S, Chief, Signals, stop_signal_of
+from tfdist.tuning.chief import POLL_S, Chief, StopRequests
 from tfdist.tuning.exports import export_hparams, variables_of_trials
 from tfdist.tuning.guard import LeaseGuardClient
 from tfdist.tuning.options import RunOptions
@@ -33,7 +32,7 @@ from tfdist.tuning.remote_runner import ChiefClient, RemoteRunner
 from tfdist.tuning.runner import LauncherRunner, TrialProgram
 from tfdist.tuning.screen import SweepScreen, leaderboard
 from tfdist.tuning.serving import RunnerServer, ServingRunner
-from tfdist.tuning.trial_job import Completed, Failed, Goal, Outcome, Runner, TrialJob
+from tfdist.tuning.trial_job import Completed, Goal, Killed, Outcome, Runner, TrialJob
 
 if TYPE_CHECKING:  # it loads KerasTuner, and with it TensorFlow
     from tfdist.tuning.oracle import Search
@@ -57,12 +56,12 @@ class Sweep(ABC):
     directory; None where trials know when to end, and each has a directory of its own."""
     trackers: Collection[str] = ()
     """The packages of trackers that its trials log to."""
-    tracked: Mapping[str, str] = MappingProxyType({})
-    """Variables by which the trials' runs there are of this sweep, once it has begun."""
 
     def __init__(
         self, options: RunOptions, program: TrialProgram, environ: Mapping[str, str]
     ) -> None:
+        self.tracked: Mapping[str, str] = {}
+        """Variables by which the trials' runs there are of this sweep, once it has begun."""
         self.options = options
         self.address = sweep_address_of(options, program, environ)
         self.runner = runner_of(options, program, environ)
@@ -130,7 +129,7 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
             begin_retraining(sweep_dir, journal, state, best=best.id)
             with SignalPipe() as signals:
                 job = sweep.retraining(best, state.begun)
-                exit_code = retrain(sweep.runner, job, signals=signals.read)
+                exit_code = retrain(sweep.runner, job, stop_requests=signals.stop_requests)
         return exit_code, state
 
 
@@ -153,7 +152,7 @@ def _run_trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
                 journal=journal,
                 runner=serving or sweep.runner,
                 observer=screen,
-                signals=signals.read,
+                stop_requests=signals.stop_requests,
             )
             screen.begin(chief.state)
             exit_code = chief.run()
@@ -166,13 +165,13 @@ def _run_trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
 
 def _serving(sweep: Sweep) -> ServingRunner | None:
     """Listen for runners, and report in the directory where; None where none may come."""
-    meeting = sweep.address
-    if meeting is None:
+    where = sweep.address
+    if where is None:
         return None
-    listener = listener_of(meeting.address)
-    ownership = directory.write_ownership(sweep.options.sweep_dir, address=meeting.address)
-    server = RunnerServer(listener, token=meeting.token, terms=meeting.terms)
-    logger.info("runners may come to %s", meeting.address)
+    listener = listener_of(where.address)
+    ownership = directory.write_ownership(sweep.options.sweep_dir, address=where.address)
+    server = RunnerServer(listener, token=where.token, terms=where.terms)
+    logger.info("runners may come to %s", where.address)
     return ServingRunner(sweep.runner, server, ownership=ownership)
 
 
@@ -214,7 +213,7 @@ def runner_of(
         program=program.command,
         launch_flags=(*launch_flags(options, cpus=machine.cpus), *program.launch_flags),
         gpus=machine.gpus,
-        places=options.parallel_trials,
+        slots=options.parallel_trials,
         environ=environ,
         timeout_s=options.trial_timeout_s,
         warm=_fork_template(options, program, machine=machine, environ=environ),
@@ -275,27 +274,22 @@ def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, be
     state.apply(journal.add("retrained", trial=best))
 
 
-def retrain(runner: Runner, job: TrialJob, *, signals: Signals) -> int:
+def retrain(runner: Runner, job: TrialJob, *, stop_requests: StopRequests) -> int:
     """Run the job that trains the best trial anew; return the exit code, and log how it went.
 
-    It goes on where it stood when it is killed, or the same command is run again.
+    The same command goes on where it stood when it was stopped or killed.
     """
     outcome: Outcome | None = runner.outcome(job)
-    kills = reached = stop_signal = 0
-    while not isinstance(outcome, Completed | Failed):
-        if stop_signal:
-            return Stopped(stop_signal).exit_code
-        if kills > KILLS_AT_MOST:
-            outcome = Failed(reason=f"killed {kills} times without progress")
-            break
-        running = runner.start(job)
+    if outcome is None:
+        running, stop_signal = runner.start(job), 0
         while (outcome := running.poll()) is None:
-            if not stop_signal and (stop_signal := stop_signal_of(signals)):
+            if (requests := stop_requests()) and not stop_signal:
+                stop_signal = requests[0]
                 running.stop()
             runner.wait([running], POLL_S)
-        done = len(runner.metrics(job.run_dir))
-        kills, reached = (kills if done <= reached else 0) + 1, max(done, reached)
-    if isinstance(outcome, Failed):
+        if stop_signal and isinstance(outcome, Killed):
+            return Stopped(stop_signal).exit_code
+    if not isinstance(outcome, Completed):
         logger.error("the best trial could not be trained again: %s", outcome.reason)
         return EXIT_FAILED
     path = RunDirectory(job.run_dir).model_file

@@ -29,24 +29,6 @@ Medians = tuple[float | None, ...]
 """At each virtual epoch, of the others' averages so far; None where there are too few."""
 
 
-def hopeless_after(
-    metrics: Sequence[Mapping[str, Any]], *, objective: str, direction: str, medians: Medians
-) -> int | None:
-    """Return the virtual epoch at which to stop a trial, None where it is to go on.
-
-    That is where its best so far is worse than the median of the others' averages so far.
-    `metrics` has a line for each virtual epoch that the trial has done.
-    """
-    values = values_of(metrics, objective)
-    for done in range(LEAST_EPOCHS, min(len(values), len(medians)) + 1):
-        median, finite = medians[done - 1], _finite_of(values[:done])
-        if median is None:
-            continue
-        if not finite or (max(finite) < median if direction == "max" else min(finite) > median):
-            return int(metrics[done - 1]["virtual_epoch"])
-    return None
-
-
 def medians_of(others: Sequence[Sequence[float]]) -> Medians:
     """Return the medians for the rule, from the objective at each virtual epoch of other trials."""
     medians: list[float | None] = []
@@ -210,15 +192,23 @@ class Goal:
     def last(self, metrics: Sequence[Mapping[str, Any]]) -> int | None:
         """Return the virtual epoch after which the trial is to be ended, None while it has none.
 
-        The medians are asked first: also a trial that went further is judged by what counts.
+        It is hopeless where its best so far is worse than the median of the others' averages so
+        far; that comes before `until`, also for a trial that went further.
+
+        Args:
+          metrics: a line for each virtual epoch that the trial has done.
         """
-        cut = hopeless_after(
-            metrics, objective=self.objective, direction=self.direction, medians=self.medians
-        )
-        return self.until if cut is None else cut
+        values, is_max = values_of(metrics, self.objective), self.direction == "max"
+        for done in range(LEAST_EPOCHS, min(len(values), len(self.medians)) + 1):
+            median, finite = self.medians[done - 1], _finite_of(values[:done])
+            if median is None:
+                continue
+            if not finite or (max(finite) < median if is_max else min(finite) > median):
+                return int(metrics[done - 1]["virtual_epoch"])
+        return self.until
 
 
-def completed(
+def outcome_of(
     goal: Goal, *, summary: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, Any]]
 ) -> Completed | Failed | None:
     """Return the outcome of a trial that has come to its goal, None of one that has not.
@@ -239,7 +229,7 @@ def completed(
     return outcome
 
 
-def ended(
+def failure_of(
     exit_code: int,
     *,
     report: Mapping[str, Any] | None,
@@ -263,10 +253,10 @@ def ended(
     if not cause:
         reason = last_lines[-1] if last_lines else f"exit code {exit_code}"
         return Failed(reason=reason, last_lines=tuple(last_lines))
-    said = f"{failure.get('task')}: {cause}"
+    reason = f"{failure.get('task')}: {cause}"
     if exit_code == EXIT_PEER_MISSING or _was_killed(attempts[-1], failure.get("task")):
-        return Killed(reason=said)
-    return Failed(reason=said, last_lines=tuple(failure.get("last_lines") or last_lines))
+        return Killed(reason=reason)
+    return Failed(reason=reason, last_lines=tuple(failure.get("last_lines") or last_lines))
 
 
 def _scored(goal: Goal, metrics: Sequence[Mapping[str, Any]]) -> Completed | Failed:
