@@ -70,7 +70,7 @@ class Runner:
     def ask(self) -> None:
         self.asked_s = time.perf_counter()
         name = f"simulated:{self.rank}"
-        self.channel.send({"runner": {"name": name, "places": 1, "holds": []}})
+        self.channel.send({"runner": {"name": name, "slots": 1, "holds": []}})
 
     def end(self) -> None:
         self.channel.send({"ended": self._ended})

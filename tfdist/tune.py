@@ -18,7 +18,7 @@ from tfdist.errors import EXIT_OK
 from tfdist.tuning import sweep
 from tfdist.tuning.config_sweep import ConfigSweep, program_of
 from tfdist.tuning.options import SweepOptions, parse
-from tfdist.tuning.protocol import placed
+from tfdist.tuning.protocol import apply_tf_config
 from tfdist.tuning.screen import show
 
 
@@ -34,7 +34,7 @@ def _run(options: SweepOptions | Path) -> int:
     if isinstance(options, Path):
         show(options)
         return EXIT_OK
-    options, environ = placed(options, os.environ)
+    options, environ = apply_tf_config(options, os.environ)
     if options.join is not None:  # a runner, which needs no KerasTuner
         return sweep.join(options, program_of(options), environ)
     config = command_line.parse([f"--config={options.config}", *options.config_flags]).config

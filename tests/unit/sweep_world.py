@@ -68,13 +68,17 @@ class FakeSearch:
     lines: Sequence[Mapping[str, Any]]
     count: int = 4
     ahead: int = 99
+    asked: list[str] = field(default_factory=list)
     told: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        asked = [line["trial"] for line in self.lines if line["event"] == "asked"]
-        self.asked = [trial for trial in asked if trial is not None]
-        for line in self.lines:
-            if line["event"] == "ended":
+        self.replay(self.lines)
+
+    def replay(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        for line in lines:
+            if line["event"] == "asked" and line["trial"] is not None:
+                self.asked.append(line["trial"])
+            elif line["event"] == "ended":
                 self.told[line["trial"]] = line["status"]
 
     def ask(self) -> NextTrial:
@@ -173,9 +177,9 @@ class FakeTrial:
 class FakeRunner:
     """Starts trials on a disk."""
 
-    def __init__(self, disk: Disk | World, places: int = 1) -> None:
+    def __init__(self, disk: Disk | World, slots: int = 1) -> None:
         self.disk = disk
-        self.places = places
+        self.slots = slots
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
         return self.disk.outcome(job)
@@ -184,8 +188,8 @@ class FakeRunner:
         return [{}] * self.disk.done.get(run_dir.name, 0)
 
     def free_slots(self, taken: Collection[Slot]) -> list[Slot]:
-        places = [Slot(number=number) for number in range(self.places)]
-        return [place for place in places if place not in taken]
+        slots = [Slot(number=number) for number in range(self.slots)]
+        return [place for place in slots if place not in taken]
 
     def start(self, job: TrialJob) -> FakeTrial:
         return FakeTrial(self.disk, job)
@@ -331,7 +335,6 @@ class Host:
                 outcome=self.world.outcome,
                 start=lambda job: Process(self.world, job, host=self),
             ),
-            clock=lambda: self.world.now_s,
             **sides,
         )
 

@@ -18,8 +18,8 @@ import pytest
 
 from tests.processes import python, until
 from tests.refusals import refused
-from tests.unit.sweep_world import Disk, FakeRunner, FakeSearch, World, sweep_of
-from tfdist.errors import UsageError
+from tests.unit.sweep_world import Disk, FakeRunner, FakeSearch, sweep_of
+from tfdist.errors import TfdistError, UsageError
 from tfdist.launch.multihost.connection import Link
 from tfdist.launch.multihost.rendezvous import (
     Lost,
@@ -37,8 +37,8 @@ from tfdist.tuning.protocol import (
     LEASE_S,
     Message,
     SweepAddress,
+    apply_tf_config,
     listener_of,
-    placed,
     sweep_address_of,
 )
 from tfdist.tuning.remote_runner import ChiefClient, RemoteRunner
@@ -93,21 +93,21 @@ def test_a_trial_and_its_outcomes_are_the_same_on_the_other_side():
         assert protocol.decode_outcome(_sent(protocol.encode_outcome(outcome))) == outcome
 
 
-def test_a_trial_with_a_trackers_variables_is_run_and_one_that_is_none_has_failed(tmp_path):
-    """The chief waits for what it has given away, so a runner must not pass over it."""
-    world = World(tmp_path)
-    runner = world.add_host().runner
-    for trial, variables in (("0", {"WANDB_RUN_GROUP": "g"}), ("1", {"PATH": "/evil"})):
-        goal = Goal(objective="loss", direction="min")
-        run_dir = tmp_path / "trials" / trial
-        job = TrialJob(
-            run_dir=run_dir, flags=(), goal=goal, trial=trial, lease=1, variables=variables
-        )
-        runner._begin(_sent(protocol.encode_job(job)))
-    assert world.processes[1].job.variables == {"WANDB_RUN_GROUP": "g"}
-    assert list(world.started) == ["0"]
-    outcome = runner._held["1", 1].outcome
-    assert outcome == Failed(reason="its runner does not take it: it is no trial of this sweep")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"flags": ["--program=evil.py"]},
+        {"variables": {"PATH": "/evil"}},
+        *({"run": run} for run in ("", ".", "../evil")),
+    ],
+)
+def test_a_trial_that_would_run_anything_else_ends_the_runner(tmp_path, changes):
+    goal, variables = Goal(objective="loss", direction="min"), {"WANDB_RUN_GROUP": "g"}
+    job = TrialJob(run_dir=tmp_path / "trials" / "0", flags=(), goal=goal, variables=variables)
+    message = protocol.encode_job(job)
+    assert protocol.decode_job(message, sweep_dir=tmp_path) == job
+    with pytest.raises(TfdistError, match="what is no trial of this sweep"):
+        protocol.decode_job({**message, **changes}, sweep_dir=tmp_path)
 
 
 def _sent(message: Message) -> Any:
@@ -164,8 +164,8 @@ class Served:
         self.runner.wait([], 0.0)
         return self.line.take_sent()
 
-    def come(self, rank: int, *holds: tuple[str, int], places: int = 1) -> Any:
-        told = {"name": f"r{rank}", "places": places, "holds": [list(one) for one in holds]}
+    def come(self, rank: int, *holds: tuple[str, int], slots: int = 1) -> Any:
+        told = {"name": f"r{rank}", "slots": slots, "holds": [list(one) for one in holds]}
         return self.hear(
             PeerJoined(rank=rank), MessageReceived(rank=rank, message={"runner": told})
         )
@@ -190,7 +190,7 @@ class Served:
 def test_a_runner_is_given_trials_for_its_places_until_it_leaves():
     served = Served()
     assert list(served.runner.free_slots(set())) == []
-    assert served.come(A, places=2) == [(A, GREETING)]
+    assert served.come(A, slots=2) == [(A, GREETING)]
     served.come(B)
     free = list(served.runner.free_slots(set()))
     one_each = [Slot(number=0, runner=A), Slot(number=0, runner=B)]
@@ -248,7 +248,7 @@ def test_a_runner_that_is_back_keeps_its_trial_while_the_chief_thinks():
     served.now_s += LEASE_S + 5.0
     assert served.hear(PeerJoined(rank=A), PeerJoined(rank=B)) == [(A, GREETING), (B, GREETING)]
     assert (kept.poll(), lost.poll()) == (None, None)
-    told = {"name": "a", "places": 1, "holds": [["0", 3]]}
+    told = {"name": "a", "slots": 1, "holds": [["0", 3]]}
     assert served.hear(MessageReceived(rank=A, message={"runner": told})) == []
     served.hear(Lost(rank=B, cause="reset", heard_s=served.now_s))
     served.now_s += LEASE_S
@@ -268,24 +268,6 @@ def test_a_trial_that_is_to_stop_while_its_runner_is_away_is_stopped_when_it_is_
     assert (A, {"stop": ["0", 1]}) in served.come(A, ("0", 1))
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {},
-        {"runner": {"name": 1}},
-        {"runner": {"name": "x", "places": 1, "holds": [["0"]]}},
-        {"ended": {"lease": ["0", 1], "outcome": {"kind": "lost"}}},
-        {"ended": {"lease": ["0", 1], "outcome": {"kind": "killed", "why": "?"}}},
-        {"ended": None},
-        {"leaving": True},
-    ],
-)
-def test_what_makes_no_sense_is_not_heard(message):
-    served = Served()
-    assert served.hear(MessageReceived(rank=A, message=message)) == []
-    assert list(served.runner.free_slots(set())) == []
-
-
 # --- how they meet
 
 
@@ -300,18 +282,18 @@ def test_tf_config_says_who_serves_and_who_joins():
 
     def of(type_: str, *flags: str) -> tuple[SweepOptions, dict[str, str]]:
         told = cluster % f'{{"type": "{type_}", "index": 0}}'
-        return placed(_config_flags(*flags), {"TF_CONFIG": told, "HOME": "/"})
+        return apply_tf_config(_config_flags(*flags), {"TF_CONFIG": told, "HOME": "/"})
 
     chief, environ = of("chief")
     assert (chief.serve, chief.join, environ) == ("a:1", None, {"HOME": "/"})
     worker, environ = of("worker")
     assert (worker.serve, worker.join, environ) == (None, "a:1", {"HOME": "/"})
     assert of("worker", "--join", "d:4")[0].join == "d:4"
-    alone = placed(_config_flags(), {"HOME": "/"})
+    alone = apply_tf_config(_config_flags(), {"HOME": "/"})
     assert (alone[0].serve, alone[0].join) == (None, None)
     ps = '{"cluster": {"chief": ["a:1"], "worker": ["b:2"], "ps": ["c:3"]}, "task": %s}'
     environ = {"TF_CONFIG": ps % '{"type": "ps", "index": 0}'}
-    assert refused(lambda: placed(_config_flags(), environ))[1] == "no-part-in-a-sweep"
+    assert refused(lambda: apply_tf_config(_config_flags(), environ))[1] == "no-part-in-a-sweep"
 
 
 def test_an_address_that_is_not_of_this_machine_or_taken_is_one_line():
@@ -363,8 +345,7 @@ def test_the_runner_and_its_guard_count_the_time_in_which_the_machine_sleeps(mon
     """Another clock would let a runner that wakes up go on with what is another's by now."""
     monkeypatch.setattr(time, "clock_gettime", {time.CLOCK_BOOTTIME: 5.0}.__getitem__)
     assert guard.now_s() == 5.0
-    for made in (ChiefClient, RemoteRunner):
-        assert inspect.signature(made).parameters["clock"].default is guard.now_s
+    assert inspect.signature(ChiefClient).parameters["clock"].default is guard.now_s
 
 
 def test_a_chief_that_does_not_answer_may_be_there_and_one_that_is_refused_is_not(tmp_path):

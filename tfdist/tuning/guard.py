@@ -73,12 +73,12 @@ class LeaseGuard:
 
     def __init__(self, begun_s: float) -> None:
         self._renewed_s = begun_s
-        self._asked: set[int] = set()
+        self._signalled: set[int] = set()
 
     def renew(self, at_s: float) -> None:
         """Note that the chief had heard of the runner at this time, or did not wait for it yet."""
         self._renewed_s = max(self._renewed_s, at_s)
-        self._asked.clear()
+        self._signalled.clear()
 
     def due(self, watched: set[int], at_s: float) -> list[tuple[int, signal.Signals]]:
         """Return the signals that are due, each with the one of `watched` that is to get it."""
@@ -86,15 +86,15 @@ class LeaseGuard:
             return [(one, signal.SIGKILL) for one in watched]
         if at_s < self._renewed_s + SAVE_AFTER_S:
             return []
-        asked, self._asked = self._asked, watched | self._asked
-        return [(one, signal.SIGTERM) for one in watched - asked]
+        signalled, self._signalled = self._signalled, watched | self._signalled
+        return [(one, signal.SIGTERM) for one in watched - signalled]
 
 
 def guard_lease() -> None:
     """Follow the runner's lines; when it is gone, go on until its trials have ended."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)  # they are for the runner
-    guard, said = LeaseGuard(now_s()), b""
+    guard, unread = LeaseGuard(now_s()), b""
     pidfds: set[int] = set()
     is_over = False
     while not is_over or pidfds:
@@ -108,7 +108,7 @@ def guard_lease() -> None:
         if 0 in ready:
             data = os.read(0, 1 << 16)
             is_over = not data
-            *lines, said = (said + data).split(b"\n")
+            *lines, unread = (unread + data).split(b"\n")
             for line in lines:
                 _obey(line, guard, pidfds)
         for fd, signum in guard.due(pidfds, now_s()):

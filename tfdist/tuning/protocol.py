@@ -1,6 +1,6 @@
 """Meeting of a sweep's chief and its runners: address, token, and their messages as JSON objects.
 
-A runner comes with ``runner``: its name, its places and the leases it holds. It is told to ``run``
+A runner comes with ``runner``: its name, its slots and the leases it holds. It is told to ``run``
 a trial, ``stop`` one with the save, or ``drop`` one whose lease it has lost; it says what has
 ``ended`` until it hears that this was ``taken``.
 """
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from tfdist.cluster import tf_config
 from tfdist.cluster.address import split_address
-from tfdist.errors import UsageError, opening_port
+from tfdist.errors import TfdistError, UsageError, opening_port
 from tfdist.launch.multihost import agreement
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.multihost.connection import resolve
@@ -93,27 +93,29 @@ def _require_reachable(address: str, host: str, number: str) -> None:
         )
 
 
-def placed(options: _Options, environ: Mapping[str, str]) -> tuple[_Options, dict[str, str]]:
+def apply_tf_config(
+    options: _Options, environ: Mapping[str, str]
+) -> tuple[_Options, dict[str, str]]:
     """Return the options with what TF_CONFIG says of several hosts, and the environment without.
 
     The chief of its cluster serves at its own address, the workers join; flags say more.
 
     Raises UsageError for a ps or an evaluator.
     """
-    told = tf_config.from_environ(environ)
-    if told is None or len(told.cluster.tasks()) < 2:
+    config = tf_config.from_environ(environ)
+    if config is None or len(config.cluster.tasks()) < 2:
         return options, dict(environ)
     rest = {name: value for name, value in environ.items() if name != tf_config.VARIABLE}
     if options.serve or options.join:
         return options, rest
-    address = told.cluster.address(told.cluster.chief_task)
-    if told.task == told.cluster.chief_task:
+    address = config.cluster.address(config.cluster.chief_task)
+    if config.task == config.cluster.chief_task:
         return dataclasses.replace(options, serve=address), rest
-    if told.task.type == "worker":
+    if config.task.type == "worker":
         return dataclasses.replace(options, join=address), rest
     raise UsageError(
         "TF_CONFIG",
-        received=f"task {told.task}",
+        received=f"task {config.task}",
         expected="chief or worker: a sweep's chief, and its runners",
         fix="give --serve or --join",
         code="no-part-in-a-sweep",
@@ -136,9 +138,6 @@ LEASE_S = 10.0
 ANY_RANK = 1 << 48
 """A runner draws its rank from so many, so that hardly two of them draw the same."""
 
-NO_SENSE = (KeyError, TypeError, ValueError, AttributeError)
-"""What the functions here raise for a message that makes no sense."""
-
 _KINDS = {"completed": Completed, "failed": Failed, "killed": Killed}
 
 
@@ -147,7 +146,7 @@ def encode_job(job: TrialJob) -> Message:
     return {
         "trial": job.trial,
         "lease": job.lease,
-        "place": job.slot.number,
+        "slot": job.slot.number,
         "run": job.run_dir.name,
         "flags": list(job.flags),
         "variables": dict(job.variables),
@@ -155,22 +154,24 @@ def encode_job(job: TrialJob) -> Message:
     }
 
 
-def decode_job(told: Any, *, sweep_dir: Path) -> TrialJob:
-    """Return the trial of a message; raise ValueError for what no chief would say."""
-    flags, variables = tuple(map(str, told["flags"])), dict(told["variables"])
-    run, goal = str(told["run"]), told["goal"]
+def decode_job(message: Any, *, sweep_dir: Path) -> TrialJob:
+    """Return the trial of a message; raise TfdistError for one that would run anything else."""
+    flags, variables = tuple(message["flags"]), message["variables"]
+    run, goal = message["run"], message["goal"]
     if (
         not all(flag.startswith("--config.") for flag in flags)
         or variables.keys() - {trial_job.VARIABLE, *OF_TRACKERS}
         or (not run or run.startswith(".") or "/" in run)  # a directory among the trials
     ):
-        raise ValueError("it is no trial of this sweep")
+        raise TfdistError(f"the chief has given what is no trial of this sweep: {run}")
     return TrialJob(
         run_dir=sweep_dir / TRIALS / run,
         flags=flags,
         variables=variables,
         goal=Goal(**{**goal, "medians": tuple(goal["medians"])}),
-        slot=Slot(number=int(told["place"])),
+        slot=Slot(number=message["slot"]),
+        trial=message["trial"],
+        lease=message["lease"],
     )
 
 
@@ -179,16 +180,15 @@ def encode_outcome(outcome: Outcome) -> Message:
     return {"kind": type(outcome).__name__.lower(), **dataclasses.asdict(outcome)}
 
 
-def decode_outcome(told: Any) -> Outcome:
+def decode_outcome(message: Any) -> Outcome:
     """Return the outcome of a message."""
-    values = dict(told)
-    kind = _KINDS[values.pop("kind")]
-    listed = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    outcome: Outcome = kind(**listed)
+    kind = _KINDS[message["kind"]]
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in message.items() if k != "kind"}
+    outcome: Outcome = kind(**values)
     return outcome
 
 
-def decode_lease(told: Any) -> Lease:
+def decode_lease(message: Any) -> Lease:
     """Return the trial and the number of a lease."""
-    trial, number = told
-    return str(trial), int(number)
+    trial, number = message
+    return trial, number

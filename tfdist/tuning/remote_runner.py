@@ -6,7 +6,6 @@ hyperparameters and how far to go. Who may run what, and when not, is in `tfdist
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.cluster.address import split_address
-from tfdist.errors import EXIT_FAILED, StartupTimeout, UsageError
+from tfdist.errors import StartupTimeout, UsageError
 from tfdist.launch.events import SignalPipe, exit_code_for
 from tfdist.launch.multihost.connection import Violation
 from tfdist.launch.multihost.rendezvous import Joining, Member
@@ -32,7 +31,6 @@ from tfdist.tuning.trial_job import Failed, Killed, Outcome
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
-_LAST_WORDS_S = 5.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,8 +41,6 @@ class _Held:
     is_watched: bool = False
     is_stopped: bool = False
     """It was stopped, with the save, for a reason that is not its own."""
-    is_lost: bool = False
-    """The lease is another's: it is killed, and its end is not reported."""
     outcome: Outcome | None = None
 
     def stop(self) -> None:
@@ -64,16 +60,15 @@ class RemoteRunner:
         *,
         chief: ChiefClient,
         lease_guard: LeaseGuardClient,
-        clock: Callable[[], float] = guard.now_s,
     ) -> None:
         self._options = options
         self._runner = runner
         self._chief = chief
         self._lease_guard = lease_guard
-        self._clock = clock
         self._held: dict[Lease, _Held] = {}
+        self._dropped: list[LaunchedTrial] = []
+        """Killed, as their leases are lost: their ends are waited for and not reported."""
         self._stop_signal: int | None = None
-        self._stop_requested_s = 0.0
         self.exit_code: int | None = None
         """What the sweep has ended with, once the chief has said so."""
 
@@ -95,10 +90,9 @@ class RemoteRunner:
 
     def _code(self) -> int | None:
         """Return the exit code, None while there is more to do."""
-        if self._stop_signal is not None and not any(held.running for held in self._held.values()):
-            is_late = self._clock() - self._stop_requested_s > _LAST_WORDS_S
-            if not self._held or not self._chief.is_there or is_late:
-                return exit_code_for(self._stop_signal)
+        is_busy = any(held.running or self._chief.is_there for held in self._held.values())
+        if self._stop_signal is not None and not (is_busy or self._dropped):
+            return exit_code_for(self._stop_signal)
         if self._chief.away_s >= self._options.reconnect_s:
             raise StartupTimeout(
                 f"{self._chief.address}: no chief of the sweep was there for "
@@ -120,80 +114,68 @@ class RemoteRunner:
     def go_on(self, wake_fds: Sequence[int] = ()) -> None:
         """Handle messages and trials once, without waiting."""
         for message in self._chief.turn(wake_fds):
-            try:
-                self._obey(message)
-            except protocol.NO_SENSE:
-                logger.debug("not understood: %s", message)
-        for lease, held in list(self._held.items()):
-            self._look(lease, held)
+            self._on_message(message)
+        for lease, held in self._held.items():
+            self._poll(lease, held)
+        self._dropped = [trial for trial in self._dropped if trial.poll() is None]
 
     def _leave(self, signum: int) -> None:
         """Have all trials save and end; the chief gives them to others."""
         logger.info("asked to stop: the trials are saved and given back")
-        self._stop_signal, self._stop_requested_s = signum, self._clock()
+        self._stop_signal = signum
         self._chief.send({"leaving": True})
         for held in self._held.values():
             held.stop()
 
-    def _obey(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         match message:
             case {"sweep": str()}:
                 self._present()
-            case {"run": dict(told)}:
-                self._begin(told)
-            case {"stop": lease}:
-                self._held[protocol.decode_lease(lease)].stop()
+            case {"run": dict(job)}:
+                self._begin(job)
+            case {"stop": lease} if held := self._held.get(protocol.decode_lease(lease)):
+                held.stop()
             case {"drop": lease}:
                 self._drop(protocol.decode_lease(lease))
-            case {"taken": lease} if self._held[protocol.decode_lease(lease)].running is None:
-                del self._held[protocol.decode_lease(lease)]
+            case {"taken": lease}:
+                self._held.pop(protocol.decode_lease(lease), None)
             case {"end": int(code)}:
-                self.exit_code = code if 0 <= code < 256 else EXIT_FAILED
+                self.exit_code = code
 
     def _present(self) -> None:
         """Report our name, the leases we hold, and the outcomes of trials that have ended."""
         logger.info("the chief at %s is there", self._chief.address)
-        holds = [list(lease) for lease, held in self._held.items() if not held.is_lost]
-        places = 0 if self._stop_signal is not None else self._options.parallel_trials
+        holds = [list(lease) for lease in self._held]
+        slots = 0 if self._stop_signal is not None else self._options.parallel_trials
         name = f"{socket.gethostname()}:{os.getpid()}"
-        self._chief.send({"runner": {"name": name, "places": places, "holds": holds}})
+        self._chief.send({"runner": {"name": name, "slots": slots, "holds": holds}})
         for lease, held in self._held.items():
             self._report(lease, held)
 
-    def _begin(self, told: Mapping[str, Any]) -> None:
-        lease = protocol.decode_lease((told["trial"], told["lease"]))
+    def _begin(self, message: Mapping[str, Any]) -> None:
+        job = protocol.decode_job(message, sweep_dir=self._options.sweep_dir)
+        lease = job.trial, job.lease
         held = self._held[lease] = _Held()
-        try:
-            job = protocol.decode_job(told, sweep_dir=self._options.sweep_dir)
-        except protocol.NO_SENSE as error:  # the chief waits for it
-            held.outcome = Failed(reason=f"its runner does not take it: {error}")
-            self._report(lease, held)
-            return
-        try:
-            if self._stop_signal is not None:
-                held.outcome = Killed(reason="its runner was asked to stop", counts=False)
-            elif self._is_stale:  # we hung, and the trial may be another's by now
-                held.outcome = Killed(reason="its runner heard of it too late", counts=False)
-            elif (outcome := self._runner.outcome(job)) is not None:
-                held.outcome = outcome
-            else:
-                logger.info("trial %s: %s", lease[0], " ".join(job.flags) or "begins")
-                held.running = self._runner.start(job)
-        except UsageError as error:
-            held.outcome = Failed(reason=str(error))
+        if self._stop_signal is not None:
+            held.outcome = Killed(reason="its runner was asked to stop", counts=False)
+        elif self._is_stale:  # we hung, and the trial may be another's by now
+            held.outcome = Killed(reason="its runner heard of it too late", counts=False)
+        elif (outcome := self._runner.outcome(job)) is not None:
+            held.outcome = outcome
+        else:
+            logger.info("trial %s: %s", lease[0], " ".join(job.flags) or "begins")
+            held.running = self._runner.start(job)
         self._report(lease, held)
 
     def _drop(self, lease: Lease) -> None:
         """The lease is lost: another may run the trial, so it is not even saved."""
-        held = self._held[lease]
-        held.is_lost = True
-        if held.running is None:
-            del self._held[lease]
-        else:
+        held = self._held.pop(lease, None)  # the chief may say so twice
+        if held is not None and held.running is not None:
             logger.info("trial %s is no longer ours: it is ended", lease[0])
             held.running.kill()
+            self._dropped.append(held.running)
 
-    def _look(self, lease: Lease, held: _Held) -> None:
+    def _poll(self, lease: Lease, held: _Held) -> None:
         """Watch a trial, and take down how it has ended."""
         if held.running is None:
             return
@@ -208,9 +190,6 @@ class RemoteRunner:
                 self._lease_guard.watch(held.running.pid)
             return
         held.running = None
-        if held.is_lost:
-            del self._held[lease]
-            return
         logger.info("trial %s: %s", lease[0], type(outcome).__name__.lower())
         if held.is_stopped and isinstance(outcome, Killed):
             outcome = Killed(reason=outcome.reason, counts=False)
@@ -224,11 +203,11 @@ class RemoteRunner:
 
     def _report(self, lease: Lease, held: _Held) -> None:
         """Report how a trial has ended; it is said again until the chief has taken it."""
-        if held.outcome is None or held.is_lost or not self._chief.is_there:
+        if held.outcome is None or not self._chief.is_there:
             return
-        told = {"lease": list(lease), "outcome": protocol.encode_outcome(held.outcome)}
+        report = {"lease": list(lease), "outcome": protocol.encode_outcome(held.outcome)}
         try:
-            self._chief.send({"ended": told})
+            self._chief.send({"ended": report})
         except ValueError as error:  # more than a message may hold
             held.outcome = Failed(reason=f"its metrics are {error}")
             self._report(lease, held)
@@ -238,6 +217,7 @@ class RemoteRunner:
         running = [held.running for held in self._held.values() if held.running is not None]
         for trial in running:
             trial.stop()
+        running += self._dropped
         while running := [trial for trial in running if trial.poll() is None]:
             self._runner.wait(running, _LOOK_S)
 
@@ -300,7 +280,7 @@ class ChiefClient:
         """
         if self._member is None:
             if self._clock() >= self._next_s:
-                self._come(wake_fds)
+                self._connect(wake_fds)
             return []
         self._member.turn()
         heard = [one for one in self._member.take_messages() if not self._is_beat(one)]
@@ -331,8 +311,7 @@ class ChiefClient:
     def _is_beat(self, message: Message) -> bool:
         if ALIVE not in message:
             return False
-        with contextlib.suppress(TypeError, ValueError):
-            self._renewed(float(message[ALIVE]))
+        self._renewed(message[ALIVE])
         return True
 
     def _joining(self) -> Joining:
@@ -347,19 +326,19 @@ class ChiefClient:
             clock=self._clock,
         )
 
-    def _come(self, wake_fds: Sequence[int]) -> None:
+    def _connect(self, wake_fds: Sequence[int]) -> None:
         began_s = self._clock()
         try:
             self._member = self._joining().attempt(wake_fds)
         except (OSError, Violation) as error:
             self.why = str(getattr(error, "strerror", None) or error)
             if isinstance(error, ConnectionRefusedError):
-                self._nobody_was_there(began_s)
+                self._on_refused(began_s)
             self._next_s = self._clock() + _RETRY_S
         else:
             self._renewed(began_s)
 
-    def _nobody_was_there(self, at_s: float) -> None:
+    def _on_refused(self, at_s: float) -> None:
         found = directory.read_ownership(self._sweep_dir)
         if found is None or found.address == self.address:
             self._renewed(at_s)

@@ -39,13 +39,11 @@ from tfdist.tuning.trial_job import (
     TrialJob,
 )
 
-_MAX_SLOTS = 1024
-
 logger = logging.getLogger(__name__)
 
 
 class ServingRunner:
-    """Runs trials here, in the places of `here`, and gives others to the runners that have come.
+    """Runs trials here, in the slots of `here`, and gives others to the runners that have come.
 
     Args:
       ownership: that in the sweep's directory.
@@ -64,7 +62,7 @@ class ServingRunner:
         self._ownership = ownership
         self._clock = clock
         self._names: dict[int, str] = {}
-        self._places: dict[int, int] = {}  # of those that are there and stay
+        self._slots: dict[int, int] = {}  # of those that are there and stay
         self._trials: dict[str, RemoteTrial] = {}
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
@@ -77,9 +75,9 @@ class ServingRunner:
         """Return those here first, then one of each runner after the other."""
         there = [
             Slot(number=number, runner=rank)
-            for number in range(max(self._places.values(), default=0))
-            for rank, places in self._places.items()
-            if number < places
+            for number in range(max(self._slots.values(), default=0))
+            for rank, slots in self._slots.items()
+            if number < slots
         ]
         return [*self._here.free_slots(taken), *(slot for slot in there if slot not in taken)]
 
@@ -100,12 +98,12 @@ class ServingRunner:
         poll.register(self._server.fileno(), select.POLLIN)
         poll.poll(timeout_s * 1000)
         for news in self._server.take_news():
-            self._hear(news)
+            self._on_news(news)
         now_s = self._clock()
         for trial in self._trials.values():
             if trial.is_leased and trial.lease_ends_s <= now_s:
-                said = f"{self._name_of(trial.job.slot.runner)} was not heard of for {LEASE_S:g} s"
-                trial.lose(Killed(reason=said))
+                runner = self._name_of(trial.job.slot.runner)
+                trial.lose(Killed(reason=f"{runner} was not heard of for {LEASE_S:g} s"))
 
     def close(self, exit_code: int | None) -> None:
         """End all connections; report how the sweep has ended, if it has."""
@@ -133,7 +131,7 @@ class ServingRunner:
         """Return how to call a runner; a chief before this one may have known its name."""
         return f"runner {self._names[rank]}" if rank in self._names else "its runner"
 
-    def _hear(self, news: News) -> None:
+    def _on_news(self, news: News) -> None:
         match news:
             case PeerJoined():
                 for trial in self._leased_to(news.rank):  # it may hold all that it had
@@ -142,30 +140,30 @@ class ServingRunner:
             case Differs():
                 logger.warning("a runner was sent away: %s", "; ".join(news.what))
             case Lost():
-                self._lost(news)
+                self._on_lost(news)
             case MessageReceived():
-                with contextlib.suppress(*protocol.NO_SENSE):
-                    self._obey(news.rank, news.message)
+                self._on_message(news.rank, news.message)
 
-    def _lost(self, news: Lost) -> None:
+    def _on_lost(self, news: Lost) -> None:
         for trial in self._leased_to(news.rank):
             trial.lease_ends_s = news.heard_s + LEASE_S
-        self._places.pop(news.rank, None)
+        self._slots.pop(news.rank, None)
         if news.rank in self._names:
             logger.info("%s is gone: %s", self._name_of(news.rank), news.cause)
 
-    def _obey(self, rank: int, message: Message) -> None:
+    def _on_message(self, rank: int, message: Message) -> None:
         match message:
-            case {"runner": {"name": str(name), "places": int(places), "holds": holds}}:
-                self._came(rank, name, places, [protocol.decode_lease(one) for one in holds])
+            case {"runner": {"name": str(name), "slots": int(slots), "holds": holds}}:
+                self._on_runner(rank, name, slots, [protocol.decode_lease(one) for one in holds])
             case {"ended": {"lease": lease, "outcome": outcome}}:
-                self._ended(rank, protocol.decode_lease(lease), protocol.decode_outcome(outcome))
+                ended = protocol.decode_outcome(outcome)
+                self._on_outcome(rank, protocol.decode_lease(lease), ended)
             case {"leaving": True}:
-                self._places.pop(rank, None)
+                self._slots.pop(rank, None)
 
-    def _came(self, rank: int, name: str, places: int, holds: Sequence[Lease]) -> None:
-        self._names[rank], self._places[rank] = name, min(places, _MAX_SLOTS)
-        logger.info("runner %s is there, with %d places", name, places)
+    def _on_runner(self, rank: int, name: str, slots: int, holds: Sequence[Lease]) -> None:
+        self._names[rank], self._slots[rank] = name, slots
+        logger.info("runner %s is there, with %d slots", name, slots)
         for trial in self._leased_to(rank):
             if trial.lease not in holds:
                 trial.lose(Killed(reason=f"runner {name} let it go", counts=False))
@@ -177,7 +175,7 @@ class ServingRunner:
             elif held.is_unwanted:
                 self._server.send(rank, {"stop": list(lease)})
 
-    def _ended(self, rank: int, lease: Lease, outcome: Outcome) -> None:
+    def _on_outcome(self, rank: int, lease: Lease, outcome: Outcome) -> None:
         """Take in what a runner reports, if it still may; it may say so twice."""
         trial = self._under(lease, rank=rank)
         if trial is not None:
