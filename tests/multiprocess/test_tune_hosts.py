@@ -159,7 +159,7 @@ def test_runners_come_and_leave_and_outlive_a_chief_that_is_killed(hosts):
         ("completed", 2, 0),
         ("completed", 1, 0),
     ]
-    assert [t.score for t in trials.values()] == [1.0, 1 / 2, 1 / 3]
+    assert [t.score for t in trials.values()] == [1 / 2, 1 / 3, 1 / 4]
     assert len(hosts.moments("ended")) == 3
     hosts.require_one_after_the_other()
 
@@ -192,7 +192,7 @@ def test_a_runner_that_vanishes_or_hangs_loses_its_trial_to_another(hosts):
     for name in ("chief", "b", "c"):
         assert hosts.code_of(name) == 0
     trial = hosts.state().trials["0"]
-    assert (trial.status, trial.starts, trial.score) == ("completed", 3, 1.0)
+    assert (trial.status, trial.starts, trial.score) == ("completed", 3, 1 / 2)
     hosts.require_one_after_the_other()
 
 

@@ -7,44 +7,19 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.unit.sweep_world import FakeSearch
 from tfdist.errors import TfdistError
 from tfdist.outputs.sweep_journal import TRIALS, Trial
 from tfdist.tuning import sweep
-from tfdist.tuning.chief import RUNNING, STOPPED, NextTrial
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.trial_job import Assignment
 
 STEPPING = Path(__file__).parent / "stepping.py"
-
-
-class Counting:
-    """Asks for trials 0, 1, ... as often as it is to."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._asked = 0
-
-    def replay(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        asked = [line for line in lines if line["event"] == "asked" and line["trial"] is not None]
-        self._asked = len(asked)
-
-    def ask(self) -> NextTrial:
-        if self._asked >= self._count:
-            return NextTrial(status=STOPPED)
-        self._asked += 1
-        name = str(self._asked - 1)
-        return NextTrial(status=RUNNING, trial=name, values={"x": int(name)})
-
-    def tell(self, trial: str, **how: Any) -> None:
-        pass
-
-    def publish(self, trials: Iterable[str] | None = None) -> None:
-        pass
 
 
 class CountingSweep(sweep.Sweep):
@@ -56,8 +31,8 @@ class CountingSweep(sweep.Sweep):
         same = {"seed": 1, "max_trials": self.trials, "config": {}, "space": []}
         return {**same, "direction": "max", "objective": "val_accuracy", "tuner": "counting"}
 
-    def search(self, begun: Mapping[str, Any]) -> Counting:
-        return Counting(self.trials)
+    def search(self, begun: Mapping[str, Any]) -> Any:
+        return FakeSearch([], count=self.trials)
 
     def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> Mapping[str, str]:
         run_dir = str((self.options.sweep_dir / TRIALS / trial.run).absolute())
