@@ -282,12 +282,12 @@ def test_a_switch_is_written_as_the_program_reads_it(tmp_path):
         (
             'def space(hp, config):\n    config.dropout = hp.Choice("d", ["a"])\n',
             ", line 2",
-            "broken-space",
+            "CFG004",
         ),
         (
             'def space(hp, config):\n    config.droput = hp.Float("d", 0.0, 0.5)\n',
             ", line 2",
-            "broken-space",
+            "CFG003",
         ),
     ],
 )

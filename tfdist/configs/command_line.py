@@ -143,7 +143,7 @@ def load(path: str) -> ConfigDict:
     try:
         config = runpy.run_path(path)["get_config"]()
     except Exception as error:
-        raise _broken_file(path, error) from error
+        raise broken_file(path, error) from error
     if not isinstance(config, ConfigDict):
         raise UsageError(
             path,
@@ -155,7 +155,7 @@ def load(path: str) -> ConfigDict:
     return config
 
 
-def _broken_file(path: str, error: Exception) -> UsageError:
+def broken_file(path: str, error: Exception) -> UsageError:
     """Report at which line a config file failed, and why, in one line."""
     number = _failed_line(path, error)
     line = linecache.getline(path, number).strip() if number else ""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import os
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tfdist.configs.fields import FREE, flat
@@ -54,8 +51,7 @@ class ConfigSweep(Sweep):
     @functools.cached_property
     def space(self) -> SearchSpace:
         """The search space; the first time takes seconds, as KerasTuner loads TensorFlow."""
-        with _silent_standard_error():  # TensorFlow writes four lines there, at any log level
-            from tfdist.tuning.oracle import SearchSpace
+        from tfdist.tuning.oracle import SearchSpace
 
         return SearchSpace(self.options.config, self._config)
 
@@ -88,20 +84,6 @@ class ConfigSweep(Sweep):
         if self._config.seed is None and not any(f.startswith("--config.seed=") for f in flags):
             flags += (f"--config.seed={seed}",)
         return (*flags, "--config.save_model=true") if is_best else flags
-
-
-@contextlib.contextmanager
-def _silent_standard_error() -> Iterator[None]:
-    """Drop what is written to standard error, by C++ too; an exception is printed later."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _check(options: SweepOptions, config: Any) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tfdist.errors import (
     EXIT_STOPPED,
     TfdistError,
     UsageError,
-    near,
     require,
 )
 from tfdist.launch.options import Program
@@ -35,7 +33,6 @@ from tfdist.tuning.oracle import (
     complete_space,
     default_dir,
     describe_space,
-    of_epochs,
 )
 from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.sweep import RETRAINED, Sweep
@@ -80,25 +77,6 @@ def require_fresh(tuner: Any) -> None:
     )
 
 
-def require_validation(tuner: Any, fit_kwargs: Mapping[str, Any]) -> None:
-    """Raise UsageError for an objective of the validation where there is none.
-
-    A callback might report it; then the first epoch tells.
-    """
-    objective = of_epochs(tuner) or ""
-    data, split, callbacks = map(
-        fit_kwargs.get, ("validation_data", "validation_split", "callbacks")
-    )
-    require(
-        not objective.startswith("val_") or data is not None or split or callbacks,
-        "objective",
-        received=f"{objective!r} without data to validate on",
-        expected="what the model reports",
-        fix="give search validation_data or validation_split, or go by the training's figure",
-        code="no-validation",
-    )
-
-
 # Command line of the program that calls `search`, started again for each trial.
 
 
@@ -138,25 +116,6 @@ def imports_of(source: str) -> list[str]:
 def _is_installed(module: Any) -> bool:
     parts = Path(getattr(module, "__file__", None) or "").parts
     return "site-packages" in parts or "dist-packages" in parts
-
-
-def require_known(
-    given: Iterable[str], *, own: Iterable[str], fit: Callable[[], Iterable[str]]
-) -> None:
-    """Raise UsageError for an argument that is neither fit's nor search's but almost so.
-
-    Others may be those of a hypermodel's own fit.
-    """
-    own = list(own)
-    for name in given:
-        if (meant := near(name, own)) and name not in fit():
-            raise UsageError(
-                f"search(..., {name}=...)",
-                received=f"{name}{meant}",
-                expected="an argument of search or of fit",
-                fix="correct the name",
-                code="unknown-argument",
-            )
 
 
 def require_alone(environ: Mapping[str, str]) -> None:
@@ -235,7 +194,6 @@ def search(
       StartupTimeout: a runner has not found its chief.
       SystemExit: in a trial, which is done; in a runner; in a sweep that was asked to stop.
     """
-    require_known(fit_kwargs, own=inspect.signature(search).parameters, fit=_names_of_fit)
     options = RunOptions(
         sweep_dir=sweep_dir_of(tuner, sweep_dir),
         strategy=strategy,
@@ -273,7 +231,6 @@ def search(
     require_fresh(tuner)
     if assignment is None:  # else a search before the one whose trial this is: it is finished
         require_alone(os.environ)
-        require_validation(tuner, fit_kwargs)
         if join is not None:
             sys.exit(sweep.join(options, _trial_program(), os.environ))
         fitting = {f"argument {n}": arg for n, arg in enumerate(fit_args, 1)} | fit_kwargs
@@ -323,7 +280,7 @@ class TunerSweep(Sweep):
             code="several-objectives",
         )
         where = "tfdist.tuning.search"
-        space = describe_space(oracle.hyperparameters, where=where, asked="build(hp)")
+        space = describe_space(oracle.hyperparameters, where=where, function="build(hp)")
         names = ("strategy", "workers", "ps", "early_stop")
         settings = {n: str(getattr(oracle, n)) for n in _SETTINGS if hasattr(oracle, n)}
         settings["executions_per_trial"] = str(tuner.executions_per_trial)
@@ -390,12 +347,6 @@ def _plain(fitting: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of fit that JSON has and that change a trial."""
     kinds = (bool, int, float, str)
     return {k: v for k, v in fitting.items() if isinstance(v, kinds) and k != "verbose"}
-
-
-def _names_of_fit() -> Iterable[str]:
-    from tfdist.training.fitting import fit  # the trials need it, and it takes a moment
-
-    return inspect.signature(fit).parameters
 
 
 def search_of(tuner: Any, sweep_dir: Path, begun: Mapping[str, Any]) -> Search:

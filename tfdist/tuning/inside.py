@@ -61,16 +61,11 @@ def run_assigned(
     require_known()
     if is_chief():
         fitting.directory.path.mkdir(parents=True, exist_ok=True)
-        objective = tuner.oracle.objective.name
-        if trial.metrics.exists(objective):  # the tuner itself has told it to its oracle
-            told = {"result": _result_in_oracle(trial.metrics, objective)}
-        elif fitting.has_reported(results, objective):
-            told = {}
-        else:
-            told = {"result": _result(tuner, results)}
+        has_reported = fitting.has_reported(results, tuner.oracle.objective.name)
+        result = {} if has_reported else {"result": _result(tuner, results)}
         if assignment.save_model and fitting.model is not None:
             save_whole(fitting.model, fitting.directory.model_file)
-        fitting.directory.write_summary({"status": DONE, **told, **fitting.summary()})
+        fitting.directory.write_summary({"status": DONE, **result, **fitting.summary()})
     barrier()  # a task that ends early would take its peers down
 
 
@@ -243,12 +238,6 @@ def _result(tuner: Any, results: Any) -> dict[str, Any]:
         raise unreported(objective.name, sorted(first.history)) from error
     before = first.epoch[0] if isinstance(first, History) and first.epoch else 0
     return {"virtual_epoch": before + step + 1, **{n: float(v) for n, v in metrics.items()}}
-
-
-def _result_in_oracle(tracker: Any, objective: str) -> dict[str, Any]:
-    """Return the result of a trial that has called ``oracle.update_trial``, as older tuners do."""
-    best = {name: tracker.get_best_value(name) for name in tracker.metrics}
-    return {"virtual_epoch": (tracker.get_best_step(objective) or 0) + 1, **best}
 
 
 def _require_known(hp: Any, assignment: Assignment) -> None:

@@ -18,15 +18,14 @@ import json
 import logging
 import runpy
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import keras_tuner
-from keras_tuner.src.engine.metrics_tracking import infer_metric_direction
 
 from tfdist.configs import check
+from tfdist.configs.command_line import broken_file
 from tfdist.configs.fields import flat
 from tfdist.errors import TfdistError, UsageError, near, require, require_packages
 from tfdist.files import one_line_errors, write_text
@@ -47,7 +46,7 @@ class SearchSpace:
         self._build = _load(path)
         self.hyperparameters = discover_space(self._built, keras_tuner.HyperParameters())
         self.description = describe_space(
-            self.hyperparameters, where=path, asked="space(hp, config)"
+            self.hyperparameters, where=path, function="space(hp, config)"
         )
 
     def flags(self, values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -83,17 +82,17 @@ class SearchSpace:
         except TfdistError:
             raise
         except Exception as error:
-            raise _broken(self._path, error) from error
+            raise broken_file(self._path, error) from error
         return config
 
 
-def describe_space(hyperparameters: Any, *, where: str, asked: str) -> list[dict[str, Any]]:
+def describe_space(hyperparameters: Any, *, where: str, function: str) -> list[dict[str, Any]]:
     """Return a space as JSON has it, to be written down and compared; refuse an empty one.
 
     Args:
       hyperparameters: a `keras_tuner.HyperParameters`.
       where: names the space in an error.
-      asked: names the function that is to ask for hyperparameters.
+      function: names the function that is to ask for hyperparameters.
     """
     space: list[dict[str, Any]] = json.loads(json.dumps(hyperparameters.get_config()["space"]))
     require(
@@ -101,7 +100,7 @@ def describe_space(hyperparameters: Any, *, where: str, asked: str) -> list[dict
         where,
         received="a search space without a hyperparameter",
         expected="one or more",
-        fix=f'ask hp for a value in {asked}: hp.Float("dropout", 0.0, 0.5)',
+        fix=f'ask hp for a value in {function}: hp.Float("dropout", 0.0, 0.5)',
         code="empty-space",
     )
     return space
@@ -122,19 +121,6 @@ def _load(path: str) -> _Build:
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _broken(path: str, error: Exception) -> UsageError:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
-    where = f"{path}, line {frames[-1].lineno}" if frames else path
-    said = " ".join(str(error).split())
-    return UsageError(
-        where,
-        received=(frames[-1].line if frames else "") or "the search space",
-        expected=f"a search space that runs ({type(error).__name__}: {said})",
-        fix="correct the config file; configs/digits_sweep.py is an example",
-        code="broken-space",
-    )
 
 
 # Search-space discovery: all hyperparameters, before the first trial.
@@ -286,8 +272,8 @@ class Search:
             if objective in line:
                 metrics = {name: value for name, value in line.items() if name != "virtual_epoch"}
                 for name in metrics:
-                    if not (name == objective or tracker.exists(name) or _has_direction(name)):
-                        tracker.register(name, direction="min")
+                    if name != objective and not tracker.exists(name):
+                        _register(tracker, name)
                 self._oracle.update_trial(trial, metrics, step=int(line["virtual_epoch"]))
         ended = self._oracle.trials[trial]
         ended.status, ended.message = status, reason or None
@@ -406,18 +392,16 @@ def _draw_as_if_asked(oracle: Any) -> None:
     oracle._random_state.uniform(size=(50, len(oracle._get_hp_bounds())))
 
 
-@functools.cache
-def _has_direction(metric: str) -> bool:
-    """Return whether KerasTuner can look for which way a metric is better.
+def _register(tracker: Any, metric: str) -> None:
+    """Have KerasTuner keep a metric.
 
-    It makes the metric of Keras' that has this name, and fails where that needs arguments, as that
-    of ``mean_io_u`` does (1.4.8).
+    To find which way is better it makes the metric of Keras' that has this name, and fails where
+    that needs arguments, as that of ``mean_io_u`` does (1.4.8).
     """
     try:
-        infer_metric_direction(metric)
+        tracker.register(metric)
     except Exception:
-        return False
-    return True
+        tracker.register(metric, direction="min")
 
 
 def _not_yet(*_: object) -> None:
