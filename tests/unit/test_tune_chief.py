@@ -329,15 +329,23 @@ JOB = TrialJob(run_dir=Path("best"), flags=("--config.x=1",), goal=GOAL)
     [
         ([], 0, 0, 1),
         ([], 2, 0, 0),
+        ([KILLED, KILLED], 0, 0, 3),
         ([Failed(reason="ValueError: no")], 0, 1, 1),
-        ([KILLED], 0, 1, 1),
+        ([KILLED] * 9, 0, 1, 4),
     ],
-    ids=["done", "done_before", "failed", "killed"],
+    ids=["done", "done_before", "killed", "failed", "killed_too_often"],
 )
-def test_the_best_is_trained_once_to_its_end(fates, done, code, starts):
+def test_the_best_is_trained_until_it_has_an_end(fates, done, code, starts):
     disk = Disk(fates={"best": [*fates]}, done={"best": done})
     assert retrain(FakeRunner(disk), JOB, stop_requests=tuple) == code
     assert len(disk.started) == starts
+
+
+def test_kills_of_the_best_with_progress_in_between_are_not_counted(monkeypatch):
+    disk = Disk(fates={"best": [KILLED] * 9})
+    monkeypatch.setattr(FakeRunner, "metrics", lambda _, run_dir: [{}] * len(disk.started))
+    assert retrain(FakeRunner(disk), JOB, stop_requests=tuple) == 0
+    assert len(disk.started) == 10
 
 
 def test_a_better_trial_that_is_found_later_is_trained_in_place_of_the_first(tmp_path):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tfdist.configs.fields import FREE, flat
@@ -51,7 +54,8 @@ class ConfigSweep(Sweep):
     @functools.cached_property
     def space(self) -> SearchSpace:
         """The search space; the first time takes seconds, as KerasTuner loads TensorFlow."""
-        from tfdist.tuning.oracle import SearchSpace
+        with _silent_standard_error():  # TensorFlow writes four lines there, at any log level
+            from tfdist.tuning.oracle import SearchSpace
 
         return SearchSpace(self.options.config, self._config)
 
@@ -84,6 +88,20 @@ class ConfigSweep(Sweep):
         if self._config.seed is None and not any(f.startswith("--config.seed=") for f in flags):
             flags += (f"--config.seed={seed}",)
         return (*flags, "--config.save_model=true") if is_best else flags
+
+
+@contextlib.contextmanager
+def _silent_standard_error() -> Iterator[None]:
+    """Drop what is written to standard error, by C++ too; an exception is printed later."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _check(options: SweepOptions, config: Any) -> None:

@@ -23,7 +23,7 @@ from tfdist.launch.multihost.hosts import environment_of_tasks
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import JOURNAL, Journal, SweepState, Trial, fold
 from tfdist.tuning import directory
-from tfdist.tuning.chief import POLL_S, Chief, StopRequests
+from tfdist.tuning.chief import KILLS_AT_MOST, POLL_S, Chief, StopRequests
 from tfdist.tuning.exports import export_hparams, variables_of_trials
 from tfdist.tuning.guard import LeaseGuardClient
 from tfdist.tuning.options import RunOptions
@@ -32,7 +32,7 @@ from tfdist.tuning.remote_runner import ChiefClient, RemoteRunner
 from tfdist.tuning.runner import LauncherRunner, TrialProgram
 from tfdist.tuning.screen import SweepScreen, leaderboard
 from tfdist.tuning.serving import RunnerServer, ServingRunner
-from tfdist.tuning.trial_job import Completed, Goal, Killed, Outcome, Runner, TrialJob
+from tfdist.tuning.trial_job import Completed, Failed, Goal, Outcome, Runner, TrialJob
 
 if TYPE_CHECKING:  # it loads KerasTuner, and with it TensorFlow
     from tfdist.tuning.oracle import Search
@@ -277,19 +277,25 @@ def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, be
 def retrain(runner: Runner, job: TrialJob, *, stop_requests: StopRequests) -> int:
     """Run the job that trains the best trial anew; return the exit code, and log how it went.
 
-    The same command goes on where it stood when it was stopped or killed.
+    It goes on where it stood when it is killed, or the same command is run again.
     """
     outcome: Outcome | None = runner.outcome(job)
-    if outcome is None:
-        running, stop_signal = runner.start(job), 0
+    kills = reached = stop_signal = 0
+    while not isinstance(outcome, Completed | Failed):
+        if stop_signal:
+            return Stopped(stop_signal).exit_code
+        if kills > KILLS_AT_MOST:
+            outcome = Failed(reason=f"killed {kills} times without progress")
+            break
+        running = runner.start(job)
         while (outcome := running.poll()) is None:
             if (requests := stop_requests()) and not stop_signal:
                 stop_signal = requests[0]
                 running.stop()
             runner.wait([running], POLL_S)
-        if stop_signal and isinstance(outcome, Killed):
-            return Stopped(stop_signal).exit_code
-    if not isinstance(outcome, Completed):
+        done = len(runner.metrics(job.run_dir))
+        kills, reached = (kills if done <= reached else 0) + 1, max(done, reached)
+    if isinstance(outcome, Failed):
         logger.error("the best trial could not be trained again: %s", outcome.reason)
         return EXIT_FAILED
     path = RunDirectory(job.run_dir).model_file
