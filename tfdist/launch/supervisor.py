@@ -10,6 +10,7 @@ import math
 import signal
 from collections.abc import Callable, Container
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_USAGE
@@ -33,7 +34,6 @@ from tfdist.launch.events import (
     named,
     request_name,
 )
-from tfdist.launch.multihost.leader import Team
 from tfdist.launch.run_dir import log_name
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.state import (
@@ -44,6 +44,9 @@ from tfdist.launch.state import (
     RestartVerdict,
     TaskRecord,
 )
+
+if TYPE_CHECKING:
+    from tfdist.launch.multihost.leader import Team
 
 SERVER_GRACE_S = 3.0
 """How long workers and ps may take to end once the chief has: they hold nothing to save."""

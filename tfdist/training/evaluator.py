@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 
@@ -24,8 +24,10 @@ from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import Job
 from tfdist.strategy.rendezvous import chief_watch
 from tfdist.training.callbacks import callback_list
-from tfdist.training.evaluation import Evaluation
 from tfdist.training.stop_requests import StopRequested, StopRequests
+
+if TYPE_CHECKING:
+    from tfdist.training.evaluation import Evaluation
 
 _LOG = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.5
