@@ -15,6 +15,10 @@ from tfdist.data.stream import InputFunctionSource, StreamSource, captured_resou
 from tfdist.data.stream_graph import python_operation
 from tfdist.errors import UsageError, require
 
+_INSTEAD_OF_ITERATORS = (
+    "use tf.data.Dataset.from_generator(function, output_signature=...) or a PyDataset; for a "
+    "torch DataLoader, tfdist.data.PythonSource(loader.dataset)"
+)
 _ACCEPTED = (
     "arrays, a tuple or dict of them, a keras.utils.PyDataset, a tf.data.Dataset, a function of "
     "tf.distribute.InputContext, or a tfdist source"
@@ -98,7 +102,7 @@ def _source_of(x: Any) -> tuple[Source, str]:
         return PythonSource(x), "collection of examples"
     if callable(x):
         return InputFunctionSource(x), "function of InputContext"
-    raise _not_accepted(x, fix="see the data page of the documentation")
+    raise _not_accepted(x, fix=_INSTEAD_OF_ITERATORS)
 
 
 def _all_arrays(x: Nest) -> bool:
@@ -114,8 +118,7 @@ def _refuse_foreign(x: Any) -> None:
     if x is None or isinstance(x, dict | list | tuple | bytes):
         raise _not_accepted(x, fix="convert each part with np.asarray(...)")
     if inspect.isgeneratorfunction(x):
-        fix = "use tf.data.Dataset.from_generator(function, output_signature=...) or a PyDataset"
-        raise _not_accepted(x, fix=fix)
+        raise _not_accepted(x, fix=_INSTEAD_OF_ITERATORS)
     if any(parent.__module__.startswith("grain.") for parent in type(x).__mro__):
         # Keras takes a grain dataset as batches; ours would take its items as examples.
         fix = "pass tfdist.data.PythonSource(dataset) with one example per item"
