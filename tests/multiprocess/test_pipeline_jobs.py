@@ -119,6 +119,7 @@ def test_a_resumed_run_goes_on_with_what_was_measured(tmp_path):
     code, said, first = run(tmp_path, "tries", stages=2)
     assert code == EXIT_OK, said
     assert "cut behind" in said
+    assert " with its loss; " in said
     assert "split size" in said
     for task in (0, 1):
         assert f"worker-{task} (stage {task}): " in said

@@ -68,12 +68,7 @@ class StagedModel:
     """
 
     def __init__(
-        self,
-        model: keras.Model,
-        job: Job,
-        *,
-        batch: int,
-        first_batch: FirstBatch = None,
+        self, model: keras.Model, job: Job, *, batch: int, first_batch: FirstBatch
     ) -> None:
         assert job.stages is not None
         self._place = job.stages
@@ -274,8 +269,8 @@ class StagedModel:
         return list(chosen["cut"])
 
     def _loss_to_time(self, first_batch: FirstBatch, rows: int) -> LossOf | None:
-        """Return the loss of the first examples by their outputs, None where that is not known."""
-        if first_batch is None:
+        """Return the loss of the first examples, None where it is not known, or layers add all."""
+        if first_batch is None or self._model._compile_loss is None:
             return None
         data = keras.utils.unpack_x_y_sample_weight(first_batch())
         _, targets, weights = keras.tree.map_structure(

@@ -82,10 +82,10 @@ def chosen_places(
             seconds[run] = [factor * each for each in seconds[run]]
     chosen, step = _fastest_cut(seconds, weights, trainable, orders, micros)
     _LOG.info(
-        "cut behind %s: %s s for a micro-batch of %d; of %d micro-batches the stages wait %.0f %%",
+        "cut behind %s: %s s for a micro-batch of %d%s; of %d the stages wait %.0f %%",
         ", ".join(places[i].name for i in chosen),
         " + ".join(f"{sum(seconds[run]):.4f}" for run in runs(chosen, len(seconds))),
-        *(rows, micros, 100 * step.bubble),
+        *(rows, "" if loss_of is None else " with its loss", micros, 100 * step.bubble),
     )
     return [places[i] for i in chosen]
 
@@ -141,8 +141,7 @@ def _timed_passes(part: ModelPart, rows: int, loss_of: LossOf | None) -> Callabl
     @keras_compat.compiled
     def both(given: list[tf.Tensor], gradients: list[tf.Tensor] | None) -> list[tf.Tensor]:
         floats = [] if first else [x for x in given if x.dtype.is_floating]
-        # Statistics, metrics and seeds stay.
-        with tf.GradientTape() as tape, keras.StatelessScope():
+        with tf.GradientTape() as tape, keras.StatelessScope():  # nothing that changes is kept
             tape.watch(floats)
             with keras_compat.tracing(_trace(module, rows)):
                 outputs = tf.nest.flatten(module(one_or_list(given), training=True))
@@ -157,9 +156,8 @@ def _timed_passes(part: ModelPart, rows: int, loss_of: LossOf | None) -> Callabl
 
     def timed() -> float:
         inputs = [_example(tensor, rows) for tensor in module.inputs]
-        gradients = None
-        if loss_of is None:
-            gradients = [_example(module.outputs[i], rows) for i in made]
+        ends = [_example(module.outputs[i], rows) for i in made]
+        gradients = ends if loss_of is None else None
         start = time.perf_counter()
         both(inputs, gradients)
         return time.perf_counter() - start
