@@ -88,7 +88,7 @@ class LauncherRunner:
 
     def free_slots(self, taken: Collection[Slot]) -> Iterable[Slot]:
         slots = (Slot(number=number) for number in range(self.slots))
-        return [place for place in slots if place not in taken]
+        return [slot for slot in slots if slot not in taken]
 
     def start(self, job: TrialJob) -> LaunchedTrial:
         return LaunchedTrial(self, job)

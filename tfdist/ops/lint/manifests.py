@@ -365,7 +365,7 @@ def _one_for_all(job: Workload, group: PodGroup) -> Iterator[Wrong]:
     for container in group.containers if job.kind != "TFJob" and group.count > 1 else ():
         for name in (name for name in _OF_ONE_POD if name in container.values):
             received = f"one {name} for {group.count} pods"
-            fix = f"set {settings.HOSTS} in its location: each pod finds itself there"
+            fix = f"set {settings.HOSTS} in its place: each pod finds itself there"
             yield container.location(name), received, "what is the same for all pods", fix
 
 
