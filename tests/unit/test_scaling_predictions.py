@@ -199,7 +199,7 @@ REAL = json.loads((Path(__file__).parent / "data" / "scaling_digits.json").read_
     ],
 )
 def test_real_jobs_are_foretold_within_an_error(hold_out, within):
-    """As docs/placement.md says of them; what the machine did besides is in the errors."""
+    """As benchmarks/SCALING.md says of them; what the machine did besides is in the errors."""
     found = errors(predict(REAL, hold_out), held_out=True)
     assert set(found) == set(within)
     assert all(abs(error) < within[shape] for shape, error in found.items()), found

@@ -50,7 +50,7 @@ class JobOptions:
     stages: int | None = None
     """Stages of each pipeline of a job; None for one pipeline of all tasks."""
     profile_ps: bool = False
-    """Whether a ps job measures what its steps cost; see docs/placement.md."""
+    """Whether a ps job measures what its steps cost; see docs/ps.md."""
     terminal: bool = False
     """Whether what a task prints is shown on a terminal, where a line may be written over."""
 
