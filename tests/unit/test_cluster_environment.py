@@ -1,15 +1,11 @@
-"""What the environment says of a job: schedulers' variables as recorded, and lists of hosts."""
+"""What the environment says of a job: schedulers' variables as recorded, and what contradicts."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.refusals import refusal
-from tests.unit.recorded import FOLDER, Environ, read, read_all, recorded
+from tests import refusals
 from tfdist.cluster import (
     ClusterSpec,
     JobOptions,
@@ -19,46 +15,56 @@ from tfdist.cluster import (
     read_environment,
     slurm,
 )
-from tfdist.cluster.address import parse_hosts, split_address
+from tfdist.cluster.address import split_address
 from tfdist.cluster.placement import FIRST_PORT, PORTS_PER_JOB, port_of_job
 from tfdist.cluster.settings import NAMES, JobSettings
 from tfdist.errors import UsageError
 
-
-def records() -> list[Any]:
-    found = [json.loads(path.read_text()) | {"name": path.stem} for path in FOLDER.glob("*.json")]
-    assert len(found) > 30
-    return sorted(found, key=lambda record: record["name"])
-
-
-JOBS = [r for r in records() if r["hosts_of_ranks"] and not r["name"].startswith("refused")]
-SINGLE = [r for r in records() if not r["hosts_of_ranks"]]
+POD = "example-job"
+PAGE = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
+RECORDS = {
+    path.stem: json.loads(path.read_text())
+    for path in sorted((Path(__file__).parent / "environments").glob("*.json"))
+}
+assert len(RECORDS) > 30
 
 
-@pytest.mark.parametrize("record", records(), ids=lambda record: record["name"])
-def test_a_recorded_environment_says_where_it_is_from(record):
+def recorded(name, **more):
+    """The environment of each task of a recorded job, in order of rank."""
+    return [{**RECORDS[name]["common"], **own, **more} for own in RECORDS[name]["tasks"]]
+
+
+def read(environ):
+    config = read_environment(environ)
+    assert config is not None
+    return config
+
+
+def tasks_of(configs):
+    return [str(config.task) for config in configs]
+
+
+def hosts_of(cluster, tasks):
+    return [split_address(cluster.address(task))[0] for task in tasks]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_recorded_environment_is_read_alike_by_all_of_its_tasks(name):
+    record = RECORDS[name]
     assert record["source"].startswith("https://")
     assert record.get("recorded") or record.get("written")
-
-
-@pytest.mark.parametrize("record", JOBS, ids=lambda record: record["name"])
-def test_all_tasks_of_a_job_come_to_the_same_cluster_and_are_where_they_ran(record):
-    configs = read_all([{**record["common"], **own} for own in record["tasks"]])
-    assert len(configs) == len(record["hosts_of_ranks"])
-    cluster = configs[0].cluster
-    assert all(config.cluster == cluster for config in configs)
+    if name.startswith("refused"):
+        return
+    hosts = record["hosts_of_ranks"]
+    if not hosts:  # an allocation or an index alone
+        assert [read_environment(e) for e in recorded(name)] == [None for _ in recorded(name)]
+        return
+    configs = [read(environ) for environ in recorded(name)]
+    (cluster,) = {config.cluster for config in configs}
     assert sorted(config.task for config in configs) == list(cluster.tasks())
-    hosts = [split_address(cluster.address(config.task))[0] for config in configs]
-    assert hosts == record["hosts_of_ranks"]
+    assert hosts_of(cluster, [config.task for config in configs]) == hosts
     types = record.get("types_of_ranks") or ["worker"] * len(configs)
     assert [config.task.type for config in configs] == types
-
-
-@pytest.mark.parametrize("record", SINGLE, ids=lambda record: record["name"])
-def test_an_allocation_or_an_index_alone_leaves_a_process_by_itself(record):
-    assert [read_environment({**record["common"], **own}) for own in record["tasks"]] == [
-        None for _ in record["tasks"]
-    ]
 
 
 # Ports
@@ -72,96 +78,80 @@ def test_the_ports_of_a_job_follow_from_its_number_and_step():
     assert max(first_ports) + PORTS_PER_JOB <= 32_768  # where outgoing connections begin
     assert port_of_job("7", step=1) != port_of_job("7")
     assert port_of_job("prterun-a1-4711@1") in range(FIRST_PORT, 32_704)
+    steps = [read(recorded("slurm_srun_n3", SLURM_STEP_ID=step)[0]) for step in "01"]
+    assert not set(steps[0].cluster.worker) & set(steps[1].cluster.worker)
+    ranks = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
+    jobs = ({}, {"PALS_APID": "b7a5"}, {"SLURM_JOB_ID": "7"}, {"PBS_JOBID": "7.server"})
+    assert len({str(read({**ranks, **job})) for job in jobs}) == len(jobs)
 
 
-def test_one_variable_says_which_ports_a_job_may_have():
-    steps = recorded("slurm_srun_n3")  # of job 1
-    few = read_all([{**e, "TFDIST_PORTS": "30000-30031"} for e in steps])[0].cluster.worker
-    assert few == ("node01:30000", "node01:30001", "node02:30002")
-    many = read_all([{**e, "TFDIST_PORTS": "30000-30099"} for e in steps])[0].cluster.worker
-    assert many[0] == f"node01:{30_000 + PORTS_PER_JOB}"  # job 2 has others
-    two = read_all([{**e, "TFDIST_PORTS": "30000-30001"} for e in steps])[0].cluster.worker
-    assert two == ("node01:30000", "node01:30001", "node02:30000")
-    pods = recorded("kubernetes_indexed_job")
-    worker = read_all([{**e, "TFDIST_PORTS": "80-80"} for e in pods])[2].cluster.worker
-    assert worker[2].endswith(":80")
+@pytest.mark.parametrize(
+    ("name", "ports", "workers"),
+    [
+        ("slurm_srun_n3", "30000-30031", ("node01:30000", "node01:30001", "node02:30002")),
+        # Of a range for several jobs job 1 has the second part; of one that is small all of it.
+        ("slurm_srun_n3", "30000-30099", ("node01:30032", "node01:30033", "node02:30034")),
+        ("slurm_srun_n3", "30000-30001", ("node01:30000", "node01:30001", "node02:30000")),
+        ("kubernetes_indexed_job", "80-80", tuple(f"{POD}-{i}.headless-svc:80" for i in range(3))),
+    ],
+)
+def test_one_variable_says_which_ports_a_job_may_have(name, ports, workers):
+    assert read(recorded(name, TFDIST_PORTS=ports)[0]).cluster.worker == workers
 
 
-def test_a_large_job_has_the_whole_range_on_each_host():
-    ports = {"TFDIST_PORTS": "30000-30063"}
-    config = read(large_slurm_job(4_800, 48, rank=4_799) | ports)
-    assert config.cluster.worker[4_799] == "n100:30047"
-
-
-def large_slurm_job(tasks: int, per_node: int, rank: int = 0) -> Environ:
-    nodes = tasks // per_node
-    first = rank // per_node * per_node
-    return {
+@pytest.mark.parametrize(
+    ("tasks", "per_node", "ports", "last"),
+    [
+        (10_000, 8, "", f"n1250:{port_of_job('5') + 7}"),
+        (4_800, 48, "30000-30063", "n100:30047"),
+    ],
+)
+def test_ports_of_a_large_job_are_counted_on_each_host(tasks, per_node, ports, last):
+    nodes, rank = tasks // per_node, tasks - 1
+    step = {
         "SLURM_JOB_ID": "5",
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NUM_TASKS": str(tasks),
         "SLURM_STEP_NODELIST": f"n[1-{nodes}]",
         "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})",
         "SLURM_PROCID": str(rank),
-        "SLURMD_NODENAME": f"n{rank // per_node + 1}",
-        "SLURM_GTIDS": ",".join(str(other) for other in range(first, first + per_node)),
+        "SLURMD_NODENAME": f"n{nodes}",
+        "SLURM_GTIDS": ",".join(str(other) for other in range(tasks - per_node, tasks)),
+        "TFDIST_PORTS": ports,
     }
-
-
-def test_ports_of_a_large_job_are_counted_on_each_host():
-    config = read(large_slurm_job(10_000, 8, rank=9_999))
-    assert config.task == Task("worker", 9_999)
-    assert config.cluster.worker[9_999] == f"n1250:{port_of_job('5') + 7}"
-    assert len(encode(config)) > 100_000
+    config = read(step)
+    assert config.task == Task("worker", rank)
+    assert config.cluster.worker[rank] == last
+    assert len(encode(config)) > 50_000
 
 
 # Slurm
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("name", "change"),
     [
-        {"SLURM_PROCID": ""},
-        {"SLURM_STEP_ID": "4294967290"},  # the shell of salloc
-        {"SLURM_STEP_ID": "4294967291"},  # the batch script
-        {"SLURM_STEP_ID": ""},
-        {"SLURM_STEP_NUM_TASKS": ""},
+        ("slurm_srun_n3", {"SLURM_PROCID": ""}),
+        ("slurm_srun_n3", {"SLURM_STEP_ID": "4294967290"}),  # the shell of salloc
+        ("slurm_srun_n3", {"SLURM_STEP_ID": "4294967291"}),  # the batch script
+        ("slurm_srun_n3", {"SLURM_STEP_ID": ""}),
+        ("slurm_srun_n3", {"SLURM_STEP_NUM_TASKS": ""}),
+        ("slurm_srun_n3", {"TFDIST_CLUSTER": "none"}),
+        ("slurm_sbatch_plain", {"SLURM_RESTART_COUNT": "0"}),
+        (
+            "slurm_interactive_step",
+            {"PMIX_NAMESPACE": "slurm.pmix.23.4294967290", "PMIX_RANK": "0"},
+        ),
+        ("plain_shell", {"TFDIST_STRATEGY": "auto", "TFDIST_PS": "0"}),
+        ("plain_shell", {"TFDIST_SOMETHING_ELSE": "1", "TFDIST_JOB": "mark"}),
+        ("plain_shell", {"TFDIST_HOSTS": "a", "TFDIST_NODE_RANK": "0"}),
+        # A host alone needs no rank, nor does a pod that is all of its job.
+        ("plain_shell", {"TFDIST_HOSTS": "a"}),
+        ("plain_shell", {"TFDIST_HOSTS": "a", "KUBERNETES_SERVICE_HOST": "k", "HOSTNAME": "a"}),
     ],
 )
-def test_what_srun_did_not_start_as_one_of_several_is_a_process_by_itself(change):
-    assert read_environment({**recorded("slurm_srun_n3")[0], **change}) is None
-
-
-def test_steps_of_a_job_at_the_same_time_have_different_ports():
-    environ = recorded("slurm_srun_n3")[0]
-    first, second = read_all([environ, {**environ, "SLURM_STEP_ID": "1"}])
-    assert not set(first.cluster.worker) & set(second.cluster.worker)
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 10**7))
-def test_every_task_of_any_step_comes_to_the_same_cluster(per_node, job):
-    nodes = [f"n{index}" for index in range(len(per_node))]
-    ranks = [node for node, count in zip(nodes, per_node, strict=True) for _ in range(count)]
-    step = {
-        "SLURM_JOB_ID": str(job),
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": str(len(ranks)),
-        "SLURM_STEP_NODELIST": ",".join(nodes),
-        "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, per_node)),
-    }
-    configs = read_all(
-        [
-            {**step, "SLURM_PROCID": str(rank), "SLURMD_NODENAME": node}
-            for rank, node in enumerate(ranks)
-        ]
-    )
-    if len(ranks) == 1:
-        assert configs == []
-        return
-    assert {config.cluster for config in configs} == {configs[0].cluster}
-    assert [config.task.index for config in configs] == list(range(len(ranks)))
-    addresses = [split_address(address) for address in configs[0].cluster.worker]
-    assert [host for host, _ in addresses] == ranks
+def test_what_nobody_started_as_one_of_several_is_a_process_by_itself(name, change):
+    assert read_environment(recorded(name, **change)[0]) is None
 
 
 def test_a_launcher_on_each_node_learns_which_node_it_is_on():
@@ -174,90 +164,77 @@ def test_a_launcher_on_each_node_learns_which_node_it_is_on():
         slurm.node_of(recorded("slurm_srun_n3")[0])
 
 
-def test_the_last_tasks_of_a_step_are_ps_where_that_is_wished():
-    wish = {"TFDIST_STRATEGY": "ps", "TFDIST_PS": "1"}
-    configs = read_all([{**e, **wish} for e in recorded("slurm_salloc_srun")])
-    assert [str(config.task) for config in configs] == ["chief-0", "worker-0", "worker-1", "ps-0"]
-    assert configs[0].options == JobOptions(strategy="ps")
-    alone = read_all([{**e, "TFDIST_STRATEGY": "ps"} for e in recorded("slurm_salloc_srun")])
-    assert [config.cluster for config in alone] == [config.cluster for config in configs]
+@pytest.mark.parametrize(
+    ("name", "settings", "tasks"),
+    [
+        *(
+            ("slurm_salloc_srun", settings, "chief-0 worker-0 worker-1 ps-0")
+            for settings in ("STRATEGY=ps PS=1", "STRATEGY=ps")
+        ),
+        ("slurm_salloc_srun", "EVALUATOR=1", "worker-0 worker-1 worker-2 evaluator-0"),
+        ("slurm_salloc_srun", "EVALUATOR=1 PS=1", "chief-0 worker-0 ps-0 evaluator-0"),
+        ("slurm_het_srun", "HET_GROUPS=ps,worker", "ps-0 chief-0 worker-0 worker-1"),
+        ("slurm_het_groups", "HET_GROUPS=chief,worker", "chief-0 worker-0 worker-1"),
+    ],
+)
+def test_settings_say_which_tasks_of_a_step_are_ps_and_evaluator(name, settings, tasks):
+    variables = {f"TFDIST_{n}": v for n, v in (s.split("=") for s in settings.split())}
+    configs = [read(environ) for environ in recorded(name, **variables)]
+    assert tasks_of(configs) == tasks.split()
+    seen = [len(config.cluster.evaluator) for config in configs]
+    assert seen == [int(config.task.type == "evaluator") for config in configs]
+    assert {config.options.evaluator for config in configs} == {"EVALUATOR" in settings}
+    assert {config.options.strategy for config in configs} <= {"ps", "auto"}
 
 
-def test_the_very_last_task_is_an_evaluator_where_that_is_wished():
-    step = [{**e, "TFDIST_EVALUATOR": "1"} for e in recorded("slurm_salloc_srun")]
-    configs = [config for e in step if (config := read_environment(e)) is not None]
-    assert [str(c.task) for c in configs] == ["worker-0", "worker-1", "worker-2", "evaluator-0"]
-    assert [len(config.cluster.evaluator) for config in configs] == [0, 0, 0, 1]
-    assert all(config.options.evaluator for config in configs)
-    ps = [read_environment({**e, "TFDIST_PS": "1"}) for e in step]
-    assert [str(c and c.task) for c in ps] == ["chief-0", "worker-0", "ps-0", "evaluator-0"]
-    groups = {"TFDIST_HET_GROUPS": "evaluator,worker"}
-    found = [read_environment({**e, **groups}) for e in recorded("slurm_het_srun")]
-    assert str(found[0] and found[0].task) == "evaluator-0"
+def test_components_of_a_heterogeneous_job_have_a_type_each():
+    evaluator = read(recorded("slurm_het_srun", TFDIST_HET_GROUPS="evaluator,worker")[0])
+    assert tasks_of([evaluator]) == ["evaluator-0"]
+    cluster = read(recorded("slurm_het_srun", TFDIST_HET_GROUPS="ps,worker")[0]).cluster
+    assert [split_address(address)[0] for address in cluster.worker] == ["gpu1", "gpu2"]
+    # A step of a component under Cray is read from Slurm.
+    own = {"PMI_SIZE": "4", "PMI_RANK": "1", "PMI_JOBID": "11", "PALS_APID": "11.0"}
+    plain = recorded("slurm_het_srun")[1]
+    assert plain["SLURM_JOB_ID"] == "10"
+    assert read({**plain, **own}) == read(plain)
 
 
-def test_components_of_a_heterogeneous_job_are_workers_and_ps():
-    wish = {"TFDIST_HET_GROUPS": "ps,worker"}
-    configs = read_all([{**e, **wish} for e in recorded("slurm_het_srun")])
-    assert [str(config.task) for config in configs] == ["ps-0", "chief-0", "worker-0", "worker-1"]
-    assert [split_address(a)[0] for a in configs[0].cluster.worker] == ["gpu1", "gpu2"]
-    wish = {"TFDIST_HET_GROUPS": "chief,worker"}
-    configs = read_all([{**e, **wish} for e in recorded("slurm_het_groups")])
-    assert [str(config.task) for config in configs] == ["chief-0", "worker-0", "worker-1"]
-
-
-REQUEUED = ("slurm_srun_n3", "mpi_open_mpi_in_slurm")
-OTHERS = ("kubernetes_indexed_job", "kubernetes_stateful_set", "kubernetes_tfjob", "plain_shell")
-TOLD = {
-    2: {"TFDIST_RESTARTS": "1", "TFDIST_RESTARTS_UNCOUNTED": ""},
-    3: {"TFDIST_RESTARTS": "", "TFDIST_RESTARTS_UNCOUNTED": "2"},
-    4: {"TFDIST_RESTARTS": "1", "TFDIST_RESTARTS_UNCOUNTED": "2"},
+RESTARTED = {
+    "SLURM_RESTART_COUNT=2": 3,
+    "TFDIST_RESTARTS=1 TFDIST_RESTARTS_UNCOUNTED=": 2,
+    "TFDIST_RESTARTS= TFDIST_RESTARTS_UNCOUNTED=2": 3,
+    "TFDIST_RESTARTS=1 TFDIST_RESTARTS_UNCOUNTED=2": 4,
 }
+REQUEUED = ("slurm_srun_n3", "mpi_open_mpi_in_slurm", "slurm_srun_n1", "slurm_sbatch_plain")
+OTHERS = ("kubernetes_indexed_job", "kubernetes_stateful_set", "kubernetes_tfjob", "plain_shell")
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "attempt"),
+    ("name", "restarts"),
     [
-        *((name, {"SLURM_RESTART_COUNT": "2"}, 3) for name in REQUEUED),
-        *((name, told, attempt) for name in OTHERS for attempt, told in TOLD.items()),
+        (name, restarts)
+        for restarts in RESTARTED
+        for name in (REQUEUED if "SLURM" in restarts else OTHERS)
     ],
 )
-def test_a_job_that_was_started_before_is_at_another_attempt(name, told, attempt):
-    assert read({**recorded(name)[0], **told}).options.attempt == attempt
+def test_a_job_or_a_process_that_was_started_before_is_at_another_attempt(name, restarts):
+    variables = dict(word.split("=") for word in restarts.split())
+    config = read(recorded(name, **variables)[0])
+    assert config.options.attempt == RESTARTED[restarts]
+    assert bool(config.cluster.tasks()) == bool(RECORDS[name]["hosts_of_ranks"])
 
 
-@pytest.mark.parametrize("name", ["slurm_srun_n1", "slurm_sbatch_srun_n1", "slurm_sbatch_plain"])
-def test_a_requeued_process_by_itself_is_another_attempt(name):
-    environ = recorded(name)[0]
-    again = read({**environ, "SLURM_RESTART_COUNT": "2"})
-    assert (again.cluster.tasks(), again.options) == ((), JobOptions(attempt=3))
-    assert read_environment({**environ, "SLURM_RESTART_COUNT": "0"}) is None
+# TF_CONFIG and our own variables beside a scheduler
 
 
-# TF_CONFIG beside a scheduler
+def tf_config(hosts, index=0, type_="worker"):
+    task = {"type": type_, "index": index}
+    return {"TF_CONFIG": json.dumps({"cluster": {"worker": hosts}, "task": task})}
 
 
-def tf_config(cluster: dict[str, list[str]], index: int = 0) -> Environ:
-    task = {"type": "worker", "index": index}
-    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
-
-
-HERE = {"worker": ["127.0.0.1:7001", "127.0.0.1:7002"]}
-
-
-def test_a_task_of_our_launcher_is_what_the_launcher_says():
-    job = ClusterSpec.from_dict(HERE)
-    launched = {"TF_CONFIG": encode(TaskConfig(cluster=job, task=Task("worker", 1)))}
-    for name in ("slurm_srun_n1", "slurm_sbatch_plain", "slurm_interactive_step", "slurm_srun_n3"):
-        environ = {**recorded(name)[0], **launched, "TFDIST_JOB": "mark", "TFDIST_PS": "1"}
-        config = read_environment(environ)
-        assert config is not None
-        assert (config.cluster, config.task) == (job, Task("worker", 1))
-
-
+HERE = ["127.0.0.1:7001", "127.0.0.1:7002"]
 BY_HAND = tf_config(HERE, 1)
-EVALUATOR = {"cluster": HERE, "task": {"type": "evaluator", "index": 0}}
-FULL_NAME = "example-job-1.headless-svc.default.svc.cluster.local"
+FULL_NAME = f"{POD}-1.headless-svc.default.svc.cluster.local"
 
 
 @pytest.mark.parametrize(
@@ -268,7 +245,16 @@ FULL_NAME = "example-job-1.headless-svc.default.svc.cluster.local"
         ("slurm_sbatch_plain", BY_HAND, "worker-1"),
         ("slurm_salloc_plain", BY_HAND, "worker-1"),
         ("mpi_open_mpi_one_rank", BY_HAND, "worker-1"),
-        ("slurm_srun_n3", {"TF_CONFIG": json.dumps(EVALUATOR)}, "evaluator-0"),
+        ("slurm_srun_n3", tf_config(HERE, 0, "evaluator"), "evaluator-0"),
+        # Other ports, and other names of the same tasks.
+        ("slurm_srun_n3", tf_config(["a-ib:1", "a-ib:2", "b-ib:1"], 1), "worker-1"),
+        ("slurm_srun_n3", tf_config(["node01.site:1", "node01:2", "10.0.0.2:1"], 1), "worker-1"),
+        # A task of our launcher, whatever the launcher itself is a task of.
+        *(
+            (name, BY_HAND | {"TFDIST_JOB": "mark", "TFDIST_PS": "1"}, "worker-1")
+            for name in ("slurm_srun_n1", "slurm_interactive_step", "slurm_srun_n3")
+        ),
+        ("slurm_srun_n3", BY_HAND | {"TFDIST_CLUSTER": "tf_config"}, "worker-1"),
         # A pod that says its place itself, and one with its full name.
         ("kubernetes_indexed_job", {"HOSTNAME": "any", "TFDIST_NODE_RANK": "2"}, "worker-2"),
         (
@@ -279,97 +265,21 @@ FULL_NAME = "example-job-1.headless-svc.default.svc.cluster.local"
     ],
 )
 def test_what_says_the_place_of_a_task_itself_is_taken(name, change, task):
-    assert str(read({**recorded(name)[0], **change}).task) == task
-
-
-def test_tf_config_with_other_ports_and_names_of_the_same_tasks_is_taken():
-    for hosts in (["a-ib:1", "a-ib:2", "b-ib:1"], ["node01.site:1", "node01:2", "10.0.0.2:1"]):
-        config = read_environment(
-            {**recorded("slurm_srun_n3")[1], **tf_config({"worker": hosts}, 1)}
-        )
-        assert config is not None
-        assert config.cluster.worker == tuple(hosts)
-
-
-@pytest.mark.parametrize("listed", ["node01:2,node02", "node01.site:2,node02.site"])
-def test_the_hosts_of_a_step_may_be_listed_too(listed):
-    environ = recorded("slurm_srun_n3")[0]
-    assert read_environment({**environ, "TFDIST_HOSTS": listed}) == read_environment(environ)
-
-
-# Our own variables
-
-
-def test_the_user_can_name_the_source_or_none():
-    environ = recorded("slurm_srun_n3")[0]
-    assert read_environment({**environ, "TFDIST_CLUSTER": "none"}) is None
-    assert read_environment({**environ, "TFDIST_CLUSTER": "slurm"}) == read_environment(environ)
-    assert read_environment({**environ, "TFDIST_CLUSTER": "auto"}) == read_environment(environ)
-    other = {**environ, **tf_config(HERE), "TFDIST_CLUSTER": "tf_config"}
-    assert read(other).cluster == ClusterSpec.from_dict(HERE)
-
-
-def test_wishes_beside_tf_config_fill_it_or_agree_with_it():
-    config = read({**tf_config(HERE), "TFDIST_STRATEGY": "multiworker"})
-    assert config.options.strategy == "multiworker"
-    assert (
-        read_environment(
-            {**tf_config(HERE), "TFDIST_CLUSTER": "tf_config"} | {"TFDIST_STRATEGY": "multiworker"}
-        )
-        == config
-    )
-
-
-def test_a_process_by_itself_may_have_a_strategy_of_one_task():
-    config = read({"TFDIST_STRATEGY": "mirrored"})
-    assert config == TaskConfig(
-        cluster=ClusterSpec(), task=Task("worker", 0), options=JobOptions(strategy="mirrored")
-    )
-    assert read_environment({"TFDIST_STRATEGY": "auto", "TFDIST_PS": "0"}) is None
-    assert read_environment({"TFDIST_SOMETHING_ELSE": "1", "TFDIST_JOB": "mark"}) is None
-    apart = {**recorded("slurm_srun_n3")[0], "TFDIST_CLUSTER": "none"}
-    assert read({**apart, "TFDIST_STRATEGY": "mirrored"}) == config
-
-
-# The page
-
-
-def test_the_page_has_every_variable():
-    page = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
-    assert [name for name in NAMES if name not in page] == []
-    assert f"{FIRST_PORT} + {PORTS_PER_JOB} x (n mod 397)" in page
-
-
-# Plain hosts, pods and ranks of mpirun: who is where, and every way in which that is unclear.
-
-# host:slots
+    config = read(recorded(name, **change)[0])
+    assert str(config.task) == task
+    if text := change.get("TF_CONFIG"):
+        assert list(config.cluster.worker) == json.loads(text)["cluster"]["worker"]
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    "more",
     [
-        ("a", [("a", 1)]),
-        ("a:2,b", [("a", 2), ("b", 1)]),
-        ("n[1-2]:3,m", [("n1", 3), ("n2", 3), ("m", 1)]),
-        ("p-[0-1].svc", [("p-0.svc", 1), ("p-1.svc", 1)]),
-        ("10.0.0.1:2,[fd00::1]:3,[::1]", [("10.0.0.1", 2), ("[fd00::1]", 3), ("[::1]", 1)]),
-        ("a:2,a:1", [("a", 2), ("a", 1)]),
-        (" a , b:2 ", [("a", 1), ("b", 2)]),
+        *({"TFDIST_HOSTS": h} for h in ("node01:2,node02", "node01.site:2,node02.site")),
+        *({"TFDIST_CLUSTER": source} for source in ("slurm", "auto")),
     ],
 )
-def test_a_list_of_hosts_says_how_many_tasks_each_has(text, expected):
-    assert parse_hosts(text) == expected
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "a,", "a:0", "a:x", "a:", ":2", "a:2222", "fd00::1", "fd00::1:2", "a b", "a/b", "n[1-"],
-)
-def test_a_list_of_hosts_that_is_none_is_refused(text):
-    error = refusal(lambda: parse_hosts(text))
-    assert error.where == "--hosts"
-    assert error.code in ("bad-hosts", "bad-node-list", "TFC010")
-    assert str(error).isprintable()
+def test_what_says_the_same_as_the_scheduler_changes_nothing(more):
+    assert read(recorded("slurm_srun_n3", **more)[0]) == read(recorded("slurm_srun_n3")[0])
 
 
 def test_a_host_that_is_listed_twice_goes_on_counting_its_ports():
@@ -378,38 +288,206 @@ def test_a_host_that_is_listed_twice_goes_on_counting_its_ports():
     assert config.task == Task("worker", 2)
 
 
-def test_one_host_alone_is_a_process_by_itself_unless_more_is_wished():
-    environ = {"TFDIST_HOSTS": "a", "TFDIST_NODE_RANK": "0"}
-    assert read_environment(environ) is None
-    config = read({**environ, "TFDIST_STRATEGY": "multiworker"})
-    assert config.cluster.worker == ("a:2222",)
-    pod = {"KUBERNETES_SERVICE_HOST": "k", "HOSTNAME": "a"}
-    for more in ({}, pod):  # it needs no rank
-        assert read_environment({"TFDIST_HOSTS": "a", **more}) is None
-        assert read({"TFDIST_HOSTS": "a", "TFDIST_RUN_DIR": "r", **more}).options.run_dir == "r"
+def test_settings_fill_tf_config_and_a_process_by_itself():
+    environ = {**tf_config(HERE), "TFDIST_STRATEGY": "multiworker"}
+    config = read(environ)
+    assert config.options.strategy == "multiworker"
+    assert read({**environ, "TFDIST_CLUSTER": "tf_config"}) == config
+    alone = TaskConfig(
+        cluster=ClusterSpec(), task=Task("worker", 0), options=JobOptions(strategy="mirrored")
+    )
+    assert read({"TFDIST_STRATEGY": "mirrored"}) == alone
+    apart = {"TFDIST_CLUSTER": "none", "TFDIST_STRATEGY": "mirrored"}
+    assert read(recorded("slurm_srun_n3", **apart)[0]) == alone
+    one = {"TFDIST_HOSTS": "a", "TFDIST_STRATEGY": "multiworker"}
+    assert read(one).cluster.worker == ("a:2222",)
+    assert read({"TFDIST_HOSTS": "a", "TFDIST_RUN_DIR": "r"}).options.run_dir == "r"
 
 
-# mpirun
+def test_the_page_has_every_variable_and_the_message_as_it_is():
+    assert [name for name in NAMES if name not in PAGE] == []
+    assert f"{FIRST_PORT} + {PORTS_PER_JOB} x (n mod 397)" in PAGE
+    environ = recorded("slurm_srun_n3", SLURM_STEP_TASKS_PER_NODE="2")[0]
+    assert str(refusal(environ)) in PAGE
 
 
-def test_ranks_of_different_jobs_have_different_ports():
-    ranks = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
-    jobs = ({}, {"PALS_APID": "b7a5"}, {"SLURM_JOB_ID": "7"}, {"PBS_JOBID": "7.server"})
-    first_ports = {str(read_environment({**ranks, **job})) for job in jobs}
-    assert len(first_ports) == len(jobs)
+# What is wrong is refused by the variable that is wrong, with the rule.
 
 
-def test_a_step_of_a_component_under_cray_is_read_from_slurm():
-    own = {"PMI_SIZE": "4", "PMI_RANK": "1", "PMI_JOBID": "11", "PALS_APID": "11.0"}
-    plain = recorded("slurm_het_srun")[1]
-    assert plain["SLURM_JOB_ID"] == "10"
-    assert read_environment({**plain, **own}) == read_environment(plain)
+def refusal(environ):
+    error = refusals.refusal(lambda: read_environment(environ))
+    assert str(error).isprintable()
+    assert len(str(error)) < 500
+    return error
 
 
-def test_an_interactive_step_with_pmix_of_slurm_is_a_process_by_itself():
-    own = {
-        "PMIX_NAMESPACE": "slurm.pmix.23.4294967290",
-        "PMIX_RANK": "0",
-        "PMIX_HOSTNAME": "node01",
-    }
-    assert read_environment({**recorded("slurm_interactive_step")[0], **own}) is None
+PACK = "SLURM_JOB_NODELIST_PACK_GROUP"
+TWO_WORKERS = tf_config(["a:1", "b:1"])["TF_CONFIG"]
+MULTIWORKER = json.dumps({**json.loads(TWO_WORKERS), "tfdist": {"strategy": "multiworker"}})
+ELSEWHERE = tf_config(["node01:1", "node01:2", "node02:1"], 2)["TF_CONFIG"]
+
+# Of a recorded job, by its name: what its first task has besides or in the place of what was
+# recorded, the variable that is named then, and the rule that is broken.
+REFUSED = {
+    "slurm_srun_n3": [
+        ({"TFDIST_PORT": "5000"}, "TFDIST_PORT", "ENV002"),
+        ({"TFDIST_PORTS": "30000-30000"}, "TFDIST_PORTS", "ENV001"),
+        ({"TFDIST_PORTS": "30000"}, "TFDIST_PORTS", "bad-ports"),
+        ({"SLURM_STEP_NODELIST": "node[01-02"}, "SLURM_STEP_NODELIST", "bad-node-list"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST", "ENV007"),
+        ({"SLURM_STEP_NODELIST": "node[01-03]"}, "SLURM_STEP_TASKS_PER_NODE", "ENV007"),
+        ({"SLURM_STEP_NODELIST": "node01,node01"}, "SLURM_STEP_NODELIST", "ENV007"),
+        ({"SLURM_STEP_NODELIST": "node[02-03]"}, "SLURMD_NODENAME", "ENV007"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_TASKS_PER_NODE", "ENV007"),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS", "ENV007"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2"}, "SLURM_STEP_TASKS_PER_NODE", "ENV007"),
+        ({"SLURM_STEP_TASKS_PER_NODE": ""}, "SLURM_STEP_TASKS_PER_NODE", "ENV007"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "two,1"}, "SLURM_STEP_TASKS_PER_NODE", "bad-node-list"),
+        ({"SLURM_STEP_ID": "x"}, "SLURM_STEP_ID", "ENV007"),
+        ({"SLURM_PROCID": "3"}, "SLURM_PROCID", "ENV007"),
+        ({"SLURM_PROCID": "2"}, "SLURMD_NODENAME", "ENV007"),
+        ({"SLURMD_NODENAME": "node07"}, "SLURMD_NODENAME", "ENV007"),
+        ({"SLURM_GTIDS": "0,2"}, "SLURM_GTIDS", "ENV007"),
+        ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID", "ENV007"),
+        ({"SLURM_DISTRIBUTION": "plane"}, "SLURM_DIST_PLANESIZE", "ENV007"),
+        ({"SLURM_DISTRIBUTION": "cyclic"}, "SLURM_GTIDS", "ENV007"),
+        ({"SLURM_HET_SIZE": "2"}, "SLURM_JOB_NODELIST_HET_GROUP_0", "ENV007"),
+        ({"SLURM_RESTART_COUNT": "often"}, "SLURM_RESTART_COUNT", "ENV007"),
+        ({"TFDIST_HET_GROUPS": "worker,ps"}, "TFDIST_HET_GROUPS", "ENV007"),
+        ({"TFDIST_CLUSTER": "mpi"}, "TFDIST_CLUSTER", "ENV007"),
+        ({"TFDIST_CLUSTER": "slrum"}, "TFDIST_CLUSTER", "ENV001"),
+        ({"TFDIST_CLUSTER": "none", "TFDIST_STRATEGY": "ps"}, "TFDIST_STRATEGY", "ENV004"),
+        ({"TFDIST_STRATEGY": "PS"}, "TFDIST_STRATEGY", "ENV001"),
+        ({"TFDIST_STRATEGY": "single"}, "TFDIST_STRATEGY", "ENV004"),
+        ({"TFDIST_STRATEGY": "mirrored"}, "TFDIST_STRATEGY", "ENV004"),
+        ({"TFDIST_STRATEGY": "multiworker", "TFDIST_PS": "1"}, "TFDIST_PS", "ENV004"),
+        ({"TFDIST_STRATEGY": "ps", "TFDIST_PS": "0"}, "TFDIST_PS", "ENV004"),
+        ({"TFDIST_PS": "2"}, "TFDIST_PS", "ENV004"),
+        ({"TFDIST_PS": "one"}, "TFDIST_PS", "ENV001"),
+        ({"TFDIST_STRATGY": "ps"}, "TFDIST_STRATGY", "ENV002"),
+        ({"TFDIST_HOST": "a,b"}, "TFDIST_HOST", "ENV002"),
+        ({"TFDIST_HOSTS": "a:2,b", "TFDIST_NODE_RANK": "0"}, "TFDIST_HOSTS", "ENV006"),
+        ({"TFDIST_HOSTS": "node01,node02", "TFDIST_NODE_RANK": "0"}, "TFDIST_HOSTS", "ENV006"),
+        ({"TFDIST_HOSTS": "node[01-03]", "TFDIST_NODE_RANK": "0"}, "TFDIST_HOSTS", "ENV006"),
+        ({"TF_CONFIG": TWO_WORKERS}, "TF_CONFIG", "ENV006"),
+        ({"TF_CONFIG": ELSEWHERE}, "TF_CONFIG", "ENV006"),
+    ],
+    "slurm_salloc_srun": [
+        ({"TFDIST_EVALUATOR": "1", "TFDIST_PS": "2"}, "TFDIST_PS", "ENV004"),
+        ({"TFDIST_EVALUATOR": "1", "TFDIST_STRATEGY": "single"}, "TFDIST_EVALUATOR", "ENV004"),
+    ],
+    "slurm_het_srun": [
+        ({"TFDIST_HET_GROUPS": "worker"}, "TFDIST_HET_GROUPS", "ENV007"),
+        ({"TFDIST_HET_GROUPS": "ps,worker,worker"}, "TFDIST_HET_GROUPS", "ENV007"),
+        ({"TFDIST_HET_GROUPS": "wroker,ps"}, "TFDIST_HET_GROUPS", "ENV001"),
+        ({"TFDIST_HET_GROUPS": "ps,ps"}, "TFDIST_HET_GROUPS", "ENV007"),
+        ({"TFDIST_HET_GROUPS": "worker,chief"}, "TFDIST_HET_GROUPS", "ENV007"),
+        # One worker, who is the chief.
+        ({"TFDIST_HET_GROUPS": "worker,ps"}, "TFDIST_HET_GROUPS", "ENV007"),
+        ({"TFDIST_HET_GROUPS": "ps,worker", "TFDIST_PS": "2"}, "TFDIST_PS", "ENV007"),
+        ({"TFDIST_HET_GROUPS": "ps,worker", "TFDIST_EVALUATOR": "1"}, "TFDIST_EVALUATOR", "ENV007"),
+        # The components share a node, or a node is of none.
+        ({f"{PACK}_1": "node01,gpu[1-2]"}, f"{PACK}_1", "ENV007"),
+        ({f"{PACK}_1": "gpu1"}, "SLURM_STEP_NODELIST", "ENV007"),
+    ],
+    "slurm_sbatch_plain": [({"SLURM_RESTART_COUNT": "often"}, "SLURM_RESTART_COUNT", "ENV007")],
+    "slurm_srun_pmix": [
+        ({"PMIX_RANK": "1"}, "PMIX_RANK", "ENV007"),
+        ({"TF_CONFIG": TWO_WORKERS}, "TF_CONFIG", "ENV006"),
+    ],
+    "slurm_srun_pmi2": [({"PMI_RANK": "1"}, "PMI_RANK", "ENV007")],
+    "slurm_srun_cray": [({"PMI_RANK": "1"}, "PMI_RANK", "ENV007")],
+    "mpi_open_mpi_one_host": [
+        ({"OMPI_COMM_WORLD_SIZE": "x"}, "OMPI_COMM_WORLD_SIZE", "ENV007"),
+        ({"OMPI_COMM_WORLD_SIZE": "0"}, "OMPI_COMM_WORLD_SIZE", "ENV007"),
+        ({"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK", "ENV007"),
+        ({"OMPI_COMM_WORLD_RANK": ""}, "OMPI_COMM_WORLD_RANK", "ENV007"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "TFDIST_HOSTS", "ENV007"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, "OMPI_COMM_WORLD_LOCAL_RANK", "ENV007"),
+        ({"TFDIST_HET_GROUPS": "worker,ps"}, "TFDIST_HET_GROUPS", "ENV007"),
+    ],
+    "mpi_open_mpi_two_hosts": [
+        ({"TFDIST_HOSTS": ""}, "TFDIST_HOSTS", "ENV007"),
+        ({"TFDIST_HOSTS": "a1,a2"}, "TFDIST_HOSTS", "ENV007"),
+        ({"TFDIST_HOSTS": "a1,a2:2"}, "OMPI_COMM_WORLD_LOCAL_SIZE", "ENV007"),
+        ({"TFDIST_HOSTS": "b1:2,b2:1"}, "PMIX_HOSTNAME", "ENV007"),
+        ({"PMIX_HOSTNAME": "a2"}, "PMIX_HOSTNAME", "ENV007"),
+        ({"TF_CONFIG": TWO_WORKERS}, "TF_CONFIG", "ENV006"),
+    ],
+    "mpi_open_mpi_in_slurm": [
+        ({"SLURM_JOB_NODELIST": "node[01-03]"}, "TFDIST_HOSTS", "ENV007"),
+        ({"SLURM_JOB_NODELIST": "node["}, "SLURM_JOB_NODELIST", "bad-node-list"),
+        ({"SLURM_JOB_NODELIST": "gpu[1-2]"}, "PMIX_HOSTNAME", "ENV007"),
+    ],
+    "mpi_hydra_two_hosts": [
+        ({"MPI_LOCALRANKID": "1"}, "MPI_LOCALRANKID", "ENV007"),
+        ({"TF_CONFIG": TWO_WORKERS}, "TF_CONFIG", "ENV006"),
+    ],
+    "mpi_pmix_alone": [
+        ({"TFDIST_HOSTS": ""}, "TFDIST_HOSTS", "ENV007"),
+        ({"PMIX_RANK": "2"}, "PMIX_RANK", "ENV007"),
+        ({"PMIX_RANK": "1"}, "PMIX_HOSTNAME", "ENV007"),
+    ],
+    "hosts_by_hand": [
+        ({"TFDIST_NODE_RANK": "3"}, "TFDIST_NODE_RANK", "ENV007"),
+        ({"TFDIST_NODE_RANK": ""}, "TFDIST_NODE_RANK", "ENV007"),
+        ({"TFDIST_NODE_RANK": "1"}, "TFDIST_LOCAL_RANK", "ENV007"),
+        ({"TFDIST_NODE_RANK": "1", "TFDIST_LOCAL_RANK": "2"}, "TFDIST_LOCAL_RANK", "ENV001"),
+        ({"TFDIST_LOCAL_RANK": "1"}, "TFDIST_LOCAL_RANK", "ENV001"),
+        ({"TFDIST_HOSTS": "alpha,"}, "TFDIST_HOSTS", "bad-node-list"),
+        ({"TFDIST_HOSTS": "alpha,beta:2x"}, "TFDIST_HOSTS", "bad-hosts"),
+        ({"TFDIST_HOSTS": "alpha,beta:22", "TFDIST_NODE_RANK": "2"}, "TFDIST_NODE_RANK", "ENV007"),
+        ({"TFDIST_HET_GROUPS": "worker,ps"}, "TFDIST_HET_GROUPS", "ENV007"),
+        ({"TF_CONFIG": TWO_WORKERS}, "TF_CONFIG", "ENV006"),
+    ],
+    "kubernetes_indexed_job": [
+        ({"HOSTNAME": "other-0"}, "HOSTNAME", "ENV007"),
+        ({"HOSTNAME": ""}, "HOSTNAME", "ENV007"),
+        ({"HOSTNAME": "example-job-3"}, "HOSTNAME", "ENV007"),
+        ({"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX", "ENV007"),
+        ({"JOB_COMPLETION_INDEX": "first"}, "JOB_COMPLETION_INDEX", "ENV007"),
+        ({"TFDIST_HOSTS": "example-job-[0-2"}, "TFDIST_HOSTS", "bad-node-list"),
+        ({"TFDIST_HOSTS": "example-job-[0-2]:2"}, "TFDIST_HOSTS", "ENV007"),
+        ({"TFDIST_HOSTS": "example-job-0.svc,example-job-0.other"}, "HOSTNAME", "ENV007"),
+        ({"TFDIST_RESTARTS": "often"}, "TFDIST_RESTARTS", "ENV001"),
+    ],
+    "plain_shell": [
+        ({"TFDIST_RESTARTS": "often"}, "TFDIST_RESTARTS", "ENV001"),
+        ({"TFDIST_RESTART": "1"}, "TFDIST_RESTART", "ENV002"),
+        ({"TFDIST_EVALUATOR": "1"}, "TFDIST_EVALUATOR", "ENV004"),
+        ({"TFDIST_EVALUATOR": "yes"}, "TFDIST_EVALUATOR", "ENV001"),
+        ({"TFDIST_STRATEGY": "ps"}, "TFDIST_STRATEGY", "ENV004"),
+        ({"TFDIST_STRATEGY": "multiworker"}, "TFDIST_STRATEGY", "ENV004"),
+        ({"TFDIST_PS": "1"}, "TFDIST_PS", "ENV004"),
+        ({"TFDIST_STRATGY": "ps"}, "TFDIST_STRATGY", "ENV002"),
+        ({"TF_CONFIG": TWO_WORKERS, "TFDIST_PS": "none"}, "TFDIST_PS", "ENV001"),
+        ({"TF_CONFIG": TWO_WORKERS, "TFDIST_PS": "1"}, "TFDIST_PS", "ENV006"),
+        ({"TF_CONFIG": MULTIWORKER, "TFDIST_STRATEGY": "ps"}, "TFDIST_STRATEGY", "ENV006"),
+        *(
+            ({"TFDIST_STARTUP_TIMEOUT_S": value}, "TFDIST_STARTUP_TIMEOUT_S", "ENV001")
+            for value in ("0", "-1", "soon", "inf", "nan")
+        ),
+        ({"TFDIST_HOSTS": "a", "TFDIST_STRATEGY": "ps"}, "TFDIST_PS", "ENV004"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "variable", "code"),
+    [(name, *refused) for name, listed in REFUSED.items() for refused in listed],
+)
+def test_it_is_refused(name, change, variable, code):
+    error = refusal(recorded(name, **change)[0])
+    assert (error.where, error.code) == (variable, code)
+
+
+def test_a_distribution_that_no_task_can_know_is_refused_in_each_with_the_flag_that_helps():
+    for environ in recorded("refused_slurm_arbitrary"):
+        error = refusal(environ)
+        assert error.where == "SLURM_DISTRIBUTION"
+        assert "--distribution=block" in error.fix
+    environ = recorded("mpi_open_mpi_two_hosts", PMIX_HOSTNAME="a2")[1]  # mpirun --map-by node
+    environ |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    error = refusal(environ)
+    assert error.where == "OMPI_COMM_WORLD_LOCAL_RANK"
+    assert "--map-by slot" in error.fix

@@ -1,4 +1,4 @@
-"""Node lists: every form that schedulers write, the order of the names, and every mistake."""
+"""Lists of hosts: every form that schedulers and users write, and every mistake."""
 
 import time
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refusals import refusal, refused
-from tfdist.cluster.address import MAX_HOSTS, expand_counts, expand_hosts
+from tfdist.cluster.address import MAX_HOSTS, expand_counts, expand_hosts, parse_hosts
 from tfdist.errors import UsageError
 
 # What `scontrol show hostnames` of Slurm 22.05 prints for each.
@@ -46,42 +46,18 @@ OURS = {
     " n[1-2] ": "n1 n2",
 }
 WRONG = [
-    "",
-    ",",
-    "n1,",
-    ",n1",
-    "n1,,n2",
-    "n[1-3",
-    "n1-3]",
-    "n[]",
-    "n[7]]",
-    "n[7],,m[8]",
-    f"n[{'7' * 19}]",
-    "n[1,,2]",
-    "n[1-]",
-    "n[-1]",
-    "n[3-1]",
-    "n[a-b]",
-    "n[1-2-3]",
-    "n[1-2]]",
-    "n[[1-2]]",
-    "n[1[2][3]],m[4-5]",
-    "n[[1][2]],m[4],m[5]",
-    "n[1 -2]",
-    "n1 n2",
-    "(n1,n2)",
-    "n1\nn2",
-    "n[1-2],,n3",
-    "n[1-2]n3]",
-    "n[1-2],m],o[3]",
-    "m,n[1-2],,o[3]",
-    "m[1-2],n[1,3-2]",
-    "n[٣]",
-    f"n[1-{MAX_HOSTS + 1}]",
-    f"n[1-{10**30}]",
-    "n[1-2000][1-2000]",
-    "n[0-1048575],n1,n[1-2]",
+    *("", ",", "n1,", ",n1", "n1,,n2", "n[1-3", "n1-3]", "n[]", "n[7]]", "n[7],,m[8]"),
+    *("n[1,,2]", "n[1-]", "n[-1]", "n[3-1]", "n[a-b]", "n[1-2-3]", "n[1-2]]", "n[[1-2]]"),
+    *("n[1[2][3]],m[4-5]", "n[[1][2]],m[4],m[5]", "n[1 -2]", "n1 n2", "(n1,n2)", "n1\nn2"),
+    *("n[1-2],,n3", "n[1-2]n3]", "n[1-2],m],o[3]", "m,n[1-2],,o[3]", "m[1-2],n[1,3-2]"),
+    *("n[٣]", f"n[{'7' * 19}]", f"n[1-{MAX_HOSTS + 1}]", f"n[1-{10**30}]"),
+    *("n[1-2000][1-2000]", "n[0-1048575],n1,n[1-2]"),
 ]
+LARGE = {
+    "one range": "n[000001-158976]",
+    "racks with holes": ",".join(f"r{rack}n[1-90,92-181,183-186]" for rack in range(864)),
+    "no ranges": ",".join(f"n{number}" for number in range(158_976)),
+}
 
 
 @pytest.mark.parametrize(("text", "names"), [*AS_SLURM.items(), *OURS.items()])
@@ -97,28 +73,6 @@ def test_what_is_no_node_list_is_one_line_that_names_the_variable(text):
     assert len(str(error)) < 400
 
 
-def brackets() -> st.SearchStrategy[tuple[str, list[str]]]:
-    def one(part: tuple[int, int, int]) -> tuple[str, list[str]]:
-        low, more, width = part
-        text = f"{low:0{width}d}-{low + more}" if more else f"{low:0{width}d}"
-        return text, [f"{n:0{width}d}" for n in range(low, low + more + 1)]
-
-    part = st.tuples(st.integers(0, 120), st.integers(0, 12), st.integers(1, 4)).map(one)
-    return st.lists(part, min_size=1, max_size=3).map(
-        lambda parts: (
-            "[" + ",".join(text for text, _ in parts) + "]",
-            [number for _, numbers in parts for number in numbers],
-        )
-    )
-
-
-@given(st.lists(st.tuples(brackets(), brackets()), min_size=1, max_size=4))
-def test_two_brackets_are_every_pair_with_the_last_fastest(elements):
-    text = ",".join(f"a{one}b{two}" for (one, _), (two, _) in elements)
-    expected = [f"a{i}b{j}" for (_, one), (_, two) in elements for i in one for j in two]
-    assert expand_hosts(text, where="X") == expected
-
-
 @given(st.text(alphabet="n1-9[],x 0", max_size=12))
 def test_any_text_is_expanded_to_names_or_refused(text):
     try:
@@ -127,13 +81,6 @@ def test_any_text_is_expanded_to_names_or_refused(text):
         return
     assert names
     assert all(name and not set(name) & set("[], ") for name in names)
-
-
-LARGE = {
-    "one range": "n[000001-158976]",
-    "racks with holes": ",".join(f"r{rack}n[1-90,92-181,183-186]" for rack in range(864)),
-    "no ranges": ",".join(f"n{number}" for number in range(158_976)),
-}
 
 
 @pytest.mark.parametrize("form", LARGE)
@@ -145,14 +92,34 @@ def test_a_list_of_the_nodes_of_the_largest_machine_takes_less_than_a_second(for
 
 
 def test_counts_are_repeated_as_often_as_they_say():
-    assert expand_counts("2(x3),1", where="X") == [2, 2, 2, 1]
-    assert expand_counts("16 ", where="X") == [16]
-    assert expand_counts("1,0,3(x1)", where="X") == [1, 0, 3]
+    counts = {"2(x3),1": [2, 2, 2, 1], "16 ": [16], "1,0,3(x1)": [1, 0, 3]}
+    assert {text: expand_counts(text, where="X") for text in counts} == counts
+    for text in ("", "2(3)", "2(x0)", "x", "-1", "2,,1", "2(x99999999)"):
+        assert refused(lambda text=text: expand_counts(text, where="X")) == ("X", "bad-node-list")
 
 
-@pytest.mark.parametrize("text", ["", "2(3)", "2(x0)", "x", "-1", "2,,1", "2(x99999999)"])
-def test_what_is_no_list_of_counts_is_refused(text):
-    assert refused(lambda: expand_counts(text, where="SLURM_STEP_TASKS_PER_NODE")) == (
-        "SLURM_STEP_TASKS_PER_NODE",
-        "bad-node-list",
-    )
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a", [("a", 1)]),
+        ("a:2,b", [("a", 2), ("b", 1)]),
+        ("n[1-2]:3,m", [("n1", 3), ("n2", 3), ("m", 1)]),
+        ("p-[0-1].svc", [("p-0.svc", 1), ("p-1.svc", 1)]),
+        ("10.0.0.1:2,[fd00::1]:3,[::1]", [("10.0.0.1", 2), ("[fd00::1]", 3), ("[::1]", 1)]),
+        ("a:2,a:1", [("a", 2), ("a", 1)]),
+        (" a , b:2 ", [("a", 1), ("b", 2)]),
+    ],
+)
+def test_a_list_of_hosts_says_how_many_tasks_each_has(text, expected):
+    assert parse_hosts(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a,", "a:0", "a:x", "a:", ":2", "a:2222", "fd00::1", "fd00::1:2", "a b", "a/b", "n[1-"],
+)
+def test_a_list_of_hosts_that_is_none_is_refused(text):
+    error = refusal(lambda: parse_hosts(text))
+    assert error.where == "--hosts"
+    assert error.code in ("bad-hosts", "bad-node-list", "TFC010")
+    assert str(error).isprintable()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tfdist.cluster.ports import HeldPort, hold_ports, is_port_free
-from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
 from tfdist.cluster.tf_config import (
     STRATEGIES,
+    TASK_TYPES,
+    ClusterSpec,
     JobOptions,
+    Task,
     TaskConfig,
     decode,
     encode,

@@ -43,8 +43,7 @@ from tfdist.cluster.settings import (
     needed,
     text,
 )
-from tfdist.cluster.spec import ClusterSpec, Task
-from tfdist.cluster.tf_config import JobOptions, TaskConfig
+from tfdist.cluster.tf_config import ClusterSpec, JobOptions, Task, TaskConfig
 from tfdist.errors import UsageError, require_one_of
 
 # Cluster resolver of MPI: the variables that mpirun sets for each rank.
@@ -77,14 +76,6 @@ class _World(NamedTuple):
     local_size: int | None
     local_rank: int | None
     names: Sequence[str]
-
-
-def counted(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the variable that counts the ranks of mpirun, and how many they are; 1 without it."""
-    if _OMPI[0] not in environ and _PMI[1] not in environ:  # PMIx alone does not count them
-        return "", 1
-    world = _world(environ)
-    return (world.names[0], world.size) if world else ("", 1)
 
 
 def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
@@ -404,7 +395,11 @@ def _check_agreement(source: str, config: TaskConfig, environ: Mapping[str, str]
 def _check_size(config: TaskConfig, environ: Mapping[str, str]) -> None:
     """Compare the number of tasks in TF_CONFIG with that of the innermost launcher."""
     count = max(1, len(config.cluster.training_tasks()))
-    sizes = dict([counted(environ), ("SLURM_STEP_NUM_TASKS", slurm.num_tasks(environ))])
+    sizes: dict[str, int] = {}
+    if _OMPI[0] in environ or _PMI[1] in environ:  # PMIx alone does not count its ranks
+        world = _world(environ)
+        sizes |= {world.names[0]: world.size} if world else {}
+    sizes["SLURM_STEP_NUM_TASKS"] = slurm.num_tasks(environ)
     if text(environ, HOSTS):
         sizes[HOSTS] = len(ranks_of(parse_hosts(environ[HOSTS], where=HOSTS)))
     source, other = next(((name, size) for name, size in sizes.items() if size > 1), ("", count))

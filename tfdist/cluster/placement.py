@@ -15,8 +15,7 @@ from tfdist.cluster import settings
 from tfdist.cluster.address import join
 from tfdist.cluster.ports import as_text
 from tfdist.cluster.settings import JobSettings
-from tfdist.cluster.spec import TASK_TYPES, ClusterSpec, Task
-from tfdist.cluster.tf_config import TaskConfig
+from tfdist.cluster.tf_config import TASK_TYPES, ClusterSpec, Task, TaskConfig
 from tfdist.errors import UsageError
 
 DEFAULT_PORT = 2222

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import random
 import re
 import socket
@@ -132,21 +133,14 @@ def preferred_ports(ephemeral: range) -> Iterator[int]:
 
 
 def _hold_one(candidates: Iterator[int], *, host: str, is_any: bool) -> HeldPort:
-    for port in candidates:
+    # The last is the system's own choice, from the ephemeral ports.
+    for port in itertools.chain(candidates, (0,) if is_any else ()):
         bound = _unbound()
         if _bind(bound, port):
-            return _held(bound, host=host)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return HeldPort(bound, host=host)
         bound.close()
-    bound = _unbound()
-    if is_any and _bind(bound, 0):  # the system's own choice, from the ephemeral ports
-        return _held(bound, host=host)
-    bound.close()
     raise OSError(errno.EADDRINUSE, "no port is free")
-
-
-def _held(bound: socket.socket, *, host: str) -> HeldPort:
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return HeldPort(bound, host=host)
 
 
 def _unbound() -> socket.socket:

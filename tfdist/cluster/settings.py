@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from tfdist.cluster.address import shown
 from tfdist.cluster.ports import parse_ports
-from tfdist.cluster.spec import TASK_TYPES
-from tfdist.cluster.tf_config import STRATEGIES, JobOptions
+from tfdist.cluster.tf_config import STRATEGIES, TASK_TYPES, JobOptions
 from tfdist.errors import UsageError, require_one_of
 
 LAUNCHED = "TFDIST_JOB"
