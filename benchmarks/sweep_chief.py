@@ -22,7 +22,7 @@ import harness
 import row
 
 from tfdist.launch.multihost.agreement import TOKEN_VARIABLE
-from tfdist.launch.multihost.connection import Channel
+from tfdist.launch.multihost.rendezvous import Channel
 from tfdist.tuning import config_sweep, protocol
 from tfdist.tuning.options import SweepOptions, parse
 from tfdist.tuning.protocol import sweep_address_of

@@ -19,8 +19,13 @@ from typing import Any
 from unittest.mock import Mock
 
 from tfdist.files import write_json
-from tfdist.launch.multihost.connection import Violation
-from tfdist.launch.multihost.rendezvous import Lost, MessageReceived, News, PeerJoined
+from tfdist.launch.multihost.rendezvous import (
+    Lost,
+    MessageReceived,
+    News,
+    PeerJoined,
+    Violation,
+)
 from tfdist.outputs.sweep_journal import Journal, Slot, Trial
 from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial
 from tfdist.tuning.directory import OWNERSHIP as OWNERSHIP_FILE

@@ -20,8 +20,8 @@ from tests.processes import python, until
 from tests.refusals import refused
 from tests.unit.sweep_world import Disk, FakeRunner, FakeSearch, sweep_of
 from tfdist.errors import TfdistError, UsageError
-from tfdist.launch.multihost.connection import Link
 from tfdist.launch.multihost.rendezvous import (
+    Link,
     Lost,
     MessageReceived,
     News,

@@ -20,8 +20,7 @@ from tfdist.cluster.address import split_address
 from tfdist.errors import TfdistError, UsageError, opening_port
 from tfdist.launch.multihost import agreement
 from tfdist.launch.multihost.agreement import without_secrets
-from tfdist.launch.multihost.connection import resolve
-from tfdist.launch.multihost.rendezvous import listen
+from tfdist.launch.multihost.rendezvous import listen, resolve
 from tfdist.outputs.sweep_journal import TRIALS, Slot
 from tfdist.tuning import trial_job
 from tfdist.tuning.exports import OF_TRACKERS

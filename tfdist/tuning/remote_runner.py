@@ -19,8 +19,7 @@ from typing import Any
 from tfdist.cluster.address import split_address
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.launch.events import SignalPipe, exit_code_for
-from tfdist.launch.multihost.connection import Violation
-from tfdist.launch.multihost.rendezvous import Joining, Member
+from tfdist.launch.multihost.rendezvous import Joining, Member, Violation
 from tfdist.tuning import directory, guard, protocol
 from tfdist.tuning.guard import SAVE_AFTER_S, LeaseGuardClient
 from tfdist.tuning.options import RunOptions

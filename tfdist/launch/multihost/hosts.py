@@ -21,7 +21,7 @@ from tfdist.cluster.settings import JobSettings
 from tfdist.errors import UsageError, require
 from tfdist.launch.multihost import agreement
 from tfdist.launch.multihost.agreement import without_secrets
-from tfdist.launch.multihost.connection import resolve
+from tfdist.launch.multihost.rendezvous import resolve
 from tfdist.launch.options import LaunchOptions
 from tfdist.launch.plan import JobDescription
 from tfdist.launch.processes import JobProcesses

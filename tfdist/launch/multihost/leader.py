@@ -288,8 +288,9 @@ class Team:
         if self._alive.get(event.task) != rank:
             return
         if isinstance(event, Ended):
+            lines = tuple(map(str, message["lines"]))
             del self._alive[event.task]
-            self._screen.keep_last_lines(event.task, tuple(map(str, message["lines"])))
+            self._screen.keep_last_lines(event.task, lines)
         self._events.append(event)
 
     def _counts(self, event: Event, *, rank: int) -> bool:
