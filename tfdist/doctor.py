@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, require_number
 from tfdist.ops.doctor import examine
-from tfdist.ops.doctor.examine import RULES, PreflightResult, follow, lead
+from tfdist.ops.doctor.checks import RULES
+from tfdist.ops.doctor.examine import PreflightResult, follow, lead
 from tfdist.ops.doctor.facts import job_of
 from tfdist.ops.rules import rules_as_json, rules_as_text
 

@@ -16,7 +16,7 @@ from importlib import metadata
 from tfdist.argument_parser import Parser, run_program
 from tfdist.cluster.settings import holds_a_secret, may_name_a_secret
 from tfdist.errors import EXIT_OK
-from tfdist.ops.doctor.machine import look
+from tfdist.ops.doctor.probes import look
 
 _PACKAGES = (
     *("protobuf", "grpcio", "h5py", "ml_dtypes", "tensorflow-datasets", "keras-tuner"),

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -15,6 +16,7 @@ from tfdist.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 250
+ROUNDS, LIMIT_S = 4, 20.0
 # The doctor as it is, but for how long it waits for TensorFlow's servers on a busy machine.
 DOCTOR = (
     sys.executable,
@@ -89,10 +91,19 @@ def test_tasks_of_one_host_leave_it_to_the_first_of_them(tmp_path):
     assert "worker-1 leaves 127.0.0.1 to worker-0" in done.stdout + done.stderr
 
 
-def test_two_hosts_with_nothing_wrong(two_hosts, tmp_path):
-    (code, printed, _), (other, nothing, said) = on_both(two_hosts, f"--shared_dir={tmp_path}")
+@pytest.mark.alone
+@pytest.mark.timeout(ROUNDS * DEADLINE_S)
+def test_two_hosts_with_nothing_wrong_take_less_than_20_s(two_hosts, tmp_path, monkeypatch):
+    monkeypatch.setenv("TFDIST_RENDEZVOUS_TOKEN", "known to both hosts")
+    for _ in range(ROUNDS):  # other work on the machine only ever makes it longer
+        start_s = time.monotonic()
+        (code, printed, _), (other, nothing, said) = on_both(two_hosts, f"--shared_dir={tmp_path}")
+        if (took_s := time.monotonic() - start_s) < LIMIT_S:
+            break
+    # On a machine on which TensorFlow itself takes long to load, five times that.
+    assert took_s < LIMIT_S or took_s < 5 * import_s()
     assert codes(printed) == set(), printed
-    assert code == other
+    assert code == other != EXIT_USAGE
     assert nothing is None
     assert "the findings for b are printed on a" in said
     assert len(printed["facts"]["present"]) == 2
@@ -103,6 +114,12 @@ def test_two_hosts_with_nothing_wrong(two_hosts, tmp_path):
         assert wire["bytes_per_s"] > 0
         assert [reach["answered"] for reach in facts["reaches"]] == [1 - facts["index"]]
     assert not list(tmp_path.glob(".tfdist*"))
+
+
+def import_s():
+    start_s = time.monotonic()
+    python("-c", "import tensorflow", timeout=DEADLINE_S)
+    return time.monotonic() - start_s
 
 
 def test_two_hosts_of_which_one_is_broken(two_hosts, tmp_path):

@@ -1,5 +1,5 @@
 """Preflight checks of a job's hosts before it is started on them.
 
-Every host gathers facts of itself and of the others; one of them has all, and judges. The checks of
-`host_checks` and `network_checks` are functions of the facts and of nothing else.
+Every host gathers facts of itself and of the others (`probes`); one of them has all, and judges
+them (`checks`). `examine` runs it, and `servers` tries what TensorFlow's own servers carry.
 """

@@ -1,28 +1,33 @@
-"""Preflight of all hosts of a job, as run by the first host and by the others, and its report."""
+"""Preflight of all hosts of a job, as run by the first host and by the others, and its report.
+
+The hosts connect to the first one, which runs each step on all. The connections of the barrier are
+the launchers' own: `Hub` on the first host, `Member` on the others.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from tfdist.cluster import hold_ports
 from tfdist.cluster.address import join
-from tfdist.errors import TfdistError
+from tfdist.errors import PeerLost, TfdistError, opening_port
 from tfdist.launch.messages import Message, decode, encode
-from tfdist.ops.doctor import host_checks, machine, network_checks
-from tfdist.ops.doctor.barrier import (
-    HostBarrier,
-    PortListener,
-    Step,
-    greeting,
-    join_barrier,
-    measure,
-    reach,
-    run_steps,
+from tfdist.launch.multihost.rendezvous import (
+    Differs,
+    Hub,
+    Joining,
+    Lost,
+    Member,
+    MessageReceived,
+    PeerJoined,
+    readable,
 )
+from tfdist.ops.doctor import checks, probes
+from tfdist.ops.doctor.checks import RULES, TOPICS, check
 from tfdist.ops.doctor.facts import (
     Absence,
     Exchange,
@@ -32,31 +37,152 @@ from tfdist.ops.doctor.facts import (
     PreflightJob,
     Topic,
 )
-from tfdist.ops.doctor.machine import Storage, work_s
+from tfdist.ops.doctor.probes import PortListener, Storage
 from tfdist.ops.doctor.servers import ServerProcess
-from tfdist.ops.rules import Rule, Severity, count, printable, worst
+from tfdist.ops.rules import Severity, count, printable, worst
 
-# Every rule by its code; a code keeps its meaning for good, and is not given again.
+# Preflight barrier.
 
-TOPICS: tuple[Topic, ...] = (
-    host_checks.HOSTS,
-    network_checks.NAMES,
-    network_checks.PORTS,
-    network_checks.NETWORK,
-    host_checks.CLOCKS,
-    host_checks.SOFTWARE,
-    host_checks.MACHINES,
-    network_checks.PROXIES,
-    host_checks.DIRECTORY,
-    network_checks.EXCHANGE,
-)
+SILENT_S = 120.0
+"""After how long without a word a host is gone; longer than any step, in which it says nothing."""
 
-RULES: dict[str, Rule] = {rule.code: rule for topic in TOPICS for rule in topic.rules}
+_STEP_S = 30.0
+"""How long one step may take."""
+
+_LOOK_S = 0.05
+_AGAIN_S = 0.3
+
+Step = Callable[[Sequence[int]], Message | None]
+"""One thing that a host does when all do it, given the hosts that are there."""
 
 
-def check(facts: JobFacts) -> list[HostFinding]:
-    """Return all that is wrong, topic after topic."""
-    return [finding for topic in TOPICS for finding in topic.check(facts)]
+class HostBarrier:
+    """First host's side of the barrier: hosts that are present, and their answers."""
+
+    def __init__(self, job: PreflightJob) -> None:
+        self._job = job
+        listener = None
+        if len(job.hosts) > 1:
+            with opening_port("the port at which the hosts meet", job.meeting_port):
+                listener = probes.listen(job.meeting_port)
+        self._hub = Hub(
+            listener,
+            token=job.token,
+            terms=job.terms,
+            num_ranks=len(job.hosts),
+            timeout_s=SILENT_S,
+        )
+        self._step = ""
+        """Under way; empty while the hosts gather."""
+        self._refused: dict[int, str] = {}
+        self._answers: dict[int, Message] = {}
+        self.absent: list[Absence] = []
+
+    @property
+    def present(self) -> list[int]:
+        """Return the hosts that are there, this one among them."""
+        return sorted({self._job.index, *self._hub.present})
+
+    def gather(self, *, within_s: float) -> None:
+        """Wait until all hosts have come, or the time is over; those that have not are absent."""
+        listed = set(range(len(self._job.hosts))) - {self._job.index}
+        self._wait(lambda: listed <= self._hub.present | self._refused.keys(), within_s=within_s)
+        self._step = "gather"
+        came = "; ".join(self._hub.turned_away)
+        turned_away = f" (turned away: {came})" if came else ""
+        for index in sorted(listed - self._hub.present):
+            why = self._refused.get(index, f"did not come within {within_s:.0f} s{turned_away}")
+            is_other_job = index in self._refused
+            self.absent.append(Absence(index=index, why=why, is_other_job=is_other_job))
+
+    def ask(self, step: str, own: Step) -> dict[int, Message]:
+        """Have every host do a step, this one by `own`; return the answers of those that gave one.
+
+        Those that gave none are absent from then on.
+        """
+        self._step = step
+        self._answers.clear()
+        deadline_s = time.monotonic() + _STEP_S
+        asked, request = self._hub.present, {"do": step, "present": self.present}
+        for index in asked:
+            self._hub.send(index, request)
+        answers = {self._job.index: own(self.present) or {}}
+        self._wait(
+            lambda: asked & self._hub.present <= self._answers.keys(),
+            within_s=deadline_s - time.monotonic(),
+        )
+        for index in sorted(asked - self._answers.keys()):
+            self.lose(index, "no answer in time")
+        return answers | self._answers
+
+    def lose(self, index: int, why: str) -> None:
+        """Count a host as absent from now on."""
+        self._hub.drop(index, why)
+        self._turn()
+
+    def end(self, exit_code: int) -> None:
+        """Tell all hosts how it went, and let them go."""
+        self._hub.end({"do": "end", "exit_code": exit_code})
+
+    def _wait(self, is_done: Callable[[], bool], *, within_s: float) -> None:
+        deadline_s = time.monotonic() + within_s
+        self._turn()
+        while not is_done() and time.monotonic() < deadline_s:
+            readable([self._hub.fileno()], within_s=_LOOK_S)
+            self._turn()
+
+    def _turn(self) -> None:
+        self._hub.turn()
+        for news in self._hub.take_news():
+            match news:
+                case PeerJoined(rank=index) if self._step:
+                    self._hub.drop(index, "it is too late")
+                case PeerJoined(rank=index):
+                    self._refused.pop(index, None)
+                case Differs(rank=index, what=what):
+                    self._refused[index] = f"was told of another job: {'; '.join(what)}"
+                case MessageReceived(rank=index, message=message):
+                    self._answers[index] = message
+                case Lost(rank=index, cause=cause) if self._step:
+                    if all(absence.index != index for absence in self.absent):
+                        self.absent.append(Absence(index=index, why=cause, during=self._step))
+
+
+def join_barrier(job: PreflightJob, *, within_s: float) -> Member:
+    """Come to the first host, again and again until the time is over; raises as `Joining.join`."""
+    joining = Joining(
+        job.hosts[0].name,
+        job.meeting_port,
+        token=job.token,
+        rank=job.index,
+        terms=job.terms,
+        timeout_s=SILENT_S,
+    )
+    member = joining.join(within_s=within_s, is_over=lambda: False)
+    assert member is not None  # it is never over
+    return member
+
+
+def run_steps(member: Member, steps: Mapping[str, Step], *, hosts: int) -> int:
+    """Run the steps that the first host asks for until it ends; return the exit code.
+
+    Raises:
+        PeerLost: the first host has gone.
+    """
+    while True:
+        for request in member.take_messages():
+            match request:
+                case {"do": "end", "exit_code": int(code)}:
+                    return code
+                case {"do": str(step), "present": list(listed)} if step in steps:
+                    present = [index for index in range(hosts) if index in listed]
+                    member.send(steps[step](present) or {})
+                case _:
+                    raise PeerLost(f"it asks for {request}")
+        if member.lost:
+            raise PeerLost(member.lost)
+        readable([member.fileno()], within_s=_AGAIN_S)
+        member.turn()
 
 
 _STEPS = ("reach", "wire", "work", "write", "read")
@@ -187,7 +313,7 @@ class PreflightPeer:
         self._environ = environ
         self._stack = contextlib.ExitStack()
         ports = job.host.ports or (self._stack.enter_context(hold_ports(1)[0]).port,)
-        self._listener = PortListener(greeting(job.index, job.fingerprint), ports)
+        self._listener = PortListener(probes.greeting(job.index, job.fingerprint), ports)
         self._stack.callback(self._listener.close)
         self._storage: Storage | None = None
         if shared_dir:
@@ -196,8 +322,8 @@ class PreflightPeer:
         self._server: ServerProcess | None = None
         self.facts = HostFacts(
             index=job.index,
-            machine=machine.look(environ),
-            names=machine.look_up([h.name for h in job.hosts] if len(job.hosts) > 1 else []),
+            machine=probes.look(environ),
+            names=probes.look_up([h.name for h in job.hosts] if len(job.hosts) > 1 else []),
             ports=self._listener.ports[: len(job.host.ports)],
         )
         self.steps: Mapping[str, Step] = {
@@ -225,7 +351,9 @@ class PreflightPeer:
 
     def _reach(self, present: Sequence[int]) -> None:
         job = self._job
-        found = reach(job.hosts, present=present, index=job.index, fingerprint=job.fingerprint)
+        found = probes.reach(
+            job.hosts, present=present, index=job.index, fingerprint=job.fingerprint
+        )
         self.facts = replace(self.facts, reaches=found)
 
     def _wire(self, present: Sequence[int]) -> None:
@@ -239,11 +367,11 @@ class PreflightPeer:
         if len(job.hosts) == 1:
             reached = [port.port for port in self._listener.ports if not port.error]
         if reached:
-            wire = measure(self._address_of(other), min(reached), host=other)
+            wire = probes.measure(self._address_of(other), min(reached), host=other)
             self.facts = replace(self.facts, wires=(wire,))
 
     def _work(self, present: Sequence[int]) -> None:
-        self.facts = replace(self.facts, work_s=work_s(self.facts.machine.cpus))
+        self.facts = replace(self.facts, work_s=probes.work_s(self.facts.machine.cpus))
 
     def _write(self, present: Sequence[int]) -> None:
         if self._storage is not None:
@@ -326,15 +454,15 @@ def as_json(result: PreflightResult) -> str:
 
 def _left_out(topic: Topic, facts: JobFacts) -> str:
     """Return why nobody looked at a topic; empty where somebody did."""
-    if topic is network_checks.EXCHANGE and facts.exchange is None:
+    if topic is checks.EXCHANGE and facts.exchange is None:
         return facts.left_out
-    if topic is host_checks.DIRECTORY and not facts.shared_dir:
+    if topic is checks.DIRECTORY and not facts.shared_dir:
         return "no --shared_dir"
     measured = {
-        network_checks.NAMES: any(host.names for host in facts.present),
-        network_checks.NETWORK: any(host.wires for host in facts.present),
-        host_checks.CLOCKS: any(host.clock_ahead_s is not None for host in facts.present),
-        host_checks.DIRECTORY: any(host.directory for host in facts.present),
+        checks.NAMES: any(host.names for host in facts.present),
+        checks.NETWORK: any(host.wires for host in facts.present),
+        checks.CLOCKS: any(host.clock_ahead_s is not None for host in facts.present),
+        checks.DIRECTORY: any(host.directory for host in facts.present),
     }
     return "" if measured.get(topic, True) else "no other host was met"
 

@@ -1,9 +1,10 @@
-"""Probes of this host: software, processors, memory, limits, addresses, proxies, directory."""
+"""Probes of a host: what it has, what it reaches of the others, and the shared directory."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import ipaddress
 import os
@@ -11,21 +12,33 @@ import platform
 import re
 import resource
 import socket
+import socketserver
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 import psutil
 
 from tfdist.files import fsync, replacing
 from tfdist.launch.machine import memory_groups, this_machine
-from tfdist.ops.doctor.facts import Directory, MachineProbe, NameFacts, Proxy, reason_of
+from tfdist.ops.doctor.facts import (
+    Directory,
+    Host,
+    MachineProbe,
+    NameFacts,
+    PortFacts,
+    Proxy,
+    Reach,
+    Wire,
+    reason_of,
+)
 
 _PACKAGES = {
     "tensorflow": "tensorflow",
@@ -294,3 +307,219 @@ class Storage:
         """Replace the page as checkpoints are: by a file beside it, which is renamed."""
         with replacing(self._page, durable=False) as unfinished:
             unfinished.write_bytes(bytes([number]) * _PAGE_BYTES)
+
+
+# Listener on the ports of this host's tasks during the preflight.
+#
+# It listens on every interface, as TensorFlow's servers will: what is free, or reached, for one is
+# so for the other. It says whose port this is, and takes data; nothing it is sent is run.
+
+MAX_PIECE_BYTES = 64 << 20
+
+_GREETING = "tfdist doctor"
+_PATIENCE_S = 10.0
+_BACKLOG = 256
+
+
+class PortListener:
+    """Listener on ports, with a thread for each client.
+
+    Args:
+      greeting: the line that whoever connects gets first.
+      ports: of this host's tasks.
+    """
+
+    def __init__(self, greeting: str, ports: Sequence[int]) -> None:
+        self._greeting = greeting.encode() + b"\n"
+        self._servers: list[_Server] = []
+        self.ports = tuple(self._open(port) for port in ports)
+
+    def close(self) -> None:
+        """Free the ports; connections go on."""
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
+        self._servers.clear()
+
+    def _open(self, port: int) -> PortFacts:
+        try:
+            server = _Server(port, self._greeting)
+        except OSError as error:
+            why = os.strerror(error.errno).lower() if error.errno else str(error)
+            return PortFacts(port=port, error=why, holder=_holder_of(port))
+        self._servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        return PortFacts(port=port)
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Server at one port of all interfaces; errors of a client end its connection alone."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, greeting: bytes) -> None:
+        super().__init__(("", port), _Handler, bind_and_activate=False)
+        self.greeting = greeting
+        self.socket.close()
+        self.socket = listen(port)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print nothing: the client is gone, or is no doctor."""
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    """Greeting of a client, then pieces of announced sizes, confirmed once all of one is here."""
+
+    server: _Server
+    timeout = _PATIENCE_S
+    disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        """Take pieces until the client hangs up."""
+        self.wfile.write(self.server.greeting)
+        buffer = memoryview(bytearray(1 << 20))
+        while len(head := self.rfile.read(8)) == 8:
+            left = int.from_bytes(head, "big")
+            if left > MAX_PIECE_BYTES:
+                return
+            while left:
+                count = self.rfile.readinto(buffer[: min(left, len(buffer))])
+                if not count:
+                    return
+                left -= count
+            self.wfile.write(head)
+
+
+def listen(port: int) -> socket.socket:
+    """Return a socket that listens on all interfaces, as TensorFlow's servers do."""
+    ipv6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ipv6 else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=ipv6)
+
+
+def _holder_of(port: int) -> str:
+    """Return the process that listens at a port, as ``python (4711)``; empty if unknown."""
+    with contextlib.suppress(OSError, psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            is_there = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            if is_there and connection.pid is not None:  # else it is another user's
+                return f"{psutil.Process(connection.pid).name()} ({connection.pid})"
+    return ""
+
+
+def greeting(index: int, fingerprint: str) -> str:
+    """Return the line by which a host of a job is known."""
+    return f"{_GREETING} {index} {fingerprint}"
+
+
+def host_of(line: str, fingerprint: str) -> int:
+    """Return the host of the job with this greeting; -1 for none."""
+    match = re.fullmatch(_GREETING + r" (\d{1,6}) (\w+)", line)
+    return int(match[1]) if match and match[2] == fingerprint else -1
+
+
+# Connection probes to the other hosts: reachability, latency, throughput.
+
+_CONNECT_S = 2.0
+_TALK_S = 5.0
+_REACH_S = 20.0
+_AT_ONCE = 64
+_MAX_GREETING_BYTES = 80
+_PINGS = 50
+_FIRST_PIECE_BYTES = 64 << 10
+_LONG_ENOUGH_S = 0.1  # for a piece, to be a measure of what goes through
+_MEASURE_S = 1.0
+
+
+def reach(
+    hosts: Sequence[Host], *, present: Sequence[int], index: int, fingerprint: str
+) -> tuple[Reach, ...]:
+    """Connect to every port of the other hosts that are present; return the results.
+
+    Many ports at which nobody answers take long: some may not be tried in time, which is their
+    error.
+    """
+    deadline_s = time.monotonic() + _REACH_S
+    targets = [(other, port) for other in present if other != index for port in hosts[other].ports]
+
+    def one(place: tuple[int, int]) -> Reach:
+        other, port = place
+        if time.monotonic() > deadline_s:
+            return Reach(host=other, port=port, error=f"not tried within {_REACH_S:.0f} s")
+        try:
+            with connected(hosts[other].name, port) as (_, _, line):
+                answered = host_of(line, fingerprint)
+            return Reach(host=other, port=port, answered=answered)
+        except OSError as error:
+            return Reach(host=other, port=port, error=reason_of(error))
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return tuple(pool.map(one, targets))
+
+
+def measure(address: str, port: int, *, host: int) -> Wire:
+    """Return how fast a plain connection to a host is, which has answered before."""
+    latency_s, carried = 0.0, "nothing comes back"
+    try:
+        with connected(address, port) as (sock, reader, _):
+            sock.settimeout(_TALK_S)
+            send = functools.partial(_send_piece, sock, reader)
+            latency_s = _latency_s(send)
+            carried = f"{_FIRST_PIECE_BYTES >> 10} KiB do not come through"
+            return Wire(host=host, latency_s=latency_s, bytes_per_s=_bytes_per_s(send))
+    except OSError as error:
+        return Wire(host=host, latency_s=latency_s, error=f"{carried}: {reason_of(error)}")
+
+
+@contextlib.contextmanager
+def connected(address: str, port: int) -> Iterator[tuple[socket.socket, BinaryIO, str]]:
+    """Connect; yield the connection, its reader, and the line with which it was greeted.
+
+    The line is empty where none comes in time: others need not greet.
+    """
+    bare = address.strip("[]")
+    with (
+        socket.create_connection((bare, port), timeout=_CONNECT_S) as sock,
+        sock.makefile("rb") as reader,
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        line = b""
+        with contextlib.suppress(OSError):
+            line = reader.readline(_MAX_GREETING_BYTES)
+        yield sock, reader, line.decode(errors="replace").rstrip("\n")
+
+
+def _latency_s(send: Callable[[int], float]) -> float:
+    """Return the shortest time that a piece without bytes took there and back."""
+    deadline_s = time.monotonic() + _MEASURE_S
+    times = [send(0)]
+    while len(times) < _PINGS and time.monotonic() < deadline_s:
+        times.append(send(0))
+    return min(times)
+
+
+def _bytes_per_s(send: Callable[[int], float]) -> float:
+    """Return the better speed of two pieces that take long enough to tell.
+
+    Smaller ones come first, until it is known how large these are. What they say is left out: the
+    first of them may go through a limit that has been idle as if there were none.
+    """
+    size = _FIRST_PIECE_BYTES
+    deadline_s = time.monotonic() + _MEASURE_S
+    while True:
+        took_s = send(size)
+        is_long = took_s > _LONG_ENOUGH_S or time.monotonic() > deadline_s
+        if is_long or size >= MAX_PIECE_BYTES:
+            return size / min(took_s, send(size))
+        size *= 2
+
+
+def _send_piece(sock: socket.socket, reader: BinaryIO, size: int) -> float:
+    """Return how long it took until the other side had all of it."""
+    data = bytes(size)
+    start = time.perf_counter()
+    sock.sendall(size.to_bytes(8, "big"))
+    sock.sendall(data)
+    if len(reader.read(8)) < 8:
+        raise ConnectionError("the connection was closed")
+    return time.perf_counter() - start
