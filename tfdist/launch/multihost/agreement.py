@@ -126,19 +126,27 @@ def read_token(environ: Mapping[str, str], *, path: str | None, hosts: Sequence[
     Raises:
         UsageError: there is none, or it cannot be read; no message has any of its text.
     """
-    if path is not None:
-        return _checked(_text_of(path), where=TOKEN_FLAG)
-    if TOKEN_VARIABLE in environ:
-        return _checked(environ[TOKEN_VARIABLE], where=TOKEN_VARIABLE)
-    if all(is_loopback(host) for host in hosts):
+    text = environ.get(TOKEN_VARIABLE) if path is None else _text_of(path)
+    if text is None:
+        require(
+            all(map(is_loopback, hosts)),
+            TOKEN_VARIABLE,
+            received="no token for a job on several hosts",
+            expected=f"the same secret on all hosts, in {TOKEN_VARIABLE} or a file",
+            fix=f"give {TOKEN_FLAG} FILE ({_MAKE})",
+            code="no-token",
+        )
         return b""
-    raise UsageError(
-        TOKEN_VARIABLE,
-        received="no token for a job on several hosts",
-        expected=f"the same secret on all hosts, in {TOKEN_VARIABLE} or a file",
-        fix=f"give {TOKEN_FLAG} FILE ({_MAKE})",
-        code="no-token",
+    token = text.strip()
+    require(
+        _MIN_TOKEN_CHARS <= len(token) <= _MAX_TOKEN_CHARS,
+        TOKEN_VARIABLE if path is None else TOKEN_FLAG,
+        received=f"a token of {len(token)} characters",
+        expected=f"{_MIN_TOKEN_CHARS} to {_MAX_TOKEN_CHARS} of them",
+        fix=f"make another: {_MAKE}",
+        code="token-length",
     )
+    return token.encode()
 
 
 def is_loopback(host: str) -> bool:
@@ -167,16 +175,3 @@ def _text_of(path: str) -> str:
         fix=f"make it: {_MAKE}",
         code="unreadable-file",
     )
-
-
-def _checked(text: str, *, where: str) -> bytes:
-    token = text.strip()
-    require(
-        _MIN_TOKEN_CHARS <= len(token) <= _MAX_TOKEN_CHARS,
-        where,
-        received=f"a token of {len(token)} characters",
-        expected=f"{_MIN_TOKEN_CHARS} to {_MAX_TOKEN_CHARS} of them",
-        fix=f"make another: {_MAKE}",
-        code="token-length",
-    )
-    return token.encode()

@@ -337,12 +337,20 @@ def own_address(host: str, *, other: str) -> str:
     try:
         _, (address, _) = resolve(host)
     except OSError as error:
-        raise _not_here(host, f"cannot be resolved: {error.strerror}") from None
-    if ipaddress.ip_address(address).is_loopback:
-        return _address_towards(other) or address
-    if not is_own_address(address):
-        raise _not_here(host, f"is {address}, no address of this machine")
-    return address
+        what = f"cannot be resolved: {error.strerror}"
+    else:
+        if ipaddress.ip_address(address).is_loopback:
+            return _address_towards(other) or address
+        if is_own_address(address):
+            return address
+        what = f"is {address}, no address of this machine"
+    raise UsageError(
+        "--hosts",
+        received=f"{shown(host)} for this machine, which {what}",
+        expected="a name that leads to this machine",
+        fix="correct the name, --node_rank, or what resolves names (/etc/hosts, DNS)",
+        code="not-this-host",
+    )
 
 
 def is_own_address(host: str) -> bool:
@@ -370,13 +378,3 @@ def _address_towards(other: str) -> str | None:
             return str(route.getsockname()[0])
     except OSError:
         return None
-
-
-def _not_here(host: str, what: str) -> UsageError:
-    return UsageError(
-        "--hosts",
-        received=f"{shown(host)} for this machine, which {what}",
-        expected="a name that leads to this machine",
-        fix="correct the name, --node_rank, or what resolves names (/etc/hosts, DNS)",
-        code="not-this-host",
-    )
