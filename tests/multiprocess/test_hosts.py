@@ -316,7 +316,7 @@ def test_a_host_that_comes_back_is_in_the_next_attempt(host, running, rank):
 
 
 def test_without_a_host_that_does_not_come_back_the_others_go_on_where_that_was_asked_for(running):
-    other, first = running("--min_workers", "1", "--startup_timeout_s", "10")
+    other, first = running("--min_workers", "1", "--startup_timeout_s", "6")
     other.process.kill()
     assert first.end() == 0
     assert "going on without 127.0.0.2 (rank 1), with 1 worker" in first.text
@@ -325,10 +325,10 @@ def test_without_a_host_that_does_not_come_back_the_others_go_on_where_that_was_
 
 
 def test_a_host_that_does_not_come_back_ends_the_job(running):
-    other, first = running("--startup_timeout_s", "10")
+    other, first = running("--startup_timeout_s", "6")
     other.process.kill()
     assert first.end() == EXIT_PEER_MISSING
-    assert "not started again: 1 of 2 hosts are there: waited 10 s for 127.0.0.2" in first.text
+    assert "not started again: 1 of 2 hosts are there: waited 6 s for 127.0.0.2" in first.text
 
 
 # hosts that never meet
@@ -364,8 +364,8 @@ def test_hosts_that_differ_are_told_in_what_and_start_nothing(host, tmp_path):
 
 
 def test_a_wrong_token_is_told_to_both(host):
-    first = host(0, PAUSE, "--startup_timeout_s", "10", env={"TFDIST_RENDEZVOUS_TOKEN": TOKEN})
     other = host(1, PAUSE, env={"TFDIST_RENDEZVOUS_TOKEN": TOKEN + "!"})
+    first = host(0, PAUSE, "--startup_timeout_s", "6", env={"TFDIST_RENDEZVOUS_TOKEN": TOKEN})
     assert codes([other, first]) == [EXIT_USAGE, EXIT_PEER_MISSING]
     assert other.text.startswith("token: received one that 127.0.0.1:")
     assert "(turned away: 127.0.0.2: a wrong token)" in first.text
