@@ -28,17 +28,36 @@ PORTS_PER_JOB = 32
 _JOBS = 397  # prime, so that job numbers in steps of any size are spread over all
 
 
-def place(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> TaskConfig:
+def place(
+    hosts: Sequence[str],
+    *,
+    rank: int,
+    job_settings: JobSettings,
+    types: Sequence[str] | None = None,
+    job_port: int | None = None,
+) -> TaskConfig:
     """Return the TF_CONFIG of the task of `rank`, where `hosts` has the host of each rank.
 
-    The tasks of a host have `DEFAULT_PORT` and the ports after it, in order of rank, or those
-    of a range that is set.
+    With `job_port`, the first of the ports of its job, each task has a port of its own in the job,
+    so that two nodes of a scheduler that are one machine do not meet; with more tasks than
+    `PORTS_PER_JOB`, or than a range that is set has, those of a host count by themselves. Without
+    it the tasks of a host have `DEFAULT_PORT` and the ports after it, or those of the range.
     """
-    types = task_types(len(hosts), job_settings=job_settings)
     ports = job_settings.ports
-    first_port = DEFAULT_PORT if ports is None else ports.start
-    at = addresses(hosts, first_port=first_port, among=ports)
-    return placed(at, types, rank=rank, job_settings=job_settings)
+    if types is None:
+        types = task_types(len(hosts), job_settings=job_settings)
+    first_port = job_port or (DEFAULT_PORT if ports is None else ports.start)
+    is_few = len(hosts) <= PORTS_PER_JOB and (ports is None or first_port + len(hosts) - 1 in ports)
+    if job_port and is_few:
+        at = [join(host, first_port + number) for number, host in enumerate(hosts)]
+    else:
+        at = _addresses(hosts, first_port=first_port, among=ports)
+    lists: dict[str, list[str]] = {type_: [] for type_ in TASK_TYPES}
+    for address, type_ in zip(at, types, strict=True):
+        lists[type_].append(address)
+    task = Task(types[rank], types[:rank].count(types[rank]))
+    cluster = ClusterSpec.from_dict(lists)
+    return TaskConfig(cluster=cluster, task=task, options=job_settings.options())
 
 
 def one_of(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> TaskConfig | None:
@@ -50,18 +69,6 @@ def one_of(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> Tas
     ):
         return None
     return place(hosts, rank=rank, job_settings=job_settings)
-
-
-def placed(
-    at: Sequence[str], types: Sequence[str], *, rank: int, job_settings: JobSettings
-) -> TaskConfig:
-    """Return the TF_CONFIG of the task of `rank`, from the address and the type of each rank."""
-    lists: dict[str, list[str]] = {type_: [] for type_ in TASK_TYPES}
-    for address, type_ in zip(at, types, strict=True):
-        lists[type_].append(address)
-    task = Task(types[rank], types[:rank].count(types[rank]))
-    cluster = ClusterSpec.from_dict(lists)
-    return TaskConfig(cluster=cluster, task=task, options=job_settings.options())
 
 
 def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
@@ -110,7 +117,7 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
     return ["chief"] + ["worker"] * (count - 1 - ps) + ["ps"] * ps
 
 
-def addresses(hosts: Sequence[str], *, first_port: int, among: range | None = None) -> list[str]:
+def _addresses(hosts: Sequence[str], *, first_port: int, among: range | None = None) -> list[str]:
     """Return ``host:port`` for each rank, the ranks of a host having ports in a row.
 
     All of them are of `among`, where that is given.
@@ -125,7 +132,7 @@ def addresses(hosts: Sequence[str], *, first_port: int, among: range | None = No
     if among is None or last_port in among:
         return made
     if first_port > among.start:
-        return addresses(hosts, first_port=among.start, among=among)  # the whole of it
+        return _addresses(hosts, first_port=among.start, among=among)  # the whole of it
     raise UsageError(
         settings.PORTS,
         received=f"{as_text(among)}, {len(among)} ports, "
@@ -151,21 +158,6 @@ def port_of_job(job: str, *, step: int = 0, job_settings: JobSettings | None = N
         )
     number = int(job) if job.isascii() and job.isdecimal() else zlib.crc32(job.encode())
     return first_port + PORTS_PER_JOB * ((number + 131 * step) % jobs)
-
-
-def ports_of_ranks(
-    hosts: Sequence[str], *, first_port: int, among: range | None = None
-) -> list[str]:
-    """Return ``host:port`` for each rank, with a port of its own in the job if they suffice.
-
-    With at most `PORTS_PER_JOB` tasks the port is `first_port` and the rank, so that two nodes
-    of a scheduler that are one machine do not meet; else, and where `among` has not so many, the
-    tasks of a host count by themselves.
-    """
-    last_port = first_port + len(hosts) - 1
-    if len(hosts) > PORTS_PER_JOB or (among is not None and last_port not in among):
-        return addresses(hosts, first_port=first_port, among=among)
-    return [join(host, first_port + rank) for rank, host in enumerate(hosts)]
 
 
 def same_host(one: str, other: str) -> bool:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.cluster import ClusterSpec, Task, placement, settings, slurm
+from tfdist.cluster import ClusterSpec, Task, environment, placement, settings
 from tfdist.cluster.address import join, parse_hosts, shown
 from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.cluster.ports import PortPool
@@ -279,14 +279,14 @@ def _slurm_nodes(
 ) -> tuple[tuple[str, ...], int, int] | None:
     if settings.text(environ, settings.CLUSTER) not in ("", "auto", "slurm"):
         return None
-    found = slurm.node_of(environ)
+    found = environment.slurm_nodes(environ)
     if found is None:
         return None
     hosts, rank = found
     job_settings = settings.from_environ(environ)
     if options.port_range is not None:
         job_settings = dataclasses.replace(job_settings, ports=options.port_range)
-    return tuple(hosts), rank, slurm.first_port(environ, job_settings)
+    return tuple(hosts), rank, environment.slurm_first_port(environ, job_settings)
 
 
 def rank_of(hosts: Sequence[str], *, node_rank: int | None) -> int:

@@ -1,7 +1,7 @@
 """Slurm: the batch script of a job. Pure.
 
 The script starts the tasks as one step of ``srun``, from whose variables each finds its place
-(`tfdist.cluster.slurm`). Slurm warns the script, and not the tasks, before the time is over
+(`tfdist.cluster.environment`). Slurm warns the script, and not the tasks, before the time is over
 (``--signal=B:USR1@s``): it passes the warning on, the tasks save and end with 143, and the job goes
 back into the queue. What each exit code does is in `_AFTER`.
 
