@@ -15,8 +15,15 @@ from tests.refusals import refusal, refused
 from tfdist.errors import UsageError
 from tfdist.launch import job
 from tfdist.launch.__main__ import main
-from tfdist.launch.options import FLAGS, OF_OTHERS, Program, help_text, parse
-from tfdist.launch.target import check_program, imports_tensorflow
+from tfdist.launch.options import (
+    FLAGS,
+    OF_OTHERS,
+    Program,
+    check_program,
+    help_text,
+    imports_tensorflow,
+    parse,
+)
 
 
 def test_flags_are_read_with_a_space_an_equals_sign_and_dashes():

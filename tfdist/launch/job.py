@@ -39,7 +39,13 @@ from tfdist.launch.multihost.hosts import (
 from tfdist.launch.multihost.leader import Team
 from tfdist.launch.multihost.node import Node
 from tfdist.launch.multihost.rendezvous import Hub, listen
-from tfdist.launch.options import LaunchOptions, Program
+from tfdist.launch.options import (
+    LaunchOptions,
+    Program,
+    check_program,
+    file_of_program,
+    imports_tensorflow,
+)
 from tfdist.launch.plan import (
     JobDescription,
     decided_strategy,
@@ -60,7 +66,6 @@ from tfdist.launch.screen import shows_in_place, standard_screen
 from tfdist.launch.starter import ProcessSpec, isolate, raise_file_limit
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Supervisor
-from tfdist.launch.target import check_program, file_of_program, imports_tensorflow
 from tfdist.launch.watchdog import Watchdog
 
 _READ = (settings.CLUSTER, settings.PORTS, settings.RESTARTS, settings.UNCOUNTED_RESTARTS)

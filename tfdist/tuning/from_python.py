@@ -22,8 +22,7 @@ from tfdist.errors import (
     UsageError,
     require,
 )
-from tfdist.launch.options import Program
-from tfdist.launch.target import imports_tensorflow
+from tfdist.launch.options import Program, imports_tensorflow
 from tfdist.outputs.sweep_journal import JOURNAL, TRIALS, SweepState, Trial, read
 from tfdist.tuning import sweep
 from tfdist.tuning.options import NONE, RECONNECT_S, RunOptions, require_no_rule
