@@ -14,6 +14,7 @@ from rich.console import Console
 from tests.unit.test_report import RUNS
 from tfdist import top
 from tfdist.cluster import Task
+from tfdist.launch.diagnosis import Watchdog
 from tfdist.launch.events import Awakening, Beat, Ended, Started
 from tfdist.launch.live import (
     MAX_BINS,
@@ -24,7 +25,6 @@ from tfdist.launch.live import (
 )
 from tfdist.launch.report import description_of_job
 from tfdist.launch.state import JobState, RestartPolicy
-from tfdist.launch.watchdog import Watchdog
 from tfdist.loopback import listen, make_server
 from tfdist.report.run import read_run
 from tfdist.top import view

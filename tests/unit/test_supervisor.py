@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
-from tfdist.launch.diagnosis import SETTLE_S
+from tfdist.launch.diagnosis import SETTLE_S, Hang
 from tfdist.launch.events import (
     AskForStacks,
     Beat,
@@ -30,7 +30,6 @@ from tfdist.launch.supervisor import (
     STRAGGLER_GRACES,
     Supervisor,
 )
-from tfdist.launch.watchdog import Hang
 
 CHIEF, W0, W1, W2, PS = (
     Task("chief", 0),

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
+from tfdist.launch.diagnosis import LATE_S, Watchdog
 from tfdist.launch.events import Beat
 from tfdist.launch.machine import proc_state
-from tfdist.launch.watchdog import LATE_S, Watchdog
 from tfdist.phases import PendingWork
 
 CHIEF, PS = Task("chief", 0), Task("ps", 0)

@@ -17,6 +17,7 @@ from tfdist.cluster.address import join
 from tfdist.cluster.ports import PortPool, as_text, parse_ports
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError, opening_port
 from tfdist.files import write_json
+from tfdist.launch.diagnosis import Watchdog
 from tfdist.launch.events import (
     STOP_CODES,
     SignalPipe,
@@ -66,7 +67,6 @@ from tfdist.launch.screen import shows_in_place, standard_screen
 from tfdist.launch.starter import ProcessSpec, isolate, raise_file_limit
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Supervisor
-from tfdist.launch.watchdog import Watchdog
 
 _READ = (settings.CLUSTER, settings.PORTS, settings.RESTARTS, settings.UNCOUNTED_RESTARTS)
 _FILES_PER_TASK = 6  # port, pipe, log, and three more while it is started

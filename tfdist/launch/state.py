@@ -16,9 +16,8 @@ from typing import Any
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE
-from tfdist.launch.diagnosis import Failure, RootCause
+from tfdist.launch.diagnosis import Failure, RootCause, Watchdog
 from tfdist.launch.events import exit_code_for, exit_code_of
-from tfdist.launch.watchdog import Watchdog
 
 _EXIT_KILLED = exit_code_of(-signal.SIGKILL)
 
