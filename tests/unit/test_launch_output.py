@@ -13,7 +13,7 @@ from tfdist.files import write_json
 from tfdist.launch import job
 from tfdist.launch.diagnosis import Failure
 from tfdist.launch.options import LaunchOptions, Program
-from tfdist.launch.report import attempt_entry, earlier_attempts
+from tfdist.launch.run_dir import attempt_entry, earlier_attempts
 from tfdist.launch.screen import MAX_LINE_BYTES, Console, JobScreen, LineSplitter, TaskOutput
 from tfdist.launch.state import JobState
 

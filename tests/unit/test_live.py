@@ -23,7 +23,7 @@ from tfdist.launch.live import (
     metrics_server,
     prometheus_text,
 )
-from tfdist.launch.report import description_of_job
+from tfdist.launch.run_dir import description_of_job
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.loopback import listen, make_server
 from tfdist.report.run import read_run

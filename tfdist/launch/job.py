@@ -54,15 +54,18 @@ from tfdist.launch.plan import (
     start_method,
 )
 from tfdist.launch.processes import JobProcesses
-from tfdist.launch.report import (
-    FILE_NAME,
+from tfdist.launch.run_dir import (
+    REPORT_FILE,
+    RunDir,
     attempt_entry,
+    chosen_run_dir,
     description_of_job,
     earlier_attempts,
+    next_attempt,
+    not_writable,
     restart_seconds,
     versions_of_job,
 )
-from tfdist.launch.run_dir import RunDir, chosen_run_dir, next_attempt, not_writable
 from tfdist.launch.screen import shows_in_place, standard_screen
 from tfdist.launch.starter import ProcessSpec, isolate, raise_file_limit
 from tfdist.launch.state import JobState, RestartPolicy
@@ -296,7 +299,7 @@ class JobRun:
         self._screen = part.screen
         self._team = team
         self._run_dir = run_dir
-        self._report_file = job.run_dir / FILE_NAME
+        self._report_file = job.run_dir / REPORT_FILE
         self._entries = earlier_attempts(job.run_dir)
         self._description = description_of_job(job.strategy, argv=sys.orig_argv)
         self._policy = RestartPolicy(

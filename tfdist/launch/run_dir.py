@@ -1,16 +1,29 @@
-"""Run directory of a job, locked while it runs."""
+"""Run directory of a job: its lock, its logs, and `report.json`.
+
+The report has each attempt, its tasks, and its root cause.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import re
 import secrets
+import shlex
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from tfdist.cluster import Task
 from tfdist.errors import UsageError
 from tfdist.files import FileLock, Held
+from tfdist.launch.diagnosis import Failure
+from tfdist.launch.events import signal_name
+from tfdist.launch.multihost.agreement import versions, without_secrets
+from tfdist.launch.state import JobState, TaskRecord
 
 _LOGS = "logs"
 
@@ -92,3 +105,135 @@ def not_writable(path: Path, error: OSError) -> UsageError:
         fix="give another one with --run_dir",
         code="not-writable",
     )
+
+
+REPORT_FILE = "report.json"
+
+
+def attempt_entry(
+    attempt: JobState,
+    *,
+    number: int,
+    epoch_s: float,
+    last_lines: Callable[[Task], Sequence[str]],
+    stacks: Mapping[Task, Sequence[str]],
+    hosts: Mapping[Task, str],
+) -> dict[str, Any]:
+    """Return the report's entry of an attempt that is over.
+
+    Args:
+      attempt: one start of all tasks of a job, and its end.
+      number: of the attempt.
+      epoch_s: the time of day when the clock stood at 0.
+      last_lines: returns those of a task's output.
+      stacks: the last lines of the tasks that were asked for their stacks, after a hang.
+      hosts: where each task was, in a job on several hosts.
+    """
+
+    def time_of(at_s: float | None) -> str | None:
+        if at_s is None:
+            return None
+        moment = datetime.fromtimestamp(epoch_s + at_s, UTC)
+        return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+    def host_of(task: Task) -> dict[str, str]:
+        return {"host": hosts[task]} if task in hosts else {}
+
+    def task_entry(record: TaskRecord) -> dict[str, Any]:
+        status = record.status
+        killed = status is not None and status < 0
+        return {
+            "task": str(record.task),
+            **host_of(record.task),
+            "pid": record.pid,
+            "exit_code": None if killed else status,
+            "signal": signal_name(-status) if status is not None and killed else None,
+            "started_at": time_of(record.started_at_s),
+            "ended_at": time_of(record.ended_at_s),
+            "stopped": record.stopped,
+            "restart": record.restart,
+        }
+
+    def failure_entry(failure: Failure) -> dict[str, Any]:
+        return {
+            "task": str(failure.task),
+            **host_of(failure.task),
+            "cause": failure.cause,
+            "step": failure.step,
+            "at": time_of(failure.at_s),
+            "detect_s": _rounded(failure.detect_s),
+        }
+
+    failure, restarts, lost = attempt.failure, attempt.restarts, attempt.lost
+    return {
+        "attempt": number,
+        "exit_code": attempt.exit_code,
+        "detect_s": _rounded(failure.detect_s) if failure else None,
+        "restart_s": None,
+        "first_step_s": _elapsed_s(attempt.started_s, attempt.first_step_s),
+        "tasks": [task_entry(record) for record in attempt.records],
+        "restarts": [
+            {**failure_entry(past), "restart_s": _restart_s(attempt, past)} for past in restarts
+        ],
+        "lost": [
+            {**failure_entry(past), "last_lines": list(last_lines(past.task))} for past in lost
+        ],
+        "first_failure": failure
+        and {
+            **failure_entry(failure),
+            "last_lines": list(last_lines(failure.task)),
+            "stacks": {str(task): list(lines) for task, lines in stacks.items()},
+        },
+    }
+
+
+def restart_seconds(failed: JobState, following: JobState) -> float | None:
+    """Return the seconds from a failure until every task of the next attempt was started."""
+    firsts = [record.started_at_s for record in following.records if not record.restart]
+    known = [moment for moment in firsts if moment is not None]
+    all_started_s = max(known) if known and len(known) == len(firsts) else None
+    return _elapsed_s(failed.failure.at_s if failed.failure else None, all_started_s)
+
+
+def _restart_s(attempt: JobState, failure: Failure) -> float | None:
+    """Return the seconds from a failure until its task was started again alone."""
+    moments = [
+        record.started_at_s
+        for record in attempt.records
+        if record.task == failure.task and record.started_at_s is not None
+    ]
+    after = [moment for moment in moments if moment > failure.at_s]
+    return _elapsed_s(failure.at_s, min(after, default=None))
+
+
+def _elapsed_s(begin_s: float | None, end_s: float | None) -> float | None:
+    return None if begin_s is None or end_s is None else _rounded(end_s - begin_s)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
+
+
+def earlier_attempts(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the attempts of earlier runs in this directory; none if the report is damaged."""
+    try:
+        report = json.loads((run_dir / REPORT_FILE).read_text())
+        attempts = report["attempts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return attempts if isinstance(attempts, list) else []
+
+
+def description_of_job(strategy: str, *, argv: Sequence[str]) -> dict[str, Any]:
+    """Return what runs and where, for `report.json`; values that are secrets by name left out."""
+    return {
+        "command": shlex.join(without_secrets(argv)),
+        "strategy": strategy,
+        "host": socket.gethostname(),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+def versions_of_job() -> dict[str, str]:
+    """Return the versions it runs with; takes 20 ms, and so is not for a job's start."""
+    return {**versions(), "Python": platform.python_version()}

@@ -29,8 +29,7 @@ from tfdist.cluster import read_environment
 from tfdist.errors import EXIT_FAILED, JobFailed, TfdistError, UsageError, near
 from tfdist.launch.guardian import MARK, bound_command
 from tfdist.launch.options import FLAGS, parse
-from tfdist.launch.report import earlier_attempts
-from tfdist.launch.run_dir import chosen_run_dir
+from tfdist.launch.run_dir import chosen_run_dir, earlier_attempts
 
 _MODULE = "tfdist.launch.spawn"
 _OPTIONS = tuple(f.name for f in FLAGS if f.name not in ("help", "fork_server", "keep_fds"))
