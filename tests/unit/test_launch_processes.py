@@ -31,9 +31,9 @@ from tfdist.launch.events import (
 from tfdist.launch.fork_server import ForkStarter
 from tfdist.launch.messages import Attempt
 from tfdist.launch.options import Program
+from tfdist.launch.plan import ProcessSpec
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import Console, JobScreen
-from tfdist.launch.starter import ProcessSpec
 from tfdist.phases import PendingWork
 
 DEADLINE_S = 60.0

@@ -22,7 +22,7 @@ from rich.console import Console
 from tests.refusals import refusal, refused
 from tfdist.errors import TfdistError, UsageError
 from tfdist.files import is_held
-from tfdist.launch.starter import raise_file_limit
+from tfdist.launch.machine import raise_file_limit
 from tfdist.outputs.sweep_journal import LOCK, Journal, fold, read
 from tfdist.tuning import directory, exports
 from tfdist.tuning import sweep as sweep_module

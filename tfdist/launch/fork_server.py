@@ -30,16 +30,18 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tfdist.cluster import Task
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.launch.events import Ended, Started, task_of
-from tfdist.launch.guardian import die_with
+from tfdist.launch.guardian import bootstrap_command, die_with, start_process
 from tfdist.launch.messages import Message, decode_event, encode_event
-from tfdist.launch.starter import ProcessSpec, Starter, bootstrap_command, start_process
 from tfdist.launch.task import main as run_task
 from tfdist.launch.task import set_title
+
+if TYPE_CHECKING:
+    from tfdist.launch.plan import ProcessSpec
 
 _MAX_ANSWER_BYTES = 1 << 17
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -313,7 +315,7 @@ IMPORTS = ("tensorflow", "keras")
 """What the server imports before it forks: what every program needs that takes long."""
 
 
-class ForkStarter(Starter):
+class ForkStarter:
     """Starter of tasks as forks of one process that has imported TensorFlow.
 
     The process serves all attempts of a job: it never imports the job's own program, and each
@@ -370,7 +372,7 @@ class ForkStarter(Starter):
 
     def start(
         self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
-    ) -> None:
+    ) -> Started | None:
         """Ask for a task. It is forked once the server has imported everything."""
         request = {
             "words": spec.words,
@@ -385,6 +387,7 @@ class ForkStarter(Starter):
         self._tasks.add(spec.task)
         self._waiting.append((spec.task, (request_fd, os.dup(output_fd), os.dup(notes_fd))))
         self._send_waiting()
+        return None
 
     def withdraw(self, task: Task) -> bool:
         """Withdraw a start that has not been begun; return whether it could."""

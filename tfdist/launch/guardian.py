@@ -1,7 +1,7 @@
 """No process outlives who started it: the guardian of a job, and death with the parent.
 
-`die_with` and `bound_command` have the kernel send a process a signal when its parent ends, which
-reaches nothing further down. So a job has a guardian too, a small process that outlives the
+`die_with`, `bound_command` and `start_process` have the kernel send a process a signal when its
+parent ends, which reaches nothing further down. So a job has a guardian too, a small process that outlives the
 launcher: it reads from a pipe which sessions there are, in a line at each change. The pipe ends
 with the launcher, by kill -9 too. Everything of the job is killed then: what is in those sessions,
 and what carries the job's mark in its environment, wherever it moved. `GuardianClient` is the
@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _MAX_STARTS = 5
@@ -28,6 +29,7 @@ _ONE_TASK_S = 1.0
 
 
 _BOUND = "bound"
+_BOOTSTRAP = os.path.join(os.path.dirname(__file__), "bootstrap.py")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -45,6 +47,41 @@ def bound_command(command: Sequence[str], *, signum: int = signal.SIGKILL) -> li
     """
     words = (_BOUND, str(os.getpid()), str(int(signum)))
     return [sys.executable, "-I", "-S", __file__, *words, *command]
+
+
+def bootstrap_command(module: str, *args: str) -> list[str]:
+    """Return the command that runs `main` of a module of the launcher in a new Python."""
+    return [sys.executable, _BOOTSTRAP, module, *args]
+
+
+def start_process(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    output_fd: int,
+    keep_fds: Collection[int],
+    open_files: tuple[int, int],
+) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, which the kernel kills when we end.
+
+    `open_files` are the limits it gets, which the launcher may have raised for itself.
+    """
+    parent = os.getpid()
+
+    def before_exec() -> None:  # between fork and exec; the launcher has one thread
+        resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
+        die_with(parent)
+
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output_fd,
+        stderr=output_fd,
+        pass_fds=tuple(keep_fds),
+        start_new_session=True,
+        preexec_fn=before_exec,
+    )
 
 
 class GuardianClient:

@@ -26,7 +26,7 @@ from tfdist.launch.events import (
     request_name,
 )
 from tfdist.launch.live import LIVE_FILE, LiveStatus, metrics_server
-from tfdist.launch.machine import this_machine
+from tfdist.launch.machine import isolate, raise_file_limit, this_machine
 from tfdist.launch.messages import Attempt
 from tfdist.launch.multihost.hosts import (
     Group,
@@ -49,6 +49,7 @@ from tfdist.launch.options import (
 )
 from tfdist.launch.plan import (
     JobDescription,
+    ProcessSpec,
     decided_strategy,
     render,
     start_method,
@@ -67,7 +68,6 @@ from tfdist.launch.run_dir import (
     versions_of_job,
 )
 from tfdist.launch.screen import shows_in_place, standard_screen
-from tfdist.launch.starter import ProcessSpec, isolate, raise_file_limit
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Supervisor
 

@@ -26,11 +26,30 @@ from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
 from tfdist.launch.messages import Attempt
 from tfdist.launch.multihost.agreement import without_secrets
-from tfdist.launch.options import LaunchOptions, StartMethod
-from tfdist.launch.starter import ProcessSpec
+from tfdist.launch.options import LaunchOptions, Program, StartMethod
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessSpec:
+    """One task's process: what it runs, and in which environment."""
+
+    task: Task
+    program: Program
+    argv: tuple[str, ...]
+    """What a person would type to run this task by hand."""
+    env: Mapping[str, str]
+    added: tuple[str, ...]
+    """Names in `env` that the launcher set; the rest is the user's own environment."""
+    title: str
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return the task's name and title, script or module, target, and arguments."""
+        kind = "module" if self.program.is_module else "script"
+        return (str(self.task), self.title, kind, self.program.target, *self.program.args)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Processes of a job: one event loop over output, exits, notes and signals."""
+"""Processes of a job: their start, and one event loop over output, exits, notes and signals."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import secrets
 import selectors
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from tfdist.cluster import Task
@@ -32,17 +33,73 @@ from tfdist.launch.events import (
     task_of,
 )
 from tfdist.launch.fork_server import ForkStarter, shared_environment
-from tfdist.launch.guardian import MARK, GuardianClient
+from tfdist.launch.guardian import MARK, GuardianClient, bootstrap_command, start_process
 from tfdist.launch.machine import KillEvidence, proc_state
 from tfdist.launch.messages import NO_SENSE, Attempt, decode_event
-from tfdist.launch.plan import JobDescription
+from tfdist.launch.plan import JobDescription, ProcessSpec
 from tfdist.launch.run_dir import log_name
 from tfdist.launch.screen import Console, JobScreen, TaskOutput
-from tfdist.launch.starter import ProcessSpec, Starter
 from tfdist.launch.task import STACK_SIGNAL
 
 _READ_BYTES = 1 << 16
 _MAX_READS = 64  # of one task's pipe at its end, which a child of its own may keep filling
+
+
+class Starter:
+    """Starter of tasks as new Pythons, without a helper process of its own."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        open_files: tuple[int, int],
+        keep_fds: Collection[int] = (),
+    ) -> None:
+        self._clock = clock
+        self._open_files = open_files
+        self._keep_fds = tuple(keep_fds)
+        self._children: dict[Task, subprocess.Popen[bytes]] = {}
+
+    def start(
+        self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
+    ) -> Started | None:
+        """Start a task; None if `Started` will come from `collect`. Raises OSError if it cannot."""
+        child = start_process(
+            bootstrap_command("task", str(notes_fd), *spec.words),
+            env=env,
+            output_fd=output_fd,
+            keep_fds=(notes_fd, *self._keep_fds),
+            open_files=self._open_files,
+        )
+        self._children[spec.task] = child
+        return Started(task=spec.task, pid=child.pid, at_s=self._clock())
+
+    def collect(self) -> list[Started | Ended]:
+        """Return which tasks have started or ended since the last call."""
+        now_s = self._clock()
+        over = {t: child for t, child in self._children.items() if child.poll() is not None}
+        for task in over:
+            del self._children[task]
+        return [Ended(task=t, status=child.returncode, at_s=now_s) for t, child in over.items()]
+
+    def withdraw(self, task: Task) -> bool:
+        """Withdraw a start that has not been begun; return whether it could."""
+        return False
+
+    def give_up(self) -> None:
+        """Have starts and ends that nobody tells of come to an end: its helper does not answer."""
+
+    def fileno(self) -> int | None:
+        """Return what to watch for news besides SIGCHLD."""
+        return None
+
+    @property
+    def pid(self) -> int | None:
+        """Return the id of its helper, and of its session, which goes on to the next attempt."""
+        return None
+
+    def close(self) -> None:
+        """End what the starter itself has running."""
 
 
 class JobProcesses:
@@ -66,7 +123,7 @@ class JobProcesses:
         self.signals = signals
         self._clock = clock
         self._evidence = KillEvidence()
-        self._starter = Starter(
+        self._starter: Starter | ForkStarter = Starter(
             clock=clock, open_files=job.open_files, keep_fds=job.options.kept_fds
         )
         self._given: socket.socket | None = None
