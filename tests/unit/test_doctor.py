@@ -18,7 +18,7 @@ from tests.refusals import refused
 from tfdist.cluster import hold_ports
 from tfdist.doctor import main
 from tfdist.errors import EXIT_OK, EXIT_USAGE, PeerLost, StartupTimeout
-from tfdist.launch.messages import decode, encode
+from tfdist.launch.events import decode, encode
 from tfdist.ops.doctor import examine, probes
 from tfdist.ops.doctor.checks import RULES, TOPICS, check
 from tfdist.ops.doctor.examine import HostBarrier, PreflightResult, join_barrier, run_steps

@@ -17,10 +17,9 @@ from tfdist.cluster.ports import PortPool
 from tfdist.errors import UsageError
 from tfdist.launch.job import run_job
 from tfdist.launch.machine import Machine, listed_gpus, visible_gpus
-from tfdist.launch.messages import Attempt
 from tfdist.launch.multihost.hosts import group_alone
 from tfdist.launch.options import parse
-from tfdist.launch.plan import JobDescription, decided_strategy, render, start_method
+from tfdist.launch.plan import Attempt, JobDescription, decided_strategy, render, start_method
 from tfdist.launch.run_dir import RunDir, chosen_run_dir
 
 

@@ -29,9 +29,8 @@ from tfdist.launch.events import (
     StopRequest,
 )
 from tfdist.launch.fork_server import ForkStarter
-from tfdist.launch.messages import Attempt
 from tfdist.launch.options import Program
-from tfdist.launch.plan import ProcessSpec
+from tfdist.launch.plan import Attempt, ProcessSpec
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import Console, JobScreen
 from tfdist.phases import PendingWork

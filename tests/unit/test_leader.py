@@ -24,8 +24,10 @@ from tfdist.launch.events import (
     Start,
     Started,
     StopRequest,
+    decode_action,
+    encode_action,
+    encode_event,
 )
-from tfdist.launch.messages import decode_action, encode_action, encode_event
 from tfdist.launch.multihost.hosts import decided_group
 from tfdist.launch.multihost.leader import Team
 from tfdist.launch.multihost.node import Node

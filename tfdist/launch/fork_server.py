@@ -34,9 +34,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from tfdist.cluster import Task
 from tfdist.cluster.tf_config import VARIABLE
-from tfdist.launch.events import Ended, Started, task_of
+from tfdist.launch.events import Ended, Message, Started, decode_event, encode_event, task_of
 from tfdist.launch.guardian import bootstrap_command, die_with, start_process
-from tfdist.launch.messages import Message, decode_event, encode_event
 from tfdist.launch.task import main as run_task
 from tfdist.launch.task import set_title
 

@@ -1,11 +1,11 @@
 """No process outlives who started it: the guardian of a job, and death with the parent.
 
 `die_with`, `bound_command` and `start_process` have the kernel send a process a signal when its
-parent ends, which reaches nothing further down. So a job has a guardian too, a small process that outlives the
-launcher: it reads from a pipe which sessions there are, in a line at each change. The pipe ends
-with the launcher, by kill -9 too. Everything of the job is killed then: what is in those sessions,
-and what carries the job's mark in its environment, wherever it moved. `GuardianClient` is the
-launcher's side.
+parent ends, which reaches nothing further down. So a job has a guardian too, a small process that
+outlives the launcher: it reads from a pipe which sessions there are, in a line at each change. The
+pipe ends with the launcher, by kill -9 too. Everything of the job is killed then: what is in those
+sessions, and what carries the job's mark in its environment, wherever it moved. `GuardianClient` is
+the launcher's side.
 
 Run by its path in a bare interpreter (-I -S), so it imports nothing of tfdist.
 """

@@ -27,7 +27,6 @@ from tfdist.launch.events import (
 )
 from tfdist.launch.live import LIVE_FILE, LiveStatus, metrics_server
 from tfdist.launch.machine import isolate, raise_file_limit, this_machine
-from tfdist.launch.messages import Attempt
 from tfdist.launch.multihost.hosts import (
     Group,
     HostPart,
@@ -48,6 +47,7 @@ from tfdist.launch.options import (
     imports_tensorflow,
 )
 from tfdist.launch.plan import (
+    Attempt,
     JobDescription,
     ProcessSpec,
     decided_strategy,

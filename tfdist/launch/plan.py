@@ -24,12 +24,31 @@ from tfdist.cluster.address import split_address
 from tfdist.cluster.tf_config import VARIABLE, encode
 from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
-from tfdist.launch.messages import Attempt
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.options import LaunchOptions, Program, StartMethod
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """Plan of an attempt for one host."""
+
+    number: int
+    restarts: int = 0
+    """How often the launcher has started the job again before."""
+    run_dir: str
+    cluster: ClusterSpec
+    tasks: tuple[Task, ...]
+    """Those of this host."""
+    hosts: dict[str, str] = field(default_factory=dict)
+    """The host of each task of the job, by the task's name, where there are several."""
+
+    @property
+    def logs(self) -> Path:
+        """Return the directory of its logs."""
+        return Path(self.run_dir) / "logs" / f"attempt-{self.number}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tfdist.cluster import Task
 from tfdist.launch.events import (
+    NO_SENSE,
     STOP_SIGNALS,
     AskForStacks,
     Beat,
@@ -30,13 +31,13 @@ from tfdist.launch.events import (
     Started,
     StopRequest,
     TaskAction,
+    decode_event,
     task_of,
 )
 from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient, bootstrap_command, start_process
 from tfdist.launch.machine import KillEvidence, proc_state
-from tfdist.launch.messages import NO_SENSE, Attempt, decode_event
-from tfdist.launch.plan import JobDescription, ProcessSpec
+from tfdist.launch.plan import Attempt, JobDescription, ProcessSpec
 from tfdist.launch.run_dir import log_name
 from tfdist.launch.screen import Console, JobScreen, TaskOutput
 from tfdist.launch.task import STACK_SIGNAL

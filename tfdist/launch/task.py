@@ -67,7 +67,7 @@ def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:
 
 
 def _note(event: str, task: str, **fields: object) -> bytes:
-    """Return a line for the launcher, which reads it by `tfdist.launch.messages.decode_event`."""
+    """Return a line for the launcher, which reads it by `tfdist.launch.events.decode_event`."""
     line = _as_json({"event": event, "task": task, **fields})
     return f"{line}\n".encode(errors="backslashreplace")
 

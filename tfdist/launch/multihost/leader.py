@@ -13,26 +13,24 @@ from tfdist.cluster import Task
 from tfdist.cluster.address import join
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
 from tfdist.launch.events import (
+    NO_SENSE,
     Ended,
     Event,
+    Message,
     ShowFailure,
     Start,
     StopRequest,
     TaskAction,
-    named,
-    task_of,
-)
-from tfdist.launch.messages import (
-    NO_SENSE,
-    Attempt,
-    Message,
     decode_event,
     encode,
     encode_action,
+    named,
+    task_of,
 )
 from tfdist.launch.multihost.agreement import fingerprint, summary
 from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived
+from tfdist.launch.plan import Attempt
 
 _ANNOUNCE_S = 5.0  # before it is announced who is being waited for
 

@@ -16,27 +16,25 @@ from functools import partial
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
 from tfdist.launch.events import (
+    NO_SENSE,
     AskForStacks,
     Ended,
     Event,
+    Message,
     ShowFailure,
     Signal,
     Start,
     StopRequest,
     TaskAction,
-    exit_code_for,
-    request_name,
-)
-from tfdist.launch.messages import (
-    NO_SENSE,
-    Attempt,
-    Message,
     decode,
     decode_action,
     encode_event,
+    exit_code_for,
+    request_name,
 )
 from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.multihost.rendezvous import Joining, Member
+from tfdist.launch.plan import Attempt
 from tfdist.launch.state import RESTART_GRACE_S
 
 LOOK_EVERY_S = 0.5

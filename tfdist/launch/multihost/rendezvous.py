@@ -35,7 +35,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from tfdist.cluster.address import join
 from tfdist.errors import StartupTimeout, UsageError
-from tfdist.launch.messages import Hello, Message, decode, encode
+from tfdist.launch.events import Hello, Message, decode, encode
 from tfdist.launch.multihost.agreement import TOKEN_FLAG, TOKEN_VARIABLE, differences
 
 MAX_FRAME_BYTES = 4 << 20

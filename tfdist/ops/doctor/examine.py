@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from tfdist.cluster import hold_ports
 from tfdist.cluster.address import join
 from tfdist.errors import PeerLost, TfdistError, opening_port
-from tfdist.launch.messages import Message, decode, encode
+from tfdist.launch.events import Message, decode, encode
 from tfdist.launch.multihost.rendezvous import (
     Differs,
     Hub,

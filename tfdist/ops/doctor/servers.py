@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdist.launch.events import signal_name
-from tfdist.launch.messages import decode, encode
+from tfdist.launch.events import decode, encode, signal_name
 from tfdist.ops.doctor.facts import Exchange
 
 SIZE_BYTES = 4 << 20
