@@ -1,9 +1,17 @@
-"""The supervisor on histories: events at set times, a clock that jumps, no process."""
+"""The supervisor on histories: events at set times, a clock that jumps, no process.
+
+A history is a name, the job and what happens, and what is done about it. A job is its number of
+workers, or ``ps``: a chief, two workers and a ps. Tasks have short names, such as w0. They end half
+a second after a signal, at once when they are killed; `deaf` ones hear only SIGKILL, and `undead`
+ones not even that. A task that `fails` says so and ends 0.1 s later.
+"""
 
 import heapq
 import itertools
 import math
+import re
 import signal
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.cluster import Task
-from tfdist.launch.diagnosis import SETTLE_S, Hang
+from tfdist.launch.diagnosis import Hang
 from tfdist.launch.events import (
     AskForStacks,
     Beat,
@@ -23,131 +31,387 @@ from tfdist.launch.events import (
     Started,
     StopRequest,
 )
-from tfdist.launch.state import EVALUATOR, RESTART_GRACE_S, JobState, RestartPolicy
-from tfdist.launch.supervisor import (
-    SERVER_GRACE_S,
-    STACKS_S,
-    STRAGGLER_GRACES,
-    Supervisor,
-)
+from tfdist.launch.state import JobState, RestartPolicy
+from tfdist.launch.supervisor import Supervisor
 
-CHIEF, W0, W1, W2, PS = (
-    Task("chief", 0),
-    Task("worker", 0),
-    Task("worker", 1),
-    Task("worker", 2),
-    Task("ps", 0),
-)
-PS_JOB = (CHIEF, W0, W1, PS)
-GRACE_S = 10.0
+HISTORIES = """
+Done
+# all tasks exit 0
+2: 5 w0 ends 0; 6 w1 ends 0
+> 6 exit 0
+# servers are ended after the chief, and soon killed
+ps deaf=p0: 30 c0 ends 0
+> 30 SIGTERM w0 w1 p0; 33 SIGKILL p0; exit 0
+# a worker that ends in time after the chief
+2: 10 w0 ends 0; 69 w1 ends 0
+> 69 exit 0
+# a worker that ends long before the chief
+2: 10 w1 ends 0; 10000 w0 ends 0
+> 10000 exit 0
+# one that has told a failure but ends with 0
+2: 5 w1 raises SystemExit; 6 w1 ends 0; 40 w0 ends 0
+> 40 exit 0
+# a worker that ends with the chief
+ps: 30 w0 ends 0; 30 c0 ends 0
+> 30 SIGTERM w1 p0; 30.5 exit 0
+
+The root cause
+# a crash
+3: 5 w1 ends SEGV
+> 5 failed w1: killed by SIGSEGV; SIGTERM w0 w2; 5.5 exit 139
+# a kill
+3: 5 w1 ends KILL
+> 5 failed w1: killed by SIGKILL, not by the launcher; SIGTERM w0 w2; 5.5 exit 137
+# an exit code, and one that follows
+3: 5 w1 ends 7; 5.1 w0 ends 1
+> 5 failed w1: exit code 7; SIGTERM w0 w2; 5.5 exit 7
+# an error, and an end that comes before its own
+3: 5 w1 raises ValueError code 4; 6 w0 ends 1; 7 w1 ends 4
+> 6 failed w1: ValueError; SIGTERM w2; 7 exit 4
+# an error
+3: 5 w0 raises ValueError; 6 w0 ends 1
+> 6 failed w0: ValueError (exit code 1); SIGTERM w1 w2; 6.5 exit 1
+# a kill that is seen with an error of before
+3: 5 w0 raises UnavailableError at 4.9; 5 w0 ends 1; 5 w1 ends KILL
+> 5 failed w1: killed by SIGKILL, not by the launcher; SIGTERM w2; 5.5 exit 137
+# an abort that is seen with an error of before
+3: 5 w1 ends ABRT; 5 w0 raises ValueError at 4.9; 5 w0 ends 1
+> 5 failed w0: ValueError (exit code 1); SIGTERM w2; 5.5 exit 1
+# an end of which the launcher knows more
+3: 5 w0 ends KILL the fork server has ended
+> 5 failed w0: the fork server has ended; SIGTERM w1 w2; 5.5 exit 137
+# a lost peer before its own end
+3: 5 w0 fails LOST; 5.35 w1 ends KILL
+> 5.35 failed w1: killed by SIGKILL, not by the launcher; SIGTERM w2; 5.85 exit 137
+# a lost peer before its own error
+3: 5 w0 fails LOST; 5.2 w1 raises ValueError; 6 w1 ends 1
+> 5.2 failed w1: ValueError; SIGTERM w2; 6 exit 1
+# a lost peer before its abort
+3: 5 w0 fails LOST; 5.2 w1 ends ABRT
+> 5.6 failed w1: killed by SIGABRT; SIGTERM w2; 6.1 exit 134
+# a missing peer before its crash
+3: 5 w0 fails WAITED code 75; 5.2 w1 ends SEGV
+> 5.2 failed w1: killed by SIGSEGV; SIGTERM w2; 5.7 exit 139
+# a lost peer that nobody explains
+2: 5 w0 fails LOST
+> 5.6 failed w0: LOST (exit code 1); SIGTERM w1; 6.1 exit 1
+# a lost peer of the last task
+1: 5 w0 fails LOST
+> 5.1 failed w0: LOST (exit code 1); exit 1
+# a lost peer that is stopped
+2 stopped=w1: 5 w0 fails LOST
+> 5.6 failed w1: stopped (SIGSTOP), and w0 lost it: LOST (exit code 1); 15.6 SIGKILL w1; exit 1
+# a missing peer that is stopped
+2 stopped=w1: 5 w0 fails WAITED code 75
+> 5.6 failed w1: stopped (SIGSTOP), and w0 lost it: WAITED (exit code 75); 15.6 SIGKILL w1; exit
+> 75
+# a missing peer that has not started
+2 absent=w1: 5 w0 fails WAITED code 75
+> 5.6 failed w1: has not started by 5, and w0 gave up: WAITED (exit code 75); 15.6 SIGKILL w1;
+> exit 75
+# an error of its own beside a stopped task
+2 stopped=w1: 5 w0 fails ValueError
+> 5.1 failed w0: ValueError (exit code 1); SIGTERM w1; 5.6 exit 1
+
+The end of the others
+# the first failure stops the others
+3 deaf=w0: 5 w1 ends 3
+> 5 failed w1: exit code 3; SIGTERM w0 w2; 15 SIGKILL w0; exit 3
+# a program that failed and whose process stays
+2 deaf=w1: 5 w1 raises ValueError
+> 15 failed w1: ValueError, and its process does not end; SIGTERM w0; 25 SIGKILL w1; exit 1
+# without grace
+2 grace_s=0: 5 w1 ends 1
+> 5 failed w1: exit code 1; SIGTERM w0; SIGKILL w0; exit 1
+# a worker that ends before the chief
+ps: 5 w0 ends 0
+> 5 failed w0: ended before the chief (exit code 0); SIGTERM c0 w1 p0; 5.5 SIGTERM w1 p0; exit 1
+# a ps that ends before the chief
+ps: 5 p0 ends 0
+> 5 failed p0: ended before the chief (exit code 0); SIGTERM c0 w0 w1; 5.5 SIGTERM w0 w1; exit 1
+# workers that go on long after their chief
+3: 10 w0 ends 0; 12 w1 ends 0
+> 70 failed w2: still running 60 s after w0 was done: w2; SIGTERM w2; 70.5 exit 1
+# workers and an evaluator that go on long after
+3+e: 10 w0 ends 0; 12 w1 ends 0
+> 70 failed w2: still running 60 s after w0 was done: w2; SIGTERM e0 w2; 70.5 exit 1
+# a task that cannot be started
+3 broken=w1: 
+> 0 failed w1: cannot be started: no room; SIGTERM w0; 0.5 exit 1
+# a process that not even SIGKILL ends
+2 undead=w0 max_restarts=3: 5 w1 ends 1
+> 5 failed w1: exit code 1; SIGTERM w0; 6 SIGKILL w0; 16 exit 1
+
+Requests to stop
+# a request by SIGINT
+2 max_restarts=3: 5 SIGINT
+> 5 SIGINT w0 w1; 5.5 exit 130
+# a request by SIGTERM
+2 max_restarts=3: 5 SIGTERM
+> 5 SIGTERM w0 w1; 5.5 exit 143
+# a request by SIGHUP
+2 max_restarts=3: 5 SIGHUP
+> 5 SIGTERM w0 w1; 5.5 exit 129
+# a request by SIGUSR1
+2 max_restarts=3: 5 SIGUSR1
+> 5 SIGUSR1 w0 w1; 5.5 exit 143
+# a request by SIGPIPE
+2 max_restarts=3: 5 SIGPIPE
+> 5 SIGTERM w0 w1; 5.5 exit 141
+# a second request
+2 deaf=w0,w1: 5 SIGINT; 6 SIGINT
+> 5 SIGINT w0 w1; 6 SIGKILL w0 w1; exit 130
+# servers live until the chief has saved
+ps deaf=c0,w0,w1,p0 max_restarts=3: 5 SIGTERM; 6 w1 raises ValueError; 6 w1 ends KILL; 9 c0 ends 143
+> 5 SIGTERM c0; 9 SIGTERM w0 p0; 12 SIGKILL w0 p0; exit 143
+# a request that is seen with an end
+2: 5 w0 ends TERM; 5 SIGTERM
+> 5 SIGTERM w1; 5.5 exit 143
+
+Restarts of the whole job
+# another attempt after a short grace
+2 deaf=w0 grace_s=0.25 max_restarts=3: 5 w1 ends KILL
+> 5 failed w1: killed by SIGKILL, not by the launcher; SIGTERM w0; 5.25 SIGKILL w0; again; exit
+> 137
+# another attempt though the grace is long
+2 deaf=w0 grace_s=600 max_restarts=3: 5 w1 ends KILL
+> 5 failed w1: killed by SIGKILL, not by the launcher; SIGTERM w0; 6 SIGKILL w0; again; exit 137
+# no other attempt after a mistake
+2 deaf=w0 max_restarts=3: 5 w1 ends 2
+> 5 failed w1: exit code 2; SIGTERM w0; 15 SIGKILL w0; exit 2
+# a request while the others end takes the restart back
+2 deaf=w0 max_restarts=3: 5 w1 ends KILL; 5.25 SIGTERM
+> 5 failed w1: killed by SIGKILL, not by the launcher; SIGTERM w0; 6 SIGKILL w0; exit 143
+# a second request while the others end
+2 deaf=w0 max_restarts=3: 5 w1 ends KILL; 5.25 SIGINT; 5.5 SIGINT
+> 5 failed w1: killed by SIGKILL, not by the launcher; SIGTERM w0; 5.5 SIGKILL w0; exit 130
+# a ps job without its chief
+ps max_restarts=1: 5 c0 ends KILL
+> 5 failed c0: killed by SIGKILL, not by the launcher; SIGTERM w0 w1 p0; 5.5 again; exit 137
+# a ps job without a ps
+ps max_restarts=1: 5 p0 ends KILL
+> 5 failed p0: killed by SIGKILL, not by the launcher; SIGTERM c0 w0 w1; 5.5 SIGTERM w0 w1; again;
+> exit 137
+# a ps job without a worker and a ps
+ps max_restarts=1: 5 w0 ends KILL; 5 p0 ends KILL
+> 5 failed w0: killed by SIGKILL, not by the launcher; SIGTERM c0 w1; 5.5 SIGTERM w1; again; exit
+> 137
+
+Restarts of a worker alone
+# two workers that die at once
+ps max_restarts=2: 4 c0 step 7; 5 w0 ends KILL; 5 w1 ends KILL; 30 c0 ends 0
+> 5 kill w0; start 1 w0; kill w1; start 1 w1; 30 SIGTERM w0 w1 p0; 30.5 exit 0
+# a worker that fails the same way twice
+ps max_restarts=9: 5 w1 ends 1; 6 w1 ends 1
+> 5 kill w1; start 1 w1; 6 failed w1: exit code 1; SIGTERM c0 w0 p0; 6.5 SIGTERM w0 p0; exit 1
+# a worker whose process does not end
+ps max_restarts=1: 5 w1 raises ValueError; 40 c0 ends 0
+> 15 kill w1 w1; start 1 w1; 40 SIGTERM w0 w1 p0; 40.5 exit 0
+# what a worker raises while it is killed
+ps max_restarts=1 kill_s=1.5: 5 w1 raises ValueError; 15.5 w1 raises KeyError; 66 c0 ends 0
+> 15 kill w1; 16.5 kill w1; start 1 w1; 66 SIGTERM w0 w1 p0; 66.5 exit 0
+# a worker that cannot be started again
+ps max_restarts=1 broken_again=w1: 5 w1 ends KILL
+> 5 kill w1; failed w1: cannot be started: no room; SIGTERM c0 w0 p0; 5.5 SIGTERM w0 p0; exit 1
+# a worker whose host is gone
+ps max_restarts=3 gone=w1: 5 w1 ends 75
+> 5 failed w1: exit code 75; SIGTERM c0 w0 p0; 5.5 SIGTERM w0 p0; again; exit 75
+
+A ps job that goes on without a worker
+# a ps job goes on without a worker
+ps: 4 c0 step 7; 5 w1 ends KILL; 30 c0 ends 0
+> 5 kill w1; 30 SIGTERM w0 p0; 30.5 without w1; exit 0
+# the end of the last worker is that of the first
+ps: 4 c0 step 7; 5 w1 ends SEGV; 25 w0 ends KILL
+> 5 kill w1; 25 failed w1: killed by SIGSEGV; SIGTERM c0 p0; 25.5 SIGTERM p0; without w1; exit 139
+# not without all workers
+ps: 4 c0 step 7; 5 w0 ends KILL; 5 w1 ends KILL
+> 5 failed w0: killed by SIGKILL, not by the launcher; SIGTERM c0 p0; 5.5 SIGTERM p0; exit 137
+# not without the chief
+ps: 4 c0 step 7; 5 c0 ends KILL
+> 5 failed c0: killed by SIGKILL, not by the launcher; SIGTERM w0 w1 p0; 5.5 exit 137
+# not without a ps
+ps: 4 c0 step 7; 5 p0 ends KILL
+> 5 failed p0: killed by SIGKILL, not by the launcher; SIGTERM c0 w0 w1; 5.5 SIGTERM w0 w1; exit
+> 137
+# not after a mistake
+ps3: 4 c0 step 7; 5 w1 ends KILL; 6 w0 ends 2
+> 5 kill w1; 6 failed w0: exit code 2; SIGTERM c0 w2 p0; 6.5 SIGTERM w2 p0; without w1; exit 2
+# not in a multiworker job
+3: 4 w0 step 7; 5 w1 ends KILL
+> 5 failed w1: killed by SIGKILL, not by the launcher; SIGTERM w0 w2; 5.5 exit 137
+# not before the first step
+ps: 5 w1 ends 1; 30 c0 ends 0
+> 5 failed w1: exit code 1; SIGTERM c0 w0 p0; 5.5 SIGTERM w0 p0; exit 1
+# before the first step with enough
+ps min_workers=1: 5 w1 ends 1; 30 c0 ends 0
+> 5 kill w1; 30 SIGTERM w0 p0; 30.5 without w1; exit 0
+# an error that every worker raises at the start
+ps: 5 w0 fails ValueError; 5.2 w1 fails ValueError
+> 5.1 failed w0: ValueError (exit code 1); SIGTERM c0 w1 p0; 5.6 SIGTERM p0; exit 1
+# an error that all raise though one would be enough
+ps min_workers=1: 5 w0 fails ValueError; 5.2 w1 fails ValueError
+> 5.1 kill w0; 5.3 failed w0: ValueError (exit code 1); SIGTERM c0 p0; 5.8 SIGTERM p0; without w0;
+> exit 1
+# workers return while they may, and are done without after that
+ps max_restarts=1: 4 c0 step 7; 5 w1 ends KILL; 6 w0 ends 1; 30 c0 ends 0
+> 5 kill w1; start 1 w1; 6 kill w0; 30 SIGTERM w1 p0; 30.5 without w0; exit 0
+
+An evaluator
+# servers go on until chief and evaluator are done
+ps+e: 30 c0 ends 0; 36 w0 ends 0; 40 e0 ends 0
+> 40 SIGTERM w1 p0; 40.5 exit 0
+# an evaluator that is done first
+ps+e: 20 e0 ends 0; 30 c0 ends 0
+> 30 SIGTERM w0 w1 p0; 30.5 exit 0
+# an evaluator that takes too long in a ps job
+ps+e deaf=e0: 30 c0 ends 0
+> 90 SIGTERM w0 w1 p0 e0; 93 SIGKILL e0; without e0; exit 0
+# an evaluator that takes too long
+2+e deaf=e0: 30 w0 ends 0; 30 w1 ends 0
+> 90 SIGTERM e0; 93 SIGKILL e0; without e0; exit 0
+# training goes on without an evaluator
+2+e max_restarts=0: 4 w0 step 7; 5 e0 ends KILL; 30 w0 ends 0; 30 w1 ends 0; 31 e0 ends 0
+> 5 kill e0; 30 without e0; exit 0
+# training goes on while an evaluator is started again
+ps+e max_restarts=1: 4 c0 step 7; 5 e0 ends KILL; 30 c0 ends 0; 30 w1 ends 0; 31 e0 ends 0
+> 5 kill e0; start 1 e0; 31 SIGTERM w0 p0; 31.5 exit 0
+# an evaluator that fails before the first step
+ps+e: 5 e0 ends 1
+> 5 failed e0: exit code 1; SIGTERM c0 w0 w1 p0; 5.5 SIGTERM w0 w1 p0; exit 1
+# a mistake of an evaluator
+ps+e: 4 c0 step 7; 5 e0 ends 2
+> 5 failed e0: exit code 2; SIGTERM c0 w0 w1 p0; 5.5 SIGTERM w0 w1 p0; exit 2
+# an evaluator that fails on the last checkpoint
+ps+e: 4 c0 step 7; 30 c0 ends 0; 32 e0 ends 1
+> 32 kill e0; SIGTERM w0 w1 p0; 32.5 without e0; exit 0
+
+Hangs
+# a hang
+2 deaf=w1 max_restarts=1: 19 w0 step 7; 20 w1 hangs w0
+> 20 stacks w0; 20.5 failed w1: hangs: silent; SIGTERM w0 w1; 21.5 SIGKILL w1; again; exit 1
+# tasks that end instead of printing their stacks
+2 max_restarts=1: 20 w1 hangs w0 w1; 20.1 w0 ends QUIT; 20.1 w1 ends QUIT
+> 20 stacks w0 w1; 20.1 failed w1: hangs: silent; again; exit 1
+# the others are not disturbed by a worker that hangs
+ps max_restarts=0: 4 c0 step 7; 20 w1 hangs c0 w1; 40 c0 ends 0
+> 20 stacks w1; 20.5 kill w1 w1; 40 SIGTERM w0 p0; 40.5 without w1; exit 0
+# a worker that hangs is started again
+ps max_restarts=1: 4 c0 step 7; 20 w1 hangs c0 w1; 40 c0 ends 0
+> 20 stacks w1; 20.5 kill w1 w1; start 1 w1; 40 SIGTERM w0 w1 p0; 40.5 exit 0
+# a worker that is being killed counts for nobody
+ps kill_s=9: 4 c0 step 7; 20 w1 hangs w1; 21 w0 ends KILL
+> 20 stacks w1; 20.5 kill w1; 21 failed w0: killed by SIGKILL, not by the launcher; SIGTERM c0 w1
+> p0; 21.5 SIGTERM w1 p0; exit 137
+# a request while stacks are printed
+2 max_restarts=1: 20 w1 hangs w0; 20.1 SIGTERM
+> 20 stacks w0; 20.1 SIGTERM w0 w1; 20.6 exit 143
+"""
+TYPES = {name[0]: name for name in ("chief", "worker", "ps", "evaluator")}
+JOBS = {
+    **{"1": "w0", "2": "w0 w1", "3": "w0 w1 w2", "2+e": "w0 w1 e0", "3+e": "w0 e0 w1 w2"},
+    **{"ps": "c0 w0 w1 p0", "ps3": "c0 w0 w1 w2 p0", "ps+e": "c0 w0 w1 p0 e0"},
+}
+CAUSES = {
+    "LOST": "UnavailableError: Graph execution error: ... Connection reset by peer",
+    "WAITED": "worker-0: waited 60 s of 60 s for worker-1",
+}
 
 
-class History:
-    """Processes, screen and clock at once. Tasks end at any signal unless they are deaf to it."""
+def task(name):
+    return Task(TYPES[name[0]], int(name[1:]))
 
-    def __init__(self):
-        self.now_s = 0.0
-        self.signals = []
-        self.said = []
-        self.failure_shown = None
-        self.deaf = {}
-        self.delay_s = 0.5
-        self.broken = set()
-        self.gone = set()
-        self.alive = set()
-        self.started_again = []
-        self.stacks_asked = []
-        self.killed_alone = []
-        self.watched = set()
-        self.hang = None
-        self.stopped_task = self.absent_task = None
-        self._order = itertools.count()
-        self._coming = []
 
-    def at(self, at_s, *events):
-        """Has `events` seen at one awakening, at `at_s`."""
+def short(text):
+    """A text with the short names of tasks and causes."""
+    for name, cause in CAUSES.items():
+        text = text.replace(cause, name)
+    return re.sub(r"\b(chief|worker|ps|evaluator)-(\d)", lambda found: found[1][0] + found[2], text)
+
+
+def happening(text):
+    """What a text says that happens: events, each with its moment."""
+    moment, subject, *words = text.split(" ", 3)
+    at_s = float(moment)
+    if not words:
+        yield at_s, StopRequest(signum=signal.Signals[subject])
+        return
+    who, what, rest = task(subject), words[0], words[1].split()
+    first, more = rest[0], dict(zip(rest[1::2], rest[2::2], strict=False))
+    match what:
+        case "ends":
+            status = -signal.Signals[f"SIG{first}"] if first.isalpha() else int(first)
+            yield at_s, Ended(task=who, status=status, at_s=at_s, cause=" ".join(rest[1:]))
+        case "step":
+            beat = {"task": who, "phase": "step", "step": int(first), "since_s": at_s}
+            first_s = float(more["first"]) if "first" in more else None
+            yield at_s, Beat(**beat, first_step_s=first_s, at_s=at_s)
+        case "hangs":
+            stuck = tuple(map(task, rest))
+            yield at_s, Hang(task=who, cause="hangs: silent", stuck=stuck, since_s=3.0)
+        case "raises" | "fails":
+            code, step = int(more.get("code", 1)), int(more["step"]) if "step" in more else None
+            raised = {"task": who, "exit_code": code, "cause": CAUSES.get(first, first)}
+            yield at_s, Raised(**raised, at_s=float(more.get("at", at_s)), step=step)
+            if what == "fails":
+                yield at_s + 0.1, Ended(task=who, status=code, at_s=at_s + 0.1)
+
+
+class World:
+    """Processes, watchdog, screen and clock at once, which write down what is done."""
+
+    def __init__(self, events, *, kill_s=0.0, **behaviour):
+        self.now_s, self.kill_s = 0.0, kill_s
+        self.are = defaultdict(set)
+        self.are |= {name: set(map(task, who.split(","))) for name, who in behaviour.items()}
+        events = list(events)
+        self.hang = next((event for event in events if isinstance(event[1], Hang)), None)
+        self.alive, self.watched = set(), set()
+        self.done, self.said = [], []
+        self._order, self._coming = itertools.count(), []
+        seen = [event for event in events if event is not self.hang]
+        for at_s, together in itertools.groupby(seen, key=lambda event: event[0]):
+            self._at(at_s, *(event for _, event in together))
+
+    def _at(self, at_s, *events):
         heapq.heappush(self._coming, (at_s, next(self._order), events))
 
-    def happens(self, *events):
-        """Has `events` happen, each a moment and what is seen then; of one moment together."""
-        for at_s, same in itertools.groupby(events, key=lambda event: event[0]):
-            self.at(at_s, *(event for _, event in same))
+    def _ends(self, task, status, within_s):
+        end_s = self.now_s + within_s
+        self._at(end_s, Ended(task=task, status=status, at_s=end_s))
 
-    def ends(self, task, at_s, status=0):
-        self.happens(ended(task, at_s, status))
-
-    def beats(self, task, at_s, *, step, first_step_s=None):
-        self.at(
-            at_s,
-            Beat(
-                task=task,
-                phase="step",
-                step=step,
-                since_s=at_s - 0.25,
-                first_step_s=first_step_s,
-                at_s=at_s,
-            ),
-        )
-
-    def hangs(self, at_s, task, *stuck, since_s=0.0):
-        """Has the watchdog find a task that hangs, at `at_s`."""
-        hang = Hang(task=task, cause="hangs: silent", stuck=stuck, since_s=since_s)
-        self.hang = (at_s, hang)
-
-    def run(self, tasks, *, is_ps=False, grace_s=GRACE_S, max_restarts=0, min_workers=None):
-        state = JobState(
-            job_tasks=tasks,
-            logs=Path(),
-            is_ps=is_ps,
-            grace_s=grace_s,
-            min_workers=min_workers,
-            policy=RestartPolicy(max_restarts=max_restarts, window_s=3600),
-            watchdog=self,
-            now_s=self.now_s,
-        )
-        supervisor = Supervisor(state, processes=self, screen=self, clock=lambda: self.now_s)
-        supervisor.run()
-        self.stacks = supervisor.stacks
-        return state
-
-    def sent(self, task):
-        """Returns what was sent to a task, and when."""
-        return [(at_s, signum) for at_s, to, signum in self.signals if to == task]
+    def write(self, what, about=""):
+        self.done.append((self.now_s, what, str(about)))
 
     # the processes
 
     def perform(self, action):
+        task = action.task
         match action:
-            case Start(task=task, restart=restart):
-                return self.start(task, restart)
-            case Signal(task=task, signum=signum):
-                self.signal(task, signum)
-            case AskForStacks(task=task):
-                self.stacks_asked.append((self.now_s, task))
-            case KillOne(task=task):
-                self.kill_one(task)
+            case Start(restart=restart):
+                return self._start(task, restart)
+            case Signal(signum=signum):
+                self.write(signal.Signals(signum).name, task)
+                is_kill = signum == signal.SIGKILL
+                if task not in self.are["undead"] and (is_kill or task not in self.are["deaf"]):
+                    self._ends(task, -signum, 0.0 if is_kill else 0.5)
+            case AskForStacks():
+                self.write("stacks", task)
+            case KillOne():
+                self.write("kill", task)
+                if task in self.alive:
+                    self._ends(task, -signal.SIGKILL, self.kill_s)
 
-    def start(self, task, restart):
-        if task in self.broken:
+    def _start(self, task, restart):
+        if task in self.are["broken_again" if restart else "broken"]:
             return Ended(task=task, status=1, at_s=self.now_s, cause="cannot be started: no room")
-        self.started_again += [(task, restart)] * (restart > 0)
+        if restart:
+            self.write(f"start {restart}", task)
         self.alive.add(task)
-        self.at(self.now_s, Started(task=task, pid=100, at_s=self.now_s))
-
-    def signal(self, task, signum):
-        self.signals.append((self.now_s, task, signum))
-        if signum in self.deaf.get(task, ()):
-            return
-        end_s = self.now_s + (0 if signum == signal.SIGKILL else self.delay_s)
-        self.at(end_s, Ended(task=task, status=-signum, at_s=end_s))
-
-    def kill_one(self, task):
-        self.killed_alone.append((self.now_s, task))
-        if task in self.alive:
-            self.at(self.now_s, Ended(task=task, status=-signal.SIGKILL, at_s=self.now_s))
+        self._at(self.now_s, Started(task=task, pid=100, at_s=self.now_s))
 
     def can_start(self, task):
-        return task not in self.gone
+        return task not in self.are["gone"]
 
     def wait(self, timeout_s):
         limit_s = self.now_s + (math.inf if timeout_s is None else timeout_s)
@@ -176,14 +440,14 @@ class History:
         return self.hang[0] if self.hang else math.inf
 
     def find_hang(self, now_s):
-        hang, self.hang = self.hang[1], None
+        (_, hang), self.hang = self.hang, None
         return hang
 
     def stopped(self):
-        return self.stopped_task
+        return next(iter(self.are["stopped"]), None)
 
     def absent(self, now_s):
-        return self.absent_task and (self.absent_task, f"has not started by {now_s}")
+        return next(((who, f"has not started by {now_s:g}") for who in self.are["absent"]), None)
 
     # the screen
 
@@ -191,628 +455,157 @@ class History:
         self.said.append(text)
 
     def show_failure(self, task, cause):
-        self.failure_shown = (task, cause)
+        self.write("failed", f"{task}: {cause}")
 
     def last_lines(self, task):
         return (f"last line of {task}",)
 
 
-@pytest.fixture
-def history():
-    return History()
-
-
-def record(attempt, task):
-    return next(record for record in attempt.records if record.task == task)
-
-
-def raised(task, at_s, cause="ValueError: boom", *, exit_code=1, step=None):
-    return at_s, Raised(task=task, exit_code=exit_code, cause=cause, at_s=at_s, step=step)
-
-
-def ended(task, at_s, status=0, *, cause=""):
-    return at_s, Ended(task=task, status=status, at_s=at_s, cause=cause)
-
-
-def asked(signum, at_s):
-    return at_s, StopRequest(signum=signum)
-
-
-# done
-
-
-def test_a_job_whose_tasks_all_exit_0_is_done(history):
-    history.ends(W0, 5)
-    history.ends(W1, 6)
-    attempt = history.run([W0, W1])
-    assert (attempt.exit_code, attempt.failure) == (0, None)
-    assert not history.signals
-    assert record(attempt, W1).ended_at_s == 6
-    assert record(attempt, W1).status == 0
-    assert not record(attempt, W1).stopped
-
-
-def test_servers_are_ended_after_the_chief_is_done_and_soon_killed(history):
-    history.deaf[PS] = {signal.SIGTERM}
-    history.ends(CHIEF, 30)
-    attempt = history.run(PS_JOB, is_ps=True)
-    assert (attempt.exit_code, attempt.failure) == (0, None)
-    assert history.sent(W0) == history.sent(W1) == [(30, signal.SIGTERM)]
-    assert history.sent(PS) == [(30, signal.SIGTERM), (30 + SERVER_GRACE_S, signal.SIGKILL)]
-    assert record(attempt, W0).stopped
-    assert not history.said
-
-
-@pytest.mark.parametrize(
-    ("tasks", "events"),
-    [
-        ([W0, W1], [ended(W0, 10), ended(W1, 10 + STRAGGLER_GRACES * GRACE_S - 1)]),
-        ([W0, W1], [ended(W1, 10), ended(W0, 10_000)]),
-        ([W0, W1], [raised(W1, 5, "SystemExit"), ended(W1, 6), ended(W0, 40)]),
-        (PS_JOB, [ended(W0, 30), ended(CHIEF, 30)]),
-    ],
-    ids=["after the chief", "long before the chief", "told but ended with 0", "with the chief"],
-)
-def test_it_is_no_failure_to_end(history, tasks, events):
-    history.happens(*events)
-    assert history.run(tasks, is_ps=CHIEF in tasks).exit_code == 0
-
-
-# failures
-
-LOST = "UnavailableError: Graph execution error: ... Connection reset by peer"
-WAITED = "worker-0: waited 60 s of 60 s for worker-1"
-ABORT, KILL, SEGV = -signal.SIGABRT, -signal.SIGKILL, -signal.SIGSEGV
-
-
-@pytest.mark.parametrize(
-    ("events", "code", "task", "cause"),
-    [
-        ([ended(W1, 5, SEGV)], 139, W1, "killed by SIGSEGV"),
-        ([ended(W1, 5, KILL)], 137, W1, "killed by SIGKILL, not by the launcher"),
-        ([ended(W1, 5, 7), ended(W0, 5.1, 1)], 7, W1, "exit code 7"),
-        (
-            [raised(W1, 5, exit_code=4), ended(W0, 6, 1), ended(W1, 7, 4)],
-            *(4, W1, "ValueError: boom"),
-        ),
-        ([raised(W0, 5), ended(W0, 6, 1)], 1, W0, "ValueError: boom (exit code 1)"),
-        (
-            [(5, raised(W0, 4.9, "UnavailableError")[1]), ended(W0, 5, 1), ended(W1, 5, KILL)],
-            *(137, W1, "killed by SIGKILL, not by the launcher"),
-        ),
-        (
-            [ended(W1, 5, ABORT), (5, raised(W0, 4.9, "ValueError")[1]), ended(W0, 5, 1)],
-            *(1, W0, "ValueError (exit code 1)"),
-        ),
-        ([ended(W0, 5, KILL, cause="the fork server has ended")], 137, W0, "the fork server"),
-        (
-            [raised(W0, 5, LOST), ended(W0, 5.1, 1), ended(W1, 5.1 + SETTLE_S / 2, KILL)],
-            *(137, W1, "killed by SIGKILL, not by the launcher"),
-        ),
-        (
-            [raised(W0, 5, LOST), ended(W0, 5.1, 1), raised(W1, 5.2), ended(W1, 6, 1)],
-            *(1, W1, "ValueError: boom"),
-        ),
-        (
-            [raised(W0, 5, LOST), ended(W0, 5.1, 1), ended(W1, 5.2, ABORT)],
-            *(134, W1, "killed by SIGABRT"),
-        ),
-        (
-            [raised(W0, 5, WAITED, exit_code=75), ended(W0, 5.1, 75), ended(W1, 5.2, SEGV)],
-            *(139, W1, "killed by SIGSEGV"),
-        ),
-    ],
-)
-def test_the_root_cause_gives_the_exit_code(history, events, code, task, cause):
-    history.happens(*events)
-    attempt = history.run([W0, W1, W2])
-    assert (attempt.exit_code, attempt.failure.task) == (code, task)
-    assert attempt.failure.cause.startswith(cause)
-    assert history.failure_shown == (task, attempt.failure.cause)
-
-
-def test_the_first_failure_stops_the_others(history):
-    history.deaf[W0] = {signal.SIGTERM}
-    history.ends(W1, 5, status=3)
-    attempt = history.run([W0, W1, W2])
-    assert attempt.failure.at_s == 5
-    assert history.sent(W0) == [(5, signal.SIGTERM), (5 + GRACE_S, signal.SIGKILL)]
-    assert history.sent(W1) == []
-    assert record(attempt, W0).stopped
-    assert not record(attempt, W1).stopped
-    assert history.said == ["killed, as still running: worker-0"]
-
-
-def test_a_program_that_failed_but_whose_process_stays_is_found_after_the_grace(history):
-    history.deaf[W1] = {signal.SIGTERM}
-    history.happens(raised(W1, 5))
-    attempt = history.run([W0, W1])
-    assert (attempt.exit_code, attempt.failure.at_s) == (1, 5)
-    assert "does not end" in attempt.failure.cause
-    assert history.sent(W0) == [(5 + GRACE_S, signal.SIGTERM)]
-
-
-@pytest.mark.parametrize("task", [W0, PS])
-def test_a_server_that_ends_before_the_chief_is_a_failure(history, task):
-    history.ends(task, 5)
-    attempt = history.run(PS_JOB, is_ps=True)
-    assert (attempt.exit_code, attempt.failure.task) == (1, task)
-    assert "before the chief" in attempt.failure.cause
-    assert history.sent(CHIEF) == [(5, signal.SIGTERM)]
-
-
-@pytest.mark.parametrize("others", [(), (EVALUATOR,)])
-def test_workers_that_go_on_long_after_their_chief_are_a_failure_that_names_them(history, others):
-    history.ends(W0, 10)
-    history.ends(W1, 12)
-    attempt = history.run([W0, *others, W1, W2])
-    assert history.sent(W2) == [(10 + STRAGGLER_GRACES * GRACE_S, signal.SIGTERM)]
-    assert attempt.exit_code == 1
-    assert attempt.failure.cause == "still running 60 s after worker-0 was done: worker-2"
-
-
-def test_a_task_that_cannot_be_started_fails_the_job_and_stops_those_before_it(history):
-    history.broken = {W1}
-    attempt = history.run([W0, W1, W2])
-    assert (attempt.exit_code, attempt.failure.task) == (1, W1)
-    assert "cannot be started: no room" in attempt.failure.cause
-    assert history.sent(W0) == [(0, signal.SIGTERM)]
-    assert record(attempt, W2).started_at_s is None
-
-
-def test_a_process_that_not_even_sigkill_ends_is_named_and_takes_the_restart_back(history):
-    history.deaf[W0] = {signal.SIGTERM, signal.SIGKILL}
-    history.ends(W1, 5, status=1)
-    attempt = history.run([W0, W1], max_restarts=3)
-    assert (attempt.exit_code, attempt.restart) == (1, "")
-    assert history.said[-1] == "cannot be killed: worker-0"
-    assert record(attempt, W0).status is None
-
-
-@pytest.mark.parametrize(
-    ("cause", "exit_code", "is_there", "expected"),
-    [
-        (LOST, 1, True, "stopped (SIGSTOP), and worker-0 lost it: UnavailableError"),
-        (WAITED, 75, True, "stopped (SIGSTOP), and worker-0 lost it: worker-0: waited"),
-        (WAITED, 75, False, f"has not started by 5, and worker-0 gave up: {WAITED}"),
-        ("ValueError: boom", 1, True, None),
-    ],
-)
-def test_who_lost_or_missed_a_peer_names_it(history, cause, exit_code, is_there, expected):
-    if is_there:
-        history.stopped_task = W1
-    else:
-        history.absent_task = W1
-    history.happens(raised(W0, 5, cause, exit_code=exit_code), ended(W0, 6, exit_code))
-    attempt = history.run([W0, W1])
-    assert attempt.exit_code == exit_code
-    assert attempt.failure.task == (W1 if expected else W0)
-    assert attempt.failure.cause.startswith(expected or cause)
-
-
-@pytest.mark.parametrize(("tasks", "settle_s"), [([W0, W1], SETTLE_S), ([W0], 0)])
-def test_a_secondary_failure_without_a_culprit_is_named_after_a_moment(history, tasks, settle_s):
-    history.happens(raised(W0, 5, LOST), ended(W0, 5.1, 1))
-    attempt = history.run(tasks)
-    assert attempt.failure.task == W0
-    assert history.sent(W1) == [(5.1 + settle_s, signal.SIGTERM)][: len(tasks) - 1]
-    assert attempt.failure.detect_s == pytest.approx(0.1 + settle_s)
-
-
-def test_a_failure_knows_the_last_step_that_any_task_told_and_the_attempt_its_first(history):
-    history.beats(W0, 3, step=20, first_step_s=2.5)
-    history.beats(W1, 3.5, step=18, first_step_s=2.75)
-    history.ends(W1, 5, status=1)
-    attempt = history.run([W0, W1])
-    assert (attempt.failure.step, attempt.first_step_s) == (20, 2.5)
-
-
-def test_a_program_that_fails_tells_the_step_itself(history):
-    history.beats(W1, 3, step=18)
-    history.happens(raised(W1, 5, step=31), ended(W1, 5.5, 1))
-    assert history.run([W0, W1]).failure.step == 31
-
-
-# requests to stop
-
-
-@pytest.mark.parametrize(
-    ("signum", "passed_on", "code"),
-    [
-        (signal.SIGINT, signal.SIGINT, 130),
-        (signal.SIGTERM, signal.SIGTERM, 143),
-        (signal.SIGHUP, signal.SIGTERM, 129),
-        (signal.SIGUSR1, signal.SIGUSR1, 143),
-        (signal.SIGPIPE, signal.SIGTERM, 141),
-    ],
-)
-def test_a_signal_is_passed_to_every_task_once(history, signum, passed_on, code):
-    history.happens(asked(signum, 5))
-    attempt = history.run([W0, W1], max_restarts=3)
-    assert (attempt.exit_code, attempt.failure, attempt.restart) == (code, None, "")
-    assert history.sent(W0) == history.sent(W1) == [(5, passed_on)]
-
-
-def test_a_second_signal_kills_at_once(history):
-    history.deaf = {W0: {signal.SIGINT}, W1: {signal.SIGINT}}
-    history.happens(asked(signal.SIGINT, 5), asked(signal.SIGINT, 6))
-    assert history.run([W0, W1]).exit_code == 130
-    assert history.sent(W0) == [(5, signal.SIGINT), (6, signal.SIGKILL)]
-    assert history.now_s == 6
-
-
-def test_servers_live_until_the_chief_has_saved_and_not_much_longer(history):
-    history.deaf = {task: {signal.SIGTERM} for task in PS_JOB}
-    history.happens(asked(signal.SIGTERM, 5), raised(W1, 6), ended(W1, 6, KILL))
-    history.ends(CHIEF, 9, status=143)
-    attempt = history.run(PS_JOB, is_ps=True, max_restarts=3)
-    assert (attempt.exit_code, attempt.failure, attempt.restarts) == (143, None, [])
-    assert history.sent(CHIEF) == [(5, signal.SIGTERM)]
-    assert history.sent(PS) == [(9, signal.SIGTERM), (9 + SERVER_GRACE_S, signal.SIGKILL)]
-    assert history.said == ["SIGTERM: ending 4 tasks within 10 s (a second signal kills at once)"]
-
-
-def test_a_signal_seen_together_with_an_end_explains_it(history):
-    history.happens(ended(W0, 5, -15), asked(signal.SIGTERM, 5))
-    attempt = history.run([W0, W1])
-    assert (attempt.exit_code, attempt.failure) == (143, None)
-
-
-def test_without_grace_tasks_are_killed_right_after_the_signal(history):
-    history.ends(W1, 5, status=1)
-    history.run([W0, W1], grace_s=0)
-    assert history.sent(W0) == [(5, signal.SIGTERM), (5, signal.SIGKILL)]
-
-
-# restarts of the whole job
-
-
-@pytest.mark.parametrize("grace_s", [0.25, 600])
-def test_a_failed_job_is_worth_another_attempt_and_its_victims_get_little_time(history, grace_s):
-    history.deaf[W0] = {signal.SIGTERM}
-    history.ends(W1, 5, status=KILL)
-    attempt = history.run([W0, W1], grace_s=grace_s, max_restarts=3)
-    assert attempt.restart == "restart 1 of 3 within 3600 s"
-    assert attempt.exit_code == 137
-    assert history.sent(W0)[-1] == (5 + min(grace_s, RESTART_GRACE_S), signal.SIGKILL)
-    assert not history.said
-
-
-def test_a_failure_that_is_not_worth_it_keeps_the_grace_and_is_explained(history):
-    history.deaf[W0] = {signal.SIGTERM}
-    history.ends(W1, 5, status=2)
-    attempt = history.run([W0, W1], max_restarts=3)
-    assert not attempt.restart
-    assert history.sent(W0)[-1] == (5 + GRACE_S, signal.SIGKILL)
-    assert history.said[0] == (
-        "not started again: exit code 2 is a mistake that would be made again"
+def play(history):
+    """How the attempt of a history has ended, and its world with what was done in it."""
+    head, _, text = history.partition(": ")
+    job, *words = head.split()
+    given = dict(word.split("=") for word in words)
+    rules = {n: int(given.pop(n, 0)) or None for n in ("max_restarts", "min_workers")}
+    grace_s, kill_s = float(given.pop("grace_s", 10)), float(given.pop("kill_s", 0))
+    events = itertools.chain(*map(happening, filter(None, text.split("; "))))
+    world = World(events, kill_s=kill_s, **given)
+    state = JobState(
+        job_tasks=list(map(task, JOBS[job].split())),
+        logs=Path(),
+        is_ps=job.startswith("ps"),
+        grace_s=grace_s,
+        min_workers=rules["min_workers"],
+        policy=RestartPolicy(max_restarts=rules["max_restarts"] or 0, window_s=3600),
+        watchdog=world,
+        now_s=0.0,
     )
+    supervisor = Supervisor(state, processes=world, screen=world, clock=lambda: world.now_s)
+    supervisor.run()
+    for lost in state.lost:
+        world.write("without", lost.task)
+    if state.restart:
+        world.write("again")
+    world.write(f"exit {state.exit_code}")
+    world.stacks = supervisor.stacks
+    return state, world
 
 
-def test_a_request_to_stop_while_secondary_failures_end_takes_the_restart_back(history):
-    history.deaf[W0] = {signal.SIGTERM}
-    history.ends(W1, 5, status=KILL)
-    history.happens(asked(signal.SIGTERM, 5.25))
-    attempt = history.run([W0, W1], max_restarts=3)
-    assert (attempt.exit_code, attempt.restart, attempt.failure.task) == (143, "", W1)
-    assert history.said == ["SIGTERM: not started again"]
-    assert history.sent(W0) == [(5, signal.SIGTERM), (6, signal.SIGKILL)]
+def transcript(world):
+    """What was done: with its moment where that is another, and all tasks to which it was done."""
+    parts, before_s = [], None
+    for (at_s, what), same in itertools.groupby(world.done, key=lambda done: done[:2]):
+        about = " ".join(about for *_, about in same)
+        parts.append(f"{at_s:g} " * (at_s != before_s) + f"{what} {about}".strip())
+        before_s = at_s
+    return short("; ".join(parts))
 
 
-def test_a_second_request_while_secondary_failures_end_kills_at_once(history):
-    history.deaf[W0] = {signal.SIGTERM}
-    history.ends(W1, 5, status=KILL)
-    history.happens(asked(signal.SIGINT, 5.25), asked(signal.SIGINT, 5.5))
-    assert history.run([W0, W1], max_restarts=3).exit_code == 130
-    assert history.sent(W0)[-1] == (5.5, signal.SIGKILL)
+RECORDED = [part.split("\n", 2) for part in HISTORIES.split("\n# ")[1:]]
 
 
-# restarts of a worker alone
+@pytest.mark.parametrize(
+    ("history", "outcome"),
+    [(history, outcome) for _, history, outcome in RECORDED],
+    ids=[name for name, *_ in RECORDED],
+)
+def test_history(history, outcome):
+    done = [line[2:] for line in outcome.splitlines() if line.startswith("> ")]
+    assert transcript(play(history)[1]) == " ".join(done)
 
 
-def test_two_workers_that_die_at_once_both_return(history):
-    history.beats(CHIEF, 4, step=7)
-    history.happens(ended(W0, 5, KILL), ended(W1, 5, KILL), ended(CHIEF, 30))
-    attempt = history.run(PS_JOB, is_ps=True, max_restarts=2)
-    assert (attempt.exit_code, attempt.failure) == (0, None)
-    assert {(f.task, f.step, f.at_s) for f in attempt.restarts} == {(W0, 7, 5), (W1, 7, 5)}
-    assert history.killed_alone == [(5, W0), (5, W1)]  # what they have left behind
-    assert history.started_again == [(W0, 1), (W1, 1)]
-    assert history.said[-1] == (
-        "worker-1 failed: killed by SIGKILL, not by the launcher; started again alone, "
-        "restart 2 of 2 within 3600 s: worker-1.restart-1.log"
-    )
-    records = [r for r in attempt.records if r.task == W1]
-    assert [(r.restart, r.status, r.stopped) for r in records] == [
-        *((0, KILL, False), (1, -signal.SIGTERM, True))
+@pytest.mark.parametrize(
+    ("history", "said"),
+    [
+        ("ps: 30 c0 ends 0", []),
+        ("2 max_restarts=3: 5 w1 ends KILL", []),
+        ("2 deaf=w0: 5 w1 ends 3", ["killed, as still running: w0"]),
+        ("2 undead=w0 max_restarts=3: 5 w1 ends 1", ["cannot be killed: w0"]),
+        ("2 max_restarts=3: 5 w1 ends KILL; 5.1 SIGTERM", ["SIGTERM: not started again"]),
+        ("2: 5 SIGINT", ["SIGINT: ending 2 tasks within 10 s (a second signal kills at once)"]),
+        ("2: 20 w1 hangs w0", ["w1: hangs: silent; the stacks of w0:"]),
+        (
+            "ps max_restarts=1: 4 c0 step 7; 5 w1 ends 1; 6 w0 ends 3; 9 c0 ends 0",
+            [
+                "w1 failed: exit code 1; started again alone, restart 1 of 1 within 3600 s:"
+                " w1.restart-1.log",
+                "w0 failed: exit code 3; going on with w1"
+                " (not started again: the one restart within 3600 s used up)",
+                "done without w0",
+            ],
+        ),
+    ],
+)
+def test_what_is_done_is_said(history, said):
+    assert [short(text) for text in play(history)[1].said] == said
+
+
+def test_every_process_has_a_record():
+    state, _ = play("ps max_restarts=1 undead=p0: 4 c0 step 7; 5 w1 ends KILL; 9 c0 ends 0")
+    records = [(r.task, r.restart, r.status, r.stopped, r.ended_at_s) for r in state.records]
+    assert [(short(str(one)), *more) for one, *more in records] == [
+        ("c0", 0, 0, False, 9),
+        ("w0", 0, -signal.SIGTERM, True, 9.5),
+        ("w1", 0, -signal.SIGKILL, False, 5),
+        ("w1", 1, -signal.SIGTERM, True, 9.5),
+        ("p0", 0, None, True, None),
     ]
-
-
-def test_a_worker_that_fails_the_same_way_twice_ends_the_job(history):
-    history.ends(W1, 5, status=1)
-    history.ends(W1, 6, status=1)
-    attempt = history.run(PS_JOB, is_ps=True, max_restarts=9)
-    assert (attempt.exit_code, attempt.restart) == (1, "")
-    assert "the same failure" in history.said[-1]
-
-
-@pytest.mark.parametrize("failed", [[CHIEF], [PS], [W0, PS]])
-def test_a_ps_job_without_chief_or_ps_is_started_again_whole(history, failed):
-    history.happens(*(ended(task, 5, KILL) for task in failed))
-    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
-    assert attempt.failure.task == failed[0]
-    assert attempt.restart
-    assert not attempt.restarts
-
-
-def test_a_worker_whose_process_does_not_end_is_killed_and_returns(history):
-    history.happens(raised(W1, 5), ended(CHIEF, 40))
-    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
-    assert attempt.exit_code == 0
-    assert history.killed_alone[0] == (5 + GRACE_S, W1)
-    assert history.started_again == [(W1, 1)]
-    assert "does not end" in attempt.restarts[0].cause
-
-
-def test_what_a_worker_raises_while_it_is_killed_is_no_failure_of_the_next_process(history):
-    history.kill_one = lambda task: None  # it takes its time
-    still = 5 + GRACE_S + 0.5
-    history.happens(raised(W1, 5), raised(W1, still, "KeyError"), ended(W1, still + 1, KILL))
-    history.ends(CHIEF, still + 5 * GRACE_S)
-    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
-    assert (attempt.exit_code, len(attempt.restarts), attempt.lost) == (0, 1, [])
-    assert history.started_again == [(W1, 1)]
-
-
-def test_a_worker_that_cannot_be_started_again_ends_the_job(history):
-    def broken_from_now(task):
-        history.broken = {W1}
-
-    history.kill_one = broken_from_now  # called before the new start
-    history.ends(W1, 5, status=KILL)
-    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
-    assert attempt.exit_code == 1
-    assert "cannot be started" in attempt.failure.cause
-
-
-def test_a_worker_whose_host_is_gone_is_not_started_again_alone(history):
-    history.gone = {W1}
-    history.ends(W1, 5, status=75)
-    attempt = history.run(PS_JOB, is_ps=True, max_restarts=3)
-    assert (attempt.exit_code, attempt.restarts) == (75, [])
-    assert attempt.restart
-
-
-# a ps job that goes on without a worker
-
-
-def test_a_ps_job_that_trains_goes_on_without_a_worker_and_says_so(history):
-    history.beats(CHIEF, 4, step=7)
-    history.happens(ended(W1, 5, KILL), ended(CHIEF, 30))
-    attempt = history.run(PS_JOB, is_ps=True)
-    assert (attempt.exit_code, attempt.failure) == (0, None)
-    assert history.sent(W0) == [(30, signal.SIGTERM)]
-    (lost,) = attempt.lost
-    assert (lost.task, lost.at_s, lost.step) == (W1, 5, 7)
-    assert history.killed_alone == [(5, W1)]  # what it has left behind
-    assert history.said == [
-        "worker-1 failed: killed by SIGKILL, not by the launcher; going on with worker-0",
-        "done without worker-1",
-    ]
-
-
-def test_the_end_of_the_last_worker_ends_the_job_by_the_name_of_the_first(history):
-    history.beats(CHIEF, 4, step=7)
-    history.happens(ended(W1, 5, SEGV), ended(W0, 25, KILL))
-    attempt = history.run(PS_JOB, is_ps=True)
-    assert (attempt.exit_code, attempt.failure.task) == (139, W1)
-    assert history.failure_shown == (W1, "killed by SIGSEGV")
-    assert "worker-0 failed: killed by SIGKILL, not by the launcher; no worker is left" in (
-        history.said
-    )
-    assert history.sent(CHIEF) == [(25, signal.SIGTERM)]
+    state, _ = play("3 broken=w1: ")
+    assert [record.started_at_s for record in state.records] == [0, None, None]
 
 
 @pytest.mark.parametrize(
-    ("tasks", "events", "code"),
+    ("history", "task", "step", "at_s", "detect_s"),
     [
-        (PS_JOB, [ended(W0, 5, KILL), ended(W1, 5, KILL)], 137),
-        (PS_JOB, [ended(CHIEF, 5, KILL)], 137),
-        (PS_JOB, [ended(PS, 5, KILL)], 137),
-        ((CHIEF, W0, W1, W2, PS), [ended(W1, 5, KILL), ended(W0, 6, 2)], 2),
-        ([W0, W1, W2], [ended(W1, 5, KILL)], 137),
-        ((*PS_JOB, EVALUATOR), [ended(EVALUATOR, 5, 2)], 2),
+        ("3: 5 w1 ends 3", "w1", None, 5, 0),
+        ("2 deaf=w1: 5 w1 raises ValueError", "w1", None, 5, 10),
+        ("2: 5 w0 fails LOST", "w0", None, 5, 0.6),
+        ("1: 5 w0 fails LOST", "w0", None, 5, 0.1),
+        ("2: 3 w0 step 20; 3.5 w1 step 18; 5 w1 ends 1", "w1", 20, 5, 0),
+        ("2: 3 w1 step 18; 5 w1 raises ValueError step 31; 5.5 w1 ends 1", "w1", 31, 5, 0.5),
+        ("2: 19 w0 step 7; 20 w1 hangs w0", "w1", 7, 3, 17),
     ],
-    ids=["all workers", "chief", "ps", "a mistake", "multiworker", "a mistake of an evaluator"],
 )
-def test_without_these_a_job_that_trains_does_not_go_on(history, tasks, events, code):
-    history.beats(tasks[0], 4, step=7)
-    history.happens(*events)
-    assert history.run(tasks, is_ps=CHIEF in tasks).exit_code == code
+def test_a_failure_has_step_and_moment_and_is_dated(history, task, step, at_s, detect_s):
+    failure = play(history)[0].failure
+    assert (short(str(failure.task)), failure.step, failure.at_s) == (task, step, at_s)
+    assert failure.detect_s == pytest.approx(detect_s)
 
 
-@pytest.mark.parametrize(("min_workers", "code"), [(None, 1), (2, 1), (1, 0)])
-def test_before_the_first_step_enough_workers_must_be_left(history, min_workers, code):
-    history.happens(ended(W1, 5, 1), ended(CHIEF, 30))
-    attempt = history.run(PS_JOB, is_ps=True, min_workers=min_workers)
-    assert attempt.exit_code == code
-    assert len(attempt.lost) == 1 - code
-
-
-@pytest.mark.parametrize("min_workers", [None, 1])
-def test_an_error_that_every_worker_raises_at_the_start_ends_the_job_at_once(history, min_workers):
-    for at_s, task in ((5.0, W0), (5.2, W1)):
-        history.happens(raised(task, at_s), ended(task, at_s + 0.1, 1))
-    attempt = history.run(PS_JOB, is_ps=True, min_workers=min_workers)
-    assert (attempt.exit_code, attempt.failure.task) == (1, W0)
-    assert attempt.failure.cause == "ValueError: boom (exit code 1)"
-    assert history.sent(CHIEF)[0][0] <= 5.3
-
-
-def test_workers_return_while_they_may_and_are_done_without_after_that(history):
-    history.beats(CHIEF, 4, step=7)
-    history.happens(ended(W1, 5, KILL), ended(W0, 6, 1), ended(CHIEF, 30))
-    attempt = history.run(PS_JOB, is_ps=True, max_restarts=1)
-    assert attempt.exit_code == 0
-    assert ([f.task for f in attempt.restarts], [f.task for f in attempt.lost]) == ([W1], [W0])
-    assert history.said[1] == (
-        "worker-0 failed: exit code 1; going on with worker-1"
-        " (not started again: the one restart within 3600 s used up)"
+def test_an_attempt_knows_its_first_step_its_restarts_its_losses_and_stacks():
+    state, _ = play(
+        "ps max_restarts=1: 3 c0 step 7 first 2.75; 3.5 c0 step 9 first 2.5; 5 w1 ends KILL;"
+        " 6 w0 ends 1; 9 c0 ends 0"
     )
+    assert state.first_step_s == 2.5
+    assert [(f.task, f.step, f.at_s) for f in state.restarts] == [(task("w1"), 9, 5)]
+    assert [(f.task, f.step, f.at_s) for f in state.lost] == [(task("w0"), 9, 6)]
+    assert play("2: 20 w1 hangs w0")[1].stacks == {task("w0"): ("last line of worker-0",)}
 
 
-# an evaluator
-
-WITH_EVALUATOR = (*PS_JOB, EVALUATOR)
-
-
-@pytest.mark.parametrize(
-    ("events", "end_s"),
-    [
-        ([ended(CHIEF, 30), ended(W0, 36), ended(EVALUATOR, 40)], 40),  # W0: the chief is gone
-        ([ended(EVALUATOR, 20), ended(CHIEF, 30)], 30),
-    ],
-)
-def test_the_servers_go_on_until_chief_and_evaluator_are_done(history, events, end_s):
-    history.happens(*events)
-    attempt = history.run(WITH_EVALUATOR, is_ps=True)
-    assert (attempt.exit_code, attempt.failure, attempt.lost) == (0, None, [])
-    assert history.sent(EVALUATOR) == []
-    assert history.sent(PS) == [(end_s, signal.SIGTERM)]
-    assert not history.said
-
-
-@pytest.mark.parametrize("is_ps", [True, False])
-def test_an_evaluator_that_takes_too_long_after_the_chief_is_done_without(history, is_ps):
-    tasks = WITH_EVALUATOR if is_ps else (W0, W1, EVALUATOR)
-    history.deaf[EVALUATOR] = {signal.SIGTERM}
-    history.happens(ended(tasks[0], 30), ended(W1, 30))
-    attempt = history.run(tasks, is_ps=is_ps)
-    assert attempt.exit_code == 0
-    (lost,) = attempt.lost
-    assert lost.cause == f"still running 60 s after {tasks[0]} was done"
-    limit_s = 30 + STRAGGLER_GRACES * GRACE_S
-    assert history.sent(EVALUATOR) == [
-        (limit_s, signal.SIGTERM),
-        (limit_s + SERVER_GRACE_S, signal.SIGKILL),
-    ]
-
-
-@pytest.mark.parametrize("is_ps", [True, False])
-@pytest.mark.parametrize("max_restarts", [0, 1])
-def test_the_end_of_an_evaluator_does_not_end_the_training(history, is_ps, max_restarts):
-    tasks = WITH_EVALUATOR if is_ps else (W0, W1, EVALUATOR)
-    history.beats(tasks[0], 4, step=7)
-    history.happens(ended(EVALUATOR, 5, KILL), ended(tasks[0], 30), ended(W1, 30))
-    history.happens(ended(EVALUATOR, 31))
-    attempt = history.run(tasks, is_ps=is_ps, max_restarts=max_restarts)
-    assert attempt.exit_code == 0
-    assert (len(attempt.restarts), len(attempt.lost)) == (max_restarts, 1 - max_restarts)
-    if not max_restarts:
-        assert history.said[0].endswith("; going on without it")
-
-
-def test_what_an_evaluator_raises_before_the_first_step_ends_the_job(history):
-    history.ends(EVALUATOR, 5, status=1)
-    attempt = history.run(WITH_EVALUATOR, is_ps=True)
-    assert (attempt.exit_code, attempt.failure.task) == (1, EVALUATOR)
-
-
-def test_an_evaluator_that_fails_on_the_last_checkpoint_is_reported(history):
-    history.beats(CHIEF, 4, step=7)
-    history.happens(ended(CHIEF, 30), ended(EVALUATOR, 32, 1))
-    attempt = history.run(WITH_EVALUATOR, is_ps=True)
-    assert attempt.exit_code == 0
-    assert [lost.task for lost in attempt.lost] == [EVALUATOR]
-    assert history.sent(PS) == [(32, signal.SIGTERM)]
-
-
-# hangs
-
-
-def test_a_task_that_hangs_is_a_failure_after_the_stacks_were_asked_for(history):
-    history.deaf[W1] = {signal.SIGTERM}
-    history.beats(W0, 19, step=7)
-    history.hangs(20, W1, W0, since_s=3)
-    attempt = history.run([W0, W1], max_restarts=1)
-    assert history.stacks_asked == [(20, W0)]
-    assert history.said[0] == "worker-1: hangs: silent; the stacks of worker-0:"
-    failure = attempt.failure
-    assert (failure.task, failure.cause, failure.step) == (W1, "hangs: silent", 7)
-    assert (failure.at_s, failure.detect_s) == (3, 17)
-    assert history.stacks == {W0: ("last line of worker-0",)}
-    assert history.sent(W0) == [(20 + STACKS_S, signal.SIGTERM)]
-    assert history.sent(W1)[-1] == (20 + STACKS_S + RESTART_GRACE_S, signal.SIGKILL)
-    assert attempt.exit_code == 1
-    assert attempt.restart
-
-
-def test_tasks_that_end_instead_of_printing_stacks_do_not_hide_the_hang(history):
-    history.hangs(20, W1, W0, W1)
-    history.happens(ended(W0, 20.1, -signal.SIGQUIT), ended(W1, 20.1, -signal.SIGQUIT))
-    attempt = history.run([W0, W1], max_restarts=1)
-    assert attempt.failure.cause == "hangs: silent"
-    assert attempt.restart
-
-
-@pytest.mark.parametrize("max_restarts", [0, 1])
-def test_a_worker_that_hangs_is_killed_and_the_others_are_not_disturbed(history, max_restarts):
-    history.beats(CHIEF, 4, step=7)
-    history.hangs(20, W1, CHIEF, W1)
-    history.ends(CHIEF, 40)
-    attempt = history.run(PS_JOB, is_ps=True, max_restarts=max_restarts)
-    assert attempt.exit_code == 0
-    assert history.stacks_asked == [(20, W1)]
-    assert history.killed_alone[0] == (20 + STACKS_S, W1)
-    (failure,) = attempt.restarts if max_restarts else attempt.lost
-    assert failure.cause == "hangs: silent"
-
-
-def test_a_worker_that_is_being_killed_counts_for_nobody(history):
-    history.beats(CHIEF, 4, step=7)
-    history.kill_one = lambda task: None  # it takes its time
-    history.hangs(20, W1, W1)
-    history.ends(W0, 21, status=KILL)
-    assert history.run(PS_JOB, is_ps=True).exit_code == 137
-
-
-def test_a_request_to_stop_while_stacks_are_printed_comes_first(history):
-    history.hangs(20, W1, W0)
-    history.happens(asked(signal.SIGTERM, 20.1))
-    attempt = history.run([W0, W1], max_restarts=1)
-    assert (attempt.exit_code, attempt.failure) == (143, None)
-
-
-# anything at all
-
-WHAT = st.sampled_from([0, 1, 2, 75, KILL, ABORT, "raised", "step", "grace", "wait"])
+WHAT = ["ends 0", "ends 1", "ends 2", "ends 75", "ends KILL", "ends ABRT", "raises ValueError",
+        "step 7", "grace", "wait"]  # fmt: skip
 
 
 @given(
-    is_ps=st.booleans(),
-    what=st.lists(st.tuples(st.integers(0, 4), WHAT), max_size=12),
+    job=st.sampled_from(["3+e", "ps+e"]),
+    what=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(WHAT)), max_size=12),
     max_restarts=st.integers(0, 2),
-    min_workers=st.sampled_from([None, 1]),
+    min_workers=st.integers(0, 1),
     stop_s=st.sampled_from([0.1, 1000]),
 )
 def test_whatever_happens_every_process_ends_and_is_reported(
-    is_ps, what, max_restarts, min_workers, stop_s
+    job, what, max_restarts, min_workers, stop_s
 ):
-    history, at_s = History(), 1.0
-    history.kill_one = lambda task: history.ends(task, history.now_s + 1, KILL)
-    tasks = WITH_EVALUATOR if is_ps else (W0, W1, W2, EVALUATOR)
+    names, at_s, events = JOBS[job].split(), 1.0, []
     for index, event in what:
-        task = tasks[index % len(tasks)]
-        at_s += {"wait": 1000, "grace": GRACE_S}.get(event, 0.1)
-        if event == "step":
-            history.beats(task, at_s, step=index)
-        elif event == "raised":
-            history.happens(raised(task, at_s))
-        elif event not in ("wait", "grace"):
-            history.ends(task, at_s, event)
-    history.happens(asked(signal.SIGTERM, at_s + stop_s))
-    attempt = history.run(tasks, is_ps=is_ps, max_restarts=max_restarts, min_workers=min_workers)
-    assert not history.alive
-    assert len(history.started_again) <= max_restarts
-    assert all(record.status is not None for record in attempt.records)
-    assert attempt.exit_code or not attempt.failure
+        at_s += {"wait": 1000, "grace": 10}.get(event, 0.1)
+        if event not in ("wait", "grace"):
+            events.append(f"{at_s} {names[index % len(names)]} {event}")
+    events.append(f"{at_s + stop_s} SIGTERM")
+    rules = f"max_restarts={max_restarts} min_workers={min_workers} kill_s=1"
+    state, world = play(f"{job} {rules}: {'; '.join(events)}")
+    assert not world.alive
+    assert len(state.restarts) <= max_restarts
+    assert all(record.status is not None for record in state.records)
+    assert state.exit_code or not state.failure
