@@ -9,7 +9,6 @@ ones not even that. A task that `fails` says so and ends 0.1 s later.
 import heapq
 import itertools
 import math
-import re
 import signal
 from collections import defaultdict
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.cluster import Task
+from tests.unit.histories import recorded, short, tasks
 from tfdist.launch.diagnosis import Hang
 from tfdist.launch.events import (
     AskForStacks,
@@ -307,7 +306,6 @@ ps kill_s=9: 4 c0 step 7; 20 w1 hangs w1; 21 w0 ends KILL
 2 max_restarts=1: 20 w1 hangs w0; 20.1 SIGTERM
 > 20 stacks w0; 20.1 SIGTERM w0 w1; 20.6 exit 143
 """
-TYPES = {name[0]: name for name in ("chief", "worker", "ps", "evaluator")}
 JOBS = {
     **{"1": "w0", "2": "w0 w1", "3": "w0 w1 w2", "2+e": "w0 w1 e0", "3+e": "w0 e0 w1 w2"},
     **{"ps": "c0 w0 w1 p0", "ps3": "c0 w0 w1 w2 p0", "ps+e": "c0 w0 w1 p0 e0"},
@@ -319,14 +317,7 @@ CAUSES = {
 
 
 def task(name):
-    return Task(TYPES[name[0]], int(name[1:]))
-
-
-def short(text):
-    """A text with the short names of tasks and causes."""
-    for name, cause in CAUSES.items():
-        text = text.replace(cause, name)
-    return re.sub(r"\b(chief|worker|ps|evaluator)-(\d)", lambda found: found[1][0] + found[2], text)
+    return tasks(name)[0]
 
 
 def happening(text):
@@ -347,7 +338,7 @@ def happening(text):
             first_s = float(more["first"]) if "first" in more else None
             yield at_s, Beat(**beat, first_step_s=first_s, at_s=at_s)
         case "hangs":
-            stuck = tuple(map(task, rest))
+            stuck = tuple(tasks(" ".join(rest)))
             yield at_s, Hang(task=who, cause="hangs: silent", stuck=stuck, since_s=3.0)
         case "raises" | "fails":
             code, step = int(more.get("code", 1)), int(more["step"]) if "step" in more else None
@@ -363,7 +354,7 @@ class World:
     def __init__(self, events, *, kill_s=0.0, **behaviour):
         self.now_s, self.kill_s = 0.0, kill_s
         self.are = defaultdict(set)
-        self.are |= {name: set(map(task, who.split(","))) for name, who in behaviour.items()}
+        self.are |= {name: set(tasks(who)) for name, who in behaviour.items()}
         events = list(events)
         self.hang = next((event for event in events if isinstance(event[1], Hang)), None)
         self.alive, self.watched = set(), set()
@@ -471,7 +462,7 @@ def play(history):
     events = itertools.chain(*map(happening, filter(None, text.split("; "))))
     world = World(events, kill_s=kill_s, **given)
     state = JobState(
-        job_tasks=list(map(task, JOBS[job].split())),
+        job_tasks=tasks(JOBS[job]),
         logs=Path(),
         is_ps=job.startswith("ps"),
         grace_s=grace_s,
@@ -498,20 +489,15 @@ def transcript(world):
         about = " ".join(about for *_, about in same)
         parts.append(f"{at_s:g} " * (at_s != before_s) + f"{what} {about}".strip())
         before_s = at_s
-    return short("; ".join(parts))
+    text = "; ".join(parts)
+    for name, cause in CAUSES.items():
+        text = text.replace(cause, name)
+    return short(text)
 
 
-RECORDED = [part.split("\n", 2) for part in HISTORIES.split("\n# ")[1:]]
-
-
-@pytest.mark.parametrize(
-    ("history", "outcome"),
-    [(history, outcome) for _, history, outcome in RECORDED],
-    ids=[name for name, *_ in RECORDED],
-)
+@recorded(HISTORIES)
 def test_history(history, outcome):
-    done = [line[2:] for line in outcome.splitlines() if line.startswith("> ")]
-    assert transcript(play(history)[1]) == " ".join(done)
+    assert transcript(play(history)[1]) == outcome
 
 
 @pytest.mark.parametrize(
@@ -543,7 +529,7 @@ def test_what_is_done_is_said(history, said):
 def test_every_process_has_a_record():
     state, _ = play("ps max_restarts=1 undead=p0: 4 c0 step 7; 5 w1 ends KILL; 9 c0 ends 0")
     records = [(r.task, r.restart, r.status, r.stopped, r.ended_at_s) for r in state.records]
-    assert [(short(str(one)), *more) for one, *more in records] == [
+    assert [(short(one), *more) for one, *more in records] == [
         ("c0", 0, 0, False, 9),
         ("w0", 0, -signal.SIGTERM, True, 9.5),
         ("w1", 0, -signal.SIGKILL, False, 5),
@@ -568,7 +554,7 @@ def test_every_process_has_a_record():
 )
 def test_a_failure_has_step_and_moment_and_is_dated(history, task, step, at_s, detect_s):
     failure = play(history)[0].failure
-    assert (short(str(failure.task)), failure.step, failure.at_s) == (task, step, at_s)
+    assert (short(failure.task), failure.step, failure.at_s) == (task, step, at_s)
     assert failure.detect_s == pytest.approx(detect_s)
 
 

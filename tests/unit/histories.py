@@ -1,0 +1,35 @@
+"""Histories of jobs, as text: short names of tasks, and tables of what happens and comes of it."""
+
+import re
+
+import pytest
+
+from tfdist.cluster import Task
+
+_TYPES = {name[0]: name for name in ("chief", "worker", "ps", "evaluator")}
+
+
+def tasks(names: str) -> list[Task]:
+    """The tasks that short names with spaces or commas stand for: ``c0 w1``."""
+    return [Task(_TYPES[name[0]], int(name[1:])) for name in re.split("[ ,]", names)]
+
+
+def short(text: object) -> str:
+    """A text with the short names of the tasks in it."""
+    names = "|".join(_TYPES.values())
+    return re.sub(rf"\b({names})-(\d)", lambda found: found[1][0] + found[2], str(text))
+
+
+def recorded(text: str) -> pytest.MarkDecorator:
+    """Have a test called with each history of a table, and with its outcome.
+
+    Each has a line with its name, which begins with ``# ``, then those of the history, and then
+    those of the outcome, which begin with ``> ``. All others are headings.
+    """
+    rows = []
+    for part in text.split("\n# ")[1:]:
+        name, *lines = part.partition("\n\n")[0].splitlines()
+        outcome = [line[2:] for line in lines if line.startswith("> ")]
+        history = " ".join(lines[: len(lines) - len(outcome)])
+        rows.append(pytest.param(history, " ".join(outcome), id=name))
+    return pytest.mark.parametrize(("history", "outcome"), rows)
