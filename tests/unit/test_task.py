@@ -19,19 +19,9 @@ from tests.processes import until
 from tfdist.launch.task import Rest, note_to, run_program
 
 
-def cause_of(tmp_path, source):
-    script = tmp_path / "script.py"
-    script.write_text(source)
-    said = []
-    with pytest.raises(SystemExit):
-        run_program(str(script), [], is_module=False, failed=lambda code, cause: said.append(cause))
-    return said[0]
-
-
 @pytest.mark.parametrize(
     ("raised", "cause"),
     [
-        ("ValueError('boom')", "ValueError: boom"),
         ("ValueError('boom\\nmore')", "ValueError: boom"),
         ("ValueError", "ValueError"),
         (
@@ -45,42 +35,11 @@ def test_the_line_that_says_what_happened_is_the_cause(tmp_path, raised, cause, 
     monkeypatch.setattr("sys.argv", ["test"])
     monkeypatch.setattr("sys.path", list(sys.path))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    assert cause_of(tmp_path, f"raise {raised}") == cause
-
-
-def test_a_process_that_the_program_has_forked_does_not_fail_for_its_task():
-    read_fd, write_fd = os.pipe()
-    failed = note_to(write_fd, task="worker-0")
-    child = os.fork()
-    if not child:
-        failed(3, "exit code 3")  # as `sys.exit(3)` there calls it
-        os._exit(0)
-    os.waitpid(child, 0)
-    failed(4, "ValueError: mine")
-    note = json.loads(os.read(read_fd, 4096))
-    assert (note["task"], note["exit_code"], note["cause"]) == ("worker-0", 4, "ValueError: mine")
-    os.close(read_fd)
-    os.close(write_fd)
-
-
-def test_a_note_is_one_piece_whatever_the_cause():
-    read_fd, write_fd = os.pipe()
-    cause = "\N{FIRE}\udc80" * 1000
-    note_to(write_fd, task="worker-0")(1, cause)
-    data = os.read(read_fd, 1 << 16)
-    assert len(data) <= select.PIPE_BUF
-    assert cause.startswith(json.loads(data)["cause"])
-    os.close(read_fd)
-    os.close(write_fd)
-
-
-def test_why_a_program_failed_is_told_though_it_has_a_module_called_json(monkeypatch):
-    monkeypatch.setitem(sys.modules, "json", types.ModuleType("json"))
-    read_fd, write_fd = os.pipe()
-    note_to(write_fd, task="worker-0")(1, 'ValueError: "\u00fc"\ttab')
-    assert json.loads(os.read(read_fd, 4096))["cause"] == 'ValueError: "\u00fc"\ttab'
-    os.close(read_fd)
-    os.close(write_fd)
+    script, said = tmp_path / "script.py", []
+    script.write_text(f"raise {raised}")
+    with pytest.raises(SystemExit):
+        run_program(str(script), [], is_module=False, failed=lambda *note: said.append(note))
+    assert said == [(1, cause)]
 
 
 # A task's signs of life, in processes of its own.
@@ -98,7 +57,13 @@ class Pipe:
         self.read_fd, self.write_fd = os.pipe()
         self.rest = b""
 
-    def beats(self, count):
+    def beat_of(self, phase):
+        """Reads on to a beat in a phase."""
+        while (beat := self.notes(1)[0])["phase"] != phase:
+            pass
+        return beat
+
+    def notes(self, count):
         """Reads `count` notes more."""
         deadline_s = time.monotonic() + DEADLINE_S
         found = []
@@ -130,6 +95,11 @@ def pipe():
     for fd in (pipe.read_fd, pipe.write_fd):
         with contextlib.suppress(OSError):
             os.close(fd)
+
+
+def go_on(process):
+    process.stdin.write(".")
+    process.stdin.flush()
 
 
 def end_session(pid):
@@ -166,28 +136,48 @@ BEAT = {
 }
 
 
-def test_before_its_training_a_task_says_only_that_it_lives(pipe, run):
-    before_s = time.monotonic()
-    run(FAST + "sys.stdin.read()")
-    first, second = pipe.beats(2)
-    now_s = time.monotonic()
-    since_s, at_s = first.pop("since_s"), first.pop("at_s")
-    assert first == {**BEAT, "phase": "import", "step": None}
-    assert before_s <= since_s <= at_s < second["at_s"] <= now_s
+def test_a_process_that_the_program_has_forked_does_not_fail_for_its_task(pipe):
+    failed = note_to(pipe.write_fd, task="worker-0")
+    child = os.fork()
+    if not child:
+        failed(3, "exit code 3")  # as `sys.exit(3)` there calls it
+        os._exit(0)
+    os.waitpid(child, 0)
+    failed(4, "ValueError: mine")
+    (note,) = pipe.notes(1)
+    assert (note["task"], note["exit_code"], note["cause"]) == ("worker-0", 4, "ValueError: mine")
+
+
+@pytest.mark.parametrize("cause", ["\N{FIRE}\udc80" * 1000, 'ValueError: "\u00fc"\ttab'])
+def test_a_note_is_one_piece_though_the_program_has_a_module_called_json(pipe, cause, monkeypatch):
+    monkeypatch.setitem(sys.modules, "json", types.ModuleType("json"))
+    note_to(pipe.write_fd, task="worker-0")(1, cause)
+    said = pipe.notes(1)[0]["cause"]
+    assert cause.startswith(said)
+    assert len(said) >= min(len(cause), 100)
 
 
 def test_a_task_says_what_it_is_doing(pipe, run):
     source = """
+    sys.stdin.read(1)
     from tfdist import phases
     phases.set_pending_work(phases.PendingWork(task="worker-1", since_s=2.5, is_first=True))
     phases.enter("step", step=4); phases.enter("validate", step=8)
     state = phases.current()
     print(state.since_s, state.first_step_s, flush=True)
+    sys.stdin.read(1)
+    phases.enter('"\\n' * 500)
+    sys.stdin.read(1)
     """
-    process = run(FAST + textwrap.dedent(source) + "sys.stdin.read()")
+    before_s = time.monotonic()
+    process = run(FAST + textwrap.dedent(source))
+    first, second = pipe.notes(2)
+    since_s, at_s = first.pop("since_s"), first.pop("at_s")
+    assert first == {**BEAT, "phase": "import", "step": None}  # all that is known so early
+    assert before_s <= since_s <= at_s < second["at_s"] <= time.monotonic()
+    go_on(process)
     since_s, first_step_s = map(float, process.stdout.readline().split())
-    while (beat := pipe.beats(1)[0])["phase"] != "validate":
-        pass
+    beat = pipe.beat_of("validate")
     del beat["at_s"]
     assert beat == {
         **BEAT,
@@ -197,57 +187,44 @@ def test_a_task_says_what_it_is_doing(pipe, run):
         "first_step_s": first_step_s,
         "awaited": {"task": "worker-1", "since_s": 2.5, "is_first": True},
     }
+    go_on(process)
+    pipe.beat_of("other")  # a name that would not be a note
 
 
-def test_a_task_that_can_never_go_on_says_so_before_and_after_its_training(pipe, run):
+@pytest.mark.parametrize("phase", ["done", "step"])
+def test_a_task_that_can_never_go_on_says_so_outside_of_its_training(pipe, run, phase):
     source = """
     import threading
     from tfdist import phases
     phases.enter(sys.argv[2], step=4)
     lock = threading.Lock()
     lock.acquire()
-    print("on", time.monotonic(), flush=True)
+    print(time.monotonic(), flush=True)
     lock.acquire()
     """
-    process = run(FAST + textwrap.dedent(source), "done")
-    locked_s = float(process.stdout.readline().split()[1])
+    process = run(FAST + textwrap.dedent(source), phase)
+    locked_s = float(process.stdout.readline())
+    pipe.beat_of(phase)
+    if phase == "step":  # which has a deadline
+        assert [told["rest_s"] for told in pipe.notes(9)] == [None] * 9
+        return
     deadline_s = time.monotonic() + DEADLINE_S
-    while (told := pipe.beats(1)[0])["rest_s"] in (None, told["at_s"]):
+    while (told := pipe.notes(1)[0])["rest_s"] in (None, told["at_s"]):
         assert time.monotonic() < deadline_s, "it does not say that it rests"
     assert locked_s <= told["rest_s"] < told["at_s"]
-
-
-def test_what_a_task_waits_for_in_its_training_is_for_its_deadlines(pipe, run):
-    source = """
-    import threading
-    from tfdist import phases
-    phases.enter("step", step=4)
-    print("on", flush=True)
-    threading.Event().wait()
-    """
-    process = run(FAST + textwrap.dedent(source))
-    assert process.stdout.readline() == "on\n"
-    while (beat := pipe.beats(1)[0])["phase"] == "import":
-        pass
-    assert [beat["rest_s"], *(told["rest_s"] for told in pipe.beats(9))] == [None] * 10
-
-
-def test_a_phase_of_any_name_is_one_note(pipe, run):
-    run(FAST + "from tfdist import phases; phases.enter('\"\\n' * 500); sys.stdin.read()")
-    while (beat := pipe.beats(1)[0])["phase"] == "import":
-        pass
-    assert beat["phase"] == "other"
 
 
 def test_tasks_of_a_machine_beat_at_the_same_moments(pipe, run):
     run(START + "task.start_heartbeat(fd, task='worker-0', every_s=0.5); sys.stdin.read()")
     # A busy machine may be late for some of them.
-    assert any(pipe.beats(1)[0]["at_s"] % 0.5 < 0.1 for _ in range(20))
+    assert any(pipe.notes(1)[0]["at_s"] % 0.5 < 0.1 for _ in range(20))
 
 
-def test_the_first_beat_comes_after_the_interval_so_that_a_short_task_has_none(pipe, run):
-    process = run(START + "task.start_heartbeat(fd, task='worker-0', every_s=600.0)")
-    assert process.wait(DEADLINE_S) == 0
+def test_a_short_task_has_no_beat_and_one_whose_pipe_is_closed_no_error(pipe, run):
+    source = "task.start_heartbeat(fd, task='worker-0', every_s=600.0);"
+    process = run(f"{START} {source} os.close(fd); {source}")
+    assert process.communicate(timeout=DEADLINE_S)[0] == ""
+    assert process.returncode == 0
     os.set_blocking(pipe.read_fd, False)
     with pytest.raises(BlockingIOError):
         os.read(pipe.read_fd, 1)
@@ -258,12 +235,11 @@ def test_a_full_pipe_holds_nothing_up_and_is_used_again_when_it_is_read(pipe, ru
     source = "time.sleep(0.3); print('on', flush=True); print(len(sys.stdin.read(1)), flush=True)\n"
     process = run(FAST + source + "sys.stdin.read()")
     assert process.stdout.readline() == "on\n"
-    process.stdin.write(".")
-    process.stdin.flush()
+    go_on(process)
     assert process.stdout.readline() == "1\n"
     drained = os.read(pipe.read_fd, 1 << 20)
     assert not drained.strip(b"\n")
-    assert [beat["task"] for beat in pipe.beats(2)] == ["worker-0", "worker-0"]
+    assert [beat["task"] for beat in pipe.notes(2)] == ["worker-0", "worker-0"]
     assert os.get_blocking(pipe.write_fd)
 
 
@@ -296,9 +272,13 @@ def test_nothing_is_written_into_a_file_that_took_the_place_of_the_pipe(pipe, ru
     assert file.read_bytes() == b""
 
 
-def test_signals_stay_the_programs(pipe, run):
+def test_signals_and_the_main_thread_stay_the_programs(pipe, run):
     source = """
-    import signal
+    while len(os.listdir("/proc/self/task")) < 2: pass
+    time.sleep(0.1)
+    assert not {"threading", "json", "signal", "select"} & set(sys.modules), "imported"
+    import signal, threading
+    assert threading.enumerate() == [threading.main_thread()] == [threading.current_thread()]
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     print("on", flush=True)
     sys.stdin.read(1)  # the signal comes meanwhile
@@ -306,30 +286,10 @@ def test_signals_stay_the_programs(pipe, run):
     """
     process = run(FAST + textwrap.dedent(source))
     assert process.stdout.readline() == "on\n"
-    pipe.beats(1)
+    pipe.notes(1)
     process.send_signal(signal.SIGUSR1)
-    process.stdin.write(".")
-    process.stdin.flush()
+    go_on(process)
     assert process.communicate(timeout=DEADLINE_S)[0] == "SIGUSR1\n"
-
-
-def test_the_programs_main_thread_stays_the_main_one(pipe, run):
-    source = """
-    while len(os.listdir("/proc/self/task")) < 2: pass
-    time.sleep(0.1)
-    assert not {"threading", "json", "signal", "select"} & set(sys.modules), "imported"
-    import threading
-    assert threading.current_thread() is threading.main_thread()
-    assert threading.enumerate() == [threading.main_thread()]
-    """
-    process = run(FAST + textwrap.dedent(source))
-    assert process.communicate(timeout=DEADLINE_S)[0] == ""
-
-
-def test_a_closed_pipe_at_the_start_is_no_error(run):
-    process = run(START + "os.close(fd); task.start_heartbeat(fd, task='worker-0')")
-    assert process.communicate(timeout=DEADLINE_S)[0] == ""
-    assert process.returncode == 0
 
 
 def test_stacks_are_printed_while_no_python_code_can_run(run):
@@ -374,12 +334,11 @@ def test_a_beat_costs_less_than_a_thousandth_of_a_core(pipe, run):
     print(used_s() - before_s, flush=True)
     """
     process = run(FAST + textwrap.dedent(source))
-    pipe.beats(1)
-    pipe.beats(100)
-    process.stdin.write(".")
-    process.stdin.flush()
+    pipe.notes(1)
+    pipe.notes(50)
+    go_on(process)
     used_s = float(process.stdout.readline())
-    assert used_s / 100 < 0.001  # of a second, as there is one beat a second
+    assert used_s / 50 < 0.001  # of a second, as there is one beat a second
 
 
 # A process is at rest when nothing in it will ever go on, and only then.
