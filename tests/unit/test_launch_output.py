@@ -80,40 +80,38 @@ def test_lines_are_what_a_terminal_would_be_left_with(pieces, lines):
     assert [line for piece in pieces for line in splitter.feed(piece)] == lines
 
 
-def test_an_unfinished_line_is_there_at_the_end():
+def test_an_unfinished_line_is_there_at_the_end_and_no_line_fills_the_memory():
     splitter = LineSplitter()
-    assert splitter.feed(b"1/2\r2/2\r") == []
-    assert splitter.progress == b"2/2"
-    assert splitter.end() == [b"2/2"]
+    for step in range(10_000):  # a progress bar without end
+        assert splitter.feed(b"step %d " % step + b"#" * 50 + b"\r") == []
+    assert len(splitter._rest) < 100
+    last = splitter.progress
+    assert last.startswith(b"step 9999 ")
+    assert splitter.end() == [last]
     assert splitter.end() == []
-
-
-def test_a_line_without_end_comes_in_pieces():
-    splitter = LineSplitter()
     text = b"x" * (MAX_LINE_BYTES - 1)
     pieces = [piece for _ in range(3) for piece in splitter.feed(text)] + splitter.end()
     assert b"".join(pieces) == 3 * text
     assert all(len(piece) <= MAX_LINE_BYTES for piece in pieces)
 
 
-def test_a_progress_bar_without_end_is_not_kept():
-    splitter = LineSplitter()
-    for step in range(10_000):
-        assert splitter.feed(b"step %d " % step + b"#" * 50 + b"\r") == []
-    assert len(splitter._rest) < 100
-    assert splitter.end()[0].startswith(b"step 9999")
-
-
 # one task's output
 
 
-def test_the_last_lines_are_text_whatever_the_bytes(reader, tmp_path):
+def test_all_is_in_the_log_and_the_last_lines_are_text_but_for_tensorflows_chatter(
+    reader, tmp_path
+):
     output = task_output(reader.console, tmp_path)
+    chatter = b"I0000 00:00:1795172313.149165   16599 port.cc:153] oneDNN is on.\n"
+    own = b"I 2026 mine\nE0000 00:00:1.2  3 real.cc:1] an error\n"
+    output.feed(chatter + own)
+    lines = own.decode().splitlines()
+    assert reader.text().splitlines() == [f"[worker-0] {line}" for line in lines]
     output.feed(b"".join(b"line %d\n" % i for i in range(50)) + b"\xff\n")
     lines = output.last_lines()
-    assert len(lines) == 20
-    assert lines[-1] == "\\xff"
-    assert lines[-2] == "line 49"
+    assert (len(lines), lines[-2], lines[-1]) == (20, "line 49", "\\xff")
+    output.close()
+    assert (tmp_path / "log").read_bytes().startswith(chatter + own + b"line 0\n")
 
 
 def test_a_log_that_cannot_be_written_is_said_once_and_the_job_goes_on(reader, tmp_path):
@@ -173,9 +171,8 @@ def test_remarks_go_to_standard_error_where_that_is_another(reader, tmp_path):
 
 
 def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
-    tasks = W0, W1, Task("ps", 0)
-    attempt = JobState(
-        job_tasks=tasks,
+    state = JobState(
+        job_tasks=(W0, W1, Task("ps", 0)),
         logs=tmp_path,
         is_ps=False,
         grace_s=1,
@@ -183,15 +180,14 @@ def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
         watchdog=None,
         now_s=0.5,
     )
-    attempt.tasks[W0].record(pid=7, status=-9, started_at_s=0, ended_at_s=2.5)
-    attempt.tasks[W1].record(pid=8, status=1, started_at_s=1, ended_at_s=3, stopped=True)
-    attempt.failure = Failure(
-        task=W0, cause="killed by SIGKILL", exit_code=137, at_s=2.5, step=40, detect_s=0.0214
-    )
-    attempt.lost = [Failure(task=W1, cause="gone", exit_code=1, at_s=2)]
-    attempt.first_step_s = 1.75
+    state.tasks[W0].record(pid=7, status=-9, started_at_s=0, ended_at_s=2.5)
+    state.tasks[W1].record(pid=8, status=1, started_at_s=1, ended_at_s=3, stopped=True)
+    failed = {"task": W0, "cause": "killed by SIGKILL", "exit_code": 137}
+    state.failure = Failure(**failed, at_s=2.5, step=40, detect_s=0.0214)
+    state.lost = [Failure(task=W1, cause="gone", exit_code=1, at_s=2)]
+    state.first_step_s = 1.75
     made = attempt_entry(
-        attempt,
+        state,
         number=1,
         epoch_s=1_800_000_000,
         last_lines={W0: ["x"], W1: ["y"]}.get,
@@ -200,28 +196,21 @@ def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
     )
     write_json(tmp_path / "report.json", {"exit_code": 137, "attempts": [made]})
     (entry,) = earlier_attempts(tmp_path)
-    assert entry["attempt"] == 1
-    assert [(t["task"], t["exit_code"], t["signal"]) for t in entry["tasks"]] == [
-        ("worker-0", None, "SIGKILL"),
-        ("worker-1", 1, None),
-        ("ps-0", None, None),
+    at = "2027-01-15T08:00:02.500Z"
+    assert [(t["task"], t["exit_code"], t["signal"], t["ended_at"]) for t in entry["tasks"]] == [
+        ("worker-0", None, "SIGKILL", at),
+        ("worker-1", 1, None, "2027-01-15T08:00:03.000Z"),
+        ("ps-0", None, None, None),
     ]
-    assert entry["tasks"][0]["ended_at"] == "2027-01-15T08:00:02.500Z"
     assert entry["first_failure"] == {
-        "task": "worker-0",
-        "cause": "killed by SIGKILL",
-        "step": 40,
-        "at": "2027-01-15T08:00:02.500Z",
-        "detect_s": 0.021,
-        "last_lines": ["x"],
-        "stacks": {"worker-1": ["File x.py, line 3"]},
+        **{"task": "worker-0", "cause": "killed by SIGKILL", "step": 40, "at": at},
+        **{"detect_s": 0.021, "last_lines": ["x"], "stacks": {"worker-1": ["File x.py, line 3"]}},
     }
     assert [(f["task"], f["cause"], f["last_lines"]) for f in entry["lost"]] == [
         ("worker-1", "gone", ["y"])
     ]
-    assert entry["detect_s"] == 0.021
-    assert entry["first_step_s"] == 1.25
-    assert entry["restart_s"] is None
+    times = [entry[name] for name in ("attempt", "detect_s", "first_step_s", "restart_s")]
+    assert times == [1, 0.021, 1.25, None]
     example = re.search(r"```json\n(.*?)```", LAUNCH_PAGE.read_text(), re.DOTALL)[1]
     (documented,) = json.loads(example)["attempts"]
     assert documented.keys() == entry.keys()
@@ -233,16 +222,6 @@ def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
 def test_a_damaged_report_does_not_stop_the_next_attempt(tmp_path, text):
     (tmp_path / "report.json").write_text(text)
     assert earlier_attempts(tmp_path) == []
-
-
-def test_tensorflows_own_chatter_is_in_the_log_and_not_on_the_screen(reader, tmp_path):
-    output = task_output(reader.console, tmp_path)
-    chatter = b"I0000 00:00:1795172313.149165   16599 port.cc:153] oneDNN is on.\n"
-    output.feed(chatter + b"I 2026 mine\nE0000 00:00:1.2  3 real.cc:1] an error\n")
-    output.close()
-    lines = ["[worker-0] I 2026 mine", "[worker-0] E0000 00:00:1.2  3 real.cc:1] an error"]
-    assert reader.text().splitlines() == lines
-    assert (tmp_path / "log").read_bytes().startswith(chatter)
 
 
 def test_what_was_said_before_the_launcher_fails_is_written(tmp_path, monkeypatch, capfd):
