@@ -1,5 +1,6 @@
 """The loop over the processes of a job, where the order of what it sees matters."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -139,71 +140,65 @@ def test_why_a_task_failed_is_told_before_its_end_and_after_its_last_words(
 def test_an_output_that_is_closed_is_one_request_to_stop(processes):
     """Another host asks host 0, and goes on until it is told to end its tasks: two would kill."""
     processes._screen.out.is_closed = True
-    assert processes.wait(0) == [StopRequest(signum=signal.SIGPIPE)]
-    assert processes.wait(0) == []
+    assert [*processes.wait(0), *processes.wait(0)] == [StopRequest(signum=signal.SIGPIPE)]
 
 
-def test_a_start_that_was_not_begun_is_taken_back_when_the_task_is_to_end(processes):
-    processes.perform(Signal(W0, signal.SIGTERM))
-    assert processes.wait(1) == [Ended(task=W0, status=-signal.SIGTERM, at_s=5.0)]
-
-
-def test_a_start_that_was_begun_and_does_not_come_is_given_up_in_the_end(world, processes):
-    world.is_asked = True
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_start_is_taken_back_or_if_it_was_begun_given_up_in_the_end(world, processes, is_begun):
+    world.is_asked = is_begun
     processes.perform(Signal(W0, signal.SIGTERM))
     assert not world.given_up
+    if not is_begun:
+        assert processes.wait(1) == [Ended(task=W0, status=-signal.SIGTERM, at_s=5.0)]
+        return
     processes.perform(Signal(W0, signal.SIGKILL))
     assert world.given_up
 
 
+@contextlib.contextmanager
+def fork_starter(path, **options):
+    """A starter of forks, which is asked for one task."""
+    starter = ForkStarter(
+        environ=dict(os.environ),
+        log_path=path / "log",
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        clock=lambda: 5.0,
+        cause_of_kill=lambda pid: f"killed for its memory ({pid})",
+        **options,
+    )
+    with open(os.devnull) as file:
+        starter.start(SPEC, env={}, output_fd=file.fileno(), notes_fd=file.fileno())
+    yield starter
+    starter.close()
+
+
 def test_a_fork_server_that_is_given_up_has_ended_with_its_tasks(tmp_path):
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with there:
-        starter = ForkStarter(
-            environ={},
-            log_path=tmp_path / "log",
-            open_files=(9, 9),
-            clock=lambda: 5.0,
-            cause_of_kill=lambda pid: "",
-            server=here,
-        )
+    with there, fork_starter(tmp_path, server=here) as starter:
         there.send(b'{"ready": true}')
         assert starter.collect() == []
-        with open(os.devnull) as file:
-            starter.start(SPEC, env={}, output_fd=file.fileno(), notes_fd=file.fileno())
         assert not starter.withdraw(W0)
         starter.give_up()
         (ended,) = starter.collect()
         assert (ended.task, ended.status) == (W0, -signal.SIGKILL)
         assert starter.is_over
-        starter.close()
 
 
 def test_why_the_kernel_killed_a_fork_server_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.launch.fork_server.IMPORTS", ("json",))
-    starter = ForkStarter(
-        environ=dict(os.environ),
-        log_path=tmp_path / "log",
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
-        clock=lambda: 5.0,
-        cause_of_kill=lambda pid: f"killed for its memory ({pid})",
-    )
-    with open(os.devnull) as file:
-        starter.start(SPEC, env={}, output_fd=file.fileno(), notes_fd=file.fileno())
-    os.kill(starter.pid, signal.SIGKILL)
-    while not starter.is_over or not (events := starter.collect()):
-        select.select([starter.fileno()], [], [], DEADLINE_S)
-    said = f"the fork server has ended, killed for its memory ({starter.pid}): see {tmp_path}"
-    assert events[-1].cause.startswith(said)
-    starter.close()
+    with fork_starter(tmp_path) as starter:
+        os.kill(starter.pid, signal.SIGKILL)
+        while not starter.is_over or not (events := starter.collect()):
+            select.select([starter.fileno()], [], [], DEADLINE_S)
+        said = f"the fork server has ended, killed for its memory ({starter.pid}): see {tmp_path}"
+        assert events[-1].cause.startswith(said)
 
 
 def test_a_sign_of_life_is_an_event(processes):
     said = {"phase": "step", "step": 7, "since_s": 4.0, "first_step_s": None, "rest_s": 4.25}
     waits = {"awaited": {"task": "worker-0", "since_s": 3.0, "is_first": False}}
     note = {"event": "beat", "task": "worker-0", "at_s": 4.5, **said, **waits}
-    stray = {**note, "task": "worker-9"}
-    bad = {**note, "phase": 7}
+    stray, bad = {**note, "task": "worker-9"}, {**note, "phase": 7}
     lie = {"event": "ended", "task": "worker-0", "status": 0, "at_s": 4.5}
     with open(f"/proc/self/fd/{processes._notes_fd}", "w") as pipe:
         pipe.writelines(json.dumps(one) + "\n" for one in (stray, bad, lie, note))
@@ -212,58 +207,42 @@ def test_a_sign_of_life_is_an_event(processes):
     assert event == Beat(task=W0, at_s=4.5, awaited=awaited, **said)
 
 
-def test_a_task_that_is_killed_alone_leaves_nothing_in_its_session(world, processes):
+def test_what_a_task_leaves_is_ended_and_why_the_kernel_killed_it_is_told(world, processes):
+    world.status, world.causes = -signal.SIGKILL, {4711: "out of memory"}
     world.starts(processes, pid=4711)
     processes.perform(KillOne(W0))
     world.guard.end_session.assert_called_once_with(4711)
+    *_, ended = world.wait(processes)
+    assert ended == Ended(task=W0, status=-signal.SIGKILL, at_s=5, cause="out of memory")
 
 
 def test_a_task_that_has_no_group_of_its_own_yet_is_signalled_too(world, processes):
     """A fork server tells of a start before the new process has come to make its session."""
-    child = subprocess.Popen(["sleep", "1000"])
-    world.starts(processes, pid=child.pid)
-    try:
-        processes.perform(Signal(W0, signal.SIGTERM))
-        assert child.wait(DEADLINE_S) == -signal.SIGTERM
-    finally:
-        child.kill()
-        child.wait()
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        world.starts(processes, pid=child.pid)
+        try:
+            processes.perform(Signal(W0, signal.SIGTERM))
+            assert child.wait(DEADLINE_S) == -signal.SIGTERM
+        finally:
+            child.kill()
 
 
-@pytest.fixture
-def sent(monkeypatch):
-    """The signals that were sent to a group of processes."""
-    numbers = []
-    monkeypatch.setattr(os, "killpg", lambda pid, signum: numbers.append(signum))
-    return numbers
-
-
-def test_a_start_that_failed_leaves_nothing_for_the_next_one(world, processes, sent):
+@pytest.mark.parametrize("task", [W0, W1])
+def test_a_start_that_failed_leaves_nothing_for_the_next_one(world, processes, monkeypatch, task):
     """As that of a worker of a ps job, when the machine had no process left for it."""
-    world.is_full = True
-    ended = processes.perform(Start(W1))
-    assert ended.cause == "cannot be started: Resource temporarily unavailable"
-    processes.perform(KillOne(W1))
+    sent = []
+    monkeypatch.setattr(os, "killpg", lambda pid, signum: sent.append(signum))
+    if task == W1:
+        world.is_full = True
+        ended = processes.perform(Start(W1))
+        assert ended.cause == "cannot be started: Resource temporarily unavailable"
+    processes.perform(KillOne(task))
+    if task == W0:  # asked for, and it fails later
+        assert Ended in [type(event) for event in world.wait(processes)]
     world.is_full, world.begun = False, True
-    assert processes.perform(Start(W1, restart=1)) is None
-    assert [type(event) for event in processes.wait(0)] == [Started]
-    assert sent == []
-
-
-def test_a_start_that_was_to_be_killed_and_failed_leaves_nothing_either(world, processes, sent):
-    processes.perform(KillOne(W0))
-    assert Ended in [type(event) for event in world.wait(processes)]
-    world.begun = True
-    processes.perform(Start(W0, restart=1))
+    assert processes.perform(Start(task, restart=1)) is None
     assert Started in [type(event) for event in processes.wait(0)]
     assert sent == []
-
-
-def test_why_the_kernel_killed_a_task_is_told_with_its_end(world, processes):
-    world.status, world.causes = -signal.SIGKILL, {4711: "out of memory"}
-    world.starts(processes, pid=4711)
-    *_, ended = world.wait(processes)
-    assert ended == Ended(task=W0, status=-signal.SIGKILL, at_s=5, cause="out of memory")
 
 
 def test_a_bound_command_ends_with_the_process_that_started_it():
