@@ -346,12 +346,7 @@ def test_a_beat_costs_less_than_a_thousandth_of_a_core(pipe, run):
 HEAD = "import os, subprocess, sys, threading, time\ndef ready(): print('ready', flush=True)\n"
 
 AT_REST = {
-    "a lock taken twice": """
-        lock = threading.Lock()
-        lock.acquire()
-        ready()
-        lock.acquire()
-    """,
+    "a lock taken twice": "lock = threading.Lock(); lock.acquire(); ready(); lock.acquire()",
     "two locks in two orders": """
         one, other, both = threading.Lock(), threading.Lock(), threading.Barrier(2)
         def take(first, second):
@@ -377,15 +372,10 @@ AT_REST = {
         sys.path.insert(0, folder)
         import waits
     """,
-    "a queue that nobody fills": """
-        import queue
-        ready()
-        queue.Queue().get()
-    """,
-    "the end of a program whose thread does not end": """
-        threading.Thread(target=threading.Event().wait).start()
-        ready()
-    """,
+    "a queue that nobody fills": "import queue; ready(); queue.Queue().get()",
+    "the end, where a thread does not": (
+        "threading.Thread(target=threading.Event().wait).start(); ready()"
+    ),
 }
 GOES_ON = {
     "sleep": "ready(); time.sleep(1000)",
@@ -395,49 +385,35 @@ GOES_ON = {
     "another program": "ready(); subprocess.run(['sleep', '1000'])",
     "another process": """
         import multiprocessing
-        ready()
         lock = multiprocessing.get_context("fork").Lock()
-        lock.acquire()
-        lock.acquire()
+        lock.acquire(); ready(); lock.acquire()
     """,
-    "a connection": """
-        import socket
-        here, there = socket.socketpair()
-        ready()
-        here.recv(1)
-    """,
+    "a connection": "import socket; here, there = socket.socketpair(); ready(); here.recv(1)",
     "a thread that waits for a connection": """
         import queue, socket
         here, there = socket.socketpair()
         got = queue.Queue()
         threading.Thread(target=lambda: got.put(here.recv(1)), daemon=True).start()
-        ready()
-        got.get()
+        ready(); got.get()
     """,
     "a thread that looks now and then": """
         found = threading.Event()
         def look():
-            while not os.path.exists("/no/such/file"):
-                time.sleep(0.01)
-            found.set()
+            while not os.path.exists("/no/such/file"): time.sleep(0.01)
         threading.Thread(target=look, daemon=True).start()
-        ready()
-        found.wait()
+        ready(); found.wait()
     """,
     "a lock of a file": """
         import fcntl, tempfile
         file = tempfile.NamedTemporaryFile()
         again = open(file.name)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        ready()
-        fcntl.flock(again, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX); ready(); fcntl.flock(again, fcntl.LOCK_EX)
     """,
     "a signal": "import signal; ready(); signal.pause()",
     "an event loop": """
         import asyncio
         async def main():
-            ready()
-            await asyncio.Future()
+            ready(); await asyncio.Future()
         asyncio.run(main())
     """,
 }
