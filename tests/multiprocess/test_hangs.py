@@ -22,7 +22,6 @@ HANG_S = 6
 
 # The tasks import a part of tfdist and no TensorFlow: `auto` would import it all for each job.
 EXEC = (*LAUNCH, "--start=exec")
-STARTS = pytest.mark.parametrize("command", [EXEC, FORK], ids=["exec", "fork"])
 # One that stops itself while it imports.
 STOPPED = (sys.executable, "-c", FORK[2].replace("('json',)", "('stops',)"), "--start=fork")
 
@@ -284,11 +283,11 @@ def without_a_timeout_a_job_stands_still_for_ever(hang):
     assert "hangs" not in job.text
 
 
-@STARTS
-def test_a_stopped_task_is_named_and_the_others_show_their_stacks(hang, command):
+def a_stopped_task_is_named_and_the_others_show_their_stacks(hang, command):
     job = hang("waits_for_the_others(7)", "--strategy=multiworker", "--workers=3", command=command)
     pids = job.pids(3)
     os.kill(pids["worker-1"], signal.SIGSTOP)
+    yield
     cause = job.blames("worker-1")
     assert "its process is stopped (SIGSTOP)" in cause
     assert "worker-1 failed first: hangs: its process is stopped" in job.text
@@ -298,17 +297,14 @@ def test_a_stopped_task_is_named_and_the_others_show_their_stacks(hang, command)
     assert all(map(is_gone, pids.values()))
 
 
-def test_who_does_not_speak_or_does_not_come_to_train_is_named(hang, tmp_path):
+def test_who_is_stopped_does_not_speak_or_does_not_come_to_train_is_named(hang, tmp_path):
     side_by_side(
         a_task_that_falls_silent_is_named(hang),
         a_task_that_never_speaks_is_named_and_still_shows_its_stack(hang),
         a_fork_server_that_is_stopped_is_replaced_for_the_next_attempt(hang),
         tasks_of_a_fork_server_that_stands_still_are_found(hang, tmp_path),
-    )
-
-
-def test_a_server_of_a_ps_job_that_is_stopped_is_named_or_done_without(hang):
-    side_by_side(
+        a_stopped_task_is_named_and_the_others_show_their_stacks(hang, EXEC),
+        a_stopped_task_is_named_and_the_others_show_their_stacks(hang, FORK),
         a_stopped_server_that_a_ps_job_cannot_do_without_is_named(hang, "worker-0"),
         a_stopped_server_that_a_ps_job_cannot_do_without_is_named(hang, "ps-0"),
         a_stopped_worker_of_several_is_killed_and_done_without(hang),

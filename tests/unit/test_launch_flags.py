@@ -19,7 +19,6 @@ from tfdist.launch.options import (
     OF_OTHERS,
     Program,
     check_program,
-    help_text,
     imports_tensorflow,
     parse,
 )
@@ -32,19 +31,6 @@ def test_flags_are_read_with_a_space_an_equals_sign_and_dashes():
     assert (options.strategy, options.workers, options.ps) == ("ps", 4, 2)
     assert options.startup_timeout_s == 30
     assert options.dry_run
-
-
-@pytest.mark.parametrize("flag", [flag.name for flag in FLAGS if flag.name != "help"])
-def test_every_flag_in_the_help_is_read(flag):
-    examples = {"strategy": "ps", "start": "fork", "run_dir": "x", "ports": "20000-20009"}
-    examples |= dict.fromkeys(("isolate", "dry_run", "evaluator", "profile_ps"), "")
-    example = examples.get(flag, "2")
-    words = [f"--{flag}", example] if example else [f"--{flag}"]
-    assert f"--{flag}" in help_text()
-    others = ["--hosts", "a,b,c"] if flag == "node_rank" else []
-    if flag in ("evaluator", "min_workers", "profile_ps", "split_bytes"):
-        others = ["--ps", "1", "--workers", "2"]
-    assert parse([*others, *words]) != parse(others)
 
 
 REST = ("--workers", "9", "--strategy=x", "-m", "--", "--help", "")

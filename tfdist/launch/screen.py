@@ -142,19 +142,16 @@ class LineSplitter:
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the lines that `data` completes."""
-        *whole, self._rest = (self._rest + data).split(b"\n")
+        *whole, rest = (self._rest + data).split(b"\n")
         lines = [piece for line in whole for piece in _pieces(_visible(line))]
-        if b"\r" in self._rest:
-            self.progress = _visible(self._rest)
-            # Whatever comes next replaces it, unless it is the end of the line.
-            ended = self._rest.endswith(b"\r")
-            self._rest = self.progress[:MAX_LINE_BYTES] + b"\r" * ended
-            if not ended:
-                self._rest = b"\r" + self._rest
+        self.progress = None
+        if b"\r" in rest:  # whatever comes next replaces its last text, unless it is the line's end
+            self.progress = _visible(rest)
+            rest = b"\r" + self.progress[:MAX_LINE_BYTES] + b"\r" * rest.endswith(b"\r")
         else:
-            self.progress = None
-            *full, self._rest = _pieces(self._rest)
+            *full, rest = _pieces(rest)
             lines += full
+        self._rest = rest
         return lines
 
     def end(self) -> list[bytes]:
