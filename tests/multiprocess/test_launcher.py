@@ -44,8 +44,11 @@ def test_a_program_runs_as_python_would_run_it(launch, tmp_path, command):
         task = json.loads(os.environ["TF_CONFIG"])["task"]
         print("saw", task["index"], sys.argv[1:], __file__ == os.path.abspath(sys.argv[0]),
               sys.path[0] == os.path.dirname(__file__), beside.VALUE, os.environ["MINE"])
+        sys.stdout.reconfigure(encoding="latin-1")
+        print("\\xe9")
         """,
         "--workers=2",
+        "--run_dir=run",
         command=command,
         args=["--workers", "3", "-x", ""],
         env={"MINE": "mine"},
@@ -54,6 +57,7 @@ def test_a_program_runs_as_python_would_run_it(launch, tmp_path, command):
     for index in (0, 1):
         seen = f"saw {index} ['--workers', '3', '-x', ''] True True 5 mine\n"
         assert f"[worker-{index}] {seen}" in job.text
+        assert b"\xe9\n" in Path(f"run/logs/attempt-1/worker-{index}.log").read_bytes()
 
 
 @STARTS
@@ -83,27 +87,12 @@ def test_a_programs_own_processes_can_be_spawned(launch):
     assert "[worker-0] saw [2, 4]\n" in job.text
 
 
-@STARTS
-def test_processes_are_named_for_their_task_and_program(launch, command):
-    job = launch(PAUSE, "--workers=2", command=command)
-    titles = {Path(f"/proc/{pid}/cmdline").read_text().strip("\0") for pid in job.ready(2)}
-    assert titles == {"tfdist worker-0 program.py", "tfdist worker-1 program.py"}
-
-
 def test_forked_tasks_draw_random_numbers_of_their_own(launch):
     source = "import numpy, random; print('drew', random.random(), numpy.random.random())"
     job = launch(source, "--workers=3", command=[w.replace("json", "numpy.random") for w in FORK])
     assert job.end() == 0
     drawn = job.read_until(r"drew (\S+) (\S+)", count=3)
     assert len({number for pair in drawn for number in pair}) == 6
-
-
-@STARTS
-def test_a_program_may_set_the_encoding_of_its_output(launch, command):
-    source = "import sys; sys.stdout.reconfigure(encoding='latin-1'); print('\\xe9')"
-    job = launch(source, "--run_dir=run", command=command)
-    assert job.end() == 0
-    assert b"\xe9\n" in Path("run/logs/attempt-1/worker-0.log").read_bytes()
 
 
 def test_a_programs_traceback_is_pythons_own_and_comes_once(launch, tmp_path):
@@ -232,7 +221,7 @@ def test_the_first_failure_ends_everything_and_is_named_before_its_victims(launc
 
 @STARTS
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])
-def test_a_signal_reaches_each_task_and_is_the_exit_code(launch, command, signum, code):
+def test_a_signal_reaches_each_task_by_its_name_and_is_the_exit_code(launch, command, signum, code):
     source = """
     import os, signal
     wanted = {signal.SIGINT, signal.SIGUSR1}
@@ -242,7 +231,8 @@ def test_a_signal_reaches_each_task_and_is_the_exit_code(launch, command, signum
     print("saved")
     """
     job = launch(source, "--workers=2", command=command)
-    job.ready(2)
+    titles = {Path(f"/proc/{pid}/cmdline").read_text().strip("\0") for pid in job.ready(2)}
+    assert titles == {"tfdist worker-0 program.py", "tfdist worker-1 program.py"}
     job.signal(signum)
     assert job.end() == code
     assert job.text.count("saved\n") == 2
