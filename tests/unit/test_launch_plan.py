@@ -47,43 +47,30 @@ def values(specs, name):
 
 
 @pytest.mark.parametrize(
-    ("line", "gpus", "strategy"),
+    ("line", "gpus", "strategy", "tasks"),
     [
-        ("", (), "single"),
-        ("", ("0",), "single"),
-        ("", ("0", "1"), "mirrored"),
-        ("--devices_per_worker 2", (), "mirrored"),
-        ("--devices_per_worker 1", ("0", "1"), "single"),
-        ("--workers 2", (), "multiworker"),
-        ("--workers 2 --devices_per_worker 2", (), "multiworker"),
-        ("--ps 1", (), "ps"),
-        ("--workers 3 --ps 1", (), "ps"),
-        ("--strategy multiworker", (), "multiworker"),
-        ("--strategy mirrored", (), "mirrored"),
-        ("--stages 2 --workers 4", (), "pipeline"),
+        ("", "", "single", "worker-0"),
+        ("", "0", "single", "worker-0"),
+        ("", "01", "mirrored", "worker-0"),
+        ("--devices_per_worker 2", "", "mirrored", "worker-0"),
+        ("--devices_per_worker 1", "01", "single", "worker-0"),
+        ("--workers 3", "", "multiworker", "worker-0 worker-1 worker-2"),
+        ("--workers 2 --devices_per_worker 2", "", "multiworker", "worker-0 worker-1"),
+        ("--ps 2 --workers 2", "", "ps", "chief-0 worker-0 worker-1 ps-0 ps-1"),
+        ("--ps 1 --evaluator", "", "ps", "chief-0 worker-0 ps-0 evaluator-0"),
+        ("--strategy ps", "", "ps", "chief-0 worker-0 ps-0"),
+        ("--strategy multiworker", "", "multiworker", "worker-0"),
+        ("--strategy mirrored", "", "mirrored", "worker-0"),
+        ("--stages 2", "", "pipeline", "worker-0 worker-1"),
+        ("--workers 2 --evaluator", "", "multiworker", "worker-0 worker-1 evaluator-0"),
     ],
 )
-def test_auto_is_decided_by_the_numbers_asked_for(line, gpus, strategy):
-    options = parse(line.split())
-    assert decided_strategy(options, Machine(cpus=2, gpus=gpus)) == strategy
-
-
-@pytest.mark.parametrize(
-    ("line", "tasks"),
-    [
-        ("", "worker-0"),
-        ("--strategy mirrored", "worker-0"),
-        ("--strategy multiworker", "worker-0"),
-        ("--workers 3", "worker-0 worker-1 worker-2"),
-        ("--strategy ps", "chief-0 worker-0 ps-0"),
-        ("--ps 2 --workers 2", "chief-0 worker-0 worker-1 ps-0 ps-1"),
-        ("--ps 1 --evaluator", "chief-0 worker-0 ps-0 evaluator-0"),
-        ("--strategy pipeline --stages 2", "worker-0 worker-1"),
-        ("--workers 2 --evaluator", "worker-0 worker-1 evaluator-0"),
-    ],
-)
-def test_tasks_start_with_the_chief(line, tasks):
-    assert list(planned(line)) == tasks.split()
+def test_the_numbers_asked_for_decide_on_the_strategy_and_tasks_start_with_the_chief(
+    line, gpus, strategy, tasks
+):
+    machine = Machine(cpus=2, gpus=tuple(gpus))
+    assert decided_strategy(parse(line.split()), machine) == strategy
+    assert list(planned(line, machine=machine)) == tasks.split()
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -47,24 +47,17 @@ def refusal(fn, *args, **options):
         ("def helper(): return LOCK\ndef fn(): return helper()", "LOCK"),
         ("def make(inner):\n    return lambda: inner\nfn = make(LOCK)", "inner"),
         ("rows = (row for row in ())\ndef fn(): return rows", "rows"),
+        ("def fn(a, b): pass", "argument 2"),
     ],
 )
-def test_a_variable_that_cannot_be_pickled_is_named(source, name):
-    error = refusal(by_value(source))
+def test_what_cannot_be_pickled_is_named(source, name):
+    error = refusal(by_value(source), *[1, LOCK] * (name == "argument 2"))
     assert error.code == "not-picklable"
     assert str(error.received).startswith(f"{name}, which cannot be pickled")
 
 
-def test_an_argument_that_cannot_be_pickled_is_named():
-    error = refusal(by_value("def fn(a, b): pass"), 1, LOCK)
-    assert str(error.received).startswith("argument 2, which cannot be pickled")
-
-
-def test_what_is_no_function_is_refused():
+def test_what_is_no_function_and_a_spawn_within_a_task_are_refused(monkeypatch):
     assert refusal(3).code == "no-function"
-
-
-def test_a_spawn_within_a_task_is_refused(monkeypatch):
     monkeypatch.setenv(MARK, "0123")
     assert refusal(len).code == "nested-spawn"
 
