@@ -66,31 +66,38 @@ def test_a_job_whose_task_was_killed_is_started_again_as_a_group(launch, command
     source = """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as one that waits inside TensorFlow
     ready()
-    if attempt == 1:
+    if attempt < 3:
         signal.pause()
     """
     flags = ("--workers=3", "--max_restarts=2", "--grace_s=600", "--run_dir=run")
     job = launch(program(source), *flags, command=command)
-    first = ready(job, 1, 3)
-    os.kill(first["worker-1"], signal.SIGKILL)
-    second = ready(job, 2, 3)
+    started, servers = {}, set()
+    for attempt, signum in ((1, signal.SIGKILL), (2, signal.SIGSEGV)):
+        started[attempt] = ready(job, attempt, 3)
+        servers |= {p for p, line in children(job.process.pid).items() if "fork server" in line}
+        os.kill(started[attempt][f"worker-{attempt}"], signum)
+    started[3] = ready(job, 3, 3)
     assert job.end() == 0
-    assert not set(first.values()) & set(second.values())
+    assert len({pid for pids in started.values() for pid in pids.values()}) == 9
     job.assert_gone(0)
     assert "worker-1 failed first: killed by SIGKILL, not by the launcher\n" in job.text
     assert "started again as attempt 2 (restart 1 of 2 within 3600 s)\n" in job.text
-    for attempt, pids in ((1, first), (2, second)):
+    for attempt, pids in started.items():
         for task, pid in pids.items():
             log = Path(f"run/logs/attempt-{attempt}/{task}.log").read_text()
-            assert log == f"{task} attempt {attempt} ready {pid}\n"
-    failed, done = report("run")["attempts"]
-    assert (failed["exit_code"], done["exit_code"], report("run")["exit_code"]) == (137, 0, 0)
-    assert failed["first_failure"]["task"] == "worker-1"
-    assert failed["detect_s"] < 0.5
-    assert failed["detect_s"] < failed["restart_s"] < 3
-    assert done["first_failure"] is None
-    assert done["restart_s"] is None
-    assert done["first_step_s"] is None
+            assert log.startswith(f"{task} attempt {attempt} ready {pid}\n")
+    *failed, done = report("run")["attempts"]
+    assert [entry["exit_code"] for entry in (*failed, done)] == [137, 139, 0]
+    assert [entry["first_failure"]["task"] for entry in failed] == ["worker-1", "worker-2"]
+    assert report("run")["exit_code"] == 0
+    for entry in failed:
+        assert entry["detect_s"] < 0.5
+        assert entry["detect_s"] < entry["restart_s"] < 3
+    assert [done[name] for name in ("first_failure", "restart_s", "first_step_s")] == [None] * 3
+    # One fork server serves every attempt.
+    logs = [path.parent.name for path in Path("run").rglob("fork-server.log")]
+    assert (len(servers), logs) == ((1, ["attempt-1"]) if command == FORK else (0, []))
+    assert not guardian.occupied(servers)
 
 
 def test_the_report_is_there_while_the_next_attempt_runs(launch):
@@ -103,25 +110,6 @@ def test_the_report_is_there_while_the_next_attempt_runs(launch):
     job.signal(signal.SIGTERM)
     assert job.end() == 143
     assert [entry["exit_code"] for entry in report("run")["attempts"]] == [3, 143]
-
-
-@pytest.mark.alone
-def test_the_fork_server_serves_every_attempt(launch):
-    source = "ready()\nif attempt < 3: signal.pause()"
-    job = launch(program(source), "--workers=2", "--max_restarts=2", "--run_dir=run", command=FORK)
-    servers = []
-    for attempt in (1, 2):
-        pids = ready(job, attempt, 2)
-        (server,) = (p for p, line in children(job.process.pid).items() if "fork server" in line)
-        servers.append(server)
-        os.kill(pids[f"worker-{attempt - 1}"], signal.SIGSEGV if attempt == 1 else signal.SIGKILL)
-    assert job.end() == 0
-    assert servers[0] == servers[1]
-    assert not guardian.occupied(set(servers))
-    entries = report("run")["attempts"]
-    assert len(entries) == 3
-    assert all(entry["restart_s"] < 3 for entry in entries[:2])
-    assert [path.parent.name for path in Path("run").rglob("fork-server.log")] == ["attempt-1"]
 
 
 def test_a_fork_server_that_was_killed_is_replaced_for_the_next_attempt(launch):
