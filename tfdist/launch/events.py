@@ -135,6 +135,11 @@ class Start:
     restart: int = 0
     """How often it was started again alone before, in this attempt."""
 
+    @property
+    def log_name(self) -> str:
+        """Return the name of its log, such as ``worker-1.restart-1.log`` once started again."""
+        return f"{self.task}.restart-{self.restart}.log" if self.restart else f"{self.task}.log"
+
 
 @dataclass(frozen=True, slots=True)
 class Signal:

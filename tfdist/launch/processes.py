@@ -38,7 +38,6 @@ from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient, bootstrap_command, start_process
 from tfdist.launch.machine import KillEvidence, proc_state
 from tfdist.launch.plan import Attempt, JobDescription, ProcessSpec
-from tfdist.launch.run_dir import log_name
 from tfdist.launch.screen import Console, JobScreen, TaskOutput
 from tfdist.launch.task import STACK_SIGNAL
 
@@ -219,7 +218,7 @@ class JobProcesses:
         match action:
             case Start(task=task):
                 try:
-                    self._start(self._specs[task], log=log_name(task, action.restart))
+                    self._start(self._specs[task], log=action.log_name)
                 except OSError as error:
                     cause = f"cannot be started: {error.strerror or error}"
                     return Ended(task=task, status=1, at_s=self._clock(), cause=cause)

@@ -36,11 +36,6 @@ def chosen_run_dir(given: str | None) -> Path:
     return Path(os.path.abspath(os.path.join("runs", name)))
 
 
-def log_name(task: Task, restart: int = 0) -> str:
-    """Return the name of a task's log, such as ``worker-1.restart-1.log`` once started again."""
-    return f"{task}.restart-{restart}.log" if restart else f"{task}.log"
-
-
 def next_attempt(run_dir: Path) -> int:
     """Return the number of the next start of the job in `run_dir`, from 1 on."""
     try:

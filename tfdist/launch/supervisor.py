@@ -34,7 +34,6 @@ from tfdist.launch.events import (
     named,
     request_name,
 )
-from tfdist.launch.run_dir import log_name
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.state import (
     EVALUATOR,
@@ -300,7 +299,7 @@ class _Decision:
         state.restarts.append(failure)
         records = state.tasks[task].records
         records.append(TaskRecord(task=task, restart=len(records)))
-        log = state.logs / log_name(task, records[-1].restart)
+        log = state.logs / Start(task, records[-1].restart).log_name
         self._say(f"{task} failed: {failure.cause}; started again alone, {reason}: {log}")
         self._start(task)
 
