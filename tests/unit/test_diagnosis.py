@@ -6,7 +6,6 @@ Who failed first: test_supervisor.
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 

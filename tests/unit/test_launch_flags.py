@@ -60,8 +60,10 @@ def test_a_program_and_its_own_flags_follow_the_launchers(words, program):
 
 
 @pytest.mark.parametrize("word", ["--help", "-h"])
-def test_help_is_asked_for(word):
-    assert parse(["--workers", "2", word]) is None
+def test_help_is_asked_for_and_has_every_flag(word, capsys):
+    assert main(["--workers", "2", word]) == 0
+    text = capsys.readouterr().out
+    assert all(f"--{flag.name}" in text for flag in FLAGS)
 
 
 MISTAKES = {

@@ -119,7 +119,7 @@ ps: 5 w0 ends 0
 3+e: 10 w0 ends 0; 12 w1 ends 0
 > 70 failed w2: still running 60 s after w0 was done: w2; SIGTERM e0 w2; 70.5 exit 1
 # a task that cannot be started
-3 broken=w1: 
+3 broken=w1:
 > 0 failed w1: cannot be started: no room; SIGTERM w0; 0.5 exit 1
 # a process that not even SIGKILL ends
 2 undead=w0 max_restarts=3: 5 w1 ends 1
@@ -428,12 +428,12 @@ class World:
 
 def play(history):
     """How the attempt of a history has ended, and its world with what was done in it."""
-    head, _, text = history.partition(": ")
+    head, _, text = history.partition(":")
     job, *words = head.split()
     given = dict(word.split("=") for word in words)
     rules = {n: int(given.pop(n, 0)) or None for n in ("max_restarts", "min_workers")}
     grace_s, kill_s = float(given.pop("grace_s", 10)), float(given.pop("kill_s", 0))
-    events = itertools.chain(*map(happening, filter(None, text.split("; "))))
+    events = itertools.chain(*map(happening, filter(None, text.strip().split("; "))))
     world = World(events, kill_s=kill_s, **given)
     state = JobState(
         job_tasks=tasks(JOBS[job]),
@@ -510,7 +510,7 @@ def test_every_process_has_a_record():
         ("w1", 1, -signal.SIGTERM, True, 9.5),
         ("p0", 0, None, True, None),
     ]
-    state, _ = play("3 broken=w1: ")
+    state, _ = play("3 broken=w1:")
     assert [record.started_at_s for record in state.records] == [0, None, None]
 
 
