@@ -7,11 +7,23 @@ import pytest
 from tfdist.cluster import Task
 
 _TYPES = {name[0]: name for name in ("chief", "worker", "ps", "evaluator")}
+JOBS = {
+    **{"1": "w0", "2": "w0 w1", "3": "w0 w1 w2", "2+e": "w0 w1 e0", "3+e": "w0 e0 w1 w2"},
+    **{"ps": "c0 w0 w1 p0", "ps3": "c0 w0 w1 w2 p0", "ps+e": "c0 w0 w1 p0 e0"},
+}
 
 
 def tasks(names: str) -> list[Task]:
     """The tasks that short names with spaces or commas stand for: ``c0 w1``."""
     return [Task(_TYPES[name[0]], int(name[1:])) for name in re.split("[ ,]", names)]
+
+
+def parsed(history: str) -> tuple[str, dict[str, str], list[str]]:
+    """The job of a history, its options by name, and what happens: ``JOB name=value: this; that``.
+    """
+    head, _, text = history.partition(":")
+    job, *words = head.split()
+    return job, dict(word.split("=") for word in words), [p for p in text.strip().split("; ") if p]
 
 
 def short(text: object) -> str:

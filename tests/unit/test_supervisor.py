@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.histories import recorded, short, tasks
+from tests.unit.histories import JOBS, parsed, recorded, short, tasks
 from tfdist.launch.diagnosis import Hang
 from tfdist.launch.events import (
     AskForStacks,
@@ -280,10 +280,6 @@ ps kill_s=9: 4 c0 step 7; 20 w1 hangs w1; 21 w0 ends KILL
 2 max_restarts=1: 20 w1 hangs w0; 20.1 SIGTERM
 > 20 stacks w0; 20.1 SIGTERM w0 w1; 20.6 exit 143
 """
-JOBS = {
-    **{"1": "w0", "2": "w0 w1", "3": "w0 w1 w2", "2+e": "w0 w1 e0", "3+e": "w0 e0 w1 w2"},
-    **{"ps": "c0 w0 w1 p0", "ps3": "c0 w0 w1 w2 p0", "ps+e": "c0 w0 w1 p0 e0"},
-}
 CAUSES = {
     "LOST": "UnavailableError: Graph execution error: ... Connection reset by peer",
     "WAITED": "worker-0: waited 60 s of 60 s for worker-1",
@@ -428,13 +424,10 @@ class World:
 
 def play(history):
     """How the attempt of a history has ended, and its world with what was done in it."""
-    head, _, text = history.partition(":")
-    job, *words = head.split()
-    given = dict(word.split("=") for word in words)
+    job, given, parts = parsed(history)
     rules = {n: int(given.pop(n, 0)) or None for n in ("max_restarts", "min_workers")}
     grace_s, kill_s = float(given.pop("grace_s", 10)), float(given.pop("kill_s", 0))
-    events = itertools.chain(*map(happening, filter(None, text.strip().split("; "))))
-    world = World(events, kill_s=kill_s, **given)
+    world = World(itertools.chain(*map(happening, parts)), kill_s=kill_s, **given)
     state = JobState(
         job_tasks=tasks(JOBS[job]),
         logs=Path(),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.histories import recorded, short, tasks
+from tests.unit.histories import JOBS, parsed, recorded, short, tasks
 from tfdist.launch.diagnosis import LATE_S, Watchdog
 from tfdist.launch.events import Beat
 from tfdist.phases import PendingWork
@@ -159,7 +159,6 @@ ps: w0,w1,p0 serve; w0,w1,p0 rests; 60; c0 rests; 30
 > 330 w0 (w0) since 100: not in its training yet, and all its threads wait for each other for 230
 > s
 """
-JOBS = {"1": "w0", "2": "w0 w1", "3": "w0 w1 w2", "ps": "c0 w0 w1 p0"}
 HANG_S, STARTUP_S = 20.0, 60.0
 WORKERS = tuple(tasks(JOBS["3"]))
 
@@ -259,10 +258,9 @@ class Job:
 
 def play(history):
     """Who is found to hang in a history, and when."""
-    head, _, text = history.partition(": ")
-    kind, *words = head.split()
-    job, found = Job(kind, **dict(word.split("=") for word in words)), []
-    for part in text.split("; "):
+    kind, options, parts = parsed(history)
+    job, found = Job(kind, **options), []
+    for part in parts:
         if hang := job.happens(part):
             stuck = " ".join(map(str, hang.stuck))
             about = f"{job.now_s:g} {hang.task} ({stuck}) since {hang.since_s:g}"
@@ -292,11 +290,11 @@ def test_whoever_is_stopped_or_has_not_come_is_told_at_once():
     assert job.watchdog.absent(job.now_s) is None
 
 
-@pytest.mark.parametrize("text", ["3 hang_s=inf: 1", "3: all ends"])
-def test_the_launcher_sleeps_where_there_is_nothing_to_watch(text):
-    head, _, what = text.partition(": ")
-    job = Job("3", hang_s="inf" if "inf" in head else HANG_S)
-    job.happens(what)
+@pytest.mark.parametrize("history", ["3 hang_s=inf: 1", "3: all ends"])
+def test_the_launcher_sleeps_where_there_is_nothing_to_watch(history):
+    kind, options, (part,) = parsed(history)
+    job = Job(kind, **options)
+    job.happens(part)
     assert job.watchdog.next_check_s() == math.inf
     assert job.watchdog.find_hang(job.now_s + 1000) is None
 
