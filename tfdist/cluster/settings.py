@@ -212,7 +212,7 @@ _MAY_BE_SECRET = re.compile(
 _HOLDS_SECRET = re.compile(
     r"\b(ghp_|github_pat_|glpat-|hf_|sk-|xox[abp]-|AKIA)[A-Za-z0-9_-]{12,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-    r"|[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@"
+    r"|[a-z][a-z0-9+.-]{0,30}://[^/\s:@]*:[^/\s@]+@"  # bounded, or long texts take long
 )
 
 
