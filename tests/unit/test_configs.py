@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.refusals import refusal
-from tfdist.configs import FIELDS, base, check
+from tfdist.configs import FIELDS, FREE, base, check, flat
 from tfdist.configs.command_line import help_text, parse
-from tfdist.configs.fields import FREE, flat
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
 

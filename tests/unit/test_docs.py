@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import tfdist
-from tfdist.configs import FIELDS
-from tfdist.configs.fields import FREE
+from tfdist.configs import FIELDS, FREE
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist.argument_parser import Parser
-from tfdist.configs.fields import FIELDS, check, flat, unknown
+from tfdist.configs import FIELDS, check, flat, unknown
 from tfdist.errors import UsageError, near
 
 if TYPE_CHECKING:

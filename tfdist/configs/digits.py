@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ml_collections import ConfigDict
 
-from tfdist.configs.fields import base
+from tfdist.configs import base
 
 
 def get_config() -> ConfigDict:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tfdist.configs.fields import FREE, flat
+from tfdist.configs import FREE, flat
 from tfdist.errors import require
 from tfdist.outputs.sweep_journal import Trial
 from tfdist.tuning.options import SweepOptions

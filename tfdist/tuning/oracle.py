@@ -24,9 +24,8 @@ from typing import Any
 
 import keras_tuner
 
-from tfdist.configs import check
+from tfdist.configs import check, flat
 from tfdist.configs.command_line import broken_file
-from tfdist.configs.fields import flat
 from tfdist.errors import TfdistError, UsageError, near, require, require_packages
 from tfdist.files import one_line_errors, write_text
 from tfdist.tuning.chief import RUNNING, NextTrial

@@ -80,7 +80,7 @@ def check_config_file(text: str, file: str, *, replicas: int | None = None) -> I
 def print_configuration() -> None:
     """Print the configuration of the arguments as JSON, in a process of its own."""
     from tfdist.configs.command_line import parse
-    from tfdist.configs.fields import flat
+    from tfdist.configs import flat
 
     with contextlib.redirect_stdout(sys.stderr):
         answer: dict[str, Any]
