@@ -11,12 +11,11 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     gradients   the gradient hook: gradients are reduced where they enter the optimizer
     reduction   the sum over replicas itself, in few messages, which keeps no graph
     sharding    each worker updates its part of each variable, and has slots of that alone
-    sums        are made in one order, so that bits do not go by the threads
-    pools       have the gradient of oneDNN's kernel, in a loop and in another graph too
+    kernels     sums in one order, whatever the threads; the gradient of pools by oneDNN; fused
+                ones of normalization, GELU and attention, where `fit` is asked to
     losses      a replica's loss counts by its fraction of the global batch; means count examples
     variables   statistics travel with the gradients; additions and updates are one operation each;
                 draws come from (seed, step, replica)
-    fused       normalization, GELU and attention by fewer kernels, where `fit` is asked to
 
 The heart is the gradient hook: where they enter `Optimizer.apply`, and nowhere else,
 they are summed over the replicas. Clipping, finiteness checks, accumulation and decay then see
@@ -29,15 +28,19 @@ import contextlib
 from collections.abc import Iterator
 
 from tfdist.training.keras_compat import gradients, variables  # noqa: F401  (they register)
-from tfdist.training.keras_compat.fused import fuse, is_fused
+from tfdist.training.keras_compat.kernels import (
+    adding_in_order,
+    compiled,
+    fuse,
+    is_fused,
+    pools_again,
+)
 from tfdist.training.keras_compat.losses import added_in_part, logs_by_fraction
-from tfdist.training.keras_compat.pools import pools_again
 from tfdist.training.keras_compat.reduction import (
     all_reduce,
     reduce_statistics,
     sum_over_replicas,
 )
-from tfdist.training.keras_compat.sums import adding_in_order, compiled
 from tfdist.training.keras_compat.trace import (
     REPLACEMENTS,
     StepTrace,

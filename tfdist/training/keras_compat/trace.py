@@ -34,7 +34,7 @@ class StepTrace:
       random_key: int32 [2] of (seed, step, replica), from which every draw of the step comes.
       batch: what the step function is given, a nest of tensors ``[examples, ...]``.
       training: False leaves the statistics of layers to each replica.
-      fused: layers take the kernels of `fused` in this package.
+      fused: layers take the fused ones of `kernels` in this package.
       local: values of variables, by `id`, that live in the step and not in the variable.
       at_hook: called with the gradients where they enter an optimizer.
       held: values of variables, by `id`, that the step has read once and goes on with.

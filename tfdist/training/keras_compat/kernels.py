@@ -1,30 +1,214 @@
-"""Kernels that take what Keras composes of several, in training steps of a `fit` that asks for it.
+"""What TensorFlow computes steps by: the order of its sums, its pools, and kernels for several ops.
 
-Each of Keras' goes through all of the activations, and as many again do for the gradient. One
-kernel, TensorFlow's for BatchNormalization and what XLA compiles for LayerNormalization and GELU,
-goes through them once. Products with a matrix of weights are one for all examples, with the bias,
-where Keras' are one for each. All round in another way, so they are taken where they are asked for.
-Ended by: no release, Keras 3.15.1 included.
+Ended by: no release, Keras 3.15.1 and TensorFlow 2.21 included.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import operator
 import re
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.layers import BatchNormalization, Dense, EinsumDense, LayerNormalization
 from keras.src.backend.tensorflow import nn
+from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+from tensorflow.python.eager import context
+from tensorflow.python.ops import gen_math_ops, gen_nn_ops
+from tensorflow.python.util import _pywrap_util_port
 
-from tfdist.training.keras_compat.trace import Original, StepTrace, replaces
+from tfdist.training.keras_compat.trace import (
+    REPLACEMENTS,
+    Original,
+    Replacement,
+    StepTrace,
+    replaces,
+)
 
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
-_TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/ops"
+_TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow"
+
+
+# Order of sums of three and more terms, which does not go by the threads.
+#
+# TensorFlow's AddN begins with whichever of its terms nothing else holds by the time it runs, and
+# that goes by which thread was faster (aggregate_ops.h). Gradients of one tensor are summed by it,
+# and a pass of the graph's optimizer makes it of any ``a + b + c``. Of two terms the order does not
+# matter. So what tfdist compiles adds one term after the other, without that pass, which has no
+# finer switch; its other rewritings made no step of a CNN, LSTM, ResNet or transformer faster by
+# 1 % (float32, a CPU; GPUs are not tried).
+#
+# Gradients are added from the last to the first: a tape around a layer and a backward function of
+# it have the two of a mean and of a variance, which come last, in either order. So a normalization
+# rounds in the same way in the stages of a pipeline and on one device.
+
+
+_thread = threading.local()
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """`tf.function` for what is traced once for each program, and so often in a process.
+
+    TensorFlow takes that for a mistake and warns, by the name of the Python function
+    (https://github.com/tensorflow/tensorflow/issues/34025); it has no public switch for one
+    function. Ended by: no release, TensorFlow 2.21 included.
+
+    And its sums are made in one order, as by `adding_in_order`.
+    """
+    made = tf.function(function, autograph=False)
+    made._omit_frequent_tracing_warning = True
+    return _Compiled(made)
+
+
+class _Compiled:
+    def __init__(self, made: Any) -> None:
+        self._made = made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it, adding in order."""
+        with adding_in_order():
+            return self._made(*args, **kwargs)
+
+    def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what is compiled for such arguments; its callers add in order themselves."""
+        with adding_in_order():
+            return self._made.get_concrete_function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def adding_in_order() -> Iterator[None]:
+    """Have what this thread traces and runs meanwhile add one term after the other.
+
+    A user's option that switches the optimizer's arithmetic pass on has no effect meanwhile.
+    """
+    _ADD_N.put_in_place()
+    eager = context.context()
+    before, was_adding = eager.function_call_options, _is_adding()
+    config = _without_rewriting(before.config_proto_serialized)
+    options = context.FunctionCallOptions(before.executor_type, config)
+    eager.function_call_options, _thread.adding = options, True
+    try:
+        yield
+    finally:
+        eager.function_call_options, _thread.adding = before, was_adding
+
+
+@functools.lru_cache(maxsize=8)
+def _without_rewriting(serialized: bytes) -> config_pb2.ConfigProto:
+    config = config_pb2.ConfigProto.FromString(serialized)
+    rewriting = config.graph_options.rewrite_options
+    rewriting.arithmetic_optimization = rewriter_config_pb2.RewriterConfig.OFF
+    return config
+
+
+def _is_adding() -> bool:
+    return getattr(_thread, "adding", False)
+
+
+def _added(original: Original, _: Any, inputs: Sequence[Any], name: str | None = None) -> Any:
+    if not _is_adding() or tf.executing_eagerly() or not all(map(_is_of_floats, inputs)):
+        return original(inputs, name)
+    terms = [tf.convert_to_tensor(value) for value in inputs]  # IndexedSlices do not add
+    total = tf.identity(functools.reduce(operator.add, reversed(terms)), name)
+    for term in terms:
+        total.set_shape(term.shape)  # as AddN: all are equal, and each may know a part
+    return total
+
+
+def _is_of_floats(value: Any) -> bool:
+    return tf.is_tensor(value) and (value.dtype.is_floating or value.dtype.is_complex)
+
+
+# Outside of a step too: replicas' values are summed by the main thread.
+_ADD_N = Replacement(
+    owner=gen_math_ops,
+    name="add_n",
+    instead=_added,
+    issue=f"{_TENSORFLOW}/core/kernels/aggregate_ops.h#L250",
+    anywhere=True,
+)
+REPLACEMENTS.append(_ADD_N)
+
+
+# The gradient of max pooling by oneDNN's kernel.
+#
+# That kernel needs what oneDNN's own pool has left in the same graph, and TensorFlow takes it where
+# its pass over the nodes comes by the pool before the gradient (mkl_layout_pass.cc). In a loop of
+# steps no node is the first, and where the pass begins goes by names and by how the graph was
+# optimized. The other kernel takes ten times as long on one thread; the bits are the same. So the
+# pool is computed once more beside its gradient, in a function of their own, without a loop.
+
+
+_AGAIN = "TfdistMaxPoolAgain"
+_WINDOW = ("ksize", "strides", "padding", "explicit_paddings", "data_format")
+
+
+@replaces(
+    gen_nn_ops, "max_pool_grad", issue=f"{_TENSORFLOW}/core/common_runtime/mkl_layout_pass.cc"
+)
+def _max_pool_grad(
+    original: Original,
+    trace: StepTrace,
+    images: tf.Tensor,
+    pooled: tf.Tensor,
+    gradient: tf.Tensor,
+    ksize: Any,
+    strides: Any,
+    **options: Any,
+) -> tf.Tensor:
+    if not _has_pool(images.dtype):
+        return original(images, pooled, gradient, ksize, strides, **options)
+
+    def gradient_of_pool(images: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
+        return _gradient(images, gradient, ksize=ksize, strides=strides, **options)
+
+    apart = {"_noinline": True}
+    made = tf.function(gradient_of_pool, autograph=False, experimental_attributes=apart)
+    return made(images, gradient)
+
+
+def pools_again() -> AbstractContextManager[None]:
+    """Have pools that the default graph gets meanwhile be computed again in their gradient.
+
+    For a graph that is differentiated as a whole, in another one, which has no loop.
+    """
+    return tf.compat.v1.get_default_graph().gradient_override_map({"MaxPool": _AGAIN})
+
+
+@tf.RegisterGradient(_AGAIN)
+def _gradient_in_another_graph(op: tf.Operation, gradient: tf.Tensor) -> tf.Tensor:
+    (images,) = op.inputs
+    return _gradient(images, gradient, **{name: op.get_attr(name) for name in _WINDOW})
+
+
+def _gradient(images: tf.Tensor, gradient: tf.Tensor, **window: Any) -> tf.Tensor:
+    again = tf.raw_ops.MaxPool(input=images, **window)
+    return tf.raw_ops.MaxPoolGrad(orig_input=images, orig_output=again, grad=gradient, **window)
+
+
+def _has_pool(dtype: tf.DType) -> bool:
+    """Return whether oneDNN computes pools of this type here."""
+    on_cpu = not tf.config.list_physical_devices("GPU")
+    return on_cpu and dtype in (tf.float32, tf.bfloat16) and _pywrap_util_port.IsMklEnabled()
+
+
+# Kernels that take what Keras composes of several, in steps of a `fit` that asks for them.
+#
+# Each of Keras' goes through all of the activations, and as many again do for the gradient. One
+# kernel, TensorFlow's for BatchNormalization and what XLA compiles for LayerNormalization and GELU,
+# goes through them once. Products with a matrix of weights are one for all examples, with the bias,
+# where Keras' are one for each. All round in another way, so they are taken where they are asked
+# for.
+
+
 _fused: weakref.WeakSet[keras.Layer] = weakref.WeakSet()
 _by_xla = functools.partial(tf.function, jit_compile=True, autograph=False)
 
@@ -122,7 +306,7 @@ def _is_over_last_axis(layer: Any, inputs: tf.Tensor) -> bool:
     )
 
 
-@replaces(nn, "gelu", issue=f"{_TENSORFLOW}/nn_ops.py#L3705")
+@replaces(nn, "gelu", issue=f"{_TENSORFLOW}/python/ops/nn_ops.py#L3705")
 def _gelu_by_xla(
     original: Original, trace: StepTrace, x: Any, approximate: bool = True
 ) -> tf.Tensor:
