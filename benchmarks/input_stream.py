@@ -32,8 +32,7 @@ def measure(side: str, args: argparse.Namespace) -> None:
 def _feed(dataset: Any, *, tasks: int) -> Any:
     from tfdist.data.stream import StreamSource
     from tfdist.training.epochs import EpochPlan
-    from tfdist.training.feed import Order
-    from tfdist.training.stream_feed import StreamFeed
+    from tfdist.training.feed import Order, StreamFeed
 
     batch = input_by_index.BATCH
     return StreamFeed(

@@ -26,10 +26,12 @@ from tfdist.training.feed import (
     Feed,
     GraphFeed,
     IndexedFeed,
+    InputFunctionFeed,
     Order,
+    StreamFeed,
+    reading_of,
     require_even,
 )
-from tfdist.training.stream_feed import InputFunctionFeed, StreamFeed, reading_of
 
 _LOG = logging.getLogger(__name__)
 
