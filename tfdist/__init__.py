@@ -21,11 +21,11 @@ _HOME_OF = {
     "evaluate": "tfdist.training.evaluation",
     "predict": "tfdist.training.evaluation",
     "InExamples": "tfdist.training.schedule",
-    "StepLoop": "tfdist.training.step_loop",
+    "StepLoop": "tfdist.training.fitting",
     "Ledger": "tfdist.audit.recorder",
     "VirtualEpochs": "tfdist.training.epochs",
     "BackupAndRestore": "tfdist.checkpoint.backup",
-    "Evaluator": "tfdist.training.evaluator",
+    "Evaluator": "tfdist.training.evaluation",
     "ModelCheckpoint": "tfdist.checkpoint.backup",
     "load_weights": "tfdist.checkpoint.warm_start",
     "TfdistError": "tfdist.errors",
@@ -68,11 +68,9 @@ if TYPE_CHECKING:
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
     from tfdist.strategy.stages import PipelineOptions
     from tfdist.training.epochs import VirtualEpochs
-    from tfdist.training.evaluation import evaluate, predict
-    from tfdist.training.evaluator import Evaluator
-    from tfdist.training.fitting import fit
+    from tfdist.training.evaluation import Evaluator, evaluate, predict
+    from tfdist.training.fitting import StepLoop, fit
     from tfdist.training.schedule import InExamples
-    from tfdist.training.step_loop import StepLoop
 
 __all__ = [
     "BackupAndRestore",

@@ -14,7 +14,7 @@ from tfdist.checkpoint import CheckpointStore
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig
 from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import job_of
-from tfdist.training import evaluator, fitting, loop
+from tfdist.training import evaluation, fitting, loop
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +51,7 @@ def in_evaluator(exit_code=0, watch=None):
         if watch is None:
             watch = Future()
             watch.set_result(exit_code)
-        patched.setattr(evaluator, "chief_watch", lambda config, timeout_s: watch)
+        patched.setattr(evaluation, "chief_watch", lambda config, timeout_s: watch)
         patched.setattr(fitting.building, "job_for", job_for)
         yield
 

@@ -19,7 +19,7 @@ from tfdist.checkpoint.publish import Publisher
 from tfdist.checkpoint.state import state_sha256, weights_sha256
 from tfdist.cluster import TaskConfig, read_environment
 from tfdist.cluster.settings import restarts
-from tfdist.configs.fields import FREE, flat
+from tfdist.configs import FREE, flat
 from tfdist.errors import Stopped, TfdistError, UsageError
 from tfdist.outputs.display import (
     ProgressDisplay,
@@ -34,7 +34,7 @@ from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make
 from tfdist.strategy.parts import whole
 from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
-from tfdist.training.evaluator import Evaluator
+from tfdist.training.evaluation import Evaluator
 from tfdist.training.fitting import fit
 from tfdist.training.trackers import make_tracker
 

@@ -1,15 +1,31 @@
-"""`evaluate` and `predict`, each example exactly once."""
+"""`evaluate` and `predict`, each example exactly once; and the evaluator.
+
+That is a task beside the training that evaluates each of its checkpoints. It takes part in nothing:
+it reads what the chief has saved, and asks it to stop by a file.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import random
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import keras
 from keras.src.utils.python_utils import pythonify_logs
 
 from tfdist import phases
+from tfdist.checkpoint.backup import BackupAndRestore, save_whole
+from tfdist.checkpoint.best import best_so_far, less_is_better
+from tfdist.checkpoint.store import Checkpoint
+from tfdist.checkpoint.warm_start import set_weights
+from tfdist.errors import EXIT_OK, Stopped, UsageError, require, require_int
+from tfdist.outputs.display import ScalarWriter
+from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import Job, broadcast
+from tfdist.strategy.rendezvous import chief_watch
 from tfdist.training import building
 from tfdist.training.agreement import require_same_weights
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide, naming_bad_data
@@ -18,6 +34,9 @@ from tfdist.training.engines import engine_for, joined, naming_a_lost_server
 from tfdist.training.inputs import Length, prepare
 from tfdist.training.program import Engine, program_of
 from tfdist.training.stop_requests import StopRequested, StopRequests
+
+_LOG = logging.getLogger(__name__)
+_LOOK_EVERY_S = 0.5
 
 
 @naming_a_lost_server()
@@ -171,3 +190,203 @@ class Evaluation:
             blocks.finish()
             raise StopRequested(decision.signum)
         return decision
+
+
+# The evaluator: its settings in every task, and what `fit` does in it.
+
+
+class Evaluator(keras.callbacks.Callback):
+    """Settings of the evaluator task of a job; among the callbacks of `fit`, in every task.
+
+    In the training tasks it ends the training when the evaluator has asked for it.
+
+    Args:
+      monitor: the metric by which a checkpoint is the best.
+      mode: "min", "max", or "auto", which goes by the name.
+      patience: asks for the end of the training after so many checkpoints in a row that were no
+        better; None never does.
+      min_delta: what is not better by more than this is no better.
+    """
+
+    once_a_range = True
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        *,
+        mode: str = "auto",
+        patience: int | None = None,
+        min_delta: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if patience is not None:
+            require_int("Evaluator: patience", patience, least=1)
+        self.monitor = monitor
+        self.less = less_is_better(monitor, mode, where="Evaluator: mode")
+        self.patience = patience
+        self.min_delta = min_delta
+        self.has_stopped = False
+        self.files: Evaluations | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._look()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._look()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        # Where a request comes between the hooks of two tasks, only one of them has seen it.
+        if self.files is not None and self.model.stop_training:
+            self.has_stopped |= self.files.is_stop_requested
+
+    def _look(self) -> None:
+        if self.files is not None and not self.has_stopped and self.files.is_stop_requested:
+            self.has_stopped = self.model.stop_training = True
+            _LOG.info("the evaluator asks to stop (%s)", self.files.stop_file)
+
+
+def evaluator_of(callbacks: Any, *, job: Job, validation_data: Any) -> Evaluator | None:
+    """Return what the evaluator of this job looks at, None in a job without one.
+
+    Raises:
+      UsageError: with an evaluator, nothing to evaluate, or a callback that cannot be had.
+    """
+    listed = [c for c in keras.tree.flatten(callbacks or []) if c is not None]
+    given = next((c for c in listed if isinstance(c, Evaluator)), None)
+    if not job.has_evaluator:
+        if given is not None:
+            _LOG.warning("no evaluator in this job: start it with --evaluator")
+        return None
+    evaluator = given or Evaluator()
+    require(
+        validation_data is not None,
+        "fit",
+        received="no validation_data in a job with an evaluator",
+        expected="what it is to evaluate checkpoints on",
+        fix="pass validation_data, or start the job without --evaluator",
+        code="missing-validation",
+    )
+    require(
+        _backups(listed),
+        "callbacks",
+        received="no tfdist.BackupAndRestore in a job with an evaluator",
+        expected="one, whose checkpoints it is to evaluate",
+        fix="add tfdist.BackupAndRestore(directory), or start the job without --evaluator",
+        code="missing-backup",
+    )
+    for callback in listed:
+        _require_no_validation(callback)
+    evaluator.files = Evaluations(_backups(listed)[0].store.directory)
+    return evaluator
+
+
+def evaluate_checkpoints(
+    model: keras.Model,
+    evaluation_in: Callable[[Job], Evaluation],
+    *,
+    job: Job,
+    callbacks: Any,
+    evaluator: Evaluator,
+) -> NoReturn:
+    """Do what `fit` does in the evaluator: evaluate checkpoints until the training has ended.
+
+    `evaluation_in` makes the evaluation, in a job of this task alone. Ends the program with 0; 75
+    where there was neither a training nor a checkpoint.
+
+    Raises:
+      Stopped: it was asked to by a signal.
+    """
+    assert job.config is not None
+    assert evaluator.files is not None
+    watch = chief_watch(job.config, timeout_s=job.config.options.startup_timeout_s)
+    alone = dataclasses.replace(job, config=None)  # decides by itself when it evaluates
+    evaluation = evaluation_in(alone)
+    quiet = callback_list(None, job=alone, model=model, verbose=0, epochs=1, steps=evaluation.steps)
+    listed = keras.tree.flatten(callbacks or [])
+    store, unread = _backups(listed)[0].store, set[str]()
+    folders = [c.log_dir for c in listed if getattr(c, "log_dir", None)]
+    scalars = [ScalarWriter(f"{folder}/evaluator") for folder in folders]
+
+    def line_of(name: str, checkpoint: Checkpoint, requests: StopRequests) -> dict[str, Any]:
+        start_s = time.perf_counter()
+        set_weights(model, checkpoint, where=f"weights in {store.directory}")
+        metrics = evaluation.run(quiet, requests=requests)
+        values = {f"val_{key}": value for key, value in metrics.items()}
+        for writer in scalars:
+            numbers = {n: v for n, v in values.items() if isinstance(v, (int, float))}
+            writer.write(checkpoint.step, numbers)
+        return {
+            "step": checkpoint.step,
+            "examples": checkpoint.meta["examples"],
+            "checkpoint": name,
+            **values,
+            "seconds": time.perf_counter() - start_s,
+        }
+
+    phases.enter("serve")
+    with StopRequests() as requests:
+        try:
+            while True:
+                is_over = watch.done()  # asked first: what is found now is the last
+                name = store.newest_name()
+                # By what is written: the process before this one may have done it.
+                done = {line["checkpoint"] for line in evaluator.files.lines()} | unread
+                if name is not None and name not in done:
+                    checkpoint = store.read_named(name)
+                    if checkpoint is None:  # the chief has removed it, and written others
+                        unread.add(name)
+                    else:
+                        _record(line_of(name, checkpoint, requests), model, evaluator)
+                elif is_over:
+                    break
+                elif requests.signum is not None:
+                    raise StopRequested(requests.signum)
+                else:
+                    time.sleep(_LOOK_EVERY_S)
+        except StopRequested as request:
+            message = f"evaluator: stopped by signal {request.signum}"
+            raise Stopped(request.signum, message) from None
+    raise SystemExit(EXIT_OK if store.newest_name() is not None else watch.result())
+
+
+def _record(line: dict[str, Any], model: keras.Model, evaluator: Evaluator) -> None:
+    """Write down what a checkpoint has come to, keep the best, and ask for the end."""
+    files = evaluator.files
+    assert files is not None
+    lines = files.with_line(line)
+    best, since = best_so_far(
+        lines, monitor=evaluator.monitor, less=evaluator.less, min_delta=evaluator.min_delta
+    )
+    is_best = not since and best is not None
+    value = line.get(evaluator.monitor)
+    _LOG.info("step %d: %s %s%s", line["step"], evaluator.monitor, value, ", best" * is_best)
+    if is_best:
+        save_whole(model, files.best_file)
+    # Last: a checkpoint that has its line is not looked at again.
+    files.write(lines)
+    is_hopeless = evaluator.patience is not None and since >= evaluator.patience
+    if is_hopeless and not files.is_stop_requested:
+        files.ask_to_stop({"step": line["step"], "best_step": best["step"] if best else None})
+
+
+def _backups(callbacks: Sequence[Any]) -> list[BackupAndRestore]:
+    return [c for c in callbacks if isinstance(c, BackupAndRestore)]
+
+
+def _require_no_validation(callback: Any) -> None:
+    """Refuse what decides by a metric that an epoch's end does not have."""
+    name, kind = getattr(callback, "monitor", None), type(callback).__name__
+    if isinstance(callback, BackupAndRestore):
+        name = callback.best
+    is_saver = isinstance(callback, keras.callbacks.ModelCheckpoint)
+    if isinstance(callback, Evaluator) or (is_saver and not callback.save_best_only):
+        return  # it takes any or none
+    if isinstance(name, str) and name.startswith("val_"):
+        raise UsageError(
+            "callbacks",
+            received=f"{kind}, which follows {name!r}, in a job with an evaluator",
+            expected="metrics of the training: those of the validation come later, while the "
+            "next epoch runs",
+            fix=f"use tfdist.Evaluator({name!r}, patience=...), which keeps the best and can stop",
+            code="unsupported-monitor",
+        )

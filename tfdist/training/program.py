@@ -33,7 +33,7 @@ class StepProgram:
       feed: where batches come from.
       seed: of every random draw in the step.
       training: True where gradients are reduced and losses weighted by the batch fraction.
-      fused: True where layers take fused kernels; see `keras_compat.fused`.
+      fused: True where layers take fused kernels; see `keras_compat.kernels`.
       keras_metrics: which `function` updates.
       keep_logs: True to return what `function` returned in the last step.
       exact: True to refuse operations that draw by themselves.
