@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist.training.engines import SynchronousEngine
 
@@ -23,6 +24,38 @@ class AtStep(keras.callbacks.Callback):
 
     def cut(self):
         raise Cut
+
+
+class OwnStep:
+    """A training step of the user's own; a test says what is special in it."""
+
+    def loss_of(self, data):
+        x, y = data
+        return self.compute_loss(x, y, self(x, training=True))
+
+    def update(self, gradients):
+        self.optimizer.apply(gradients, self.trainable_variables)
+
+    def logs_of(self, loss, data):
+        return {"mine": loss}
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(data)
+        self.update(tape.gradient(loss, self.trainable_variables))
+        return self.logs_of(loss, data)
+
+
+class Tracked(OwnStep):
+    """Keeps its loss in a tracker, as in Keras' guide."""
+
+    def compile(self, *arguments, **options):
+        super().compile(*arguments, **options)
+        self.tracker = keras.metrics.Mean(name="tracked")
+
+    def logs_of(self, loss, data):
+        self.tracker.update_state(loss)
+        return {"tracked": self.tracker.result()}
 
 
 def classifier(strategy, optimizer, *, inputs=4, rate=0.5, classes=3):

@@ -11,10 +11,13 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests import models
 from tests.models import bits
+from tests.refusals import refusal
 
 pytestmark = pytest.mark.slow
 
+L = keras.layers
 RNG = np.random.RandomState(0)
 EXAMPLES, BATCH_SIZE, EPOCHS = 52, 17, 4
 STEPS = EPOCHS * 4  # two replicas get 9 and 8 examples, and of the last one one gets none
@@ -29,14 +32,11 @@ TARGETS = (ROWS @ RNG.randn(6, 1)).astype("float32")
 
 
 @keras.saving.register_keras_serializable(package="test_grid")
-class CustomStep(keras.Sequential):
+class CustomStep(models.OwnStep, keras.Sequential):
     def train_step(self, data):
+        super().train_step(data)
         x, y = data
-        with tf.GradientTape() as tape:
-            predicted = self(x, training=True)
-            loss = self.compute_loss(x, y, predicted)
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
+        predicted = self(x, training=True)
         for metric in self.metrics:
             if metric.name == "loss":
                 metric.update_state(tf.reduce_mean((predicted - y) ** 2), tf.shape(x)[0])
@@ -51,58 +51,39 @@ class Subclassed(keras.Model):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.hidden = keras.layers.Dense(8, activation="relu")
-        self.normalize = keras.layers.BatchNormalization()
-        self.out = keras.layers.Dense(CLASSES, activation="softmax")
+        self.hidden = L.Dense(8, activation="relu")
+        self.normalize = L.BatchNormalization()
+        self.out = L.Dense(CLASSES, activation="softmax")
 
     def call(self, x, training=False):
         return self.out(self.normalize(self.hidden(x), training=training))
 
 
-def dense():
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dense(16, activation="relu"),
-            keras.layers.Dense(CLASSES, activation="softmax"),
-        ]
-    )
+def classifying(model, rate=0.02):
     model.compile(
-        keras.optimizers.Adam(0.02), "sparse_categorical_crossentropy", metrics=["accuracy"]
+        keras.optimizers.Adam(rate), "sparse_categorical_crossentropy", metrics=["accuracy"]
     )
     return model
+
+
+def dense():
+    layers = L.Dense(16, activation="relu"), L.Dense(CLASSES, activation="softmax")
+    return classifying(keras.Sequential([keras.Input((6,)), *layers]))
 
 
 def convolutional():
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            keras.layers.Conv2D(4, 3, activation="relu"),
-            keras.layers.BatchNormalization(momentum=0.7),
-            keras.layers.Flatten(),
-            keras.layers.Dropout(0.1),
-            keras.layers.Dense(CLASSES),
-        ]
-    )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
-    return model
+    layers = [L.Conv2D(4, 3, activation="relu"), L.BatchNormalization(momentum=0.7), L.Flatten()]
+    layers += [L.Dropout(0.1), L.Dense(CLASSES, activation="softmax")]
+    return classifying(keras.Sequential([keras.Input((8, 8, 1)), *layers]), rate=0.01)
 
 
 def two_inputs():
-    rows = keras.Input((6,), name="rows")
-    tokens = keras.Input((3,), dtype="int32", name="tokens")
-    embedded = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(20, 4)(tokens))
-    features = keras.layers.Dense(8, activation="tanh")(
-        keras.layers.Concatenate()([rows, embedded])
-    )
-    model = keras.Model(
-        {"rows": rows, "tokens": tokens},
-        {
-            "label": keras.layers.Dense(CLASSES, activation="softmax", name="label")(features),
-            "target": keras.layers.Dense(1, name="target")(features),
-        },
-    )
+    rows, tokens = keras.Input((6,), name="rows"), keras.Input((3,), dtype="int32", name="tokens")
+    embedded = L.GlobalAveragePooling1D()(L.Embedding(20, 4)(tokens))
+    features = L.Dense(8, activation="tanh")(L.Concatenate()([rows, embedded]))
+    label = L.Dense(CLASSES, activation="softmax", name="label")(features)
+    target = L.Dense(1, name="target")(features)
+    model = keras.Model({"rows": rows, "tokens": tokens}, {"label": label, "target": target})
     model.compile(
         keras.optimizers.AdamW(0.02, clipnorm=1.0),
         {"label": "sparse_categorical_crossentropy", "target": "mse"},
@@ -113,63 +94,47 @@ def two_inputs():
 
 
 def custom_step():
-    model = CustomStep([keras.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+    model = CustomStep([keras.Input((6,)), L.Dense(8, "tanh"), L.Dense(1)])
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
     return model
 
 
-def subclassed():
-    model = Subclassed()
-    model.compile(
-        keras.optimizers.Adam(0.02), "sparse_categorical_crossentropy", metrics=["accuracy"]
-    )
-    return model
-
-
 def mixed():
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dense(16, activation="relu"),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.1),
-            keras.layers.Dense(CLASSES, activation="softmax", dtype="float32"),
-        ]
-    )
-    model.compile(
-        keras.optimizers.Adam(0.02), "sparse_categorical_crossentropy", metrics=["accuracy"]
-    )
-    return model
+    layers = [L.Dense(16, activation="relu"), L.BatchNormalization(), L.Dropout(0.1)]
+    layers += [L.Dense(CLASSES, activation="softmax", dtype="float32")]
+    return classifying(keras.Sequential([keras.Input((6,)), *layers]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     make: Callable[[], keras.Model]
-    x: Any
-    y: Any
+    x: Any = dataclasses.field(default_factory=lambda: ROWS)
+    y: Any = dataclasses.field(default_factory=lambda: LABELS)
     policy: str = "float32"
     tolerance: float = 1e-5
 
 
 CASES = {
-    "dense": Case(make=dense, x=ROWS, y=LABELS),
+    "dense": Case(make=dense),
     "cnn": Case(make=convolutional, x=IMAGES, y=IMAGE_LABELS),
     "two_inputs": Case(
         make=two_inputs,
         x={"rows": ROWS, "tokens": TOKENS},
         y={"label": LABELS, "target": TARGETS},
     ),
-    "custom_step": Case(make=custom_step, x=ROWS, y=TARGETS),
-    "subclassed": Case(make=subclassed, x=ROWS, y=LABELS),
-    "mixed_bfloat16": Case(make=mixed, x=ROWS, y=LABELS, policy="mixed_bfloat16", tolerance=1e-2),
-    "mixed_float16": Case(make=mixed, x=ROWS, y=LABELS, policy="mixed_float16", tolerance=2e-3),
+    "custom_step": Case(make=custom_step, y=TARGETS),
+    "subclassed": Case(make=lambda: classifying(Subclassed())),
+    "mixed_bfloat16": Case(make=mixed, policy="mixed_bfloat16", tolerance=1e-2),
+    "mixed_float16": Case(make=mixed, policy="mixed_float16", tolerance=2e-3),
 }
 
 
-def made(case):
+def made(case, strategy):
+    keras.utils.set_random_seed(1)
     keras.config.set_dtype_policy(case.policy)
     try:
-        return case.make()
+        with strategy.scope():
+            return case.make()
     finally:
         keras.config.set_dtype_policy("float32")
 
@@ -178,7 +143,7 @@ def made(case):
 GRID = [*((name, 2) for name in CASES), ("dense", 1), ("mixed_float16", 1)]
 
 
-def assert_close(one, other, tolerance):
+def assert_close(one, other, tolerance=1e-5):
     keras.tree.map_structure(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), one, other
     )
@@ -187,9 +152,7 @@ def assert_close(one, other, tolerance):
 @pytest.mark.parametrize(("name", "replicas"), GRID)
 def test_a_model_trains_evaluates_predicts_and_is_saved(strategies, tmp_path, name, replicas):
     case = CASES[name]
-    keras.utils.set_random_seed(1)
-    with strategies[replicas].scope():
-        model = made(case)
+    model = made(case, strategies[replicas])
     options = {"batch_size": BATCH_SIZE, "verbose": 0}
     history = tfdist.fit(model, case.x, case.y, epochs=EPOCHS, seed=5, **options).history
     require_trained(case, model, history["loss"])
@@ -225,26 +188,37 @@ def require_trained(case, model, losses):
 
 
 def test_a_loaded_model_trains_on_under_any_strategy(strategies, tmp_path):
-    case = CASES["dense"]
-    with strategies[2].scope():
-        model = made(case)
-    tfdist.fit(model, case.x, case.y, batch_size=BATCH_SIZE, epochs=1, seed=5, verbose=0)
+    model, options = made(CASES["dense"], strategies[2]), {"batch_size": BATCH_SIZE, "verbose": 0}
+    tfdist.fit(model, ROWS, LABELS, **options)
     model.save(tmp_path / "model.keras")
     with strategies[1].scope():
         loaded = keras.saving.load_model(tmp_path / "model.keras")
-    history = tfdist.fit(
-        loaded, case.x, case.y, batch_size=BATCH_SIZE, epochs=EPOCHS, seed=6, verbose=0
-    )
+    losses = tfdist.fit(loaded, ROWS, LABELS, epochs=EPOCHS, **options).history["loss"]
     assert loaded.optimizer.iterations.numpy() == 4 + STEPS
-    assert history.history["loss"][-1] < history.history["loss"][0]
+    assert losses[-1] < losses[0]
 
 
-class Tracked(keras.Sequential):
+# Steps, losses and figures of the user's own
+
+
+def trained(scope, fit, make, x=ROWS, y=TARGETS, **options):
+    """A model that was trained by Keras' `fit` or by ours, and its history."""
+    keras.utils.set_random_seed(1)
+    with scope:
+        model = make()
+    options = {"batch_size": BATCH_SIZE, "epochs": 2, "shuffle": False, "verbose": 0, **options}
+    return model, fit(model, x, y, **options).history
+
+
+def by_keras(*arguments, **options):
+    return trained(contextlib.nullcontext(), keras.Model.fit, *arguments, **options)
+
+
+class Tracked(models.Tracked, keras.Sequential):
     """The custom step of Keras' guide: a loss object, trackers, and what `metrics` lists."""
 
     def compile(self, optimizer):
         super().compile(optimizer=optimizer)
-        self.tracker = keras.metrics.Mean(name="tracked")
         self.error = keras.metrics.MeanAbsoluteError(name="error")
         self.criterion = keras.losses.MeanSquaredError()
 
@@ -252,35 +226,30 @@ class Tracked(keras.Sequential):
     def metrics(self):
         return [self.tracker, self.error]
 
-    def loss_of(self, y, predicted):
+    def loss_of(self, data):
+        x, y = data
+        predicted = self(x, training=True)
+        self.error.update_state(y, predicted)
+        return self.loss_between(y, predicted)
+
+    def loss_between(self, y, predicted):
         return self.criterion(y, predicted)
 
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            predicted = self(x, training=True)
-            loss = self.loss_of(y, predicted)
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables))
-        self.track(loss, x)
-        self.error.update_state(y, predicted)
-        return self.logs_of(loss)
-
-    def track(self, loss, x):
-        self.tracker.update_state(loss)
-
-    def logs_of(self, loss):
+    def logs_of(self, loss, data):
+        super().logs_of(loss, data)
         return {metric.name: metric.result() for metric in self.metrics}
 
 
 class TrackedByHand(Tracked):
-    def loss_of(self, y, predicted):
+    def loss_between(self, y, predicted):
         return tf.reduce_mean((predicted - y) ** 2)
 
 
 class Returned(Tracked):
     """Returns the loss itself, and something made of it."""
 
-    def logs_of(self, loss):
+    def logs_of(self, loss, data):
+        super().logs_of(loss, data)
         return {"returned": loss, "twice": 2.0 * loss}
 
 
@@ -289,12 +258,13 @@ class ReturnedByHand(TrackedByHand, Returned):
 
 
 class TrackedByExamples(Tracked):
-    def track(self, loss, x):
-        self.tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+    def logs_of(self, loss, data):
+        self.tracker.update_state(loss, sample_weight=tf.shape(data[0])[0])
+        return {metric.name: metric.result() for metric in self.metrics}
 
 
 class ReturnedSum(Returned):
-    def loss_of(self, y, predicted):
+    def loss_between(self, y, predicted):
         return 0.05 * keras.losses.MeanSquaredError(reduction="sum")(y, predicted)
 
 
@@ -307,9 +277,8 @@ class TrackedAndMore(Tracked):
     def metrics(self):
         return [*super().metrics, self.untouched]
 
-    def logs_of(self, loss):
-        figures = {metric.name: metric.result() for metric in super().metrics}
-        return {**figures, "loss": loss, "rate": self.optimizer.learning_rate}
+    def logs_of(self, loss, data):
+        return {**super().logs_of(loss, data), "loss": loss, "rate": self.optimizer.learning_rate}
 
 
 CUSTOM = [
@@ -320,18 +289,14 @@ CUSTOM = [
 
 @pytest.mark.parametrize("kind", CUSTOM)
 def test_logs_of_a_custom_step_are_those_of_one_device(strategies, kind):
-    def train(strategy):
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            model = kind([keras.Input((6,)), keras.layers.Dense(1)])
-            model.compile(keras.optimizers.SGD(0.05))
-        options = {"batch_size": BATCH_SIZE, "epochs": 2, "seed": 5, "verbose": 0}
-        return tfdist.fit(model, ROWS, TARGETS, **options).history
+    def make():
+        model = kind([keras.Input((6,)), L.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05))
+        return model
 
-    one, many = train(strategies[1]), train(strategies[2])
+    one, many = (trained(strategies[n].scope(), tfdist.fit, make)[1] for n in (1, 2))
     assert list(one) == list(many)
-    for name, values in one.items():
-        np.testing.assert_allclose(many[name], values, rtol=1e-5)
+    assert_close(many, one)
 
 
 class MoreFigures(keras.Sequential):
@@ -342,28 +307,21 @@ class MoreFigures(keras.Sequential):
         return {**figures, "error": tf.reduce_mean(tf.abs(y - y_pred))}
 
 
-def test_figures_that_a_model_adds_to_its_metrics_are_in_the_logs(strategies):
-    def train(scope, fit):
-        keras.utils.set_random_seed(1)
-        with scope:
-            model = MoreFigures([keras.Input((6,)), keras.layers.Dense(1)])
-            model.compile(keras.optimizers.SGD(0.05), "mse")
-        data = {"validation_data": (ROWS[:40], TARGETS[:40]), "shuffle": False, "verbose": 0}
-        return fit(model, ROWS, TARGETS, batch_size=BATCH_SIZE, epochs=2, **data).history
-
-    ours = train(strategies[2].scope(), tfdist.fit)
-    keras_own = train(contextlib.nullcontext(), keras.Model.fit)
-    assert set(ours) == set(keras_own) == {"loss", "error", "val_loss", "val_error"}
-    for name, values in keras_own.items():
-        np.testing.assert_allclose(ours[name], values, rtol=1e-5)
+def more_figures():
+    model = MoreFigures([keras.Input((6,)), L.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
 
 
-class Halves(keras.Model):
+class Halves(models.OwnStep, keras.Model):
     """Steps of its own and no `call`, as the autoencoders of Keras' guides."""
 
-    def __init__(self, first, second):
+    def __init__(self, *, built=True):
         super().__init__()
-        self.first, self.second = first, second
+        self.first, self.second = L.Dense(3, name="first"), L.Dense(1)
+        if built:
+            self.first.build((None, 6))
+            self.second.build((None, 3))
         self.tracker = keras.metrics.Mean(name="loss")
 
     @property
@@ -374,38 +332,12 @@ class Halves(keras.Model):
         x, y = data
         return tf.reduce_mean((self.second(self.first(x)) - y) ** 2)
 
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            loss = self.loss_of(data)
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return self.test_step(data, loss)
-
-    def test_step(self, data, loss=None):
-        self.tracker.update_state(self.loss_of(data) if loss is None else loss)
+    def logs_of(self, loss, data):
+        self.tracker.update_state(loss)
         return {"loss": self.tracker.result()}
 
-
-def test_a_model_without_call_trains_by_its_own_step(strategies):
-    def train(scope, fit, built=True):
-        keras.utils.set_random_seed(1)
-        with scope:
-            model = Halves(keras.layers.Dense(3, name="first"), keras.layers.Dense(1))
-            model.compile(keras.optimizers.SGD(0.05))
-            if built:
-                model.first.build((None, 6))
-                model.second.build((None, 3))
-        data = {"validation_data": (ROWS[:32], TARGETS[:32]), "shuffle": False, "verbose": 0}
-        return fit(model, ROWS[:48], TARGETS[:48], batch_size=BATCH_SIZE, epochs=2, **data).history
-
-    expected = train(contextlib.nullcontext(), keras.Model.fit)
-    for replicas in (1, 2):
-        logs = train(strategies[replicas].scope(), tfdist.fit)
-        assert set(logs) == {"loss", "val_loss"}
-        for name, values in expected.items():
-            np.testing.assert_allclose(logs[name], values, rtol=1e-5)
-    with pytest.raises(tfdist.UsageError, match="first, which is not built"):
-        train(strategies[1].scope(), tfdist.fit, built=False)
+    def test_step(self, data):
+        return self.logs_of(self.loss_of(data), data)
 
 
 class Siamese(Halves):
@@ -418,19 +350,35 @@ class Siamese(Halves):
         return tf.reduce_mean(self(data) ** 2)
 
 
-def test_a_call_that_takes_more_than_x_does_without_metrics_of_compile(strategies):
-    def train(scope, fit, **compiled):
-        keras.utils.set_random_seed(1)
-        with scope:
-            first = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
-            model = Siamese(first, keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
-            model.compile(keras.optimizers.SGD(0.05), **compiled)
-        options = {"batch_size": BATCH_SIZE, "epochs": 2, "shuffle": False, "verbose": 0}
-        fit(model, ROWS[:48], ROWS[48:0:-1], **options)
-        return model.get_weights()
+def compiled(kind, **options):
+    model = kind(**({"built": False} if options.pop("unbuilt", False) else {}))
+    model.compile(keras.optimizers.SGD(0.05), **options)
+    return model
 
-    expected = train(contextlib.nullcontext(), keras.Model.fit, weighted_metrics=[])
+
+VALIDATED = {"validation_data": (ROWS[:32], TARGETS[:32])}
+LIKE_KERAS = {
+    "more figures": (more_figures, TARGETS[:48], VALIDATED),
+    "no call": (lambda: compiled(Halves), TARGETS[:48], VALIDATED),
+    # `call` takes more than x, and does without metrics of `compile`.
+    "a call of pairs": (lambda: compiled(Siamese, weighted_metrics=[]), ROWS[48:0:-1], {}),
+}
+
+
+@pytest.mark.parametrize("what", LIKE_KERAS)
+def test_a_model_with_more_of_its_own_trains_as_under_keras(strategies, what):
+    make, y, options = LIKE_KERAS[what]
+    theirs, expected = by_keras(make, ROWS[:48], y, **options)
     for replicas in (1, 2):
-        found = train(strategies[replicas].scope(), tfdist.fit, weighted_metrics=[])
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-6)
+        scope = strategies[replicas].scope()
+        ours, logs = trained(scope, tfdist.fit, make, ROWS[:48], y, **options)
+        assert set(logs) == set(expected)
+        assert_close(logs, expected)
+        assert models.difference(ours, theirs) < 1e-6
+
+
+def test_a_layer_that_nothing_has_built_is_refused(strategies):
+    scope, make = strategies[1].scope(), lambda: compiled(Halves, unbuilt=True)
+    error = refusal(lambda: trained(scope, tfdist.fit, make))
+    assert error.code == "not-built"
+    assert error.received.startswith("first")

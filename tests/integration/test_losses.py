@@ -1,5 +1,6 @@
 """Losses on several replicas: masks, weights, sums by the tape, what layers add."""
 
+import functools
 import logging
 
 import keras
@@ -8,12 +9,13 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.models import difference
+from tests.models import OwnStep, Tracked, difference
 from tests.multiprocess.programs import zoo
 from tfdist.training.keras_compat.trace import warn_once
 
 pytestmark = pytest.mark.slow
 
+L = keras.layers
 RNG = np.random.RandomState(0)
 X = RNG.randn(60, 6).astype("float32")
 X[1::3] *= 3
@@ -27,39 +29,33 @@ WEIGHTS = RNG.rand(60, 5).astype("float32")
 BATCH_SIZE = 9  # 5 and 4 for two replicas; of 55 examples the last is a batch, and one has nothing
 
 
-def trained(strategy, make, x, y=None, *, batch_size=BATCH_SIZE, epochs=2, **fit):
+def trained(strategy, make, x, y=None, **fit):
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = make()
-    options = {"batch_size": batch_size, "epochs": epochs, "seed": 3, "verbose": 0, **fit}
+    options = {"batch_size": BATCH_SIZE, "epochs": 2, "seed": 3, "verbose": 0, **fit}
     return model, tfdist.fit(model, x, y, **options).history
 
 
 def require_equal(strategies, make, x, y=None, **fit):
-    """Trains on one device and on two replicas; returns what one device made of it."""
+    """Trains on one device and on two replicas."""
     one, one_logs = trained(strategies[1], make, x, y, **fit)
     many, many_logs = trained(strategies[2], make, x, y, **fit)
     assert difference(one, many) < 1e-6
+    assert list(one_logs) == list(many_logs)
     for name, values in one_logs.items():
         np.testing.assert_allclose(many_logs[name], values, rtol=1e-5, atol=1e-7, err_msg=name)
-    return one, one_logs
 
 
-@pytest.mark.parametrize("loss", ["sparse_categorical_crossentropy", None])
-def test_distillation(strategies, loss):
+def of(kind=keras.Sequential, layers=lambda: [L.Dense(1)], loss=None, *, rate=0.01):
+    """What makes a model of a kind in a strategy's scope."""
+
     def make():
-        layers = keras.layers
-        teacher, student = (
-            keras.Sequential([keras.Input((6,)), layers.Dense(4, "softmax")]) for _ in "ts"
-        )
-        model = keras.distillation.Distiller(
-            teacher, student, keras.distillation.LogitsDistillation(), student_loss_weight=0.7
-        )
-        given = loss or keras.losses.SparseCategoricalCrossentropy()
-        model.compile(keras.optimizers.SGD(0.5), given, metrics=["accuracy"])
+        model = kind([keras.Input((6,)), *layers()])
+        model.compile(keras.optimizers.SGD(rate), loss)
         return model
 
-    require_equal(strategies, make, X, NEXT[:, 0])
+    return make
 
 
 # Terms of several kinds
@@ -73,24 +69,6 @@ class AddsByHand(keras.Sequential):
         return loss + 0.5 * tf.reduce_mean(tf.abs(y_pred))
 
 
-class MixesInItsStep(keras.Sequential):
-    """Two updates: one by a sum of both kinds, one by a mean by hand alone."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape(persistent=True) as tape:
-            predicted = self(x, training=True)
-            loss = self.compute_loss(x, y, predicted)
-            by_hand = tf.reduce_mean(tf.abs(predicted))
-            total = keras.ops.sum([loss, 0.5 * by_hand])
-        for target in (total, by_hand):
-            gradients = tape.gradient(target, self.trainable_variables)
-            gradients, _ = tf.clip_by_global_norm(gradients, 1e9)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        self.tracker.update_state(total)
-        return {"total": self.tracker.result()}
-
-
 class LearnsItsWeights(keras.Sequential):
     """A loss that is weighted by a variable, as for several tasks."""
 
@@ -100,195 +78,166 @@ class LearnsItsWeights(keras.Sequential):
         return keras.ops.exp(-log_variance) * loss + log_variance
 
 
-@pytest.mark.parametrize("kind", [AddsByHand, MixesInItsStep, LearnsItsWeights])
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
-def test_terms_by_hand_beside_losses_of_keras(strategies, kind, reduction):
-    def make():
-        dense = keras.layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.1))
-        model = kind([keras.Input((6,)), dense, keras.layers.BatchNormalization(synchronized=True)])
-        model.tracker = keras.metrics.Mean(name="total")
-        loss = keras.losses.MeanSquaredError(reduction=reduction)
-        model.compile(keras.optimizers.SGD(0.01), loss)
-        return model
+class MixesInItsStep(Tracked, keras.Sequential):
+    """Two updates: one by a sum of both kinds, one by a mean by hand alone."""
 
-    validation = {} if kind is MixesInItsStep else {"validation_data": (X[:19], Y[:19])}
-    require_equal(strategies, make, X[:55], Y[:55], **validation)
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            predicted = self(x, training=True)
+            by_hand = tf.reduce_mean(tf.abs(predicted))
+            total = keras.ops.sum([self.compute_loss(x, y, predicted), 0.5 * by_hand])
+        for target in (total, by_hand):
+            gradients = tape.gradient(target, self.trainable_variables)
+            gradients, _ = tf.clip_by_global_norm(gradients, 1e9)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return self.logs_of(total, data)
 
 
-class KeepsGradients(keras.Sequential):
+def synchronized():
+    dense = L.Dense(1, kernel_regularizer=keras.regularizers.L2(0.1))
+    return dense, L.BatchNormalization(synchronized=True)
+
+
+MEAN, SUM = keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError(reduction="sum")
+
+
+class KeepsGradients(OwnStep, keras.Sequential):
     """Keeps gradients in variables, as programs from before Keras did it do."""
 
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
+    def compile(self, *arguments):
+        super().compile(*arguments)
+        weights = self.trainable_variables
+        kept = [keras.Variable(np.zeros(v.shape, "float32"), trainable=False) for v in weights]
+        self.kept = lambda: kept
+
+    def update(self, gradients):
         for kept, gradient in zip(self.kept(), gradients, strict=True):
             kept.assign_add(gradient)
-        self.optimizer.apply([0.5 * kept for kept in self.kept()], self.trainable_variables)
+        super().update([0.5 * kept for kept in self.kept()])
         for kept in self.kept():
             kept.assign(0.3 * kept)
-        return {"mine": loss}
 
 
-class DescendsByHand(keras.Sequential):
+class DescendsByHand(OwnStep, keras.Sequential):
     """Updates its weights without an optimizer."""
 
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
+    def update(self, gradients):
         for variable, gradient in zip(self.trainable_variables, gradients, strict=True):
             variable.assign_sub(0.01 * gradient)
-        return {"mine": loss}
 
 
-@pytest.mark.parametrize("kind", [KeepsGradients, DescendsByHand])
-def test_variables_that_a_step_assigns(strategies, kind):
-    def make():
-        model = kind([keras.Input((6,)), keras.layers.Dense(1)])
-        kept = [
-            keras.Variable(np.zeros(v.shape, "float32"), trainable=False)
-            for v in model.trainable_variables
-        ]
-        model.kept = lambda: kept
-        model.compile(keras.optimizers.SGD(0.01), "mse")
-        return model
-
-    require_equal(strategies, make, X[:55], Y[:55])
-
-
-class ByTensorFlow(keras.Sequential):
+class ByTensorFlow(Tracked, keras.Sequential):
     """Losses as in TensorFlow's guide to custom training."""
 
-    def train_step(self, data):
+    global_batch_size = None
+
+    def loss_of(self, data):
         x, y = data
-        with tf.GradientTape() as tape:
-            errors = tf.reduce_mean((self(x, training=True) - y) ** 2, -1)
-            loss = tf.nn.compute_average_loss(errors, global_batch_size=self.batch_size)
-            loss += tf.nn.scale_regularization_loss(self.losses)
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        self.tracker.update_state(loss)
-        return {"mine": self.tracker.result()}
+        errors = tf.reduce_mean((self(x, training=True) - y) ** 2, -1)
+        size = self.global_batch_size
+        loss = tf.nn.compute_average_loss(errors, global_batch_size=size)
+        return loss + tf.nn.scale_regularization_loss(self.losses)
 
 
-@pytest.mark.parametrize("batch_size", [None, BATCH_SIZE])
-def test_losses_by_tensorflows_guide(strategies, batch_size):
-    def make():
-        dense = keras.layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.1))
-        model = ByTensorFlow([keras.Input((6,)), dense])
-        model.batch_size = batch_size
-        model.tracker = keras.metrics.Mean(name="mine")
-        model.compile(keras.optimizers.SGD(0.01))
-        return model
+class BySize(ByTensorFlow):
+    global_batch_size = BATCH_SIZE
 
-    require_equal(strategies, make, X[:55], Y[:55])
+
+def penalized():
+    return [L.Dense(1, kernel_regularizer=keras.regularizers.L2(0.1))]
+
+
+def distiller(loss):
+    teacher, student = (keras.Sequential([keras.Input((6,)), L.Dense(4, "softmax")]) for _ in "ts")
+    model = keras.distillation.Distiller(
+        teacher, student, keras.distillation.LogitsDistillation(), student_loss_weight=0.7
+    )
+    model.compile(keras.optimizers.SGD(0.5), loss(), metrics=["accuracy"])
+    return model
+
+
+VALIDATED = {"validation_data": (X[:19], Y[:19])}
+SPARSE = keras.losses.SparseCategoricalCrossentropy
+TERMS = {
+    "by hand": (of(AddsByHand, synchronized, MEAN), VALIDATED),
+    "by hand beside a sum": (of(AddsByHand, synchronized, SUM), VALIDATED),
+    "two in a step": (of(MixesInItsStep, synchronized, MEAN), {}),
+    "two in a step beside a sum": (of(MixesInItsStep, synchronized, SUM), {}),
+    "weighted by a variable": (of(LearnsItsWeights, synchronized, SUM), VALIDATED),
+    "gradients that are kept": (of(KeepsGradients, loss="mse"), {}),
+    "no optimizer": (of(DescendsByHand, loss="mse"), {}),
+    "by TensorFlow's guide": (of(ByTensorFlow, penalized), {}),
+    "by TensorFlow's guide and a size": (of(BySize, penalized), {}),
+    "activities": (zoo.with_activities, VALIDATED),
+    "activities of a layer used twice": (lambda: zoo.with_activities(shared=True), VALIDATED),
+}
+
+
+@pytest.mark.parametrize("what", TERMS)
+def test_losses_of_several_terms_equal_one_device(strategies, what):
+    make, options = TERMS[what]
+    require_equal(strategies, make, X[:55], Y[:55], **options)
+
+
+@pytest.mark.parametrize("loss", [lambda: "sparse_categorical_crossentropy", SPARSE])
+def test_distillation(strategies, loss):
+    require_equal(strategies, functools.partial(distiller, loss), X, NEXT[:, 0])
 
 
 # Masks and weights
 
 
-def tagger():
-    """A class for each token, none for those that are 0."""
-    layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((5,), dtype="int32"),
-            layers.Embedding(20, 8, mask_zero=True),
-            layers.Dense(4),
-        ]
-    )
-    model.compile(keras.optimizers.SGD(0.5), entropy(), metrics=["accuracy"])
-    return model
+def entropy(**options):
+    return SPARSE(from_logits=True, **options)
 
 
-# In batches of 5, the last step has one example for two replicas; in batches of 8, each of them has
-# as many as the other at every step.
-@pytest.mark.parametrize(("examples", "batch_size"), [(41, 5), (48, 8)])
-def test_masked_losses_equal_one_device(strategies, examples, batch_size):
-    data = {"validation_data": (TOKENS[:17], NEXT[:17]), "batch_size": batch_size}
-    x, y = TOKENS[:examples], NEXT[:examples]
-    require_equal(strategies, tagger, x, y, **data)
+def one_number(y_true, y_pred):
+    """A mean that masks do not weight."""
+    entropies = keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+    return keras.ops.mean(entropies)
 
 
-def of_several_outputs(losses):
-    """A class for each token by each of several losses, whose heads have weights of their own."""
+def tagger(losses):
+    """A class for each token that is not 0, by each of several losses, by heads of their own."""
 
     def make():
         x = keras.Input((5,), dtype="int32")
-        h = keras.layers.Embedding(20, 8, mask_zero=True)(x)
-        model = keras.Model(x, {name: keras.layers.Dense(4, name=name)(h) for name in losses})
+        h = L.Embedding(20, 8, mask_zero=True)(x)
+        model = keras.Model(x, {name: L.Dense(4, name=name)(h) for name in losses})
         weights = {name: 1.0 / number for number, name in enumerate(losses, 1)}
-        model.compile(keras.optimizers.SGD(0.5), losses, loss_weights=weights)
+        metrics = dict.fromkeys(losses, ["accuracy"])
+        optimizer = keras.optimizers.SGD(0.5)
+        model.compile(optimizer, losses, loss_weights=weights, metrics=metrics)
         return model
 
     return make
 
 
-def one_number(y_true, y_pred):
-    """A mean that masks do not weight."""
-    entropy = keras.losses.sparse_categorical_crossentropy
-    return keras.ops.mean(entropy(y_true, y_pred, from_logits=True))
-
-
-def entropy(**options):
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
-
-
-def test_masked_losses_of_several_outputs_equal_one_device(strategies):
+# Of 55 and 41 the last step has one example for two replicas; of 48 in batches of 8, each has as
+# many as the other at every step.
+@pytest.mark.parametrize(("examples", "batch_size"), [(55, BATCH_SIZE), (41, 5), (48, 8)])
+def test_masked_losses_equal_one_device(strategies, examples, batch_size):
     losses = {"masked": entropy(), "ignoring": entropy(ignore_class=1), "number": one_number}
-    x, y = TOKENS[:55], {name: np.roll(NEXT[:55], n, 0) for n, name in enumerate(losses)}
-    # A last batch of one example.
-    make, data = of_several_outputs(losses), {"validation_data": (x, y)}
-    _, logs = require_equal(strategies, make, x, y, **data)
-    assert {"masked_loss", "number_loss", "val_ignoring_loss"} < logs.keys()
+    x, y = TOKENS[:examples], NEXT[:examples]
+    y = {name: np.roll(y, n, 0) for n, name in enumerate(losses)}
+    data = {"validation_data": (x, y), "batch_size": batch_size}
+    require_equal(strategies, tagger(losses), x, y, **data)
 
 
-def test_masked_losses_with_sample_weights_equal_one_device(strategies):
+def test_masked_and_weighted_losses_equal_one_device(strategies):
     losses = {"mean": entropy(), "weighted": entropy(reduction="mean_with_sample_weight")}
     losses["number"] = one_number
     y, weights = dict.fromkeys(losses, NEXT), dict.fromkeys(losses, WEIGHTS)
-    require_equal(strategies, of_several_outputs(losses), TOKENS, y, sample_weight=weights)
-
-
-def test_weighted_means_equal_one_device(strategies):
-    def make():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
-        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-        model.compile(keras.optimizers.SGD(0.01), loss)
-        return model
-
-    require_equal(strategies, make, X, Y, sample_weight=WEIGHTS[:, 0] ** 4)
-
-
-def test_a_masked_loss_in_a_loop_says_that_replicas_count_for_themselves(strategies, caplog):
-    class Micro(keras.Sequential):
-        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-            def add(i, total):
-                predicted = tf.identity(y_pred)
-                keras.src.backend.set_keras_mask(predicted, tf.not_equal(x, 0))
-                return i + 1, total + self.loss(y, predicted)
-
-            return tf.while_loop(lambda i, _: i < 2, add, [0, 0.0])[1]
-
-    def make():
-        model = Micro([keras.Input((5,)), keras.layers.Reshape((5, 1)), keras.layers.Dense(4)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.5), loss)
-        return model
-
-    warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="tfdist"):
-        trained(strategies[2], make, TOKENS.astype("float32"), NEXT)
-    assert caplog.text.count("a masked loss in a loop or condition of the step") == 1
+    require_equal(strategies, tagger(losses), TOKENS, y, sample_weight=weights)
+    mean = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    require_equal(strategies, of(loss=mean), X, Y, sample_weight=WEIGHTS[:, 0] ** 4)
 
 
 # Losses in one tensor
 
 
-class SummedByTheTape(keras.Sequential):
+class SummedByTheTape(Tracked, keras.Sequential):
     """A loss per example, as of published siamese networks; with a mean; a mean in another call."""
 
     def train_step(self, data):
@@ -297,28 +246,11 @@ class SummedByTheTape(keras.Sequential):
             errors = tf.reduce_mean((self(x, training=True) - y) ** 2, -1)
             mean = tf.reduce_mean(self(x, training=True) ** 2)
         for target in (errors, [errors, mean], mean):
-            gradients = tape.gradient(target, self.trainable_weights)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
-        self.tracker.update_state(errors)
-        return {"mine": self.tracker.result()}
+            self.update(tape.gradient(target, self.trainable_weights))
+        return self.logs_of(errors, data)
 
 
-# A last batch of 1, and one of 8 like all.
-UNEVEN, EVEN = (55, BATCH_SIZE), (48, 8)
-
-
-@pytest.mark.parametrize(("examples", "batch_size"), [UNEVEN, EVEN])
-def test_a_loss_per_example_is_a_sum(strategies, examples, batch_size):
-    def make():
-        model = SummedByTheTape([keras.Input((6,)), keras.layers.Dense(1)])
-        model.tracker = keras.metrics.Mean(name="mine")
-        model.compile(keras.optimizers.SGD(0.001))
-        return model
-
-    require_equal(strategies, make, X[:examples], Y[:examples], batch_size=batch_size)
-
-
-class PerExample(keras.layers.Layer):
+class PerExample(L.Layer):
     """Adds a loss of each example, as published models of OCR do."""
 
     def call(self, x):
@@ -326,40 +258,59 @@ class PerExample(keras.layers.Layer):
         return x
 
 
-@pytest.mark.parametrize(
-    ("examples", "batch_size", "loss"), [(*UNEVEN, "mse"), (*UNEVEN, None), (*EVEN, "mse")]
-)
-def test_a_vector_of_add_loss_is_a_sum(strategies, examples, batch_size, loss):
-    def make():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1), PerExample()])
-        model.compile(keras.optimizers.SGD(0.001), loss)
-        return model
+def per_example():
+    return L.Dense(1), PerExample()
 
+
+SUMS = {
+    "by the tape": of(SummedByTheTape, rate=0.001),
+    "by add_loss": of(layers=per_example, loss="mse", rate=0.001),
+    "by add_loss alone": of(layers=per_example, rate=0.001),
+}
+
+
+# A last batch of 1, and one of 8 like all.
+@pytest.mark.parametrize(("examples", "batch_size"), [(55, BATCH_SIZE), (48, 8)])
+@pytest.mark.parametrize("what", SUMS)
+def test_a_loss_per_example_is_a_sum(strategies, what, examples, batch_size):
     x, y = X[:examples], Y[:examples]
-    data = {"validation_data": (x[:19], y[:19])}
-    require_equal(strategies, make, x, y, batch_size=batch_size, **data)
+    data = {} if what == "by the tape" else {"validation_data": (x[:19], y[:19])}
+    require_equal(strategies, SUMS[what], x, y, batch_size=batch_size, **data)
 
 
-class TwoMeans(keras.layers.Layer):
+# What is warned of
+
+
+@pytest.fixture
+def warnings(caplog):
+    """What tfdist has warned of, each once in the process."""
+    warn_once.cache_clear()
+    caplog.set_level(logging.WARNING, logger="tfdist")
+    return lambda: [r.getMessage() for r in caplog.records if r.name.startswith("tfdist")]
+
+
+class TwoMeans(L.Layer):
     def call(self, x):
         self.add_loss(tf.stack([tf.reduce_mean(x**2), tf.reduce_mean(tf.abs(x))]))
         return x
 
 
-def test_several_means_in_one_tensor_are_means_and_warned_of_once(strategies, caplog):
-    def make():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1), TwoMeans()])
-        model.compile(keras.optimizers.SGD(0.001), "mse")
-        return model
+def test_several_means_in_one_tensor_are_means_and_warned_of(strategies, warnings):
+    make = of(layers=lambda: [L.Dense(1), TwoMeans()], loss="mse", rate=0.001)
+    require_equal(strategies, make, X, Y, batch_size=8)
+    trained(strategies[2], make, X, Y)
+    (line,) = warnings()
+    assert line.startswith("add_loss of shape (2,) on 2 replicas")
 
-    warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="tfdist"):
-        require_equal(strategies, make, X, Y, batch_size=8)
-        trained(strategies[2], make, X, Y)
-    told = [record.message for record in caplog.records if record.name.startswith("tfdist")]
-    assert len(told) == 1
-    assert told[0].startswith("add_loss of shape (2,) on 2 replicas")
-    assert "1/2 of what they count on one device" in told[0]
+
+class InALoop(keras.Sequential):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        def add(i, total):
+            predicted = tf.identity(y_pred)
+            keras.src.backend.set_keras_mask(predicted, tf.not_equal(predicted, 0))
+            return i + 1, total + self.loss(y, predicted)
+
+        return tf.while_loop(lambda i, _: i < 2, add, [0, 0.0])[1]
 
 
 class Clips(keras.optimizers.SGD):
@@ -369,39 +320,26 @@ class Clips(keras.optimizers.SGD):
         super().apply([tf.clip_by_norm(g, 0.1) for g in grads], trainable_variables)
 
 
-@pytest.mark.parametrize("kind", [Clips, keras.optimizers.SGD])
-def test_an_optimizer_that_takes_gradients_by_itself_is_warned_of(strategies, caplog, kind):
-    def make():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
-        model.compile(kind(0.001), "mse")
-        return model
-
-    warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="tfdist"):
-        trained(strategies[2], make, X, Y)
-    said = "Clips.apply gets the gradients of each replica's own part of the batch"
-    assert caplog.text.count(said) == (1 if kind is Clips else 0)
+def clipping():
+    model = keras.Sequential([keras.Input((6,)), L.Dense(1)])
+    model.compile(Clips(0.001), "mse")
+    return model
 
 
-class Contrastive(keras.Model):
+class Contrastive(OwnStep, keras.Model):
     """Which of the others in the batch is an example's own."""
 
     def __init__(self):
         super().__init__()
-        self.left, self.right = keras.layers.Dense(4), keras.layers.Dense(4)
+        self.left, self.right = L.Dense(4), L.Dense(4)
 
     def call(self, x):
         return tf.matmul(self.left(x), self.right(x**2), transpose_b=True)
 
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            likeness = self(data)
-            own = tf.range(tf.shape(likeness)[0])
-            entropy = tf.nn.sparse_softmax_cross_entropy_with_logits(own, likeness)
-            loss = tf.reduce_mean(entropy)
-        gradients = tape.gradient(loss, self.trainable_weights)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
-        return {"mine": loss}
+    def loss_of(self, data):
+        likeness = self(data[0])
+        own = tf.range(tf.shape(likeness)[0])
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(own, likeness))
 
 
 class SumOfAll(Contrastive):
@@ -411,66 +349,58 @@ class SumOfAll(Contrastive):
         return tf.tensordot(self.left(x), self.right(x**2), 2) + tf.tile(self.left(x), [1, 4])
 
 
-@pytest.mark.parametrize("kind", [Contrastive, SumOfAll])
-@pytest.mark.parametrize("examples", [60, 48])
-def test_losses_over_pairs_say_that_replicas_see_their_own_part(strategies, caplog, kind, examples):
+def comparing(kind):
     def make():
         model = kind()
         model.compile(keras.optimizers.SGD(0.001))
         return model
 
-    warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="tfdist"):
-        trained(strategies[1], make, X[:examples])
-        assert not caplog.records
-        trained(strategies[2], make, X[:examples])
-    assert caplog.text.count("a matrix product of the batch with itself on 2 replicas") == 1
+    return make
 
 
-def test_layers_as_wide_as_a_part_of_the_batch_compare_nothing(strategies, caplog):
-    def make():
-        model = keras.Sequential([keras.Input((6,)), *(keras.layers.Dense(4) for _ in range(3))])
-        model.compile(keras.optimizers.SGD(0.001), "mse")
-        return model
+PAIRS = "a matrix product of the batch with itself on 2 replicas"
+WARNED = {
+    "a masked loss in a loop": (of(InALoop, loss=MEAN), 9, "a masked loss in a loop or condition"),
+    "an optimizer's own method": (clipping, 9, "Clips.apply gets the gradients of each replica's"),
+    "pairs": (comparing(Contrastive), 9, PAIRS),
+    "pairs of even parts": (comparing(Contrastive), 8, PAIRS),
+    "a sum of pairs": (comparing(SumOfAll), 9, PAIRS),
+    "a sum of pairs of even parts": (comparing(SumOfAll), 8, PAIRS),
+    # Layers as wide as a part of the batch compare nothing.
+    "nothing": (of(layers=lambda: [*map(L.Dense, (4, 4, 1))], loss="mse"), 8, None),
+}
 
-    warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="tfdist"):
-        trained(strategies[2], make, X[:48], X[:48, :4])
-    assert not caplog.records
+
+@pytest.mark.parametrize("what", WARNED)
+def test_what_replicas_see_for_themselves_is_warned_of_once(strategies, warnings, what):
+    make, batch_size, expected = WARNED[what]
+    for replicas in (1, 2):
+        trained(strategies[replicas], make, X[:48], Y[:48], batch_size=batch_size, epochs=1)
+        assert replicas == 2 or not warnings()
+    assert [line.startswith(expected or "-") for line in warnings()] == [True] * bool(expected)
 
 
 # What layers add
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_activity_regularizers_and_synchronized_statistics_equal_one_device(strategies, shared):
-    def make():
-        return zoo.with_activities(shared=shared)
-
-    x, y = X[:55], Y[:55]
-    require_equal(strategies, make, x, y, validation_data=(x[:19], y[:19]))
-
-
-class AddsItsSquares(keras.layers.Layer):
+class AddsItsSquares(L.Layer):
     def call(self, x):
         self.add_loss(tf.reduce_mean(x**2))
         return x
 
 
-class ReadsAfterTheUpdate(keras.Sequential):
+class ReadsAfterTheUpdate(Tracked, keras.Sequential):
     """As the published VQ-VAE, whose metric is what its layers have added."""
 
-    def train_step(self, data):
+    def loss_of(self, data):
         x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self(x, training=True) - y) ** 2) + sum(self.losses)
-        gradients = tape.gradient(loss, self.trainable_weights)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
-        self.tracker.update_state(sum(self.losses))
-        return {"added": self.tracker.result()}
+        return tf.reduce_mean((self(x, training=True) - y) ** 2) + sum(self.losses)
+
+    def logs_of(self, loss, data):
+        return super().logs_of(sum(self.losses), data)
 
 
-class ReturnsItsLosses(ReadsAfterTheUpdate):
+class ReturnsItsLosses(Tracked, keras.Sequential):
     """Takes the losses of a call that leaves nothing behind."""
 
     def train_step(self, data):
@@ -482,31 +412,22 @@ class ReturnsItsLosses(ReadsAfterTheUpdate):
             call = self.stateless_call(values, others, x, training=True, return_losses=True)
             found, _, added = call
             loss = tf.reduce_mean((found - y) ** 2) + sum(added)
-        gradients = tape.gradient(loss, values)
-        self.optimizer.apply_gradients(zip(gradients, trainable, strict=True))
-        self.tracker.update_state(sum(added))
-        return {"added": self.tracker.result()}
+        self.update(tape.gradient(loss, values))
+        return self.logs_of(sum(added), data)
 
 
 @pytest.mark.parametrize("kind", [ReadsAfterTheUpdate, ReturnsItsLosses])
 def test_losses_read_in_a_step_are_those_of_the_replica(strategies, kind):
-    def make():
-        layers = [keras.layers.Dense(4), AddsItsSquares()]
-        layers += [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(1)]
-        model = kind([keras.Input((6,)), *layers])
-        model.tracker = keras.metrics.Mean(name="added")
-        model.compile(keras.optimizers.SGD(0.01))
-        return model
+    def layers():
+        yield from (L.Dense(4), AddsItsSquares())
+        yield from (L.BatchNormalization(synchronized=True), L.Dense(1))
 
-    require_equal(strategies, make, X[:55], Y[:55])
+    require_equal(strategies, of(kind, layers), X[:55], Y[:55])
 
 
 def test_a_step_leaves_no_losses_of_its_graph_behind(strategies):
-    with strategies[2].scope():
-        layers = [keras.layers.Dense(1, kernel_regularizer="l2"), AddsItsSquares()]
-        model = keras.Sequential([keras.Input((6,)), *layers])
-        model.compile("sgd", "mse")
-    tfdist.fit(model, X, Y, batch_size=8, verbose=0)
+    make = of(layers=lambda: [L.Dense(1, kernel_regularizer="l2"), AddsItsSquares()], loss="mse")
+    model, _ = trained(strategies[2], make, X, Y)
     (of_weights,) = [float(loss) for loss in model.losses]
     model(X)
     assert float(model.losses[-1]) == pytest.approx(of_weights)
