@@ -71,23 +71,17 @@ class Recorder(keras.callbacks.Callback):
         self.calls = []
 
 
-def _recording(name):
+def _recording(name, *, is_indexed):
     def hook(self, *arguments, logs=None):
-        *index, logs = (*arguments, logs) if len(arguments) < 2 else arguments
-        if "batch" not in name and "epoch" not in name and arguments:
-            index, logs = [], arguments[0]
-        self.calls.append((name, *index, dict(logs or {})))
+        index, rest = arguments[:is_indexed], arguments[is_indexed:]
+        self.calls.append((name, *index, dict((rest[0] if rest else logs) or {})))
 
     return hook
 
 
-PARTS = ["train", "test", "predict"]
-for _mode in PARTS:
-    for _when in ("begin", "end"):
-        for _name in (f"on_{_mode}_{_when}", f"on_{_mode}_batch_{_when}"):
-            setattr(Recorder, _name, _recording(_name))
-for _when in ("begin", "end"):
-    setattr(Recorder, f"on_epoch_{_when}", _recording(f"on_epoch_{_when}"))
+HOOKS = [n for n in vars(keras.callbacks.Callback) if re.match("on_(epoch|train|test|predict)_", n)]
+for _name in HOOKS:
+    setattr(Recorder, _name, _recording(_name, is_indexed="batch" in _name or "epoch" in _name))
 
 
 @pytest.fixture
@@ -105,7 +99,7 @@ class Run(NamedTuple):
     ours: keras.Model
     theirs: keras.Model
     path: Path
-    seen: dict[str, Any]
+    calls: dict[str, list[Any]]
     ranges: list[tuple[int, int]]
 
 
@@ -138,30 +132,22 @@ def without_batches(strategies, tmp_path_factory):
 def with_batches(strategies, tmp_path_factory):
     """A run with callbacks that look at each batch."""
     path = tmp_path_factory.mktemp("with batches")
-    seen = {"ours": [], "theirs": []}
-    recorders = {whose: Recorder() for whose in seen}
+    recorders = {"ours": Recorder(), "theirs": Recorder()}
 
     def make(whose):
-        told = seen[whose].append
-        return [
-            keras.callbacks.LambdaCallback(
-                on_train_batch_begin=lambda batch, logs: told(("begin", batch)),
-                on_train_batch_end=lambda batch, logs: told((batch, dict(logs))),
-                on_epoch_end=lambda epoch, logs: told(("epoch", epoch)),
-            ),
-            keras.callbacks.TensorBoard(path / whose / "batches", update_freq=2),
-            recorders[whose],
-        ]
+        board = keras.callbacks.TensorBoard(path / whose / "batches", update_freq=2)
+        return [board, recorders[whose]]
 
     models = both(strategies[3], make)
     for model, evaluate, predict, recorder in (
         (models[0], tfdist.evaluate, tfdist.predict, recorders["ours"]),
         (models[1], keras.Model.evaluate, keras.Model.predict, recorders["theirs"]),
     ):
-        evaluate(model, X, Y, batch_size=BATCH_SIZE, verbose=0, callbacks=[recorder])
-        predict(model, X, batch_size=BATCH_SIZE, verbose=0, callbacks=[recorder])
-    found = {f"calls of {whose}": recorder.calls for whose, recorder in recorders.items()}
-    return Run(*models, path, seen | found, [])
+        options = {"batch_size": BATCH_SIZE, "verbose": 0, "callbacks": [recorder]}
+        evaluate(model, X, Y, **options)
+        predict(model, X, **options)
+    calls = {whose: recorder.calls for whose, recorder in recorders.items()}
+    return Run(*models, path, calls, [])
 
 
 def test_history_is_that_of_keras(strategies, without_batches):
@@ -216,18 +202,13 @@ def test_the_progress_bar_shows_what_keras_shows(strategies, capsys, verbose):
         assert one[1] == pytest.approx(other[1], abs=2e-4)
 
 
-def test_verbose_0_prints_nothing_and_history_survives_evaluate_and_predict(strategies, capsys):
-    model = make_model(strategies[1])
+def test_evaluate_and_predict_show_their_progress(strategies, capsys):
+    model = make_model(strategies[2])
     history = tfdist.fit(model, X, Y, **OPTIONS)
     tfdist.evaluate(model, X, Y, verbose=0)
     tfdist.predict(model, X, verbose=0)
     assert capsys.readouterr().out == ""
     assert model.history is history
-    assert len(model.history.history["loss"]) == EPOCHS
-
-
-def test_evaluate_and_predict_show_their_progress(strategies, capsys):
-    model = make_model(strategies[2])
     logs = tfdist.evaluate(model, X, Y, batch_size=BATCH_SIZE, return_dict=True)
     (line,) = [line for line in _shown(capsys.readouterr().out) if line[1]][-1:]
     assert line == (str(STEPS), pytest.approx(logs, abs=2e-4))
@@ -257,18 +238,6 @@ def test_what_decides_over_epochs_and_rates_takes_effect_as_under_keras(strategi
     assert_same_history(ours.history, theirs.history)
     assert difference(ours, theirs) < 1e-6
     assert ours.optimizer.iterations.numpy() == 3 * STEPS
-
-
-def test_a_variable_is_read_by_numpy_on_any_number_of_replicas(strategies):
-    """TensorFlow makes no number of a variable that has several copies."""
-    rates = {}
-    for replicas in (1, 2):
-        with strategies[replicas].scope():
-            rates[replicas] = keras.optimizers.SGD(0.25).learning_rate
-        assert float(rates[replicas].numpy()) == 0.25
-    assert float(rates[1]) == 0.25
-    with pytest.raises(TypeError):
-        float(rates[2])
 
 
 def test_a_learning_rate_set_in_a_batch_hook_holds_from_the_next_batch(strategies):
@@ -392,14 +361,7 @@ def assert_long(ranges, steps):
     assert max(last - first for first, last in ranges) > 2
 
 
-def test_tensorboard_per_epoch_leaves_ranges_long(strategies, tmp_path, ranges):
-    board = keras.callbacks.TensorBoard(tmp_path, histogram_freq=1)
-    model = make_model(strategies[1])
-    tfdist.fit(model, X, Y, BATCH_SIZE, verbose=0, callbacks=[board])
-    assert_long(ranges, STEPS)
-
-
-def test_terminate_on_nan_stops_and_can_raise(strategies):
+def test_terminate_on_nan_stops(strategies):
     y = Y.copy()
     y[11] = np.nan
     options = OPTIONS | {"validation_data": None}
@@ -407,25 +369,10 @@ def test_terminate_on_nan_stops_and_can_raise(strategies):
     history = tfdist.fit(make_model(strategies[2]), X, y, **options, callbacks=[stopper])
     assert history.epoch == [0]
     assert np.isnan(history.history["loss"]).all()
-    stopper = keras.callbacks.TerminateOnNaN(raise_error=True)
-    with pytest.raises(RuntimeError, match="NaN or Inf loss"):
-        tfdist.fit(make_model(strategies[2]), X, np.inf * Y, **OPTIONS, callbacks=[stopper])
-
-
-def test_lambda_callback_sees_every_batch(with_batches):
-    seen = with_batches.seen
-    assert len(seen["ours"]) == EPOCHS * (2 * STEPS + 1)
-    for one, other in zip(seen["ours"], seen["theirs"], strict=True):
-        assert one[0] == other[0]
-        if isinstance(one[1], dict):
-            assert list(one[1]) == list(other[1]) == ["loss", "mae"]
-            assert one[1] == pytest.approx(other[1], rel=1e-4)
-        else:
-            assert one == other
 
 
 def test_a_callback_with_every_hook_gets_the_calls_of_keras(with_batches):
-    ours, theirs = (with_batches.seen[f"calls of {whose}"] for whose in ("ours", "theirs"))
+    ours, theirs = (with_batches.calls[whose] for whose in ("ours", "theirs"))
     assert [call[:-1] for call in ours] == [call[:-1] for call in theirs]
     for one, other in zip(ours, theirs, strict=True):
         assert list(one[-1]) == list(other[-1]), one[0]
@@ -436,7 +383,7 @@ def test_a_callback_with_every_hook_gets_the_calls_of_keras(with_batches):
 def test_in_every_hook_a_task_says_that_it_runs_code_of_the_programs_own(strategies):
     """Where one hangs in its hook, it is told from those that wait for it."""
     doing = {}
-    hooks = [n for n in vars(keras.callbacks.Callback) if re.match("on_(epoch|train|test)_", n)]
+    hooks = [name for name in HOOKS if "predict" not in name]
 
     def noting(hook):
         return lambda *_, **__: doing.setdefault(hook, set()).add(phases.current().phase)
@@ -464,18 +411,21 @@ def test_a_callback_without_batch_hooks_leaves_ranges_long(strategies, ranges):
         lambda path: keras.callbacks.ModelCheckpoint(path / "{epoch}.keras"),
         lambda path: keras.callbacks.TensorBoard(path),
         lambda _: keras.callbacks.TerminateOnNaN(),
+        lambda _: keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None),
     ],
 )
 def test_a_batch_hook_added_to_a_callback_of_keras_sees_every_batch(strategies, tmp_path, base):
-    seen = []
-    callback = base(tmp_path)
+    seen, callback = [], base(tmp_path)
 
     class Mine(type(callback)):
         def on_train_batch_end(self, batch, logs=None):
             super().on_train_batch_end(batch, logs)
             seen.append(batch)
 
-    callback.__class__ = Mine
+    if isinstance(callback, keras.callbacks.LambdaCallback):  # which has it on the instance
+        callback.on_train_batch_end = lambda batch, logs: seen.append(batch)
+    else:
+        callback.__class__ = Mine
     tfdist.fit(make_model(strategies[1]), X, Y, BATCH_SIZE, verbose=0, callbacks=[callback])
     assert seen == list(range(STEPS))
 
@@ -493,20 +443,18 @@ def test_training_stops_where_a_batch_hook_asks(strategies):
 
 class StopInTheSecondBatch(keras.callbacks.Callback):
     def on_test_batch_end(self, batch, logs=None):
-        self.model.stop_evaluating = batch == 1
+        self.model.stop_evaluating = self.model.stop_predicting = batch == 1
 
-    def on_predict_batch_end(self, batch, logs=None):
-        self.model.stop_predicting = batch == 1
+    on_predict_batch_end = on_test_batch_end
 
 
 class StopAsItBegins(keras.callbacks.Callback):
     """It has one batch all the same."""
 
     def on_test_begin(self, logs=None):
-        self.model.stop_evaluating = True
+        self.model.stop_evaluating = self.model.stop_predicting = True
 
-    def on_predict_begin(self, logs=None):
-        self.model.stop_predicting = True
+    on_predict_begin = on_test_begin
 
 
 class StopAndLook(StopAsItBegins):

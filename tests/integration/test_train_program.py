@@ -6,8 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import types
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ SHORT = ("--config.total_examples=1000", "--config.checkpoints=3", "--config.glo
 
 
 def train(run_dir: Path | None, *arguments: str, cwd: Path | None = None) -> Any:
+    """Runs the program to its end."""
     where = [f"--config.run_dir={run_dir}"] if run_dir else []
     program = ("-m", "tfdist.train", *arguments, *where)
     return forked_python.run(*program, timeout=DEADLINE_S, cwd=cwd)
@@ -52,41 +51,22 @@ def test_the_run_directory_is_that_of_the_design(finished):
     config = json.loads((finished / "config.json").read_text())
     assert (config["seed"], config["total_examples"]) == (5, 1000)
     lines = RunDirectory(finished).read_metrics()
-    assert [(line["virtual_epoch"], line["examples"]) for line in lines] == [
-        (1, 333),
-        (2, 666),
-        (3, 1000),
-    ]
+    ends = [(line["virtual_epoch"], line["examples"]) for line in lines]
+    assert ends == [(1, 333), (2, 666), (3, 1000)]
     keys = {"step", "loss", "accuracy", "val_loss", "val_accuracy", "examples_per_second"}
     assert all(keys <= set(line) for line in lines)
     summary = json.loads((finished / "summary.json").read_text())
-    assert {
-        name: summary[name] for name in ("status", "strategy", "workers", "ps", "replicas")
-    } == {
-        "status": "done",
-        "strategy": "single",
-        "workers": 1,
-        "ps": 0,
-        "replicas": 1,
-    }
-    assert summary["steps"] == lines[-1]["step"] == 21
-    assert (summary["examples"], summary["virtual_epochs"]) == (1000, 3)
+    expected = {"status": "done", "strategy": "single", "workers": 1, "ps": 0, "replicas": 1}
+    expected |= {"steps": 21, "examples": 1000, "virtual_epochs": 3, "resumed_from_step": None}
+    assert {name: summary[name] for name in expected} == expected
+    assert lines[-1]["step"] == 21
     assert summary["metrics"]["val_accuracy"] == lines[-1]["val_accuracy"]
-    assert summary["resumed_from_step"] is None
     assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
     assert re.fullmatch("[0-9a-f]{64}", summary["state_sha256"])
     assert summary["state_sha256"] != summary["weights_sha256"]
 
 
-def test_the_model_that_is_saved_is_the_one_that_was_trained(finished):
-    import keras
-
-    directory = RunDirectory(finished)
-    model = keras.saving.load_model(directory.model_file)
-    assert weights_sha256(model) == (directory.read_summary() or {})["weights_sha256"]
-
-
-def test_a_run_is_exported_with_its_normalisation_inside(finished, tmp_path):
+def test_a_run_saves_its_model_and_is_exported_with_its_normalisation_inside(finished, tmp_path):
     import keras
     import numpy as np
     import tensorflow as tf
@@ -101,6 +81,8 @@ def test_a_run_is_exported_with_its_normalisation_inside(finished, tmp_path):
     (found,) = call(image=tf.constant(images)).values()
     config = json.loads((finished / "config.json").read_text())["augmentation"]
     model = keras.saving.load_model(finished / "model.keras")
+    summary = RunDirectory(finished).read_summary() or {}
+    assert weights_sha256(model) == summary["weights_sha256"]
     wanted = model((images - config["mean"]) / config["std"], training=False)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
     manifest = json.loads((place / "manifest.json").read_text())
@@ -154,21 +136,18 @@ def test_a_run_killed_just_before_its_summary_gets_it(finished, tmp_path):
     assert without_rate(run_dir) == without_rate(finished)
 
 
-def test_overwrite_runs_again_with_another_seed_and_keeps_the_old(finished, tmp_path):
+def test_overwrite_runs_again_with_another_seed_and_keeps_the_old(finished, tmp_path, monkeypatch):
     shutil.copytree(finished, tmp_path / "run")
+    with monkeypatch.context() as patch:  # started again by a launcher, it goes on
+        patch.setenv("TFDIST_RESTARTS", "1")
+        again = trained(tmp_path / "run", *SHORT, "--config.seed=5", "--overwrite")
+    assert "--overwrite was for the first start" in again["stderr"]
+    assert not (tmp_path / "run" / "old-1").exists()
     again = trained(tmp_path / "run", *SHORT, "--config.seed=6", "--overwrite")
     first = RunDirectory(finished).read_summary() or {}
     assert again["weights_sha256"] != first["weights_sha256"]
     old = RunDirectory(tmp_path / "run" / "old-1").read_summary() or {}
     assert old["weights_sha256"] == first["weights_sha256"]
-
-
-def test_a_run_that_is_started_again_is_not_overwritten(finished, tmp_path, monkeypatch):
-    shutil.copytree(finished, tmp_path / "run")
-    monkeypatch.setenv("TFDIST_RESTARTS", "1")
-    again = trained(tmp_path / "run", *SHORT, "--config.seed=5", "--overwrite")
-    assert "--overwrite was for the first start" in again["stderr"]
-    assert not (tmp_path / "run" / "old-1").exists()
 
 
 def test_config_lines_reach_the_training_and_a_tracker_that_cannot_write_is_one_warning(
@@ -207,15 +186,6 @@ def test_patience_ends_a_run_that_does_not_get_better_in_a_directory_of_its_own(
     summary = RunDirectory(run_dir).read_summary() or {}
     assert summary["status"] == "done"
     assert summary["virtual_epochs"] < 10
-
-
-def test_runs_that_begin_in_one_second_have_directories_of_their_own():
-    from tfdist.app.run import _run_dir
-
-    config = types.SimpleNamespace(run_dir="", dataset="mnist", model="cnn")
-    assert _run_dir(config, None, now=datetime.now(UTC)).startswith("runs/2")
-    now = datetime.now(UTC)
-    assert _run_dir(config, None, now=now) != _run_dir(config, None, now=now)
 
 
 def test_a_loss_that_is_not_a_number_is_one_line(tmp_path):
