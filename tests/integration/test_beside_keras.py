@@ -97,21 +97,6 @@ def test_optimizers(strategies, name):
     assert_like_keras(strategies, lambda: dense(OPTIMIZERS[name]()), replicas=(1, 2))
 
 
-def test_metrics_with_state_of_their_own(strategies):
-    def make():
-        model = keras.Sequential([keras.Input((5,)), layers.Dense(1, "sigmoid")])
-        model.compile(
-            "adam",
-            "binary_crossentropy",
-            metrics=[keras.metrics.AUC(20, name="auc"), keras.metrics.F1Score(threshold=0.5)],
-            weighted_metrics=[keras.metrics.AUC(20, curve="PR", name="pr")],
-        )
-        return model
-
-    options = {"y": (Y > 0).astype("float32"), "sample_weight": WEIGHTS}
-    assert_like_keras(strategies, make, validation_split=0.3, **options)
-
-
 class Totals(keras.metrics.Metric):
     """A metric of several results."""
 
@@ -126,8 +111,17 @@ class Totals(keras.metrics.Metric):
         return {"true": self.totals[0], "predicted": self.totals[1]}
 
 
-def test_a_metric_of_several_results(strategies):
-    assert_like_keras(strategies, lambda: dense(metrics=[Totals(), "mae"]), validation_split=0.3)
+def test_metrics_with_state_of_their_own_and_of_several_results(strategies):
+    def make():
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(1, "sigmoid")])
+        auc, f1 = keras.metrics.AUC(20, name="auc"), keras.metrics.F1Score(threshold=0.5)
+        weighted = [keras.metrics.AUC(20, curve="PR", name="pr")]
+        metrics = {"metrics": [auc, f1, Totals(), "mae"], "weighted_metrics": weighted}
+        model.compile("adam", "binary_crossentropy", **metrics)
+        return model
+
+    options = {"y": (Y > 0).astype("float32"), "sample_weight": WEIGHTS}
+    assert_like_keras(strategies, make, validation_split=0.3, **options)
 
 
 def test_several_outputs_one_without_a_loss(strategies):
@@ -155,22 +149,19 @@ class LossLayer(layers.Layer):
         return x
 
 
-def test_a_loss_of_keras_that_a_layer_adds(strategies):
-    assert_like_keras(strategies, lambda: dense("sgd", LossLayer()))
-
-
 class OwnLoss(keras.Sequential):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return ops.mean(ops.square(y - y_pred)) + 0.1 * ops.mean(ops.abs(y_pred))
 
 
-def test_a_loss_that_a_model_computes_by_hand(strategies):
+def test_losses_that_a_model_computes_by_hand_and_a_layer_adds(strategies):
     def make():
         model = OwnLoss([keras.Input((5,)), layers.Dense(1)])
         model.compile("adam", metrics=["mae"])
         return model
 
     assert_like_keras(strategies, make, x=X[:18], y=Y[:18], validation_data=(X[:12], Y[:12]))
+    assert_like_keras(strategies, lambda: dense("sgd", LossLayer()))
 
 
 class Lists(keras.utils.PyDataset):

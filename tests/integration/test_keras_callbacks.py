@@ -1,6 +1,7 @@
 """Keras' callbacks and a user's own, beside the same run of `keras.Model.fit` on one device."""
 
 import csv
+import functools
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,6 +110,7 @@ def without_batches(strategies, tmp_path_factory):
     path = tmp_path_factory.mktemp("without batches")
 
     def make(whose):
+        (path / whose).mkdir()
         saving = keras.callbacks.ModelCheckpoint
         saves = [
             saving(path / whose / f"every {f}" / "e{epoch}-b{batch}.keras", save_freq=f)
@@ -117,7 +119,7 @@ def without_batches(strategies, tmp_path_factory):
         return [
             saving(path / whose / "epochs" / "e{epoch}-{val_loss:.2f}.keras"),
             saving(path / whose / "best" / "e{epoch}.keras", save_best_only=True, mode="max"),
-            keras.callbacks.CSVLogger(path / f"{whose}.csv"),
+            keras.callbacks.CSVLogger(path / whose / "log.csv"),
             keras.callbacks.TensorBoard(path / whose / "epoch"),
             *saves,
         ]
@@ -259,39 +261,44 @@ def test_a_learning_rate_under_loss_scaling_is_that_of_the_inner_optimizer(strat
     assert float(inner.learning_rate.numpy()) == pytest.approx(0.0005)
 
 
-def _saved(directory):
-    models = {p.name: keras.saving.load_model(p) for p in sorted(Path(directory).glob("*.keras"))}
-    return {
-        name: (int(m.optimizer.iterations.numpy()), m.get_weights()) for name, m in models.items()
-    }
+def written(folder):
+    """What callbacks have left in a folder: models, lines of CSV, and scalars of TensorBoard."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.suffix == ".keras":
+            model = keras.saving.load_model(path)
+            found[name] = [int(model.optimizer.iterations.numpy()), *model.get_weights()]
+        elif path.suffix == ".csv":
+            rows = csv.DictReader(path.read_text().splitlines())
+            found[name] = [{key: float(value) for key, value in row.items()} for row in rows]
+        elif path.is_dir():
+            events = EventAccumulator(str(path), size_guidance={"tensors": 0}).Reload()
+            for tag in events.Tags()["tensors"]:
+                points = [(e.step, tf.make_ndarray(e.tensor_proto)) for e in events.Tensors(tag)]
+                scalars = [(s, float(v)) for s, v in points if v.dtype == "f" and v.ndim == 0]
+                found |= {f"{name} {tag}": scalars} if scalars else {}
+    return found
 
 
-def assert_same_files(one, other):
-    one, other = _saved(one), _saved(other)
-    assert list(one) == list(other)
-    for name, (steps, weights) in one.items():
-        assert steps == other[name][0]
-        for a, b in zip(weights, other[name][1], strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-6)
-
-
-def test_model_checkpoint_saves_every_epoch_and_keeps_the_best(without_batches):
-    ours, theirs = (without_batches.path / whose for whose in ("ours", "theirs"))
-    assert len(list((ours / "epochs").iterdir())) == EPOCHS
-    assert [p.name for p in (ours / "best").iterdir()] == ["e1.keras"]
-    for kind in ("epochs", "best"):
-        assert_same_files(ours / kind, theirs / kind)
-
-
-def test_model_checkpoint_saves_every_so_many_batches(without_batches):
-    ours, theirs = (without_batches.path / whose for whose in ("ours", "theirs"))
+@pytest.mark.parametrize("run", ["without_batches", "with_batches"])
+def test_callbacks_that_write_write_what_keras_writes(request, run):
+    run = request.getfixturevalue(run)
+    ours, theirs = (written(run.path / whose) for whose in ("ours", "theirs"))
+    assert list(ours) == list(theirs)
+    for name, values in ours.items():
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6, err_msg=name)
+        keras.tree.map_structure(close, values, theirs[name])
+    if not run.ranges:
+        assert "batches/train batch_loss" in ours
+        return
+    assert {"epoch/train epoch_loss", "epoch/validation epoch_loss", "log.csv"} <= set(ours)
+    saved = {kind: [n for n in ours if n.startswith(f"{kind}/")] for kind in ("epochs", "best")}
+    assert (len(saved["epochs"]), saved["best"]) == (EPOCHS, ["best/e1.keras"])
     for frequency in FREQUENCIES:
-        kind = f"every {frequency}"
-        assert_same_files(ours / kind, theirs / kind)
-        steps = {iterations for iterations, _ in _saved(ours / kind).values()}
+        steps = {v[0] for name, v in ours.items() if name.startswith(f"every {frequency}/")}
         assert steps == set(range(frequency, EPOCHS * STEPS + 1, frequency))
-    trained = [last - first for first, last in without_batches.ranges]
-    assert max(trained) > 1  # and do not ask for every batch
+    assert max(last - first for first, last in run.ranges) > 1  # and ask for no single batches
 
 
 @pytest.mark.parametrize(
@@ -310,48 +317,7 @@ def test_model_checkpoint_counts_batches(strategies, tmp_path, frequency, option
     model = make_model(strategies[1])
     for _ in range(fits):
         tfdist.fit(model, X, Y, BATCH_SIZE, verbose=0, callbacks=[checkpoint], **options)
-    assert sorted({iterations for iterations, _ in _saved(tmp_path).values()}) == steps
-
-
-def test_csv_logger_writes_what_keras_writes(without_batches):
-    ours, theirs = (
-        list(csv.DictReader((without_batches.path / f"{whose}.csv").read_text().splitlines()))
-        for whose in ("ours", "theirs")
-    )
-    assert list(ours[0]) == list(theirs[0])
-    assert len(ours) == EPOCHS
-    for one, other in zip(ours, theirs, strict=True):
-        for name in one:
-            assert float(one[name]) == pytest.approx(float(other[name]), rel=1e-4)
-
-
-def _scalars(directory):
-    """Each scalar of an event directory: its steps and values."""
-    found = {}
-    for part in sorted(p for p in Path(directory).rglob("*") if p.is_dir()):
-        events = EventAccumulator(str(part), size_guidance={"tensors": 0})
-        events.Reload()
-        for tag in events.Tags()["tensors"]:
-            for event in events.Tensors(tag):
-                value = tf.make_ndarray(event.tensor_proto)
-                if value.dtype == np.float32 and value.ndim == 0:
-                    found.setdefault((part.name, tag), []).append((event.step, float(value)))
-    return found
-
-
-@pytest.mark.parametrize("board", ["epoch", "batches"])
-def test_tensorboard_writes_what_keras_writes(without_batches, with_batches, board):
-    path = (without_batches if board == "epoch" else with_batches).path
-    ours, theirs = (_scalars(path / whose / board) for whose in ("ours", "theirs"))
-    assert ("train", "epoch_loss") in ours
-    assert ("validation", "epoch_loss") in ours
-    assert (("train", "batch_loss") in ours) == (board != "epoch")
-    assert set(ours) == set(theirs)
-    for tag, points in ours.items():
-        steps, values = zip(*points, strict=True)
-        their_steps, their_values = zip(*theirs[tag], strict=True)
-        assert steps == their_steps, tag
-        np.testing.assert_allclose(values, their_values, rtol=1e-4, err_msg=str(tag))
+    assert sorted({saved for saved, *_ in written(tmp_path).values()}) == steps
 
 
 def assert_long(ranges, steps):
