@@ -312,24 +312,32 @@ def unscaled_after_another_worker_changed_the_scale(*, traced):
     return -float(weight.numpy())
 
 
-@shows("LossScaleOptimizer.scale_loss")
-def test_stock_loss_scaling_reads_its_scale_twice():
-    assert unscaled_after_another_worker_changed_the_scale(traced=False) == 0.5
-    assert unscaled_after_another_worker_changed_the_scale(traced=True) == 1.0
+def scale_after_the_step_of_another(*, traced):
+    """A loss scale that is to grow at the third step, to which others may have counted."""
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0), initial_scale=8.0, dynamic_growth_steps=3
+    )
+    step = stepping(optimizer, keras.Variable(0.0), traced=traced)
+    optimizer.step_counter.assign(3)
+    step(tf.ones([]))
+    return float(optimizer.dynamic_scale.numpy()), int(optimizer.step_counter.numpy())
 
 
-@shows("LossScaleOptimizer._stateful_handle_finite_grads")
-def test_stock_loss_scales_do_not_grow_past_the_step():
-    """To which other workers may have counted."""
-    for traced, expected in ((False, (8.0, 4)), (True, (16.0, 0))):
-        optimizer = keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.SGD(1.0), initial_scale=8.0, dynamic_growth_steps=3
-        )
-        step = stepping(optimizer, keras.Variable(0.0), traced=traced)
-        optimizer.step_counter.assign(3)
-        step(tf.ones([]))
-        found = float(optimizer.dynamic_scale.numpy()), int(optimizer.step_counter.numpy())
-        assert found == expected
+OF_OTHER_WORKERS = {
+    "LossScaleOptimizer.scale_loss": (unscaled_after_another_worker_changed_the_scale, 0.5, 1.0),
+    "LossScaleOptimizer._stateful_handle_finite_grads": (
+        scale_after_the_step_of_another,
+        (8.0, 4),
+        (16.0, 0),
+    ),
+}
+
+
+@shows(*OF_OTHER_WORKERS)
+@pytest.mark.parametrize("target", OF_OTHER_WORKERS)
+def test_stock_loss_scaling_does_not_know_of_other_workers(target):
+    compute, stock, mine = OF_OTHER_WORKERS[target]
+    assert (compute(traced=False), compute(traced=True)) == (stock, mine)
 
 
 UPDATES = {

@@ -79,8 +79,8 @@ def check_config_file(text: str, file: str, *, replicas: int | None = None) -> I
 
 def print_configuration() -> None:
     """Print the configuration of the arguments as JSON, in a process of its own."""
-    from tfdist.configs.command_line import parse
     from tfdist.configs import flat
+    from tfdist.configs.command_line import parse
 
     with contextlib.redirect_stdout(sys.stderr):
         answer: dict[str, Any]
