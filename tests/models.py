@@ -1,9 +1,13 @@
 """A small model that tests of one process have in common, what cuts its run, and compares two."""
 
+import contextlib
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
 
+import tfdist
 from tfdist.training.engines import SynchronousEngine
 
 
@@ -81,6 +85,17 @@ def linear(strategy, *, optimizer="sgd", loss="mse", **compiled):
         optimizer = optimizer() if callable(optimizer) else optimizer
         model.compile(optimizer, loss, **compiled)
     return model
+
+
+def trained(strategy, make, x, y=None, **options):
+    """A model that tfdist has trained under a strategy, or Keras without one, and its logs."""
+    keras.backend.clear_session(free_memory=False)
+    keras.utils.set_random_seed(1)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = make()
+    fit = functools.partial(tfdist.fit, model) if strategy else model.fit
+    options = {"epochs": 2, "shuffle": False, "verbose": 0, **options}
+    return model, fit(x, y, **options).history
 
 
 def bits(model):

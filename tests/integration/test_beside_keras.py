@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfdist
+from tests import models
 from tests.models import OwnStep, difference
 from tfdist.data import PythonSource
 
@@ -19,7 +20,7 @@ X = RNG.normal(size=(20, 5)).astype("float32")
 Y = RNG.normal(size=(20, 1)).astype("float32")
 CLASSES = RNG.integers(0, 3, size=20)
 WEIGHTS = RNG.uniform(0.2, 2.0, size=20).astype("float32")
-OPTIONS = {"x": X, "y": Y, "batch_size": 6, "epochs": 3, "shuffle": False, "verbose": 0}
+OPTIONS = {"x": X, "y": Y, "batch_size": 6, "epochs": 3}
 
 
 def dense(optimizer="sgd", *parts, **options):
@@ -49,16 +50,9 @@ class Called(keras.callbacks.Callback):
 
 def trained(strategy, make, callbacks=(), **options):
     """Trains by tfdist under a strategy, by Keras without one; returns the model and the calls."""
-    keras.backend.clear_session(free_memory=False)
-    keras.utils.set_random_seed(1)
-    if strategy is None:
-        model = make()
-    else:
-        with strategy.scope():
-            model = make()
     called = Called()
-    fit = model.fit if strategy is None else functools.partial(tfdist.fit, model)
-    fit(callbacks=[*(c() for c in callbacks), called], **OPTIONS | options)
+    options |= {"callbacks": [*(callback() for callback in callbacks), called]}
+    model, _ = models.trained(strategy, make, **OPTIONS | options)
     return model, called.calls
 
 

@@ -1,6 +1,5 @@
 """Every kind of model under every strategy of one process: trains, evaluates, predicts, saves."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -164,19 +163,6 @@ def test_a_loaded_model_trains_on_under_any_strategy(strategies, tmp_path):
 # Steps, losses and figures of the user's own
 
 
-def trained(scope, fit, make, x=ROWS, y=TARGETS, **options):
-    """A model that was trained by Keras' `fit` or by ours, and its history."""
-    keras.utils.set_random_seed(1)
-    with scope:
-        model = make()
-    options = {"batch_size": BATCH_SIZE, "epochs": 2, "shuffle": False, "verbose": 0, **options}
-    return model, fit(model, x, y, **options).history
-
-
-def by_keras(*arguments, **options):
-    return trained(contextlib.nullcontext(), keras.Model.fit, *arguments, **options)
-
-
 class Tracked(models.Tracked, keras.Sequential):
     """The custom step of Keras' guide: a loss object, trackers, and what `metrics` lists."""
 
@@ -232,7 +218,9 @@ def test_logs_of_a_custom_step_are_those_of_one_device(strategies, kind):
         model.compile(keras.optimizers.SGD(0.05))
         return model
 
-    one, many = (trained(strategies[n].scope(), tfdist.fit, make)[1] for n in (1, 2))
+    one, many = (
+        models.trained(strategies[n], make, ROWS, TARGETS, batch_size=BATCH_SIZE)[1] for n in (1, 2)
+    )
     assert list(one) == list(many)
     assert_close(many, one)
 
@@ -306,17 +294,17 @@ LIKE_KERAS = {
 @pytest.mark.parametrize("what", LIKE_KERAS)
 def test_a_model_with_more_of_its_own_trains_as_under_keras(strategies, what):
     make, y, options = LIKE_KERAS[what]
-    theirs, expected = by_keras(make, ROWS[:48], y, **options)
+    options = {"batch_size": BATCH_SIZE, **options}
+    theirs, expected = models.trained(None, make, ROWS[:48], y, **options)
     for replicas in (1, 2):
-        scope = strategies[replicas].scope()
-        ours, logs = trained(scope, tfdist.fit, make, ROWS[:48], y, **options)
+        ours, logs = models.trained(strategies[replicas], make, ROWS[:48], y, **options)
         assert set(logs) == set(expected)
         assert_close(logs, expected)
         assert models.difference(ours, theirs) < 1e-6
 
 
 def test_a_layer_that_nothing_has_built_is_refused(strategies):
-    scope, make = strategies[1].scope(), lambda: compiled(Halves, unbuilt=True)
-    error = refusal(lambda: trained(scope, tfdist.fit, make))
+    make = lambda: compiled(Halves, unbuilt=True)  # noqa: E731
+    error = refusal(lambda: models.trained(strategies[1], make, ROWS, TARGETS))
     assert error.code == "not-built"
     assert error.received.startswith("first")

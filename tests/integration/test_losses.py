@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfdist
-from tests.models import OwnStep, Tracked, difference
+from tests.models import OwnStep, Tracked, difference, trained
 from tests.multiprocess.programs import zoo
 from tfdist.training.keras_compat.trace import warn_once
 
@@ -29,18 +28,11 @@ WEIGHTS = RNG.rand(60, 5).astype("float32")
 BATCH_SIZE = 9  # 5 and 4 for two replicas; of 55 examples the last is a batch, and one has nothing
 
 
-def trained(strategy, make, x, y=None, **fit):
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        model = make()
-    options = {"batch_size": BATCH_SIZE, "epochs": 2, "seed": 3, "verbose": 0, **fit}
-    return model, tfdist.fit(model, x, y, **options).history
-
-
 def require_equal(strategies, make, x, y=None, **fit):
     """Trains on one device and on two replicas."""
-    one, one_logs = trained(strategies[1], make, x, y, **fit)
-    many, many_logs = trained(strategies[2], make, x, y, **fit)
+    options = {"batch_size": BATCH_SIZE, "shuffle": True, "seed": 3, **fit}
+    one, one_logs = trained(strategies[1], make, x, y, **options)
+    many, many_logs = trained(strategies[2], make, x, y, **options)
     assert difference(one, many) < 1e-6
     assert list(one_logs) == list(many_logs)
     for name, values in one_logs.items():
