@@ -78,13 +78,19 @@ def classifier(strategy, optimizer, *, inputs=4, rate=0.5, classes=3):
     return model
 
 
-def linear(strategy, *, optimizer="sgd", loss="mse", **compiled):
-    """One layer of one unit; an optimizer may be a function that makes it in the scope."""
+def sequential(
+    strategy, *layers, kind=keras.Sequential, inputs=(4,), optimizer="sgd", loss="mse", **compiled
+):
+    """A model in a strategy's scope; its layers, and maybe the optimizer, are made there."""
     with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-        optimizer = optimizer() if callable(optimizer) else optimizer
-        model.compile(optimizer, loss, **compiled)
+        model = kind([keras.Input(inputs), *(make() for make in layers)])
+        model.compile(optimizer() if callable(optimizer) else optimizer, loss, **compiled)
     return model
+
+
+def linear(strategy, **options):
+    """One layer of one unit."""
+    return sequential(strategy, functools.partial(keras.layers.Dense, 1), **options)
 
 
 def trained(strategy, make, x, y=None, **options):

@@ -1,5 +1,6 @@
 """A mistake is refused by where it is and a code; nothing is trained, and the next call works."""
 
+import functools
 import json
 import os
 
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 import tfdist
 from tests import forked_python
-from tests.models import OwnStep, linear
+from tests.models import OwnStep, linear, sequential
 from tests.refusals import refusal, refused
 from tfdist.errors import UsageError
 
@@ -31,12 +32,9 @@ def loop_of(strategy, step=lambda x: {"sum": tf.reduce_sum(x)}, **options):
 
 
 def classifier(strategy, *, logits=False):
-    with strategy.scope():
-        activation = None if logits else "softmax"
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=logits)
-        model.compile("sgd", loss, weighted_metrics=["accuracy"])
-    return model
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=logits)
+    layer = functools.partial(keras.layers.Dense, 3, None if logits else "softmax")
+    return sequential(strategy, layer, loss=loss, weighted_metrics=["accuracy"])
 
 
 def two_outputs(strategy):
@@ -48,10 +46,8 @@ def two_outputs(strategy):
 
 
 def of_pixels(strategy):
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4, 1)), keras.layers.Dense(3, "softmax")])
-        model.compile("sgd", "sparse_categorical_crossentropy")
-    return model
+    layer = functools.partial(keras.layers.Dense, 3, "softmax")
+    return sequential(strategy, layer, inputs=(4, 1), loss="sparse_categorical_crossentropy")
 
 
 OPTIONS = {
@@ -227,10 +223,9 @@ class Decorated(OwnStep, keras.Sequential):
 
 def by_a_step(kind):
     def make(strategy):
+        model = linear(strategy, kind=kind)
         with strategy.scope():
-            model = kind([keras.Input((4,)), keras.layers.Dense(1)])
             model.second = keras.optimizers.Adam(name="second")
-            model.compile("sgd", "mse")
         return model
 
     return make
@@ -262,10 +257,7 @@ class OfPairs(OwnStep, keras.Sequential):
 
 
 def of_pairs(strategy, kind=OfPairs):
-    with strategy.scope():
-        model = kind([keras.Input((4,)), keras.layers.Dense(3)])
-        model.compile("sgd")
-    return model
+    return sequential(strategy, lambda: keras.layers.Dense(3), kind=kind, loss=None)
 
 
 def with_a_mean(strategy):
@@ -353,10 +345,7 @@ def compiled_outside(strategy):
 def with_a_layer_made_outside(strategy):
     layer = keras.layers.Dense(1)
     layer.build((None, 4))
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), layer])
-        model.compile("sgd", "mse")
-    return model
+    return sequential(strategy, lambda: layer)
 
 
 def around(outside):
@@ -462,11 +451,8 @@ def test_it_is_refused(strategies, where, code, act):
 
 
 def test_data_without_targets_are_enough_where_the_layers_alone_have_losses(strategies):
-    with strategies[2].scope():
-        inside = keras.Input((4,))
-        model = keras.Model(inside, keras.layers.ActivityRegularization(1.0)(inside))
-        model.compile("sgd")
-    assert fit(model, X).history["loss"][0] > 0
+    layer = functools.partial(keras.layers.ActivityRegularization, 1.0)
+    assert fit(sequential(strategies[2], layer, loss=None), X).history["loss"][0] > 0
 
 
 class Broken(keras.utils.PyDataset):
@@ -608,10 +594,8 @@ def test_labels_out_of_range_are_named(strategies, replicas, logits):
 
 
 def test_what_tensorflow_and_keras_find_wrong_keeps_their_own_message(strategies):
-    check = keras.layers.Lambda(lambda x: tf.debugging.check_numerics(x, "mine"))
-    with strategies[1].scope():
-        model = keras.Sequential([keras.Input((4,)), check])
-        model.compile("sgd", "mse")
+    check = functools.partial(tf.debugging.check_numerics, message="mine")
+    model = sequential(strategies[1], lambda: keras.layers.Lambda(check))
     with pytest.raises(tf.errors.InvalidArgumentError, match="mine"):
         tfdist.evaluate(model, X * np.nan, Y, verbose=0)
     with pytest.raises(ValueError, match=r"expected axis -1 .* value 4|incompatible"):
@@ -655,7 +639,7 @@ ask(kind="mirrored")
 ask(kind="single")
 
 import numpy as np, tensorflow as tf
-from tests.models import OwnStep, linear
+from tests.models import linear
 x, y = np.zeros((8, 4)), np.zeros((8, 1))
 for strategy in (tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy("/CPU:0")):
     ask(tfdist.fit, linear(strategy), x, y)
