@@ -134,19 +134,6 @@ def test_no_other_checkpoint_is_taken_for_one_that_cannot_be_read(tmp_path, monk
     assert Evaluations(tmp_path).lines() == []
 
 
-def test_it_asks_to_stop_when_nothing_gets_better(tmp_path):
-    folder = tmp_path / "checkpoints"
-    for epochs in (1, 2, 3):
-        train(folder, epochs=epochs)
-        evaluate(folder, tfdist.Evaluator("val_mae", mode="max", patience=2))
-        assert Evaluations(folder).is_stop_requested is (epochs == 3)
-    assert [line["step"] for line in Evaluations(folder).lines()] == [5, 10, 15]
-
-
-def test_without_training_and_checkpoint_it_ends_with_the_code_of_the_watch(tmp_path):
-    assert evaluate(tmp_path / "checkpoints", exit_code=75)[1] == 75
-
-
 @pytest.fixture
 def in_chief(monkeypatch):
     """Has `fit` take this process for the chief of a job with an evaluator."""

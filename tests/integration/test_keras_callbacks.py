@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfdist
-from tests.models import difference, noted_ranges
+from tests.models import difference, noted_ranges, sequential
 from tfdist import phases
 from tfdist.training import blocks
 
@@ -25,18 +25,12 @@ Y = (X @ RNG.randn(4, 1)).astype("float32")
 BATCH_SIZE, STEPS, EPOCHS = 10, 5, 3  # the last batch of an epoch has 2 examples
 
 
-def make_model(strategy=None, learning_rate=0.05):
+def make_model(strategy=None):
     keras.utils.set_random_seed(1)
-
-    def build():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="dense")])
-        model.compile(keras.optimizers.SGD(learning_rate), "mse", metrics=["mae"])
-        return model
-
-    if strategy is None:
-        return build()
-    with strategy.scope():
-        return build()
+    layer = functools.partial(keras.layers.Dense, 1, name="dense")
+    optimizer = functools.partial(keras.optimizers.SGD, 0.05)
+    strategy = strategy or tf.distribute.get_strategy()
+    return sequential(strategy, layer, optimizer=optimizer, metrics=["mae"])
 
 
 OPTIONS = {
