@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import shutil
 from concurrent.futures import Future
 
 import keras

@@ -36,8 +36,8 @@ def test_without_a_file_it_is_the_digits():
 
 def test_a_file_is_read_and_then_the_overrides(tmp_path):
     path = config_file(tmp_path, "c.global_batch_size = 32; c.dropout = 0; c.max_staleness = 4")
-    overrides = ("global_batch_size=128", "augmentation.random_flip", "seed=7", "max_staleness=null")
-    overrides += ("augmentation.std=(0.5,0.25,1)", "profile_steps=(3,5)")
+    overrides = ["global_batch_size=128", "augmentation.random_flip", "seed=7"]
+    overrides += ["profile_steps=(3,5)", "augmentation.std=(0.5,0.25,1)", "max_staleness=null"]
     flags = [f"--config.{override}" for override in overrides]
     command = parse([f"--config={path}", *flags, "--overwrite"])
     expected = {"global_batch_size": 128, "augmentation.random_flip": True, "seed": 7}

@@ -287,7 +287,8 @@ class PythonFeed(Feed):
         raw = tf.data.Dataset.from_generator(
             lambda: self._read_noting(int(first), int(last)), output_signature=signature
         )
-        return raw.map(_plain(lambda *parts: tuple(map(self._packed, parts)))).prefetch(_AHEAD_STEPS)
+        packed = _plain(lambda *parts: tuple(map(self._packed, parts)))
+        return raw.map(packed).prefetch(_AHEAD_STEPS)
 
     @abc.abstractmethod
     def _batch(self, step: int) -> tuple[int, Callable[[int, int], tuple[Any, Any, Any]]]:
