@@ -11,8 +11,8 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     gradients   the gradient hook: gradients are reduced where they enter the optimizer
     reduction   the sum over replicas itself, in few messages, which keeps no graph
     sharding    each worker updates its part of each variable, and has slots of that alone
-    kernels     sums in one order, whatever the threads; the gradient of pools by oneDNN; fused
-                ones of normalization, GELU and attention, where `fit` is asked to
+    kernels     sums are made in one order, pools have the gradient of oneDNN's kernel, and where
+                `fit` is asked to, normalization, GELU and attention take fewer kernels
     losses      a replica's loss counts by its fraction of the global batch; means count examples
     variables   statistics travel with the gradients; additions and updates are one operation each;
                 draws come from (seed, step, replica)
