@@ -69,8 +69,11 @@ def test_tensors_of_any_size_travel_once(strategies):
 
     @tf.function(input_signature=[tf.TensorSpec([None])], autograph=False)
     def total(first):
-        ones = [first, *(tf.ones([size]) for size in sizes[1:])]
-        return strategies[3].run(lambda: reduction.sum_over_replicas(ones))
+        def in_replica():
+            ones = [tf.identity(first), *(tf.ones([size]) for size in sizes[1:])]
+            return reduction.sum_over_replicas(ones)
+
+        return strategies[3].run(in_replica)
 
     for found, size in zip(total(tf.ones([3])), sizes, strict=True):
         (values, *_) = strategies[3].experimental_local_results(found)

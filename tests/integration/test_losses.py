@@ -198,7 +198,7 @@ def tagger(losses):
         h = L.Embedding(20, 8, mask_zero=True)(x)
         model = keras.Model(x, {name: L.Dense(4, name=name)(h) for name in losses})
         weights = {name: 1.0 / number for number, name in enumerate(losses, 1)}
-        metrics = dict.fromkeys(losses, ["accuracy"])
+        metrics = dict.fromkeys(losses, "accuracy")
         optimizer = keras.optimizers.SGD(0.5)
         model.compile(optimizer, losses, loss_weights=weights, metrics=metrics)
         return model
