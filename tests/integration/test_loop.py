@@ -14,7 +14,7 @@ import tensorflow as tf
 import tfdist
 from tests.models import Cut
 from tests.refusals import refusal, refused
-from tfdist.ps.closure import Work
+from tfdist.ps.engine import Work
 from tfdist.training import blocks, fitting
 from tfdist.training.engines import SynchronousEngine
 from tfdist.training.program import Engine

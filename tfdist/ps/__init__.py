@@ -7,9 +7,9 @@ modules of the first group, the chief those of both.
     members       which workers these are, as they come, die and return; what a server task does
     split         a variable in parts on several servers
 
-    engine        ranges of steps are dispatched, and what comes back, metrics too, is added up
+    engine        ranges of steps are dispatched; what a work unit of them runs on a worker; and
+                  what comes back, metrics too, is added up
     workers       the pool: work units, each to a worker that is free and alive
-    closure       what a work unit of steps runs on a worker, and what it returns
     clock         staleness: how it is measured, and how it is bounded
     messages      what crosses between a worker and the servers: few messages
     keras_compat  the workarounds for Keras that only these steps need

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.audit.recorder import Ledger
-from tfdist.ps.closure import Work
+from tfdist.ps.engine import Work
 
 strategy = tfdist.make_strategy()
 run = Work.__call__
