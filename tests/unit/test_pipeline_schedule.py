@@ -61,15 +61,15 @@ def slowest(seconds, cuts):
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_no_other_cut_has_a_faster_slowest_stage(stages):
     seconds = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
-    chosen = balanced(seconds, [1] * 7, stages=stages, tolerance=0)
+    chosen = balanced(seconds, [1] * 7, stages=stages)
     every = itertools.combinations(range(7), stages - 1)
     assert slowest(seconds, chosen) == min(slowest(seconds, cuts) for cuts in every)
 
 
 def test_the_first_stages_may_have_more_where_the_others_wait_for_them():
     seconds = [1.0] * 21
-    assert balanced(seconds, [1] * 20, stages=2, tolerance=0) in ((9,), (10,))
-    assert balanced(seconds, [1] * 20, stages=2, lead=0.1, tolerance=0) == (10,)
+    assert balanced(seconds, [1] * 20, stages=2) in ((9,), (10,))
+    assert balanced(seconds, [1] * 20, stages=2, lead=0.1) == (10,)
     orders = [passes("1f1b", stage=k, stages=2, micros=10) for k in (0, 1)]
     times = [
         timeline(orders, forward_s=each, backward_s=[2 * s for s in each]).makespan_s

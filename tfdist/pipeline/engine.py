@@ -21,8 +21,7 @@ import tensorflow as tf
 from tfdist.errors import PeerLost
 from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass
-from tfdist.pipeline.stage import MicroBatch, Stage
-from tfdist.pipeline.stage_links import StageLinks, Tensors
+from tfdist.pipeline.stage import MicroBatch, Stage, StageLinks, Tensors
 from tfdist.pipeline.staged import StagedModel, staged_model
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import rows_of_all_tasks

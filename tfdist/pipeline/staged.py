@@ -15,11 +15,9 @@ from keras.optimizers import LossScaleOptimizer
 
 from tfdist.checkpoint import state
 from tfdist.errors import require
-from tfdist.pipeline.balance import balanced, runs
 from tfdist.pipeline.cuts import Assignment, LayerGraph, ModelPart, made_bytes
-from tfdist.pipeline.schedule import Pass, micro_sizes, most_kept, passes
-from tfdist.pipeline.stage import MicroBatch, Stage
-from tfdist.pipeline.stage_links import Tensors
+from tfdist.pipeline.schedule import Pass, balanced, micro_sizes, most_kept, passes, runs
+from tfdist.pipeline.stage import MicroBatch, Stage, Tensors
 from tfdist.pipeline.timing import LossOf, chosen_places, possible_places
 from tfdist.pipeline.union import (
     bytes_of,

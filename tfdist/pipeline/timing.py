@@ -11,9 +11,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.pipeline.balance import balanced, require_enough, runs
 from tfdist.pipeline.cuts import CutPoint, LayerGraph, ModelPart, one_or_list
-from tfdist.pipeline.schedule import Pass, Timeline, passes, timeline
+from tfdist.pipeline.schedule import (
+    Pass,
+    Timeline,
+    balanced,
+    passes,
+    require_enough,
+    runs,
+    timeline,
+)
 from tfdist.training import keras_compat
 
 _LOG = logging.getLogger(__name__)
