@@ -20,8 +20,7 @@ from tfdist.errors import EXIT_FAILED, EXIT_OK
 from tfdist.outputs.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from tfdist.audit.files import MergedLedger
-    from tfdist.audit.proof import PassProof, Proof
+    from tfdist.audit.ledger import PassProof, Proof
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,8 +51,7 @@ def _parser() -> Parser:
 
 
 def _prove(run_dir: str, *, as_json: bool) -> int:
-    from tfdist.audit.files import read_directory
-    from tfdist.audit.proof import prove
+    from tfdist.audit.ledger import prove, read_directory
 
     summary = RunDirectory(run_dir).read_summary() or {}
     files = read_directory(_ledger_of(run_dir))
@@ -68,8 +66,7 @@ def _prove(run_dir: str, *, as_json: bool) -> int:
 def _compare(run_dir: str, other: str, *, as_json: bool) -> int:
     import numpy as np
 
-    from tfdist.audit.files import merge, read_directory
-    from tfdist.audit.proof import Tally, ranges
+    from tfdist.audit.ledger import Tally, merge, ranges, read_directory
 
     files = [read_directory(_ledger_of(path)) for path in (run_dir, other)]
     damaged = [file.damaged for found in files for file in found if file.damaged]
@@ -166,7 +163,7 @@ def _parts_line(name: str, parts: Sequence[Any]) -> str:
 
 
 def _as_json(proof: Proof) -> dict[str, Any]:
-    ledger: MergedLedger = proof.ledger
+    ledger = proof.ledger
     attempts = [
         {
             **{name: getattr(a.header, name) for name in ("attempt", "strategy", "mode")},

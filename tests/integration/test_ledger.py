@@ -7,8 +7,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.models import AtStep, Cut
-from tfdist.audit.files import merge, pair_hash, read_directory
-from tfdist.audit.proof import Tally, prove
+from tfdist.audit.ledger import Tally, merge, pair_hash, prove, read_directory
 from tfdist.audit.recorder import Ledger
 from tfdist.data.arrays import ArraySource
 from tfdist.data.augment import Compose, RandomCrop

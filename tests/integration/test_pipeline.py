@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.refusals import refusal
-from tfdist.audit.files import merge, read_directory
+from tfdist.audit.ledger import merge, read_directory
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.pipeline import engine

@@ -169,7 +169,7 @@ BEGINS_WITHOUT = {
         {*HEAVY, "rich"},
     ),
     "find": ("import tfdist.find.__main__, tfdist.find.batch_size, tfdist.find.trial", HEAVY),
-    "ledger": ("import tfdist.ledger, tfdist.audit.proof", {"tensorflow", "keras"}),
+    "ledger": ("import tfdist.ledger, tfdist.audit.ledger", {"tensorflow", "keras"}),
     "store": ("import tfdist.checkpoint.store", {"tensorflow", "keras"}),
     "lint": ("from tfdist.lint import main; main(['--environ'])", {*HEAVY, "yaml"}),
     "serve": (

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 
 from tests.processes import python
 from tfdist import ledger as program
-from tfdist.audit.files import (
+from tfdist.audit.ledger import (
     Header,
     LedgerWriter,
     Record,
     first_examples,
     next_attempt,
     pair_hash,
+    prove,
     read_directory,
     read_file,
     to_bytes,
 )
-from tfdist.audit.proof import prove
 from tfdist.errors import TfdistError, UsageError
 
 N, BATCH = 20, 6

@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from tfdist.audit.files import (
-    MODES,
-    SALT,
-    Header,
-    LedgerWriter,
-    Record,
-    next_attempt,
-    to_bytes,
-)
+from tfdist.audit.ledger import MODES, SALT, Header, LedgerWriter, Record, next_attempt, to_bytes
 from tfdist.data.draws import mix_tensor, stream
 from tfdist.errors import UsageError, require_one_of
 from tfdist.strategy import Job
@@ -125,7 +117,7 @@ def header_of(program: StepProgram, job: Job, *, mode: str, attempt: int) -> Hea
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recorder:
-    """The part of a recorded program that is in its graph; see `audit.files.Record`.
+    """The part of a recorded program that is in its graph; see `ledger.Record`.
 
     Attributes:
       mode: ``full`` or ``hash``.

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from tensorflow.python.distribute import values_util
 
 from tfdist.app import recipe
-from tfdist.audit.files import Record, merge, read_directory
+from tfdist.audit.ledger import Record, merge, read_directory
 from tfdist.audit.recorder import with_recorder
 from tfdist.checkpoint import Checkpoint, CheckpointStore, state
 from tfdist.checkpoint.state import state_sha256, weights_sha256
