@@ -6,7 +6,9 @@ import json
 import numpy as np
 import pytest
 
+from tests.multiprocess.memory_limit import limited_groups
 from tests.multiprocess.trainings import PROGRAMS, ended
+from tests.multiprocess.warm import executed
 from tfdist import bench
 from tfdist.errors import EXIT_OK, EXIT_USAGE
 
@@ -76,7 +78,7 @@ def assert_same(seen, expected):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6, err_msg=what)
 
 
-ON_TWO = ("fits", "again", "compiled", "undivided", "auto", "looks", "scales", "sums")
+ON_TWO = ("fits", "again", "compiled", "undivided", "looks", "scales", "sums")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ ON_TWO = ("fits", "again", "compiled", "undivided", "auto", "looks", "scales", "
 def test_stages_end_with_what_one_process_ends_with(seen_by, does, stages, workers):
     out, tasks = seen_by(does, stages, workers)
     assert len(tasks) == workers
-    alike = "fits" if does in ("again", "compiled", "auto") else does
+    alike = "fits" if does in ("again", "compiled") else does
     _, (expected,) = seen_by(alike, 1, 1)
     for seen in tasks:
         assert_same(seen, expected)
@@ -178,3 +180,25 @@ def test_a_subject_that_fails_is_said_by_the_bench(tmp_path, capfd):
     program = f"{PROGRAMS / 'split_subject.py'}:made"
     assert bench.main(["pipeline", program, "--batch_size=12", "--sizes=3", "--steps=1"]) == 1
     assert "did you mean 'make'" in capfd.readouterr().err
+
+
+LIMIT_BYTES = 1040 * 2**20  # one process takes 1190 MiB, the chief of two 920
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_model_that_does_not_fit_one_process_trains_on_two_stages(tmp_path, stages):
+    words = ("--strategy=pipeline", f"--stages={stages}", str(PROGRAMS / "large_model.py"))
+    with limited_groups(stages, limit_bytes=LIMIT_BYTES) as groups:
+        code, said = ended(
+            tmp_path / "run",
+            *(*words, *["cut"] * (stages > 1)),
+            GROUPS=":".join(str(group.path) for group in groups),
+            timeout_s=DEADLINE_S,
+            start=executed,
+        )
+        kills = [group.kills for group in groups]
+        told = f"peaks {[group.peak_bytes >> 20 for group in groups]} MiB, kills {kills}\n{said}"
+    assert (code == EXIT_OK) == (stages == 2), told
+    assert kills == ([1] if stages == 1 else [0, 0]), told
+    assert said.count("trained") == (0 if stages == 1 else 2), told

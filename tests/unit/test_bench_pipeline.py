@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tfdist import bench
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import TfdistError
 from tfdist.find import split_size
 from tfdist.find.split_size import StepperJob, StepTimes, in_turn
 
@@ -85,14 +85,8 @@ def test_a_job_that_ends_early_is_an_error_with_its_last_words(program):
     with contextlib.ExitStack() as stack:
         one = job({"seconds": 1.0}, program=program)
         stack.callback(one.close)
-
-        def two_steps() -> None:
-            one.wait()
-            one.step()
-            one.step()
-
         with pytest.raises(TfdistError, match="out of memory"):
-            two_steps()
+            [act() for act in (one.wait, one.step, one.step)]
 
 
 @pytest.mark.parametrize("flags", [[], ["--fused_kernels"]])
@@ -108,7 +102,8 @@ def test_a_step_is_as_fast_as_its_median():
 
 
 @pytest.mark.parametrize(
-    "flag", ["--sizes=8,0", "--sizes=a", "--steps=0", "--stages=1", "--keep=all", "--size=8"]
+    "flag",
+    ["--sizes=8,0", "--sizes=8,,x", "--steps=0", "--stages=1", "--keep=all", "--size=8"],
 )
 def test_what_cannot_be_is_one_line(flag, capsys):
     assert bench.main(["pipeline", flag]) == 2
@@ -118,5 +113,3 @@ def test_what_cannot_be_is_one_line(flag, capsys):
 def test_the_whole_batch_is_always_among_the_sizes():
     options = split_size.parse(["--batch_size=24", "--sizes=60,8"])
     assert (options.auto, options.sizes, options.one_device) == (False, [8, 24], [8, 24])
-    with pytest.raises(UsageError):
-        split_size.parse(["--sizes=8,,x"])

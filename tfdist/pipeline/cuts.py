@@ -1,13 +1,20 @@
-"""Cuts of a functional or Sequential model into stages that share its layers and weights."""
+"""Cuts of a functional or Sequential model into stages that share its layers and weights.
+
+Where it can be cut, where a step is fastest by the measured times of its parts, and how a stage
+that computes twice is divided once more, to need less memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import hashlib
+import itertools
+import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -15,11 +22,30 @@ import tensorflow as tf
 from keras.src.models.functional import Functional
 
 from tfdist.errors import UsageError, require, require_one_of
+from tfdist.pipeline.schedule import (
+    Pass,
+    Timeline,
+    balanced,
+    passes,
+    require_enough,
+    runs,
+    timeline,
+)
+from tfdist.training import keras_compat
+
+_LOG = logging.getLogger(__name__)
+_ROUNDS = 3
+_MOST_TENSORS = 2
+_MOST_SEGMENTS = 8
+_PLACES_A_STAGE = 8
+_LEADS = (0.0, 0.5, 1.0)
 
 Assignment = tuple[int, ...]
 """The stage of each node of a `LayerGraph`."""
 MOST_DRAWS = 2**30
 """Numbers of draws from there on are those of no seed generator."""
+LossOfOutputs = Callable[[list[tf.Tensor]], tf.Tensor]
+"""Scalar loss of the model's flat outputs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -366,3 +392,209 @@ def _bytes(tensor: Any) -> int:
 def one_or_list(tensors: list[Any]) -> Any:
     """Return the only one, or the list: a list of one warns at each call of a model."""
     return tensors[0] if len(tensors) == 1 else tensors
+
+
+# Cut by the measured times of a model's parts.
+
+
+def possible_places(graph: LayerGraph, *, num_stages: int) -> list[CutPoint]:
+    """Return the places that are looked at: those that one tensor crosses, or two if they are few.
+
+    Raises:
+      UsageError: the model has fewer of them than cuts.
+    """
+    places = [place for place in graph.places() if place.num_tensors <= _MOST_TENSORS]
+    require_enough(_with_weights(graph, places), stages=num_stages)
+    narrow = [place for place in places if place.num_tensors == 1]
+    is_enough = sum(_with_weights(graph, narrow)) > _PLACES_A_STAGE * num_stages
+    return narrow if is_enough else places
+
+
+def chosen_places(
+    graph: LayerGraph,
+    places: Sequence[CutPoint],
+    *,
+    num_stages: int,
+    rows: int,
+    micros: int,
+    schedule: str = "1f1b",
+    keep: str = "tape",
+    loss_of: LossOfOutputs | None = None,
+) -> list[CutPoint]:
+    """Return where to cut so that a step is as fast as it can be, and log it.
+
+    Under 1F1B the first stages wait less than the last ones at the start and at the end of a step,
+    and have more to do for that. Weights stay as they are.
+
+    Args:
+      graph: of the model.
+      places: of which to choose.
+      num_stages: to make.
+      rows: examples of a micro-batch, at which the parts are timed.
+      micros: micro-batches of a step.
+      schedule: of their passes.
+      keep: ``recompute`` to need less memory for it, and look less closely.
+      loss_of: of so many rows of flat outputs, computed in the last stage; by default no time.
+    """
+    positions = [place.position for place in places]
+    weights = [place.example_bytes for place in places]
+    trainable = _with_weights(graph, places)
+    orders = [
+        passes(schedule, stage=stage, stages=num_stages, micros=micros)
+        for stage in range(num_stages)
+    ]
+    seconds = _seconds(graph, positions, rows, loss_of)
+    chosen, _ = _fastest_cut(seconds, weights, trainable, orders, micros)
+    # Parts have ends that a stage has not, which take time: the more, the larger their tensors are.
+    if keep != "recompute":  # which is there to need less than the activations of a whole stage
+        whole = _seconds(graph, [positions[i] for i in chosen], rows, loss_of)
+        for run, measured in zip(runs(chosen, len(seconds)), whole, strict=True):
+            factor = measured / sum(seconds[run])
+            seconds[run] = [factor * each for each in seconds[run]]
+    chosen, step = _fastest_cut(seconds, weights, trainable, orders, micros)
+    _LOG.info(
+        "cut behind %s: %s s for a micro-batch of %d%s; of %d the stages wait %.0f %%",
+        ", ".join(places[i].name for i in chosen),
+        " + ".join(f"{sum(seconds[run]):.4f}" for run in runs(chosen, len(seconds))),
+        *(rows, "" if loss_of is None else " with its loss", micros, 100 * step.bubble),
+    )
+    return [places[i] for i in chosen]
+
+
+def _fastest_cut(
+    seconds: Sequence[float],
+    crossing_bytes: Sequence[int],
+    trainable: Sequence[bool],
+    orders: Sequence[Sequence[Pass]],
+    micros: int,
+) -> tuple[tuple[int, ...], Timeline]:
+    """Return at which of the places a step is the fastest, and how it goes then."""
+    found = []
+    for share in _LEADS:
+        lead = share / micros
+        cut = balanced(seconds, crossing_bytes, stages=len(orders), trainable=trainable, lead=lead)
+        each = [sum(seconds[run]) for run in runs(cut, len(seconds))]
+        found.append((cut, timeline(orders, forward_s=each, backward_s=[2 * s for s in each])))
+    return min(found, key=lambda one: one[1].makespan_s)
+
+
+def _with_weights(graph: LayerGraph, places: Sequence[CutPoint]) -> list[bool]:
+    """Return whether each run of layers between two places has trainable weights."""
+    bounds = [0, *(place.position + 1 for place in places), len(graph.nodes)]
+    return [graph.is_trainable(low, high) for low, high in itertools.pairwise(bounds)]
+
+
+def _seconds(
+    graph: LayerGraph, positions: Sequence[int], rows: int, loss_of: LossOfOutputs | None
+) -> list[float]:
+    """Return the seconds of each run of layers between two positions, forward and backward.
+
+    Those that compute the same, as the blocks of a transformer do, are timed once.
+    """
+    parts = graph.divided(graph.behind(positions), num_stages=len(positions) + 1)
+    work = [(part.work, part.is_last) for part in parts]
+    timed = {
+        each: _timed_passes(part, rows, loss_of if part.is_last else None)
+        for each, part in zip(work, parts, strict=True)
+    }
+    for run in timed.values():  # compiles
+        run()
+    # In turn, as a machine has moments in which all take longer.
+    rounds = [{each: run() for each, run in timed.items()} for _ in range(_ROUNDS)]
+    return [min(seconds[each] for seconds in rounds) for each in work]
+
+
+def _timed_passes(part: ModelPart, rows: int, loss_of: LossOfOutputs | None) -> Callable[[], float]:
+    """Return what runs both passes of a part once, and returns their seconds."""
+    module, first = part.module, part.index == 0
+    made = [i for i, o in enumerate(module.outputs) if tf.as_dtype(o.dtype).is_floating]
+
+    @keras_compat.compiled
+    def both(given: list[tf.Tensor], gradients: list[tf.Tensor] | None) -> list[tf.Tensor]:
+        floats = [] if first else [x for x in given if x.dtype.is_floating]
+        with tf.GradientTape() as tape, keras.StatelessScope():  # nothing that changes is kept
+            tape.watch(floats)
+            with keras_compat.tracing(_trace(module, rows)):
+                outputs = tf.nest.flatten(module(one_or_list(given), training=True))
+                if loss_of is None:
+                    outputs = [outputs[i] for i in made]
+                else:
+                    outputs = [loss_of([[*given, *outputs][i] for i in part.sources])]
+        values = [variable.value for variable in module.trainable_variables]
+        sources = [*values, *floats] if outputs else []  # there may be integers alone
+        found = tape.gradient(outputs, sources, output_gradients=gradients)
+        return [*outputs, *(tf.convert_to_tensor(g) for g in found if g is not None)]
+
+    def timed() -> float:
+        inputs = [_example(tensor, rows) for tensor in module.inputs]
+        ends = [_example(module.outputs[i], rows) for i in made]
+        gradients = ends if loss_of is None else None
+        start = time.perf_counter()
+        both(inputs, gradients)
+        return time.perf_counter() - start
+
+    return timed
+
+
+def _trace(module: keras.Model, rows: int) -> keras_compat.StepTrace:
+    """Return the trace of a step, with which layers compute as they do in the stages."""
+    return keras_compat.StepTrace(
+        num_replicas=1,
+        share=1.0,
+        examples=rows,
+        random_key=tf.zeros([2], tf.int32),
+        fused=keras_compat.is_fused(module),
+    )
+
+
+def _example(tensor: Any, rows: int) -> tf.Tensor:
+    shape = [rows, *(size or 1 for size in tensor.shape[1:])]
+    if tf.as_dtype(tensor.dtype).is_floating:
+        return tf.random.stateless_normal(shape, seed=[0, 0], dtype=tensor.dtype)
+    return tf.zeros(shape, tensor.dtype)
+
+
+# Segments of stages that compute their layers' outputs again, so that few are there at once.
+
+
+def segments_of(
+    graph: LayerGraph, assignment: Assignment, *, kept: Sequence[int]
+) -> list[list[ModelPart]]:
+    """Return the segments of each stage, with which it needs the least memory.
+
+    That is the inputs of its segments, of all micro-batches that it keeps, and what the layers of
+    one segment make.
+
+    Args:
+      graph: of the model.
+      assignment: of its nodes to stages.
+      kept: of how many micro-batches each stage keeps inputs at a time.
+    """
+    inner = [p for stage, most in enumerate(kept) for p in _inner(graph, assignment, stage, most)]
+    fine = graph.divided_behind(assignment, inner)
+    parts = graph.divided(fine, num_stages=max(fine) + 1)
+    stage_of = dict(zip(fine, assignment, strict=True))
+    return [[p for p in parts if stage_of[p.index] == stage] for stage in range(len(kept))]
+
+
+def _inner(graph: LayerGraph, assignment: Assignment, stage: int, kept: int) -> list[int]:
+    """Return the nodes behind which a stage is divided."""
+    mine = [i for i, one in enumerate(assignment) if one == stage]
+    places = [
+        place
+        for place in graph.places()
+        if mine[0] <= place.position < mine[-1] and place.num_tensors <= _MOST_TENSORS
+    ]
+    ends = [*(place.position for place in places), mine[-1]]
+    made, low = [], mine[0]
+    for end in ends:
+        made.append(made_bytes([graph.nodes[i] for i in mine if low <= i <= end]))
+        low = end + 1
+    crossing = [place.example_bytes for place in places]
+    found = []
+    for count in range(1, min(_MOST_SEGMENTS, len(ends)) + 1):
+        cut = balanced(made, crossing, stages=count)
+        largest = max(sum(made[run]) for run in runs(cut, len(made)))
+        held = kept * sum(crossing[i] for i in cut) // 2  # they count there and back
+        found.append((largest + held, cut))
+    return [places[i].position for i in min(found)[1]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -15,10 +15,18 @@ from keras.optimizers import LossScaleOptimizer
 
 from tfdist.checkpoint import state
 from tfdist.errors import require
-from tfdist.pipeline.cuts import Assignment, LayerGraph, ModelPart, made_bytes
-from tfdist.pipeline.schedule import Pass, balanced, micro_sizes, most_kept, passes, runs
+from tfdist.pipeline.cuts import (
+    Assignment,
+    LayerGraph,
+    LossOfOutputs,
+    ModelPart,
+    chosen_places,
+    made_bytes,
+    possible_places,
+    segments_of,
+)
+from tfdist.pipeline.schedule import Pass, micro_sizes, most_kept, passes
 from tfdist.pipeline.stage import MicroBatch, Stage, Tensors
-from tfdist.pipeline.timing import LossOf, chosen_places, possible_places
 from tfdist.pipeline.union import (
     bytes_of,
     fill,
@@ -266,7 +274,7 @@ class StagedModel:
             chosen.update(cut_of=what, cut=broadcast(positions))
         return list(chosen["cut"])
 
-    def _loss_to_time(self, first_batch: FirstBatch, rows: int) -> LossOf | None:
+    def _loss_to_time(self, first_batch: FirstBatch, rows: int) -> LossOfOutputs | None:
         """Return the loss of the first examples, None where it is not known, or layers add all."""
         if first_batch is None or self._model._compile_loss is None:
             return None
@@ -412,53 +420,3 @@ def _require_stages_compute_it(model: keras.Model) -> None:
             fix="leave the reduction out",
             code="loss-reduction",
         )
-
-
-# Segments of stages that compute their layers' outputs again, so that few are there at once.
-
-
-_MOST_SEGMENTS = 8
-_MOST_TENSORS = 2
-
-
-def segments_of(
-    graph: LayerGraph, assignment: Assignment, *, kept: Sequence[int]
-) -> list[list[ModelPart]]:
-    """Return the segments of each stage, with which it needs the least memory.
-
-    That is the inputs of its segments, of all micro-batches that it keeps, and what the layers of
-    one segment make.
-
-    Args:
-      graph: of the model.
-      assignment: of its nodes to stages.
-      kept: of how many micro-batches each stage keeps inputs at a time.
-    """
-    inner = [p for stage, most in enumerate(kept) for p in _inner(graph, assignment, stage, most)]
-    fine = graph.divided_behind(assignment, inner)
-    parts = graph.divided(fine, num_stages=max(fine) + 1)
-    stage_of = dict(zip(fine, assignment, strict=True))
-    return [[p for p in parts if stage_of[p.index] == stage] for stage in range(len(kept))]
-
-
-def _inner(graph: LayerGraph, assignment: Assignment, stage: int, kept: int) -> list[int]:
-    """Return the nodes behind which a stage is divided."""
-    mine = [i for i, one in enumerate(assignment) if one == stage]
-    places = [
-        place
-        for place in graph.places()
-        if mine[0] <= place.position < mine[-1] and place.num_tensors <= _MOST_TENSORS
-    ]
-    ends = [*(place.position for place in places), mine[-1]]
-    made, low = [], mine[0]
-    for end in ends:
-        made.append(made_bytes([graph.nodes[i] for i in mine if low <= i <= end]))
-        low = end + 1
-    crossing = [place.example_bytes for place in places]
-    found = []
-    for count in range(1, min(_MOST_SEGMENTS, len(ends)) + 1):
-        cut = balanced(made, crossing, stages=count)
-        largest = max(sum(made[run]) for run in runs(cut, len(made)))
-        held = kept * sum(crossing[i] for i in cut) // 2  # they count there and back
-        found.append((largest + held, cut))
-    return [places[i].position for i in min(found)[1]]

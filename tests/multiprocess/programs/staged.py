@@ -2,8 +2,8 @@
 
 Arguments: where to write, and what it does, several one after the other with a comma between:
 ``fits``, ``undivided`` (batches) and ``plain`` (without statistics of batches) train, evaluate and
-predict; ``again`` (recomputing), ``compiled``, ``auto`` (cut by measured times) and ``scales`` (the
-loss, up to overflows) train; ``sums`` sums losses, accumulates gradients and keeps a ledger;
+predict; ``again`` (recomputing), ``compiled`` (and cut by measured times) and ``scales`` (the loss,
+up to overflows) train; ``sums`` sums losses, accumulates gradients and keeps a ledger;
 ``tries`` finds cut and size of micro-batches by measuring, and keeps them in checkpoints;
 ``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
 ``looks`` evaluates in the middle of each epoch;
@@ -147,7 +147,7 @@ if __name__ == "__main__":
     held, looked = {}, []
     options = PipelineOptions(
         split_size={"tries": "auto", "undivided": len(X)}.get(DOES, 4),
-        cut={"auto": "auto", "tries": None, "wrong": ["addz"]}.get(DOES, CUTS[STAGES]),
+        cut={"compiled": "auto", "tries": None, "wrong": ["addz"]}.get(DOES, CUTS[STAGES]),
         keep={"again": "recompute", "compiled": "compiled"}.get(DOES, "tape"),
     )
     strategy = tfdist.make_strategy(pipeline=options)
