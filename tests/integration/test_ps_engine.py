@@ -1,7 +1,9 @@
-"""The engine of a ps job, over workers that are threads: what is under way when something ends."""
+"""Worker pool and engine of a ps job, with workers that are not there or are threads."""
 
 import concurrent.futures
+import itertools
 import threading
+import time
 from types import SimpleNamespace
 
 import keras
@@ -10,16 +12,206 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.integration.test_worker_pool import DEADLINE_S, Members
+from tests.processes import until
+from tfdist import phases
 from tfdist.errors import PeerLost
 from tfdist.ps import engine as engine_module
+from tfdist.ps import workers as workers_module
 from tfdist.ps.engine import ParameterServerEngine
 from tfdist.ps.workers import WorkerPool
 from tfdist.training import building, engines
-from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.program import StepProgram
 
-LOST_FUNCTION = "'f' is neither a type of a primitive operation nor a name of a function registered"
+DEADLINE_S = 30.0
+
+
+class Members:
+    """Three workers and a ps that are there, or not, as the test says."""
+
+    num_workers = 3
+
+    def __init__(self):
+        self.connected = frozenset(range(3))
+        self.silent = set()
+        self.gone = []
+
+    def answers(self, worker):
+        return worker not in self.silent
+
+    def admit(self, worker):
+        if worker in self.silent:
+            return False
+        self.connected |= {worker}
+        return True
+
+    def lost(self, worker):
+        self.connected -= {worker}
+
+    def missing(self):
+        return self.gone
+
+
+@pytest.fixture
+def members(monkeypatch):
+    monkeypatch.setattr(workers_module, "_PROBE_EVERY_S", 0.02)
+    monkeypatch.setattr(workers_module, "_GONE_S", 0.2)
+    return Members()
+
+
+@pytest.fixture
+def pool(members):
+    made = WorkerPool(members, patience_s=DEADLINE_S)
+    yield made
+    made._fail(PeerLost("the test is over"))
+
+
+class Stuck:
+    """Work that does not end on worker 1, until it is let go."""
+
+    def __init__(self):
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, incarnation):
+        if incarnation.worker_index == 1:
+            self.begun.set()
+            assert self.go_on.wait(DEADLINE_S)
+        assert self.begun.wait(DEADLINE_S)  # the others do not take all of it before
+        return incarnation.worker_index
+
+
+def submit_until_stuck(pool, *, go_on=False):
+    """Return work of which worker 1 has a unit, and the futures of its units."""
+    stuck = Stuck()
+    if go_on:
+        stuck.go_on.set()
+    futures = [pool.submit(stuck, steps=1) for _ in range(6)]
+    assert stuck.begun.wait(DEADLINE_S)
+    return stuck, futures
+
+
+def test_the_work_of_a_worker_that_is_gone_is_done_by_another_though_its_call_never_ends(
+    pool, members
+):
+    stuck, futures = submit_until_stuck(pool)
+    members.silent.add(1)
+    done = [future.result(DEADLINE_S) for future in futures]
+    assert {one.worker_index for one in done} <= {0, 2}
+    assert sorted(one.times for one in done)[-2:] == [1, 2]
+    assert pool.shares[1].losses == 1
+    assert phases.awaited() is None
+
+    stuck.go_on.set()  # what the call returns after all is nobody's
+    members.silent.clear()
+    submit_until_stuck(pool, go_on=True)  # it takes work again
+    assert sum(share.losses for share in pool.shares.values()) == 1
+    assert all(future.result(0).worker_index != 1 for future in futures)
+
+
+@pytest.mark.parametrize("misses", [0, 1])
+def test_a_worker_that_answers_keeps_its_work_however_long_it_takes(pool, members, misses):
+    """Also one that misses every second question."""
+    stuck, futures = submit_until_stuck(pool)
+    answers = itertools.cycle([False] * misses + [True])
+    members.answers = lambda worker: worker != 1 or next(answers)
+    assert not threading.Event().wait(0.5)  # longer than a silent one is given
+    stuck.go_on.set()
+    assert 1 in {future.result(DEADLINE_S).worker_index for future in futures}
+    assert pool.shares[1].losses == 0
+
+
+def test_a_ps_that_falls_silent_while_workers_wait_for_it_ends_the_work_with_its_name(
+    pool, members
+):
+    stuck, futures = submit_until_stuck(pool)  # as a call that reads of a host without power
+    members.gone = ["ps-1"]
+    failed = [future.exception(DEADLINE_S) for future in futures]
+    assert "ps-1 does not answer any more" in map(str, failed)
+    stuck.go_on.set()
+
+
+def unavailable(text="Socket closed"):
+    return tf.errors.UnavailableError(None, None, text)
+
+
+def test_a_unit_is_not_blamed_for_idle_workers_that_are_gone(pool, members):
+    release, begun = [threading.Event() for _ in range(3)], threading.Barrier(4)
+
+    def wait(incarnation):
+        begun.wait(DEADLINE_S)
+        return release[incarnation.worker_index].wait(DEADLINE_S)
+
+    busy = [pool.submit(wait) for _ in release]
+    begun.wait(DEADLINE_S)
+    release[1].set()
+    release[2].set()
+    # Two of them, or it would be taken back from those.
+    assert len(list(itertools.islice(concurrent.futures.as_completed(busy, DEADLINE_S), 2))) == 2
+
+    def work(incarnation):
+        if incarnation.worker_index:
+            raise unavailable()
+
+    members.silent.update((1, 2))
+    unit = pool.submit(work)
+    until(lambda: members.connected == {0}, within_s=DEADLINE_S)
+    release[0].set()
+    assert unit.result(DEADLINE_S).times == 2  # begun by one of them, and not by the other
+    assert all(future.result(DEADLINE_S) for future in busy)
+
+
+def cannot_reach(ps, *workers):
+    """Work that some workers cannot do, as they do not reach a ps that the chief does."""
+
+    def work(incarnation):
+        if incarnation.worker_index in workers:
+            raise unavailable(f"{ps}: No route to host\nand more")
+        return incarnation.worker_index
+
+    return work
+
+
+def test_a_worker_that_answers_and_gets_nothing_done_is_left_out_with_the_reason(pool, caplog):
+    end_s = time.monotonic() + DEADLINE_S
+    while "going on without it" not in caplog.text:
+        assert time.monotonic() < end_s
+        assert pool.submit(cannot_reach("ps-0", 1)).result(DEADLINE_S).worker_index != 1
+    (line,) = [r.message for r in caplog.records if "going on" in r.message]
+    assert line == (
+        "worker-1 answers, but none of 3 work units got done: ps-0: No route to host; "
+        "going on without it"
+    )
+    assert pool.shares[1].losses == 3
+    for _ in range(20):
+        assert pool.submit(cannot_reach("ps-0", 1)).result(DEADLINE_S).times == 1
+    assert pool.shares[1].losses == 3
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_when_no_worker_reaches_a_ps_the_chief_says_so_and_waits_for_nobody(members, workers):
+    """A unit that is alone is tried no more often than one that ends its workers."""
+    members.num_workers, members.connected = workers, frozenset(range(workers))
+    found = WorkerPool(members, patience_s=DEADLINE_S)
+    with pytest.raises(PeerLost, match=r"worker-\d answers, .*: ps-0: No route to host$"):
+        found.submit(cannot_reach("ps-0", 0, 1, 2)).result(DEADLINE_S)
+    found._fail(PeerLost("the test is over"))
+
+
+def test_a_unit_that_ends_its_workers_is_not_begun_for_ever(pool, members):
+    def end(incarnation):
+        members.silent.add(incarnation.worker_index)
+        raise unavailable()
+
+    def start_again(worker):
+        members.silent.discard(worker)
+        members.connected |= {worker}
+        return True
+
+    members.admit = start_again
+    with pytest.raises(PeerLost, match=r"begun 5 times and never done; worker-\d is gone"):
+        pool.submit(end).result(DEADLINE_S)
+
+
+# The engine, over workers that are threads: what is under way when something ends.
 
 
 class Work:
@@ -58,13 +250,6 @@ class Clock:
     @property
     def applied(self):
         return len(self.work.ended)
-
-
-@pytest.fixture
-def pool():
-    made = WorkerPool(Members(), patience_s=DEADLINE_S)
-    yield made
-    made._fail(PeerLost("the test is over"))
 
 
 @pytest.fixture
@@ -152,35 +337,43 @@ def test_a_metric_has_the_totals_of_the_chief_whatever_was_put_into_it(engine):
     assert made.metrics[0].numpy() == 0.0
 
 
-@pytest.mark.parametrize(
-    ("error", "gone", "raised"),
-    [
-        (tf.errors.UnavailableError(None, None, "failed to connect"), ["ps-1"], PeerLost),
-        (tf.errors.CancelledError(None, None, "RPC Request was cancelled"), ["ps-1"], PeerLost),
-        (tf.errors.NotFoundError(None, None, LOST_FUNCTION), ["ps-1"], PeerLost),
-        (tf.errors.UnavailableError(None, None, "failed to connect"), [], tf.errors.OpError),
-        (tf.errors.InvalidArgumentError(None, None, "mine"), ["ps-1"], tf.errors.OpError),
-    ],
-)
-def test_a_ps_that_dies_while_the_chief_reads_it_is_named(error, gone, raised, monkeypatch):
-    members = SimpleNamespace(missing=lambda: gone)
+LOST_FUNCTION = "'f' is neither a type of a primitive operation nor a name of a function registered"
+
+
+@pytest.fixture
+def gone(monkeypatch):
+    """Which servers have died of the ps job that this process is in."""
+    found = ["ps-1"]
+    members = SimpleNamespace(missing=lambda: found)
     monkeypatch.setattr("tfdist.ps.members.Members.of", lambda strategy: members)
     job = SimpleNamespace(kind="ps", strategy=None)
     monkeypatch.setattr(engines, "current_job", lambda: job)
-    with pytest.raises(raised) as told, naming_a_lost_server():
+    return found
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (unavailable("failed to connect"), PeerLost),
+        (tf.errors.CancelledError(None, None, "RPC Request was cancelled"), PeerLost),
+        (tf.errors.NotFoundError(None, None, LOST_FUNCTION), PeerLost),
+        (tf.errors.InvalidArgumentError(None, None, "mine"), tf.errors.OpError),
+    ],
+)
+def test_a_ps_that_dies_while_the_chief_reads_it_is_named(error, raised, gone):
+    with pytest.raises(raised) as told, engines.naming_a_lost_server():
         raise error
     assert raised is not PeerLost or str(told.value) == "ps-1 does not answer any more"
+    gone.clear()
+    with pytest.raises(tf.errors.OpError), engines.naming_a_lost_server():
+        raise error
 
 
 @pytest.mark.parametrize("act", ["fit", "evaluate", "predict", "StepLoop", "run", "results"])
-def test_whatever_reads_a_ps_that_has_died_names_it(act, monkeypatch):
+def test_whatever_reads_a_ps_that_has_died_names_it(act, monkeypatch, gone):
     def lost(*args, **kwargs):
-        raise tf.errors.UnavailableError(None, None, "failed to connect")
+        raise unavailable()
 
-    members = SimpleNamespace(missing=lambda: ["ps-1"])
-    monkeypatch.setattr("tfdist.ps.members.Members.of", lambda strategy: members)
-    job = SimpleNamespace(kind="ps", strategy=None)
-    monkeypatch.setattr(engines, "current_job", lambda: job)
     monkeypatch.setattr(building, "job_for", lost)
     monkeypatch.setattr(building, "require_compiled_functions", lost)
     loop = object.__new__(tfdist.StepLoop)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist.data import ArraySource
 from tfdist.outputs.display import ps_cost_lines
 from tfdist.ps import messages
-from tfdist.ps.clock import UpdateClock
+from tfdist.ps.engine import UpdateClock
 from tfdist.ps.messages import Places, outermost, read_together, sent_together
 from tfdist.ps.profile import PsProfile, TrafficLink, traffic
 from tfdist.strategy import job_of
@@ -28,8 +28,41 @@ def on(server):
     return SimpleNamespace(device=PS(server))
 
 
-def test_small_gradients_go_to_each_server_as_one_tensor():
+def sent(build):
+    """What the graph that `build` makes sends: tensors, bytes and unknown ones by its ends."""
     with tf.Graph().as_default() as graph:
+        build()
+        links = traffic(graph.get_operations(), Places({}))
+    return {ends: (link.tensors, link.size_bytes, link.unknown) for ends, link in links.items()}
+
+
+def test_a_tensor_is_sent_once_to_each_task_and_of_a_condition_the_branch_that_sends_most():
+    def build():
+        with tf.device(PS(0)):
+            weights = tf.random.normal([10, 4])
+            rows = tf.where(weights[0] > 0)
+        used = weights * 2.0 + weights
+        tf.identity(rows)  # whose shape is not known
+        with tf.device(PS(1)):
+            tf.reduce_sum(weights)
+            tf.identity(used)
+
+        def update():
+            with tf.device(PS(2)):
+                return tf.reduce_sum(used)
+
+        tf.cond(tf.random.normal([]) > 0, update, lambda: 0.0)
+
+    assert sent(build) == {
+        ("ps-0", "worker"): (2, 160, 1),
+        ("ps-0", "ps-1"): (1, 160, 0),
+        ("worker", "ps-1"): (1, 160, 0),
+        ("worker", "ps-2"): (1, 160, 0),
+    }
+
+
+def test_small_gradients_go_to_each_server_as_one_tensor():
+    def build():
         shapes = [[4, 5], [3], [200, 200], [5], [7], [2]]
         pairs = [
             (tf.random.normal(s), on(i)) for s, i in zip(shapes, [0, 0, 0, 0, 1, 1], strict=True)
@@ -38,11 +71,9 @@ def test_small_gradients_go_to_each_server_as_one_tensor():
         for gradient, variable in sent_together([*pairs, (slices, on(0))]):
             with tf.device(variable.device):
                 tf.identity(gradient) if gradient is not slices else None
-        links = traffic(graph.get_operations(), Places({}))
-    assert links == {
-        ("worker", "ps-0"): TrafficLink(tensors=2, size_bytes=4 * (28 + 40_000)),
-        ("worker", "ps-1"): TrafficLink(tensors=1, size_bytes=4 * 9),
-    }
+
+    found = {("worker", "ps-0"): (2, 4 * (28 + 40_000), 0), ("worker", "ps-1"): (1, 4 * 9, 0)}
+    assert sent(build) == found
 
 
 def test_gradients_sent_together_are_the_same_to_the_bit(monkeypatch):
@@ -58,16 +89,14 @@ def test_gradients_sent_together_are_the_same_to_the_bit(monkeypatch):
 
 
 def test_a_count_is_made_where_it_is_added():
-    with tf.Graph().as_default() as graph:
-        with variables._where_added(1, on(1)):
-            one = tf.cast(1, tf.int64)
-        with variables._where_added(tf.zeros([]), on(1)):
-            sent = tf.cast(tf.zeros([]), tf.int64)
-        with tf.device(PS(1)):
-            tf.identity(one)
-            tf.identity(sent)
-        links = traffic(graph.get_operations(), Places({}))
-    assert links == {("worker", "ps-1"): TrafficLink(tensors=1, size_bytes=8)}
+    def build():
+        for value in (1, tf.zeros([])):  # the second of which is the worker's
+            with variables._where_added(value, on(1)):
+                given = tf.cast(value, tf.int64)
+            with tf.device(PS(1)):
+                tf.identity(given)
+
+    assert sent(build) == {("worker", "ps-1"): (1, 8, 0)}
 
 
 class Reading:
@@ -203,86 +232,26 @@ def test_a_server_keeps_the_memory_of_freed_tensors(monkeypatch):
     assert faults("given back") > 40_000
 
 
-# What a step of a ps job sends is counted in its graph; what its steps cost is put together.
-
-
-def counted(build):
-    """What the graph that `build` makes sends."""
-    with tf.Graph().as_default() as graph:
-        build()
-        return traffic(graph.get_operations(), Places({}))
-
-
-def test_a_tensor_is_sent_once_to_each_task_that_uses_it():
-    def build():
-        with tf.device(PS(0)):
-            weights = tf.random.normal([10, 4])
-        used = weights * 2.0 + weights
-        with tf.device(PS(1)):
-            tf.reduce_sum(weights)
-            tf.identity(used)
-
-    one = TrafficLink(tensors=1, size_bytes=160)
-    links = counted(build)
-    assert links[("ps-0", "worker")] == one
-    assert links[("ps-0", "ps-1")] == one
-    assert links[("worker", "ps-1")] == one
-    assert sum(link.size_bytes for link in links.values()) == 480
-
-
-def test_a_shape_that_is_not_known_is_counted_as_such():
-    def build():
-        with tf.device(PS(0)):
-            rows = tf.where(tf.random.normal([10]) > 0)
-        tf.identity(rows)
-
-    assert counted(build) == {("ps-0", "worker"): TrafficLink(tensors=1, unknown=1)}
-
-
-def test_of_a_condition_the_branch_that_sends_most_counts():
-    def build():
-        gradient = tf.random.normal([100])
-
-        def update():
-            with tf.device(PS(1)):
-                return tf.reduce_sum(gradient)
-
-        tf.cond(tf.random.normal([]) > 0, update, lambda: 0.0)
-
-    assert counted(build)[("worker", "ps-1")].size_bytes >= 400
-
-
 def step(begin_s, *parts_s):
     """A row of `Phases.end`: the parts of a step that was begun at a time."""
     return [*parts_s, begin_s, begin_s + sum(parts_s)]
 
 
-def test_the_parts_of_a_step_add_up_and_the_first_piece_is_left_out():
-    profile = PsProfile()
-    warm_up = np.array([step(0, 9, 9, 9, 9)])
-    profile.add([(0, warm_up)], wall_s=50)
-    pieces = [
-        np.array([step(10, 0, 1, 2, 1), step(15, 0, 1, 2, 1)]),  # a second between the two
-        np.array([step(22, 0, 3, 2, 1), step(28, 0, 3, 2, 1)]),
-    ]
-    profile.add([(0, pieces[1]), (0, pieces[0])], wall_s=31)
-    found = profile.summary()["workers"]["worker-0"]
-    assert found["steps"] == 4
-    assert found["read_ms"] == pytest.approx(2000)
-    assert found["compute_ms"] == pytest.approx(2000)
-    assert found["between_ms"] == pytest.approx(250)
-    assert found["waiting_ms"] == pytest.approx((31 - 9 - 12) * 1000 / 4)
-    assert found["step_ms"] == pytest.approx(31_000 / 4)
-    assert found["median_ms"] == pytest.approx(5000)
-    text = ps_cost_lines(profile.summary())
-    shown = ["0.00", "2000.00", "2000.00", "1000.00", "250.00", "2500.00", "7750.00"]
-    assert text[2].split() == ["worker-0", "4", *shown]
-
-
-def test_too_few_steps_are_no_table():
+def test_the_parts_of_a_step_add_up_and_the_first_unit_is_left_out():
     profile = PsProfile()
     profile.add([(0, np.array([step(0, 9, 9, 9, 9)]))], wall_s=50)
     assert ps_cost_lines(profile.summary()) == ["what a step costs: too few steps to tell"]
+    units = [
+        np.array([step(10, 0, 1, 2, 1), step(15, 0, 1, 2, 1)]),  # a second between the two
+        np.array([step(22, 0, 3, 2, 1), step(28, 0, 3, 2, 1)]),
+    ]
+    profile.add([(0, units[1]), (0, units[0])], wall_s=31)
+    found = profile.summary()["workers"]["worker-0"]
+    waiting_s = (31 - 9 - 12) / 4
+    assert found["median_ms"] == pytest.approx(5000)
+    columns = [0, 2, 2, 1, 0.25, waiting_s, 31 / 4]
+    shown = [f"{1000 * seconds:.2f}" for seconds in columns]
+    assert ps_cost_lines(profile.summary())[2].split() == ["worker-0", "4", *shown]
 
 
 # How stale a step was: which updates of others count, and for which writes a clock waits.
@@ -333,14 +302,15 @@ class Job:
         return step + 1, *ages
 
     def run(self):
-        _, *ages = tf.while_loop(
-            lambda step, *_: step < STEPS, self.body, [0, *self.clock.begin()],
-            parallel_iterations=1,
-        )  # fmt: skip
+        begin = [0, *self.clock.begin()]
+        _, *ages = tf.while_loop(lambda i, *_: i < STEPS, self.body, begin, parallel_iterations=1)
         return self.clock.staleness(ages)
 
     def traced(self):
         return tf.function(self.run, autograph=False).get_concrete_function()
+
+    def stale(self):
+        return self.traced()().numpy().tolist()
 
 
 @pytest.mark.parametrize(
@@ -354,20 +324,16 @@ class Job:
     ],
 )
 def test_a_step_is_as_stale_as_on_that_server_on_which_it_is_most(others, stale):
-    clocks = ["/CPU:0", "/CPU:1", "/CPU:2"]
-    job = Job(devices=clocks[:2], clocks=clocks, meanwhile=others)
-    assert job.traced()().numpy().tolist() == [stale] * STEPS
-
-
-def test_what_others_did_before_a_step_began_to_read_is_not_between():
-    job = Job(devices=["/CPU:0", "/CPU:1"], clocks=["/CPU:0", "/CPU:1"], between={"CPU:1": 4})
-    assert job.traced()().numpy().tolist() == [0] * STEPS
+    """What others did before it began to read is not between."""
+    clocks, between = ["/CPU:0", "/CPU:1", "/CPU:2"], {"CPU:1": 4}
+    job = Job(devices=clocks[:2], clocks=clocks, meanwhile=others, between=between)
+    assert job.stale() == [stale] * STEPS
 
 
 def test_a_step_that_trains_nothing_counts_on_the_first_server():
     job = Job(devices=[], clocks=["/CPU:0", "/CPU:1"])
     job.work = do_nothing
-    assert job.traced()().numpy().tolist() == [0] * STEPS
+    assert job.stale() == [0] * STEPS
     assert job.clock.applied == STEPS
 
 
@@ -400,35 +366,28 @@ class InLoops(Job):
 
 def test_a_step_that_updates_in_a_loop_counts_once_that_is_done():
     job = InLoops(devices=["/CPU:1"], clocks=["/CPU:0", "/CPU:1"], meanwhile={"CPU:1": 3})
-    assert job.traced()().numpy().tolist() == [3] * STEPS
+    assert job.stale() == [3] * STEPS
     assert [int(count.numpy()) for count in job.clock._counts.values()] == [0, 4 * STEPS]
-    assert [len(before) for before in counted_after(job.traced().graph)] == [1]
-
-
-def counted_after(graph):
-    """The loops that each count of a step waits for."""
-    operations = body_of(graph)
-    counts = [op for op in operations if op.type == "ResourceCountUpTo"]
-    loops = ("While", "StatelessWhile")
-    return [[one for one in op.control_inputs if one.type in loops] for op in counts]
-
-
-def body_of(graph):
-    loop = next(op for op in graph.get_operations() if op.type == "While")
-    return graph._get_function(loop.get_attr("body").name).graph.get_operations()
+    (count,) = [op for op in body_of(job) if op.type == "ResourceCountUpTo"]
+    assert sum(op.type in ("While", "StatelessWhile") for op in count.control_inputs) == 1
 
 
 def test_a_clock_is_read_before_what_the_step_does_on_its_server_and_counts_after_its_update():
-    graph = Job(devices=["/CPU:0", "/CPU:1"], clocks=["/CPU:0", "/CPU:1"]).traced().graph
-    operations = body_of(graph)
     looked, counted = [], []
-    for op in operations:
+    for op in body_of(Job(devices=["/CPU:0", "/CPU:1"], clocks=["/CPU:0", "/CPU:1"])):
         for before in op.control_inputs:
             if op.type == "ReadVariableOp" and before.type == "Identity":  # of a clock
                 looked.append((server(op.inputs[0]), server(before.inputs[0].op.inputs[0])))
             if op.type == "ResourceCountUpTo" and before.type == "AssignSubVariableOp":
                 counted.append((server(op.inputs[0]), server(before.inputs[0])))
     assert looked == counted == [("CPU:0", "CPU:0"), ("CPU:1", "CPU:1")]
+
+
+def body_of(job):
+    """The operations of a step."""
+    graph = job.traced().graph
+    loop = next(op for op in graph.get_operations() if op.type == "While")
+    return graph._get_function(loop.get_attr("body").name).graph.get_operations()
 
 
 def server(handle):

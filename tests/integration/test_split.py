@@ -20,17 +20,14 @@ def in_parts():
     return variable
 
 
-def traced(step):
-    """The step's concrete function, of one variable in parts and of a whole one."""
+def traced(step, variable):
+    """The step's concrete function."""
 
-    def own(variable):
-        def run():
-            with reading_once():
-                return step(variable)
+    def run():
+        with reading_once():
+            return step(variable)
 
-        return tf.function(run, autograph=False).get_concrete_function()
-
-    return own(in_parts()), own(keras.Variable(START))
+    return tf.function(run, autograph=False).get_concrete_function()
 
 
 def update(variable, power=2):
@@ -94,47 +91,38 @@ def by_rows(variable):
     for _ in range(2):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.gather(variable, [2, 0, 2]) ** 2)
-        gradient = tf.convert_to_tensor(tape.gradient(loss, variable))
-        variable.assign_sub(0.1 * gradient)
-        gradients.append(gradient)
+        gradients.append(tf.convert_to_tensor(tape.gradient(loss, variable)))
+        variable.assign_sub(0.1 * gradients[-1])
     return gradients
 
 
 def in_a_loop_after_a_write(variable):
     update(variable)
     with tf.GradientTape() as tape:
-        total = tf.while_loop(
-            lambda i, x: i < 3,
-            lambda i, x: (i + 1, x + tf.reduce_sum(variable**2)),
-            [0, 0.0],
-            maximum_iterations=3,
-        )[1]
+        turn = lambda i, x: (i + 1, x + tf.reduce_sum(variable**2))  # noqa: E731
+        total = tf.while_loop(lambda i, x: i < 3, turn, [0, 0.0], maximum_iterations=3)[1]
     return [tape.gradient(total, variable)]
 
 
-STEPS = (
-    twice,
-    twice_in_conditions,
-    both_within_one_condition,
-    with_a_penalty_on_the_gradient,
-    of_one_tape_after_a_write,
-    around_a_write,
-    by_rows,
-    in_a_loop_after_a_write,
+@pytest.mark.parametrize(
+    "step",
+    [
+        twice,
+        twice_in_conditions,
+        both_within_one_condition,
+        with_a_penalty_on_the_gradient,
+        of_one_tape_after_a_write,
+        around_a_write,
+        by_rows,
+        in_a_loop_after_a_write,
+    ],
+    ids=lambda step: step.__name__,
 )
-
-
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_a_step_that_writes_and_reads_again_is_that_of_a_whole_variable(step):
-    parts, whole = traced(step)
+    parts, whole = traced(step, in_parts()), traced(step, keras.Variable(START))
     for _ in range(2):
         for seen, expected in zip(parts(), whole(), strict=True):
             np.testing.assert_allclose(seen, expected, rtol=1e-5)
-
-
-def reads(function):
-    operations = function.graph.get_operations()
-    return sum(operation.type == "ReadVariableOp" for operation in operations)
 
 
 def test_each_part_is_read_once_between_two_writes():
@@ -144,18 +132,20 @@ def test_each_part_is_read_once_between_two_writes():
         variable.assign_add(tf.ones([3, 2]))
         return [tf.identity(variable) + tf.identity(variable)]
 
-    assert reads(traced(read_often)[0]) == 2 * 2
+    operations = traced(read_often, in_parts()).graph.get_operations()
+    assert sum(operation.type == "ReadVariableOp" for operation in operations) == 2 * 2
 
 
-@pytest.mark.parametrize("kind", ["loop", "function"])
-def test_an_update_in_a_loop_is_refused(kind):
-    def step(variable):
-        if kind == "function":
-            return [tf.function(lambda: update(variable), autograph=False)()]
-        body = lambda i, x: (i + 1, update(variable))  # noqa: E731
-        return tf.while_loop(lambda i, x: i < 2, body, [0, 0.0])
-
-    assert refused(lambda: traced(step)) == ("step", "split-variable")
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda v: tf.while_loop(lambda i: i < 2, lambda i: (i + 1, update(v))[:1], [0]),
+        lambda v: tf.function(lambda: update(v), autograph=False)(),
+    ],
+    ids=["loop", "function"],
+)
+def test_an_update_in_a_loop_is_refused(step):
+    assert refused(lambda: traced(step, in_parts())) == ("step", "split-variable")
 
 
 def test_a_gradient_whose_shape_is_known_at_run_time_alone_is_divided_among_the_parts():

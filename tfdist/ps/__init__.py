@@ -8,9 +8,8 @@ modules of the first group, the chief those of both.
     split         a variable in parts on several servers
 
     engine        ranges of steps are dispatched; what a work unit of them runs on a worker; and
-                  what comes back, metrics too, is added up
-    workers       the pool: work units, each to a worker that is free and alive
-    clock         staleness: how it is measured, and how it is bounded
+                  what comes back, metrics and staleness too, is added up
+    workers       the pool: work units, each to a worker that is free and alive, as stale as allowed
     messages      what crosses between a worker and the servers: few messages
     keras_compat  the workarounds for Keras that only these steps need
     profile       what a step costs, in time and bytes

@@ -116,24 +116,6 @@ class SplitVariable(tf.__internal__.types.Tensor):
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         return tf.convert_to_tensor(self.read_value(), dtype=dtype, name=name)
 
-    def assign(self, value: Any, **options: Any) -> None:
-        self._write("assign", value)
-
-    def assign_add(self, value: Any, **options: Any) -> None:
-        self._write("assign_add", value)
-
-    def assign_sub(self, value: Any, **options: Any) -> None:
-        self._write("assign_sub", value)
-
-    def scatter_update(self, value: tf.IndexedSlices, **options: Any) -> None:
-        self._write("scatter_update", value)
-
-    def scatter_add(self, value: tf.IndexedSlices, **options: Any) -> None:
-        self._write("scatter_add", value)
-
-    def scatter_sub(self, value: tf.IndexedSlices, **options: Any) -> None:
-        self._write("scatter_sub", value)
-
     def _put_together(self) -> tf.Tensor:
         return tf.concat([tf.convert_to_tensor(part) for part in self.parts], 0)
 
@@ -235,8 +217,17 @@ def _operator(name: str) -> Any:
     return operate
 
 
+def _writer(name: str) -> Any:
+    def write(self: SplitVariable, value: Any, **options: Any) -> None:
+        self._write(name, value)
+
+    return write
+
+
 for _name in tf.Tensor.OVERLOADABLE_OPERATORS - {"__eq__", "__ne__"}:
     setattr(SplitVariable, _name, _operator(_name))
+for _name in ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_add", "scatter_sub"):
+    setattr(SplitVariable, _name, _writer(_name))
 
 
 def parts_of(variable: Any) -> tuple[Any, ...]:

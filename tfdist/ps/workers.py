@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,7 +25,6 @@ from tensorflow.python.eager import executor as tf_executor
 
 from tfdist import phases
 from tfdist.errors import PeerLost
-from tfdist.ps.clock import InFlight
 from tfdist.ps.members import Members
 from tfdist.ps.profile import PsProfile
 
@@ -82,7 +81,12 @@ class Done:
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class WorkUnit:
-    """A work unit, the future of its result, and how many workers were lost over it."""
+    """A work unit, the future of its result, and how many workers were lost over it.
+
+    Attributes:
+      others: steps of others that may be applied before its end: those that were under way when it
+        began, and those begun since.
+    """
 
     function: Callable[[WorkerIncarnation], Any]
     future: Future[Done]
@@ -90,6 +94,23 @@ class WorkUnit:
     max_staleness: int | None = None
     losses: int = 0
     begun_s: float = 0.0
+    others: int = 0
+
+    def may_begin_beside(self, under_way: Collection[WorkUnit]) -> bool:
+        """Return whether no step of this or of those under way can be staler than this allows."""
+        bound = self.max_staleness
+        if bound is None or not self.steps:
+            return True
+        if sum(unit.steps for unit in under_way) > bound:
+            return False
+        return all(unit.others + self.steps <= bound for unit in under_way)
+
+    def begin_beside(self, under_way: Collection[WorkUnit]) -> None:
+        """Note that it begins now."""
+        self.begun_s = time.monotonic()
+        self.others = sum(unit.steps for unit in under_way)
+        for unit in under_way:
+            unit.others += self.steps
 
 
 class WorkerPool:
@@ -105,7 +126,6 @@ class WorkerPool:
         self._members = members
         self._patience_s = patience_s
         self._waiting: collections.deque[WorkUnit] = collections.deque()
-        self._in_flight = InFlight()
         self._changed = threading.Condition()
         self._fatal: BaseException | None = None
         self._nobody_since: float | None = None
@@ -212,8 +232,7 @@ class WorkerPool:
             if self._fatal is not None:
                 return None
             unit = self._waiting.popleft()
-            unit.begun_s = time.monotonic()
-            self._in_flight.begin(unit, steps=unit.steps)
+            unit.begin_beside(self._held.values())
             self._held[incarnation] = unit
             self._report_oldest()
             if not self._waiting:
@@ -221,10 +240,7 @@ class WorkerPool:
             return unit
 
     def _may_begin(self) -> bool:
-        if not self._waiting:
-            return False
-        unit = self._waiting[0]
-        return self._in_flight.admits(unit.steps, max_staleness=unit.max_staleness)
+        return bool(self._waiting) and self._waiting[0].may_begin_beside(self._held.values())
 
     def _release(self, incarnation: WorkerIncarnation) -> bool:
         """Note that a worker has its work unit no more; False if that had been done."""
@@ -233,7 +249,6 @@ class WorkerPool:
             if unit is None:
                 return False
             self._warm.add(incarnation)
-            self._in_flight.end(unit)
             self._report_oldest()
             self._changed.notify_all()
             return True
