@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from tests import forked_python
 from tests.refusals import refusal
 from tfdist import replay
-from tfdist.audit.replay import StepEnvironment, step_environment_of
+from tfdist.audit.replay import step_environment_of
 from tfdist.checkpoint import CheckpointStore
 from tfdist.configs import base
 from tfdist.outputs.run_directory import RunDirectory
@@ -93,11 +93,9 @@ def test_a_step_from_an_earlier_checkpoint_gives_the_bits_of_the_run(trained, tm
 
 def test_a_step_without_a_checkpoint_starts_from_the_initial_weights(trained, tmp_path):
     _, run_dir = trained
-    copy = without_checkpoints(run_dir, tmp_path / "a run", range(1, 6))
-    found = replayed(copy, 5)
+    found = replayed(without_checkpoints(run_dir, tmp_path / "a run", range(1, 6)), 5)
     assert found["restored_step"] is None
-    assert found["equals_checkpoint"] is True
-    assert found["updated"] is True
+    assert (found["equals_checkpoint"], found["updated"]) == (True, True)
 
 
 def test_a_step_by_fused_kernels_gives_the_bits_of_the_run(tmp_path):
@@ -112,53 +110,45 @@ def test_a_step_by_fused_kernels_gives_the_bits_of_the_run(tmp_path):
 def test_where_a_step_ran_is_told_by_the_nearest_checkpoint_that_is_whole(tmp_path):
     directory = RunDirectory(tmp_path)
     store = CheckpointStore(directory.checkpoints)
+
+    def saved(step: int, **place: Any) -> Path:
+        return store.write(step, {"x": np.ones(3)}, meta={"place": place})
+
+    def place_at(step: int, kind: str | None = None) -> tuple[str, int, int]:
+        config = ConfigDict({"strategy": "mirrored"})
+        found = step_environment_of(directory, store, config, step=step, kind=kind, replicas=None)
+        return found.kind, found.replicas, found.threads
+
     for step, replicas in ((5, 2), (9, 3), (12, 4)):
-        place = {"strategy": "mirrored", "replicas": replicas, "threads": replicas + 1}
-        newest = store.write(step, {"x": np.ones(3)}, meta={"place": place})
-    config = ConfigDict({"strategy": "mirrored"})
-
-    def place_at(step: int) -> StepEnvironment:
-        return step_environment_of(directory, store, config, step=step, kind=None, replicas=None)
-
-    assert place_at(6) == StepEnvironment(kind="mirrored", replicas=3, threads=4)
-    assert place_at(10) == StepEnvironment(kind="mirrored", replicas=4, threads=5)
+        newest = saved(step, strategy="mirrored", replicas=replicas, threads=replicas + 1)
+    assert place_at(6) == ("mirrored", 3, 4)
+    assert place_at(10) == ("mirrored", 4, 5)
     damaged = bytearray((newest / "arrays.bin").read_bytes())
     damaged[0] ^= 1
     (newest / "arrays.bin").write_bytes(damaged)
-    assert place_at(10) == StepEnvironment(kind="mirrored", replicas=3, threads=4)
-
-
-def test_a_run_in_stages_is_replayed_on_whole_batches_where_asked_for_alone(tmp_path):
-    directory, config = RunDirectory(tmp_path), ConfigDict({"strategy": "auto"})
-    store = CheckpointStore(directory.checkpoints)
-    place = {"strategy": "pipeline", "replicas": 1, "threads": 2}
-    store.write(5, {"x": np.ones(3)}, meta={"place": place})
-
-    def place_of(kind: str | None) -> StepEnvironment:
-        return step_environment_of(directory, store, config, step=4, kind=kind, replicas=None)
-
-    assert "under strategy pipeline" in str(refusal(lambda: place_of(None)))
-    assert place_of("single") == StepEnvironment(kind="single", replicas=1, threads=2)
+    assert place_at(10) == ("mirrored", 3, 4)
+    # A run in stages is replayed on whole batches where that is asked for alone.
+    saved(13, strategy="pipeline", replicas=1, threads=2)
+    assert refusal(lambda: place_at(12)).code == "pipeline-run"
+    assert place_at(12, "single") == ("single", 1, 2)
 
 
 def test_what_cannot_be_replayed_is_one_line(tmp_path, capsys):
-    def says(*arguments: str) -> str:
-        assert replay.main(list(arguments)) == 2
+    length = {"total_examples": 100, "checkpoints": 1, "global_batch_size": 10, "seed": 1}
+    ended_early = {"status": "done", "steps": 5, "strategy": "single", "replicas": 1}
+    for summary, words, says in (
+        (None, "3", "no config.json"),
+        ({}, "10", "received 10; expected 0 to 9"),
+        ({}, "-1", "received -1; expected 0 to 9"),
+        ({}, "9", "say --strategy single"),
+        ({}, "9 --replicas 0", "received 0 with"),
+        (ended_early, "5", "received 5; expected 0 to 4: the run has 5 steps"),
+        ({"strategy": "ps", "replicas": 2}, "9", "a run under strategy ps"),
+    ):
+        if summary is not None:
+            (tmp_path / "config.json").write_text(json.dumps({**base().to_dict(), **length}))
+            (tmp_path / "summary.json").write_text(json.dumps(summary))
+        assert replay.main([str(tmp_path), "--step", *words.split()]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
-        return error
-
-    assert "no config.json" in says(str(tmp_path / "nowhere"), "--step", "3")
-    length = {"total_examples": 100, "checkpoints": 1, "global_batch_size": 10, "seed": 1}
-    config = {**base().to_dict(), **length}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "received 10; expected 0 to 9" in says(str(tmp_path), "--step", "10")
-    assert "received -1; expected 0 to 9" in says(str(tmp_path), "--step", "-1")
-    assert "say --strategy single" in says(str(tmp_path), "--step", "9")
-    assert "received 0 with" in says(str(tmp_path), "--step", "9", "--replicas", "0")
-    ended_early = {"status": "done", "steps": 5, "strategy": "single", "replicas": 1}
-    (tmp_path / "summary.json").write_text(json.dumps(ended_early))
-    assert "received 5; expected 0 to 4: the run has 5 steps" in says(str(tmp_path), "--step", "5")
-    summary = {"strategy": "ps", "replicas": 2}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    assert "a run under strategy ps" in says(str(tmp_path), "--step", "9")
+        assert says in error
