@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.refusals import refusal
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import TfdistError
 from tfdist.files import FileLock
 from tfdist.outputs.run_directory import Claim, Evaluations, RunDirectory
 
@@ -24,17 +24,16 @@ def directory(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"seed": 4}, "seed=4 (there: 3)"),
+        ({"seed": True}, "seed=True (there: 3)"),
         ({"augmentation": {"random_flip": True}}, "augmentation.random_flip=True (there: False)"),
         ({"new": 1}, "new=1 (there: 'nothing')"),
-        ({"seed": True}, None),
     ],
 )
 def test_another_runs_directory_is_refused_with_the_difference(directory, change, says):
     directory.claim(CONFIG)
     caught = refusal(lambda: directory.claim(CONFIG | change))
-    assert (says or "seed=True (there: 3)") in str(caught)
-    assert "--overwrite" in str(caught)
+    assert caught.code == "another-run"
+    assert says in str(caught)
     assert directory.read_config() == CONFIG
 
 
@@ -65,11 +64,15 @@ def test_overwrite_moves_the_old_run_aside_and_leaves_the_launchers_files(direct
         assert directory.claim({"seed": number}, overwrite=True) is Claim.NEW
         directory.append_metrics({"step": number})
         directory.write_summary({"status": "done"})
+    assert directory.claim({"seed": 2}) is Claim.FINISHED
+    directory.checkpoints.mkdir()
+    with FileLock(directory.checkpoints / ".lock").acquire():
+        caught = refusal(lambda: directory.claim({"seed": 3}, overwrite=True))
+        assert (caught.where, caught.code) == ("--overwrite", "run-goes-on")
+        assert directory.read_config() == {"seed": 2}
     assert directory.claim({"seed": 3}, overwrite=True) is Claim.NEW
-    launchers = [".partial-live.json", "logs"]
-    assert sorted(os.listdir(directory.path)) == sorted(
-        ["config.json", "old-1", "old-2", *launchers]
-    )
+    there = [".partial-live.json", "config.json", "logs", "old-1", "old-2"]
+    assert sorted(os.listdir(directory.path)) == there
     for number in (1, 2):
         old = RunDirectory(directory.path / f"old-{number}")
         assert old.read_config() == {"seed": number}
@@ -77,27 +80,18 @@ def test_overwrite_moves_the_old_run_aside_and_leaves_the_launchers_files(direct
         assert old.read_summary() == {"status": "done"}
 
 
-def test_a_run_that_goes_on_is_not_moved_aside(directory):
+def test_metrics_are_strict_json_lines_on_the_disk(directory, monkeypatch):
     directory.claim(CONFIG)
-    directory.checkpoints.mkdir()
-    with FileLock(directory.checkpoints / ".lock").acquire():
-        with pytest.raises(UsageError, match=r"^--overwrite: received it while a run"):
-            directory.claim({"seed": 4}, overwrite=True)
-        assert directory.read_config() == CONFIG
-    assert directory.claim({"seed": 4}, overwrite=True) is Claim.NEW
-
-
-def test_metrics_are_strict_json_lines(directory):
-    directory.claim(CONFIG)
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
     directory.append_metrics({"step": np.int64(5), "loss": np.float32(0.5), "val_loss": 1e-30})
     directory.append_metrics({"step": 10, "loss": float("nan"), "confusion": np.eye(2)})
-    lines = directory.metrics_file.read_text().splitlines()
-    assert lines[0] == '{"step": 5, "loss": 0.5, "val_loss": 1e-30}'
-    assert json.loads(lines[1], parse_constant=pytest.fail) == {
-        "step": 10,
-        "loss": None,
-        "confusion": [[1.0, 0.0], [0.0, 1.0]],
-    }
+    first, second = directory.metrics_file.read_text().splitlines()
+    assert first == '{"step": 5, "loss": 0.5, "val_loss": 1e-30}'
+    assert synced == [len(first) + 1, len(first) + len(second) + 2]
+    confusion = [[1.0, 0.0], [0.0, 1.0]]
+    strict = json.loads(second, parse_constant=pytest.fail)
+    assert strict == {"step": 10, "loss": None, "confusion": confusion}
 
 
 def test_a_line_cut_short_is_left_out_and_gone_after_the_resume(directory):
@@ -117,14 +111,6 @@ def test_a_line_cut_short_is_left_out_and_gone_after_the_resume(directory):
     assert directory.metrics_file.read_text() == '{"step": 5}\n'
 
 
-def test_a_line_is_on_the_disk_before_the_checkpoint_that_follows_it(tmp_path, monkeypatch):
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
-    directory = RunDirectory(tmp_path)
-    directory.append_metrics({"step": 5})
-    assert synced == [directory.metrics_file.stat().st_size]
-
-
 def test_a_summary_is_whole_or_the_old_one(directory, monkeypatch):
     directory.claim(CONFIG)
     directory.write_summary({"status": "stopped"})
@@ -133,9 +119,8 @@ def test_a_summary_is_whole_or_the_old_one(directory, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(TfdistError, match="No space left on device") as caught:
+    with pytest.raises(TfdistError, match=r"No space left on device$"):
         directory.write_summary({"status": "done"})
-    assert "\n" not in str(caught.value)
     assert directory.read_summary() == {"status": "stopped"}
     assert sorted(os.listdir(directory.path)) == ["config.json", "summary.json"]
 
@@ -145,32 +130,23 @@ def test_a_file_in_the_way_and_a_config_that_is_not_json_are_one_line(tmp_path):
     with pytest.raises(TfdistError, match="Not a directory"):
         RunDirectory(tmp_path / "file" / "run").claim(CONFIG)
     (tmp_path / "config.json").write_text("seed: 3")
-    with pytest.raises(UsageError, match="not JSON"):
-        RunDirectory(tmp_path).claim(CONFIG)
+    assert refusal(lambda: RunDirectory(tmp_path).claim(CONFIG)).code == "not-json"
 
 
-# The files of an evaluator
-
-
-def test_a_step_that_is_done_again_takes_back_the_lines_from_it_on(tmp_path):
-    files = Evaluations(tmp_path)
+def test_the_files_of_an_evaluator_go_where_the_checkpoints_go(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    files = Evaluations(folder)
     assert files.lines() == []
-    for step in (7, 14, 21, 14):
+    for step in (7, 14, 21, 14):  # one that is done again takes back the lines from it on
         files.write(files.with_line({"step": step, "val_loss": math.nan}))
     with open(files.metrics_file, "a") as file:
         file.write('{"step": 1')  # cut short by a crash
     assert files.lines() == [{"step": step, "val_loss": None} for step in (7, 14)]
-
-
-def test_all_of_it_goes_where_the_checkpoints_go(tmp_path):
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    files = Evaluations(folder)
+    files.best_file.touch()
     assert not files.is_stop_requested
     files.ask_to_stop({"step": 14, "best_step": 7})
     assert files.is_stop_requested
-    files.write([{"step": 14}])
-    files.best_file.touch()
     folder.rename(tmp_path / "old")
     assert (files.is_stop_requested, files.lines(), files.best_file.exists()) == (False, [], False)
     with pytest.raises(TfdistError, match="evaluator, in"):

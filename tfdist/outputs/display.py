@@ -277,7 +277,7 @@ def draw_plot(
     if not lines:
         logger.info("no plot: no virtual epoch was finished")
         return None
-    names = panels(lines)
+    names = _panels(lines)
     try:
         figure, axes_of_panels = empty_panels("plot", columns=len(names), width=5.2)
     except UsageError as error:
@@ -308,7 +308,7 @@ def empty_panels(where: str, *, columns: int = 1, width: float = 6.4) -> tuple[A
     return figure, axes_of_panels
 
 
-def panels(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+def _panels(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the metrics to show, loss first and no more than three."""
     names = [
         name
