@@ -23,7 +23,7 @@ def measure_tfdist(args: argparse.Namespace) -> None:
     import tensorflow as tf
 
     from tfdist.data.arrays import ArraySource
-    from tfdist.data.order import example_at
+    from tfdist.data.draws import example_at
     from tfdist.data.source import lean_options
 
     source = ArraySource(*arrays())

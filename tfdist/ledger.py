@@ -97,7 +97,7 @@ def _ledger_of(run_dir: str) -> Path:
 
 def _order(header: Any, positions: Any) -> Any:
     # Only where it is asked for: a run of whole passes is proved without TensorFlow.
-    from tfdist.data.order import example_at_numpy
+    from tfdist.data.draws import example_at_numpy
 
     return example_at_numpy(
         positions, num_examples=header.num_examples, seed=header.seed, shuffle=header.shuffle

@@ -12,7 +12,7 @@ from tfdist.audit.ledger import Tally, merge, pair_hash, prove, read_directory
 from tfdist.audit.recorder import Ledger, _pair_hash, with_recorder
 from tfdist.data.arrays import ArraySource
 from tfdist.data.augment import Compose, RandomCrop
-from tfdist.data.order import example_at_numpy
+from tfdist.data.draws import example_at_numpy
 from tfdist.data.python_indexed import PythonSource
 from tfdist.strategy import Job
 from tfdist.training import building

@@ -1,4 +1,4 @@
-"""TFDS: prepared once per job, read by index."""
+"""TFDS: prepared once per job, read by index; and the digits, a real builder without download."""
 
 import os
 import sys
@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_datasets
+from sklearn.datasets import load_digits
 
 import tfdist.data.digits
 from tests import forked_python
 from tests.processes import python
-from tfdist.data import tfds
-from tfdist.data.arrays import ArraySource
-from tfdist.data.cache import exclusive
-from tfdist.data.python_indexed import PythonSource
-from tfdist.data.tfrecord import TFRecordSource
-from tfdist.errors import StartupTimeout, UsageError
+from tests.refusals import refusal
+from tfdist.data import ArraySource, PythonSource, TFRecordSource, tfds
+from tfdist.data.tfrecord import exclusive
+from tfdist.errors import StartupTimeout
 
 pytestmark = pytest.mark.slow
 
@@ -43,36 +42,30 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-@pytest.fixture
-def mocked(tmp_path):
-    with tensorflow_datasets.testing.mock_data(num_examples=12, data_dir=str(tmp_path)):
-        yield
-
-
 def everything(source):
     return tf.nest.map_structure(np.asarray, source.gather(np.arange(source.num_examples)))
 
 
-@pytest.mark.usefixtures("mocked")
-def test_array_record_gives_access_by_index_in_python():
-    source = tfds.load("mnist", "train", file_format="array_record", memory_limit_bytes=0)
-    assert isinstance(source, PythonSource)
-    assert source.num_examples == 12
-    assert source.element_spec[0] == tf.TensorSpec([28, 28, 1], tf.uint8)
+@pytest.fixture(scope="module")
+def splits(data_dir):
+    return {
+        split: everything(tfds.load("tfdist_digits", split, data_dir=data_dir))
+        for split in ("train", "test")
+    }
 
 
-def test_array_record_of_real_files_holds_the_same_examples(data_dir, tmp_path):
-    expected = everything(tfds.load("tfdist_digits", "test", data_dir=data_dir))
+def test_array_record_holds_the_same_examples_by_index_in_python(splits, tmp_path):
     for limit, kind in ((0, PythonSource), (2**30, ArraySource)):
         source = tfds.load(
             "tfdist_digits", "test", data_dir=tmp_path, file_format="array_record",
             memory_limit_bytes=limit,
         )  # fmt: skip
         assert type(source) is kind
+        assert source.element_spec[0] == tf.TensorSpec([8, 8, 1], tf.uint8)
         indices = np.arange(source.num_examples)
         found = source.fetch(indices) if limit == 0 else everything(source)
-        assert sorted(found[1].tolist()) == sorted(expected[1].tolist())
-        assert found[0].sum() == expected[0].sum()
+        assert sorted(found[1].tolist()) == sorted(splits["test"][1].tolist())
+        assert found[0].sum() == splits["test"][0].sum()
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -116,41 +109,39 @@ def test_three_processes_prepare_once(tmp_path):
     assert whole.count("preparing dataset tfdist_digits in") == 1, whole
 
 
-def test_a_task_that_waits_too_long_gives_up(tmp_path):
+def test_a_task_that_waits_too_long_says_for_whom_and_gives_up(tmp_path, caplog):
+    caplog.set_level("INFO", logger="tfdist")
     with (
         exclusive(tmp_path / ".tfdist-tfdist_digits.lock", purpose="held", timeout_s=1),
         pytest.raises(StartupTimeout, match=f"preparing dataset .*: process {os.getpid()}"),
     ):
         tfds.load("tfdist_digits", "test", data_dir=tmp_path, prepare_timeout_s=0.05)
+    assert f"waiting for process {os.getpid()}" in caplog.text
+
+
+def of_no_fixed_shape(example):
+    return example["image"][: tf.cast(example["label"], tf.int32)], example["label"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "message"),
+    ("name", "split", "options", "code"),
     [
-        (("tfdist_digit", "train"), {}, r"did you mean 'tfdist_digits'\?"),
-        (("tfdist_digits", "tran"), {}, r"split 'tran' \(did you mean 'train'\?\)"),
-        (("tfdist_digits", "test[:0]"), {}, "which is empty"),
-        (
-            ("tfdist_digits", "test"),
-            {"convert": lambda e: (e["image"][: tf.cast(e["label"], tf.int32)], e["label"])},
-            "one fixed shape",
-        ),
+        ("tfdist_digit", "train", {}, "unknown-value"),
+        ("tfdist_digits", "tran", {}, "unknown-value"),
+        ("tfdist_digits", "test[:0]", {}, "no-examples"),
+        ("tfdist_digits", "test", {"convert": of_no_fixed_shape}, "shapes-differ"),
     ],
-    ids=["name", "split", "empty", "shape"],
 )
-def test_mistakes_are_one_line(data_dir, arguments, options, message):
-    with pytest.raises(UsageError, match=message) as error:
-        tfds.load(*arguments, data_dir=data_dir, **options)
-    assert "\n" not in str(error.value)
+def test_what_cannot_be_loaded_is_refused(data_dir, name, split, options, code):
+    told = refusal(lambda: tfds.load(name, split, data_dir=data_dir, **options))
+    assert told.code == code
+    assert ("did you mean" in told.received) == (code == "unknown-value")
 
 
-@pytest.mark.usefixtures("mocked")
-def test_a_dataset_without_a_supervised_pair_asks_for_convert():
-    with pytest.raises(UsageError, match=r"convert=.*features: "):
-        tfds.load("coco/2017", "train")
-
-
-# The digits: a real TFDS builder that needs no download.
+def test_a_dataset_without_a_supervised_pair_asks_for_convert(tmp_path):
+    with tensorflow_datasets.testing.mock_data(num_examples=12, data_dir=str(tmp_path)):
+        told = refusal(lambda: tfds.load("coco/2017", "train"))
+    assert told.code == "no-supervised-pair"
 
 
 IN_A_FRESH_PROCESS = """
@@ -163,41 +154,22 @@ print(len(dataset), image.shape, image.dtype.name, info.features["label"].num_cl
 """
 
 
-@pytest.fixture(scope="module")
-def splits(data_dir):
-    found = {}
-    for split in ("train", "test"):
-        source = tfds.load("tfdist_digits", split, data_dir=data_dir)
-        x, y = source.gather(np.arange(source.num_examples))
-        found[split] = (np.asarray(x), np.asarray(y))
-    return found
-
-
-def test_both_splits_hold_every_digit_of_scikit_learn_once(splits):
-    from sklearn.datasets import load_digits
-
-    images = np.concatenate([splits["train"][0], splits["test"][0]])
-    labels = np.concatenate([splits["train"][1], splits["test"][1]])
-    assert images.shape == (1797, 8, 8, 1)
-    assert images.dtype == np.uint8
-    assert images.max() == 16
+def test_the_splits_hold_every_digit_of_scikit_learn_once_and_are_the_same_every_time(
+    splits, tmp_path
+):
+    (train, train_labels), (test, test_labels) = splits["train"], splits["test"]
+    assert (train.shape, test.shape) == ((1442, 8, 8, 1), (355, 8, 8, 1))
+    assert train.dtype == np.uint8
+    labels = [*train_labels.tolist(), *test_labels.tolist()]
+    ours = sorted(zip([image.tobytes() for image in [*train, *test]], labels, strict=True))
     original = load_digits()
-    ours = sorted(zip([image.tobytes() for image in images], labels.tolist(), strict=True))
     pixels = [image.astype(np.uint8).tobytes() for image in original.images]
     assert ours == sorted(zip(pixels, original.target.tolist(), strict=True))
-
-
-def test_about_a_fifth_of_each_digit_is_for_testing(splits):
-    train, test = (np.bincount(splits[split][1], minlength=10) for split in ("train", "test"))
-    assert (len(splits["train"][0]), len(splits["test"][0])) == (1442, 355)
-    assert np.all(np.abs(test / (train + test) - 0.2) < 0.01)
-
-
-def test_the_splits_are_the_same_every_time(splits, tmp_path):
-    again = tfds.load("tfdist_digits", "test", data_dir=tmp_path)
-    x, y = again.gather(np.arange(again.num_examples))
-    assert np.array_equal(x, splits["test"][0])
-    assert np.array_equal(y, splits["test"][1])
+    counts, of_test = (np.bincount(each, minlength=10) for each in (labels, test_labels))
+    assert np.all(np.abs(of_test / counts - 0.2) < 0.01)
+    again = everything(tfds.load("tfdist_digits", "test", data_dir=tmp_path))
+    assert np.array_equal(again[0], test)
+    assert np.array_equal(again[1], test_labels)
 
 
 def test_tfds_load_works_in_a_fresh_process_and_writes_nothing_into_the_package(tmp_path):
@@ -217,5 +189,5 @@ def test_tfds_load_works_in_a_fresh_process_and_writes_nothing_into_the_package(
 
 def test_without_scikit_learn_the_line_to_type_is_given(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(UsageError, match=r'pip install "tfdist\[digits\]"'):
-        tfds.load("tfdist_digits", "train", data_dir=tmp_path)
+    told = refusal(lambda: tfds.load("tfdist_digits", "train", data_dir=tmp_path))
+    assert told.code == "missing-package"

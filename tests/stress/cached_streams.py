@@ -3,7 +3,7 @@
     python -m tests.stress.cached_streams [--peeks 5000] [--fits 300]
 
 Prints how many batches each second reading had, of 4, and the sum of an epoch's targets, of 32640.
-Without `tfdist.data.stream_graph` about a third of the readings is cut here. Exit code 1 if one is.
+Without `tfdist.data.stream` about a third of the readings is cut here. Exit code 1 if one is.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist.data.stream_graph import Reading, read
+from tfdist.data.stream import Reading, read
 
 _X = np.arange(256, dtype="float32")[:, None]
 _SUM = int(_X.sum())

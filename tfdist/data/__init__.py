@@ -5,21 +5,27 @@ source          what every source gives: examples by index, or batches one after
 arrays          arrays in memory, or mapped from files
 tfrecord, tfds  records by their number; a TFDS split as one of these sources
 python_indexed  examples or batches by index, read by Python code
-stream          a `tf.data.Dataset` of batches, of whose graph `stream_graph` reads a copy
-order           the example at each position and its random numbers, as functions of integers
+stream          a `tf.data.Dataset` of batches, read from a copy of its graph
+draws           the example at each position and its random numbers, as functions of integers
 augment         transforms of a batch of images
-cache           files made once for all processes of a machine
 digits          scikit-learn's digits as a TFDS dataset
 """
 
 from __future__ import annotations
 
 from tfdist.data.arrays import ArraySource
-from tfdist.data.augment import Compose, Normalize, RandomCrop, RandomFlip, Rescale
-from tfdist.data.order import example_at, example_at_numpy
+from tfdist.data.augment import (
+    Compose,
+    Normalize,
+    RandomCrop,
+    RandomFlip,
+    Rescale,
+    for_evaluation,
+)
+from tfdist.data.draws import draws_for, example_at, example_at_numpy
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.resolve import as_source, check_supported
-from tfdist.data.source import GraphSource, Source, Transform
+from tfdist.data.source import GraphSource, Source, Transform, lean_options
 from tfdist.data.stream import InputFunctionSource, StreamSource
 from tfdist.data.tfds import load
 from tfdist.data.tfrecord import TFRecordSource
@@ -41,7 +47,10 @@ __all__ = [
     "Transform",
     "as_source",
     "check_supported",
+    "draws_for",
     "example_at",
     "example_at_numpy",
+    "for_evaluation",
+    "lean_options",
     "load",
 ]

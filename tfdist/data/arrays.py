@@ -124,12 +124,12 @@ class _Column:
         if self.tensor is None:
             assert self.file is not None
             with tf.init_scope(), tf.device("/CPU:0"):
-                self.tensor = self.file.tensor()
+                self.tensor = tf.function(MappedFile.mapped, autograph=False)(self.file)
         return self.tensor
 
     def sent(self) -> tf.Tensor:
         if self.file is not None and not tf.executing_eagerly():
-            return self.file.tensor()
+            return self.file.mapped()
         return self.held()
 
 
@@ -297,14 +297,24 @@ class MappedFile:
     shape: tuple[int, ...]
     offset_bytes: int = 0
 
-    def tensor(self) -> tf.Tensor:
-        """Return the whole array as a tensor that occupies no memory of its own.
+    def mapped(self) -> tf.Tensor:
+        """Return the whole array, in a graph: operations that map it where the graph runs.
 
-        Eager or graph. Every process that runs the operation needs the file under this path.
+        The tensor occupies no memory of its own; the process needs the file under this path.
         """
-        if not tf.executing_eagerly():
-            return _map_operations(self)
-        return tf.function(_map_operations, autograph=False)(self)
+        item_bytes = self.dtype.size
+        # A type of one byte is mapped as it is: nothing can be cast bit by bit to bool.
+        stored = self.dtype if item_bytes == 1 else tf.uint8
+        size_bytes = math.prod(self.shape) * item_bytes
+        whole = _immutable_const(self.path, dtype=stored, shape=(self.offset_bytes + size_bytes,))
+        # int64 bounds: TensorFlow would take Python integers as int32 and overflow past 2 GB.
+        begin = tf.constant([self.offset_bytes], tf.int64)
+        data = tf.slice(whole, begin, tf.constant([size_bytes], tf.int64))
+        shape = tf.constant([*self.shape, item_bytes] if item_bytes > 1 else self.shape, tf.int64)
+        data = tf.reshape(data, shape)
+        if item_bytes > 1:
+            data = tf.bitcast(data, self.dtype)
+        return tf.ensure_shape(data, self.shape)
 
 
 def of_memmap(array: np.memmap[Any, Any]) -> MappedFile | None:
@@ -322,22 +332,6 @@ def of_memmap(array: np.memmap[Any, Any]) -> MappedFile | None:
     path = os.path.abspath(os.fspath(array.filename))
     dtype = tf.as_dtype(array.dtype)
     return MappedFile(path=path, dtype=dtype, shape=array.shape, offset_bytes=offset)
-
-
-def _map_operations(file: MappedFile) -> tf.Tensor:
-    item_bytes = file.dtype.size
-    # A type of one byte is mapped as it is: nothing can be cast bit by bit to bool.
-    stored = file.dtype if item_bytes == 1 else tf.uint8
-    size_bytes = math.prod(file.shape) * item_bytes
-    whole = _immutable_const(file.path, dtype=stored, shape=(file.offset_bytes + size_bytes,))
-    # int64 bounds: TensorFlow would take Python integers as int32 and overflow past 2 GB.
-    begin = tf.constant([file.offset_bytes], tf.int64)
-    data = tf.slice(whole, begin, tf.constant([size_bytes], tf.int64))
-    shape = tf.constant([*file.shape, item_bytes] if item_bytes > 1 else file.shape, tf.int64)
-    data = tf.reshape(data, shape)
-    if item_bytes > 1:
-        data = tf.bitcast(data, file.dtype)
-    return tf.ensure_shape(data, file.shape)
 
 
 def _immutable_const(path: str, *, dtype: tf.DType, shape: tuple[int, ...]) -> tf.Tensor:

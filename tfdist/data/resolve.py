@@ -11,8 +11,12 @@ import tensorflow as tf
 from tfdist.data.arrays import ArraySource, is_array
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.source import Nest, Source
-from tfdist.data.stream import InputFunctionSource, StreamSource, captured_resources
-from tfdist.data.stream_graph import python_operation
+from tfdist.data.stream import (
+    InputFunctionSource,
+    StreamSource,
+    captured_resources,
+    python_operation,
+)
 from tfdist.errors import UsageError, require
 
 _INSTEAD_OF_ITERATORS = (

@@ -1,16 +1,80 @@
-"""Batches one after the other: a `tf.data.Dataset`, or a function that makes one per task."""
+"""Batches one after the other: a `tf.data.Dataset`, or a function that makes one per task.
+
+A dataset is read in parts: its first batch for its size, up to a step for a resumed run, up to the
+end of a run that stops early. Every task of a job reads it, and each takes its part of a batch.
+Three things in a user's graph make that wrong without a word, so `read` has a rewritten copy of it:
+
+- **A cache that an iterator is filling while it is dropped.** What is below the cache is cancelled:
+  a prefetch answers "end of sequence", a function fails and its element is left out; the cache or
+  snapshot then takes what it has for the whole (docs/upstream/tensorflow-cache-after-prefetch.md).
+  So each is fed through `_guarded`, whose end no cancelled reading reaches, and each dataset gets a
+  memory cache of tfdist's own, out of reach of iterators that the program itself has dropped.
+- **Draws without a seed**, as of `shuffle(n)`: they get seeds from the seed of the run. All tasks
+  then see the same batches, and a resumed run sees those of the run before. That of
+  `shuffle(n, reshuffle_each_iteration=False)` is the same in all runs and evaluations.
+- **Order that depends on timing** (`deterministic=False`, draws within a parallel map): with
+  several tasks, order is made deterministic and a parallel map that draws runs one call at a time.
+
+The user's dataset stays as it is. Where its graph cannot be copied it is read as it is.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework.tensor_shape_pb2 import TensorShapeProto
+from tensorflow.python.eager import context
+from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.none_tensor import NoneTensorSpec
 
 from tfdist.data.source import Nest, Source, Transform
 from tfdist.errors import UsageError
+
+_LOG = logging.getLogger(__name__)
+_LARGE_BYTES = 2**16
+_IGNORE_STATE = 1  # tf.data's ExternalStatePolicy.IGNORE
+_SEED_OF_SPLITS = 0
+_COPIES = itertools.count()
+_MOST = 2**31 - 1
+_plain = tf.autograph.experimental.do_not_convert
+_PYTHON_OPERATIONS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
+_CACHES = frozenset({"CacheDataset", "CacheDatasetV2", "SnapshotDataset", "SnapshotDatasetV2"})
+_PARALLEL_MAPS = frozenset({"ParallelMapDataset", "ParallelMapDatasetV2"})
+_PARALLEL_INTERLEAVES = frozenset(f"ParallelInterleaveDatasetV{n}" for n in (2, 3, 4))
+_ASSIGNING = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
+# Inputs that are the two seeds, and the input that is the state of a generator (0: none).
+_SEEDED_DATASETS = {
+    "ShuffleDataset": (2, 0),
+    "ShuffleDatasetV3": (2, 4),
+    "ShuffleAndRepeatDataset": (2, 0),
+    "ShuffleAndRepeatDatasetV2": (2, 5),
+    "RandomDataset": (0, 0),
+    "RandomDatasetV2": (0, 2),
+}
+# They draw from a state of the process or of a `tf.random.Generator`, which no checkpoint holds.
+# Keras' layers and tfdist's data draw from the run's seed and the step instead.
+DRAWING = frozenset(
+    (
+        *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
+        *("ParameterizedTruncatedNormal", "RandomGamma", "RandomPoisson", "RandomPoissonV2"),
+        *("RandomShuffle", "RandomCrop", "Multinomial", "NonDeterministicInts"),
+        *("SampleDistortedBoundingBox", "SampleDistortedBoundingBoxV2"),
+        *("UniformCandidateSampler", "LogUniformCandidateSampler", "AllCandidateSampler"),
+        *("LearnedUnigramCandidateSampler", "FixedUnigramCandidateSampler"),
+        *("ThreadUnsafeUnigramCandidateSampler", "StatefulRandomBinomial", "StatefulUniform"),
+        *("StatefulUniformInt", "StatefulUniformFullInt", "StatefulStandardNormal"),
+        *("StatefulStandardNormalV2", "StatefulTruncatedNormal", "RngReadAndSkip", "RngSkip"),
+        "Timestamp",
+    )
+)
 
 
 class _BatchSource(Source):
@@ -140,3 +204,492 @@ def _without_batch_axis(spec: Any) -> Any:
         shape = spec.shape[1:] if spec.shape.rank is not None else spec.shape
         return tf.TensorSpec(shape, spec.dtype)
     return spec
+
+
+# Reading in parts, from a rewritten copy of the graph.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """How a dataset is to be read.
+
+    Attributes:
+      seed: of the draws that the user gave none.
+      in_step: several tasks read it and must see the same batches.
+      peek: leave caches, snapshots and variables alone: a look at the first batch changes none.
+    """
+
+    seed: int = 0
+    in_step: bool = False
+    peek: bool = False
+
+
+def read(dataset: tf.data.Dataset, reading: Reading) -> tf.data.Dataset:
+    """Return `dataset` as it can be read in parts; see the module's docstring.
+
+    Each call starts the draws of the graph anew. Caches are shared by all readings of one dataset.
+    To be called eagerly.
+    """
+    graph = _graph_of(dataset)
+    if graph is None:
+        return dataset
+    return _with_its_length(graph.dataset(reading), graph)
+
+
+def serialized(dataset: tf.data.Dataset, reading: Reading) -> tf.Tensor:
+    """Return the graph of `read` as a string, for a process that is not this one."""
+    graph = _graph_of(dataset)
+    if graph is not None:
+        return tf.constant(graph.rewritten(reading).SerializeToString())
+    return tf.raw_ops.DatasetToGraphV2(
+        input_dataset=dataset._variant_tensor, strip_device_assignment=True
+    )
+
+
+def python_operation(dataset: tf.data.Dataset) -> str | None:
+    """Return the name of an operation of this dataset that runs Python code, or None.
+
+    Such an operation runs only in the process that made it. What cannot be copied counts as free
+    of Python.
+    """
+    graph = _graph_of(dataset)
+    bodies = _bodies(graph.definition) if graph is not None else []
+    operations = (node.op for body in bodies for node in body.nodes)
+    return next((name for name in operations if name in _PYTHON_OPERATIONS), None)
+
+
+def random_states(dataset: tf.data.Dataset) -> list[tf.Tensor]:
+    """Return the handles of the integer variables that functions of a dataset capture.
+
+    Such are the states of `keras.random.SeedGenerator` and `tf.random.Generator`.
+    """
+    found: dict[int, tf.Tensor] = {}
+    for handle in captured_resources(dataset):
+        dtype = _dtype_of_variable(handle)
+        if dtype is not None and dtype.is_integer:
+            found[id(handle)] = handle
+    return list(found.values())
+
+
+class _StreamGraph:
+    """The graph of one dataset, and what its copies share: large tensors, tables, caches."""
+
+    def __init__(self, dataset: tf.data.Dataset, definition: Any) -> None:
+        self.dataset_of_user = dataset  # its Python functions and tables live as long as it does
+        self.spec = dataset.element_spec
+        self.definition = definition
+        self._made: dict[Reading, Callable[[], tf.Tensor]] = {}
+        self._shared = _resources(dataset, definition)
+        self._caches: dict[str, tf.Tensor] = {}
+        self._large = _large_constants(definition)
+
+    def dataset(self, reading: Reading) -> tf.data.Dataset:
+        with tf.init_scope(), tf.device("/CPU:0"):
+            make = self._made.get(reading)
+            if make is None:
+                make = self._made[reading] = self._function(
+                    self.rewritten(reading), with_variables=not reading.peek
+                )
+            dataset = tf.data.experimental.from_variant(make(), structure=self.spec)
+        dataset._tfdist_owner = self  # Python functions and caches live as long as a reader
+        return dataset
+
+    def rewritten(self, reading: Reading) -> Any:
+        """Return the `GraphDef` for a reading; every task of a job makes the same."""
+        graph = type(self.definition)()
+        graph.CopyFrom(self.definition)
+        for body in _bodies(graph):
+            if reading.peek:
+                _leave_out_caches(body)
+            else:
+                _guard_caches(body, graph.library)
+        bodies = _bodies(graph)
+        numbers, splits = itertools.count(), itertools.count()
+        for body in bodies:
+            for node in list(body.nodes):
+                if body.depth == 0 and _shuffles_once(node):
+                    _seed(node, body, seed=_SEED_OF_SPLITS, numbers=splits)
+                else:
+                    _seed(node, body, seed=reading.seed, numbers=numbers)
+        if reading.in_step:
+            drawing = _drawing_functions(graph)
+            for body in bodies:
+                for node in list(body.nodes):
+                    _put_in_order(node, body, drawing=drawing)
+        _rename_functions(bodies)
+        return graph
+
+    def _function(self, graph: Any, *, with_variables: bool) -> Callable[[], tf.Tensor]:
+        """Compile what makes a new dataset of the graph; large tensors and caches are captured.
+
+        Without variables the graph has copies of them, so that a peek draws no random number.
+        """
+        end = next(node for node in graph.node if node.op == "_Retval")
+        output = end.input[0]
+        graph.node.remove(end)
+        shared = {
+            name: handle
+            for name, handle in self._shared.items()
+            if with_variables or _dtype_of_variable(handle) is None
+        }
+        given = {**shared, **self._large, **self._own_caches(graph)}
+        kept = [node for node in graph.node if f"{node.name}:0" not in given]
+        del graph.node[:]
+        graph.node.extend(kept)
+
+        for function in graph.library.function:
+            context.context().add_function_def(function)
+            weakref.finalize(self, _forget_function, function.signature.name)
+
+        @tf.function(autograph=False)
+        def make() -> tf.Tensor:
+            here = tf.compat.v1.get_default_graph()
+            inputs = {name: here.capture(tensor) for name, tensor in given.items()}
+            output_name = output if ":" in output else f"{output}:0"
+            found = tf.graph_util.import_graph_def(
+                graph, input_map=inputs, return_elements=[output_name], name=""
+            )
+            return found[0]
+
+        return make.get_concrete_function()
+
+    def _own_caches(self, graph: Any) -> dict[str, tf.Tensor]:
+        """Give each memory cache of the graph a memory of this object."""
+        found = {}
+        for node in graph.node:
+            if node.op == "CacheDatasetV2":
+                if node.name not in self._caches:
+                    memory, deleter = tf.raw_ops.AnonymousMemoryCache()
+                    self._caches[node.name] = memory
+                    self._caches[f"{node.name}/deleter"] = deleter
+                node.input[2] = f"{node.name}/memory"
+                found[f"{node.name}/memory:0"] = self._caches[node.name]
+        return found
+
+
+class _Body:
+    """The nodes of the graph itself, or of one of its functions.
+
+    `depth` is 0 for the graph, 1 for a function that one of its datasets calls, 2 for a function of
+    a dataset that such a function makes.
+    """
+
+    def __init__(self, nodes: Any, *, function: Any = None, depth: int = 0) -> None:
+        self.nodes = nodes
+        self.function = function
+        self.depth = depth
+        self.by_name = {node.name: node for node in nodes}
+
+    def producer(self, reference: str) -> Any:
+        """Return the node that an input names, or None where it is an argument of the function."""
+        return self.by_name.get(reference.split(":")[0])
+
+    def add(self, operation: str, *, like: str, output: str = "output") -> tuple[Any, str]:
+        """Add a node; return it and how an input names its output."""
+        name = f"{like}/tfdist_{len(self.nodes)}"
+        node = self.by_name[name] = self.nodes.add(name=name, op=operation)
+        return node, name if self.function is None else f"{name}:{output}:0"
+
+    def constant(self, like: str, value: Any, dtype: tf.DType = tf.int64) -> str:
+        """Add a constant; return how an input names it."""
+        node, name = self.add("Const", like=like)
+        node.attr["dtype"].type = dtype.as_datatype_enum
+        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
+        return name
+
+    def draw(self, like: str, seeds: tuple[int, int]) -> str:
+        """Add a draw of a seed, another one at each call; return how an input names it."""
+        bounds = (
+            self.constant(like, [], tf.int32),
+            self.constant(like, 1),
+            self.constant(like, _MOST),
+        )
+        node, name = self.add("RandomUniformInt", like=like)
+        node.input.extend(bounds)
+        node.attr["T"].type = tf.int32.as_datatype_enum
+        node.attr["Tout"].type = tf.int64.as_datatype_enum
+        node.attr["seed"].i, node.attr["seed2"].i = seeds
+        return name
+
+    def become(self, node: Any, operation: str, inputs: Sequence[str]) -> None:
+        """Make a node another operation, with those of its attributes that this one has."""
+        node.op = operation
+        node.input[:] = inputs
+        known = {attribute.name for attribute in op_def_registry.get(operation).attr}
+        for name in set(node.attr) - known:
+            del node.attr[name]
+
+
+def _forget_function(name: str) -> None:
+    if context.context().has_function(name):
+        context.context().remove_function(name)
+
+
+def _graph_of(dataset: tf.data.Dataset) -> _StreamGraph | None:
+    """The graph of a dataset, made once; None where it cannot be copied."""
+    if not hasattr(dataset, "_tfdist_graph"):
+        found = None
+        try:
+            with tf.init_scope():
+                text = tf.raw_ops.DatasetToGraphV2(
+                    input_dataset=dataset._variant_tensor,
+                    external_state_policy=_IGNORE_STATE,
+                    strip_device_assignment=True,
+                )
+                definition = tf.compat.v1.GraphDef.FromString(text.numpy())
+            found = _StreamGraph(dataset, definition)
+        except (tf.errors.OpError, ValueError, NotImplementedError, _NotMatchedError) as error:
+            _LOG.info("the graph of %s cannot be copied: %s", type(dataset).__name__, error)
+        dataset._tfdist_graph = found
+    graph: _StreamGraph | None = dataset._tfdist_graph
+    return graph
+
+
+class _NotMatchedError(Exception):
+    """The captured resources of a dataset are not those of its graph."""
+
+
+def _with_its_length(dataset: tf.data.Dataset, graph: _StreamGraph) -> tf.data.Dataset:
+    """Have a reading that ends before the dataset's own cardinality fail, as of a cut cache."""
+    count = int(graph.dataset_of_user.cardinality())
+    skips = any(node.op == "IgnoreErrorsDataset" for node in graph.definition.node)
+    if count < 0 or skips:
+        return dataset
+    return dataset.apply(tf.data.experimental.assert_cardinality(count))
+
+
+def _bodies(graph: Any) -> list[_Body]:
+    """The graph itself and its functions, in the order of their first use: alike in all tasks."""
+    functions = {function.signature.name: function for function in graph.library.function}
+    bodies = [_Body(graph.node)]
+    seen: set[str] = set()
+    for body in bodies:  # grows on the way
+        for node in body.nodes:
+            depth = body.depth + ("Dataset" in node.op)
+            for name in _called(node):
+                if name in functions and name not in seen:
+                    seen.add(name)
+                    function = functions[name]
+                    bodies.append(_Body(function.node_def, function=function, depth=depth))
+    return bodies
+
+
+def _called(node: Any) -> Iterator[str]:
+    yield node.op  # a call by name
+    for key in sorted(node.attr):
+        value = node.attr[key]
+        if value.HasField("func"):
+            yield value.func.name
+        for function in value.list.func:
+            yield function.name
+
+
+def _rename_functions(bodies: Sequence[_Body]) -> None:
+    """Give the functions new names: TensorFlow would go on with those it knows by the old ones."""
+    number = next(_COPIES)
+    names = {
+        body.function.signature.name: f"{body.function.signature.name}_tfdist_{number}"
+        for body in bodies
+        if body.function is not None
+    }
+    for body in bodies:
+        if body.function is not None:
+            body.function.signature.name = names[body.function.signature.name]
+        for node in body.nodes:
+            node.op = names.get(node.op, node.op)
+            for value in node.attr.values():
+                if value.HasField("func"):
+                    value.func.name = names.get(value.func.name, value.func.name)
+                for function in value.list.func:
+                    function.name = names.get(function.name, function.name)
+
+
+def _leave_out_caches(body: _Body) -> None:
+    for node in list(body.nodes):
+        if node.op in _CACHES:
+            everything = body.constant(node.name, -1)
+            body.become(node, "TakeDataset", [node.input[0], everything])
+
+
+def _guard_caches(body: _Body, library: Any) -> None:
+    """Feed each cache and snapshot through `_guarded`."""
+    for cache in [node for node in body.nodes if node.op in _CACHES]:
+        types, shapes = cache.attr["output_types"].list, cache.attr["output_shapes"].list
+        functions = _guarded(
+            tuple(types.type), tuple(shape.SerializeToString() for shape in shapes.shape)
+        )
+        known = {function.signature.name for function in library.function}
+        library.function.extend(f for f in functions if f.signature.name not in known)
+        call, name = body.add("PartitionedCall", like=cache.name)
+        call.input.append(cache.input[0])
+        for key in ("Tin", "Tout"):
+            call.attr[key].list.type.append(tf.variant.as_datatype_enum)
+        call.attr["f"].func.name = functions[0].signature.name
+        cache.input[0] = name
+
+
+@functools.cache
+def _guarded(types: Sequence[int], shapes: Sequence[bytes]) -> Sequence[Any]:
+    """Return the definitions of a function of a dataset, the function first.
+
+    It gives the dataset with an end that takes a function's call, which fails again and again in a
+    reading that is being cancelled: the end is then never reached.
+    """
+    spec = tuple(
+        tf.TensorSpec(TensorShapeProto.FromString(shape), tf.as_dtype(dtype))
+        for dtype, shape in zip(types, shapes, strict=True)
+    )
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.variant)])
+    def guarded(variant: tf.Tensor) -> tf.Tensor:
+        dataset = tf.data.experimental.from_variant(variant, structure=spec)
+        none = tf.data.Dataset.range(2**62).take_while(_plain(lambda _: tf.constant(False)))
+        end = none.flat_map(_plain(lambda _: dataset.take(0)))
+        return tf.data.experimental.to_variant(dataset.concatenate(end))
+
+    with tf.init_scope():
+        made = guarded.get_concrete_function()
+    return made.function_def, *made.graph.as_graph_def().library.function
+
+
+def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:
+    """Give a node that draws without a seed one of its own.
+
+    A dataset that a function makes is made anew at each call, and gets another seed each time.
+    What is deeper still would draw the same in each of these: it is left as it is.
+    """
+    if body.depth > 1:
+        return
+    if node.op in _SEEDED_DATASETS:
+        at, generator = _SEEDED_DATASETS[node.op]
+        values = [_value_of(body.producer(reference)) for reference in node.input[at : at + 2]]
+        if values != [0, 0]:
+            return
+        for i, value in enumerate(_seeds(seed, next(numbers))):
+            node.input[at + i] = (
+                body.draw(node.name, _seeds(value, next(numbers)))
+                if body.depth
+                else body.constant(node.name, value)
+            )
+        if generator:
+            _, name = body.add("DummySeedGenerator", like=node.name, output="handle")
+            node.input[generator] = name
+    elif _draws_without_seed(node):
+        node.attr["seed"].i, node.attr["seed2"].i = _seeds(seed, next(numbers))
+
+
+def _shuffles_once(node: Any) -> bool:
+    """Return whether a node shuffles in one order, of which `take` and `skip` make parts.
+
+    These are read in runs and evaluations that have seeds of their own, and are to stay apart.
+    """
+    again = "reshuffle_each_iteration"
+    return again in node.attr and not node.attr[again].b
+
+
+def _draws_without_seed(node: Any) -> bool:
+    if node.op not in DRAWING:
+        return False
+    seeds = {"seed", "seed2"}
+    takes = seeds <= {attribute.name for attribute in op_def_registry.get(node.op).attr}
+    return takes and all(node.attr[name].i == 0 for name in seeds)
+
+
+def _seeds(seed: int, number: int) -> tuple[int, int]:
+    drawn = np.random.SeedSequence((seed, number)).generate_state(2)
+    first, second = (int(value >> 1) or 1 for value in drawn)
+    return first, second
+
+
+def _value_of(node: Any) -> int | None:
+    if node is None or node.op != "Const":
+        return None
+    return int(tf.make_ndarray(node.attr["value"].tensor))
+
+
+def _put_in_order(node: Any, body: _Body, *, drawing: set[str]) -> None:
+    """Have a node give its elements in one order, with draws in one order."""
+    if "deterministic" in node.attr and node.attr["deterministic"].s:
+        node.attr["deterministic"].s = b"true"
+    if drawing.isdisjoint(_called(node)):
+        return
+    if node.op in _PARALLEL_MAPS:
+        node.input[len(_data_inputs(node)) - 1] = body.constant(node.name, 1)
+    elif node.op in _PARALLEL_INTERLEAVES:
+        # Its data, the arguments of its function, the cycle's length and the block's.
+        count = 1 + len(node.attr["Targuments"].list.type) + 2
+        body.become(node, "InterleaveDataset", node.input[:count])
+
+
+def _data_inputs(node: Any) -> list[str]:
+    return [reference for reference in node.input if not reference.startswith("^")]
+
+
+def _drawing_functions(graph: Any) -> set[str]:
+    """Return the functions that draw from a state, or call one that does."""
+    functions = {function.signature.name: function for function in graph.library.function}
+
+    @functools.cache
+    def draws(name: str) -> bool:
+        if name in DRAWING or name in _ASSIGNING:
+            return True
+        nodes = functions[name].node_def if name in functions else ()
+        return any(draws(called) for node in nodes for called in _called(node))
+
+    return {name for name in functions if draws(name)}
+
+
+def _large_constants(definition: Any) -> dict[str, tf.Tensor]:
+    """Take the large tensors out of a graph, so that copies share them."""
+    found = {}
+    for node in definition.node:
+        if node.op != "Const" or node.ByteSize() < _LARGE_BYTES:
+            continue
+        with tf.init_scope(), tf.device("/CPU:0"):
+            found[f"{node.name}:0"] = tf.constant(tf.make_ndarray(node.attr["value"].tensor))
+        # ps workers get the whole graph, which is made from the definition: it keeps its own.
+    return found
+
+
+def _resources(dataset: tf.data.Dataset, definition: Any) -> dict[str, tf.Tensor]:
+    """Return which inputs of the graph are which variable or table of this process.
+
+    The serialized graph has copies of them, whose later changes nobody would see.
+    """
+    inputs = [
+        reference for node in definition.node for reference in _resource_arguments(node, definition)
+    ]
+    handles = list(captured_resources(dataset))
+    if len(inputs) != len(handles):
+        raise _NotMatchedError(f"{len(handles)} captured resources, {len(inputs)} in the graph")
+    return {
+        name if ":" in name else f"{name}:0": handle
+        for name, handle in zip(inputs, handles, strict=True)
+    }
+
+
+def _resource_arguments(node: Any, definition: Any) -> Iterator[str]:
+    """The inputs of a node that are resources for its functions."""
+    arguments = [
+        dtype
+        for key in sorted(node.attr)
+        if key.endswith("arguments")
+        for dtype in node.attr[key].list.type
+    ]
+    if tf.resource.as_datatype_enum not in arguments:
+        return
+    producers = {other.name: other for other in definition.node}
+    for reference in _data_inputs(node):
+        producer = producers[reference.split(":")[0]]
+        made = {tf.resource.as_datatype_enum} & {
+            producer.attr[key].type for key in ("T", "dtype") if key in producer.attr
+        }
+        if made:
+            yield reference
+
+
+def _dtype_of_variable(handle: tf.Tensor) -> tf.DType | None:
+    data = getattr(handle, "_handle_data", None)
+    if data is None or not data.is_set or not data.shape_and_type:
+        return None
+    return tf.as_dtype(data.shape_and_type[0].dtype)

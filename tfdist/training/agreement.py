@@ -21,8 +21,7 @@ import tensorflow as tf
 from tfdist.data.arrays import ArraySource
 from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import GraphSource, Source, unpack
-from tfdist.data.stream import StreamSource
-from tfdist.data.stream_graph import random_states
+from tfdist.data.stream import StreamSource, random_states
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import of_all_tasks

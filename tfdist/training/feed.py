@@ -19,11 +19,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import phases
-from tfdist.data.order import example_at, example_at_numpy
+from tfdist.data.draws import example_at, example_at_numpy
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.source import GraphSource, batch_spec, lean_options, unpack
-from tfdist.data.stream import InputFunctionSource, StreamSource
-from tfdist.data.stream_graph import Reading, read, serialized
+from tfdist.data.stream import InputFunctionSource, Reading, StreamSource, read, serialized
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training.agreement import (

@@ -15,8 +15,7 @@ from keras.src.trainers.data_adapters import array_slicing
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.resolve import as_source, check_supported
 from tfdist.data.source import GraphSource, Source, batch_spec, unpack
-from tfdist.data.stream import InputFunctionSource, StreamSource
-from tfdist.data.stream_graph import Reading, read
+from tfdist.data.stream import InputFunctionSource, Reading, StreamSource, read
 from tfdist.errors import UsageError, require, require_int
 from tfdist.strategy import Job
 from tfdist.training.agreement import require_same_examples, share_random_states

@@ -16,8 +16,7 @@ from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.checkpoint.state import states_of
 from tfdist.checkpoint.store import SecondWriter
 from tfdist.cluster import JobOptions
-from tfdist.data.stream import InputFunctionSource, StreamSource
-from tfdist.data.stream_graph import DRAWING
+from tfdist.data.stream import DRAWING, InputFunctionSource, StreamSource
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.strategy import Job, broadcast
 from tfdist.training.epochs import EpochPlan
