@@ -223,7 +223,7 @@ def _verdict(
     import tfdist
     from tfdist.checkpoint.callback_state import get_states
     from tfdist.checkpoint.state import state_sha256, weights_sha256
-    from tfdist.strategy.parts import whole
+    from tfdist.strategy.group import whole
 
     state = state_sha256(model, read=whole)
     verdict = {"weights_sha256": weights_sha256(model), "state_sha256": state}

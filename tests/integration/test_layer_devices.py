@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfdist
 from tests import forked_python
 from tests.models import bits
-from tests.refusals import refusal
+from tests.refusals import refused
 from tfdist.strategy.layer_devices import PlacedStrategy
 
 L = keras.layers
@@ -155,26 +155,22 @@ class WeightOfInit(L.Layer):
 
 
 @pytest.mark.parametrize(
-    ("layer", "pattern", "code", "says"),
+    ("layer", "pattern", "code"),
     [
-        (lambda: L.Dense(3, name="head"), "haed", "unknown-layer", "(did you mean 'head'?)"),
-        (lambda: WeightOfInit(name="head"), "head", "made-elsewhere", "on CPU:0, whose layer is"),
+        (lambda: L.Dense(3, name="head"), "haed", "unknown-layer"),
+        (lambda: WeightOfInit(name="head"), "head", "made-elsewhere"),
+        (None, "*dense", "bad-pattern"),
     ],
 )
-def test_a_pattern_or_layer_that_cannot_be_placed_is_refused(layer, pattern, code, says):
-    strategy = PlacedStrategy("/CPU:0", {pattern: "CPU:1"})
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), layer(), L.Dense(2, name="last")])
-        model.compile("sgd", "mse")
-    caught = refusal(lambda: tfdist.fit(model, np.ones((4, 3)), np.ones((4, 2)), verbose=0))
-    assert caught.code == code
-    assert says in str(caught)
+def test_a_pattern_or_layer_that_cannot_be_placed_is_refused(layer, pattern, code):
+    def fit():
+        strategy = PlacedStrategy("/CPU:0", {pattern: "CPU:1"})
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), layer(), L.Dense(2, name="last")])
+            model.compile("sgd", "mse")
+        tfdist.fit(model, np.ones((4, 3)), np.ones((4, 2)), verbose=0)
 
-
-def test_a_pattern_that_is_no_regular_expression_is_refused():
-    caught = refusal(lambda: PlacedStrategy("/CPU:0", {"*dense": "CPU:1"}))
-    assert caught.code == "bad-pattern"
-    assert str(caught).startswith("placement: received '*dense' (nothing to repeat")
+    assert refused(fit) == ("placement", code)
 
 
 PROGRAM = """
@@ -188,11 +184,9 @@ def attempt(does):
     try:
         does()
     except tfdist.UsageError as error:
-        said.append(str(error))
+        said.append(error.code)
 attempt(lambda: tfdist.make_strategy("mirrored", placement={"a": "CPU:1"}))
 attempt(lambda: tfdist.make_strategy(placement={"a": "GPU:1"}))
-"""
-TRAINS = """
 strategy = tfdist.make_strategy(placement={"first": "CPU:1"})
 layers = lambda: [keras.Input((3,)), keras.layers.Dense(3, name="first"), keras.layers.Dense(1)]
 fit = lambda model: tfdist.fit(model, np.ones((4, 3)), np.ones((4, 1)), verbose=0)
@@ -213,12 +207,8 @@ def test_make_strategy_places_layers():
     """What is refused comes first: no device may be asked for once TensorFlow has run."""
     environ = {**os.environ, **forked_python.ENVIRON}
     environ.pop("TF_CONFIG", None)
-    ran = forked_python.run("-c", PROGRAM + TRAINS, timeout=120, env=environ)
+    ran = forked_python.run("-c", PROGRAM, timeout=120, env=environ)
     assert ran.returncode == 0, ran.stderr
-    mirrored, device, outside, another, devices = json.loads(ran.stdout.splitlines()[-1])
-    assert "received a placement under strategy mirrored" in mirrored
-    assert "placement['a']: received 'GPU:1' (did you mean 'CPU:1'?); expected one of" in device
-    assert "CPU:0, CPU:1. Fix: " in device
-    assert "a model made outside strategy.scope()" in outside
-    assert "another placement after a single strategy" in another
+    *codes, devices = json.loads(ran.stdout.splitlines()[-1])
+    assert codes == ["no-placement", "devices", "another-scope", "second-strategy"]
     assert devices == ["CPU:1", "CPU:1", "CPU:0", "CPU:0"]

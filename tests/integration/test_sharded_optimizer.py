@@ -10,27 +10,28 @@ import tensorflow as tf
 import tfdist
 from tests.multiprocess.programs import zoo
 from tests.refusals import refusal
-from tfdist.strategy.parts import VariablePart
+from tfdist.strategy.group import VariablePart
 from tfdist.training import building
 from tfdist.training.keras_compat import reduction
 
 optimizers = keras.optimizers
 
 
-def job_of(kind, *, ring=None, num_replicas=2):
+class Own(optimizers.SGD):
+    """One of the user's own."""
+
+
+def of_kind(kind, *, ring=None, num_replicas=2):
     return types.SimpleNamespace(kind=kind, ring=ring, num_replicas=num_replicas)
 
 
-def refusal_of(*, job, optimizer="adam", callbacks=None, dtype=None):
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype=dtype)])
-    model.compile(optimizer, "mse")
-    raised = refusal(
-        lambda: building.shards(
-            model.optimizer, model.trainable_variables, job, callbacks=callbacks
-        )
-    )
-    assert raised.code == "not-sharded"
-    return str(raised.received)
+RING = of_kind("multiworker", ring=object())
+SWAP = keras.callbacks.SwapEMAWeights()
+OF_WHOLE_VARIABLES = {name: getattr(optimizers, name) for name in ("Adafactor", "Lamb", "Muon")}
+
+
+def scaled(kind):
+    return lambda: optimizers.LossScaleOptimizer(kind())
 
 
 def test_one_worker_has_nothing_to_divide():
@@ -42,32 +43,30 @@ def test_one_worker_has_nothing_to_divide():
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "ps", "pipeline", "multiworker"])
-def test_a_job_without_a_ring_is_refused(kind):
-    replicas = 1 if kind in ("ps", "pipeline") else 2
-    assert f"strategy {kind}" in refusal_of(job=job_of(kind, num_replicas=replicas))
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "Lamb", "Muon"])
-def test_an_optimizer_that_needs_whole_variables_is_refused(name):
-    job = job_of("multiworker", ring=object())
-    assert name in refusal_of(job=job, optimizer=getattr(optimizers, name)())
-    inside = optimizers.LossScaleOptimizer(getattr(optimizers, name)())
-    assert name in refusal_of(job=job, optimizer=inside)
-
-
-def test_an_optimizer_of_the_users_own_is_refused():
-    class Own(optimizers.SGD):
-        pass
-
-    assert "Own" in refusal_of(job=job_of("multiworker", ring=object()), optimizer=Own())
-
-
-def test_callbacks_and_types_that_need_the_state_whole_are_refused():
-    job = job_of("multiworker", ring=object())
-    swap = keras.callbacks.SwapEMAWeights()
-    assert refusal_of(job=job, callbacks=[swap]) == "SwapEMAWeights"
-    assert "of bfloat16" in refusal_of(job=job, dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("job", "optimizer", "others", "named"),
+    [
+        (of_kind("mirrored"), optimizers.Adam, {}, "strategy mirrored"),
+        (of_kind("multiworker"), optimizers.Adam, {}, "strategy multiworker"),
+        (of_kind("ps", num_replicas=1), optimizers.Adam, {}, "strategy ps"),
+        (of_kind("pipeline", num_replicas=1), optimizers.Adam, {}, "strategy pipeline"),
+        *((RING, kind, {}, name) for name, kind in OF_WHOLE_VARIABLES.items()),
+        *((RING, scaled(kind), {}, name) for name, kind in OF_WHOLE_VARIABLES.items()),
+        (RING, Own, {}, "Own"),
+        (RING, optimizers.Adam, {"callbacks": [SWAP]}, "SwapEMAWeights"),
+        (RING, optimizers.Adam, {"dtype": "bfloat16"}, "of bfloat16"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(job, optimizer, others, named):
+    dense = keras.layers.Dense(2, dtype=others.get("dtype"))
+    model = keras.Sequential([keras.Input((3,)), dense])
+    model.compile(optimizer(), "mse")
+    variables, callbacks = model.trainable_variables, others.get("callbacks")
+    told = refusal(
+        lambda: building.shards(model.optimizer, variables, job, callbacks=callbacks)
+    )
+    assert told.code == "not-sharded"
+    assert named in told.received
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (5,), (4, 2, 3)])

@@ -14,8 +14,6 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = PROGRAMS / "sharded.py"
 DEADLINE_S = 500
-
-
 SECTIONS = ("weights", "checkpoints")
 
 
@@ -26,7 +24,7 @@ def seen_by(tmp_path_factory):
     def run(workers):
         out = tmp_path_factory.mktemp(f"{workers} workers")
         flags = ("--strategy", "multiworker", "--workers", str(workers))
-        sections = SECTIONS if workers > 2 else (*SECTIONS, "step_loop", "refusals")
+        sections = SECTIONS if workers > 2 else (*SECTIONS, "refusals")
         launch(out / "run", *flags, str(PROGRAM), str(out), *sections, timeout_s=DEADLINE_S)
         return {
             section: [json.loads(file.read_text()) for file in sorted(out.glob(f"{section}-*"))]
@@ -61,9 +59,7 @@ def test_checkpoints_are_those_of_whole_slots(seen_by, workers):
         assert task["resumed"] == dict.fromkeys(task["resumed"], task["expected"])
 
 
-def test_step_functions_refusals_and_the_file_of_a_model(seen_by):
-    for whole, sharded in seen_by(2)["step_loop"]:
-        assert whole == sharded
+def test_refusals_and_the_file_of_a_model(seen_by):
     tasks = seen_by(2)["refusals"]
     assert [task["refused"] for task in tasks] == ["not-sharded"] * 2
     assert tasks[0]["file has the weights"]

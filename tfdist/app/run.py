@@ -31,7 +31,7 @@ from tfdist.outputs.display import (
 )
 from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
 from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make_strategy
-from tfdist.strategy.parts import whole
+from tfdist.strategy.group import whole
 from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.evaluation import Evaluator

@@ -26,8 +26,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tfdist.checkpoint.format import raw_bytes
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, broadcast
-from tfdist.strategy.group import sum_bytes
-from tfdist.strategy.parts import gathered, part_of
+from tfdist.strategy.group import gathered, part_of, sum_bytes
 
 _DIFFERENCES_SHOWN = 4
 _FREE = frozenset(["name", "seed", "learning_rate", "trainable", "dtype", "initial_scale"])

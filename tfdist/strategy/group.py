@@ -1,11 +1,13 @@
-"""Communication of a job's tasks: chief, barrier, broadcast, initial values of variables."""
+"""Communication of a job's tasks: chief, barrier, broadcast, sums, and values of variables."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import functools
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +23,7 @@ from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy.job import Job, current_job
 
 _PIECE_WORDS = 2**22
+_MARK = "_tfdist_part"
 _OF_PEERS = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -277,6 +280,69 @@ def _decode(value: dict[str, Any]) -> Any:
     return np.frombuffer(data, np.dtype(value["dtype"])).reshape(value["shape"]).copy()
 
 
+# Parts of variables: of each, a worker keeps a run of its flat elements alone.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class VariablePart:
+    """Elements ``[first, end)`` of a variable of this shape, laid out flat.
+
+    Attributes:
+      shape: of the whole variable.
+      first: the first of the elements.
+      end: after the last of them.
+    """
+
+    shape: tuple[int, ...]
+    first: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole variable."""
+        return math.prod(self.shape)
+
+
+def own_part(job: Job, shape: tuple[int, ...]) -> VariablePart:
+    """Return this worker's part of a variable of this shape."""
+    assert job.ring is not None
+    first, end = job.ring.part(math.prod(shape))
+    return VariablePart(shape=shape, first=first, end=end)
+
+
+def mark(variable: Any, part: VariablePart) -> None:
+    """Note that a variable holds this part of a larger one."""
+    setattr(variable, _MARK, part)
+
+
+def part_of(variable: Any) -> VariablePart | None:
+    """Return the part that a variable holds, None for one that is whole."""
+    return getattr(variable, _MARK, None)
+
+
+def gathered(job: Job, variable: Any) -> np.ndarray[Any, Any]:
+    """Return the whole of a variable that each worker has its part of. A collective."""
+    part, ring = part_of(variable), job.ring
+    assert part is not None
+    assert ring is not None
+    with phases.waiting_for_all(), naming_lost_peer(job):
+        mine = np.asarray(variable.numpy())
+        (flat,) = ring.all_gather(mine, sizes=[part.size], of="the parts of a variable")
+    return flat.reshape(part.shape)
+
+
+def whole(variable: Any) -> np.ndarray[Any, Any]:
+    """Return the array of a variable; of one that holds a part, the whole. A collective then."""
+    if part_of(variable) is None:
+        return np.asarray(variable)
+    job = current_job()
+    assert job is not None
+    return gathered(job, variable)
+
+
+# Initial values of variables.
+
+
 def broadcast_initial_values(job: Job) -> None:
     """Have variables that are made from now on in the scope of `job` start from the chief's values.
 
@@ -294,16 +360,40 @@ def broadcast_initial_values(job: Job) -> None:
         def initial() -> Any:
             if not tf.executing_eagerly():
                 return given(initial_value)
+            value = _own_value(initial_value, dtype, where["device"])
+            if value.dtype == tf.string or not value.dtype.is_numpy_compatible:
+                return given(value)
+            mine = value.numpy() if job.is_chief else np.zeros_like(value.numpy())
             with tf.device(where["device"]):
-                value = initial_value() if callable(initial_value) else initial_value
-                if isinstance(value, CheckpointInitialValue):
-                    value = value.wrapped_value
-                value = tf.convert_to_tensor(value, dtype=dtype)
-                if value.dtype == tf.string or not value.dtype.is_numpy_compatible:
-                    return given(value)
-                mine = value.numpy() if job.is_chief else np.zeros_like(value.numpy())
                 return tf.constant(sum_bytes(job, mine, of="the initial value of a variable"))
 
         return initial
 
     extended._get_variable_creator_initial_value = creator
+
+
+@contextlib.contextmanager
+def own_initial_values(job: Job) -> Iterator[None]:
+    """Have variables that are made here start from this worker's values, not from the chief's.
+
+    Making them is no collective then, and their shapes may differ between the workers.
+    """
+    extended = job.strategy.extended
+    before = extended._get_variable_creator_initial_value
+
+    def creator(*, initial_value: Any, dtype: Any = None, **where: Any) -> Callable[[], Any]:
+        return lambda: _own_value(initial_value, dtype, where["device"])
+
+    extended._get_variable_creator_initial_value = creator
+    try:
+        yield
+    finally:
+        extended._get_variable_creator_initial_value = before
+
+
+def _own_value(initial_value: Any, dtype: Any, device: str) -> tf.Tensor:
+    with tf.device(device):
+        value = initial_value() if callable(initial_value) else initial_value
+        if isinstance(value, CheckpointInitialValue):
+            value = value.wrapped_value
+        return tf.convert_to_tensor(value, dtype=dtype)

@@ -24,11 +24,11 @@ from tfdist.cluster import (
     settings,
 )
 from tfdist.errors import TfdistError, UsageError, require, require_one_of
-from tfdist.strategy import devices, neighbours, rendezvous, stages
+from tfdist.strategy import devices, rendezvous, stages
 from tfdist.strategy.group import broadcast_initial_values
 from tfdist.strategy.job import KINDS, Job, current_job, remember
 from tfdist.strategy.layer_devices import PlacedStrategy
-from tfdist.strategy.ring import Ring
+from tfdist.strategy.ring import Ring, connect
 from tfdist.strategy.stages import PipelineOptions
 
 _LOG = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ def _in_ring(job: Job) -> Job:
     rank, tasks = job.replica_ids[0], config.cluster.training_tasks()
     addresses = [config.cluster.address(task) for task in tasks]
     names = [f"{task} ({address})" for task, address in zip(tasks, addresses, strict=True)]
-    ends = neighbours.connect(
+    ends = connect(
         rank,
         addresses,
         names,

@@ -196,7 +196,7 @@ def waited_for(
 #
 # Two versions may understand each other, or end with an error that names neither, or wait. Under ps
 # the chief compares them as the others come (`tfdist.ps.members`), under multiworker all do as they
-# join the ring (`tfdist.strategy.neighbours`).
+# join the ring (`tfdist.strategy.ring`).
 
 
 def own_versions() -> str:

@@ -22,8 +22,8 @@ import numpy as np
 from tfdist.cluster import TaskConfig
 from tfdist.cluster.address import split_address
 from tfdist.errors import StartupTimeout, require_int, require_one_of
-from tfdist.strategy import neighbours, rendezvous
-from tfdist.strategy.ring import Ring
+from tfdist.strategy import rendezvous
+from tfdist.strategy.ring import Ring, Sum, accepted, connect, exactly
 
 _LOG = logging.getLogger(__name__)
 _HELLO = struct.Struct("<12sI")
@@ -134,7 +134,7 @@ def _connected(
     addresses = [config.cluster.address(task) for task in config.cluster.training_tasks()]
     with meeting(config, timeout_s=timeout_s) as total:
         found = [
-            neighbours.connect(
+            connect(
                 rank, addresses, names, total=total, timeout_s=timeout_s, ports=ports, stride=stride
             )
             for stride in strides
@@ -154,7 +154,7 @@ def _name(task: str, rank: int, count: int, pipelines: int) -> str:
 
 
 @contextlib.contextmanager
-def meeting(config: TaskConfig, *, timeout_s: float) -> Iterator[neighbours.Sum]:
+def meeting(config: TaskConfig, *, timeout_s: float) -> Iterator[Sum]:
     """Yield what sums an int32 vector over the tasks, by way of the chief. Every task calls it."""
     deadline_s = time.monotonic() + timeout_s
     tasks = config.cluster.training_tasks()
@@ -178,8 +178,8 @@ def _total(values: np.ndarray, ends: Sequence[socket.socket], *, chief: bool) ->
     values = np.ascontiguousarray(values)
     if not chief:
         ends[0].sendall(values.tobytes())
-        return np.frombuffer(_exactly(ends[0], values.nbytes), values.dtype)
-    parts = [np.frombuffer(_exactly(end, values.nbytes), values.dtype) for end in ends]
+        return np.frombuffer(exactly(ends[0], values.nbytes), values.dtype)
+    parts = [np.frombuffer(exactly(end, values.nbytes), values.dtype) for end in ends]
     whole: np.ndarray = np.sum([values, *parts], axis=0, dtype=values.dtype)
     for end in ends:
         end.sendall(whole.tobytes())
@@ -192,7 +192,7 @@ def _accepted(
     """Return the connections of all other tasks; who says something else is let go."""
     tasks = config.cluster.training_tasks()
     others = {_HELLO.pack(_MAGIC, i): t for i, t in enumerate(tasks) if t != config.task}
-    ends = neighbours.accepted([listener], others, deadline_s)
+    ends = accepted([listener], others, deadline_s)
     if missing := [task for hello, task in others.items() if hello not in ends]:
         for end in ends.values():
             end.close()
@@ -212,13 +212,3 @@ def _at_chief(config: TaskConfig, index: int, deadline_s: float, timeout_s: floa
             _LOG.debug("%s: %s", chief, error)
             time.sleep(min(_RETRY_S, left_s))
     raise StartupTimeout(rendezvous.waited_for(config, [chief], timeout_s, timeout_s))
-
-
-def _exactly(end: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = end.recv(count - len(data))
-        if not piece:
-            raise ConnectionError("it has closed its connection")
-        data += piece
-    return data

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.ops import collective_ops
 
 import tfdist
-from tfdist.strategy.job import current_job
+from tfdist.strategy import current_job
 from tfdist.training.keras_compat import reduction
 
 reduction._BUCKET_BYTES = 2**20  # so that a step has several sums

@@ -13,7 +13,7 @@ from tensorflow.python.distribute import collective_all_reduce_strategy
 
 import tfdist
 from tests.multiprocess.programs import zoo
-from tfdist.strategy.job import current_job
+from tfdist.strategy import current_job
 
 DEVICES = 2
 

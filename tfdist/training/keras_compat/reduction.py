@@ -12,8 +12,8 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
+from tfdist.strategy.group import VariablePart, part_of
 from tfdist.strategy.job import current_job
-from tfdist.strategy.parts import VariablePart, part_of
 from tfdist.strategy.ring import Ring
 from tfdist.training.keras_compat.trace import StepTrace, current, warn_once
 

@@ -20,8 +20,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.errors import UsageError
+from tfdist.strategy.group import mark, own_initial_values, own_part, whole
 from tfdist.strategy.job import Job
-from tfdist.strategy.parts import mark, own_initial_values, own_part, whole
 from tfdist.training.keras_compat.reduction import (
     cut,
     gather_over_workers,
