@@ -159,13 +159,6 @@ class Run:
                           plateau.best, plateau.wait, best.best],
         }  # fmt: skip
 
-    def stopped(self, moment: Moment, **backup: Any) -> Stopped:
-        """Runs until it is asked to stop; the handlers and the phase are then as after a run."""
-        with pytest.raises(Stopped) as caught:
-            self.attempt(AskAt(moment), **backup)
-        assert phases.current().phase == "done"
-        return caught.value
-
 
 def _weights(path: Path) -> list[np.ndarray]:
     return keras.models.load_model(path).get_weights()
@@ -185,44 +178,46 @@ MOMENTS = {
 }
 
 
+def swap():
+    return keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+
+
+# The averages are in the model during a validation, and from an epoch's end to the next begin.
+MOMENTS_OF_SWAPPED = {
+    Moment("test batch end", batch=3): "at step .*, state saved",
+    Moment("epoch end", epoch=1): "at step .*, state saved",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "policy"), [(1, "mixed_float16"), (2, "float32")])
+@pytest.mark.parametrize(
+    ("replicas", "policy", "moments", "more"),
+    [
+        (1, "mixed_float16", MOMENTS, ()),
+        (2, "float32", dict(list(MOMENTS.items())[::3]), ()),
+        (1, "float32", MOMENTS_OF_SWAPPED, (swap,)),
+    ],
+    ids=["scaled", "replicas", "swapped"],
+)
 @pytest.mark.timeout(600)
 def test_a_run_stopped_again_and_again_ends_like_one_left_alone(
-    strategies, tmp_path, replicas, policy
+    strategies, tmp_path, replicas, policy, moments, more
 ):
     keras.config.set_dtype_policy(policy)
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()
-    expected = Run(strategies[replicas], tmp_path / "whole").attempt()
+    expected = Run(strategies[replicas], tmp_path / "whole").attempt(*(make() for make in more))
     cut = Run(strategies[replicas], tmp_path / "cut")
-    for moment, says in list(MOMENTS.items())[:: 1 if replicas == 1 else 3]:
+    for moment, says in moments.items():
         # What is saved by the clock, here after every range, leaves no trace.
-        stopped = cut.stopped(moment, every_s=1e-9)
-        assert stopped.exit_code == (130 if moment.signum == signal.SIGINT else 143)
+        backup = {} if more else {"every_s": 1e-9}
+        with pytest.raises(Stopped) as stopped:
+            cut.attempt(AskAt(moment), *(make() for make in more), **backup)
+        assert phases.current().phase == "done"
+        assert stopped.value.exit_code == (130 if moment.signum == signal.SIGINT else 143)
         name = signal.Signals(moment.signum).name
-        assert re.search(f"stopped by {name} {says}", str(stopped)), (moment, str(stopped))
-    found = cut.attempt()
-    for name, value in expected.items():
-        assert found[name] == value, name
-
-
-@pytest.mark.slow
-def test_weights_that_a_callback_has_swapped_for_their_averages_are_swapped_back(
-    strategies, tmp_path
-):
-    def swap():
-        return keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "cut").mkdir()
-    expected = Run(strategies[1], tmp_path / "whole").attempt(swap())
-    cut = Run(strategies[1], tmp_path / "cut")
-    # The averages are in the model during a validation, and from an epoch's end to the next begin.
-    for moment in (Moment("test batch end", batch=3), Moment("epoch end", epoch=1)):
-        with pytest.raises(Stopped, match="state saved"):
-            cut.attempt(AskAt(moment), swap())
-    found = cut.attempt(swap())
+        assert re.search(f"stopped by {name} {says}", str(stopped.value)), moment
+    found = cut.attempt(*(make() for make in more))
     for name, value in expected.items():
         assert found[name] == value, name
 

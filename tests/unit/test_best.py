@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.refusals import refusal, refused
-from tfdist.checkpoint.best import Best, best_so_far
+from tfdist.checkpoint.backup import Best, best_so_far
 
 
 def improvements(best: Best, values: list[float], name: str) -> list[bool]:

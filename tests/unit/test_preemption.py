@@ -4,8 +4,9 @@ import contextlib
 import functools
 import os
 import pickle
+import queue
+import re
 import signal
-import subprocess
 import textwrap
 import threading
 
@@ -17,18 +18,6 @@ from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
 
 DEADLINE_S = 60.0
 pytestmark = pytest.mark.usefixtures("at_a_terminal")
-
-
-class Ends:
-    """Stands for the end of the process; notes the exit code."""
-
-    def __init__(self) -> None:
-        self.codes: list[int] = []
-        self.called = threading.Event()
-
-    def __call__(self, code: int) -> None:
-        self.codes.append(code)
-        self.called.set()
 
 
 wait_until = functools.partial(until, within_s=DEADLINE_S)
@@ -47,19 +36,19 @@ def test_a_signal_is_heard_and_answered_by_stopped(signum):
 
 
 def test_a_second_signal_ends_the_process_at_once_but_a_repetition_is_the_same_one():
-    times, ends = iter([0.0, 0.05, 5.0]), Ends()
+    times, codes = iter([0.0, 0.05, 5.0]), queue.SimpleQueue[int]()
     with (
         contextlib.suppress(Stopped),
-        StopRequests(clock=lambda: next(times), end=ends) as requests,
+        StopRequests(clock=lambda: next(times), end=codes.put) as requests,
     ):
         signal.raise_signal(signal.SIGTERM)
         wait_until(lambda: requests.signum is not None)
         signal.raise_signal(signal.SIGTERM)
-        assert ends.codes == []
+        assert codes.empty()
         signal.raise_signal(signal.SIGINT)
-        assert ends.called.wait(DEADLINE_S)
+        assert codes.get(timeout=DEADLINE_S) == 128 + signal.SIGINT
         raise Stopped(signal.SIGTERM)
-    assert ends.codes == [128 + signal.SIGINT]
+    assert codes.empty()
 
 
 def test_a_task_that_stops_for_another_takes_its_first_own_signal_as_the_same_request():
@@ -96,24 +85,6 @@ def test_a_signal_that_nobody_answered_goes_to_the_handler_of_before():
         signal.signal(signal.SIGUSR1, before)
     with pytest.raises(KeyboardInterrupt), StopRequests():
         signal.raise_signal(signal.SIGINT)
-
-
-def test_an_error_while_stopping_is_told_before_the_signal_ends_the_process():
-    """As a save that fails on a full disk: SIGTERM's own answer ends a process without a word."""
-    program = """
-        import signal, time
-        from tfdist.training.stop_requests import StopRequests
-        from tfdist.errors import TfdistError
-        with StopRequests() as requests:
-            signal.raise_signal(signal.SIGTERM)
-            while requests.signum is None:
-                time.sleep(0.001)
-            raise TfdistError("checkpoint of step 7: No space left on device")
-    """
-    done = _python(program)
-    assert done.returncode == -signal.SIGTERM
-    said = "SIGTERM while stopping: checkpoint of step 7: No space left on device\n"
-    assert done.stderr == said
 
 
 def test_handlers_and_the_wakeup_descriptor_are_given_back():
@@ -167,10 +138,26 @@ def test_in_another_thread_signals_stay_as_they_are():
     assert seen == [signal.default_int_handler, [0.0, 0.0, 0.0]]
 
 
-def test_it_is_heard_while_the_main_thread_is_in_a_call_that_runs_no_python():
-    program = """
-        import hashlib, itertools, os, signal, threading
-        from tfdist.training.stop_requests import StopRequests
+BEGIN = """
+import hashlib, itertools, os, signal, threading, time
+from tfdist.errors import Stopped, TfdistError
+from tfdist.training.stop_requests import StopRequests
+"""
+PROGRAMS = {
+    # As a save that fails on a full disk: SIGTERM's own answer ends a process without a word.
+    "an error while stopping is told before the signal ends the process": (
+        """
+        with StopRequests() as requests:
+            signal.raise_signal(signal.SIGTERM)
+            while requests.signum is None:
+                time.sleep(0.001)
+            raise TfdistError("checkpoint of step 7: No space left on device")
+        """,
+        -signal.SIGTERM,
+        r"SIGTERM while stopping: checkpoint of step 7: No space left on device\n",
+    ),
+    "it is heard while the main thread is in a call that runs no Python": (
+        """
         moments = itertools.count()
         requests = StopRequests(clock=lambda: next(moments))
         def ask_twice():
@@ -181,16 +168,12 @@ def test_it_is_heard_while_the_main_thread_is_in_a_call_that_runs_no_python():
         with requests:
             threading.Thread(target=ask_twice).start()
             hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes, without Python's lock
-    """
-    done = _python(program)
-    assert done.returncode == 143, done.stderr
-    assert "ended at once" in done.stderr
-
-
-def test_a_forked_child_answers_signals_as_before_and_does_not_tell_its_parent():
-    program = """
-        import os, signal
-        from tfdist.training.stop_requests import StopRequests
+        """,
+        143,
+        "(?s).*ended at once.*",
+    ),
+    "a forked child answers signals as before and does not tell its parent": (
+        """
         with StopRequests() as requests:
             child = os.fork()
             if child == 0:
@@ -198,27 +181,30 @@ def test_a_forked_child_answers_signals_as_before_and_does_not_tell_its_parent()
                 os._exit(0)
             assert os.waitpid(child, 0)[1] == signal.SIGTERM
         assert requests.signum is None
-    """
-    done = _python(program)
-    assert done.returncode == 0, done.stderr
-
-
-def test_uncaught_it_ends_a_program_with_its_code_and_no_traceback():
-    program = """
-        from tfdist.errors import Stopped
+        """,
+        0,
+        "",
+    ),
+    "uncaught it ends a program with its code and no traceback": (
+        """
         try:
             raise Stopped(15, "stopped by SIGTERM at step 3")
         except Exception:
             raise SystemExit("swallowed")
-    """
-    done = _python(program)
-    assert (done.returncode, done.stderr) == (143, "")
+        """,
+        143,
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "code", "said"), PROGRAMS.values(), ids=PROGRAMS)
+def test_in_a_program(program, code, said):
+    done = python("-c", BEGIN + textwrap.dedent(program), timeout=DEADLINE_S)
+    assert done.returncode == code, done.stderr
+    assert re.fullmatch(said, done.stderr), done.stderr
 
 
 def test_it_is_whole_after_a_journey_between_processes():
     stopped = pickle.loads(pickle.dumps(Stopped(signal.SIGUSR1, "stopped at step 3")))
     assert (stopped.signum, stopped.exit_code, str(stopped)) == (10, 143, "stopped at step 3")
-
-
-def _python(program: str) -> subprocess.CompletedProcess[str]:
-    return python("-c", textwrap.dedent(program), timeout=DEADLINE_S)

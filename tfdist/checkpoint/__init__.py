@@ -4,8 +4,9 @@
     store           the directory of checkpoints, readable after a crash at any moment
     state           a model as arrays and back, its digests, and the configuration it belongs to
     callback_state  the state of callbacks as JSON
-    backup          `BackupAndRestore`, which saves a run and resumes it; `ModelCheckpoint`
-    best            the best metric so far
+    backup          `BackupAndRestore`, which saves a run and resumes it; `ModelCheckpoint`; the
+                    best checkpoint and the interval between two
+    publish         export of a run's checkpoints as it goes on
     warm_start      weights of another run to begin with
 
 Reading a checkpoint needs no TensorFlow.

@@ -25,7 +25,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfdist.checkpoint.format import raw_bytes
 from tfdist.errors import UsageError
-from tfdist.strategy import Job, broadcast
+from tfdist.strategy import Job
 from tfdist.strategy.group import gathered, part_of, sum_bytes
 
 _DIFFERENCES_SHOWN = 4
@@ -94,10 +94,10 @@ def capture(model: keras.Model, job: Job) -> Arrays:
 def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> None:
     """Set the state from the chief's `arrays`. A collective: every task calls it alike."""
     for name, variable in variables_of(model).items():
+        value = None if arrays is None else arrays[name]
         if _per_replica(variable):
-            _restore_replicas(variable, job, None if arrays is None else arrays[name])
+            _restore_replicas(variable, job, value)
         else:
-            value = None if arrays is None else arrays[name]
             variable.assign(_own_of_chief(job, value, variable))
     renew_constants(model)
 
@@ -114,20 +114,6 @@ def from_chief(job: Job, value: Any, *, like: Any) -> np.ndarray[Any, Any]:
     dtype = _numpy_dtype(like)
     mine = np.asarray(value, dtype) if job.is_chief else np.zeros(tuple(like.shape), dtype)
     return sum_bytes(job, mine, of="the chief's value of a variable")
-
-
-def all_from_chief(job: Job, arrays: Mapping[str, Any] | None) -> Arrays:
-    """Return the chief's `arrays`, of any types and shapes, in every task. A collective."""
-    mine = {name: np.asarray(array) for name, array in (arrays or {}).items()}
-    specs = broadcast({name: [array.dtype.name, array.shape] for name, array in mine.items()})
-    return {
-        name: sum_bytes(
-            job,
-            mine[name] if job.is_chief else np.zeros(shape, np.dtype(dtype)),
-            of="an array of the chief's",
-        )
-        for name, (dtype, shape) in specs.items()
-    }
 
 
 def names_of(model: keras.Model) -> dict[str, list[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import functools
@@ -222,12 +221,31 @@ def _summer(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor
 
 
 def _broadcast(job: Job, value: Any) -> Any:
-    payload = json.dumps(value, default=_encode).encode() if job.is_chief else b""
+    """Send JSON, and then the arrays in it one after the other, each in its own type."""
+    arrays: list[np.ndarray[Any, Any]] = []
+
+    def encode(item: Any) -> Any:
+        if isinstance(item, np.generic):
+            return item.item()
+        array = _array_of(item)
+        arrays.append(array)
+        # To NumPy itself bfloat16 and the like are so many bytes: they go by their names.
+        dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
+        return {"__array__": [dtype, array.shape]}
+
+    def decode(found: dict[str, Any]) -> Any:
+        if "__array__" not in found:
+            return found
+        dtype, shape = found["__array__"]
+        mine = arrays.pop(0) if job.is_chief else np.zeros(shape, np.dtype(dtype))
+        return sum_bytes(job, mine, of="an array of the chief's")
+
+    payload = json.dumps(value, default=encode).encode() if job.is_chief else b""
     size = np.array([float(len(payload))])
     length = int(sum_over_tasks(job, size, of="the size of a value of the chief")[0])
-    mine = np.frombuffer(payload, np.uint8) if job.is_chief else np.zeros(length, np.uint8)
-    message = sum_bytes(job, mine, of="a value of the chief")
-    return json.loads(message.tobytes(), object_hook=_decode)
+    text = np.frombuffer(payload, np.uint8) if job.is_chief else np.zeros(length, np.uint8)
+    message = sum_bytes(job, text, of="a value of the chief")
+    return json.loads(message.tobytes(), object_hook=decode)
 
 
 def _require_sendable(value: Any) -> None:
@@ -261,23 +279,6 @@ def _array_of(value: Any) -> np.ndarray[Any, Any]:
             code="broadcast-value",
         )
     return array
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    array = _array_of(value)
-    data = base64.b64encode(array.tobytes()).decode()
-    # To NumPy itself bfloat16 and the like are so many bytes: they go by their names.
-    dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
-    return {"__array__": data, "dtype": dtype, "shape": list(array.shape)}
-
-
-def _decode(value: dict[str, Any]) -> Any:
-    if "__array__" not in value:
-        return value
-    data = base64.b64decode(value["__array__"])
-    return np.frombuffer(data, np.dtype(value["dtype"])).reshape(value["shape"]).copy()
 
 
 # Parts of variables: of each, a worker keeps a run of its flat elements alone.

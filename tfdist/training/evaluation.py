@@ -17,8 +17,7 @@ import keras
 from keras.src.utils.python_utils import pythonify_logs
 
 from tfdist import phases
-from tfdist.checkpoint.backup import BackupAndRestore, save_whole
-from tfdist.checkpoint.best import best_so_far, less_is_better
+from tfdist.checkpoint.backup import BackupAndRestore, best_so_far, less_is_better, save_whole
 from tfdist.checkpoint.store import Checkpoint
 from tfdist.checkpoint.warm_start import set_weights
 from tfdist.errors import EXIT_OK, Stopped, UsageError, require, require_int
