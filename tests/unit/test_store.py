@@ -183,7 +183,8 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
     "manifest gone": ("manifest.json", lambda data: None),
     "manifest edited": ("manifest.json", lambda data: data.replace(b'": 0.5', b'": 0.4')),
     "manifest not JSON": ("manifest.json", lambda data: b"\x00\xff{"),
-    "manifest of something else": ("manifest.json", lambda data: b"[1]"),
+    "manifest of a list": ("manifest.json", lambda data: b"[1]"),
+    "manifest of something else": ("manifest.json", lambda data: b'{"format": "x"}'),
 }
 
 
