@@ -158,7 +158,8 @@ def trained_together(names, *, sharded, by_rows=BY_ROWS):
         for name, optimizer in optimizers.items():
             scale = optimizer.scale_loss(tf.ones([]))
             mine = gradients[-len(trained_by[name]) :]
-            optimizer.apply([times(gradient, scale) for gradient in mine])
+            known = () if name == "ema" else (trained_by[name],)  # it is built for them
+            optimizer.apply([times(gradient, scale) for gradient in mine], *known)
         return {"loss": loss}
 
     built = [(optimizers[name], trained_by[name]) for name in names] if sharded else []
