@@ -10,10 +10,10 @@ from benchmarks.scaling import __main__ as scaling
 from tests.refusals import refusal
 from tfdist import ledger, replay, serve
 from tfdist.argument_parser import run_program
-from tfdist.bench import parse as bench
+from tfdist.bench import parse_batch as bench
+from tfdist.bench import parse_pipeline as split_sizes
 from tfdist.errors import PeerLost, Stopped, UsageError
 from tfdist.find.__main__ import parse as find
-from tfdist.find.split_size import parse as split_sizes
 from tfdist.lint import parse as lint
 from tfdist.ops.submit.request import parse as submit
 from tfdist.tuning.options import parse as tune

@@ -19,7 +19,6 @@ from tfdist import bench, demo, doctor, env, export, ledger, lint, replay, serve
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
 from tfdist.find import __main__ as find
-from tfdist.find import split_size
 from tfdist.launch import options
 from tfdist.ops.submit import kserve, request
 from tfdist.report import __main__ as report
@@ -42,9 +41,9 @@ def _bench(words: Sequence[str]) -> None:
     if words[0] == "serve":
         load._parser().parse_args(words[1:])
     elif words[0] == "pipeline":
-        split_size.parse(words[1:])
+        bench.parse_pipeline(words[1:])
     else:
-        bench.parse(words)
+        bench.parse_batch(words)
 
 
 READ: dict[str, Callable[[Sequence[str]], Any]] = {

@@ -168,7 +168,7 @@ BEGINS_WITHOUT = {
         "import tfdist, tfdist.outputs, tfdist.configs; tfdist.errors.near",
         {*HEAVY, "rich"},
     ),
-    "find": ("import tfdist.find.__main__, tfdist.find.batch_size, tfdist.find.trial", HEAVY),
+    "find": ("import tfdist.find.__main__, tfdist.find.batch_size", HEAVY),
     "ledger": ("import tfdist.ledger, tfdist.audit.ledger", {"tensorflow", "keras"}),
     "store": ("import tfdist.checkpoint.store", {"tensorflow", "keras"}),
     "lint": ("from tfdist.lint import main; main(['--environ'])", {*HEAVY, "yaml"}),

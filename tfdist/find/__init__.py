@@ -3,8 +3,6 @@
 learning_rate  a range test under every strategy, and what its losses suggest
 memory         memory of a training by its parts, from the graph of a step
 batch_size     the largest batch that fits, tried in child processes; no TensorFlow
-trial          the child process
 subject        model and data of a configuration, or of ``file.py:function``
-split_size     stages by the size of their micro-batches
-split_trial    the program of its jobs
+split_trial    the program of the jobs of ``tfdist.bench pipeline``
 """

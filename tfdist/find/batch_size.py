@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from typing import Any
 import psutil
 
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_number
+from tfdist.launch.guardian import die_with
 from tfdist.launch.machine import memory_groups
 
 _LOG = logging.getLogger(__name__)
@@ -181,7 +183,7 @@ def try_out(request: Mapping[str, Any], limits: MemoryLimits, *, timeout_s: floa
     more = {"parent": os.getpid(), "gpu_limit_bytes": limits.gpu}
     with tempfile.TemporaryFile("w+") as answer, tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(
-            [sys.executable, "-m", "tfdist.find.trial"],
+            [sys.executable, "-m", "tfdist.find.batch_size"],
             stdin=subprocess.PIPE,
             stdout=answer,
             stderr=output,
@@ -284,8 +286,7 @@ def find_batch_size(
       UsageError: the model is not compiled or not built, or holds what a file cannot.
       TfdistError: a batch of 1 does not fit, or a trial fails for something else than memory.
     """
-    from tfdist.find.subject import spec_of
-    from tfdist.find.trial import encode_spec
+    from tfdist.find.subject import encode_spec, spec_of
     from tfdist.strategy import broadcast
     from tfdist.training import building
 
@@ -346,7 +347,6 @@ def _request(model: Any, path: Path, spec: Any) -> dict[str, Any]:
 
 # Memory that is left for a new process: of its control groups, of the machine, of its GPUs.
 
-
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 _MIB = 1 << 20
 
@@ -372,3 +372,111 @@ def gpu_bytes() -> tuple[int, ...]:
     except (OSError, subprocess.TimeoutExpired):
         return ()
     return tuple(int(line) * _MIB for line in done.stdout.split() if line.isdecimal())
+
+
+# The child: trains a few steps of one batch size, and says what it took.
+#
+# ``python -m tfdist.find.batch_size`` reads one JSON object from its standard input and writes one
+# to its standard output. Data are zeros in the shape of the real ones. Nothing is unpickled: the
+# model is a ``.keras`` file, read in Keras' safe mode, or comes from ``file.py:function``.
+
+_OUT_OF_MEMORY = re.compile(r"ResourceExhausted|\bOOM\b|bad_alloc|out of memory|MemoryError")
+
+
+def main() -> int:
+    """Run a trial; return 0 where its answer was written."""
+    request = json.load(sys.stdin)
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the program prints is no answer
+    die_with(int(request["parent"]))
+    with contextlib.suppress(OSError):  # a container may have /proc to read alone
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go without memory
+    try:
+        answer = _run(request)
+    except UsageError as error:
+        parts = ("where", "received", "expected", "fix", "code")
+        answer = {"refused": {part: str(getattr(error, part)) for part in parts}}
+    except Exception as error:
+        answer = failure(error)
+    with output:
+        json.dump(answer, output)
+    return 0
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """Return the answer of a trial that has failed: for want of memory, or for something else."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return {"out_of_memory" if _OUT_OF_MEMORY.search(text) else "error": text[:500]}
+
+
+def _run(request: dict[str, Any]) -> dict[str, Any]:
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")[:1]
+    tf.config.set_visible_devices(gpus, "GPU")
+    limit = request["gpu_limit_bytes"]
+    for gpu in gpus if limit else ():
+        part = tf.config.LogicalDeviceConfiguration(memory_limit=limit >> 20)
+        tf.config.set_logical_device_configuration(gpu, [part])
+    examples_per_second, cores, parameters = _train(request)
+    gpu = tf.config.experimental.get_memory_info("GPU:0") if gpus else {"peak": None}
+    return {
+        "peak_bytes": _peak_bytes(),
+        "gpu_peak_bytes": gpu["peak"],
+        "examples_per_second": examples_per_second,
+        "cores": cores,
+        "parameters": parameters,
+    }
+
+
+def _train(request: dict[str, Any]) -> tuple[float, float, int]:
+    """Train rounds of so many steps; return examples per second, busy cores, and parameters.
+
+    The first round, which traces, is left out; the others go on for `least_s`.
+    """
+    import keras
+    import tensorflow as tf
+
+    from tfdist.find.subject import decode_spec, read, spec_of, zeros
+    from tfdist.training.fitting import fit
+
+    if request["subject"] is not None:
+        subject = read(request["subject"], strategy=tf.distribute.get_strategy())
+        model, spec = subject.model, spec_of(subject.x, subject.y)
+    else:
+        keras.config.set_dtype_policy(request["dtype_policy"])
+        model, spec = keras.models.load_model(request["model"]), decode_spec(request["spec"])
+    batch_size, steps = int(request["batch_size"]), int(request["steps"])
+    began, took = list[float](), list[float]()
+
+    class Clock(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            now = (time.perf_counter(), time.process_time())
+            began.extend(() if began else now)
+            took[:] = epoch, now[0] - began[0], now[1] - began[1]
+            self.model.stop_training = bool(epoch) and took[1] >= request["least_s"]
+
+    x, y, weight = zeros(spec, batch_size)
+    fit(
+        model,
+        x,
+        y,
+        batch_size=batch_size,
+        sample_weight=weight,
+        epochs=1000,
+        steps_per_epoch=steps,
+        callbacks=[Clock()],
+        verbose=0,
+    )
+    rounds, wall_s, busy_s = took
+    return batch_size * steps * rounds / wall_s, busy_s / wall_s, model.count_params()
+
+
+def _peak_bytes() -> int:
+    """Return the most that this process had in memory; getrusage has what made it in it, too."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
