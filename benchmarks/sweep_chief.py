@@ -23,7 +23,8 @@ import row
 
 from tfdist.launch.multihost.agreement import TOKEN_VARIABLE
 from tfdist.launch.multihost.rendezvous import Channel
-from tfdist.tuning import config_sweep, protocol
+from tfdist.tune import program_of
+from tfdist.tuning import protocol
 from tfdist.tuning.options import SweepOptions, parse
 from tfdist.tuning.protocol import sweep_address_of
 from tfdist.tuning.trial_job import Completed
@@ -125,7 +126,7 @@ def _run(
     """Has all come, then ask at once, then end their trials; returns when the sweep is over."""
     options = parse(flags)
     assert isinstance(options, SweepOptions)
-    sweep_address = sweep_address_of(options, config_sweep.program_of(options), environ)
+    sweep_address = sweep_address_of(options, program_of(options), environ)
     assert sweep_address is not None
     runners = [_come(number, address, sweep_address.token) for number in range(1, count + 1)]
     with selectors.EpollSelector() as selector:

@@ -16,7 +16,7 @@ from tests.fake_trackers import steps_in_events
 from tests.models import noted_ranges
 from tfdist.training import trackers
 from tfdist.training.callbacks import wants_every_batch
-from tfdist.tuning import exports
+from tfdist.tuning import results
 
 pytestmark = pytest.mark.slow
 
@@ -347,12 +347,12 @@ def test_wandb_goes_on_in_its_run_with_each_step_once(wandb, strategies, tmp_pat
 def test_runs_of_a_sweeps_trials_are_children_of_one(mlflow, wandb, tmp_path, monkeypatch):
     sweep_dir, begun = tmp_path / "sweep", {"seed": 1}
     sweep_dir.mkdir()
-    variables = exports.variables_of_trials({"mlflow", "wandb"}, sweep_dir, begun=begun)
+    variables = results.variables_of_trials({"mlflow", "wandb"}, sweep_dir, begun=begun)
     parent = mlflow.active_run().info.run_id
     mlflow.end_run("KILLED")  # the sweep is, and is begun again by a program that begins a run
     mlflow.start_run()
     assert trackers.in_use(None) == {"mlflow"}
-    again = exports.variables_of_trials({"mlflow", "wandb"}, sweep_dir, begun=begun)
+    again = results.variables_of_trials({"mlflow", "wandb"}, sweep_dir, begun=begun)
     assert again == variables
     assert mlflow.active_run().info.run_id == parent
     mlflow.end_run()

@@ -1,8 +1,9 @@
-"""`tfdist.tuning` in one process: KerasTuner's own search with fits routed to `tfdist.fit`."""
+"""`tfdist.tuning` from Python: KerasTuner's own search, and trials of a tuner in this process."""
 
 import dataclasses
 import gc
 import json
+import os
 import sys
 import types
 import weakref
@@ -18,25 +19,22 @@ import sklearn.datasets  # noqa: F401  # seen as imported
 from keras_tuner.src.engine.base_tuner import BaseTuner
 
 import tfdist.tuning
-from tests.integration.test_tune import result
 from tests.processes import python
 from tests.refusals import refusal, refused
-from tests.unit.sweep_world import Disk, crashes_to_the_end, make_chief
-from tfdist.errors import TfdistError, UsageError
+from tests.unit.sweep_world import World, trials_in
+from tfdist.errors import TfdistError
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import Journal
 from tfdist.strategy import Job, job
-from tfdist.tuning import directory, from_python, inside, trial
-from tfdist.tuning import oracle as space_module
-from tfdist.tuning.chief import Chief
+from tfdist.tuning import from_python, inside, oracle, trial
 from tfdist.tuning.from_python import TunerSweep, imports_of, own_program
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.runner import TrialProgram
+from tfdist.tuning.sweep import require_same
 from tfdist.tuning.trial_job import (
     Assignment,
     Completed,
     Goal,
-    TrialJob,
+    TrialProgram,
     outcome_of,
     read_assignment,
 )
@@ -45,14 +43,18 @@ pytestmark = pytest.mark.slow
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int64")
+LOSS_UP = keras_tuner.Objective("val_loss", "max")  # so that the first epoch is the best
+
+
+def compiled(*layers: Any, **sgd: Any) -> keras.Model:
+    model = keras.Sequential([keras.layers.Input((4,)), *layers])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, **sgd), loss, metrics=["accuracy"])
+    return model
 
 
 def build(hp: Any) -> keras.Model:
-    units = hp.Int("units", 2, 4)
-    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(units)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
-    return model
+    return compiled(keras.layers.Dense(hp.Int("units", 2, 4)))
 
 
 class OwnFit(keras_tuner.HyperModel):
@@ -64,9 +66,13 @@ class OwnFit(keras_tuner.HyperModel):
         return model.fit(*args, batch_size=hp.get("batch"), **kwargs)
 
 
-def make_tuner(tmp_path: Path, model: Any = build, **options: Any) -> Any:
-    options = {"objective": "val_accuracy", "max_trials": 2, "seed": 3, **options}
-    return keras_tuner.RandomSearch(model, directory=str(tmp_path), project_name="p", **options)
+def make_tuner(
+    path: Path, model: Any = build, kind: Any = keras_tuner.RandomSearch, **options: Any
+) -> Any:
+    options = {"objective": "val_accuracy", "seed": 3, **options}
+    if kind is not keras_tuner.Hyperband:
+        options = {"max_trials": 2, **options}
+    return kind(model, directory=str(path), project_name="p", **options)
 
 
 def sweep_of(tuner: Any, sweep_dir: Path, **fitting: Any) -> TunerSweep:
@@ -78,61 +84,54 @@ def described_by(tuner: Any, sweep_dir: Path, **fitting: Any) -> dict[str, Any]:
     return sweep_of(tuner, sweep_dir, **fitting).describe()
 
 
+# KerasTuner's own search, in one process.
+
+
 @pytest.mark.parametrize("given", [build, OwnFit()], ids=["build", "own_fit"])
 def test_keras_tuners_own_search_fits_with_tfdist(given, tmp_path, monkeypatch):
-    calls: list[Any] = []
+    """The tuner sees each epoch, and is not called at each batch."""
+    calls, seen = [], []
 
     def counted(model: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs.get("batch_size"))
         return tfdist.fit(model, *args, **kwargs)
 
-    tuner = make_tuner(tmp_path, tfdist.tuning.HyperModel(given, fit=counted))
+    def on_epoch_end(self: Any, trial: Any, model: Any, epoch: int, logs: Any = None) -> None:
+        seen.append(epoch)
+
+    monkeypatch.setattr(keras_tuner.Tuner, "on_batch_end", lambda *_, **__: seen.append("batch"))
+    kind = type("Tuner", (keras_tuner.RandomSearch,), {"on_epoch_end": on_epoch_end})
+    tuner = make_tuner(tmp_path, tfdist.tuning.HyperModel(given, fit=counted), kind)
     tuner.search(X, Y, epochs=2, validation_data=(X, Y), verbose=0)
     best = tuner.oracle.get_best_trials()[0]
     batches = [t.hyperparameters.values.get("batch") for t in tuner.oracle.trials.values()]
     assert calls == batches
+    assert seen == [0, 1] * len(calls)
     model = tuner.get_best_models()[0]
     assert model.fit.__func__ is keras.Model.fit, "it is routed no more"
     assert model.evaluate(X, Y, verbose=0)[1] == pytest.approx(best.score)
 
 
-def test_the_tuner_sees_epochs_and_is_not_called_at_each_batch(tmp_path, monkeypatch):
-    seen: list[Any] = []
-    monkeypatch.setattr(keras_tuner.Tuner, "on_batch_end", lambda *_, **__: seen.append("batch"))
-
-    class Tuner(keras_tuner.RandomSearch):
-        def on_epoch_end(self, trial: Any, model: Any, epoch: int, logs: Any = None) -> None:
-            seen.append(epoch)
-
-    tuner = Tuner(
-        tfdist.tuning.HyperModel(build),
-        objective="val_accuracy",
-        max_trials=1,
-        directory=str(tmp_path),
-    )
-    tuner.search(X, Y, epochs=3, validation_data=(X, Y), verbose=0)
-    assert seen == [0, 1, 2]
-
-
 def test_what_saves_the_best_epoch_is_resumed_with_the_trial(tmp_path):
-    objective = keras_tuner.Objective("val_accuracy", "max")
-    path = str(tmp_path / "trial_1" / "x")
-    Path(path).parent.mkdir()
-    original = types.SimpleNamespace(objective=objective, filepath=path, best_value=-np.inf)
+    path, shapes = tmp_path / "trial_1" / "x", {"input_shape": [None, 4]}
+    path.parent.mkdir()
+    original = types.SimpleNamespace(
+        objective=keras_tuner.Objective("val_accuracy", "max"),
+        filepath=str(path),
+        best_value=-np.inf,
+    )
     saving = inside.SaveBest(original)
     assert saving.get_state() == {"trial": "trial_1", "best": "-inf"}
     saving.set_state({"trial": "trial_1", "best": "0.75"})
-    shapes = {"input_shape": [None, 4]}
     model = types.SimpleNamespace(get_build_config=lambda: shapes)
     model.save_weights = lambda path: Path(path).write_text("whole")
     saving.set_model(model)
     saving.on_epoch_end(0, {"val_accuracy": 0.75})
-    assert not Path(path).exists()
+    assert not path.exists()
     saving.on_epoch_end(1, {"val_accuracy": 0.8})
-    assert Path(path).read_text() == "whole"
     # What KerasTuner loads a model by that is built by its data; it writes it after the fit, to
     # which a trial that is stopped does not come.
-    assert json.loads(Path(path).with_name("build_config.json").read_text()) == shapes
+    assert json.loads(path.with_name("build_config.json").read_text()) == shapes
 
     def killed_within(path: str) -> None:
         Path(path).write_text("ha")
@@ -141,15 +140,10 @@ def test_what_saves_the_best_epoch_is_resumed_with_the_trial(tmp_path):
     model.save_weights = killed_within
     with pytest.raises(KeyboardInterrupt):
         saving.on_epoch_end(2, {"val_accuracy": 0.9})
-    assert Path(path).read_text() == "whole"
+    assert path.read_text() == "whole"
 
 
-def test_a_search_in_every_task_of_a_job_is_refused(tmp_path, monkeypatch):
-    strategy: Any = types.SimpleNamespace()
-    monkeypatch.setattr(job, "_made", [Job(strategy=strategy, kind="multiworker")])
-    model = tfdist.tuning.HyperModel(build)
-    hp = keras_tuner.HyperParameters()
-    assert refused(lambda: model.fit(hp, None, X, Y)) == ("tuner.search", "search-in-a-job")
+# The program, and what is refused.
 
 
 def test_an_interactive_session_is_refused_and_a_program_is_found():
@@ -159,7 +153,7 @@ def test_an_interactive_session_is_refused_and_a_program_is_found():
     script.__file__, script.__spec__ = "train.py", None
     program = own_program(script, ["--lr", "1"])
     assert program.python_args == (str(Path("train.py").absolute()), "--lr", "1")
-    script.__spec__ = types.SimpleNamespace(name="package.__main__")  # type: ignore[assignment]
+    script.__spec__ = types.SimpleNamespace(name="package.__main__")
     assert own_program(script, []).python_args == ("-m", "package")
 
 
@@ -174,180 +168,6 @@ def f():
     import rich
 """
     assert imports_of(source) == ["keras", "keras_tuner.oracles", "sklearn.datasets"]
-
-
-def assigned(tmp_path: Path, *, trial: str = "0", **values: Any) -> Assignment:
-    trials = tmp_path / "trials"
-    one = Assignment(
-        sweep_dir=str(tmp_path),
-        trial=trial,
-        run_dir=str(trials / trial),
-        checkpoints=str(trials / ("0" if "tuner/trial_id" in values else trial) / "checkpoints"),
-        values=values,
-        seed=1,
-    )
-    assert read_assignment(one.encode()) == one
-    return one
-
-
-@dataclasses.dataclass
-class Trials:
-    """Runs trials of a sweep in this process, as a task of their jobs does."""
-
-    path: Path
-    strategy: Any
-
-    def tuner(self, model: Any = build, **options: Any) -> Any:
-        return make_tuner(self.path, model, distribution_strategy=self.strategy, **options)
-
-    def run(
-        self,
-        tuner: Any,
-        values: Mapping[str, Any] = {"units": 2},
-        *,
-        trial: str = "0",
-        data: Any = (X, Y),
-        **fitting: Any,
-    ) -> Any:
-        """Returns the outcome."""
-        fitting = {"validation_data": (X, Y), "verbose": 0, **fitting} if data else fitting
-        inside.run_assigned(tuner, assigned(self.path, trial=trial, **values), data, fitting)
-        written, objective = self.directory(trial), tuner.oracle.objective
-        goal = Goal(objective=objective.name, direction=objective.direction)
-        return outcome_of(goal, summary=written.read_summary(), metrics=written.read_metrics())
-
-    def directory(self, trial: str = "0") -> RunDirectory:
-        return RunDirectory(self.path / "trials" / trial)
-
-
-@pytest.fixture
-def trials(tmp_path, strategies):
-    return Trials(tmp_path, strategies[1])
-
-
-def test_a_hyperparameter_that_is_first_asked_for_in_fit_is_named(trials):
-    class Late(OwnFit):
-        def build(self, hp: Any) -> keras.Model:
-            return build(hp)
-
-        def fit(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            return model.fit(*args, batch_size=hp.Choice("batch", [16, 32]), **kwargs)
-
-    refusal = refused(lambda: trials.run(trials.tuner(Late())))
-    assert refusal == ("search space", "new-hyperparameter")
-
-
-def test_an_objective_that_is_not_reported_is_told_after_the_first_epoch(trials):
-    tuner = trials.tuner(objective=keras_tuner.Objective("val_acuracy", "max"))
-    with pytest.raises(UsageError, match=r"did you mean 'val_accuracy'\?\); expected what the mod"):
-        trials.run(tuner, epochs=3)
-    assert len(trials.directory().read_metrics()) == 1
-
-
-def test_a_trial_that_is_validated_now_and_then_has_the_best_of_what_was_found(trials):
-    objective = keras_tuner.Objective("val_loss", "max")  # so that the first one is the best
-    tuner = trials.tuner(objective=objective)
-    outcome = trials.run(tuner, validation_freq=2, epochs=5)
-    assert isinstance(outcome, Completed)
-    assert outcome.best_virtual_epoch == 2
-    assert ["val_loss" in line for line in outcome.history] == [False, True, False, True, False]
-    model = tuner.load_model(tuner.oracle.trials["0"])
-    assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(outcome.score)
-
-
-def test_a_loss_that_is_not_finite_fails_the_trial_whatever_the_objective(trials):
-    with pytest.raises(TfdistError, match="the loss became nan in epoch 1"):
-        trials.run(trials.tuner(), data=(X * np.nan, Y), epochs=3)
-
-
-def test_a_model_that_is_wrapped_for_one_process_is_searched_by_jobs_too(trials):
-    tuner = trials.tuner(tfdist.tuning.HyperModel(OwnFit()))
-    trials.run(tuner, {"units": 2, "batch": 16}, epochs=2)
-    assert [line["step"] for line in trials.directory().read_metrics()] == [4, 8]
-    assert any((trials.directory().path / "checkpoints").iterdir())
-
-
-class Alone(keras_tuner.RandomSearch):
-    """A tuner without a model, as KerasTuner's guide has it."""
-
-    asks = ("x",)
-
-    def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
-        return {"score": sum(trial.hyperparameters.Float(name, -1, 1) ** 2 for name in self.asks)}
-
-
-def test_a_tuner_without_a_model_is_searched_over_what_it_has_named_before(trials):
-    space = keras_tuner.HyperParameters()
-    space.Float("x", -1, 1)
-
-    def run(kind: Any) -> Any:
-        tuner = kind(
-            objective=keras_tuner.Objective("score", "min"),
-            hyperparameters=space,
-            directory=str(trials.path),
-            distribution_strategy=trials.strategy,
-        )
-        assert described_by(tuner, trials.path)["space"]
-        return trials.run(tuner, {"x": 0.5}, data=())
-
-    assert run(Alone).score == 0.25
-    late = type("Late", (Alone,), {"asks": ("x", "y")})
-    assert refused(lambda: run(late)) == ("search space", "new-hyperparameter")
-
-
-def hyperband_of() -> Any:
-    return keras_tuner.Hyperband(build, "val_accuracy", directory=".", project_name="p")
-
-
-def twice_of() -> Any:
-    return make_tuner(Path("."), executions_per_trial=2)
-
-
-def used_up() -> Any:
-    tuner = make_tuner(Path("."))
-    tuner.oracle.create_trial("t")
-    return tuner
-
-
-SEARCH = "tfdist.tuning.search"
-
-
-@pytest.mark.parametrize(
-    ("tuner_of", "options", "where", "code"),
-    [
-        (hyperband_of, {"sweep_dir": "p/sweep"}, "sweep_dir", "directory-of-the-tuner"),
-        (hyperband_of, {"backup_every_steps": 0}, "--backup_every_steps", "not-an-int"),
-        (hyperband_of, {"early_stop": "median"}, "--early_stop", "exclusive"),
-        (twice_of, {"early_stop": "median"}, "--early_stop", "exclusive"),
-        (hyperband_of, {"strategy": tfdist}, "--strategy", "unknown-value"),
-        (used_up, {}, SEARCH, "tuner-has-searched"),
-        (lambda: build, {}, SEARCH, "no-tuner"),
-        (lambda: build, {"sweep_dir": "s"}, SEARCH, "no-tuner"),
-    ],
-)
-def test_what_cannot_be_searched_is_refused(tuner_of, options, where, code, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tuner = tuner_of()
-    assert refused(lambda: tfdist.tuning.search(tuner, X, Y, **options)) == (where, code)
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "where", "code"),
-    [
-        (lambda hp: build(keras_tuner.HyperParameters()), {}, SEARCH, "empty-space"),
-        (build, {"objective": ["val_loss", "val_accuracy"]}, "objective", "several-objectives"),
-    ],
-)
-def test_what_makes_no_search_is_refused(tmp_path, model, options, where, code):
-    tuner = make_tuner(tmp_path, model, **options)
-    assert refused(lambda: described_by(tuner, tmp_path)) == (where, code)
-
-
-def test_a_search_from_a_task_of_a_job_is_refused(tmp_path, monkeypatch):
-    cluster = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
-    monkeypatch.setenv("TF_CONFIG", cluster)
-    tuner = make_tuner(tmp_path)
-    assert refused(lambda: tfdist.tuning.search(tuner, X, Y))[1] == "search-in-a-job"
 
 
 def test_a_trial_imports_nothing_that_all_could_have_shared():
@@ -365,6 +185,93 @@ print(sorted(set(sys.modules) - before))
     assert done.stdout == "['tfdist.tuning.trial']\n", done.stderr
 
 
+def used_up() -> Any:
+    tuner = make_tuner(Path("."))
+    tuner.oracle.create_trial("t")
+    return tuner
+
+
+def hyperband() -> Any:
+    return make_tuner(Path("."), kind=keras_tuner.Hyperband)
+
+
+SEARCH = "tfdist.tuning.search"
+WORKERS = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+
+
+@pytest.mark.parametrize(
+    ("tuner_of", "options", "where", "code"),
+    [
+        (hyperband, {"sweep_dir": "p/sweep"}, "sweep_dir", "directory-of-the-tuner"),
+        (hyperband, {"backup_every_steps": 0}, "--backup_every_steps", "not-an-int"),
+        (hyperband, {"early_stop": "median"}, "--early_stop", "exclusive"),
+        (
+            lambda: make_tuner(Path("."), executions_per_trial=2),
+            *({"early_stop": "median"}, "--early_stop", "exclusive"),
+        ),
+        (hyperband, {"strategy": tfdist}, "--strategy", "unknown-value"),
+        (hyperband, {"reconnect_s": "60"}, "--reconnect_s", "not-a-number"),
+        (used_up, {}, SEARCH, "tuner-has-searched"),
+        (lambda: build, {}, SEARCH, "no-tuner"),
+        (lambda: build, {"sweep_dir": "s"}, SEARCH, "no-tuner"),
+        (hyperband, {"workers_in": WORKERS}, SEARCH, "search-in-a-job"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(tuner_of, options, where, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = dict(options)
+    if cluster := options.pop("workers_in", None):
+        monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
+    tuner = tuner_of()
+    assert refused(lambda: tfdist.tuning.search(tuner, X, Y, **options)) == (where, code)
+
+
+def test_keras_tuners_own_search_in_every_task_of_a_job_is_refused(monkeypatch):
+    strategy: Any = types.SimpleNamespace()
+    monkeypatch.setattr(job, "_made", [Job(strategy=strategy, kind="multiworker")])
+    model = tfdist.tuning.HyperModel(build)
+    hp = keras_tuner.HyperParameters()
+    assert refused(lambda: model.fit(hp, None, X, Y)) == ("tuner.search", "search-in-a-job")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "where", "code"),
+    [
+        (lambda hp: build(keras_tuner.HyperParameters()), {}, SEARCH, "empty-space"),
+        (build, {"objective": ["val_loss", "val_accuracy"]}, "objective", "several-objectives"),
+    ],
+)
+def test_what_makes_no_search_is_refused(tmp_path, model, options, where, code):
+    tuner = make_tuner(tmp_path, model, **options)
+    assert refused(lambda: described_by(tuner, tmp_path)) == (where, code)
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "now", "said"),
+    [
+        (keras_tuner.Hyperband, {"max_epochs": 8}, {"max_epochs": 9}, "tuner.max_epochs='9'"),
+        (keras_tuner.RandomSearch, {}, {"seed": 4}, "seed=4 (there: 3)"),
+        (keras_tuner.RandomSearch, {}, {"executions_per_trial": 2}, "executions_per_trial='2'"),
+        (
+            keras_tuner.RandomSearch,
+            *({}, {"objective": keras_tuner.Objective("val_accuracy", "min")}),
+            "direction='min' (there: 'max')",
+        ),
+    ],
+)
+def test_what_a_tuner_goes_by_is_part_of_what_the_sweep_is(tmp_path, kind, before, now, said):
+    def described(**options: Any) -> Any:
+        return described_by(make_tuner(tmp_path, kind=kind, **options), tmp_path, epochs=3)
+
+    first = described(**before)
+    require_same(tmp_path, first, described(**before, seed=None))
+    assert said in str(refusal(lambda: require_same(tmp_path, first, described(**now))))
+    json.dumps(first, allow_nan=False)  # the journal's
+
+
+# The search space.
+
+
 def by_layers(hp: Any) -> keras.Model:
     """As KerasTuner's guide has it: a loop over layers, and an ``if`` without a condition."""
     layers = [keras.layers.Dense(hp.Int(f"units_{i}", 2, 4)) for i in range(hp.Int("layers", 1, 3))]
@@ -373,18 +280,19 @@ def by_layers(hp: Any) -> keras.Model:
         if hp.Boolean("broken"):
             hp.Int("lost", 1, 10**12)
             raise ValueError("a size that cannot be built")
-    model = keras.Sequential([keras.layers.Input((4,)), *layers, keras.layers.Dense(2)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
-    return model
+    return compiled(*layers, keras.layers.Dense(2))
 
 
 NESTED = {"layers", "kind", "units_0", "units_1", "units_2", "rate", "broken", "lost"}
 
 
+def names_of(tuner: Any) -> set[str]:
+    return {one.name for one in tuner.oracle.get_space().space}
+
+
 def test_what_is_asked_for_in_a_loop_or_an_if_is_known_before_the_first_trial(trials):
     tuner = make_tuner(trials.path, by_layers)
-    assert {one.name for one in tuner.oracle.get_space().space} == {"layers", "kind", "units_0"}
+    assert names_of(tuner) == {"layers", "kind", "units_0"}
     described = described_by(tuner, trials.path)["space"]
     assert {one["config"]["name"] for one in described} == NESTED
 
@@ -394,9 +302,15 @@ def test_what_is_asked_for_in_a_loop_or_an_if_is_known_before_the_first_trial(tr
     again = Trials(trials.path / "again", trials.strategy)  # its tuner knows as little
     assert isinstance(again.run(again.tuner(by_layers), values), Completed)
 
+    space = keras_tuner.HyperParameters()
+    space.Int("layers", 1, 3)
+    closed = make_tuner(trials.path, by_layers, hyperparameters=space, tune_new_entries=False)
+    described_by(closed, trials.path)
+    assert names_of(closed) == {"layers"}, "it was closed"
+
 
 def test_large_models_that_are_built_for_the_space_are_not_there_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(space_module, "_LARGE", 1)
+    monkeypatch.setattr(oracle, "_LARGE", 1)
     models: list[weakref.ref[Any]] = []
     alive: list[int] = []
 
@@ -414,52 +328,216 @@ def test_large_models_that_are_built_for_the_space_are_not_there_at_once(tmp_pat
     assert not any(alive)
 
 
-def test_a_space_that_is_closed_is_left_as_it_is(tmp_path):
-    space = keras_tuner.HyperParameters()
-    space.Int("layers", 1, 3)
-    closed = {"hyperparameters": space, "tune_new_entries": False}
-    tuner = make_tuner(tmp_path, by_layers, **closed)
-    described_by(tuner, tmp_path)
-    assert [one.name for one in tuner.oracle.get_space().space] == ["layers"]
+# Trials, each as a task of its job runs it.
 
 
-@pytest.mark.parametrize(
-    ("kind", "before", "now", "said"),
-    [
-        (keras_tuner.Hyperband, {"max_epochs": 8}, {"max_epochs": 9}, "tuner.max_epochs='9'"),
-        (keras_tuner.RandomSearch, {"seed": 3}, {"seed": 4}, "seed=4 (there: 3)"),
-        (keras_tuner.RandomSearch, {}, {"executions_per_trial": 2}, "executions_per_trial='2'"),
-        (
-            keras_tuner.RandomSearch,
-            {},
-            {"objective": keras_tuner.Objective("val_accuracy", "min")},
-            "direction='min' (there: 'max')",
-        ),
-    ],
-)
-def test_what_a_tuner_goes_by_is_part_of_what_the_sweep_is(tmp_path, kind, before, now, said):
-    def described(**options: Any) -> Any:
-        options = {"objective": "val_accuracy", **options}
-        tuner = kind(build, directory=tmp_path, project_name="p", **options)
-        return described_by(tuner, tmp_path, epochs=3)
-
-    directory.require_same(tmp_path, described(**before), described(**{**before, "seed": None}))
-    caught = refusal(
-        lambda: directory.require_same(tmp_path, described(**before), described(**now))
+def assigned(path: Path, *, name: str = "0", **values: Any) -> Assignment:
+    trials = path / "trials"
+    one = Assignment(
+        sweep_dir=str(path),
+        trial=name,
+        run_dir=str(trials / name),
+        checkpoints=str(trials / ("0" if "tuner/trial_id" in values else name) / "checkpoints"),
+        values=values,
+        seed=1,
     )
-    assert said in str(caught)
-    json.dumps(described(**before), allow_nan=False)  # the journal's
+    assert read_assignment(one.encode()) == one
+    return one
 
 
-def returns(self: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
-    return {"val_accuracy": 0.25, "size": 7}
+@dataclasses.dataclass
+class Trials:
+    """Runs trials of a sweep in this process."""
+
+    path: Path
+    strategy: Any
+
+    def tuner(self, model: Any = build, **options: Any) -> Any:
+        return make_tuner(self.path, model, distribution_strategy=self.strategy, **options)
+
+    def run(
+        self,
+        tuner: Any,
+        values: Mapping[str, Any] = {"units": 2},
+        *,
+        name: str = "0",
+        data: Any = (X, Y),
+        **fitting: Any,
+    ) -> Any:
+        """Returns the outcome."""
+        fitting = {"validation_data": (X, Y), "verbose": 0, **fitting} if data else fitting
+        inside.run_assigned(tuner, assigned(self.path, name=name, **values), data, fitting)
+        written, objective = self.directory(name), tuner.oracle.objective
+        goal = Goal(objective=objective.name, direction=objective.direction)
+        return outcome_of(goal, summary=written.read_summary(), metrics=written.read_metrics())
+
+    def directory(self, name: str = "0") -> RunDirectory:
+        return RunDirectory(self.path / "trials" / name)
+
+    def lines(self, what: str, name: str = "0") -> list[Any]:
+        return [line[what] for line in self.directory(name).read_metrics()]
+
+
+@pytest.fixture
+def trials(tmp_path, strategies):
+    return Trials(tmp_path, strategies[1])
+
+
+def test_what_a_trial_finds_out_too_late_is_refused(trials):
+    """A hyperparameter that is new in `fit`, and an objective that its first epoch does not have"""
+
+    class Late(keras_tuner.HyperModel):
+        def build(self, hp: Any) -> keras.Model:
+            return build(hp)
+
+        def fit(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            return model.fit(*args, batch_size=hp.Choice("batch", [16, 32]), **kwargs)
+
+    late = refused(lambda: trials.run(trials.tuner(Late())))
+    assert late == ("search space", "new-hyperparameter")
+    tuner = trials.tuner(objective=keras_tuner.Objective("val_acuracy", "max"))
+    error = refusal(lambda: trials.run(tuner, name="1", epochs=3))
+    assert error.code == "unreported-objective"
+    assert "did you mean 'val_accuracy'?" in str(error)
+    assert trials.lines("virtual_epoch", "1") == [1]
+
+
+def test_a_trial_that_is_validated_now_and_then_has_the_best_of_what_was_found(trials):
+    tuner = trials.tuner(objective=LOSS_UP)
+    outcome = trials.run(tuner, validation_freq=2, epochs=5)
+    assert outcome.best_virtual_epoch == 2
+    assert ["val_loss" in line for line in outcome.history] == [False, True, False, True, False]
+    model = tuner.load_model(tuner.oracle.trials["0"])
+    assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(outcome.score)
+
+
+def test_a_loss_that_is_not_finite_fails_the_trial_whatever_the_objective(trials):
+    with pytest.raises(TfdistError, match="the loss became nan in epoch 1"):
+        trials.run(trials.tuner(), data=(X * np.nan, Y), epochs=3)
+
+
+def test_a_model_that_is_wrapped_for_one_process_is_searched_by_jobs_too(trials):
+    tuner = trials.tuner(tfdist.tuning.HyperModel(OwnFit()))
+    trials.run(tuner, {"units": 2, "batch": 16}, epochs=2)
+    assert trials.lines("step") == [4, 8]
+    assert any((trials.directory().path / "checkpoints").iterdir())
+
+
+class Alone(keras_tuner.RandomSearch):
+    """A tuner without a model, as KerasTuner's guide has it."""
+
+    asks = ("x",)
+
+    def run_trial(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        return {"score": sum(trial.hyperparameters.Float(name, -1, 1) ** 2 for name in self.asks)}
+
+
+def test_a_tuner_without_a_model_is_searched_over_what_it_has_named_before(trials):
+    space = keras_tuner.HyperParameters()
+    space.Float("x", -1, 1)
+
+    def run(kind: Any) -> Any:
+        objective = keras_tuner.Objective("score", "min")
+        tuner = trials.tuner(None, kind=kind, objective=objective, hyperparameters=space)
+        assert described_by(tuner, trials.path)["space"]
+        return trials.run(tuner, {"x": 0.5}, data=())
+
+    assert run(Alone).score == 0.25
+    late = type("Late", (Alone,), {"asks": ("x", "y")})
+    assert refused(lambda: run(late)) == ("search space", "new-hyperparameter")
 
 
 def test_what_a_trial_returns_is_its_result(trials):
-    tuner = trials.tuner()
-    tuner.__class__ = type("Own", (keras_tuner.RandomSearch,), {"run_trial": returns})
-    outcome = trials.run(tuner, data=())
+    def returns(self: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        return {"val_accuracy": 0.25, "size": 7}
+
+    own = type("Own", (keras_tuner.RandomSearch,), {"run_trial": returns})
+    outcome = trials.run(trials.tuner(kind=own), data=())
     assert (outcome.score, outcome.best_virtual_epoch) == (0.25, 1)
+
+
+def test_a_trial_whose_epochs_are_shorter_than_an_update_keeps_its_lines_when_it_is_resumed(trials):
+    def accumulated(hp: Any) -> keras.Model:
+        return compiled(keras.layers.Dense(hp.Int("units", 2, 4)), gradient_accumulation_steps=8)
+
+    for epochs in (2, 4):
+        trials.run(trials.tuner(accumulated), epochs=epochs)
+        assert trials.lines("virtual_epoch") == [*range(1, epochs + 1)]
+
+
+def test_a_trial_of_two_executions_gives_their_mean_and_is_not_trained_twice(trials):
+    directory = trials.directory()
+
+    def run() -> tuple[Any, Any]:
+        trials.run(trials.tuner(executions_per_trial=2), epochs=2)
+        return directory.read_summary(), directory.read_metrics()
+
+    summary, lines = run()
+    assert [line["virtual_epoch"] for line in lines] == [1, 2, 3, 4]
+    values = [line["val_accuracy"] for line in lines]
+    mean = (max(values[:2]) + max(values[2:])) / 2
+    assert summary["result"]["val_accuracy"] == pytest.approx(mean)
+    assert (summary["steps"], summary["virtual_epochs"]) == (8, 4)
+    directory.summary_file.unlink()  # killed before it was written
+    assert run() == ({**summary, "resumed_from_step": 4}, lines)
+
+
+def run_in_hyperband(
+    trials: Trials, number: int, *, first: int, until: int, model: Any = build, **options: Any
+) -> tuple[Any, Any]:
+    """Runs trial 0, or one that continues the one before; returns its outcome and the tuner."""
+    callbacks = options.pop("callbacks", [])
+    kind = {"kind": keras_tuner.Hyperband, "objective": LOSS_UP, "max_epochs": 4, "factor": 2}
+    tuner = trials.tuner(model, **kind, **options)
+    values = {"units": 2, "tuner/initial_epoch": first, "tuner/epochs": until}
+    if number:
+        values["tuner/trial_id"] = str(number - 1)
+    trials.directory(str(number)).path.mkdir(parents=True)  # the launcher's log is in it
+    return trials.run(tuner, values, name=str(number), callbacks=callbacks), tuner
+
+
+@pytest.mark.parametrize(
+    ("patience", "best", "done"),
+    [(9, [1, 2, 4], [[1], [2, 3], [4]]), (1, [1, 2, 2], [[1], [2], []])],
+    ids=["worse", "stopped"],
+)
+def test_a_trial_of_hyperband_that_does_not_better_the_one_before_can_be_loaded(
+    patience, best, done, trials
+):
+    """Its score and weights are of its own best epoch; where none was left, of the one before."""
+    scores = []
+    for number, (first, until) in enumerate([(0, 1), (1, 3), (3, 4)]):
+        stop = keras.callbacks.EarlyStopping("val_loss", patience=patience, mode="max")
+        outcome, tuner = run_in_hyperband(
+            trials, number, first=first, until=until, callbacks=[stop]
+        )
+        scores.append(outcome.score)
+        assert outcome.best_virtual_epoch == best[number]
+        assert trials.lines("virtual_epoch", str(number)) == done[number]
+        model = tuner.load_model(tuner.oracle.trials[str(number)])
+        assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(outcome.score)
+    assert scores[0] > scores[1]
+    assert scores[2] == scores[1] if patience == 1 else scores[2] < scores[1]
+
+
+class ReturnsItsBest(keras_tuner.HyperModel):
+    def build(self, hp: Any) -> keras.Model:
+        return build(hp)
+
+    def fit(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return {"val_loss": max(model.fit(*args, **kwargs).history["val_loss"])}
+
+
+@pytest.mark.parametrize(
+    "options", [{"executions_per_trial": 2}, {"model": ReturnsItsBest()}], ids=["two", "own_fit"]
+)
+def test_a_trial_of_hyperband_counts_no_epoch_of_the_one_before(options, trials):
+    for number in (0, 1):
+        outcome, _ = run_in_hyperband(trials, number, first=number, until=number + 1, **options)
+        assert outcome.score == pytest.approx(np.mean(trials.lines("val_loss", str(number))))
+
+
+# The program of a trial.
 
 
 def test_a_search_whose_trial_this_is_not_is_read_from_its_directory(tmp_path, monkeypatch):
@@ -482,7 +560,7 @@ def test_a_search_whose_trial_this_is_not_is_read_from_its_directory(tmp_path, m
     assert not (sweep_dir / "keras_tuner" / "oracle.json").exists(), "a trial writes none"
 
 
-def test_a_program_that_does_not_come_to_its_search_is_told(tmp_path, monkeypatch, capsys):
+def test_a_program_that_does_not_come_to_its_search_is_refused(tmp_path, monkeypatch, capsys):
     program = tmp_path / "program.py"
     program.write_text("import sys; print(__name__, sys.argv[1:])")
     monkeypatch.setattr(trial, "make_strategy", lambda: None)
@@ -503,52 +581,34 @@ def test_a_tuner_that_is_made_in_a_trial_deletes_nothing(tmp_path, monkeypatch):
     assert (tmp_path / "p" / "kept").exists()
 
 
-@pytest.fixture
-def begun_sweep(tmp_path, monkeypatch):
-    """Begins a sweep over a model, after which a tuner that is made here is that of a trial."""
-    populate = BaseTuner._populate_initial_space
-    monkeypatch.setattr(BaseTuner, "_populate_initial_space", populate)  # to be given back
-
-    def begin(model: Any, **values: Any) -> None:
-        sweep_dir = tmp_path / "p-sweep"
-        sweep_dir.mkdir()
-        described = described_by(make_tuner(tmp_path, model), sweep_dir)
-        Journal(sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0).add("begun", **described)
-        trial.have_the_tuner_know_its_space(assigned(sweep_dir, **values))
-
-    return begin
-
-
-def test_the_tuner_of_a_trial_knows_its_space_and_builds_no_model_for_it(tmp_path, begun_sweep):
+def test_the_tuner_of_a_trial_knows_its_space_and_values_and_builds_no_model_for_it(
+    tmp_path, monkeypatch
+):
+    """A hypermodel that declares what its `fit` asks for has the values of the trial, too."""
     built: list[Any] = []
 
-    def counted(hp: Any) -> keras.Model:
-        built.append(hp)
-        return by_layers(hp)
+    class Declares(keras_tuner.HyperModel):
+        def declare_hyperparameters(self, hp: Any) -> None:
+            self.batch = hp.Choice("batch", [8, 16])
 
-    begun_sweep(by_layers)
-    tuner = make_tuner(tmp_path, counted)
-    assert {one.name for one in tuner.oracle.get_space().space} == NESTED
-    assert built == []
-    make_tuner(tmp_path / "of another search", counted)
-    assert built != []
+        def build(self, hp: Any) -> keras.Model:
+            built.append(hp)
+            return by_layers(hp)
 
-
-class Declares(keras_tuner.HyperModel):
-    """Names what its `fit` asks for, as KerasTuner has it."""
-
-    def declare_hyperparameters(self, hp):
-        self.batch = hp.Choice("batch", [8, 16])
-
-    def build(self, hp):
-        return by_layers(hp)
-
-
-def test_a_hypermodel_that_declares_has_the_values_of_its_trial(tmp_path, begun_sweep):
-    begun_sweep(Declares(), batch=16)
+    populate = BaseTuner._populate_initial_space
+    monkeypatch.setattr(BaseTuner, "_populate_initial_space", populate)  # to be given back
+    sweep_dir = tmp_path / "p-sweep"
+    sweep_dir.mkdir()
+    described = described_by(make_tuner(tmp_path, Declares()), sweep_dir)
+    Journal(sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0).add("begun", **described)
+    trial.have_the_tuner_know_its_space(assigned(sweep_dir, batch=16))
+    built.clear()
     tuner = make_tuner(tmp_path, Declares())
+    assert names_of(tuner) == {*NESTED, "batch"}
     assert tuner.hypermodel.batch == 16
-    assert "batch" in {one.name for one in tuner.oracle.get_space().space}
+    assert built == []
+    make_tuner(tmp_path / "of another search", Declares())
+    assert built != []
 
 
 def test_a_trial_that_is_done_ends_as_an_exit_does_but_is_not_taken_apart():
@@ -571,18 +631,7 @@ trial._end()
     assert (done.stdout, done.returncode) == ("begun\njoined\nregistered\n", 0), done.stderr
 
 
-def by_rate(job: TrialJob) -> Completed:
-    assignment = read_assignment(job.variables)
-    assert assignment is not None
-    score = 1 / (1 + abs(assignment.values["rate"] - 0.01))
-    line = {"virtual_epoch": 1, "val_accuracy": score}
-    return Completed(history=(line,), score=score, best_virtual_epoch=1)
-
-
-def own_space(hp: Any) -> keras.Model:
-    hp.Float("rate", 1e-4, 1e-1, sampling="log")
-    return keras.Sequential()
-
+# The sweep of a tuner.
 
 OWN = {
     keras_tuner.RandomSearch: {"max_trials": 8},
@@ -590,156 +639,44 @@ OWN = {
 }
 
 
-def own_chief(kind: Any, sweep_dir: Path, disk: Disk, *, at: int | None = None) -> Chief:
-    """The chief of a program that has been started: its tuner is new, and has drawn a seed."""
-    tuner = kind(own_space, "val_accuracy", directory=str(sweep_dir), **OWN[kind])
+def own_world(kind: Any, path: Path) -> World:
+    """A program that is started again and again: its tuner is new, and has drawn a seed."""
+
+    def build(hp: Any) -> keras.Model:
+        hp.Float("rate", 1e-4, 1e-1, sampling="log")
+        return keras.Sequential()
+
+    def new_tuner() -> Any:
+        return make_tuner(path, build, kind, seed=None, **OWN[kind])
 
     def search_of(lines: Sequence[Any]) -> Any:
-        search = from_python.search_of(tuner, sweep_dir, lines[0])
+        tuner = new_tuner()
+        world.sweep = sweep_of(tuner, path)
+        search = from_python.search_of(tuner, path, lines[0])
         search.replay(lines)
         return search
 
-    return make_chief(
-        sweep_dir,
-        disk,
-        search_of=search_of,
-        at=at,
-        how="within",
-        sweep=sweep_of(tuner, sweep_dir),
-        begun={"max_trials": tuner.oracle.max_trials},
-    )
+    begun = {"max_trials": new_tuner().oracle.max_trials}
+    world = World(path, epochs=1, search_of=search_of, begun=begun)
+    return world
 
 
 @pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
-def test_a_program_killed_at_every_seventh_write_finds_the_same_trials(kind, tmp_path):
-    for name in ("whole", "torn"):
-        (tmp_path / name).mkdir()
-    assert own_chief(kind, tmp_path / "whole", Disk(1, by_rate)).run() == 0
-    disk = Disk(1, by_rate)
-    assert crashes_to_the_end(lambda: own_chief(kind, tmp_path / "torn", disk, at=7)) >= 2
-    assert result(tmp_path / "torn") == result(tmp_path / "whole")
-
-
-def test_a_trial_of_hyperband_goes_on_from_the_checkpoints_of_the_one_before(tmp_path):
-    kind = keras_tuner.Hyperband
-    chief = own_chief(kind, tmp_path, Disk(1, by_rate))
-    assert chief.run() == 0
+def test_a_program_killed_at_every_seventh_write_finds_the_same_trials(kind, tmp_path, monkeypatch):
+    """A trial of hyperband goes on from the checkpoints of the bracket's first."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    whole, torn = own_world(kind, tmp_path / "whole"), own_world(kind, tmp_path / "torn")
+    chief = whole.run()
+    torn.run(at=7, how="within", always=True)
+    assert torn.chiefs > 2
+    assert trials_in(torn.path) == trials_in(whole.path)
     continued = [t for t in chief.state.trials.values() if "tuner/trial_id" in t.values]
-    assert continued
+    assert bool(continued) == (kind is keras_tuner.Hyperband)
     for one in continued:
-        told = read_assignment(chief._sweep.variables_of(one, 0))
+        told = read_assignment(whole.sweep.variables_of(one, 0))
         assert told is not None
         first = one
         while past := first.values.get("tuner/trial_id"):
             first = chief.state.trials[past]
-        assert told.checkpoints == str(tmp_path / "trials" / first.id / "checkpoints")
-        assert told.run_dir == str(tmp_path / "trials" / one.id)
-
-
-def run_in_hyperband(
-    trials: Trials,
-    trial: int,
-    *,
-    first: int,
-    until: int,
-    model: Any = build,
-    callbacks: Sequence[Any] = (),
-    **options: Any,
-) -> tuple[Completed, Any]:
-    """Runs trial 0, or one that continues the one before; returns its outcome and the tuner."""
-    tuner = keras_tuner.Hyperband(
-        model,
-        keras_tuner.Objective("val_loss", "max"),  # so that the first epoch is the best
-        max_epochs=4,
-        factor=2,
-        directory=str(trials.path),
-        distribution_strategy=trials.strategy,
-        **options,
-    )
-    values = {"units": 2, "tuner/initial_epoch": first, "tuner/epochs": until}
-    if trial:
-        values["tuner/trial_id"] = str(trial - 1)
-    trials.directory(str(trial)).path.mkdir(parents=True)  # the launcher's log is in it
-    outcome = trials.run(tuner, values, trial=str(trial), callbacks=list(callbacks))
-    assert isinstance(outcome, Completed)
-    return outcome, tuner
-
-
-@pytest.mark.parametrize(
-    ("patience", "best", "done"),
-    [(9, [1, 2, 4], [[1], [2, 3], [4]]), (1, [1, 2, 2], [[1], [2], []])],
-    ids=["worse", "stopped"],
-)
-def test_a_trial_of_hyperband_that_does_not_better_the_one_before_can_be_loaded(
-    patience, best, done, trials
-):
-    """Its score and weights are of its own best epoch; where none was left, of the one before."""
-    scores = []
-    for number, (first, until) in enumerate([(0, 1), (1, 3), (3, 4)]):
-        stop = keras.callbacks.EarlyStopping("val_loss", patience=patience, mode="max")
-        outcome, tuner = run_in_hyperband(
-            trials, number, first=first, until=until, callbacks=[stop]
-        )
-        scores.append(outcome.score)
-        assert outcome.best_virtual_epoch == best[number]
-        lines = trials.directory(str(number)).read_metrics()
-        assert [line["virtual_epoch"] for line in lines] == done[number]
-        model = tuner.load_model(tuner.oracle.trials[str(number)])
-        assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(outcome.score)
-    assert scores[0] > scores[1]
-    assert scores[2] == scores[1] if patience == 1 else scores[2] < scores[1]
-
-
-class ReturnsItsBest(keras_tuner.HyperModel):
-    def build(self, hp: Any) -> keras.Model:
-        return build(hp)
-
-    def fit(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return {"val_loss": max(model.fit(*args, **kwargs).history["val_loss"])}
-
-
-@pytest.mark.parametrize(
-    "options", [{"executions_per_trial": 2}, {"model": ReturnsItsBest()}], ids=["two", "own_fit"]
-)
-def test_a_trial_of_hyperband_counts_no_epoch_of_the_one_before(options, trials):
-    for number in (0, 1):
-        outcome, _ = run_in_hyperband(trials, number, first=number, until=number + 1, **options)
-        lines = trials.directory(str(number)).read_metrics()
-        assert outcome.score == pytest.approx(np.mean([line["val_loss"] for line in lines]))
-
-
-def test_a_trial_whose_epochs_are_shorter_than_an_update_keeps_its_lines_when_it_is_resumed(trials):
-    def accumulated(hp: Any) -> keras.Model:
-        model = build(hp)
-        model.compile(
-            keras.optimizers.SGD(0.1, gradient_accumulation_steps=8),
-            model.loss,
-            metrics=["accuracy"],
-        )
-        return model
-
-    def run(epochs: int) -> list[int]:
-        trials.run(trials.tuner(accumulated), epochs=epochs)
-        return [line["virtual_epoch"] for line in trials.directory().read_metrics()]
-
-    assert run(2) == [1, 2]
-    assert run(4) == [1, 2, 3, 4]
-
-
-def test_a_trial_of_two_executions_gives_their_mean_and_is_not_trained_twice(trials):
-    directory = trials.directory()
-
-    def run() -> tuple[Any, Any]:
-        trials.run(trials.tuner(executions_per_trial=2), epochs=2)
-        return directory.read_summary(), directory.read_metrics()
-
-    summary, lines = run()
-    assert [line["virtual_epoch"] for line in lines] == [1, 2, 3, 4]
-    values = [line["val_accuracy"] for line in lines]
-    mean = (max(values[:2]) + max(values[2:])) / 2
-    assert summary["result"]["val_accuracy"] == pytest.approx(mean)
-    assert (summary["steps"], summary["virtual_epochs"]) == (8, 4)
-    directory.summary_file.unlink()  # killed before it was written
-    again, same_lines = run()
-    assert again == {**summary, "resumed_from_step": 4}
-    assert same_lines == lines
+        assert told.checkpoints == str(whole.path / "trials" / first.id / "checkpoints")
+        assert told.run_dir == str(whole.path / "trials" / one.id)

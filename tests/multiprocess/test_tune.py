@@ -5,8 +5,6 @@ import functools
 import math
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,17 +14,16 @@ import pytest
 
 from tests import forked_python, processes
 from tfdist.cluster import HeldPort, hold_ports
-from tfdist.files import is_held
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import SweepState, fold, read
-from tfdist.tuning.runner import LauncherRunner
-from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, RunningTrial, TrialJob
+from tfdist.tuning.trial_job import Completed, Failed, Goal, LauncherRunner, Outcome, TrialJob
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 150.0
 SWEEP_DEADLINE_S = 400.0
+until = functools.partial(processes.until, within_s=DEADLINE_S)
 
 # A trial that trains nothing; `done(n)` writes the line of a virtual epoch.
 PRELUDE = """
@@ -38,18 +35,6 @@ def done(n):
         file.write(json.dumps(line) + "\\n")
 def finish():
     (run_dir / "summary.json").write_text('{"status": "done"}')
-"""
-CHIEF = """
-import os, pathlib, signal, sys
-from tfdist.tuning.trial_job import Goal
-from tfdist.tuning.runner import LauncherRunner
-from tfdist.tuning.trial_job import TrialJob
-runner = LauncherRunner(program=sys.argv[2:], launch_flags=["--strategy", "single"], gpus=(),
-                        slots=1, environ=os.environ, timeout_s=60)
-goal = Goal(objective="val_accuracy", direction="max")
-job = TrialJob(run_dir=pathlib.Path(sys.argv[1]), flags=(), goal=goal)
-print(runner.start(job)._process.pid, flush=True)
-signal.pause()
 """
 
 
@@ -65,32 +50,26 @@ class Trial:
             "launch_flags": ("--strategy", "single", "--grace_s", "15"),
             "environ": {**os.environ, "PYTHONPATH": str(ROOT)},
             "timeout_s": math.inf,
+            **changes,
         }
-        self.runner = LauncherRunner(
-            program=self.program, gpus=(), slots=1, **{**options, **changes}
-        )
-        self.running: RunningTrial | None = None
-        self.outcome: Outcome | None = None
+        self.runner = LauncherRunner(program=self.program, gpus=(), slots=1, **options)
+        self.running: Any = None
         self.meanwhile: Callable[[], object] = lambda: None
 
     def run(self, *, budget: int | None = None) -> Outcome:
         goal = Goal(objective="val_accuracy", direction="max", until=budget)
         self.running = self.runner.start(TrialJob(run_dir=self.run_dir, flags=(), goal=goal))
         try:
-            until(self._ended, within_s=DEADLINE_S)
+            return until(self._outcome)
         except BaseException:
             self.running.stop()
-            until(self._ended, within_s=DEADLINE_S)
+            until(self._outcome)
             raise
-        assert self.outcome is not None
-        return self.outcome
 
-    def _ended(self) -> bool:
-        assert self.running is not None
+    def _outcome(self) -> Outcome | None:
         self.meanwhile()
         self.runner.wait([self.running], 0.1)
-        self.outcome = self.running.poll()
-        return self.outcome is not None
+        return self.running.poll()
 
 
 @pytest.fixture(autouse=True)
@@ -128,22 +107,6 @@ def test_a_trial_that_cannot_be_completed_fails_with_reason_and_last_lines(
     assert line in "\n".join(outcome.last_lines)
 
 
-def test_a_trial_whose_task_is_killed_is_worth_another_start(tmp_path):
-    trial = Trial(
-        tmp_path,
-        """
-        if (run_dir / "metrics.jsonl").exists():
-            done(2); finish(); sys.exit()
-        done(1)
-        os.kill(os.getpid(), signal.SIGKILL)
-        """,
-    )
-    outcome = trial.run()
-    assert isinstance(outcome, Killed)
-    assert "SIGKILL" in outcome.reason
-    assert isinstance(trial.run(), Completed)
-
-
 def test_a_trial_is_put_aside_at_its_virtual_epoch_and_goes_on_later(tmp_path):
     trial = Trial(
         tmp_path,
@@ -155,44 +118,10 @@ def test_a_trial_is_put_aside_at_its_virtual_epoch_and_goes_on_later(tmp_path):
         signal.pause()
         """,
     )
-    outcome = trial.run(budget=1)
-    assert isinstance(outcome, Completed)
-    assert outcome.score == 0.1
-    outcome = trial.run()
-    assert isinstance(outcome, Completed)
-    assert outcome.score == 0.3
-
-
-def test_a_trial_is_told_to_stop_when_its_chief_is_killed(tmp_path):
-    trial = Trial(
-        tmp_path,
-        """
-        def stop(*_):
-            (run_dir / "saved").touch()
-            sys.exit(143)
-        signal.signal(signal.SIGTERM, stop)
-        (run_dir / "ready").touch()
-        signal.pause()
-        """,
-    )
-    chief = subprocess.Popen(
-        [sys.executable, "-c", CHIEF, str(trial.run_dir), *trial.program],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert chief.stdout is not None
-    launcher = int(chief.stdout.readline())
-    try:
-        until(lambda: (trial.run_dir / "ready").exists())
-        chief.kill()
-        until(lambda: not is_held(trial.run_dir / "logs"))
-        assert (trial.run_dir / "saved").exists()
-    finally:
-        chief.kill()
-        chief.communicate()
-        if is_held(trial.run_dir / "logs"):
-            os.kill(launcher, signal.SIGTERM)
+    for budget, score in ((1, 0.1), (None, 0.3)):
+        outcome = trial.run(budget=budget)
+        assert isinstance(outcome, Completed)
+        assert outcome.score == score
 
 
 def free_address() -> str:
@@ -202,9 +131,6 @@ def free_address() -> str:
 
 
 _held: list[HeldPort] = []
-
-
-until = functools.partial(processes.until, within_s=DEADLINE_S)
 
 
 TUNE = """
@@ -265,8 +191,8 @@ def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(tmp_pa
     whole = Sweep(tmp_path / "whole")
     with whole.started() as chief:
         assert chief.wait(SWEEP_DEADLINE_S) == 0, whole.log.read_text()
-    for name, value in {"ALLOW_FILE_STORE": "true", "TRACKING_URI": str(tmp_path / "ml")}.items():
-        monkeypatch.setenv(f"MLFLOW_{name}", value)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "ml"))
     torn = Sweep(tmp_path / "torn", "--config.tracker=mlflow")
     checkpoints = torn.path / "trials" / "0" / "checkpoints"
     with torn.started() as chief:
@@ -280,10 +206,8 @@ def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(tmp_pa
     summary = RunDirectory(torn.path / "trials" / "0").read_summary() or {}
     assert summary["resumed_from_step"], "it began anew"
     assert weights(torn.path) == weights(whole.path)
-    assert runs_in_mlflow(tmp_path / "ml") == {
-        "torn": (None, []),
-        **{trial: ("torn", [0, 1, 2]) for trial in "01"},
-    }
+    of_trials = {trial: ("torn", [0, 1, 2]) for trial in "01"}
+    assert runs_in_mlflow(tmp_path / "ml") == {"torn": (None, []), **of_trials}
 
 
 def runs_in_mlflow(store: Path) -> dict[str, tuple[str | None, list[int]]]:

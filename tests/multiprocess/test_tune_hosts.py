@@ -26,8 +26,8 @@ from tests.multiprocess.test_tune import (
 )
 from tfdist.launch.machine import proc_state
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.outputs.sweep_journal import SweepState, fold, read
-from tfdist.tuning import directory
+from tfdist.outputs.sweep_journal import fold, read
+from tfdist.tuning import protocol
 
 pytestmark = pytest.mark.slow
 
@@ -39,20 +39,18 @@ GIVEN_BACK_S = 15.0  # 10 of them pass by design
 class Hosts:
     """A sweep's chief and its runners, as processes of this machine."""
 
-    def __init__(self, path: Path, *, trials: int = 1) -> None:
-        self.path = path / "sweep"
-        self.logs = path
-        self.trials = trials
+    def __init__(self, path: Path) -> None:
+        self.path, self.logs, self.trials = path / "sweep", path, 1
         self.address = free_address()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def chief(self, name: str = "chief", *flags: str) -> None:
-        self.start(name, "--serve", self.address, "--trials", str(self.trials), *flags)
+    def chief(self, name: str = "chief") -> None:
+        self._start(name, "--serve", self.address, "--trials", str(self.trials))
 
     def runner(self, name: str, *flags: str, token: str = TOKEN) -> None:
-        self.start(name, "--join", self.address, *flags, token=token)
+        self._start(name, "--join", self.address, *flags, token=token)
 
-    def start(self, name: str, *flags: str, token: str = TOKEN) -> None:
+    def _start(self, name: str, *flags: str, token: str = TOKEN) -> None:
         variables = {"PYTHONPATH": str(ROOT), "TFDIST_RENDEZVOUS_TOKEN": token}
         with open(self.logs / f"{name}.log", "ab") as log:
             self.processes[name] = subprocess.Popen(
@@ -62,24 +60,21 @@ class Hosts:
                 env={**os.environ, **variables},
             )
 
-    def said(self, name: str, pattern: str) -> bool:
-        return re.search(pattern, (self.logs / f"{name}.log").read_text()) is not None
+    def said(self, name: str) -> str:
+        return (self.logs / f"{name}.log").read_text()
 
     def until_said(self, name: str, pattern: str) -> None:
-        until(lambda: self.said(name, pattern))
+        until(lambda: re.search(pattern, self.said(name)))
 
-    def send(self, name: str, signum: int) -> None:
+    def send(self, name: str, signum: int) -> float:
         self.processes[name].send_signal(signum)
+        return time.time()
 
     def code_of(self, name: str) -> int:
         return self.processes[name].wait(DEADLINE_S)
 
-    def state(self) -> SweepState:
-        return fold(read(self.path / "journal.jsonl"))
-
-    def moments(self, event: str) -> list[float]:
-        lines = read(self.path / "journal.jsonl")
-        return [line["at"] for line in lines if line["event"] == event]
+    def lines(self, event: str) -> list[dict[str, Any]]:
+        return [one for one in read(self.path / "journal.jsonl") if one["event"] == event]
 
     def steps(self, trial: str) -> list[list[str]]:
         """Who did what in a trial: process, step, and a word."""
@@ -94,17 +89,19 @@ class Hosts:
             waits = [int(pid) for pid, _, what in self.steps(trial) if what == "waits"]
             return [pid for pid in waits if pid not in but]
 
-        until(lambda: bool(found()))
-        return found()[-1]
+        return until(found)[-1]
 
-    def require_one_after_the_other(self) -> None:
-        """Each trial was written by one process at a time, and each step was done once."""
+    def ended(self) -> list[tuple[Any, ...]]:
+        """What became of the trials, each written by one process at a time, each step done once."""
         for trial in map(str, range(self.trials)):
             steps = self.steps(trial)
             writers = [pid for pid, _ in groupby(pid for pid, _, _ in steps)]
             assert len(writers) == len(set(writers)), f"trial {trial}: two wrote at once"
             done = [int(step) for _, step, what in steps if what == "done"]
             assert done == list(range(1, 21)), f"trial {trial}"
+        assert len(self.lines("ended")) == self.trials
+        trials = fold(read(self.path / "journal.jsonl")).trials.values()
+        return [(trial.status, trial.starts, trial.score) for trial in trials]
 
 
 @pytest.fixture
@@ -116,10 +113,6 @@ def hosts(tmp_path):
             process.send_signal(signal.SIGCONT)
             process.kill()
             process.wait()
-
-
-def is_alive(pid: int) -> bool:
-    return proc_state(pid) not in (None, "Z")
 
 
 @pytest.mark.timeout(600)
@@ -153,15 +146,9 @@ def test_runners_come_and_leave_and_outlive_a_chief_that_is_killed(hosts):
     hosts.chief("chief-3")
     hosts.runner("c")
     assert hosts.code_of("chief-3") == hosts.code_of("c") == 0
-    trials = hosts.state().trials
-    assert [(t.status, t.starts, t.kills) for t in trials.values()] == [
-        ("completed", 2, 0),
-        ("completed", 2, 0),
-        ("completed", 1, 0),
-    ]
-    assert [t.score for t in trials.values()] == [1 / 2, 1 / 3, 1 / 4]
-    assert len(hosts.moments("ended")) == 3
-    hosts.require_one_after_the_other()
+    done = [("completed", starts, 1 / n) for starts, n in ((2, 2), (2, 3), (1, 4))]
+    assert hosts.ended() == done
+    assert not any(line["kills"] for line in hosts.lines("killed"))
 
 
 @pytest.mark.alone
@@ -169,31 +156,22 @@ def test_runners_come_and_leave_and_outlive_a_chief_that_is_killed(hosts):
 def test_a_runner_that_vanishes_or_hangs_loses_its_trial_to_another(hosts):
     hosts.chief()
     hosts.runner("a")
-    first = hosts.writer("0")
-    hosts.runner("b")
-    hosts.until_said("b", "is there")
-    hosts.send("a", signal.SIGKILL)
-    killed_s = time.time()
-    second = hosts.writer("0", but=[first])
-    assert not is_alive(first)
-    assert hosts.moments("started")[1] - killed_s < GIVEN_BACK_S
-
-    hosts.runner("c")
-    hosts.until_said("c", "is there")
-    hosts.send("b", signal.SIGSTOP)  # its trial is not stopped, and nobody reads what it says
-    stopped_s = time.time()
-    third = hosts.writer("0", but=[first, second])
-    assert not is_alive(second)
-    assert hosts.moments("started")[2] - stopped_s < GIVEN_BACK_S
+    writers = [hosts.writer("0")]
+    # The trial of a runner that hangs is not stopped, and nobody reads what it says.
+    for runner, signum, another in (("a", signal.SIGKILL, "b"), ("b", signal.SIGSTOP, "c")):
+        hosts.runner(another)
+        hosts.until_said(another, "is there")
+        sent_s = hosts.send(runner, signum)
+        writers.append(hosts.writer("0", but=writers))
+        assert proc_state(writers[-2]) in (None, "Z")
+        assert hosts.lines("started")[-1]["at"] - sent_s < GIVEN_BACK_S
     hosts.send("b", signal.SIGCONT)
     hosts.until_said("chief", "comes too late with trial 0")
-    assert hosts.writer("0") == third
+    assert hosts.writer("0") == writers[-1]
     (hosts.path / "go").touch()
     for name in ("chief", "b", "c"):
         assert hosts.code_of(name) == 0
-    trial = hosts.state().trials["0"]
-    assert (trial.status, trial.starts, trial.score) == ("completed", 3, 1 / 2)
-    hosts.require_one_after_the_other()
+    assert hosts.ended() == [("completed", 3, 1 / 2)]
 
 
 @pytest.mark.timeout(600)
@@ -203,28 +181,23 @@ def test_who_does_not_belong_to_the_sweep_is_sent_away_with_one_line(hosts):
     hosts.runner("no-token", token="")
     hosts.runner("other-token", token="another secret of that length")
     hosts.runner("other-program", "--program", "mine.py")
-    found = directory.read_ownership(hosts.path)
-    for name in ("no-token", "other-token", "other-program"):
+    reasons = {
+        "no-token": "served: TFDIST_RENDEZVOUS_TOKEN: received a token of 0 characters",
+        "other-token": "token: received one that 127.0.0.1:",
+        "other-program": "received program mine.py there, served here",
+        "other-directory": "which is not that of the chief at",
+    }
+    for name, reason in reasons.items():
+        if name == "other-directory":  # as it is by now
+            another = '{"sweep": "another", "address": "127.0.0.1:1"}'
+            hosts.path.joinpath(protocol.OWNERSHIP).write_text(another)
+            hosts.runner(name)
         assert hosts.code_of(name) == 2
-    another = '{"sweep": "another", "address": "127.0.0.1:1"}'
-    hosts.path.joinpath(directory.OWNERSHIP).write_text(another)
-    hosts.runner("other-directory")
-    assert hosts.code_of("other-directory") == 2
-    assert found is not None
-    assert found.address == hosts.address
-    said = {name: (hosts.logs / f"{name}.log").read_text() for name in hosts.processes}
-    assert "served: TFDIST_RENDEZVOUS_TOKEN: received a token of 0 characters" in said["no-token"]
-    assert "token: received one that 127.0.0.1:" in said["other-token"]
-    assert "received program mine.py there, served here" in said["other-program"]
-    assert "--sweep_dir: received" in said["other-directory"]
-    assert "which is not that of the chief at" in said["other-directory"]
-    assert all(text.count("\n") == 1 for name, text in said.items() if name != "chief"), said
-    assert not any(TOKEN in text for text in said.values())
+        assert reason in hosts.said(name)
+        assert hosts.said(name).count("\n") == 1
     hosts.send("chief", signal.SIGTERM)
     assert hosts.code_of("chief") == 143
-    hosts.runner("late", "--reconnect_s", "0.5")
-    assert hosts.code_of("late") == 75
-    hosts.until_said("late", "no chief of the sweep was there for .*Connection refused")
+    assert not any(TOKEN in hosts.said(name) for name in hosts.processes)
 
 
 class Served(Sweep):
@@ -254,12 +227,6 @@ def space(hp, config):
         config.write_text(self.CONFIG.format(examples=examples))
         super().__init__(path / "found", "--config", str(config), *flags, trials=4)
 
-    def chief(self, *flags: str) -> contextlib.AbstractContextManager[Program]:
-        return self._as("chief", "--serve", self.address, "--parallel_trials", "0", *flags)
-
-    def runner(self, name: str) -> contextlib.AbstractContextManager[Program]:
-        return self._as(name, "--join", self.address)
-
     def _as(self, name: str, *flags: str) -> contextlib.AbstractContextManager[Program]:
         one = Sweep(self.path)
         one.flags = (*self.flags, *flags)
@@ -268,14 +235,20 @@ def space(hp, config):
 
     def lose_the_runner_of(self, trial: str) -> None:
         """Runs the sweep to its end; the trial's runner is killed in its midst, another comes."""
-        with self.chief() as chief, contextlib.ExitStack() as stack:
-            with self.runner("first") as first:
+        with contextlib.ExitStack() as stack:
+            serve = ("--serve", self.address, "--parallel_trials", "0")
+            chief = stack.enter_context(self._as("chief", *serve))
+            with self._as("first", "--join", self.address) as first:
                 self._until_it_trains(trial)
                 first.send_signal(signal.SIGKILL)
-            second = stack.enter_context(self.runner("second"))
+            second = stack.enter_context(self._as("second", "--join", self.address))
             assert chief.wait(SWEEP_DEADLINE_S) == 0
             assert second.wait(SWEEP_DEADLINE_S) == 0
-        self._require_each_once(torn=trial)
+        lines, trials = read(self.path / "journal.jsonl"), self.state().trials
+        assert {trial.status for trial in trials.values()} == {"completed"}
+        assert {t.id: t.starts for t in trials.values()} == {n: 1 + (n == trial) for n in trials}
+        ended = [line["trial"] for line in lines if line["event"] == "ended"]
+        assert sorted(ended) == sorted(trials)
         assert self.summary(self.run_of(trial))["resumed_from_step"], "it began anew"
 
     def run_of(self, trial: str) -> Path:
@@ -294,17 +267,6 @@ def space(hp, config):
         checkpoints = self.run_of(trial) / "checkpoints"
         before = set(checkpoints.glob("step-*"))
         until(lambda: set(checkpoints.glob("step-*")) - before, within_s=SWEEP_DEADLINE_S)
-
-    def _require_each_once(self, *, torn: str) -> None:
-        """All trials have ended, each once; that which lost its runner was started twice."""
-        trials = self.state().trials
-        assert {trial.status for trial in trials.values()} == {"completed"}
-        assert {t.id: t.starts for t in trials.values()} == {
-            name: 2 if name == torn else 1 for name in trials
-        }
-        lines = read(self.path / "journal.jsonl")
-        ended = [line["trial"] for line in lines if line["event"] == "ended"]
-        assert sorted(ended) == sorted(trials)
 
 
 @pytest.mark.timeout(3 * SWEEP_DEADLINE_S)

@@ -193,7 +193,7 @@ BEGINS_WITHOUT = {
     ),
     "spawn": ("import tfdist; tfdist.spawn", {*HEAVY, "cloudpickle"}),
     "tune": (
-        "from tfdist.tuning import chief, directory, exports, options, screen, sweep",
+        "from tfdist.tuning import chief, options, results, sweep; import tfdist.tune",
         {"keras_tuner", "keras", "tensorflow"},
     ),
     "search": ("import tfdist.tuning; tfdist.tuning.search", {"tfdist.training"}),

@@ -34,7 +34,7 @@ from tfdist.tuning.trial_job import (
 
 if TYPE_CHECKING:  # it loads KerasTuner, and with it TensorFlow
     from tfdist.tuning.oracle import Search
-    from tfdist.tuning.screen import SweepScreen
+    from tfdist.tuning.results import SweepScreen
     from tfdist.tuning.sweep import Sweep
 
 logger = logging.getLogger(__name__)

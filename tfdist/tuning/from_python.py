@@ -33,9 +33,8 @@ from tfdist.tuning.oracle import (
     default_dir,
     describe_space,
 )
-from tfdist.tuning.runner import TrialProgram
 from tfdist.tuning.sweep import RETRAINED, Sweep
-from tfdist.tuning.trial_job import Assignment, read_assignment
+from tfdist.tuning.trial_job import Assignment, TrialProgram, read_assignment
 
 # Checks of the user's tuner and program.
 
@@ -349,14 +348,12 @@ def _plain(fitting: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def search_of(tuner: Any, sweep_dir: Path, begun: Mapping[str, Any]) -> Search:
-    """Return the tuner's own oracle with the sweep's seed, and with no limit of its own."""
+    """Return the tuner's own oracle, with the sweep's seed."""
     oracle, seed = tuner.oracle, begun["seed"]
     oracle.seed = oracle._seed_state = seed
-    oracle.max_trials = begun["max_trials"]
-    oracle.max_consecutive_failed_trials = sys.maxsize  # it would raise with its lock held
     if isinstance(oracle, keras_tuner.oracles.BayesianOptimizationOracle):
         oracle._random_state, oracle.gpr = np.random.RandomState(seed), oracle._make_gpr()
-    return Search(oracle, sweep_dir=sweep_dir)
+    return Search(oracle, sweep_dir=sweep_dir, max_trials=begun["max_trials"])
 
 
 def _raise_unless_done(exit_code: int, state: SweepState, sweep_dir: Path) -> None:

@@ -238,7 +238,7 @@ project_name)`."""
 class Search:
     """An oracle of KerasTuner in one process, which asks it and tells it, one at a time."""
 
-    def __init__(self, oracle: Any, *, sweep_dir: Path) -> None:
+    def __init__(self, oracle: Any, *, sweep_dir: Path, max_trials: int | None) -> None:
         self._oracle = oracle
         self._project = sweep_dir / PROJECT
         self._recorded: Mapping[str, Any] | None = None
@@ -246,7 +246,9 @@ class Search:
         self._populate = oracle.populate_space
         if isinstance(oracle, keras_tuner.oracles.GridSearchOracle):
             self._populate = functools.partial(self._next_of_grid, oracle.populate_space)
-        oracle.verbose = 0
+        oracle.verbose, oracle.max_trials = 0, max_trials
+        # It would raise with its lock held; --max_failed_trials is ours.
+        oracle.max_consecutive_failed_trials = sys.maxsize
         oracle._set_project_dir(str(sweep_dir), PROJECT)
         oracle.populate_space = self._populate_space
         oracle.save = oracle._save_trial = _not_yet  # `publish` does, after the journal
@@ -347,30 +349,26 @@ def make_oracle(
     objective: str,
     direction: str,
     seed: int,
-    max_trials: int | None,
     max_epochs: int,
     factor: int,
 ) -> Any:
     """Return KerasTuner's oracle of that name; `max_epochs` and `factor` are of hyperband."""
-    common = {
+    options = {
         "objective": keras_tuner.Objective(objective, direction),
         "hyperparameters": hyperparameters.copy(),
         "seed": seed,
-        # It would raise with its lock held; --max_failed_trials is ours.
-        "max_consecutive_failed_trials": sys.maxsize,
     }
     if tuner == "hyperband":
-        oracle = keras_tuner.oracles.HyperbandOracle(max_epochs=max_epochs, factor=factor, **common)
-        oracle.max_trials = max_trials
-        return oracle
+        options |= {"max_epochs": max_epochs, "factor": factor}
+    if tuner == "bayesian":  # its model is theirs
+        require_packages("--tuner bayesian", "sklearn", "scipy", extra="digits")
     kinds = {
         "random": keras_tuner.oracles.RandomSearchOracle,
         "grid": keras_tuner.oracles.GridSearchOracle,
         "bayesian": keras_tuner.oracles.BayesianOptimizationOracle,
+        "hyperband": keras_tuner.oracles.HyperbandOracle,
     }
-    if tuner == "bayesian":  # its model is theirs
-        require_packages("--tuner bayesian", "sklearn", "scipy", extra="digits")
-    return kinds[tuner](max_trials=max_trials, **common)
+    return kinds[tuner](**options)
 
 
 def _fits_a_model(oracle: Any) -> bool:

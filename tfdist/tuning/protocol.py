@@ -9,26 +9,34 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import json
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from tfdist import files
 from tfdist.cluster import tf_config
 from tfdist.cluster.address import split_address
 from tfdist.errors import TfdistError, UsageError, opening_port
+from tfdist.files import one_line_errors
 from tfdist.launch.multihost import agreement
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.multihost.rendezvous import listen, resolve
 from tfdist.outputs.sweep_journal import TRIALS, Slot
 from tfdist.tuning import trial_job
-from tfdist.tuning.exports import OF_TRACKERS
-from tfdist.tuning.options import RunOptions
-from tfdist.tuning.runner import TrialProgram
-from tfdist.tuning.trial_job import Completed, Failed, Goal, Killed, Outcome, TrialJob
-
-_Options = TypeVar("_Options", bound=RunOptions)
+from tfdist.tuning.options import RunOptions, SweepOptions
+from tfdist.tuning.trial_job import (
+    Completed,
+    Failed,
+    Goal,
+    Killed,
+    Outcome,
+    TrialJob,
+    TrialProgram,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +101,8 @@ def _require_reachable(address: str, host: str, number: str) -> None:
 
 
 def apply_tf_config(
-    options: _Options, environ: Mapping[str, str]
-) -> tuple[_Options, dict[str, str]]:
+    options: SweepOptions, environ: Mapping[str, str]
+) -> tuple[SweepOptions, dict[str, str]]:
     """Return the options with what TF_CONFIG says of several hosts, and the environment without.
 
     The chief of its cluster serves at its own address, the workers join; flags say more.
@@ -121,6 +129,45 @@ def apply_tf_config(
     )
 
 
+# Ownership file of a served sweep: which chief has it, and where that is.
+#
+# A runner that sees another one than its chief has told it, or none, has another directory: one
+# that is not shared, or that was copied before this chief was started.
+
+OWNERSHIP = "served.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ownership:
+    """Contents of the file."""
+
+    sweep: str
+    """Drawn by each chief: a copy made before does not have it."""
+    address: str
+    """Of the chief: where runners find it again if it was started anew elsewhere."""
+
+
+def read_ownership(sweep_dir: Path) -> Ownership | None:
+    """Return it, None where there is none that can be read."""
+    try:
+        content = json.loads((sweep_dir / OWNERSHIP).read_text(encoding="utf-8"))
+        return Ownership(sweep=str(content["sweep"]), address=str(content["address"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_ownership(sweep_dir: Path, *, address: str) -> Ownership:
+    """Write where the chief is, before it listens there; return what is written.
+
+    Raises TfdistError where the file cannot be written.
+    """
+    ownership = Ownership(sweep=secrets.token_hex(16), address=address)
+    path = sweep_dir / OWNERSHIP
+    with one_line_errors(path):
+        files.write_json(path, dataclasses.asdict(ownership), durable=False)
+    return ownership
+
+
 # Messages.
 
 Message = dict[str, Any]
@@ -136,6 +183,9 @@ LEASE_S = 10.0
 
 ANY_RANK = 1 << 48
 """A runner draws its rank from so many, so that hardly two of them draw the same."""
+
+OF_TRACKERS = frozenset({"WANDB_RUN_GROUP", "MLFLOW_RUN_CONTEXT"})
+"""The variables that trials may have beside their assignment."""
 
 _KINDS = {"completed": Completed, "failed": Failed, "killed": Killed}
 

@@ -20,12 +20,18 @@ from tfdist.cluster.address import split_address
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.launch.events import SignalPipe, exit_code_for
 from tfdist.launch.multihost.rendezvous import Joining, Member, Violation
-from tfdist.tuning import directory, guard, protocol
+from tfdist.tuning import guard, protocol
 from tfdist.tuning.guard import SAVE_AFTER_S, LeaseGuardClient
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.protocol import ALIVE, ANY_RANK, LEASE_S, Lease, Message, SweepAddress
-from tfdist.tuning.runner import LaunchedTrial, LauncherRunner, ends_of
-from tfdist.tuning.trial_job import Failed, Killed, Outcome
+from tfdist.tuning.trial_job import (
+    Failed,
+    Killed,
+    LaunchedTrial,
+    LauncherRunner,
+    Outcome,
+    ends_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +74,7 @@ class RemoteRunner:
         self._dropped: list[LaunchedTrial] = []
         """Killed, as their leases are lost: their ends are waited for and not reported."""
         self._stop_signal: int | None = None
-        self.exit_code: int | None = None
+        self._exit_code: int | None = None
         """What the sweep has ended with, once the chief has said so."""
 
     def run(self) -> int:
@@ -80,15 +86,15 @@ class RemoteRunner:
         """
         with SignalPipe() as signals, self._lease_guard:
             try:
-                while (code := self._code()) is None:
+                while (code := self.code()) is None:
                     self._turn(signals)
                 return code
             finally:
                 self._end_all()
                 self._chief.close()
 
-    def _code(self) -> int | None:
-        """Return the exit code, None while there is more to do."""
+    def code(self) -> int | None:
+        """Return the exit code, None while there is more to do; raise as `run`."""
         is_busy = any(held.running or self._chief.is_there for held in self._held.values())
         if self._stop_signal is not None and not (is_busy or self._dropped):
             return exit_code_for(self._stop_signal)
@@ -98,12 +104,12 @@ class RemoteRunner:
                 f"{self._chief.away_s:.0f} s: {self._chief.why}. Fix: start it, see that its "
                 "name and port are right and that no firewall is between, or raise --reconnect_s"
             )
-        return self.exit_code
+        return self._exit_code
 
     def _turn(self, signals: SignalPipe) -> None:
         came = signals.stop_requests()
         if came and self._stop_signal is None:
-            self._leave(came[0])
+            self.leave(came[0])
         self.go_on([signals.fd])
         poll = ends_of(held.running for held in self._held.values() if held.running)
         for fd in (*self._chief.fds, signals.fd):
@@ -118,7 +124,7 @@ class RemoteRunner:
             self._poll(lease, held)
         self._dropped = [trial for trial in self._dropped if trial.poll() is None]
 
-    def _leave(self, signum: int) -> None:
+    def leave(self, signum: int) -> None:
         """Have all trials save and end; the chief gives them to others."""
         logger.info("asked to stop: the trials are saved and given back")
         self._stop_signal = signum
@@ -139,7 +145,7 @@ class RemoteRunner:
             case {"taken": lease}:
                 self._held.pop(protocol.decode_lease(lease), None)
             case {"end": int(code)}:
-                self.exit_code = code
+                self._exit_code = code
 
     def _present(self) -> None:
         """Report our name, the leases we hold, and the outcomes of trials that have ended."""
@@ -338,7 +344,7 @@ class ChiefClient:
             self._renewed(began_s)
 
     def _on_refused(self, at_s: float) -> None:
-        found = directory.read_ownership(self._sweep_dir)
+        found = protocol.read_ownership(self._sweep_dir)
         if found is None or found.address == self.address:
             self._renewed(at_s)
         else:
@@ -351,7 +357,7 @@ class ChiefClient:
 
     def _check(self, sweep: str) -> None:
         """Make sure that the chief has the directory that we have."""
-        found = directory.read_ownership(self._sweep_dir)
+        found = protocol.read_ownership(self._sweep_dir)
         if found is None or found.sweep != sweep:
             raise UsageError(
                 "--sweep_dir",

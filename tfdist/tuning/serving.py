@@ -26,9 +26,7 @@ from typing import Any
 from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived, News, PeerJoined
 from tfdist.outputs.sweep_journal import HERE, Slot
 from tfdist.tuning import protocol
-from tfdist.tuning.directory import Ownership
-from tfdist.tuning.protocol import ALIVE, ANY_RANK, LEASE_S, Lease, Message
-from tfdist.tuning.runner import ends_of
+from tfdist.tuning.protocol import ALIVE, ANY_RANK, LEASE_S, Lease, Message, Ownership
 from tfdist.tuning.trial_job import (
     Completed,
     Failed,
@@ -37,6 +35,7 @@ from tfdist.tuning.trial_job import (
     Runner,
     RunningTrial,
     TrialJob,
+    ends_of,
 )
 
 logger = logging.getLogger(__name__)

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tfdist import files
 from tfdist.cluster.settings import restarts
-from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped
-from tfdist.files import one_line_errors
+from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError, require
+from tfdist.files import FileLock, Held, one_line_errors
 from tfdist.launch.events import SignalPipe
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.machine import Machine, this_machine
 from tfdist.launch.multihost.hosts import environment_of_tasks
-from tfdist.outputs.run_directory import RunDirectory
-from tfdist.outputs.sweep_journal import JOURNAL, Journal, SweepState, Trial, fold
-from tfdist.tuning import directory
+from tfdist.outputs.run_directory import RunDirectory, differences
+from tfdist.outputs.sweep_journal import JOURNAL, LOCK, TRIALS, Journal, SweepState, Trial, fold
 from tfdist.tuning.chief import KILLS_AT_MOST, POLL_S, Chief, StopRequests
-from tfdist.tuning.exports import export_hparams, variables_of_trials
 from tfdist.tuning.guard import LeaseGuardClient
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.protocol import listener_of, sweep_address_of
+from tfdist.tuning.protocol import listener_of, sweep_address_of, write_ownership
 from tfdist.tuning.remote_runner import ChiefClient, RemoteRunner
-from tfdist.tuning.runner import LauncherRunner, TrialProgram
-from tfdist.tuning.screen import SweepScreen, leaderboard
+from tfdist.tuning.results import SweepScreen, export_hparams, leaderboard, variables_of_trials
 from tfdist.tuning.serving import RunnerServer, ServingRunner
-from tfdist.tuning.trial_job import Completed, Failed, Goal, Outcome, Runner, TrialJob
+from tfdist.tuning.trial_job import (
+    Completed,
+    Failed,
+    Goal,
+    LauncherRunner,
+    Outcome,
+    Runner,
+    TrialJob,
+    TrialProgram,
+    is_run_in,
+)
 
 if TYPE_CHECKING:  # it loads KerasTuner, and with it TensorFlow
     from tfdist.tuning.oracle import Search
@@ -109,16 +117,16 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
     sweep_dir = sweep.options.sweep_dir
     with one_line_errors(f"sweep directory {sweep_dir}"):
         sweep_dir.mkdir(parents=True, exist_ok=True)
-    directory.require_own(sweep_dir)
-    with ExitStack() as stack:
-        stack.enter_context(directory.chief_lock(sweep_dir))
+    require_own(sweep_dir)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(chief_lock(sweep_dir))
         stack.callback(sweep.runner.close)
         sweep.runner.warm_up()
         description = sweep.describe()
         if sweep.options.overwrite and restarts(os.environ):
             logger.info("started again: --overwrite was for the first start, the sweep goes on")
         elif sweep.options.overwrite:
-            directory.set_aside(sweep_dir)
+            set_aside(sweep_dir)
         journal = Journal(sweep_dir / JOURNAL, time_of_day=time.time)
         _begin_journal(sweep, journal, description)
         if sweep.trackers:
@@ -169,7 +177,7 @@ def _serving(sweep: Sweep) -> ServingRunner | None:
     if where is None:
         return None
     listener = listener_of(where.address)
-    ownership = directory.write_ownership(sweep.options.sweep_dir, address=where.address)
+    ownership = write_ownership(sweep.options.sweep_dir, address=where.address)
     server = RunnerServer(listener, token=where.token, terms=where.terms)
     logger.info("runners may come to %s", where.address)
     return ServingRunner(sweep.runner, server, ownership=ownership)
@@ -182,7 +190,7 @@ def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> No
         journal.add("begun", **{**now, "seed": seed})
         return
     before = fold(journal.lines).begun
-    directory.require_same(sweep.options.sweep_dir, before, now)
+    require_same(sweep.options.sweep_dir, before, now)
     if before["max_trials"] != now["max_trials"]:
         journal.add("extended", max_trials=now["max_trials"])
 
@@ -226,7 +234,7 @@ def _fork_template(
     """Return the process that imports once for all trials; None where a fork would break a GPU."""
     if program.imports is None or machine.gpus or machine.has_gpu_driver:
         return None
-    log = directory.FORK_LOG
+    log = FORK_LOG
     if options.join is not None:
         log = log.replace(".", f"-{socket.gethostname()}.", 1)
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": "-1"}  # as the launcher has it
@@ -302,3 +310,101 @@ def retrain(runner: Runner, job: TrialJob, *, stop_requests: StopRequests) -> in
     score = f"{outcome.score:.4f} in its best virtual epoch"
     logger.info("the best trial, trained again: %s; the model after its last one: %s", score, path)
     return EXIT_OK
+
+
+# The directory of a sweep: whose it is, and whether a command may go on with it.
+
+FORK_LOG = "fork-server.log"
+
+_SAME = (
+    *("tuner", "objective", "direction", "factor"),
+    *("strategy", "workers", "ps", "early_stop", "seed"),
+)
+
+
+def require_own(path: Path) -> None:
+    """Raise UsageError where the directory holds something that is no sweep."""
+    names = _names(path)
+    require(
+        not names or JOURNAL in names,
+        f"sweep directory {path}",
+        received=f"a directory with {', '.join(sorted(names)[:3])} and no {JOURNAL}",
+        expected="an empty one, a new one, or that of a sweep",
+        fix="give the sweep another --sweep_dir",
+        code="not-a-sweep",
+    )
+
+
+def set_aside(path: Path) -> None:
+    """Move an earlier sweep to ``old-1``, ``old-2``, ... inside it; the lock's holder calls it.
+
+    Raises UsageError where a trial of it still runs: its processes would go on writing under these
+    names.
+    """
+    names = _names(path)
+    if JOURNAL not in names:
+        return
+    _require_at_rest(path)
+    # The journal goes last: until then the directory is still seen as a sweep's.
+    files.move_aside(path, [*sorted(names - {JOURNAL}), JOURNAL])
+
+
+def _names(path: Path) -> set[str]:
+    """Return the files of a sweep, without those that any start writes before it is one."""
+    mine = (LOCK, FORK_LOG)
+    return {name for name in os.listdir(path) if name not in mine and not name.startswith("old-")}
+
+
+def _require_at_rest(path: Path) -> None:
+    for run_dir in sorted((path / TRIALS).glob("*")):
+        require(
+            not is_run_in(run_dir),
+            "--overwrite",
+            received=f"it while {run_dir} is written, as by a runner whose chief was killed",
+            expected="a sweep at rest",
+            fix="end the runners of the earlier sweep, wait a moment for the save, try again",
+            code="sweep-runs",
+        )
+
+
+def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise UsageError where a sweep is started again with what would make it another one."""
+    now = {**now, "seed": before.get("seed") if now["seed"] is None else now["seed"]}
+    found = differences(_identity(before), _identity(now))
+    require(
+        not found,
+        f"sweep directory {path}",
+        received=found,
+        expected="what the sweep in it began with",
+        fix="give this sweep another --sweep_dir, or --overwrite to move the old one aside",
+        code="another-sweep",
+    )
+
+
+def _identity(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a sweep's description, or of its journal's begin, that may not change."""
+    space = [{"type": one["class_name"], **one["config"]} for one in description.get("space", ())]
+    return {
+        **{name: description.get(name) for name in _SAME},
+        "config": description.get("config", {}),
+        "search space": {f"{number} {one['name']}": one for number, one in enumerate(space)},
+    }
+
+
+@contextlib.contextmanager
+def chief_lock(path: Path) -> Iterator[None]:
+    """Hold a sweep for its one chief; raise UsageError where another process does."""
+    lock = FileLock(path / LOCK)
+    try:
+        with one_line_errors(lock.path):
+            lock.acquire()
+    except Held as held:
+        raise UsageError(
+            f"sweep directory {path}",
+            received=f"a second chief while process {held.holder} runs the sweep",
+            expected="one chief",
+            fix="wait for it or end it; --show prints how far it is",
+            code="second-chief",
+        ) from held
+    with lock:
+        yield

@@ -16,8 +16,7 @@ from tfdist.errors import TfdistError
 from tfdist.outputs.sweep_journal import TRIALS, Trial
 from tfdist.tuning import sweep
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.runner import TrialProgram
-from tfdist.tuning.trial_job import Assignment
+from tfdist.tuning.trial_job import Assignment, TrialProgram
 
 STEPPING = Path(__file__).parent / "stepping.py"
 
@@ -32,7 +31,7 @@ class CountingSweep(sweep.Sweep):
         return {**same, "direction": "max", "objective": "val_accuracy", "tuner": "counting"}
 
     def search(self, begun: Mapping[str, Any]) -> Any:
-        return FakeSearch([], count=self.trials)
+        return FakeSearch(count=self.trials)
 
     def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> Mapping[str, str]:
         run_dir = str((self.options.sweep_dir / TRIALS / trial.run).absolute())
@@ -55,7 +54,6 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=1)
     parser.add_argument("--program", default="served")
     parser.add_argument("--parallel_trials", type=int)
-    parser.add_argument("--reconnect_s", type=float, default=300.0)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     places = given.parallel_trials
@@ -65,7 +63,6 @@ def main() -> int:
         serve=given.serve,
         join=given.join,
         max_failed_trials=1,
-        reconnect_s=given.reconnect_s,
     )
     program = TrialProgram(
         command=(str(STEPPING),),

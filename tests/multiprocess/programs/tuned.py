@@ -4,6 +4,7 @@ Usage: tuned.py SWEEP_DIR STRATEGY WORKERS TRIALS. The first trial waits while t
 SWEEP_DIR/hold. The variables SERVE and JOIN make it a chief or a runner of several hosts.
 """
 
+import json
 import os
 import signal
 import sys
@@ -41,36 +42,24 @@ class Hyper(keras_tuner.HyperModel):
         return model.fit(*args, batch_size=hp.get("batch"), **kwargs)
 
 
-class Killed(keras.callbacks.Callback):
-    """The last task of trial 1 is killed as its third epoch begins, once."""
+class Mishaps(keras.callbacks.Callback):
+    """In the third epoch trial 0 is held, and says so; the last task of trial 1 is killed, once."""
 
-    def __init__(self, mark):
+    def __init__(self, path):
         super().__init__()
-        self.mark = mark
+        self.path = path
 
     def on_epoch_begin(self, epoch, logs=None):
+        trial = json.loads(os.environ["TFDIST_TRIAL"])["trial"]
+        if epoch == 2 and trial == "0" and (self.path / "hold").exists():
+            (self.path / "held").touch()
+            while (self.path / "hold").exists():
+                time.sleep(0.05)
         config = read_environment(os.environ)
         is_last = config.task.index == len(config.cluster.worker) - 1
-        if epoch == 2 and is_last and '"trial": "1"' in os.environ["TFDIST_TRIAL"]:
-            try:
-                self.mark.touch(exist_ok=False)
-            except FileExistsError:
-                return
+        if epoch == 2 and trial == "1" and is_last and not (self.path / "killed").exists():
+            (self.path / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Held(keras.callbacks.Callback):
-    """Trial 0 waits in its third epoch while a file is there, and says so by another."""
-
-    def __init__(self, hold):
-        super().__init__()
-        self.hold = hold
-
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 2 and '"trial": "0"' in os.environ["TFDIST_TRIAL"] and self.hold.exists():
-            self.hold.with_name("held").touch()
-            while self.hold.exists():
-                time.sleep(0.05)
 
 
 if __name__ == "__main__":
@@ -87,7 +76,7 @@ if __name__ == "__main__":
         Y,
         epochs=4,
         validation_data=(X, Y),
-        callbacks=[Killed(sweep_dir / "killed"), Held(sweep_dir / "hold")],
+        callbacks=[Mishaps(sweep_dir)],
         strategy=strategy,
         workers=workers,
         parallel_trials=0 if "SERVE" in os.environ else 2,
