@@ -62,8 +62,7 @@ def _publish(options: Any) -> Path:
     """Export what the source has now."""
     samples = _samples(options.samples) if options.samples else None
     # Only now: a wrong flag is answered without the seconds that TensorFlow takes to load.
-    from tfdist.serving.export import export_model
-    from tfdist.serving.sources import read_model
+    from tfdist.serving.export import export_model, read_model
 
     model, origin = read_model(
         options.source, step=options.step, best=options.best, make=options.model
@@ -93,7 +92,7 @@ def _follow(options: Any) -> None:
     What has come until then is exported too. Raises TfdistError where the first export fails;
     later ones are logged, and the next is tried.
     """
-    from tfdist.serving.sources import newest_in
+    from tfdist.serving.export import newest_in
 
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):

@@ -90,10 +90,10 @@ def test_a_run_saves_its_model_and_is_exported_with_its_normalisation_inside(fin
 
 
 def test_a_run_is_exported_in_its_precision(finished):
-    from tfdist.serving import sources
+    from tfdist.serving import export
 
     config = json.loads((finished / "config.json").read_text())
-    served, model = sources._of_run({**config, "precision": "mixed_bfloat16"})
+    served, model = export._of_run({**config, "precision": "mixed_bfloat16"})
     assert served.get_layer("normalize").compute_dtype == "float32"
     hidden, logits = [layer.compute_dtype for layer in model.layers if layer.weights][-2:]
     assert (hidden, logits) == ("bfloat16", "float32")

@@ -1,4 +1,4 @@
-"""The requests of one version: which replica gets which, and what becomes of them when one ends.
+"""The requests of a model: which version and replica gets which, and what is tried again.
 
 No request is lost with its replica. Those that a dead replica had are sent once more, each alone to
 a replica that has nothing else: so the one that kills replicas is known after the second, and its
@@ -9,10 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
-from tfdist.serving.protocol import Code, Frame, Kind, RequestError, decode_error
+from tfdist.serving.protocol import (
+    Code,
+    Frame,
+    Kind,
+    ModelStatus,
+    RequestError,
+    VersionState,
+    decode_error,
+)
 
 Outcome = bytes | RequestError
 MAX_DEATHS = 2  # replicas that end with a request
@@ -235,3 +245,64 @@ class Dispatcher:
         if not ticket.abandoned:
             ticket.abandoned = True
             ticket.answer(outcome)
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class ModelRoute:
+    """A model in the words of the supervisor, and its requests.
+
+    Attributes:
+      replicas: those that are to get requests: the path at which they listen, and the version.
+      draining: those that are to end once they have no request.
+      dispatchers: of the versions that are served, or whose replicas are draining.
+    """
+
+    status: ModelStatus = dataclasses.field(default_factory=ModelStatus)
+    replicas: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
+    draining: set[int] = dataclasses.field(default_factory=set)
+    dispatchers: dict[int, Dispatcher] = dataclasses.field(default_factory=dict)
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    batches: Counter[int] = dataclasses.field(default_factory=Counter)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests that name no version have a replica."""
+        return self.status.serving in {version for _, version in self.replicas.values()}
+
+    @property
+    def figures(self) -> Counter[str]:
+        """What is there now, and how often something has happened, by name."""
+        keys = ("waiting", "outstanding", "replicas")
+        now = {key: sum(getattr(one, key) for one in self.dispatchers.values()) for key in keys}
+        return Counter({**now, "version": self.status.serving or 0, **self.counts})
+
+    def update(self, table: Mapping[str, Any], limits: QueueLimits) -> None:
+        """Take the state of the model that the supervisor sends."""
+        states = [VersionState(**state) for state in table["states"]]
+        served, labels = frozenset(table["served"]), table["labels"]
+        self.status = ModelStatus(served=served, labels=labels, states=states)
+        self.replicas = {id: (path, version) for id, path, version in table["replicas"]}
+        self.draining = set(table["draining"])
+        for version in served - self.dispatchers.keys():
+            self.dispatchers[version] = Dispatcher(
+                limits, time.monotonic, counts=self.counts, batches=self.batches
+            )
+
+    def route(self) -> set[int]:
+        """Give requests to the replicas alone; return the draining ones that have none left.
+
+        What waits for a version that is served no more is answered by it, while it has replicas
+        that take requests.
+        """
+        for version, one in list(self.dispatchers.items()):
+            if version in self.status.served:
+                one.route(self.replicas)
+                continue
+            if not one.replicas and self.status.serving is not None:
+                one.move_to(self.dispatchers[self.status.serving])
+            if not one.waiting:
+                one.route(())
+                if not one.links:
+                    del self.dispatchers[version]
+        links = [link for one in self.dispatchers.values() for link in one.links.values()]
+        return self.draining - {link.id for link in links if link.outstanding}

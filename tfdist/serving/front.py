@@ -24,7 +24,6 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, cast
@@ -32,12 +31,14 @@ from typing import Any, cast
 import grpc
 import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.utils import floatToGoString
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tfdist.launch.guardian import die_with
 from tfdist.serving import protocol
-from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Ticket
-from tfdist.serving.metrics import Metrics
+from tfdist.serving.dispatch import Dispatcher, ModelRoute, Outcome, QueueLimits, Ticket
 from tfdist.serving.protocol import (
     HTTP_STATUS,
     Code,
@@ -47,7 +48,6 @@ from tfdist.serving.protocol import (
     ModelStatus,
     RequestError,
     Target,
-    VersionState,
 )
 from tfdist.serving.versions import policies_of
 
@@ -63,8 +63,22 @@ _GRPC_KINDS = {
     "Regress": Kind.GRPC_REGRESS,
     "GetModelMetadata": Kind.GRPC_METADATA,
 }
-
 _PAGE = (Path(__file__).parent / "page.html").read_bytes()
+
+_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_BATCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+_GAUGES = {
+    "waiting": "Requests that wait for a replica",
+    "outstanding": "Requests that replicas have",
+    "replicas": "Replicas that take requests",
+    "version": "The newest version that is served",
+}
+_COUNTS = {
+    "retried": "Requests that were sent again as their replica had ended",
+    "rejected": "Requests that found the queue full",
+    "expired": "Requests whose deadline passed",
+    "poisonous": "Requests with which two replicas ended",
+}
 
 Message = MutableMapping[str, Any]
 
@@ -92,60 +106,6 @@ class FrontOptions:
     key: str = ""
     access_log: str = ""
     drain_s: float = 30.0
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class ModelRoute:
-    """A model in the words of the supervisor, and its requests.
-
-    Attributes:
-      replicas: those that are to get requests: the path at which they listen, and the version.
-      draining: those that are to end once they have no request.
-      dispatchers: of the versions that are served, or whose replicas are draining.
-    """
-
-    status: ModelStatus = dataclasses.field(default_factory=ModelStatus)
-    replicas: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
-    draining: set[int] = dataclasses.field(default_factory=set)
-    dispatchers: dict[int, Dispatcher] = dataclasses.field(default_factory=dict)
-    counts: Counter[str] = dataclasses.field(default_factory=Counter)
-    batches: Counter[int] = dataclasses.field(default_factory=Counter)
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether requests that name no version have a replica."""
-        return self.status.serving in {version for _, version in self.replicas.values()}
-
-    def update(self, table: Mapping[str, Any], limits: QueueLimits) -> None:
-        """Take the state of the model that the supervisor sends."""
-        states = [VersionState(**state) for state in table["states"]]
-        served, labels = frozenset(table["served"]), table["labels"]
-        self.status = ModelStatus(served=served, labels=labels, states=states)
-        self.replicas = {id: (path, version) for id, path, version in table["replicas"]}
-        self.draining = set(table["draining"])
-        for version in served - self.dispatchers.keys():
-            self.dispatchers[version] = Dispatcher(
-                limits, time.monotonic, counts=self.counts, batches=self.batches
-            )
-
-    def route(self) -> set[int]:
-        """Give requests to the replicas alone; return the draining ones that have none left.
-
-        What waits for a version that is served no more is answered by it, while it has replicas
-        that take requests.
-        """
-        for version, one in list(self.dispatchers.items()):
-            if version in self.status.served:
-                one.route(self.replicas)
-                continue
-            if not one.replicas and self.status.serving is not None:
-                one.move_to(self.dispatchers[self.status.serving])
-            if not one.waiting:
-                one.route(())
-                if not one.links:
-                    del self.dispatchers[version]
-        links = [link for one in self.dispatchers.values() for link in one.links.values()]
-        return self.draining - {link.id for link in links if link.outstanding}
 
 
 class ReplicaConnection(asyncio.Protocol):
@@ -180,6 +140,61 @@ class ReplicaConnection(asyncio.Protocol):
     def _flush(self) -> None:
         data, self._unsent = b"".join(self._unsent), []
         self._transport.write(data)
+
+
+class Metrics:
+    """What a front counts, for Prometheus: requests by outcome and time, how full queues are."""
+
+    def __init__(self, models: Mapping[str, ModelRoute]) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "tfdist_serving_requests",
+            "Requests that were answered",
+            ["via", "model", "code"],
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            "tfdist_serving_request_seconds",
+            "From the request to its answer",
+            ["via", "model"],
+            buckets=_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._children: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}
+        self._models = models
+        self._registry.register(self)  # its `collect` is asked for the state of the models
+
+    def observe(self, *, via: str, model: str, code: str, seconds: float) -> None:
+        """Count an answered request."""
+        key = (via, model, code)
+        if key not in self._children:  # looking them up by their labels takes longer than counting
+            self._children[key] = (self._requests.labels(*key), self._seconds.labels(via, model))
+        requests, times = self._children[key]
+        requests.inc()
+        times.observe(seconds)
+
+    def text(self) -> bytes:
+        """Return all of it in Prometheus' text form."""
+        return bytes(generate_latest(self._registry))
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the state of the models now, a metric after the other, each with all models."""
+        for texts, make in ((_GAUGES, GaugeMetricFamily), (_COUNTS, CounterMetricFamily)):
+            for key, about in texts.items():
+                family = make(f"tfdist_serving_{key}", about, labels=["model"])
+                for name, model in self._models.items():
+                    family.add_metric([name], model.figures[key])
+                yield family
+        about = "Requests that were answered together, as each of them saw it"
+        batches = HistogramMetricFamily("tfdist_serving_batch_requests", about, labels=["model"])
+        for name, model in self._models.items():
+            sizes = model.batches
+            buckets = [
+                (floatToGoString(most), sum(n for size, n in sizes.items() if size <= most))
+                for most in (*_BATCHES, float("inf"))
+            ]
+            batches.add_metric([name], buckets, sum(size * n for size, n in sizes.items()))
+        yield batches
 
 
 class Front:
