@@ -1,6 +1,7 @@
 """A version that is loaded answers as the model does, in TensorFlow Serving's forms."""
 
 import json
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -8,17 +9,21 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from google.protobuf import json_format
+from tensorflow.core.protobuf import saved_model_pb2
 from tensorflow_serving.apis import (
     classification_pb2,
     get_model_metadata_pb2,
+    get_model_status_pb2,
     predict_pb2,
     regression_pb2,
 )
 
 import tfdist
 from tests.mutations import mutated
+from tfdist.serving import protocol
 from tfdist.serving.model import ServedModel
-from tfdist.serving.protocol import Code, Kind, RequestError
+from tfdist.serving.protocol import Code, Kind, ModelStatus, RequestError, Target, VersionState
 
 X = np.random.default_rng(0).random((5, 3)).astype("float32")
 
@@ -39,22 +44,35 @@ def served(exported):
     return model
 
 
+def saved(place: Path, signatures: Any, **methods: str) -> ServedModel:
+    """A model of functions with the types of their inputs; `methods` are those of signatures."""
+    made = {
+        key: tf.function(function, specs).get_concrete_function()
+        for key, (function, *specs) in signatures.items()
+    }
+    tf.saved_model.save(tf.Module(), str(place), made)
+    file = place / "saved_model.pb"
+    written = saved_model_pb2.SavedModel.FromString(file.read_bytes())
+    for key, method in methods.items():
+        written.meta_graphs[0].signature_def[key].method_name = f"tensorflow/serving/{method}"
+    file.write_bytes(written.SerializeToString())
+    return ServedModel(place, "people", batch_sizes=(1, 4))
+
+
+TEXT, NUMBER = tf.TensorSpec([None], tf.string), tf.TensorSpec([None], tf.int64)
+
+
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
     """A model of text, of two inputs, with an output that has no rows, and one that fails."""
-    module = tf.Module()
-    text, number = tf.TensorSpec([None], tf.string), tf.TensorSpec([None], tf.int64)
     signatures = {
-        "text": tf.function(lambda t: {"raw_bytes": t, "size": tf.strings.length(t)}, [text]),
-        "pair": tf.function(lambda a, b: {"sum": a + b}, [number, number]),
-        "total": tf.function(lambda a: {"total": tf.reduce_sum(a)}, [number]),
-        "named": tf.function(lambda a: {"a": a, "names": tf.constant([*"abcd"])}, [number]),
-        "picky": tf.function(_picky, [number]),
+        "text": (lambda t: {"raw_bytes": t, "size": tf.strings.length(t)}, TEXT),
+        "pair": (lambda a, b: {"sum": a + b}, NUMBER, NUMBER),
+        "total": (lambda a: {"total": tf.reduce_sum(a)}, NUMBER),
+        "named": (lambda a: {"a": a, "names": tf.constant([*"abcd"])}, NUMBER),
+        "picky": (_picky, NUMBER),
     }
-    place = tmp_path_factory.mktemp("odd") / "1"
-    concrete = {key: function.get_concrete_function() for key, function in signatures.items()}
-    tf.saved_model.save(module, str(place), concrete)
-    return ServedModel(place, "odd", batch_sizes=(1, 4))
+    return saved(tmp_path_factory.mktemp("odd") / "1", signatures)
 
 
 def _picky(a: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -62,36 +80,36 @@ def _picky(a: tf.Tensor) -> dict[str, tf.Tensor]:
         return {"a": tf.identity(a)}
 
 
-def rest(model: ServedModel, *documents: Any) -> list[Any]:
-    answers = model.answer([(Kind.REST_PREDICT, json.dumps(d).encode()) for d in documents])
+def rest(model: ServedModel, *documents: Any, kind: Kind = Kind.REST_PREDICT) -> list[Any]:
+    answers = model.answer([(kind, json.dumps(d).encode()) for d in documents])
     return [a if isinstance(a, RequestError) else json.loads(a) for a in answers]
 
 
-def grpc_request(**inputs: np.ndarray) -> predict_pb2.PredictRequest:
+def grpc_request(signature: str = "", **inputs: np.ndarray) -> predict_pb2.PredictRequest:
     request = predict_pb2.PredictRequest()
-    request.model_spec.name = "small"
+    request.model_spec.name, request.model_spec.signature_name = "small", signature
     for name, array in inputs.items():
         request.inputs[name].CopyFrom(tf.make_tensor_proto(array))
     return request
 
 
-def test_requests_of_one_batch_get_their_own_rows(exported, served):
-    model, _ = exported
-    wanted = tfdist.predict(model, X, batch_size=5, verbose=0)
-    answers = rest(served, {"inputs": X[:1].tolist()}, {"instances": X[1:3].tolist()}, {"x": 1})
+def by_grpc(model: ServedModel, *requests: predict_pb2.PredictRequest) -> list[Any]:
+    answers = model.answer([(Kind.GRPC_PREDICT, one.SerializeToString()) for one in requests])
+    response = predict_pb2.PredictResponse
+    return [a if isinstance(a, RequestError) else response.FromString(a) for a in answers]
+
+
+def test_requests_of_one_batch_get_their_own_rows_by_both_protocols(exported, served):
+    wanted = tfdist.predict(exported[0], X, batch_size=5, verbose=0)
+    documents = ({"inputs": X[:1].tolist()}, {"instances": X[1:3].tolist()}, {"x": 1})
+    *answers, refused = rest(served, *documents)
     np.testing.assert_allclose(answers[0]["outputs"], wanted[:1], atol=1e-6)
     np.testing.assert_allclose(answers[1]["predictions"], wanted[1:3], atol=1e-6)
-    assert "Missing 'inputs' or 'instances' key" in str(answers[2])
-
-
-def test_both_protocols_give_one_answer(exported, served):
-    (data,) = served.answer([(Kind.GRPC_PREDICT, grpc_request(features=X).SerializeToString())])
-    assert isinstance(data, bytes)
-    response = predict_pb2.PredictResponse.FromString(data)
+    assert "Missing 'inputs' or 'instances' key" in str(refused)
     (by_rest,) = rest(served, {"instances": X.tolist()})
-    np.testing.assert_array_equal(
-        tf.make_ndarray(response.outputs["scores"]), np.float32(by_rest["predictions"])
-    )
+    (response,) = by_grpc(served, grpc_request(features=X))
+    found = tf.make_ndarray(response.outputs["scores"])
+    np.testing.assert_array_equal(found, np.float32(by_rest["predictions"]))
     spec = response.model_spec
     assert (spec.name, spec.version.value, spec.signature_name) == ("small", 1, "serving_default")
 
@@ -99,26 +117,47 @@ def test_both_protocols_give_one_answer(exported, served):
 def test_values_are_in_the_field_of_their_type(odd):
     """Where clients that read no `tensor_content` look for them, as TensorFlow Serving has it."""
     numbers, texts = np.array([1, 2]), np.array([b"ab", b"c"], object)
-    requests = [grpc_request(a=numbers, b=numbers), grpc_request(t=texts)]
-    for request, name in zip(requests, ("pair", "text"), strict=True):
-        request.model_spec.signature_name = name
-    found = odd.answer([(Kind.GRPC_PREDICT, one.SerializeToString()) for one in requests])
-    pair, text = (predict_pb2.PredictResponse.FromString(data).outputs for data in found)
+    one_output = grpc_request("text", t=texts)
+    one_output.output_filter.extend(["size", "size"])
+    requests = (grpc_request("pair", a=numbers, b=numbers), grpc_request("text", t=texts))
+    pair, text, size = (one.outputs for one in by_grpc(odd, *requests, one_output))
     assert list(pair["sum"].int64_val) == [2, 4]
     assert list(text["raw_bytes"].string_val) == [b"ab", b"c"]
     assert list(text["size"].int_val) == [2, 1]
+    assert dict(size) == {"size": text["size"]}
+
+
+def small_request_of(rows: int) -> predict_pb2.PredictRequest:
+    """Many of them are one batch, so a part of the machine's memory is too much for one."""
+    request = grpc_request(features=X)
+    tensor = request.inputs["features"]
+    tensor.ClearField("tensor_content")
+    tensor.float_val.append(1.0)
+    tensor.tensor_shape.dim[0].size = rows
+    return request
+
+
+def filtered(name: str) -> predict_pb2.PredictRequest:
+    request = grpc_request(features=X)
+    request.output_filter.append(name)
+    return request
 
 
 @pytest.mark.parametrize(
-    ("inputs", "text"),
+    ("request_", "text"),
     [
-        ({"x": X}, "Sent extra: {x}. Missing but required: {features}."),
-        ({"features": X.astype("float64")}, "type float64 does not match signature: float32"),
-        ({"features": X[:, :2]}, "shape [5,2] does not match signature: [?,3]"),
+        (grpc_request(x=X), "Sent extra: {x}. Missing but required: {features}."),
+        (grpc_request(features=X.astype("float64")), "float64 does not match signature: float32"),
+        (grpc_request(features=X[:, :2]), "shape [5,2] does not match signature: [?,3]"),
+        (grpc_request("none", features=X), '"none" not found in signature def'),
+        (filtered("none"), "output tensor alias not found in signature: none"),
+        (small_request_of(2**24), "more than a request can hold"),
+        (small_request_of(10**12), "more than a request can hold"),
+        (small_request_of(-1), "is not known in full"),
     ],
 )
-def test_grpc_requests_are_checked(served, inputs, text):
-    (answer,) = served.answer([(Kind.GRPC_PREDICT, grpc_request(**inputs).SerializeToString())])
+def test_grpc_requests_are_checked(served, request_, text):
+    (answer,) = by_grpc(served, request_)
     assert isinstance(answer, RequestError)
     assert answer.code is Code.INVALID_ARGUMENT
     assert text in str(answer)
@@ -134,61 +173,29 @@ def test_a_batch_has_no_more_examples_than_it_may(served, monkeypatch):
 
     monkeypatch.setattr(ServedModel, "_run_batch", noting)
     counts = (3, 5, 1, 9, 2)
-    requests = [grpc_request(features=np.tile(X[:1], (n, 1))) for n in counts]
-    answers = served.answer([(Kind.GRPC_PREDICT, one.SerializeToString()) for one in requests])
+    answers = by_grpc(served, *(grpc_request(features=np.tile(X[:1], (n, 1))) for n in counts))
     assert sizes == [8, 1, 9, 2]
     assert not any(isinstance(answer, RequestError) for answer in answers)
 
 
-@pytest.mark.parametrize("rows", [2**24, 10**12])
-def test_a_small_request_cannot_ask_for_much_memory(served, rows):
-    """Many of them are one batch, so a part of the machine's memory is too much for one."""
-    request = grpc_request(features=X)
-    tensor = request.inputs["features"]
-    tensor.ClearField("tensor_content")
-    tensor.float_val.append(1.0)
-    tensor.tensor_shape.dim[0].size = rows
-    (answer,) = served.answer([(Kind.GRPC_PREDICT, request.SerializeToString())])
-    assert "more than a request can hold" in str(answer)
-
-
-def test_text_and_bytes(odd):
-    document = {"signature_name": "text", "instances": ["ab", {"b64": "/w=="}]}
-    (answer,) = rest(odd, document)
-    assert answer["predictions"] == [
-        {"raw_bytes": {"b64": "YWI="}, "size": 2},
-        {"raw_bytes": {"b64": "/w=="}, "size": 1},
-    ]
-
-
-def test_a_batch_of_which_one_request_fails_answers_the_others(odd):
-    documents = [{"signature_name": "picky", "instances": [value]} for value in (1, 9, 3)]
-    first, second, third = rest(odd, *documents)
-    assert (first, third) == ({"predictions": [1]}, {"predictions": [3]})
-    assert isinstance(second, RequestError)
-    assert second.code is Code.INVALID_ARGUMENT
-
-
-def test_outputs_without_rows_are_computed_for_each_request(odd):
-    documents = [{"signature_name": "total", "inputs": values} for values in ([1, 2], [5])]
-    assert rest(odd, *documents) == [{"outputs": 3}, {"outputs": 5}]
-
-
-def test_an_output_of_as_many_rows_as_a_batch_is_whole_for_each_request(odd):
-    documents = [{"signature_name": "named", "inputs": values} for values in ([1, 2], [3, 4])]
-    answers = [answer["outputs"] for answer in rest(odd, *documents)]
-    assert answers == [{"a": a, "names": [*"abcd"]} for a in ([1, 2], [3, 4])]
-
-
-def test_inputs_of_different_length_are_refused(odd):
-    (answer,) = rest(odd, {"signature_name": "pair", "inputs": {"a": [1], "b": [1, 2]}})
-    assert "inputs differ in their first dimension (a: 1, b: 2)" in str(answer)
+@pytest.mark.parametrize(
+    ("signature", "inputs", "outputs"),
+    [
+        ("picky", ([1], [9], [3]), ([1], Code.INVALID_ARGUMENT, [3])),
+        ("total", ([1, 2], [5]), (3, 5)),  # has no rows
+        # An output of as many rows as a batch is whole for each request.
+        ("named", ([1], [3, 4]), [{"a": a, "names": [*"abcd"]} for a in ([1], [3, 4])]),
+        ("pair", ({"a": [1], "b": [1, 2]}, {"a": [1], "b": [2]}), (Code.INVALID_ARGUMENT, [3])),
+    ],
+)
+def test_a_batch_of_which_requests_fail_or_outputs_have_no_rows(odd, signature, inputs, outputs):
+    answers = rest(odd, *({"signature_name": signature, "inputs": one} for one in inputs))
+    found = [one.code if isinstance(one, RequestError) else one["outputs"] for one in answers]
+    assert found == [*outputs]
 
 
 def test_metadata(served):
     as_json, as_message = served.answer([(Kind.REST_METADATA, b""), (Kind.GRPC_METADATA, b"")])
-    assert isinstance(as_json, bytes)
-    assert isinstance(as_message, bytes)
     document = json.loads(as_json)
     assert document["model_spec"]["version"] == "1"
     signatures = document["metadata"]["signature_def"]["signature_def"]
@@ -197,6 +204,24 @@ def test_metadata(served):
     signatures = get_model_metadata_pb2.SignatureDefMap()
     assert response.metadata["signature_def"].Unpack(signatures)
     assert "serving_default" in signatures.signature_def
+
+
+def test_messages_of_the_front_are_those_of_the_stubs():
+    for request in (grpc_request(x=np.ones(1000)), classification_pb2.ClassificationRequest()):
+        request.model_spec.name, request.model_spec.version.value = "m", 3
+        found = protocol.parse_model_spec(request.SerializeToString())
+        assert found == Target(name="m", version=3)
+        request.model_spec.version_label = "best"
+        found = protocol.parse_model_spec(request.SerializeToString())
+        assert found == Target(name="m", label="best")
+    broken = VersionState(version=2, state="END", message="broken")
+    known = [VersionState(version=1, state="AVAILABLE"), broken]
+    states = protocol.states_of(Target(name="m"), ModelStatus(states=known))
+    assert [one.version for one in states] == [2, 1]
+    message = protocol.status_message(states)
+    response = get_model_status_pb2.GetModelStatusResponse.FromString(message)
+    names = {"preserving_proto_field_name": True, "always_print_fields_with_no_presence": True}
+    assert json_format.MessageToDict(response, **names) == protocol.status_json(states)
 
 
 @pytest.fixture(scope="module")
@@ -217,33 +242,16 @@ def of_examples(tmp_path_factory):
         size = tf.cast(tf.strings.length(parsed["city"]), tf.float32)
         return {"outputs": (parsed["age"] + size)[:, None]}
 
+    signatures = {"serving_default": (classify, TEXT), "value": (regress, TEXT)}
     place = tmp_path_factory.mktemp("examples") / "1"
-    graph = tf.Graph()
-    with graph.as_default(), tf.compat.v1.Session(graph=graph) as session:
-        text = tf.compat.v1.placeholder(tf.string, [None])
-        classes, value = classify(text), regress(text)
-        definitions = {
-            "serving_default": tf.compat.v1.saved_model.classification_signature_def(
-                text, classes["classes"], classes["scores"]
-            ),
-            "value": tf.compat.v1.saved_model.regression_signature_def(text, value["outputs"]),
-        }
-        builder = tf.compat.v1.saved_model.Builder(str(place))
-        builder.add_meta_graph_and_variables(session, ["serve"], definitions)
-        builder.save()
-    return ServedModel(place, "people", batch_sizes=(1, 4))
-
-
-def asked(model: ServedModel, kind: Kind, document: Any) -> Any:
-    (answer,) = model.answer([(kind, json.dumps(document).encode())])
-    return answer if isinstance(answer, RequestError) else json.loads(answer)
+    return saved(place, signatures, serving_default="classify", value="regress")
 
 
 def test_examples_are_classified(of_examples):
-    answer = asked(of_examples, Kind.REST_CLASSIFY, {"examples": [{"age": 25.0}, {"age": [75.0]}]})
-    assert answer == {
-        "results": [[["young", 0.75], ["old", 0.25]], [["young", 0.25], ["old", 0.75]]]
-    }
+    document = {"examples": [{"age": 25.0}, {"age": [75.0]}]}
+    assert rest(of_examples, document, kind=Kind.REST_CLASSIFY) == [
+        {"results": [[["young", 0.75], ["old", 0.25]], [["young", 0.25], ["old", 0.75]]]}
+    ]
     request = classification_pb2.ClassificationRequest()
     request.input.example_list.examples.add().features.feature["age"].float_list.value.append(25.0)
     (data,) = of_examples.answer([(Kind.GRPC_CLASSIFY, request.SerializeToString())])
@@ -259,7 +267,8 @@ def test_examples_have_a_value_and_a_context(of_examples):
         "context": {"city": {"b64": "YWI="}},
         "examples": [{"age": 1.0}, {"age": 2.0, "city": "abcd"}],
     }
-    assert asked(of_examples, Kind.REST_REGRESS, document) == {"results": [3.0, 6.0]}
+    (answer,) = rest(of_examples, document, kind=Kind.REST_REGRESS)
+    assert answer == {"results": [3.0, 6.0]}
     request = regression_pb2.RegressionRequest()
     request.model_spec.signature_name = "value"
     listed = request.input.example_list_with_context
@@ -288,7 +297,7 @@ def test_examples_have_a_value_and_a_context(of_examples):
     ],
 )
 def test_examples_are_checked(of_examples, document, text):
-    answer = asked(of_examples, Kind.REST_CLASSIFY, document)
+    (answer,) = rest(of_examples, document, kind=Kind.REST_CLASSIFY)
     assert isinstance(answer, RequestError)
     assert answer.code is Code.INVALID_ARGUMENT
     assert text in str(answer)
@@ -300,14 +309,13 @@ def test_mutated_requests_are_answered_or_refused(served, odd, of_examples):
     example.input.example_list.examples.add().features.feature["age"].float_list.value.append(2.0)
     document = json.dumps({"instances": X[:2].tolist(), "signature_name": "serving_default"})
     text = b'{"signature_name": "text", "inputs": ["ab", {"b64": "/w=="}]}'
-    by_grpc = grpc_request(features=X[:2])
     in_fields = grpc_request(features=X[:2])
     in_fields.inputs["features"].ClearField("tensor_content")
     in_fields.inputs["features"].float_val.extend(X[:2].ravel().tolist())
     seeds = [
         (served, Kind.REST_PREDICT, document.encode()),
         (odd, Kind.REST_PREDICT, text),
-        (served, Kind.GRPC_PREDICT, by_grpc.SerializeToString()),
+        (served, Kind.GRPC_PREDICT, grpc_request(features=X[:2]).SerializeToString()),
         (served, Kind.GRPC_PREDICT, in_fields.SerializeToString()),
         (served, Kind.GRPC_METADATA, b"\x0a\x07\x0a\x05small\x12\x0dsignature_def"),
         (of_examples, Kind.REST_CLASSIFY, b'{"context": {"a": 1}, "examples": [{"age": [1.5]}]}'),
