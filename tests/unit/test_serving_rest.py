@@ -1,5 +1,6 @@
 """TensorFlow Serving's JSON, read and written."""
 
+import itertools
 import json
 from typing import Any
 
@@ -30,32 +31,27 @@ def decode(document: Any) -> tuple[str, dict[str, np.ndarray], bool]:
     return rest.decode_predict(body, SIGNATURES)
 
 
+TEXT, PAIR, FLAG = ({"signature_name": name} for name in ("text", "pair", "flag"))
 ROWS = [{"a": 1, "b": [1, 2]}, {"b": [3, 4], "a": 2}]
 
 
 @pytest.mark.parametrize(
-    ("document", "is_rows", "inputs"),
+    ("document", "inputs"),
     [
-        ({"instances": [[1, 2.5], [3, 4]]}, True, {"x": [[1, 2.5], [3, 4]]}),
+        ({"instances": [[1, 2.5], [3, 4]]}, {"x": [[1, 2.5], [3, 4]]}),
+        ({**PAIR, "instances": ROWS}, {"a": [1, 2], "b": [[1, 2], [3, 4]]}),
+        ({"inputs": [[1, 2]]}, {"x": [[1, 2]]}),
+        ({**PAIR, "inputs": {"a": [1], "b": [[3, 4]]}}, {"a": [1], "b": [[3, 4]]}),
         (
-            {"signature_name": "pair", "instances": ROWS},
-            *(True, {"a": [1, 2], "b": [[1, 2], [3, 4]]}),
+            {**TEXT, "instances": ["a", {"b64": "/wA="}, "ü", {"b64": "_w"}]},
+            {"t": [b"a", b"\xff\x00", "ü".encode(), b"\xff"]},
         ),
-        ({"inputs": [[1, 2]]}, False, {"x": [[1, 2]]}),
-        (
-            {"signature_name": "pair", "inputs": {"a": [1], "b": [[3, 4]]}},
-            *(False, {"a": [1], "b": [[3, 4]]}),
-        ),
-        (
-            {"signature_name": "text", "instances": ["a", {"b64": "/wA="}, "ü", {"b64": "_w"}]},
-            *(True, {"t": [b"a", b"\xff\x00", "ü".encode(), b"\xff"]}),
-        ),
-        (b'{"instances": [[NaN, -Infinity]]}', True, {"x": [[np.nan, -np.inf]]}),
+        (b'{"instances": [[NaN, -Infinity]]}', {"x": [[np.nan, -np.inf]]}),
     ],
 )
-def test_inputs_are_rows_or_columns_of_the_types_of_the_signature(document, is_rows, inputs):
+def test_inputs_are_rows_or_columns_of_the_types_of_the_signature(document, inputs):
     signature, found, by_row = decode(document)
-    assert (by_row, set(found)) == (is_rows, set(inputs))
+    assert (by_row, set(found)) == ("inputs" not in str(document), set(inputs))
     for name, values in inputs.items():
         dtype = SIGNATURES[signature][name].dtype
         assert found[name].dtype == dtype
@@ -73,39 +69,32 @@ def test_inputs_are_rows_or_columns_of_the_types_of_the_signature(document, is_r
         ({"instances": []}, "Expecting 'instances' to be a list/array with values"),
         ({"instances": [[1, 2]], "inputs": [[1, 2]]}, "or both are there"),
         ({"signature_name": 3, "inputs": 1}, "'signature_name' key must be a string value."),
-        (
-            {"signature_name": "no", "inputs": 1},
-            'Serving signature name: "no" not found in signature def',
-        ),
+        ({"signature_name": "no", "inputs": 1}, '"no" not found in signature def'),
         ({"instances": [["a", 1]]}, 'Value: "a" Type: String is not of expected type: float'),
-        ({"instances": [[True, False]]}, "Type: True is not of expected type: float"),
         ({"instances": [[0, 1], [0.5, True]]}, "Type: True is not of expected type: float"),
-        (
-            {"signature_name": "pair", "inputs": {"a": [1, False], "b": []}},
-            "Type: False is not of expected type: int64",
-        ),
+        ({**PAIR, "inputs": {"a": [1, False], "b": []}}, "Type: False is not of expected type"),
         ({"instances": [[None, 1]]}, "Type: Null is not of expected type: float"),
         ({"instances": [[1, 2], [3]]}, "input x: lists of different lengths"),
         ({"instances": [[1, [2]]]}, "input x: lists of different lengths"),
-        ({"signature_name": "text", "inputs": [["a"], []]}, "input t: lists of different lengths"),
+        ({**TEXT, "inputs": [["a"], []]}, "input t: lists of different lengths"),
         ({"instances": [[1, 2, 3]]}, "input x: shape [1,3] does not match signature: [?,2]"),
         ({"instances": [[1, 16777217]]}, "Cannot convert JSON value: 16777217 to float"),
         ({"instances": [[1, 1e39]]}, "Cannot convert JSON value: 1e+39 to float"),
         ({"instances": [{"y": 1}]}, "element: 0 of 'instances' list. JSON object: {"),
-        ({"signature_name": "pair", "instances": [ROWS[0], {"a": 1}]}, "equal to: a,b"),
-        ({"signature_name": "pair", "instances": [ROWS[0], 1]}, "element: 1 of 'instances' list"),
-        ({"signature_name": "pair", "instances": [1]}, "instances is a plain value/list"),
-        ({"signature_name": "pair", "inputs": [1]}, "inputs is a plain value/list"),
-        ({"signature_name": "pair", "inputs": {"a": [1]}}, "Missing named input: b"),
-        (
-            {"signature_name": "pair", "instances": [{"a": 1.5, "b": [1, 2]}]},
-            "JSON Value: 1.5 Type: Number is not of expected type: int64",
-        ),
-        ({"signature_name": "text", "inputs": [{"b64": "!"}]}, "Unable to base64 decode"),
-        ({"signature_name": "text", "inputs": [{"b32": "a"}]}, "not of expected type: string"),
-        ({"signature_name": "text", "inputs": [3]}, "is not of expected type: string"),
-        ({"signature_name": "flag", "inputs": [1]}, "is not of expected type: bool"),
+        ({**PAIR, "instances": [ROWS[0], {"a": 1}]}, "equal to: a,b"),
+        ({**PAIR, "instances": [ROWS[0], 1]}, "element: 1 of 'instances' list"),
+        ({**PAIR, "instances": [1]}, "instances is a plain value/list"),
+        ({**PAIR, "inputs": [1]}, "inputs is a plain value/list"),
+        ({**PAIR, "inputs": {"a": [1]}}, "Missing named input: b"),
+        ({**PAIR, "instances": [{"a": 1.5, "b": [1, 2]}]}, "Value: 1.5 Type: Number is not of"),
+        ({**TEXT, "inputs": [{"b64": "!"}]}, "Unable to base64 decode"),
+        ({**TEXT, "inputs": [{"b32": "a"}]}, "not of expected type: string"),
+        ({**TEXT, "inputs": [3]}, "is not of expected type: string"),
+        ({**FLAG, "inputs": [1]}, "is not of expected type: bool"),
+        *((b'{"instances": ' + b"[" * n + b"1" + b"]" * n + b"}", "") for n in (70, 1000, 100_000)),
+        *((b'{"inputs": ' + b"[" * n + b"NaN" + b"]" * n + b"}", "") for n in (70, 1000, 100_000)),
     ],
+    ids=itertools.count(),
 )
 def test_bad_requests_have_the_words_of_tensorflow_serving(document, text):
     with pytest.raises(RequestError) as error:
@@ -124,11 +113,7 @@ JSON = st.recursive(
 )
 
 
-@given(
-    st.sampled_from(["instances", "inputs"]),
-    st.sampled_from(["serving_default", "text", "pair", "flag"]),
-    JSON,
-)
+@given(st.sampled_from(["instances", "inputs"]), st.sampled_from([*SIGNATURES]), JSON)
 def test_any_json_is_read_or_refused(key, signature, value):
     try:
         _, inputs, _ = decode({"signature_name": signature, key: value})
@@ -139,48 +124,27 @@ def test_any_json_is_read_or_refused(key, signature, value):
         assert array.dtype == SIGNATURES[signature][name].dtype
 
 
-@given(st.binary(max_size=40))
-def test_any_bytes_are_read_or_refused(body):
-    with pytest.raises(RequestError):
-        decode(body)
-
-
-def test_nesting_without_end_is_refused():
-    for depth in (70, 200, 1000, 100_000):
-        body = b'{"instances": ' + b"[" * depth + b"NaN" + b"]" * depth + b"}"
-        with pytest.raises(RequestError):
-            decode(body)
-        with pytest.raises(RequestError):
-            decode(body.replace(b"NaN", b"1"))
+NUMBERS_AND_TEXTS = {"y": np.array([1, 2]), "t": np.array([b"a", b"b"], object)}
 
 
 @pytest.mark.parametrize(
-    ("outputs", "is_rows", "answer"),
+    ("outputs", "answer"),
     [
-        ({"y": np.array([[0.5], [1.0]], "f")}, True, b'{"predictions":[[0.5],[1.0]]}'),
-        (
-            {"y": np.array([1, 2]), "t": np.array([b"a", b"b"], object)},
-            *(True, b'{"predictions":[{"y":1,"t":"a"},{"y":2,"t":"b"}]}'),
-        ),
-        (
-            {"y": np.array([1, 2]), "t": np.array([b"a", b"b"], object)},
-            *(False, b'{"outputs":{"y":[1,2],"t":["a","b"]}}'),
-        ),
+        ({"y": np.array([[0.5], [1.0]], "f")}, b'{"predictions":[[0.5],[1.0]]}'),
+        (NUMBERS_AND_TEXTS, b'{"predictions":[{"y":1,"t":"a"},{"y":2,"t":"b"}]}'),
+        (NUMBERS_AND_TEXTS, b'{"outputs":{"y":[1,2],"t":["a","b"]}}'),
         # A float has the digits of its type, or none.
-        ({"y": np.array([0.1, np.nan, np.inf], "f")}, False, b'{"outputs":[0.1,NaN,Infinity]}'),
+        ({"y": np.array([0.1, np.nan, np.inf], "f")}, b'{"outputs":[0.1,NaN,Infinity]}'),
         (
             {"y": np.array([0.1], "f"), "z": np.array([0.1])},
-            *(True, b'{"predictions":[{"y":0.1,"z":0.1}]}'),
+            b'{"predictions":[{"y":0.1,"z":0.1}]}',
         ),
         (
             {"y": np.array(0.1, "f"), "z": np.array([[0.1]], "f")},
-            *(False, b'{"outputs":{"y":0.1,"z":[[0.1]]}}'),
+            b'{"outputs":{"y":0.1,"z":[[0.1]]}}',
         ),
-        (
-            {"raw_bytes": np.array([b"\xff\x00"], object)},
-            *(False, b'{"outputs":[{"b64":"/wA="}]}'),
-        ),
+        ({"raw_bytes": np.array([b"\xff\x00"], object)}, b'{"outputs":[{"b64":"/wA="}]}'),
     ],
 )
-def test_outputs_are_answered_as_rows_or_columns(outputs, is_rows, answer):
-    assert rest.encode_predict(outputs, row=is_rows) == answer
+def test_outputs_are_answered_as_rows_or_columns(outputs, answer):
+    assert rest.encode_predict(outputs, row=b"predictions" in answer) == answer
