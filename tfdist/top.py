@@ -18,10 +18,9 @@ from rich.text import Text
 
 from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, require
-from tfdist.files import is_held
 from tfdist.outputs.run_directory import COUNTERS, RunDirectory, read_json
 from tfdist.report.pieces import UNKNOWN, clock, duration, number
-from tfdist.report.run import LIVE_FILE, reading
+from tfdist.report.run import LIVE_FILE, is_running, reading
 
 _EVERY_S = 1.0
 _LATE_S = 5.0
@@ -65,11 +64,6 @@ def _show(run_dir: Path, *, once: bool) -> None:
             live.update(view(run_dir), refresh=True)
 
 
-def is_running(run_dir: Path) -> bool:
-    """Return whether a launcher runs a job in a directory."""
-    return is_held(run_dir / "logs")
-
-
 def read_live(run_dir: Path) -> dict[str, Any]:
     """Return the status that the launcher has written last; UsageError where there is none."""
     status = read_json(run_dir / LIVE_FILE) or {}
@@ -97,13 +91,12 @@ def view(run_dir: Path) -> RenderableType:
         # The last heartbeat of a job that has ended may be of some steps before its end.
         steps = [status["step"], *(line["step"] for line in lines[-1:] if not is_going)]
         status = {**status, "step": max((s for s in steps if s is not None), default=None)}
-        head = _head(status, is_running=is_going)
-        return Group(head, _table(status), _metrics(lines[-1:]))
+        return Group(_head(status, is_going=is_going), _table(status), _metrics(lines[-1:]))
 
 
-def _head(status: Mapping[str, Any], *, is_running: bool) -> Text:
-    state = status["state"] if is_running else "over"
-    if not is_running and status["state"] != "ended":
+def _head(status: Mapping[str, Any], *, is_going: bool) -> Text:
+    state = status["state"] if is_going else "over"
+    if not is_going and status["state"] != "ended":
         state = f"its launcher was killed, last heard at {clock(status['at'])}"
     facts = [
         status["strategy"],

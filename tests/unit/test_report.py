@@ -15,20 +15,18 @@ from typing import Any
 
 import pytest
 
-from tests.refusals import refusal
-from tfdist.errors import UsageError
+from tests.refusals import refusal, refused
 from tfdist.files import FileLock
 from tfdist.loopback import listen, make_server
 from tfdist.outputs.sweep_journal import LOCK
+from tfdist.phases import PHASES, SUM
 from tfdist.report import __main__ as program
-from tfdist.report.page import STYLE, render
+from tfdist.report.page import PARTS, STYLE, Verdict, render
 from tfdist.report.pieces import Series, chart
 from tfdist.report.run import TaskHistory, read_run
-from tfdist.report.run_section import PARTS, Verdict
-from tfdist.report.sweep import read_sweep, runs_of_best
+from tfdist.report.sweep import read_sweep
 
 RUNS = Path(__file__).parent / "data" / "report"
-_VOID = {"meta", "link", "br"}
 
 
 class Page(HTMLParser):
@@ -49,7 +47,7 @@ class Page(HTMLParser):
         self.tags.append(tag)
         self.tips += [values["title"]] if "title" in values else []
         self.links += [values[name] for name in ("href", "src") if name in values]
-        if tag not in _VOID:
+        if tag not in {"meta", "link", "br"}:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
@@ -74,6 +72,17 @@ def page_of(path):
     return Page(render([read_run(path)]))
 
 
+def change(file, **changes):
+    """Change fields of a JSON file, and return all of them."""
+    content = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps(content))
+    return content
+
+
+def write_lines(file, lines):
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def test_a_run_with_a_restart_shows_its_failure_attempts_and_curves():
     page = page_of(RUNS / "multiworker")
     for text in (
@@ -89,11 +98,10 @@ def test_a_run_with_a_restart_shows_its_failure_attempts_and_curves():
 
 def test_a_ps_run_shows_its_staleness_and_who_did_the_steps():
     page = page_of(RUNS / "ps")
-    assert "Staleness" in page.text
     assert "Steps by worker" in page.text
     counts = json.loads((RUNS / "ps" / "summary.json").read_text())["staleness"]
-    total = sum(counts.values())
-    assert f"0: {counts['0']:,} steps, {100 * counts['0'] / total:.1f} %" in page.tips
+    share = 100 * counts["0"] / sum(counts.values())
+    assert f"0: {counts['0']:,} steps, {share:.1f} %" in page.tips
     assert any(re.fullmatch(r"worker-1: .* examples/s on average", tip) for tip in page.tips)
 
 
@@ -105,7 +113,7 @@ def test_rates_of_ps_workers_are_their_parts_of_each_epoch_of_an_attempt(tmp_pat
         {"step": 40 * (i + 1), "examples_per_second": 100.0, "worker_steps": {"w-0": a, "w-1": b}}
         for i, (a, b) in enumerate(counts)
     ]
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(run_dir / "metrics.jsonl", lines)
     page = page_of(run_dir)
     assert "Examples per second, by worker" in page.text
     tips = [tip for tip in page.tips if "w-0: " in tip and tip.startswith("step")]
@@ -117,7 +125,7 @@ def test_the_last_value_of_a_metric_is_that_of_the_last_line(run_dir):
         {"step": 1, "loss": 2.5, "val_loss": 3.5, "accuracy": 0.5, "hits": None},
         {"step": 2, "loss": 1.25, "val_loss": None, "accuracy": 0.0, "hits": None},
     ]
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(run_dir / "metrics.jsonl", lines)
     text = page_of(run_dir).text
     for shown in ("1.25last loss", "not finitelast validation loss", "0last accuracy"):
         assert shown in text
@@ -134,43 +142,30 @@ def test_the_last_value_of_a_metric_is_that_of_the_last_line(run_dir):
     ],
 )
 def test_a_run_that_was_finished_without_the_launcher_is_done(run_dir, ended_at, status):
-    for name, changes in (("report", {"exit_code": 1}), ("summary", {"ended_at": ended_at})):
-        path = run_dir / f"{name}.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    change(run_dir / "report.json", exit_code=1)
+    change(run_dir / "summary.json", ended_at=ended_at)
     assert read_run(run_dir).status == status
 
 
 def test_runs_side_by_side_show_what_differs_and_curves_over_each_other():
-    html = render([read_run(RUNS / "multiworker"), read_run(RUNS / "ps")])
-    page = Page(html)
-    assert "Side by side" in page.text
-    assert "Fields that differ" in page.text
-    assert "checkpoints2012" in page.text.replace(" ", "")
-    assert "#run-0" in page.links
-    assert "#run-1" in page.links
+    page = Page(render([read_run(RUNS / "multiworker"), read_run(RUNS / "ps")]))
+    for text in ("Side by side", "Fields that differ", "checkpoints2012"):
+        assert text in page.text.replace("s 2", "s2")
+    assert {"#run-0", "#run-1"} <= {*page.links}
 
 
-def test_a_sweep_shows_parallel_coordinates_and_every_trial():
-    sweep = read_sweep(RUNS / "sweep")
-    page = Page(render([], [sweep]))
-    assert len(sweep.state.trials) == 8
-    assert sum(tip.startswith("trial ") and "learning_rate" in tip for tip in page.tips) == 8
-    assert sweep.state.on_log_scale == {"learning_rate"}
-    assert "5 ★" in page.text
-    assert page.links == ["data:,"]
-
-
-def test_a_trial_whose_run_is_there_is_on_the_page_of_its_sweep_and_linked(tmp_path, capsys):
+def test_a_sweep_shows_parallel_coordinates_all_trials_and_the_runs_that_are_there(tmp_path):
     sweep = Path(shutil.copytree(RUNS / "sweep", tmp_path / "sweep"))
     shutil.copytree(RUNS / "multiworker", sweep / "trials" / "5")
     (sweep / "trials" / "1").mkdir()
     (sweep / "trials" / "1" / "report.json").write_text("{")
-    (run,) = runs_of_best(read_sweep(sweep), most=8)
-    assert run.name == "sweep, trial 5"
     assert program.main([str(sweep)]) == 0
     page = Page((sweep / "report.html").read_text())
+    assert sum(tip.startswith("trial ") and "learning_rate" in tip for tip in page.tips) == 8
+    assert read_sweep(sweep).state.on_log_scale == {"learning_rate"}
     assert page.links.count("#run-0") == 2
-    assert "worker-1 at step 225, attempt 1" in page.text
+    for text in ("5 ★", "sweep, trial 5", "worker-1 at step 225, attempt 1"):
+        assert text in page.text
 
 
 def test_a_sweep_goes_on_while_its_chief_has_the_lock(tmp_path):
@@ -187,9 +182,7 @@ def test_the_page_loads_nothing():
     html = render([read_run(RUNS / "multiworker")], [read_sweep(RUNS / "sweep")])
     assert [link for link in Page(html).links if not link.startswith(("#", "data:"))] == []
     assert "default-src 'none'" in html
-    assert "@import" not in html
-    assert "url(" not in html
-    assert "<script" not in html
+    assert [text for text in ("@import", "url(", "<script") if text in html] == []
 
 
 def test_what_a_task_has_printed_stays_text(run_dir):
@@ -198,8 +191,7 @@ def test_what_a_task_has_printed_stays_text(run_dir):
     report["job"]["command"] = '"><img src=x>'
     (run_dir / "report.json").write_text(json.dumps(report))
     page = page_of(run_dir)
-    assert "script" not in page.tags
-    assert "img" not in page.tags
+    assert not {"script", "img"} & {*page.tags}
     assert "<script>alert(1)</script>" in page.text
 
 
@@ -212,11 +204,9 @@ def test_a_ledgers_verdict_is_shown():
 
 
 def test_a_run_whose_launcher_was_killed_is_shown_up_to_its_last_word(run_dir):
-    report = json.loads((run_dir / "report.json").read_text())
-    del report["attempts"][1]
-    (run_dir / "report.json").write_text(json.dumps({**report, "exit_code": None}))
-    live = json.loads((run_dir / "live.json").read_text())
-    (run_dir / "live.json").write_text(json.dumps({**live, "state": "running"}))
+    report = change(run_dir / "report.json", exit_code=None)
+    change(run_dir / "report.json", attempts=report["attempts"][:1])
+    change(run_dir / "live.json", state="running")
     run = read_run(run_dir)
     assert run.status == "unfinished: its launcher was killed"
     assert [attempt.number for attempt in run.attempts] == [1, 2]
@@ -228,12 +218,10 @@ def test_a_run_that_is_going_is_told_by_its_lock(run_dir):
     fd = os.open(run_dir / "logs", os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        run = read_run(run_dir)
-        assert run.is_running
-        assert 'data-state="going"' in render([run], is_followed=True)
+        assert 'data-state="going"' in render([read_run(run_dir)], is_followed=True)
     finally:
         os.close(fd)
-    assert not read_run(run_dir).is_running
+    assert read_run(run_dir).status == "done"
 
 
 def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(run_dir, monkeypatch):
@@ -257,7 +245,7 @@ def test_a_run_of_which_only_a_part_is_there_is_shown(run_dir, kept):
     for path in run_dir.iterdir():
         if path.name not in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert Page(render([read_run(run_dir)])).text
+    assert page_of(run_dir).text
 
 
 @pytest.mark.parametrize(
@@ -270,11 +258,16 @@ def test_a_run_of_which_only_a_part_is_there_is_shown(run_dir, kept):
         ("logs/attempt-1/history.json", "{}", "not-a-run"),
     ],
 )
-def test_what_is_half_written_or_anothers_is_one_line(run_dir, file, text, code, capsys):
+def test_what_is_half_written_is_refused(run_dir, file, text, code):
     (run_dir / file).write_text(text)
     assert refusal(lambda: read_run(run_dir)).code == code
-    assert program.main([str(run_dir)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_directory_of_another_program_a_file_and_nothing_are_refused(tmp_path):
+    for file in ("config.json", "summary.json", "report.json", "live.json"):
+        (tmp_path / file).write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+        for path in (tmp_path, tmp_path / file, tmp_path / "none"):
+            assert refusal(lambda path=path: read_run(path)).code == "not-a-run"
 
 
 def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -308,35 +301,21 @@ def spoilt(content: Any, path: tuple[Any, ...], value: Any) -> Any:
 )
 def test_whatever_stands_in_a_file_it_is_a_page_or_one_line(name, file, tmp_path, capsys):
     run_dir = Path(shutil.copytree(RUNS / name, tmp_path / "run"))
-    text = (run_dir / file).read_text()
     is_lines = file.endswith(".jsonl")
-    lines = text.splitlines()[:4]  # of a sweep that has begun, and of one trial
-    content = dict(enumerate(map(json.loads, lines))) if is_lines else json.loads(text)
+    text = (run_dir / file).read_text()
+    lines = text.splitlines()[:4] if is_lines else [text]  # a sweep that has begun, and one trial
+    content = list(map(json.loads, lines))
     if file == "live.json":
         (run_dir / "report.json").write_text('{"attempts": [], "exit_code": null}')
     seen = set()
-    for path in places(content):
+    for line, path in ((line, path) for line, one in enumerate(content) for path in places(one)):
         for value in (..., None, -1, "x", [None], {"x": "x"}):
-            if path or value is not ...:
-                bad = spoilt(content, path, value)
-                whole = list(bad.values()) if is_lines and isinstance(bad, dict) else [bad]
-                (run_dir / file).write_text("".join(json.dumps(one) + "\n" for one in whole))
-                code = program.main([str(run_dir)])
-                assert capsys.readouterr().err.count("\n") == (code == 2), (path, value)
-                seen.add(code)
-    assert seen <= {0, 2}
-    assert 0 in seen
-
-
-OF_OTHERS = ("config.json", "summary.json", "report.json", "live.json", "file")
-
-
-@pytest.mark.parametrize("file", OF_OTHERS)
-def test_the_directory_of_another_program_a_file_and_nothing_are_one_line(file, tmp_path, capsys):
-    (tmp_path / file).write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
-    for path in (tmp_path, tmp_path / file, tmp_path / "none"):
-        assert program.main([str(path)]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+            bad = [spoilt(one, path, value) if i == line else one for i, one in enumerate(content)]
+            write_lines(run_dir / file, [one for one in bad if one is not ...])
+            code = program.main([str(run_dir)])
+            assert capsys.readouterr().err.count("\n") == (code == 2), (path, value)
+            seen.add(code)
+    assert seen == {0, 2}
 
 
 def test_the_file_is_written_into_the_run_directory(run_dir, capsys):
@@ -348,28 +327,23 @@ def test_the_file_is_written_into_the_run_directory(run_dir, capsys):
 
 
 def test_the_served_page_is_made_anew_and_only_for_this_machine():
-    made = []
-
-    def make_page():
-        made.append("page")
-        return f"page {len(made)}"
-
+    pages = iter(["page 1", "page 2"])
     listener = listen(0, flag="--port")
-    with make_server(listener, make_page, path="/", content_type="text/html") as server:
+    server = make_server(listener, lambda: next(pages), path="/", content_type="text/html")
+    with server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{server.server_address[1]}/"
-        for expected in ("page 1", "page 2"):
+        for expected in (b"page 1", b"page 2"):
             with urllib.request.urlopen(url, timeout=10) as answer:
-                assert answer.read().decode() == expected
+                assert answer.read() == expected
         foreign = urllib.request.Request(url, headers={"Host": "example.org"})
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(foreign, timeout=10)
-        with pytest.raises(UsageError, match="--port"):
-            listen(server.server_address[1], flag="--port")
+        where, _ = refused(lambda: listen(server.server_address[1], flag="--port"))
+        assert where == "--port"
         server.shutdown()
         thread.join()
-    assert len(made) == 2
 
 
 def test_rates_are_between_stretches_with_a_step_after_the_one_that_it_resumed_from():
@@ -390,27 +364,5 @@ def test_a_line_breaks_where_nothing_is_known_and_an_empty_one_is_no_chart():
 
 
 def test_every_phase_has_a_part_and_a_colour():
-    from tfdist.phases import PHASES, SUM
-
     assert {*PHASES, SUM} <= {phase for _, phases in PARTS.values() for phase in phases}
     assert all(f"--{part}: #" in STYLE for part in PARTS)
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance of a colour, as WCAG 2.2 defines it."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_colours_have_the_contrast_of_wcag_aa(scheme):
-    block = re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL)[scheme]
-    colours = dict(re.findall(r"--([\w]+): (#\w{6})", block))
-    behind = {name: colours.pop(name) for name in ("bg", "card")}
-    del colours["rule"]  # lines that say nothing
-    text = {"ink", "soft", "good", "bad", "warn", "live"}
-    for name, colour in colours.items():
-        for other in behind.values():
-            low, high = sorted((luminance(colour), luminance(other)))
-            assert (high + 0.05) / (low + 0.05) >= (4.5 if name in text else 3), name

@@ -1,1 +1,1 @@
-"""Report of a run as one HTML file, and the live table of tasks. Reads files only."""
+"""Report of a run as one HTML file. Reads files only."""

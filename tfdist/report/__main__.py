@@ -13,10 +13,9 @@ from tfdist.argument_parser import Parser, require_writable, run_program
 from tfdist.errors import EXIT_OK, mutually_exclusive
 from tfdist.files import one_line_errors, write_text
 from tfdist.loopback import listen, make_server
-from tfdist.report.page import render
+from tfdist.report.page import Verdict, render
 from tfdist.report.pieces import NUM_COLOURS
 from tfdist.report.run import Run, read_run, reading
-from tfdist.report.run_section import Verdict
 from tfdist.report.sweep import SweepRecord, is_sweep, read_sweep, runs_of_best
 
 _LEDGER_TIMEOUT_S = 120.0
@@ -86,7 +85,7 @@ def _page(paths: Sequence[Path], *, is_followed: bool = False) -> str:
     verdicts = {
         run.path: ledger_verdict(run.path, len(run.attempts))
         for run in runs
-        if not run.is_running and (run.path / "ledger").is_dir()
+        if run.status != "running" and (run.path / "ledger").is_dir()
     }
     with reading(", ".join(map(str, paths))):
         for sweep in sweeps:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -11,26 +14,42 @@ from tfdist.outputs.run_directory import flat
 from tfdist.report.pieces import (
     MAX_ROWS,
     NUM_COLOURS,
+    UNKNOWN,
+    Mark,
+    Scale,
     Series,
     badge,
     card,
     cards,
     chart,
+    clock,
     code,
+    details,
     duration,
+    figures,
     number,
+    pairs,
     section,
     table,
     words,
 )
-from tfdist.report.run import Run
-from tfdist.report.run_section import Verdict, run_section
+from tfdist.report.run import AttemptRecord, Run, TaskHistory, TaskSpan, moment
 from tfdist.report.sweep import SweepRecord, sweep_section
 
 STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 FOLLOW = Path(__file__).with_name("follow.js").read_text(encoding="utf-8")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _MORE_TO_FOLLOW = "; script-src 'unsafe-inline'; connect-src 'self'"
+_MAX_CHARTS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What `tfdist.ledger` says of a run."""
+
+    is_proved: bool | None
+    """None where it could not be asked."""
+    text: str
 
 
 def render(
@@ -49,7 +68,7 @@ def render(
         _contents(runs, sweeps) if len(names) > 1 else "",
         *(sweep_section(sweep, index, link_of) for index, sweep in enumerate(sweeps)),
         _comparison(runs) if len(runs) > 1 else "",
-        *(run_section(run, i, (verdicts or {}).get(run.path)) for i, run in enumerate(runs)),
+        *(_run_section(run, i, (verdicts or {}).get(run.path)) for i, run in enumerate(runs)),
     ]
     policy = _POLICY + (_MORE_TO_FOLLOW if is_followed else "")
     return (
@@ -114,3 +133,358 @@ def _config_differences(runs: Sequence[Run]) -> str:
     rows = [[code(key), *(code(config.get(key)) for config in configs)] for key in different]
     head = ["field", *(escape(run.name) for run in runs)]
     return card(f"<h3>Fields that differ</h3>{table(head, rows)}", "wide") if rows else ""
+
+
+# Section of a run.
+
+
+def _run_section(run: Run, index: int, verdict: Verdict | None) -> str:
+    """Return all that is known of a run."""
+    totals = _totals(run)
+    used = [part for part in PARTS if any(parts.get(part) for parts in totals.values())]
+    legend = "".join(
+        f'<li><span class="box" style="background:var(--{part})"></span>{PARTS[part][0]}</li>'
+        for part in used
+    )
+    legend = f'<ul class="legend">{legend}</ul>'
+    return (
+        f'<section class="run" id="run-{index}"><h1>{escape(run.name)} {badge(run.status)}</h1>'
+        f'<p class="path">{escape(str(run.path))}</p>{_figures(run, verdict)}'
+        f"{section('Failures', _failures(run))}"
+        f"{section('Curves', _curves(run))}"
+        f"{section('Attempts and tasks', _timeline(run, legend))}"
+        f"{section('Where the time went', _time_spent(totals, used, legend))}"
+        f"{section('Staleness', _staleness(run))}"
+        f"{section('Checkpoints on the disk', _checkpoints(run))}"
+        f"{_ledger(verdict)}{section('What ran', _what_ran(run))}</section>"
+    )
+
+
+def _figures(run: Run, verdict: Verdict | None) -> str:
+    tasks = {span.task for span in run.attempts[-1].tasks} if run.attempts else set()
+    rate = run.summary.get("examples_per_second") or run.last("examples_per_second")
+    known = [
+        (number(run.steps), "steps"),
+        (duration(run.seconds), "so far" if run.status == "running" else "from start to end"),
+        (number(rate), "examples per second"),
+        (number(len(tasks) or None), f"tasks, {run.strategy}"),
+        (number(len(run.attempts) or None), "attempts" if len(run.attempts) != 1 else "attempt"),
+    ]
+    if verdict is not None and verdict.is_proved is not None:
+        proved = "proved" if verdict.is_proved else "NOT proved"
+        known.append((proved, "each example exactly once"))
+    for name, value in run.last_metrics.items():
+        shown = number(value) if math.isfinite(value) else "not finite"
+        known.append((shown, f"last {words(name).lower()}"))
+    return figures(known[:8])
+
+
+def _failures(run: Run) -> str:
+    found = [(attempt, failure) for attempt in run.attempts for failure in attempt.failures]
+    content = []
+    for attempt, failure in found[-MAX_ROWS:]:
+        step, detect_s = failure.get("step"), failure.get("detect_s")
+        at = f" at step {step:,}" if step is not None else ""
+        detected = f"; detected in {detect_s:.2g} s" if detect_s is not None else ""
+        lines = escape("\n".join(failure.get("last_lines", ())))
+        content.append(
+            f'<h3><span class="bad">▼</span> {escape(failure["task"])}{at}, '
+            f"attempt {attempt.number}</h3><p>{escape(failure['cause'])}</p>"
+            f'<p class="note">{clock(moment(failure.get("at")))}; {failure["followed"]}{detected}'
+            f"</p>{details('its last lines', f'<pre>{lines}</pre>' if lines else '')}"
+        )
+    return "".join(card(one, "wide") for one in content)
+
+
+def _curves(run: Run) -> str:
+    marks = [
+        Mark(x=failure["step"], text=f"{failure['task']} failed: {failure['cause']}")
+        for attempt in run.attempts
+        for failure in attempt.failures
+        if failure.get("step") is not None
+    ]
+    whole = [Series(name="whole job", points=run.points("examples_per_second"))]
+    factor, unit = _examples_of_a_step(run)
+
+    def rates(one: TaskHistory) -> list[tuple[float, float]]:
+        return [(at, rate * factor) for at, rate in one.rates()]
+
+    def memory(one: TaskHistory) -> list[tuple[float, float]]:
+        return [(i * one.width_s, m / 2**20) for i, m in enumerate(one.memory_bytes) if m]
+
+    return cards(
+        [
+            *(_metric_chart(run, name, marks) for name in run.metric_names[:_MAX_CHARTS]),
+            chart("Examples per second", whole, x_label="step", marks=marks),
+            chart("Examples per second, by worker", _worker_rates(run), x_label="step"),
+            _chart_by_task(run, f"{unit} per second, by task", rates),
+            _chart_by_task(run, "Memory in MiB, by task", memory),
+        ]
+    )
+
+
+def _metric_chart(run: Run, name: str, marks: Sequence[Mark]) -> str:
+    evaluations = [
+        (float(line["step"]), float(line[key]))
+        for line in run.evaluations
+        for key in (name, f"val_{name}")
+        if "step" in line and isinstance(line.get(key), int | float)
+    ]
+    series = [
+        Series(name="training", points=run.points(name)),
+        Series(name="validation", points=run.points(f"val_{name}"), colour=1, is_dashed=True),
+        Series(name="evaluator", points=evaluations, colour=2, is_dashed=True),
+    ]
+    return chart(words(name), series, x_label="step", marks=marks, from_zero="loss" in name)
+
+
+def _chart_by_task(
+    run: Run, title: str, points_of: Callable[[TaskHistory], Iterable[tuple[float, float]]]
+) -> str:
+    """Return a chart over the time of all attempts; a line breaks between two of them."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for attempt in run.attempts:
+        for task, history in attempt.history.items():
+            offset = history.begin - run.begin
+            points = [(offset + at, y) for at, y in points_of(history)]
+            series.setdefault(task, []).extend([(offset, math.nan), *points] if points else [])
+    moving = [(task, ps) for task, ps in sorted(series.items()) if any(y > 0 for _, y in ps)]
+    lines = [
+        Series(name=task, points=points, colour=i, is_dashed=bool(i % 2))
+        for i, (task, points) in enumerate(moving[:NUM_COLOURS])
+    ]
+    return chart(title, lines, x_label="seconds from the first start")
+
+
+def _worker_rates(run: Run) -> list[Series]:
+    """Return each worker's part of the job's rate; the first epoch of an attempt is left out."""
+    lines = [line for line in run.metrics if line.get("worker_steps")]
+    points: dict[str, list[tuple[float, float]]] = {}
+    for before, line in itertools.pairwise(lines):
+        rate = line["examples_per_second"] or 0.0
+        done = {w: n - before["worker_steps"].get(w, 0) for w, n in line["worker_steps"].items()}
+        if sum(done.values()) >= line["step"] - before["step"] > 0:  # else of two attempts
+            for worker, steps in done.items():
+                share = steps / sum(done.values())
+                points.setdefault(worker, []).append((line["step"], rate * share))
+    moving = sorted(points.items())[:NUM_COLOURS]
+    return [
+        Series(name=worker, points=found, colour=i, is_dashed=bool(i % 2))
+        for i, (worker, found) in enumerate(moving)
+    ]
+
+
+def _examples_of_a_step(run: Run) -> tuple[float, str]:
+    """Return how many examples a step of one task has; 1 and another unit if that is not known."""
+    batch, workers = run.config.get("global_batch_size"), run.summary.get("workers")
+    if run.strategy == "ps" and isinstance(batch, int):
+        return float(batch), "Examples"
+    if isinstance(batch, int) and isinstance(workers, int) and workers > 0:
+        return batch / workers, "Examples"
+    return 1.0, "Steps"
+
+
+def _totals(run: Run) -> dict[str, dict[str, float]]:
+    """Return the seconds of each task in each part; what no phase tells is of its process."""
+    totals: dict[str, dict[str, float]] = {}
+    for attempt in run.attempts:
+        for span in attempt.tasks:
+            alive = (span.end or attempt.end or 0.0) - (span.begin or math.inf)
+            parts = totals.setdefault(span.task, {})
+            parts["other"] = parts.get("other", 0.0) + max(0.0, alive)
+        for task, history in attempt.history.items():
+            parts = totals.setdefault(task, {})
+            for phase, stretches in history.phases.items():
+                part, seconds = _PART_OF.get(phase, "other"), sum(stretches)
+                parts["other"] = max(0.0, parts.get("other", 0.0) - seconds)
+                parts[part] = parts.get(part, 0.0) + seconds
+    return dict(sorted(totals.items())) if any(a.history for a in run.attempts) else {}
+
+
+def _time_spent(totals: dict[str, dict[str, float]], used: Sequence[str], legend: str) -> str:
+    rows = []
+    longest = max((sum(parts.values()) for parts in totals.values()), default=0.0)
+    if not longest:
+        return ""
+    for task, parts in list(totals.items())[:MAX_ROWS]:
+        stack, left = "", 0.0
+        for part in used:
+            seconds = parts.get(part, 0.0)
+            share = 100 * seconds / max(sum(parts.values()), 1e-9)
+            tip = f"{task}\n{PARTS[part][0]}: {duration(seconds)} ({share:.0f} %)"
+            stack += _bar(part, left / longest, (left + seconds) / longest, tip) if seconds else ""
+            left += seconds
+        rows.append(f'<span>{escape(task)}</span><div class="track">{stack}</div>')
+    return card(
+        f'{legend}<div class="rows">{"".join(rows)}</div>'
+        '<p class="note">All attempts together, from what each task says once a second: short '
+        "phases are estimates.</p>"
+    )
+
+
+def _staleness(run: Run) -> str:
+    counts = run.summary.get("staleness") or {}
+    ordered = sorted(counts.items(), key=lambda item: int(item[0]))[:MAX_ROWS]
+    workers = sorted((run.summary.get("worker_steps") or {}).items())
+    twice = run.summary.get("steps_applied_twice")
+    note = f'<p class="note">Steps applied twice: {number(twice)}</p>' if twice is not None else ""
+    rate = run.summary.get("examples_per_second") or 0.0
+    by_staleness = _counts(ordered, lambda share: "")
+    by_worker = _counts(workers, lambda share: f", {number(rate * share)} examples/s on average")
+    title = "Updates of others between reading and writing"
+    return cards(
+        [
+            card(f"<h3>{title}</h3>{by_staleness}") if ordered else "",
+            card(f"<h3>Steps by worker</h3>{by_worker}{note}") if workers else "",
+        ]
+    )
+
+
+def _counts(counts: Sequence[tuple[str, int]], more: Callable[[float], str]) -> str:
+    """Return a bar for each count of steps."""
+    total, most = sum(count for _, count in counts), max((c for _, c in counts), default=0)
+    rows = ""
+    for name, count in counts:
+        tip = f"{name}: {count:,} steps, {100 * count / total:.1f} %{more(count / total)}"
+        rows += f"<span>{escape(str(name))}</span>"
+        rows += f'<div class="track">{_bar("step", 0.0, count / most, tip)}</div>'
+    return f'<div class="rows">{rows}</div>'
+
+
+def _checkpoints(run: Run) -> str:
+    rows = [
+        [
+            code(one.name),
+            number(one.step),
+            f"{one.size_bytes / 1e6:,.1f} MB",
+            clock(one.at),
+            "whole" if one.is_whole else '<span class="warn">not whole</span>',
+        ]
+        for one in run.checkpoints[-MAX_ROWS:]
+    ]
+    resumed = run.summary.get("resumed_from_step")
+    note = f'<p class="note">The last attempt resumed at step {resumed:,}.</p>' if resumed else ""
+    head = ["checkpoint", "step", "size", "written", ""]
+    return card(table(head, rows) + note) if rows else ""
+
+
+def _ledger(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return ""
+    css = {True: "good", False: "bad", None: "warn"}[verdict.is_proved]
+    head = {True: "proved", False: "not proved", None: "not checked"}[verdict.is_proved]
+    title = f'Ledger <span class="badge {css}">{head}</span>'
+    return section(title, card(f"<pre>{escape(verdict.text)}</pre>"))
+
+
+def _what_ran(run: Run) -> str:
+    job, versions = run.job, run.job.get("versions", {})
+    hosts = sorted({span.host for a in run.attempts for span in a.tasks if span.host})
+    facts = {
+        "command": code(job.get("command")),
+        "strategy": escape(run.strategy),
+        "hosts": escape(", ".join(hosts) or job.get("host", "")),
+        "CPUs": escape(str(job.get("cpus", ""))),
+        "versions": escape(", ".join(f"{name} {version}" for name, version in versions.items())),
+        "weights": code(run.summary.get("weights_sha256")),
+    }
+    config = pairs({name: code(value) or UNKNOWN for name, value in flat(run.config).items()})
+    return card(pairs(facts) + details("configuration", config))
+
+
+# Timeline of a run: its attempts and tasks, each coloured by what it did.
+
+PARTS = {
+    "start": ("start", ("import", "rendezvous")),
+    "trace": ("tracing", ("trace",)),
+    "step": ("steps", ("step",)),
+    "wait": ("waiting for peers", ("sum", "barrier")),
+    "validate": ("validation", ("validate",)),
+    "save": ("saving", ("save",)),
+    "callback": ("callbacks", ("callback",)),
+    "serve": ("serving the chief", ("serve",)),
+    "other": ("start and end of the process", ("done", "other")),
+}
+"""Where the time went: each part's class, name and phases."""
+
+_PART_OF = {phase: part for part, (_, phases) in PARTS.items() for phase in phases}
+
+
+def _bar(part: str, left: float, right: float, tip: str) -> str:
+    """Return a bar of a track, from 0 at its left to 1 at its right."""
+    place = f"left:{100 * left:.2f}%;width:{100 * (right - left):.2f}%"
+    style = f"{place};background:var(--{part})"
+    return f'<div class="bar" style="{style}" title="{escape(tip)}"></div>'
+
+
+def _timeline(run: Run, legend: str) -> str:
+    """Return the last attempts with their tasks; the empty text where no times are known."""
+    ends = [attempt.end for attempt in run.attempts if attempt.end is not None]
+    if not run.begin or not ends or max(ends) <= run.begin:
+        return ""
+    shown = Scale(run.begin, max(ends), 0.0, 1.0)
+    rows = _scale(shown.high - shown.low)
+    for attempt in run.attempts[-MAX_ROWS:]:
+        rows += _head(attempt)
+        rows += "".join(_row(attempt, span, shown) for span in attempt.tasks[:MAX_ROWS])
+        if (left_out := len(attempt.tasks) - MAX_ROWS) > 0:
+            rows += f'<span></span><span class="soft">and {left_out} more</span>'
+    note = f'<p class="note">From {clock(shown.low)} to {clock(shown.high)}.</p>'
+    return card(f'{legend}<div class="rows">{rows}</div>{note}')
+
+
+def _scale(seconds: float) -> str:
+    """Return the times at the begin, the middle and the end; more would touch on a telephone."""
+    labels = "".join(
+        f'<span style="left:{100 * part:g}%">{duration(part * seconds)}</span>'
+        for part in (0.0, 0.5, 1.0)
+    )
+    return f'<span></span><div class="scale">{labels}</div>'
+
+
+def _head(attempt: AttemptRecord) -> str:
+    facts = []
+    if attempt.first_step_s is not None:
+        facts.append(f"first step after {duration(attempt.first_step_s)}")
+    if attempt.restart_s is not None:
+        facts.append(f"restarted in {duration(attempt.restart_s)} after the failure")
+    facts.append("runs" if attempt.exit_code is None else f"exit code {attempt.exit_code}")
+    return f'<div class="head">Attempt {attempt.number} <span>{", ".join(facts)}</span></div>'
+
+
+def _row(attempt: AttemptRecord, span: TaskSpan, shown: Scale) -> str:
+    if span.begin is None:
+        return ""
+    until = span.end or attempt.end or shown.high
+    name = span.task + (f" (restart {span.restart})" if span.restart else "")
+    where = f" on {span.host}" if span.host else ""
+    tip = f"{name}{where}: {span.outcome}\n{clock(span.begin)} to {clock(until)}"
+    bars = _bar("other", shown.at(span.begin), shown.at(until), tip)
+    for part, left, right in _stretches(attempt, span.task, span.begin, until):
+        about = f"{span.task}: {PARTS[part][0]}, {duration(right - left)}"
+        bars += _bar(part, shown.at(left), shown.at(right), about)
+    if span.is_failure:
+        at = f"left:{100 * shown.at(until):.2f}%"
+        bars += f'<div class="fail-at" style="{at}" title="{escape(tip)}"></div>'
+    mark = ' <span class="bad">▼</span>' if span.is_failure else ""
+    return f'<span>{escape(name)}{mark}</span><div class="track">{bars}</div>'
+
+
+def _stretches(
+    attempt: AttemptRecord, task: str, since: float, until: float
+) -> list[tuple[str, float, float]]:
+    """Return the longest part of each stretch of time, equal neighbours as one."""
+    history = attempt.history.get(task)
+    found: list[tuple[str, float, float]] = []
+    for i in range(len(history.steps) if history else 0):
+        assert history is not None
+        spent = {p: s[i] for p, s in history.phases.items() if i < len(s) and s[i] > 0}
+        left = history.begin + i * history.width_s
+        left, right = max(left, since), min(left + history.width_s, until)
+        if not spent or right <= left:
+            continue
+        part = _PART_OF.get(max(spent, key=lambda phase: spent[phase]), "other")
+        if found and found[-1][0] == part and abs(found[-1][2] - left) < 1e-3:
+            left = found.pop()[1]
+        found.append((part, left, right))
+    return found

@@ -105,11 +105,6 @@ class Run:
     live: Mapping[str, Any]
 
     @property
-    def is_running(self) -> bool:
-        """Whether its launcher runs."""
-        return self.status == "running"
-
-    @property
     def metric_names(self) -> list[str]:
         """Return the metrics of training, loss first; each may have a ``val_`` one beside it."""
         names = dict.fromkeys(
@@ -185,6 +180,11 @@ def reading(where: object) -> Iterator[None]:
         ) from error
 
 
+def is_running(path: Path) -> bool:
+    """Return whether a launcher runs a job in a run directory."""
+    return is_held(path / "logs")
+
+
 def read_run(path: Path) -> Run:
     """Return the run of a run directory.
 
@@ -210,16 +210,16 @@ def _read(path: Path) -> Run:
         fix="name the directory that the launcher's first line names",
         code="not-a-run",
     )
-    is_running = is_held(path / "logs")
+    is_going = is_running(path)
     attempts = [_attempt(entry, path) for entry in report.get("attempts", ())]
     is_reported = any(attempt.number == live.get("attempt") for attempt in attempts)
-    if live and not is_reported and (is_running or live.get("state") != "ended"):
-        attempts.append(_unfinished(live, path, is_running=is_running))
-    is_done = summary.get("status") == DONE and not is_running and _is_later(summary, attempts)
+    if live and not is_reported and (is_going or live.get("state") != "ended"):
+        attempts.append(_unfinished(live, path, is_going=is_going))
+    is_done = summary.get("status") == DONE and not is_going and _is_later(summary, attempts)
     return Run(
         path=path,
         name=path.resolve().name,
-        status="done" if is_done else _status(report, summary, is_running=is_running),
+        status="done" if is_done else _status(report, summary, is_going=is_going),
         job=report.get("job", {}),
         config=config,
         summary=summary,
@@ -227,7 +227,7 @@ def _read(path: Path) -> Run:
         evaluations=tuple(Evaluations(directory.checkpoints).lines()),
         attempts=tuple(attempts),
         checkpoints=tuple(_checkpoints(directory.checkpoints)),
-        live=live if is_running else {},
+        live=live if is_going else {},
     )
 
 
@@ -238,8 +238,8 @@ def _is_later(summary: Mapping[str, Any], attempts: Sequence[AttemptRecord]) -> 
     return ended_at is not None and ended_at > max(known, default=0.0)
 
 
-def _status(report: Mapping[str, Any], summary: Mapping[str, Any], *, is_running: bool) -> str:
-    if is_running:
+def _status(report: Mapping[str, Any], summary: Mapping[str, Any], *, is_going: bool) -> str:
+    if is_going:
         return "running"
     code = report.get("exit_code")
     if report and code is None:
@@ -323,7 +323,7 @@ def _history(path: Path, number: int) -> tuple[float | None, dict[str, TaskHisto
     }
 
 
-def _unfinished(live: Mapping[str, Any], path: Path, *, is_running: bool) -> AttemptRecord:
+def _unfinished(live: Mapping[str, Any], path: Path, *, is_going: bool) -> AttemptRecord:
     """Return the attempt that runs, or whose launcher was killed: it is in no report."""
     number, begin, end = int(live["attempt"]), float(live["began_at"]), float(live["at"])
     _, history = _history(path, number)
@@ -333,7 +333,7 @@ def _unfinished(live: Mapping[str, Any], path: Path, *, is_running: bool) -> Att
             host=task["host"] or "",
             begin=begin,
             end=end,
-            outcome=task["state"] if is_running else "no end seen",
+            outcome=task["state"] if is_going else "no end seen",
             is_failure=False,
             restart=task["restarts"],
         )
