@@ -61,6 +61,7 @@ RETRY = json.dumps(  # of docs/serving.md
         ]
     }
 )
+OK = grpc.StatusCode.OK
 KEY_AND_CERTIFICATE = Path(__file__).parent / "programs" / "localhost.pem"  # of no other use
 
 
@@ -99,7 +100,7 @@ class Service:
     def get(self, path: str) -> tuple[int, Any]:
         return self.send("GET", path, None)
 
-    def predict(self, asked: Any, path: str = "/v1/models/m:predict") -> tuple[int, Any]:
+    def predict(self, asked: Any, path: str = PREDICT) -> tuple[int, Any]:
         return self.send("POST", path, json.dumps({"instances": asked}))
 
     def send(
@@ -336,7 +337,7 @@ def test_mutated_requests_are_answered_or_let_go_by_grpc(shared):
             with contextlib.suppress(grpc.RpcError):
                 request = b"\x0a\x03\x0a\x01m\x12\x04\x0a\x02ab"
                 method(mutated(request, random, OF_HTTP), timeout=DEADLINE_S)
-    call_by_grpc(shared.grpc)
+    assert call_by_grpc(shared.grpc) is OK
     assert front_of(shared.process.pid) == front
     assert "Traceback" not in shared.said()
 
@@ -373,7 +374,7 @@ def test_metrics(shared):
     text = shared.get("/metrics")[1]
     assert re.search(r'tfdist_serving_requests_total\{code="200",model="m",via="rest"\} \d', text)
     assert 'tfdist_serving_version{model="m"} 3.0' in text
-    assert call_by_spec(shared.grpc, version=9) is grpc.StatusCode.NOT_FOUND
+    assert call_by_grpc(shared.grpc, version=9) is grpc.StatusCode.NOT_FOUND
     wait_for_metric(shared, 'code="NOT_FOUND",model="m",via="grpc"} ')  # after the answer is sent
     assert 'tfdist_serving_replicas{model="m"} 2.0' in text
 
@@ -406,6 +407,14 @@ def test_a_hanging_replica_is_replaced_and_its_requests_are_answered(tmp_path):
         wait_for_more(outcomes)
 
 
+def states_of(running: Service) -> dict[int, tuple[str, str]]:
+    """The states of the versions of model m, and why they are not served."""
+    return {
+        int(one["version"]): (one["state"], one["status"]["error_message"])
+        for one in running.get("/v1/models/m")[1]["model_version_status"]
+    }
+
+
 def test_versions_come_go_and_break_under_load(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, replicas=2) as running, load(running) as outcomes:
@@ -415,11 +424,8 @@ def test_versions_come_go_and_break_under_load(tmp_path):
         assert running.predict([1])[1]["by"][0] == last
         make_version(tmp_path / "m", last + 1, "broken")
         running.wait_for(f"version {last + 1} is refused: broken on purpose")
-        states = {
-            int(one["version"]): (one["state"], one["status"]["error_message"])
-            for one in running.get("/v1/models/m")[1]["model_version_status"]
-        }
-        assert states == {last + 1: ("END", "broken on purpose"), last: ("AVAILABLE", "")}
+        available, broken = ("AVAILABLE", ""), ("END", "broken on purpose")
+        assert states_of(running) == {last + 1: broken, last: available}
         shutil.rmtree(tmp_path / "m" / str(last))
         running.wait_for(f"m: version {last - 1} is served", 2)
         wait_for_more(outcomes)
@@ -446,12 +452,12 @@ def test_versions_and_labels_are_served_side_by_side_under_load(tmp_path):
             wait_for_more(outcomes)
             told = [version_of(where) for where in ("", "/versions/2", "/labels/stable")]
             assert told == [3, "Servable not found for request: Specific(m, 2)", 1]
-            assert call_by_spec(running.grpc, version=1) is grpc.StatusCode.OK
-            assert call_by_spec(running.grpc, version=2) is grpc.StatusCode.NOT_FOUND
-            assert call_by_spec(running.grpc, label="stable") is grpc.StatusCode.OK
-            assert call_by_spec(running.grpc, label="x") is grpc.StatusCode.INVALID_ARGUMENT
+            assert call_by_grpc(running.grpc, version=1) is OK
+            assert call_by_grpc(running.grpc, version=2) is grpc.StatusCode.NOT_FOUND
+            assert call_by_grpc(running.grpc, label="stable") is OK
+            assert call_by_grpc(running.grpc, label="x") is grpc.StatusCode.INVALID_ARGUMENT
             reload_config(running.grpc, {"stable": 2, "old": 1})
-            wait_until_available(running, {"1", "2", "3"})
+            running.until(lambda: states_of(running) == dict.fromkeys((1, 2, 3), ("AVAILABLE", "")))
             told = [version_of(f"/labels/{label}") for label in ("stable", "old")]
             assert told == [2, 1]
             os.kill(front_of(running.process.pid), signal.SIGKILL)
@@ -463,15 +469,17 @@ def send_to_stable(connection: http.client.HTTPConnection, body: str) -> Any:
     return send_again(connection, body, "/v1/models/m/labels/stable:predict")
 
 
-def call_by_spec(address: str, *, version: int = 0, label: str = "") -> grpc.StatusCode:
+def call_by_grpc(address: str, *, version: int = 0, label: str = "") -> grpc.StatusCode:
+    """The code of a call by a connection of its own: gRPC's channels share one, and its errors."""
     spec = OF_M + (bytes([0x12, 2, 8, version]) if version else b"")
     spec += b"\x22" + bytes([len(label)]) + label.encode() if label else b""
-    with grpc.insecure_channel(address) as channel:
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(address, options=own) as channel:
         try:
             call(channel, spec)
         except grpc.RpcError as error:
             return error.code()
-    return grpc.StatusCode.OK
+    return OK
 
 
 def reload_config(address: str, labels: dict[str, int]) -> None:
@@ -483,14 +491,6 @@ def reload_config(address: str, labels: dict[str, int]) -> None:
     with grpc.insecure_channel(address) as channel:
         method = channel.unary_unary("/tensorflow.serving.ModelService/HandleReloadConfigRequest")
         assert method(in_field_1(text), timeout=DEADLINE_S) == b""
-
-
-def wait_until_available(running: Service, versions: set[str]) -> None:
-    def available() -> set[str]:
-        states = running.get("/v1/models/m")[1]["model_version_status"]
-        return {one["version"] for one in states if one["state"] == "AVAILABLE"}
-
-    running.until(lambda: available() == versions)
 
 
 def test_clients_that_try_again_lose_nothing_with_the_front(tmp_path):
@@ -505,18 +505,11 @@ def test_clients_that_try_again_lose_nothing_with_the_front(tmp_path):
                 wait_for_more(each)
             os.kill(front_of(running.process.pid), signal.SIGKILL)
             running.wait_for("front: was killed by SIGKILL; another one is started", kills)
-            call_by_grpc(running.grpc)  # a new connection, refused by nobody
+            assert call_by_grpc(running.grpc) is OK  # a new connection, refused by nobody
             assert running.predict([1])[0] == 200
         for each in outcomes:
             wait_for_more(each)
         assert running.replicas() == replicas
-
-
-def call_by_grpc(address: str) -> None:
-    """Call by a connection of its own: gRPC's channels share one, and its errors."""
-    own = [("grpc.use_local_subchannel_pool", 1)]
-    with grpc.insecure_channel(address, options=own) as channel:
-        call(channel)
 
 
 def load_by_grpc(address: str) -> contextlib.AbstractContextManager[Counter[str]]:
@@ -556,9 +549,9 @@ def spare_of(running: Service) -> int:
     return min(running.until(lambda: children_of(of_service, program) - {*running.replicas()}))
 
 
-def test_a_spare_process_takes_the_place_of_a_replica(tmp_path):
+def test_a_spare_takes_the_place_of_a_replica_and_kill_9_of_the_supervisor_leaves_none(tmp_path):
     make_version(tmp_path / "m", 1)
-    with service(tmp_path, replicas=1) as running:
+    with service(tmp_path, ended=-signal.SIGKILL, replicas=1) as running:
         spare = spare_of(running)
         os.kill(running.replicas()[0], signal.SIGKILL)
         running.wait_for(r"replica \d+ is ready", 2)
@@ -568,6 +561,10 @@ def test_a_spare_process_takes_the_place_of_a_replica(tmp_path):
         running.wait_for(r"replica \d+ is ready", 3)
         wait_until_healthy(running)
         assert running.predict([1])[0] == 200
+        processes = [running.replicas()[-1], spare_of(running), front_of(running.process.pid)]
+        running.process.kill()
+        running.process.wait()
+        running.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
 
 
 def supervisor_of(directory: Path) -> ServiceSupervisor:
@@ -627,33 +624,6 @@ def test_a_version_that_has_gone_before_its_replica_starts_can_come_back(tmp_pat
     assert supervisor._models["m"].replicas == ()
 
 
-def test_sigterm_answers_what_has_come_and_leaves_nothing(tmp_path):
-    make_version(tmp_path / "m", 1)
-    with service(tmp_path, replicas=1) as running:
-        (replica,) = running.replicas()
-        os.kill(replica, signal.SIGSTOP)
-        answers = list[tuple[int, Any]]()
-        client = threading.Thread(target=lambda: answers.append(running.predict([1])))
-        client.start()
-        wait_for_metric(running, 'outstanding{model="m"} 1.0')
-        running.process.send_signal(signal.SIGTERM)
-        running.wait_for("stopping")
-        os.kill(replica, signal.SIGCONT)
-        client.join(DEADLINE_S)
-        assert answers[0][0] == 200
-    assert "replaced" not in running.said()
-    assert not Path(f"/proc/{replica}").exists()
-
-
-def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path):
-    make_version(tmp_path / "m", 1)
-    with service(tmp_path, ended=-signal.SIGKILL, replicas=1) as running:
-        processes = [*running.replicas(), front_of(running.process.pid)]
-        running.process.kill()
-        running.process.wait()
-    running.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
-
-
 def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path):
     make_version(tmp_path / "m", 1)
     limits = {"requests": 1, "window": 1, "hang_s": 100.0}
@@ -677,7 +647,7 @@ def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path):
     assert Counter(answers) == {(504, None): 2, (429, "1"): 2}
 
 
-def test_a_request_whose_client_leaves_waits_no_longer(tmp_path):
+def test_a_request_whose_client_leaves_waits_no_longer_and_sigterm_answers_the_others(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, replicas=1, limits={"window": 1}) as running:
         (replica,) = running.replicas()
@@ -689,35 +659,31 @@ def test_a_request_whose_client_leaves_waits_no_longer(tmp_path):
         leaves.close()
         wait_for_metric(running, 'waiting{model="m"} 0.0')
         wait_for_metric(running, 'code="499",model="m",via="rest"} 1.0')
+        running.process.send_signal(signal.SIGTERM)
+        running.wait_for("stopping")
         os.kill(replica, signal.SIGCONT)
         assert stays.getresponse().status == 200
+    assert "replaced" not in running.said()
+    assert not Path(f"/proc/{replica}").exists()
 
 
 def wait_for_metric(running: Service, line: str) -> None:
     running.until(lambda: line in running.get("/metrics")[1])
 
 
-def test_a_token_is_asked_for(tmp_path):
+def test_a_token_is_asked_for_and_both_protocols_are_encrypted(tmp_path):
     make_version(tmp_path / "m", 1)
     (tmp_path / "token").write_text("secret\n")
-    with service(tmp_path, replicas=1, token=str(tmp_path / "token")) as running:
+    pem = str(KEY_AND_CERTIFICATE)
+    options = {"token": str(tmp_path / "token"), "certificate": pem, "key": pem}
+    tls = ssl.create_default_context(cafile=pem)
+    credentials = grpc.ssl_channel_credentials(KEY_AND_CERTIFICATE.read_bytes())
+    with service(tmp_path, tls=tls, replicas=1, **options) as running:
         assert running.predict([1])[0] == 401
         sent = {"Authorization": "Bearer secret"}
-        body = '{"instances": [1]}'
-        assert running.send("POST", "/v1/models/m:predict", body, sent)[0] == 200
-        with grpc.insecure_channel(running.grpc) as channel:
+        assert running.send("POST", PREDICT, '{"instances": [1]}', sent)[0] == 200
+        with grpc.secure_channel(running.grpc, credentials) as channel:
             call(channel, metadata=(("authorization", "Bearer secret"),))
             with pytest.raises(grpc.RpcError) as error:
                 call(channel)
             assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-
-def test_both_protocols_are_encrypted(tmp_path):
-    make_version(tmp_path / "m", 1)
-    pem = str(KEY_AND_CERTIFICATE)
-    tls = ssl.create_default_context(cafile=pem)
-    with service(tmp_path, tls=tls, replicas=1, certificate=pem, key=pem) as running:
-        assert running.predict([1])[0] == 200
-        credentials = grpc.ssl_channel_credentials(KEY_AND_CERTIFICATE.read_bytes())
-        with grpc.secure_channel(running.grpc, credentials) as channel:
-            call(channel)

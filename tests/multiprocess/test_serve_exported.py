@@ -1,11 +1,13 @@
 """An export is served as it is: the program, its real replicas, and the clients of others."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow_serving.apis import (
-    get_model_status_pb2,
     model_service_pb2_grpc,
     predict_pb2,
     prediction_service_pb2_grpc,
 )
+from tensorflow_serving.apis.get_model_status_pb2 import GetModelStatusRequest
 
 import tfdist
 from tests import forked_python
@@ -31,16 +33,6 @@ pytestmark = pytest.mark.slow
 X = np.random.default_rng(0).random((3, 4)).astype("float32")
 
 
-def export(directory: Path, seed: int) -> np.ndarray:
-    """Export a version with weights of a seed; return its answers to `X`."""
-    keras.utils.set_random_seed(seed)
-    inputs = keras.Input((4,), name="features")
-    model = keras.Model(inputs, keras.layers.Dense(2, name="scores")(inputs), name="m")
-    tfdist.export_model(model, directory)
-    return np.asarray(tfdist.predict(model, X, batch_size=4, verbose=0))
-
-
-ALONE = ("--replicas=1", "--spares=0")
 MAKE = """
 import keras
 
@@ -52,32 +44,56 @@ def make():
 """
 
 
-def predict_request() -> predict_pb2.PredictRequest:
-    request = predict_pb2.PredictRequest()
-    request.model_spec.name = "m"
-    request.inputs["features"].CopyFrom(tf.make_tensor_proto(X))
-    return request
+def own_model() -> keras.Model:
+    """What the function in `MAKE` returns."""
+    scope: dict[str, Any] = {}
+    exec(MAKE, scope)
+    model: keras.Model = scope["make"]()
+    return model
 
 
-def start(directory: Path, log: Path, *flags: str) -> Service:
-    words = ["tfdist.serve", str(directory), *flags, "--rest_port=0", "--grpc_port=0"]
+def export(directory: Path, seed: int) -> np.ndarray:
+    """Export a version with weights of a seed; return its answers to `X`."""
+    keras.utils.set_random_seed(seed)
+    model = own_model()
+    tfdist.export_model(model, directory)
+    return np.asarray(tfdist.predict(model, X, batch_size=4, verbose=0))
+
+
+@contextlib.contextmanager
+def service(directory: Path, log: Path) -> Iterator[Service]:
+    """Run the program with one replica until the block ends."""
+    words = ["tfdist.serve", str(directory), "--replicas=1", "--spares=0"]
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", *words], stdout=subprocess.PIPE, stderr=file, text=True
+            [sys.executable, "-m", *words, "--rest_port=0", "--grpc_port=0"],
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
         )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    found = re.search(r"http://(\S+):(\d+)/v1/models, gRPC (\S+)", line)
-    assert found, line + log.read_text()
-    return Service(process, (found[1], int(found[2])), found[3], log)
+    with process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"http://(\S+):(\d+)/v1/models, gRPC (\S+)", line)
+            assert found, line + log.read_text()
+            running = Service(process, (found[1], int(found[2])), found[3], log)
+            running.wait_for("m: version 1 is served")
+            wait_until_healthy(running)
+            yield running
+        finally:
+            process.kill()
+
+
+def train(model: keras.Model, backup: Path, epochs: int, **options: Any) -> None:
+    callback = tfdist.BackupAndRestore(backup, best="loss", **options)
+    target = np.ones((3, 2), "float32")
+    tfdist.fit(model, X, target, epochs=epochs, callbacks=[callback], batch_size=3, verbose=0)
 
 
 def test_an_export_and_then_the_next_one_is_served(tmp_path):
     first = export(tmp_path / "served", seed=1)
-    running = start(tmp_path / "served", tmp_path / "log", *ALONE)
-    try:
-        running.wait_for("m: version 1 is served")
-        wait_until_healthy(running)
+    with service(tmp_path / "served", tmp_path / "log") as running:
         status, answer = running.predict(X.tolist())
         assert status == 200, answer
         np.testing.assert_allclose(answer["predictions"], first, atol=1e-6)
@@ -85,36 +101,29 @@ def test_an_export_and_then_the_next_one_is_served(tmp_path):
         assert max(digits) <= 12, answer  # of a float32, not of the double next to it
         second = export(tmp_path / "served", seed=2)
         running.wait_for("m: version 2 is served")
+        request, status_request = predict_pb2.PredictRequest(), GetModelStatusRequest()
+        request.model_spec.name = status_request.model_spec.name = "m"
+        request.inputs["features"].CopyFrom(tf.make_tensor_proto(X))
         with grpc.insecure_channel(running.grpc) as channel:
             stub = prediction_service_pb2_grpc.PredictionServiceStub(channel)
-            response = stub.Predict(predict_request(), timeout=DEADLINE_S)
-            request = get_model_status_pb2.GetModelStatusRequest()
-            request.model_spec.name = "m"
-            states = model_service_pb2_grpc.ModelServiceStub(channel).GetModelStatus(request)
+            response = stub.Predict(request, timeout=DEADLINE_S)
+            models = model_service_pb2_grpc.ModelServiceStub(channel)
+            states = models.GetModelStatus(status_request).model_version_status
         assert response.model_spec.version.value == 2
         found = tf.make_ndarray(response.outputs["scores"])
         np.testing.assert_allclose(found, second, atol=1e-6)
-        assert [one.version for one in states.model_version_status] == [2]
+        assert [one.version for one in states] == [2]
         url = "http://{}:{}/v1/models/m".format(*running.rest)
         words = ["serve", url, "--grpc", running.grpc, "--seconds", "0.5", "--warm_up_s", "0"]
         assert bench.main(words) == 0, "a request made from the signature is answered"
         running.process.terminate()
         assert running.process.wait(DEADLINE_S) == 0
         assert not re.findall("deprecat|replaced", running.said(), re.IGNORECASE)
-    finally:
-        end(running)
 
 
 def test_a_run_is_published_as_it_goes(tmp_path):
     (tmp_path / "program.py").write_text(MAKE)
-    scope: dict[str, Any] = {}
-    exec(MAKE, scope)
-    model, target = scope["make"](), np.ones((3, 2), "float32")
-
-    def train(epochs: int) -> None:
-        backup = tfdist.BackupAndRestore(tmp_path / "backup", best="loss")
-        tfdist.fit(model, X, target, epochs=epochs, callbacks=[backup], batch_size=3, verbose=0)
-
+    model = own_model()
     words = [str(tmp_path / "backup"), str(tmp_path / "served"), "--best", "--follow"]
     command = ["-m", "tfdist.export", *words, "--model", f"{tmp_path}/program.py:make"]
     reads, writes = os.pipe()
@@ -122,18 +131,14 @@ def test_a_run_is_published_as_it_goes(tmp_path):
     os.close(writes)
     with os.fdopen(reads) as said:
         try:
-            train(1)
+            train(model, tmp_path / "backup", 1)
             assert said.readline().strip() == str(tmp_path / "served" / "m" / "1")
-            running = start(tmp_path / "served", tmp_path / "log", *ALONE)
-            try:
-                running.wait_for("m: version 1 is served")
-                train(2)
+            with service(tmp_path / "served", tmp_path / "log") as running:
+                train(model, tmp_path / "backup", 2)
                 running.wait_for(r"m: version 2 is served, [\d.]+ s after its checkpoint was whole")
                 wait_until_healthy(running)
                 found = running.predict(X.tolist())[1]["predictions"]
                 np.testing.assert_allclose(found, model.predict(X, verbose=0), atol=1e-6)
-            finally:
-                end(running)
             follows.send_signal(signal.SIGTERM)
             assert follows.wait(DEADLINE_S) == 0
         finally:
@@ -141,21 +146,16 @@ def test_a_run_is_published_as_it_goes(tmp_path):
 
 
 def test_a_run_publishes_its_best_checkpoints_by_itself(tmp_path):
-    scope: dict[str, Any] = {}
-    exec(MAKE, scope)
-    model, target = scope["make"](), np.ones((3, 2), "float32")
+    model = own_model()
 
-    def train(epochs: int) -> list[int]:
+    def steps_after(epochs: int) -> list[int]:
         """Train to so many epochs; return the steps of all versions."""
-        backup = tfdist.BackupAndRestore(
-            tmp_path / "backup", best="loss", publish=tmp_path / "served"
-        )
-        tfdist.fit(model, X, target, epochs=epochs, callbacks=[backup], batch_size=3, verbose=0)
+        train(model, tmp_path / "backup", epochs, publish=tmp_path / "served")
         manifests = sorted((tmp_path / "served" / "m").glob("[0-9]/manifest.json"))
         return [json.loads(file.read_text())["step"] for file in manifests]
 
-    assert train(1) == [1]
-    steps = train(3)
+    assert steps_after(1) == [1]
+    steps = steps_after(3)
     assert (steps[0], steps[-1], len(set(steps))) == (1, 3, len(steps))
     served = tf.saved_model.load(tmp_path / "served" / "m" / str(len(steps)))
     found = served.signatures["serving_default"](features=tf.constant(X))["scores"]
@@ -172,10 +172,3 @@ def test_a_model_that_no_other_process_can_make_is_refused_before_training(tmp_p
     with pytest.raises(tfdist.UsageError, match="publish: received a model with Own"):
         tfdist.fit(model, X, X[:, :2], callbacks=[backup], verbose=0)
     assert not (tmp_path / "served").exists()
-
-
-def end(running: Service) -> None:
-    running.process.kill()
-    running.process.wait()
-    assert running.process.stdout is not None
-    running.process.stdout.close()
