@@ -2,10 +2,9 @@
 
 Here is which file is of which kind, and the checks of each.
 
-rules         every rule: code, severity, meaning; and what a check found, and where
-environment   TF_CONFIG, and our variables beside it
-programs      command lines of `tfdist.launch` and `tfdist.train`, and config files
-manifests     the Kubernetes manifests of a job
+rules       every rule: code, severity, meaning; and what a check found, and where
+tasks       TF_CONFIG and the variables beside it, command lines, config files
+manifests   the Kubernetes manifests of a job
 """
 
 from __future__ import annotations
@@ -14,9 +13,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.ops.lint.environment import check_environment, check_tf_config
-from tfdist.ops.lint.programs import check_command, check_config_file, program_of
 from tfdist.ops.lint.rules import RULES, Finding, Location
+from tfdist.ops.lint.tasks import (
+    check_command,
+    check_config_file,
+    check_environment,
+    check_tf_config,
+    program_of,
+)
 from tfdist.ops.rules import Rule, Severity
 
 __all__ = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,8 @@ from tfdist.cluster import settings
 from tfdist.cluster.address import parse_hosts, ranks_of
 from tfdist.cluster.tf_config import VARIABLE
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, UsageError
-from tfdist.ops.lint.environment import check_size, check_variables, is_job_variable
-from tfdist.ops.lint.programs import check_command
 from tfdist.ops.lint.rules import Finding, Location
+from tfdist.ops.lint.tasks import check_command, check_size, check_variables, is_job_variable
 
 _DEFAULT_GRACE_S = 30
 _MAX_PODS = 1 << 16
@@ -148,9 +147,6 @@ class Workload:
 Services = dict[str, tuple[Map, str]]
 """The spec and the file of each Service, by name."""
 
-Wrong = tuple[Location, str, str, str]
-"""Where something is, what was received and expected, and what puts it right."""
-
 
 def check_manifests(texts: Sequence[tuple[str, str]]) -> Iterator[Finding]:
     """Yield the findings for texts with file names, which are checked together."""
@@ -159,9 +155,9 @@ def check_manifests(texts: Sequence[tuple[str, str]]) -> Iterator[Finding]:
     for job in jobs:
         if not job.concerns_tfdist:
             continue
-        for code, of_group in _OF_GROUPS:
-            for group in job.groups:
-                yield from (Finding(code, *wrong) for wrong in of_group(job, group))
+        for group in job.groups:
+            for of_group in _OF_GROUPS:
+                yield from of_group(job, group)
         if job.kind != "TFJob" and job.hosts is not None:
             container, names = job.hosts
             yield from check_size(len(names), container.values, container.location)
@@ -277,23 +273,22 @@ def _container(spec: Map, file: str, path: str) -> Container:
 # The rules about the pods of one template.
 
 
-def _not_indexed(job: Workload, group: PodGroup) -> Iterator[Wrong]:
-    mode = str(group.owner.get("completionMode", "no completionMode"))
-    if job.kind == "Job" and group.count > 1 and mode != "Indexed":
-        location = job.location(group.owner, f"{group.path}.completionMode")
-        yield location, mode, "Indexed", "write completionMode: Indexed"
-
-
-def _few_at_a_time(job: Workload, group: PodGroup) -> Iterator[Wrong]:
+def _completions(job: Workload, group: PodGroup) -> Iterator[Finding]:
+    """Yield what keeps the tasks of a Job from running together, each as one of them."""
     owner = group.owner
+    mode = str(owner.get("completionMode", "no completionMode"))
+    if job.kind == "Job" and group.count > 1 and mode != "Indexed":
+        location = job.location(owner, f"{group.path}.completionMode")
+        yield Finding("K8S010", location, mode, "Indexed", "write completionMode: Indexed")
     tasks, together = owner.number("completions", 1), owner.number("parallelism", 1)
     if job.kind in ("Job", "JobSet") and together < tasks:
         location = job.location(owner, f"{group.path}.parallelism")
         received = f"parallelism of {together} for {tasks} completions"
-        yield location, received, "all pods at once", f"write parallelism: {tasks}"
+        fix = f"write parallelism: {tasks}"
+        yield Finding("K8S011", location, received, "all pods at once", fix)
 
 
-def _mistake_again(job: Workload, group: PodGroup) -> Iterator[Wrong]:
+def _mistake_again(job: Workload, group: PodGroup) -> Iterator[Finding]:
     """Yield a policy by which a usage error is tried again."""
     ends = any(_fails(rule, EXIT_USAGE) for rule in _rules(group))
     expected = f"FailJob onExitCodes In [{EXIT_USAGE}]"
@@ -312,10 +307,10 @@ def _mistake_again(job: Workload, group: PodGroup) -> Iterator[Wrong]:
     if job.kind in ("Job", "JobSet") and not ends:
         location = job.location(group.owner, f"{group.path}.podFailurePolicy")
         fix = "add the rule: a mistake of the user's is the same at every try"
-        yield location, f"no rule for exit code {EXIT_USAGE}", expected, fix
+        yield Finding("K8S024", location, f"no rule for exit code {EXIT_USAGE}", expected, fix)
 
 
-def _given_up(job: Workload, group: PodGroup) -> Iterator[Wrong]:
+def _given_up(job: Workload, group: PodGroup) -> Iterator[Finding]:
     """Yield rules that give a job up for a code that means: again."""
     if _is_restarted_by_set(job) or job.kind not in ("Job", "JobSet"):
         return
@@ -324,7 +319,8 @@ def _given_up(job: Workload, group: PodGroup) -> Iterator[Wrong]:
         if code is not None:
             location = job.location(rule, f"{group.path}.podFailurePolicy.rules.onExitCodes")
             received, fix = f"{rule['action']} at exit code {code}", f"take {code} out of the rule"
-            yield location, received, "another try: the run goes on from its checkpoint", fix
+            expected = "another try: the run goes on from its checkpoint"
+            yield Finding("K8S025", location, received, expected, fix)
 
 
 def _rules(group: PodGroup) -> list[Map]:
@@ -344,40 +340,32 @@ def _fails(rule: Map, code: int) -> bool:
     return (code in values) == (on.get("operator") == "In")
 
 
-def _short_grace(job: Workload, group: PodGroup) -> Iterator[Wrong]:
+def _short_grace(job: Workload, group: PodGroup) -> Iterator[Finding]:
     """Yield a grace period in which the tasks can hardly save."""
     allowed_s = group.spec.number("terminationGracePeriodSeconds", _DEFAULT_GRACE_S)
     if allowed_s < _DEFAULT_GRACE_S:
         expected = f"{_DEFAULT_GRACE_S} s or more, and longer than a save takes"
         path = f"{group.path}.template.spec.terminationGracePeriodSeconds"
-        yield job.location(group.spec, path), f"{allowed_s} s", expected, "raise it"
+        location = job.location(group.spec, path)
+        yield Finding("K8S026", location, f"{allowed_s} s", expected, "raise it")
 
 
-def _set_by_operator(job: Workload, group: PodGroup) -> Iterator[Wrong]:
-    for container in group.containers if job.kind == "TFJob" else ():
+def _variables(job: Workload, group: PodGroup) -> Iterator[Finding]:
+    """Yield variables that an operator sets, or that say for all pods which one each is."""
+    for container in group.containers:
         for name in (name for name in _OF_OPERATOR if name in container.lines):
-            expected = f"only what the operator does not say: it sets {VARIABLE}"
-            yield container.location(name), f"{name} in env", expected, f"take {name} out"
+            if job.kind == "TFJob":
+                location, fix = container.location(name), f"take {name} out"
+                expected = f"only what the operator does not say: it sets {VARIABLE}"
+                yield Finding("K8S034", location, f"{name} in env", expected, fix)
+            elif group.count > 1 and name in _OF_ONE_POD and name in container.values:
+                received = f"one {name} for {group.count} pods"
+                expected = "what is the same for all pods"
+                fix = f"set {settings.HOSTS} in its place: each pod finds itself there"
+                yield Finding("K8S035", container.location(name), received, expected, fix)
 
 
-def _one_for_all(job: Workload, group: PodGroup) -> Iterator[Wrong]:
-    """Yield variables that say for all pods which one each is."""
-    for container in group.containers if job.kind != "TFJob" and group.count > 1 else ():
-        for name in (name for name in _OF_ONE_POD if name in container.values):
-            received = f"one {name} for {group.count} pods"
-            fix = f"set {settings.HOSTS} in its place: each pod finds itself there"
-            yield container.location(name), received, "what is the same for all pods", fix
-
-
-_OF_GROUPS: tuple[tuple[str, Callable[[Workload, PodGroup], Iterator[Wrong]]], ...] = (
-    ("K8S010", _not_indexed),
-    ("K8S011", _few_at_a_time),
-    ("K8S024", _mistake_again),
-    ("K8S025", _given_up),
-    ("K8S026", _short_grace),
-    ("K8S034", _set_by_operator),
-    ("K8S035", _one_for_all),
-)
+_OF_GROUPS = (_completions, _mistake_again, _given_up, _short_grace, _variables)
 
 
 # The rules about the names of all pods.

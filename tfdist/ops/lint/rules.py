@@ -38,8 +38,9 @@ class Finding:
         )
 
 
-def finding_of(code: str, location: Location, error: UsageError) -> Finding:
-    """Return the finding for an error."""
+def finding_of(error: UsageError, location: Location, *, otherwise: str = "") -> Finding:
+    """Return the finding for an error: of its rule, or `otherwise` where its code is none."""
+    code = error.code if error.code in RULES else otherwise
     return Finding(code, location, str(error.received), error.expected, error.fix)
 
 
