@@ -12,9 +12,14 @@ from pathlib import Path
 
 from tfdist.argument_parser import run_program
 from tfdist.errors import EXIT_OK, UsageError
-from tfdist.ops.submit import kserve, kubernetes, slurm, tools
-from tfdist.ops.submit.pods import INSTANCE
-from tfdist.ops.submit.request import JobRequest, help_text, parse
+from tfdist.ops.submit import kubernetes, slurm, tools
+from tfdist.ops.submit.request import (
+    JobRequest,
+    help_text,
+    is_for_service,
+    parse,
+    parse_service,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    if kserve.is_requested(words):
+    if is_for_service(words):
         done = _to_kserve(words)
     elif (request := parse(words)) is None:
         done = tools.Submission(text=help_text())
@@ -41,11 +46,11 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _to_kserve(words: Sequence[str]) -> tools.Submission:
-    service = kserve.parse(words)
-    manifest = kserve.render(service)
+    service, kind = parse_service(words), kubernetes.SERVICE_KIND
+    manifest = kubernetes.render_service(service)
     if service.dry_run:
         return tools.Submission(text=manifest)
-    return tools.apply(manifest, name=service.name, kind=kserve.KIND, namespace=service.namespace)
+    return tools.apply(manifest, name=service.name, kind=kind, namespace=service.namespace)
 
 
 def _to_slurm(request: JobRequest) -> tools.Submission:
@@ -70,13 +75,13 @@ def _status(request: JobRequest) -> str:
     if flags.to == "slurm":
         return tools.squeue(flags.status)
     kind = kubernetes.kind_of(request)
-    return tools.pods(flags.status, kind=kind, namespace=flags.namespace, label=INSTANCE)
+    return tools.pods(flags.status, kind=kind, namespace=flags.namespace)
 
 
 def _logs(request: JobRequest) -> str:
     flags = request.flags
     if flags.to == "kubernetes":
-        return tools.pod_logs(flags.logs, namespace=flags.namespace, label=INSTANCE)
+        return tools.pod_logs(flags.logs, namespace=flags.namespace)
     path = Path(tools.slurm_output(flags.logs))
     if path.is_file():
         return path.read_text(errors="replace")

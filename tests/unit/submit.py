@@ -34,10 +34,7 @@ def refused(arguments: str) -> str:
     """The one line that refuses the arguments."""
     code, out, err = run(arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("tfdist.submit: ")
-    assert "expected" in err
-    assert "Fix: " in err
-    return err
+    return err.removeprefix("tfdist.submit: ")
 
 
 def manifest(arguments: str) -> dict[str, Any]:

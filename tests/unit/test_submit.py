@@ -1,12 +1,12 @@
-"""What tfdist.submit renders of a command line, and what it refuses."""
+"""What tfdist.submit renders of a command line, what it refuses, and what it asks schedulers."""
 
-import json
 import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -14,15 +14,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.submit import PODS, SLURM, manifest, printed, refused
-from tfdist.cluster import read_environment
-from tfdist.cluster.tf_config import JobOptions
+from tests.unit.submit import PODS, SLURM, manifest, printed, refused, run
 from tfdist.launch.options import FLAGS as LAUNCHER
-from tfdist.ops.submit.kubernetes import text_of
-from tfdist.ops.submit.pods import escape_dollars
+from tfdist.ops.submit import tools
+from tfdist.ops.submit.kubernetes import escape_dollars, text_of
 from tfdist.ops.submit.request import NOT_HERE
 
-# --- whole files: tests/golden and launch/ ---
+# Whole files: tests/golden and launch/
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -67,173 +65,144 @@ def examples() -> Iterator[tuple[str, str]]:
                 yield path, arguments
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_rendered_is_what_it_was(name):
-    assert printed("--dry_run " + CASES[name]) == (GOLDEN / name).read_text()
+RENDERED = {f"tests/golden/{name}": f"--dry_run {line}" for name, line in CASES.items()}
+RENDERED |= dict(examples())
 
 
-def test_every_golden_file_is_compared():
-    assert {path.name for path in GOLDEN.glob("*.*") if path.suffix in (".yaml", ".sbatch")} == set(
-        CASES
-    )
+@pytest.mark.parametrize("path", RENDERED)
+def test_what_is_rendered_is_what_it_was(path):
+    assert printed(RENDERED[path]) == (ROOT / path).read_text()
+    if path.endswith(".sbatch"):
+        done = subprocess.run(["bash", "-n", ROOT / path], capture_output=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize(("path", "arguments"), list(examples()))
-def test_the_examples_are_what_the_command_renders_now(path, arguments):
-    assert printed(arguments) == (ROOT / path).read_text()
+def test_every_golden_file_and_every_example_is_compared():
+    folders = ("tests/golden", "launch/slurm", "launch/kubernetes")
+    files = (path for folder in folders for path in (ROOT / folder).iterdir())
+    there = {str(path.relative_to(ROOT)) for path in files if path.suffix in (".yaml", ".sbatch")}
+    assert there == set(RENDERED)
 
 
-def test_every_example_is_rendered_by_a_command_of_its_page():
-    there = {
-        str(path.relative_to(ROOT))
-        for page in ("slurm", "kubernetes")
-        for path in (ROOT / "launch" / page).iterdir()
-        if path.name != "README.md"
-    }
-    assert there == {path for path, _ in examples()}
+# The launcher's flags reach the tasks
+
+# Of each flag of the launcher, a job that has it, and what it is given.
+EXAMPLES = {
+    "strategy": ("--workers 2", "ps"),
+    "ps": ("--strategy ps", "3"),
+    "min_workers": ("--ps 1 --workers 2", "1"),
+    "hang_timeout_s": ("--workers 2", "77"),
+    "evaluator": ("--workers 2", ""),
+    "ports": ("--workers 2", "20000-20100"),
+    "run_dir": ("", "/scratch/other"),
+    "split_bytes": ("--ps 1", "77"),
+    "profile_ps": ("--ps 1", ""),
+    "stages": ("--strategy pipeline --workers 14", "7"),
+}
 
 
-@pytest.mark.parametrize(
-    "path", [*GOLDEN.glob("*.sbatch"), *(ROOT / "launch" / "slurm").glob("*.sbatch")], ids=str
-)
-def test_bash_can_read_the_scripts(path):
-    done = subprocess.run(["bash", "-n", path], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize("to", [SLURM, PODS], ids=["slurm", "kubernetes"])
+@pytest.mark.parametrize("flag", [f.name for f in LAUNCHER if f.name not in ("help", "dry_run")])
+def test_a_flag_of_the_launcher_reaches_the_job_or_is_refused(flag, to):
+    others, value = EXAMPLES.get(flag, ("", "7"))
+    to += "--kind jobset " * (to == PODS and flag == "evaluator")
+    line = f"{to} {others} --{flag} {value} train.py"
+    is_shown = re.search(rf"\n  --{flag}\b", printed("--to slurm --help"))
+    assert bool(is_shown) == (flag not in NOT_HERE)
+    if flag in NOT_HERE or (flag == "hang_timeout_s" and to == PODS):
+        assert f"leave --{flag} out" in refused(line)
+    else:
+        assert printed(line) != printed(f"{to} {others} train.py")
 
 
-# --- the launcher's flags reach the tasks ---
-
-
-FLAGS = "--run_dir /runs/x --startup_timeout_s 90 --devices_per_worker 2 --min_workers 1 "
-SAID: dict[str, Any] = {"run_dir": "/runs/x", "startup_timeout_s": 90.0, "devices_per_worker": 2}
-
-
-def environ_of(arguments: str) -> dict[str, str]:
-    """The variables of the first container of a job, as far as they are in the manifest."""
-    spec: Any = manifest(arguments)["spec"]
-    replicas = spec.get("tfReplicaSpecs")
-    template = next(iter(replicas.values()))["template"] if replicas else spec["template"]
-    env = template["spec"]["containers"][0]["env"]
-    return {"KUBERNETES_SERVICE_HOST": "10.96.0.1"} | {
-        e["name"]: e["value"] for e in env if "value" in e
-    }
-
-
-def test_those_of_a_job_of_several_tasks():
-    flags = FLAGS + "--strategy ps --workers 2 --split_bytes 4000000 --profile_ps train.py"
-    config = read_environment({**environ_of(flags), "HOSTNAME": "train-1"})
-    assert config is not None
-    assert config.options == JobOptions(
-        strategy="ps", min_workers=1, split_bytes=4_000_000, profile_ps=True, **SAID
-    )
-
-
-def test_those_of_stages():
-    """Two pipelines of two stages, whose tasks find each other as those of any other job do."""
-    flags = "--stages 2 --workers 4 --run_dir /runs/x train.py"
-    config = read_environment({**environ_of(flags), "HOSTNAME": "train-3"})
-    assert config is not None
-    assert (config.options.strategy, config.options.stages) == ("pipeline", 2)
-    assert len(config.cluster.training_tasks()) == 4
-    assert "--wait=300" in printed(SLURM + flags)
-    assert "--stages: received 2 with --workers 3" in refused(
-        SLURM + "--stages 2 --workers 3 train.py"
-    )
-
-
-def test_those_of_a_process_by_itself():
-    flags = FLAGS.replace("--min_workers 1 ", "") + "train.py"
-    config = read_environment(environ_of(flags))
-    assert config is not None
-    assert config.options == JobOptions(**SAID)
-    assert config.cluster.tasks() == ()
-
-
-def test_those_of_a_task_whose_tf_config_the_operator_sets():
-    environ = environ_of("--kind tfjob --run_dir /runs/x --workers 2 train.py")
-    cluster = {"worker": ["train-worker-0.ml.svc:2222", "train-worker-1.ml.svc:2222"]}
-    told = {"cluster": cluster, "task": {"type": "worker", "index": 1}, "environment": "cloud"}
-    config = read_environment({**environ, "TF_CONFIG": json.dumps(told)})
-    assert config is not None
-    assert (config.options.run_dir, config.options.strategy) == ("/runs/x", "multiworker")
-    assert config.options.startup_timeout_s == 300
-
-
-# What the pods of tests/golden have not.
-
-
-def pod_of(arguments: str) -> Any:
-    """The spec of the pods of a Job."""
-    return manifest(arguments)["spec"]["template"]["spec"]
+@pytest.mark.parametrize("kind", ["job", "jobset", "tfjob"])
+def test_a_range_of_ports_is_that_of_the_pods_and_of_their_policy(kind):
+    flags = f"{PODS} --kind {kind} --workers 2 --ports 20000-20100 "
+    text = printed(flags + "train.py")
+    policy: Any = next(yaml.safe_load_all(text))
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["from"] == [{"podSelector": policy["spec"]["podSelector"]}]
+    assert rule["ports"] == [{"protocol": "TCP", "port": 20000, "endPort": 20100}]
+    assert re.findall("containerPort: (.*)", text) == ["20000"]
+    assert re.findall('name: TFDIST_PORTS\n *value: "?(.*?)"?\n', text) == ["20000-20100"]
+    # With GPUs NCCL listens too, where it likes.
+    policy = next(yaml.safe_load_all(printed(flags + "--gpus 1 train.py")))
+    assert "ports" not in policy["spec"]["ingress"][0]
 
 
 def test_shared_memory_of_the_users_own_is_not_replaced():
-    pod = pod_of("--gpus 2 --volume /dev/shm=/dev/shm/ train.py")
+    job = manifest("--gpus 2 --volume /dev/shm=/dev/shm/ train.py")
+    pod = job["spec"]["template"]["spec"]
     assert pod["volumes"] == [{"name": "volume-0", "hostPath": {"path": "/dev/shm"}}]
     (container,) = pod["containers"]
     assert container["volumeMounts"] == [{"name": "volume-0", "mountPath": "/dev/shm/"}]
 
 
-# --- the command line ---
+# The command line
 
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("", "--to slurm or --to kubernetes"),
-        ("--to slrum train.py", "did you mean 'slurm'"),
-        ("--to kserv --name x", "did you mean 'kserve'"),
-        ("--to", "received no value"),
-        ("--to slurm --to slurm train.py", "twice"),
-        (SLURM + "--workers 2 --workers=3 train.py", "--workers: received it twice"),
-        (SLURM + "--evaluator --evaluator train.py", "--evaluator: received it twice"),
-        (SLURM + "--env X=1 --env X=2 train.py", "received X twice; expected each name once"),
-        (SLURM + "--wrokers 2 train.py", "did you mean '--workers'"),
-        (SLURM + "--imag x train.py", "did you mean '--image'"),
-        (SLURM + "--image x train.py", "expected kubernetes"),
-        (SLURM + "--kind job train.py", "expected kubernetes"),
-        (PODS + "--partition gpu train.py", "expected slurm"),
-        (PODS + "--nodes 2 train.py", "expected slurm"),
-        (SLURM + "--start fork train.py", "leave --start out"),
-        (SLURM + "--restart_window_s 3 train.py", "leave --restart_window_s out"),
-        (SLURM + "--isolate train.py", "leave --isolate out"),
-        (SLURM + "--workers two train.py", "an integer"),
-        (SLURM + "--evaluator train.py", "a job of several tasks"),
-        (PODS + "--workers 2 --evaluator train.py", "use --kind jobset"),
-        (PODS + "--kind tfjob --workers 2 --evaluator train.py", "use --kind jobset"),
-        (SLURM + "--workers 2 --strategy mirrored train.py", "one process"),
-        (SLURM + "--strategy multiworker train.py", "2 or more"),
-        (SLURM + "--cpus 0 train.py", "a whole number of at least 1"),
-        (SLURM + "--memory 16 train.py", "16G"),
-        (SLURM + "--time 4 train.py", "4h"),
-        (SLURM + "--time 0h train.py", "4h"),
-        (SLURM + "--name 'a b' train.py", "--name"),
-        (SLURM + "--name=-x train.py", "--name"),
-        (SLURM + "--partition 'a b' train.py", "--partition"),
-        (SLURM + "--node_selector 'a b' train.py", "--node_selector"),
-        (SLURM + "--nodes 3 --workers 2 train.py", "--nodes 2"),
-        (SLURM + "--nodes 3 --strategy ps --workers 2 --gpus 1 train.py", "no --nodes"),
-        (SLURM + "--time 1m train.py", "a longer --time"),
-        (SLURM + "--env X train.py", "NAME=VALUE"),
-        (SLURM + "--env 1X=2 train.py", "name of a variable"),
-        (SLURM + "--env X=1 --secret X=/a train.py", "each name once"),
-        ("--to kubernetes --dry_run train.py", "--image"),
-        (PODS + "--image '-x y' train.py", "twice"),
-        ("--to kubernetes --image 'a b' train.py", "--image"),
-        (PODS + "--kind jobs train.py", "did you mean 'job'"),
-        (PODS + "--name My_Run train.py", "small letters"),
-        (PODS + f"--name {'a' * 40} train.py", "at most 39"),
-        (PODS + "--namespace 'A B' train.py", "--namespace"),
-        (PODS + "--volume data train.py", "--volume"),
-        (PODS + "--volume data=/data:rw train.py", "--volume"),
-        (PODS + "--node_selector ssd train.py", "NAME=VALUE"),
-        (PODS + "--strategy ps --gpus 1 train.py", "--kind jobset"),
-        ("--to slurm --status '*'", "--status"),
-        ("--to slurm --logs=-x", "--logs"),
+KSERVE = "--to kserve --dry_run --name digits --model pvc://a/b "
+REFUSED = {
+    "--to": ["", "--to", "--to slrum a.py", "--to kserv --name x", "--to slurm --to slurm a.py"],
+    "command line": [SLURM + "--wrokers 2 train.py", KSERVE + "train.py", "--to kserve --name x"],
+    "--workers": [
+        SLURM + "--workers 2 --workers=3 train.py",
+        SLURM + "--workers two train.py",
+        SLURM + "--workers 2 --strategy mirrored train.py",
+        SLURM + "--strategy multiworker train.py",
     ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(arguments, says):
-    assert says in refused(arguments)
+    "--stages": [SLURM + "--stages 2 --workers 3 train.py"],
+    "--evaluator": [
+        SLURM + "--evaluator train.py",
+        PODS + "--workers 2 --evaluator train.py",
+        PODS + "--kind tfjob --workers 2 --evaluator train.py",
+    ],
+    "--env": [
+        SLURM + "--env X train.py",
+        SLURM + "--env 1X=2 train.py",
+        SLURM + "--env X=1 --env X=2 train.py",
+        SLURM + "--env X=1 --secret X=/a train.py",
+    ],
+    "--image": [
+        "--to kubernetes --dry_run train.py",
+        SLURM + "--image x train.py",
+        PODS + "--image '-x y' train.py",
+        "--to kubernetes --image 'a b' train.py",
+    ],
+    "--kind": [SLURM + "--kind job train.py", PODS + "--kind jobs train.py"],
+    "--partition": [PODS + "--partition gpu train.py", SLURM + "--partition 'a b' train.py"],
+    "--nodes": [
+        PODS + "--nodes 2 train.py",
+        SLURM + "--nodes 3 --workers 2 train.py",
+        SLURM + "--nodes 3 --strategy ps --workers 2 --gpus 1 train.py",
+    ],
+    "--cpus": [SLURM + "--cpus 0 train.py"],
+    "--gpus": [PODS + "--strategy ps --gpus 1 train.py"],
+    "--memory": [SLURM + "--memory 16 train.py"],
+    "--time": [f"{SLURM} --time {text} train.py" for text in ("4", "0h", "1m")],
+    "--name": [
+        SLURM + "--name 'a b' train.py",
+        SLURM + "--name=-x train.py",
+        PODS + "--name My_Run train.py",
+        PODS + f"--name {'a' * 40} train.py",
+        "--to=kserve --dry_run --name Digits --model pvc://a/b",
+    ],
+    "--model": ["--to=kserve --dry_run --name digits --model /served"],
+    "--max_replicas": [KSERVE + "--replicas 3 --max_replicas 2"],
+    "--namespace": [PODS + "--namespace 'A B' train.py"],
+    "--volume": [PODS + "--volume data train.py", PODS + "--volume data=/data:rw train.py"],
+    "--node_selector": [
+        SLURM + "--node_selector 'a b' train.py",
+        PODS + "--node_selector ssd train.py",
+    ],
+    "--status": ["--to slurm --status '*'"],
+    "--logs": ["--to slurm --logs=-x"],
+}
+
+
+@pytest.mark.parametrize("where", REFUSED)
+def test_a_mistake_is_one_line_that_names_the_flag(where):
+    for arguments in REFUSED[where]:
+        assert refused(arguments).startswith(f"{where}: received "), arguments
 
 
 @pytest.mark.parametrize(
@@ -261,131 +230,47 @@ def test_a_secret_on_the_command_line_is_refused_and_not_shown(arguments):
     assert "--secret" in line
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "train.py --token_file /run/token --max_tokens 512 --tokenizer bert --key_size 5",
-        "train.py --token --lr 0.1",
-        "train.py --url https://example.org/a:b@c",
-        "train.py --risk-free sk-learn",
-    ],
-)
-def test_what_only_resembles_a_secret_passes(arguments):
-    words = shlex.split(arguments)
-    assert shlex.join(words) in printed(SLURM + arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "program"),
-    [
-        ("train.py --to x --dry_run --name y", "train.py --to x --dry_run --name y"),
-        ("-m my.program --image z", "-m my.program --image z"),
-        ("--config=a.py --config.steps=3", "-m tfdist.train --config=a.py --config.steps=3"),
-        ("-- --overwrite", "-m tfdist.train --overwrite"),
-        ("", "-m tfdist.train"),
-    ],
-)
-def test_the_programs_own_flags_reach_the_program(arguments, program):
-    assert f'"$python" {program} &\n' in printed(SLURM + arguments)
-
-
-# Of each flag of the launcher, a job that has it, and what it is given.
-EXAMPLES = {
-    "strategy": ("--workers 2", "ps"),
-    "ps": ("--strategy ps", "3"),
-    "min_workers": ("--ps 1 --workers 2", "1"),
-    "hang_timeout_s": ("--workers 2", "77"),
-    "evaluator": ("--workers 2", ""),
-    "ports": ("--workers 2", "20000-20100"),
-    "run_dir": ("", "/scratch/other"),
-    "split_bytes": ("--ps 1", "77"),
-    "profile_ps": ("--ps 1", ""),
-    "stages": ("--strategy pipeline --workers 14", "7"),
+SHOWN = {
+    # What only resembles a secret passes.
+    "train.py --token_file /run/token --max_tokens 512 --tokenizer bert --key_size 5": "$",
+    "train.py --token --lr 0.1": "$",
+    "train.py --url https://example.org/a:b@c": "$",
+    "train.py --risk-free sk-learn": "$",
+    # The program's own flags reach it.
+    "train.py --to x --dry_run --name y": "$",
+    "-m my.program --image z": "$",
+    "--config=a.py --config.steps=3": "$-m tfdist.train --config=a.py --config.steps=3",
+    "-- --overwrite": "$-m tfdist.train --overwrite",
+    "": "$-m tfdist.train",
+    "--time 90m a.py": "--time=0-01:30:00",
+    "--time 2d a.py": "--time=2-00:00:00",
+    "--time 04:00:00 a.py": "--time=0-04:00:00",
+    "--time 1-00:30:00 a.py": "--time=1-00:30:00",
+    "--time 75s a.py": "--time=0-00:01:15",
+    "--memory 16G a.py": "--mem-per-cpu=16384M",
+    "--memory 512Mi a.py": "--mem-per-cpu=512M",
+    "--memory 1TB a.py": "--mem-per-cpu=1048576M",
+    # A job is named after its program.
+    "train.py": "--job-name=train",
+    "-m my.pkg.Fit_It": "--job-name=fit-it",
+    "01_run.py": "--job-name=run",
+    "7.py": "--job-name=tfdist",
 }
+"""A line of the script for some arguments: an option, or after a $ the program if not the same."""
 
 
-@pytest.mark.parametrize("to", [SLURM, PODS], ids=["slurm", "kubernetes"])
-@pytest.mark.parametrize("flag", [f.name for f in LAUNCHER if f.name not in ("help", "dry_run")])
-def test_a_flag_of_the_launcher_reaches_the_job_or_is_refused(flag, to):
-    others, value = EXAMPLES.get(flag, ("", "7"))
-    to += "--kind jobset " * (to == PODS and flag == "evaluator")
-    line = f"{to} {others} --{flag} {value} train.py"
-    if flag in NOT_HERE or (flag == "hang_timeout_s" and to == PODS):
-        assert f"leave --{flag} out" in refused(line)
-    else:
-        assert printed(line) != printed(f"{to} {others} train.py")
+@pytest.mark.parametrize("arguments", SHOWN)
+def test_what_is_asked_for_is_in_the_script(arguments):
+    line, program = f"#SBATCH {SHOWN[arguments]}", SHOWN[arguments][1:] or arguments
+    if SHOWN[arguments].startswith("$"):
+        line = f'    "$python" {program} &'
+    assert line in printed(SLURM + arguments).splitlines()
 
 
-@pytest.mark.parametrize("kind", ["job", "jobset", "tfjob"])
-def test_a_range_of_ports_is_that_of_the_pods_and_of_their_policy(kind):
-    flags = f"{PODS} --kind {kind} --workers 2 --ports 20000-20100 "
-    text = printed(flags + "train.py")
-    policy: Any = next(yaml.safe_load_all(text))
-    (rule,) = policy["spec"]["ingress"]
-    assert rule["from"] == [{"podSelector": policy["spec"]["podSelector"]}]
-    assert rule["ports"] == [{"protocol": "TCP", "port": 20000, "endPort": 20100}]
-    assert re.findall("containerPort: (.*)", text) == ["20000"]
-    assert re.findall('name: TFDIST_PORTS\n *value: "?(.*?)"?\n', text) == ["20000-20100"]
-    # With GPUs NCCL listens too, where it likes.
-    policy = next(yaml.safe_load_all(printed(flags + "--gpus 1 train.py")))
-    assert "ports" not in policy["spec"]["ingress"][0]
+# What a user writes reaches the task as it was
 
-
-def test_the_help_has_the_launchers_flags_too():
-    text = printed("--to slurm --help")
-    for flag in LAUNCHER:
-        left_out = flag.name in (*NOT_HERE, "help")
-        assert bool(re.search(rf"\n  --{flag.name}\b", text)) != left_out, flag.name
-
-
-@pytest.mark.parametrize(
-    ("flag", "line"),
-    [
-        ("--time 90m", "--time=0-01:30:00"),
-        ("--time 2d", "--time=2-00:00:00"),
-        ("--time 04:00:00", "--time=0-04:00:00"),
-        ("--time 1-00:30:00", "--time=1-00:30:00"),
-        ("--time 75s", "--time=0-00:01:15"),
-        ("--memory 16G", "--mem-per-cpu=16384M"),
-        ("--memory 512Mi", "--mem-per-cpu=512M"),
-        ("--memory 1TB", "--mem-per-cpu=1048576M"),
-    ],
-)
-def test_times_and_memory(flag, line):
-    assert f"#SBATCH {line}\n" in printed(f"{SLURM} {flag} train.py")
-
-
-@pytest.mark.parametrize(
-    ("program", "name"),
-    [
-        ("train.py", "train"),
-        ("-m my.pkg.Fit_It", "fit-it"),
-        ("01_run.py", "run"),
-        ("7.py", "tfdist"),
-    ],
-)
-def test_a_job_is_named_after_its_program(program, name):
-    assert f"#SBATCH --job-name={name}\n" in printed(SLURM + program)
-
-
-# --- what a user writes reaches the task as it was ---
-
-
-NASTY = (
-    "two words",
-    "",
-    "it's",
-    '"',
-    "$HOME",
-    "$(date)",
-    "$$",
-    "`date`",
-    "a\nb",
-    "\\n",
-    "*",
-    "é",
-    "-x",
-)
+NASTY = ("two words", "", "it's", '"', "$HOME", "$(date)", "$$", "`date`", "a\nb", "\\n", "*")
+NASTY += ("é", "-x")
 DOUBTFUL = (
     *("yes", "No", "on", "y", "N", "true", "~", "null", "1", "1e3", "0x1f", "0o17"),
     *("1_000", "12:30", ".5", "-", "=", "<<", "2026-01-01", "a:b", "#c"),
@@ -402,13 +287,10 @@ def test_yaml_is_read_as_it_was_written(document):
     assert yaml.safe_load(text_of([document])) == document
 
 
-@pytest.mark.parametrize("text", DOUBTFUL)
-def test_what_a_reader_might_take_for_something_else_is_quoted(text):
-    assert text_of([{"name": text}]) == f'name: "{text}"\n'
-
-
-def test_what_occurs_twice_is_written_twice():
-    labels = {"job": "train"}
+def test_what_a_reader_might_take_for_something_else_is_quoted():
+    for text in DOUBTFUL:
+        assert text_of([{"name": text}]) == f'name: "{text}"\n'
+    labels = {"job": "train"}  # what occurs twice is written twice
     assert text_of([{"one": labels, "two": labels}]).count("job: train") == 2
 
 
@@ -434,3 +316,142 @@ def test_arguments_and_variables_reach_the_tasks_of_slurm(tmp_path):
     words = done.stdout.decode().split("\0")[:-1]
     assert words[0] == note
     assert words[-len(NASTY) - 2 :] == ["python", "train.py", *NASTY]
+
+
+# What schedulers are asked, and what their answers become
+
+Answer = CompletedProcess[str]
+
+
+def says(text: str, *, errors: str = "") -> Answer:
+    return CompletedProcess([], 0, text, errors)
+
+
+def fails(text: str) -> Answer:
+    return CompletedProcess([], 1, "", text)
+
+
+@pytest.fixture
+def answered(monkeypatch):
+    """Has each command answered by the last of the given names that it has; lists commands."""
+
+    def use(**answers: Answer) -> list[str]:
+        asked: list[str] = []
+
+        def ask(argv: Sequence[str], text: str = "") -> Answer:
+            asked.append(shlex.join(argv) + (" <" if text else ""))
+            names = [word.replace("-", "_").strip("_").partition("=")[0] for word in argv]
+            return next((answers[name] for name in reversed(names) if name in answers), says(""))
+
+        monkeypatch.setattr(tools, "run", ask)
+        return asked
+
+    return use
+
+
+PODS_OF_X = "--to kubernetes --namespace ml --name x --image x --run_dir /r --volume r=/r train.py"
+WARNED = 'Warning: would violate PodSecurity "restricted:latest": runAsNonRoot != true'
+LOG = "E1120 14:51:30.399739   31516 memcache.go:265] unknown field\n"
+CREATED = says("job.batch/x created\n", errors=f"{LOG}{WARNED}\n\n")
+
+
+LOGS = "logs --selector=app.kubernetes.io/instance=x --prefix --tail=-1 --max-log-requests=10000"
+
+
+def test_a_job_is_submitted_and_what_warns_of_it_is_passed_on(answered):
+    commands = answered(sbatch=says("42;cluster\n", errors="sbatch: 3 hours are left\n"))
+    shown = "job 42 (x); output: x-42.out\n", "tfdist.submit: sbatch: 3 hours are left\n"
+    assert run("--to slurm --name x train.py") == (0, *shown)
+    assert commands == ["sbatch --parsable <"]
+    commands = answered(apply=CREATED, dry_run=CREATED)
+    assert run(PODS_OF_X) == (0, "job.batch/x created\n", f"tfdist.submit: {WARNED}\n")
+    assert commands == [
+        "kubectl --namespace=ml get job/x --ignore-not-found --output=name",
+        "kubectl --namespace=ml apply --dry-run=server --filename=- <",
+        "kubectl --namespace=ml apply --filename=- <",
+    ]
+
+
+def test_the_state_and_the_output_of_a_job_are_shown(answered):
+    answered(squeue=says("JOBID NAME\n 7 x\n"))
+    assert printed("--to slurm --status x") == "JOBID NAME\n 7 x\n"
+    commands = answered(pods=says("x-0 Running\n"), get=says("x 0/2\n"))
+    shown = "x 0/2\n\nx-0 Running\n"
+    assert printed("--to kubernetes --kind jobset --status x") == shown
+    pods = "kubectl get pods --selector=app.kubernetes.io/instance=x"
+    assert commands == ["kubectl get jobset/x", pods]
+    answered(pods=says("", errors="No resources found"), get=says("x 0/2\n"))
+    why = "x 0/2\n\nno pods; why: kubectl --namespace=ml describe job/x\n"
+    assert printed("--to kubernetes --namespace ml --status x") == why
+    commands = answered(logs=says("[pod/x-0/tfdist] step 1\n"))
+    shown = "[pod/x-0/tfdist] step 1\n"
+    assert printed("--to kubernetes --namespace ml --logs x") == shown
+    assert commands == [f"kubectl --namespace=ml {LOGS}"]
+
+
+NO_NAMESPACE = 'Error from server (NotFound): when creating "STDIN": namespaces "ml" not found\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answers", "said"),
+    [
+        (
+            "--to slurm train.py",
+            {"sbatch": fails("sbatch: error: invalid partition: nope\nsbatch: error: failed\n")},
+            "sbatch: received exit code 1: sbatch: error: invalid partition: nope; expected",
+        ),
+        (PODS_OF_X, {"dry_run": fails(2 * NO_NAMESPACE)}, "kubectl create namespace"),
+        (PODS_OF_X, {"get": fails(f"{LOG}{LOG}It was refused\n")}, "exit code 1: It was refused;"),
+        (PODS_OF_X, {"get": says("job.batch/x\n")}, "kubectl --namespace=ml delete job.batch/x"),
+        ("--to slurm --status x", {"squeue": says("JOBID NAME\n")}, "--status: received 'x'"),
+        ("--to slurm --logs x", {}, "--logs: received 'x'"),
+        (
+            "--to slurm --logs x",
+            {"squeue": says("9\n"), "scontrol": says("JobId=9 JobName=interactive\n")},
+            "--logs: received 'x'",
+        ),
+        ("--to kubernetes --logs x", {}, "--logs: received 'x'"),
+    ],
+)
+def test_what_a_scheduler_refuses_is_one_line_and_nothing_is_submitted(
+    arguments, answers, said, answered
+):
+    commands = answered(**answers)
+    assert said in refused(arguments)
+    assert all("--dry-run=server" in command for command in commands if " apply " in command)
+
+
+def test_the_output_of_the_latest_job_is_shown_once_it_is_there(answered, tmp_path):
+    output = tmp_path / "a b" / "x-10.out"
+    job = f"JobId=10 JobName=x\n   Command=x\n   StdIn=/dev/null\n   StdOut={output}\n"
+    for more in ("   Power=\n", "", "   TresPerTask=gres/gpu=1\n\nJobId=11 JobName=x\n"):
+        commands = answered(squeue=says("10+0\n10+1\n9\n"), scontrol=says(job + more))
+        assert refused("--to slurm --logs x").startswith(f"--logs: received {output}; ")
+        assert commands[-1] == "scontrol show job 10"
+    output.parent.mkdir()
+    output.write_text("step 1\n")
+    assert printed("--to slurm --logs x") == "step 1\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        ("--to slurm train.py", "sbatch"),
+        ("--to kubernetes --image x train.py", "kubectl"),
+        ("--to slurm --status x", "squeue"),
+        ("--to kubernetes --logs x", "kubectl"),
+    ],
+)
+def test_without_the_schedulers_commands_it_is_one_line(arguments, command, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert refused(arguments).startswith(f"--to: received no {command}; ")
+
+
+def test_a_command_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
+    command = tmp_path / "sbatch"
+    command.write_text("#!/bin/sh\nexec sleep 600\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(tools, "_DEADLINE_S", 0.2)
+    code, _, err = run("--to slurm train.py")
+    assert (code, err) == (1, "tfdist.submit: sbatch: no answer within 0 s\n")

@@ -3,18 +3,18 @@
 The Slurm script and the pods' script are run for real, by the shells that will run them.
 """
 
-import itertools
+import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.submit import PS, SLURM, manifest, printed
-from tfdist.cluster import read_environment
+from tfdist.cluster import JobOptions, read_environment
 
 DOCS = Path(__file__).parents[2] / "docs" / "submit.md"
 
@@ -30,7 +30,16 @@ OUTCOMES = {
 }
 
 
-# --- the rules, as published ---
+# The rules, as published
+
+
+Done = subprocess.CompletedProcess[str]
+Failure = tuple[str, str]
+"""Reason and message of a Job that has failed."""
+
+
+def spec_of(arguments: str) -> Any:
+    return manifest(arguments)["spec"]
 
 
 def of_pod(policy: Mapping[str, Any], *, code: int, conditions: Sequence[str] = ()) -> str:
@@ -65,26 +74,10 @@ def of_job(spec: Mapping[str, Any], *, code: int, conditions: Sequence[str] = ()
         return "done"
     action = of_pod(policy_of(spec), code=code, conditions=conditions)
     assert spec["template"]["spec"]["restartPolicy"] == "Never"  # else there is no such policy
-    if action == "Count":
-        return "counted" if runs(spec) > 1 else "failed"
+    if action == "Count":  # each task by itself, and the first that has none left ends the job
+        assert spec["maxFailedIndexes"] == 0
+        return "counted" if spec["backoffLimitPerIndex"] else "failed"
     return {"FailJob": "failed", "Ignore": "again"}[action]
-
-
-def runs(spec: Mapping[str, Any]) -> int:
-    """How often the tasks of a Job are started that all fail each time.
-
-    https://kubernetes.io/docs/concepts/workloads/controllers/job/#backoff-limit-per-index
-    """
-    tasks = spec["completions"]
-    for number in itertools.count(1):
-        if "backoffLimitPerIndex" not in spec:
-            is_over = number * tasks > spec["backoffLimit"]
-        else:
-            failed = tasks if number > spec["backoffLimitPerIndex"] else 0
-            is_over = failed > spec["maxFailedIndexes"]
-        if is_over:
-            return number
-    raise AssertionError
 
 
 def of_job_set(spec: Mapping[str, Any], *, code: int, conditions: Sequence[str] = ()) -> str:
@@ -96,10 +89,6 @@ def of_job_set(spec: Mapping[str, Any], *, code: int, conditions: Sequence[str] 
         return "done"
     child = spec["replicatedJobs"][0]["template"]["spec"]
     return of_failed_jobs(spec["failurePolicy"], [failure(child, code=code, conditions=conditions)])
-
-
-Failure = tuple[str, str]
-"""Reason and message of a Job that has failed."""
 
 
 def failure(child: Mapping[str, Any], *, code: int, conditions: Sequence[str] = ()) -> Failure:
@@ -136,7 +125,7 @@ def of_tfjob(replica: Mapping[str, Any], *, code: int) -> str:
     return "again" if code >= 128 else "failed"
 
 
-# --- the scripts, run ---
+# The scripts, run
 
 
 def fakes(folder: Path, **scripts: str) -> dict[str, str]:
@@ -148,18 +137,11 @@ def fakes(folder: Path, **scripts: str) -> dict[str, str]:
     return {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
 
 
-def run_batch(
-    folder: Path, script: str, environ: Mapping[str, str]
-) -> subprocess.CompletedProcess[str]:
+def run_batch(folder: Path, script: str, environ: Mapping[str, str]) -> Done:
     path = folder / "job.sbatch"
     path.write_text(script)
     return subprocess.run(
-        ["bash", path],
-        env=dict(environ),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        ["bash", path], env=environ, cwd=folder, capture_output=True, text=True, timeout=120
     )
 
 
@@ -174,9 +156,7 @@ def of_slurm(folder: Path, script: str, *, code: int) -> str:
     return "counted" if list(folder.glob("*-7.failures")) else "again"
 
 
-def run_container(
-    folder: Path, container: Mapping[str, Any], **environ: str
-) -> subprocess.CompletedProcess[str]:
+def run_container(folder: Path, container: Mapping[str, Any], **environ: str) -> Done:
     """Runs the container's command, by a shell as in an image."""
     words = [text.replace("$$", "$") for text in (*container["command"], *container["args"])]
     env = {**fakes(folder), **environ}
@@ -191,7 +171,7 @@ def container_of(template: Mapping[str, Any]) -> Mapping[str, Any]:
     return dict(template["spec"]["containers"][0])
 
 
-# --- the table ---
+# The table
 
 
 @pytest.mark.parametrize("code", OUTCOMES)
@@ -202,15 +182,9 @@ def test_slurm_does_what_the_table_says(code, tmp_path):
 
 @pytest.mark.parametrize("code", OUTCOMES)
 @pytest.mark.parametrize("arguments", ["--workers 2 train.py", "train.py", PS + "train.py"])
-def test_a_job_does_what_the_table_says(code, arguments):
-    assert of_job(manifest(arguments)["spec"], code=code) == OUTCOMES[code][1]
-
-
-@pytest.mark.parametrize("code", OUTCOMES)
-@pytest.mark.parametrize("arguments", ["--workers 2 train.py", PS + "train.py"])
-def test_a_job_set_does_what_the_table_says(code, arguments):
-    spec = manifest("--kind jobset " + arguments)["spec"]
-    assert of_job_set(spec, code=code) == OUTCOMES[code][2]
+def test_a_job_and_a_job_set_do_what_the_table_says(code, arguments):
+    job, job_set = spec_of(arguments), spec_of("--kind jobset " + arguments)
+    assert (of_job(job, code=code), of_job_set(job_set, code=code)) == OUTCOMES[code][1:3]
 
 
 @pytest.mark.parametrize("code", OUTCOMES)
@@ -218,8 +192,7 @@ def test_a_job_set_does_what_the_table_says(code, arguments):
     ("arguments", "role"), [("--workers 2 train.py", "Worker"), (PS + "train.py", "Chief")]
 )
 def test_a_tfjob_does_what_the_table_says(code, arguments, role, tmp_path):
-    spec = manifest("--kind tfjob " + arguments)["spec"]
-    replica = spec["tfReplicaSpecs"][role]
+    replica = spec_of("--kind tfjob " + arguments)["tfReplicaSpecs"][role]
     environ = fakes(tmp_path, python=f'[ "$1" = train.py ] && exit {code}\nexit 0')
     ended = run_pod(tmp_path, container_of(replica["template"]), **environ)
     assert of_tfjob(replica, code=ended) == OUTCOMES[code][3]
@@ -227,21 +200,13 @@ def test_a_tfjob_does_what_the_table_says(code, arguments, role, tmp_path):
 
 def test_every_other_code_is_one_of_the_tables_rows():
     """Below 128 it is that of a program that failed, and 128 + n that of one that was killed."""
-    job = manifest("--workers 2 train.py")["spec"]
-    job_set = manifest("--kind jobset --workers 2 train.py")["spec"]
-    tfjob = manifest("--kind tfjob --workers 2 train.py")["spec"]
+    job, job_set, tfjob = (
+        spec_of(f"--kind {kind} --workers 2 train.py") for kind in ("job", "jobset", "tfjob")
+    )
     replica = tfjob["tfReplicaSpecs"]["Worker"]
     for code in set(range(256)) - set(OUTCOMES):
         of_all = of_job(job, code=code), of_job_set(job_set, code=code)
         assert (*of_all, of_tfjob(replica, code=code)) == OUTCOMES[1 if code < 128 else 137][1:]
-
-
-def test_each_job_of_a_set_ends_by_the_same_codes():
-    spec = manifest("--kind jobset --gpus 1 --evaluator " + PS + "train.py")["spec"]
-    children = [job["template"]["spec"] for job in spec["replicatedJobs"]]
-    assert len(children) == 4
-    for child in children:
-        assert (policy_of(child), child["backoffLimit"]) == (policy_of(children[0]), 0)
 
 
 def test_the_table_is_in_the_docs():
@@ -250,16 +215,23 @@ def test_the_table_is_in_the_docs():
     assert table == OUTCOMES
 
 
-@pytest.mark.parametrize("kind", ["job", "jobset"])
-def test_a_pod_that_is_drained_is_started_again(kind):
-    spec = manifest(f"--kind {kind} --workers 2 train.py")["spec"]
-    evaluate = {"job": of_job, "jobset": of_job_set}[kind]
+def test_each_job_of_a_set_ends_by_the_same_codes():
+    spec = spec_of("--kind jobset --gpus 1 --evaluator " + PS + "train.py")
+    children = [job["template"]["spec"] for job in spec["replicatedJobs"]]
+    assert len(children) == 4
+    for child in children:
+        assert (policy_of(child), child["backoffLimit"]) == (policy_of(children[0]), 0)
+
+
+@pytest.mark.parametrize(("kind", "evaluate"), [("job", of_job), ("jobset", of_job_set)])
+def test_a_pod_that_is_drained_is_started_again(kind, evaluate):
+    spec = spec_of(f"--kind {kind} --workers 2 train.py")
     assert evaluate(spec, code=137, conditions=["DisruptionTarget"]) == "again"
     assert evaluate(spec, code=2, conditions=["DisruptionTarget"]) == "failed"
 
 
 def test_a_job_set_that_is_late_has_failed():
-    spec = manifest("--kind jobset --time 1h --workers 2 train.py")["spec"]
+    spec = spec_of("--kind jobset --time 1h --workers 2 train.py")
     assert spec["replicatedJobs"][0]["template"]["spec"]["activeDeadlineSeconds"] == 3600
     late = "DeadlineExceeded", "Job was active longer than specified deadline"
     assert of_failed_jobs(spec["failurePolicy"], [late]) == "failed"
@@ -269,7 +241,7 @@ def test_a_job_set_that_is_late_has_failed():
     ("code", "ended"), [(1, "counted"), (2, "failed"), (137, "counted"), (143, "again")]
 )
 def test_a_failure_of_a_job_set_is_the_cause_and_not_who_has_lost_it(code, ended):
-    spec = manifest("--kind jobset " + PS + "train.py")["spec"]
+    spec = spec_of("--kind jobset " + PS + "train.py")
     child = spec["replicatedJobs"][0]["template"]["spec"]
     cause, follows = failure(child, code=code), failure(child, code=75)
     for failures in ([cause, follows], [follows, cause]):
@@ -278,116 +250,120 @@ def test_a_failure_of_a_job_set_is_the_cause_and_not_who_has_lost_it(code, ended
 
 def test_no_restarts_are_none(tmp_path):
     flags = "--max_restarts 0 --workers 2 train.py"
-    assert of_job(manifest(flags)["spec"], code=1) == "failed"
-    assert of_job_set(manifest("--kind jobset " + flags)["spec"], code=1) == "failed"
-    script = printed(SLURM + flags)
-    assert of_slurm(tmp_path, script, code=1) == "failed"
+    assert of_job(spec_of(flags), code=1) == "failed"
+    assert of_job_set(spec_of("--kind jobset " + flags), code=1) == "failed"
+    assert of_slurm(tmp_path, printed(SLURM + flags), code=1) == "failed"
 
 
-@pytest.mark.parametrize(("workers", "max_restarts"), [(1, 5), (7, 0), (7, 5)])
-def test_a_job_is_started_again_as_often_as_asked_for_however_many_tasks_fail(
-    workers, max_restarts
-):
-    flags = f"--max_restarts {max_restarts} --strategy multiworker --workers {workers} train.py"
-    assert runs(manifest(flags)["spec"]) == 1 + max_restarts
-    assert runs({"completions": 7, "backoffLimit": 5}) == 1  # as it would be without indexes
-
-
-# --- servers ---
+# Servers: they come back if their chief does
 
 
 @pytest.mark.parametrize(("index", "ended"), [("0", 0), ("1", 75), ("3", 75)])
-def test_a_server_of_a_job_comes_back_if_its_chief_does(index, ended, tmp_path):
-    spec = manifest(PS + "train.py")["spec"]
+def test_a_server_of_a_job_comes_back(index, ended, tmp_path):
+    spec = spec_of(PS + "train.py")
     fakes(tmp_path, python="exit 0")
     container = container_of(spec["template"])
     assert run_pod(tmp_path, container, JOB_COMPLETION_INDEX=index) == ended
     assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
 
 
-def test_a_server_of_a_tfjob_comes_back_if_its_chief_does(tmp_path):
-    replicas = manifest("--kind tfjob " + PS + "train.py")["spec"]["tfReplicaSpecs"]
+def test_a_server_of_a_tfjob_comes_back(tmp_path):
+    replicas = spec_of("--kind tfjob " + PS + "train.py")["tfReplicaSpecs"]
     fakes(tmp_path, python="exit 0")
     ended = {n: run_pod(tmp_path, container_of(r["template"])) for n, r in replicas.items()}
     assert ended == {"Chief": 0, "Worker": 138, "PS": 138}
 
 
-# --- signals, and an image or a Python without tfdist ---
+# Signals, and an image or a Python without tfdist
 
 WAITED_FOR = 'until read -r _ _ state _ </proc/$PPID/stat && [ "$state" = S ]; do :; done\n'
 """In a step or a task: waits until the script that has started it sleeps in its wait."""
 
 
-def test_slurms_warning_is_passed_on_and_the_job_is_queued_again(tmp_path):
+@pytest.mark.parametrize(
+    ("step", "is_requeued"),
+    [
+        # The step warns its parent itself, as Slurm would.
+        (
+            f"trap 'exit 143' USR1\n{WAITED_FOR}kill -USR1 $PPID\nwhile :; do sleep 0.05; done",
+            True,
+        ),
+        (
+            f"trap 'touch twice' USR1 TERM\n{WAITED_FOR}kill -TERM $PPID\n"
+            "[ -e twice ] && exit 1\nexit 143",
+            False,
+        ),
+    ],
+    ids=["warned", "cancelled"],
+)
+def test_slurms_signal_reaches_the_tasks_and_a_warned_job_is_queued_again(
+    step, is_requeued, tmp_path
+):
     script = printed(SLURM + "--workers 2 train.py")
-    # The step warns its parent itself, as Slurm would.
-    step = f"trap 'exit 143' USR1\n{WAITED_FOR}kill -USR1 $PPID\nwhile :; do sleep 0.05; done"
     environ = fakes(tmp_path, python="", srun=step, scontrol='echo "$@" >>requeued')
     done = run_batch(tmp_path, script, environ)
     assert done.returncode == 143, done
-    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
-
-
-def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path):
-    script = printed(SLURM + "--workers 2 train.py")
-    step = f"trap 'touch twice' USR1 TERM\n{WAITED_FOR}kill -TERM $PPID\n"
-    step += "[ -e twice ] && exit 1\nexit 143"
-    environ = fakes(tmp_path, python="", srun=step, scontrol='echo "$@" >>requeued')
-    done = run_batch(tmp_path, script, environ)
-    assert done.returncode == 143, done
-    assert not (tmp_path / "requeued").exists()
+    assert (tmp_path / "requeued").exists() == is_requeued
 
 
 @pytest.mark.parametrize("arguments", ["train.py", PS + "train.py"])
 @pytest.mark.parametrize("has_handler", [True, False])
 def test_a_pods_signal_reaches_its_task(arguments, has_handler, tmp_path):
     """Also one that has no handler yet; in the place of the shell, as process 1, it were deaf."""
-    spec = manifest(arguments)["spec"]
     told = tmp_path / "told"
     handler = f"trap 'touch {told}; exit 143' TERM\n" * has_handler
     some_time = "n=0\nwhile [ $((n += 1)) -lt 600 ]; do sleep 0.05; done"
     task = f"{handler}{WAITED_FOR}kill -TERM $PPID\n{some_time}"
     fakes(tmp_path, python=f"[ $1 = train.py ] || exit 0\n{task}")
-    assert run_pod(tmp_path, container_of(spec["template"]), JOB_COMPLETION_INDEX="1") == 143
+    container = container_of(spec_of(arguments)["template"])
+    assert run_pod(tmp_path, container, JOB_COMPLETION_INDEX="1") == 143
     assert told.exists() == has_handler
 
 
 def test_a_pods_signal_before_its_task_has_begun_ends_it(tmp_path):
-    spec = manifest("train.py")["spec"]
     fakes(tmp_path, python=f"[ $1 = -c ] || exit 1\n{WAITED_FOR}kill -TERM $PPID")
-    assert run_pod(tmp_path, container_of(spec["template"])) == 143
+    assert run_pod(tmp_path, container_of(spec_of("train.py")["template"])) == 143
 
 
 def test_without_tfdist_the_first_line_says_so(tmp_path):
     environ = fakes(tmp_path, python="echo no such module >&2; exit 1", srun="exit 0")
-    batch = printed(SLURM + "train.py")
-    assert_says_so(run_batch(tmp_path, batch, environ))
-    pods: Mapping[str, Callable[[Any], Any]] = {
-        "job": lambda spec: spec["template"],
-        "jobset": lambda spec: spec["replicatedJobs"][0]["template"]["spec"]["template"],
-        "tfjob": lambda spec: spec["tfReplicaSpecs"]["Worker"]["template"],
-    }
-    for kind, pod_of in pods.items():
-        spec = manifest(f"--kind {kind} train.py")["spec"]
-        assert_says_so(run_container(tmp_path, container_of(pod_of(spec))))
+    said = [run_batch(tmp_path, printed(SLURM + "train.py"), environ)]
+    for kind in ("job", "jobset", "tfjob"):
+        spec = spec_of(f"--kind {kind} train.py")
+        if kind == "jobset":
+            spec = spec["replicatedJobs"][0]["template"]["spec"]
+        owner = spec["tfReplicaSpecs"]["Worker"] if kind == "tfjob" else spec
+        said.append(run_container(tmp_path, container_of(owner["template"])))
+    for done in said:
+        assert (done.returncode, done.stderr, done.stdout.count("\n")) == (2, "", 1)
+        assert "received no tfdist" in done.stdout
 
 
-def assert_says_so(done: subprocess.CompletedProcess[str]) -> None:
-    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (2, "", 1)
-    assert "received no tfdist" in done.stdout
+# Every task finds its place
 
 
-# --- every task finds its place ---
+def pods_of(arguments: str) -> Iterator[tuple[str, str, Any, Mapping[str, str]]]:
+    """Role, host name, container and variables of each pod, as the kubelet makes them."""
+    job = manifest(arguments)
+    name, spec = job["metadata"]["name"], job["spec"]
+    jobs = {f"{name}-{r['name']}-0": r for r in spec.get("replicatedJobs", ())}
+    for prefix, replicated in (jobs or {name: {"name": "", "template": job}}).items():
+        each = replicated["template"]["spec"]
+        container = container_of(each["template"])
+        for index in range(each["completions"]):
+            host = f"{prefix}-{index}"
+            more = {"HOSTNAME": host, "JOB_COMPLETION_INDEX": f"{index}"}
+            yield replicated["name"], host, container, more
 
 
-def environ_of(container: Mapping[str, Any], **annotations: str) -> dict[str, str]:
-    """What the kubelet makes of the manifest; an annotation that a pod has not is empty."""
+def config_of(container: Mapping[str, Any], more: Mapping[str, str], **annotations: str) -> Any:
+    """What a task reads; an annotation that a pod has not is empty."""
     env = {e["name"]: e["value"].replace("$$", "$") for e in container["env"] if "value" in e}
     for name, source in ((e["name"], e["valueFrom"]) for e in container["env"] if "value" not in e):
         key = re.fullmatch(r"metadata\.annotations\['(.+)'\]", source["fieldRef"]["fieldPath"])
         assert key is not None
         env[name] = annotations.get(key[1], "")
-    return {**env, "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    return read_environment({**env, **more, "KUBERNETES_SERVICE_HOST": "10.96.0.1"})
 
 
 OF_INDEX = "batch.kubernetes.io/job-index-{}failure-count"
@@ -398,69 +374,75 @@ OF_SET = "jobset.sigs.k8s.io/restart-attempt"
     ("kind", "annotations", "attempt"),
     [
         ("job", {OF_INDEX.format(""): "0"}, 1),
-        ("job", {OF_INDEX.format(""): "2"}, 3),
         ("job", {OF_INDEX.format(""): "1", OF_INDEX.format("ignored-"): "3"}, 5),
-        ("jobset", {OF_SET: "0"}, 1),
         ("jobset", {OF_SET: "4"}, 5),
     ],
 )
 @pytest.mark.parametrize("arguments", ["train.py", PS + "train.py"])
 def test_a_pod_is_told_how_often_it_was_started(kind, annotations, attempt, arguments):
-    made = manifest(f"--kind {kind} {arguments}")
-    spec, pod = made["spec"], made["metadata"]["name"]
-    if kind == "jobset":
-        first = spec["replicatedJobs"][0]
-        spec, pod = first["template"]["spec"], f"{pod}-{first['name']}-0"
-    environ = environ_of(container_of(spec["template"]), **annotations)
-    config = read_environment({**environ, "HOSTNAME": f"{pod}-0", "JOB_COMPLETION_INDEX": "0"})
-    assert config is not None
-    assert config.options.attempt == attempt
+    _, _, container, more = next(pods_of(f"--kind {kind} {arguments}"))
+    assert config_of(container, more, **annotations).options.attempt == attempt
 
 
 def test_who_knows_better_how_often_a_task_was_started_says_so():
-    spec = manifest("--env TFDIST_RESTARTS=7 train.py")["spec"]
-    container = container_of(spec["template"])
-    assert [e for e in container["env"] if e["name"] == "TFDIST_RESTARTS"] == [
-        {"name": "TFDIST_RESTARTS", "value": "7"}
-    ]
+    _, _, container, _ = next(pods_of("--env TFDIST_RESTARTS=7 train.py"))
+    told = [e for e in container["env"] if e["name"] == "TFDIST_RESTARTS"]
+    assert told == [{"name": "TFDIST_RESTARTS", "value": "7"}]
+
+
+FLAGS = "--run_dir /runs/x --startup_timeout_s 90 --devices_per_worker 2 "
+SAID: dict[str, Any] = {"run_dir": "/runs/x", "startup_timeout_s": 90.0, "devices_per_worker": 2}
+OF_PS = {"strategy": "ps", "min_workers": 1, "split_bytes": 4_000_000, "profile_ps": True}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "types"),
+    ("arguments", "options"),
     [
-        ("--workers 3 ", ["worker"] * 3),
-        (PS, ["chief", "worker", "worker", "ps"]),
-        ("--strategy multiworker ", ["worker"]),
+        (PS + "--min_workers 1 --split_bytes 4000000 --profile_ps ", OF_PS),
+        ("--stages 2 --workers 4 ", {"strategy": "pipeline", "stages": 2}),
+        ("", {}),
     ],
 )
-def test_the_pods_of_a_job_find_their_places(arguments, types):
-    job = manifest(arguments + "train.py")
-    spec, found = job["spec"], []
-    for index in range(spec["completions"]):
-        name = f"{job['metadata']['name']}-{index}"
-        environ = environ_of(container_of(spec["template"]))
-        config = read_environment({**environ, "HOSTNAME": name, "JOB_COMPLETION_INDEX": str(index)})
-        assert config is not None
-        subdomain = spec["template"]["spec"]["subdomain"]
-        assert config.cluster.address(config.task) == f"{name}.{subdomain}:2222"
-        found.append(config.task.type)
-    assert found == types
+def test_the_launchers_flags_are_what_tasks_read(arguments, options):
+    _, _, container, more = next(pods_of(f"{FLAGS}{arguments}train.py"))
+    assert config_of(container, more).options == JobOptions(**options, **SAID)
+    waits = "--wait=300" in printed(f"{SLURM}{arguments}train.py")
+    assert waits == (options.get("strategy") == "pipeline")
 
 
-def test_the_pods_of_a_job_set_find_their_places():
-    jobset = manifest("--kind jobset --gpus 1 --evaluator " + PS + "train.py")
-    name, found = jobset["metadata"]["name"], []
-    for replicated in jobset["spec"]["replicatedJobs"]:
-        spec = replicated["template"]["spec"]
-        container = container_of(spec["template"])
-        for index in range(spec["completions"]):
-            host = f"{name}-{replicated['name']}-0-{index}"
-            environ = {**environ_of(container), "HOSTNAME": host}
-            config = read_environment({**environ, "JOB_COMPLETION_INDEX": str(index)})
-            assert config is not None
-            assert config.cluster.address(config.task) == f"{host}.{name}:2222"
-            found.append(str(config.task))
+def test_they_are_what_tasks_read_whose_tf_config_the_operator_sets():
+    replicas = spec_of("--kind tfjob --run_dir /runs/x --workers 2 train.py")["tfReplicaSpecs"]
+    cluster = {"worker": ["train-worker-0.ml.svc:2222", "train-worker-1.ml.svc:2222"]}
+    told = {"cluster": cluster, "task": {"type": "worker", "index": 1}, "environment": "cloud"}
+    container = container_of(replicas["Worker"]["template"])
+    config = config_of(container, {"TF_CONFIG": json.dumps(told)})
+    expected = JobOptions(run_dir="/runs/x", strategy="multiworker", startup_timeout_s=300.0)
+    assert config.options == expected
+
+
+OF_SET_OF_PS = "--kind jobset --gpus 1 --evaluator " + PS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tasks"),
+    [
+        ("--workers 3 ", ["worker-0", "worker-1", "worker-2"]),
+        (PS, ["chief-0", "worker-0", "worker-1", "ps-0"]),
+        ("--strategy multiworker ", ["worker-0"]),
+        (OF_SET_OF_PS, ["chief-0", "worker-0", "worker-1", "ps-0", "evaluator-0"]),
+    ],
+)
+def test_the_pods_of_a_job_find_their_places(arguments, tasks):
+    found = []
+    for role, host, container, more in pods_of(arguments + "train.py"):
+        config = config_of(container, more)
+        assert config.cluster.address(config.task) == f"{host}.train:2222"
+        found.append(str(config.task))
         has_gpu = "nvidia.com/gpu" in container.get("resources", {}).get("limits", {})
-        assert has_gpu == (replicated["name"] == "worker")
-    assert found == ["chief-0", "worker-0", "worker-1", "ps-0", "evaluator-0"]
-    assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == ["chief", "evaluator"]
+        assert has_gpu == (role == "worker")
+    assert found == tasks
+
+
+def test_a_job_set_is_done_when_its_chief_and_its_evaluator_are():
+    policy = spec_of(OF_SET_OF_PS + "train.py")["successPolicy"]
+    assert policy["targetReplicatedJobs"] == ["chief", "evaluator"]

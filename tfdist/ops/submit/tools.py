@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfdist.errors import TfdistError, UsageError
+from tfdist.ops.submit.kubernetes import INSTANCE
 from tfdist.ops.submit.request import wrong
 
 _DEADLINE_S = 60.0
@@ -95,18 +96,18 @@ def apply(manifests: str, *, name: str, kind: str, namespace: str | None) -> Sub
     return Submission(text=answer.stdout, warnings=_lines(answer.stderr))
 
 
-def pods(name: str, *, kind: str, namespace: str | None, label: str) -> str:
+def pods(name: str, *, kind: str, namespace: str | None) -> str:
     """Return the state of a job and of its pods."""
     kubectl = _kubectl(namespace)
     job = _answer([*kubectl, "get", f"{kind}/{name}"]).stdout
-    made = _answer([*kubectl, "get", "pods", f"--selector={label}={name}"]).stdout
+    made = _answer([*kubectl, "get", "pods", f"--selector={INSTANCE}={name}"]).stdout
     why = f"no pods; why: {' '.join(kubectl)} describe {kind}/{name}\n"
     return f"{job}\n{made or why}"
 
 
-def pod_logs(name: str, *, namespace: str | None, label: str) -> str:
+def pod_logs(name: str, *, namespace: str | None) -> str:
     """Return the output of the pods of a job, each line with its pod's name."""
-    selector = f"--selector={label}={name}"
+    selector = f"--selector={INSTANCE}={name}"
     many = f"--max-log-requests={_MAX_PODS_OF_LOGS}"
     argv = [*_kubectl(namespace), "logs", selector, "--prefix", "--tail=-1", many]
     shown = _answer(argv).stdout
