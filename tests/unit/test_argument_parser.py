@@ -1,31 +1,32 @@
-"""Programs that argparse reads tell a mistake in one line, as the others do."""
+"""Mistakes are one line with a code, and a program ends with the exit code of its error."""
 
 import io
+import pickle
 import signal
+import socket
 import sys
 
+import numpy as np
 import pytest
 
-from benchmarks.scaling import __main__ as scaling
-from tests.refusals import refusal
-from tfdist import ledger, replay, serve
+from tests.refusals import refusal, refused
+from tfdist import errors, ledger, replay, serve
 from tfdist.argument_parser import run_program
 from tfdist.bench import parse_batch as bench
 from tfdist.bench import parse_pipeline as split_sizes
 from tfdist.errors import PeerLost, Stopped, UsageError
 from tfdist.find.__main__ import parse as find
 from tfdist.lint import parse as lint
-from tfdist.ops.submit.request import parse as submit
+from tfdist.loopback import listen
 from tfdist.tuning.options import parse as tune
 
 PROGRAMS = {
     "bench": bench,
     "find": find,
+    "split_sizes": split_sizes,
     "serve": serve._parser().parse_args,
-    "submit": submit,
     "ledger": ledger._parser().parse_args,
     "replay": replay._parser().parse_args,
-    "scaling": scaling._parser().parse_args,
     "tune": tune,
 }
 
@@ -36,69 +37,48 @@ def test_what_is_no_flag_may_stand_between_and_behind_flags():
     assert lint(["a.json", "--kind", "config", "b.py"]).files == ["a.json", "b.py"]
 
 
+def test_flags_of_a_configuration_may_come_twice():
+    words = ["--config=c.py", "--config.seed=1", "--config.seed=2"]
+    assert tune(words).config_flags == ("--config.seed=1", "--config.seed=2")
+
+
 @pytest.mark.parametrize(
-    ("parse", "words"),
+    ("program", "words", "where", "code"),
     [
-        (find, ["lr", "--plot=no/such/lr.png"]),
-        (bench, ["batch", "--json=no/such/sizes.jsonl"]),
-        (split_sizes, ["--plot=no/such/sizes.png"]),
+        ("ledger", [], "command line", "no-value"),
+        ("ledger", ["a", "--jsn"], "command line", "unknown-flag"),
+        ("ledger", ["a", "b"], "command line", "unknown-flag"),
+        ("ledger", ["--json", "a", "--json"], "--json", "given-twice"),
+        ("replay", ["a", "--step", "x"], "--step", "not-an-int"),
+        ("replay", ["a", "--step=--"], "--step", "no-value"),
+        ("replay", ["a", "--step=1", "--strategy=ps"], "--strategy", "unknown-value"),
+        ("tune", ["--max_trials=2", "--max_trials=3"], "--max_trials", "given-twice"),
+        ("tune", ["--hub_token=secret"], "command line", "unknown-flag"),
+        ("serve", ["d", "--replcas=2"], "command line", "unknown-flag"),
+        ("bench", ["batch", "--timeout_s=-1"], "--timeout_s", "not-a-number"),
+        ("bench", ["batch", "--least_s=nan"], "--least_s", "not-a-number"),
+        ("bench", ["batch", "--least_s=x"], "--least_s", "not-a-number"),
+        ("find", ["memory", "--batch_size=0"], "--batch_size", "not-an-int"),
+        # It is told before minutes of work.
+        ("find", ["lr", "--plot=no/such/lr.png"], "--plot", "not-writable"),
+        ("bench", ["batch", "--json=no/such/sizes.jsonl"], "--json", "not-writable"),
+        ("split_sizes", ["--plot=no/such/sizes.png"], "--plot", "not-writable"),
     ],
 )
-def test_what_cannot_be_written_is_told_before_minutes_of_work(parse, words):
-    with pytest.raises(UsageError, match="no/such/") as caught:
-        parse(words)
-    assert caught.value.code == "not-writable"
+def test_a_mistake_is_one_line(program, words, where, code):
+    error = refusal(lambda: PROGRAMS[program](words))
+    assert (error.where, error.code) == (where, code)
+    assert "secret" not in str(error)
+
+
+def test_a_flag_that_is_close_is_hinted_at():
+    error = refusal(lambda: tune(["--max_trial", "3"]))
+    assert "--max_trial (did you mean '--max_trials'?)" in str(error)
 
 
 def test_a_file_of_a_flag_is_not_made_before_there_is_something_for_it(tmp_path):
     split_sizes([f"--plot={tmp_path / 'sizes.png'}"])
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("program", "words", "said"),
-    [
-        ("ledger", [], "command line: received no run_dir; expected what python"),
-        ("ledger", ["a", "--jsn"], "received --jsn (did you mean '--json'?); expected a flag of"),
-        ("ledger", ["a", "b"], "received b; expected no more than"),
-        ("replay", ["a", "--step", "x"], "--step: received 'x'; expected an integer. Fix: write"),
-        (
-            "replay",
-            ["a", "--step=1", "--strategy=ps"],
-            "received 'ps'; expected one of single",
-        ),
-        ("scaling", ["--out=o", "--loss=x"], "--loss: received 'x'; expected a number"),
-        ("replay", ["a", "--step=--"], "--step: received no value; expected a value. Fix: write"),
-        ("ledger", ["--json", "a", "--json"], "--json: received it twice"),
-        ("tune", ["--max_trials=2", "--max_trials=3"], "--max_trials: received it twice"),
-        ("tune", ["--max_trial", "3"], "received --max_trial (did you mean '--max_trials'?)"),
-        ("serve", ["d", "--replcas=2"], "received --replcas (did you mean '--replicas'?)"),
-        ("bench", ["batch", "--timeout_s=-1"], "--timeout_s: received -1.0; expected a number of"),
-        ("bench", ["batch", "--least_s=nan"], "--least_s: received nan; expected a number of"),
-        ("find", ["memory", "--batch_size=0"], "--batch_size: received 0; expected a whole"),
-        ("tune", ["--hub_token=secret"], "command line: received --hub_token; expected"),
-    ],
-)
-def test_a_mistake_is_one_line(program, words, said):
-    caught = refusal(lambda: PROGRAMS[program](words))
-    assert said in str(caught)
-    assert "secret" not in str(caught)
-
-
-def test_flags_that_are_none_of_the_programs_may_come_twice():
-    words = ["--out=o", "--", "--config.seed=1", "--config.seed=2", "--out=p"]
-    assert PROGRAMS["scaling"](words).arguments[-3:] == words[-3:]
-    words = ["--config=c.py", "--config.seed=1", "--config.seed=2"]
-    assert tune(words).config_flags == ("--config.seed=1", "--config.seed=2")
-
-
-@pytest.mark.parametrize("program", [ledger, replay, scaling])
-def test_a_program_ends_with_its_line_and_2(program, capsys):
-    assert program.main([]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert captured.err.startswith(program.__name__.removesuffix(".__main__") + ": ")
 
 
 # Programs
@@ -135,3 +115,32 @@ def test_an_output_that_is_not_the_programs_own_may_be_closed_by_who_reads_it():
 
     with pytest.raises(BrokenPipeError):
         run_program("p", run)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("value", [0, 1.0, "3", None, True, np.float32(2)])
+def test_what_is_no_whole_number_of_at_least_1_is_refused(value):
+    found = refused(lambda: errors.require_int("epochs", value, least=1))
+    assert found == ("epochs", "not-an-int")
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "3", None, True, float("nan"), float("inf")])
+def test_what_is_no_number_above_0_is_refused(value):
+    found = refused(lambda: errors.require_number("--grace_s", value, above=0))
+    assert found == ("--grace_s", "not-a-number")
+
+
+def test_a_port_at_which_nothing_can_listen_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for port in (taken.getsockname()[1], 65_536):
+            found = refused(lambda port=port: listen(port, flag="--port"))
+            assert found == ("--port", "port-taken")
+
+
+def test_a_refusal_is_the_same_after_a_journey_between_processes():
+    told = {"received": "[]", "expected": "one or more", "fix": "add one", "code": "none"}
+    caught = refusal(lambda: errors.require([], "workers", **told))
+    again = pickle.loads(pickle.dumps(caught))
+    assert (str(again), again.code) == (str(caught), "none")

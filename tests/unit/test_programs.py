@@ -1,14 +1,18 @@
-"""`tfdist` names every program and runs each; what names none is the launcher's."""
+"""`tfdist` names and runs every program, and its public names are found on first use."""
 
+import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import tfdist
 from tests.processes import python
 from tfdist import __main__ as programs
+from tfdist import demo, env, ledger
+from tfdist.launch import options
 
 
 @pytest.mark.parametrize("words", [(), ("-h",), ("--help",)])
@@ -51,15 +55,104 @@ def test_what_names_no_program_is_the_launchers(tmp_path, monkeypatch, capsys):
         assert "# worker-0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("wrong", "meant"), [("tunee", "tune"), ("lauch", "launch")])
-def test_a_misspelt_program_is_one_line(wrong, meant, capsys):
-    assert programs.main([wrong, "--workers", "2"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert f"received '{wrong}' (did you mean '{meant}'?)" in error
-
-
-def test_a_missing_script_is_the_launchers_to_tell(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("program", "words", "said"),
+    [
+        (programs, ["lauch", "--workers", "2"], "received 'lauch' (did you mean 'launch'?)"),
+        (programs, ["train.py"], "train.py, which does not exist"),
+        (ledger, [], "tfdist.ledger: command line: received "),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(program, words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert programs.main(["train.py"]) == 2
-    assert "train.py, which does not exist" in capsys.readouterr().err
+    assert program.main(words) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [(["--no_such_flag"], {}), ([], {"TFDIST_STRATEGY": "ps"}), ([], {"TF_CONFIG": "{"})],
+)
+def test_a_training_refuses_flags_and_variables_without_tensorflow(flags, variables):
+    program = (
+        "import sys; from tfdist import train; code = train.main(sys.argv[1:]);"
+        "assert not {'tensorflow', 'keras', 'numpy'} & set(sys.modules); sys.exit(code)"
+    )
+    done = python("-c", program, *flags, env={**os.environ, **variables})
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("tfdist.train: "), done.stderr
+    assert [*flags, *variables][0].strip("-") in done.stderr, done.stderr
+
+
+# tfdist env and tfdist demo
+
+
+def test_the_report_has_versions_the_machine_and_the_variables_that_matter():
+    told = dict(env.report({"TF_CONFIG": '{"task": {}}', "TFDIST_PS": "", "HOME": "/home/me"}))
+    assert told["tfdist"] == tfdist.__version__
+    assert {"python", "tensorflow", "keras", "numpy", "protobuf", "system"} <= set(told)
+    assert told["CPUs"].split()[0].isdecimal()
+    assert (told["TF_CONFIG"], told["TFDIST_PS"]) == ('{"task": {}}', "(empty)")
+    assert "HOME" not in told
+
+
+def test_the_report_shows_the_name_of_a_secret_alone():
+    secrets = {
+        "TFDIST_RENDEZVOUS_TOKEN": "hunter2",
+        "https_proxy": "http://me:hunter2@proxy:80",
+        "KERAS_API_KEY": "hunter2",
+        "XLA_AUTH": "hunter2",
+        "TF_NOTE": "hf_hunter2hunter2hunter2",
+    }
+    told = dict(env.report({**secrets, "AWS_SECRET_ACCESS_KEY": "hunter2"}))
+    assert {told[name] for name in secrets} == {"set, not shown"}
+    assert "hunter2" not in str(told)
+
+
+@pytest.mark.parametrize(
+    ("flags", "shape"),
+    [
+        ([], ("ps", 4, 1)),
+        (["--workers", "2"], ("ps", 2, 1)),
+        (["--strategy", "multiworker", "--workers=3"], ("multiworker", 3, None)),
+        (["--config.batch_size=8", "--config.ps=3"], ("ps", 4, 1)),
+    ],
+)
+def test_the_shape_of_the_demo_may_be_given(flags, shape):
+    job = options.parse(demo.command(flags))
+    assert job is not None
+    assert (job.strategy, job.workers, job.ps) == shape
+    assert job.program.target == "tfdist.train"
+
+
+def test_the_demo_without_its_data_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert demo.main([]) == 2
+    assert "pip install 'tfdist[digits]'" in capsys.readouterr().err
+
+
+# Public names
+
+
+def test_a_name_that_is_close_is_hinted_at():
+    with pytest.raises(AttributeError, match=r"no attribute 'brodcast' \(did you mean 'broad"):
+        tfdist.brodcast  # noqa: B018
+    assert not hasattr(tfdist, "nothing_like_it")
+
+
+def test_every_public_name_is_found_where_its_type_is():
+    """mypy reads the imports for types; what is found on first use is the same."""
+    assert set(tfdist.__all__) <= set(dir(tfdist))
+    tree = ast.parse(Path(tfdist.__file__).read_text())
+    checking = next(node for node in tree.body if isinstance(node, ast.If))
+    homes = {}
+    for node in checking.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            is_module = node.module == "tfdist"
+            homes[alias.name] = f"tfdist.{alias.name}" if is_module else node.module
+    del homes["Any"]
+    assert homes == tfdist._HOME_OF
+    assert {*homes, "__version__"} == set(tfdist.__all__)
