@@ -1,9 +1,12 @@
-"""What the pages promise exists: links, files, names, fields; and their Python is Python."""
+"""What the pages promise exists: links, files, names, fields; their Python is Python; the site."""
 
 import ast
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,7 @@ from tfdist.configs import FIELDS, FREE
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+site = SimpleNamespace(**runpy.run_path(str(DOCS / "build_site.py")))
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "launch").rglob("*.md")])
 
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -51,34 +55,21 @@ def anchors(page: Path) -> set[str]:
     return {heading.replace(" ", "-") for heading in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_relative_link_leads_somewhere(page):
-    broken = []
-    for link in _LINK.findall(_CODE.sub("", prose(page))):
-        if _SCHEME.match(link):
-            continue
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        is_there = target.exists() and target.is_relative_to(ROOT)
-        if not is_there or (anchor and anchor not in anchors(target)):
-            broken.append(link)
-    assert not broken
+def leads_nowhere(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    is_there = target.exists() and target.is_relative_to(ROOT)
+    return not is_there or (bool(anchor) and anchor not in anchors(target))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_file_that_is_named_is_there(page):
-    missing = [path for path in _PATH.findall(prose(page)) if not (ROOT / path).exists()]
-    assert not missing
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_python_in_the_pages_is_python(page):
+def test_what_a_page_links_to_and_names_is_there_and_its_python_is_python(page):
+    text = prose(page)
+    links = [link for link in _LINK.findall(_CODE.sub("", text)) if not _SCHEME.match(link)]
+    assert [link for link in links if leads_nowhere(page, link)] == []
+    assert [path for path in _PATH.findall(text) if not (ROOT / path).exists()] == []
     for line, code in [*python_blocks(page), *python_blocks(page, "py")]:
-        try:
-            ast.parse(code)
-        except SyntaxError as error:
-            at = line + (error.lineno or 0)
-            pytest.fail(f"{name_of(page)}, line {at}: {error.msg}: {(error.text or '').strip()}")
+        compile("\n" * line + code, name_of(page), "exec", ast.PyCF_ONLY_AST)
 
 
 def test_python_that_does_not_run_here_runs_where_its_library_is():
@@ -89,18 +80,16 @@ def test_python_that_does_not_run_here_runs_where_its_library_is():
     assert sum(1 for page in PAGES for _ in python_blocks(page)) > 30
 
 
-@pytest.mark.parametrize("name", tfdist.__all__)
-def test_every_public_name_is_in_the_docs(name):
-    text = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
-    assert re.search(rf"\btfdist\.{re.escape(name)}\b", text)
-
-
-def test_the_docs_name_nothing_that_tfdist_does_not_have():
-    modules = {path.stem for path in (ROOT / "tfdist").iterdir()}
-    known = {*tfdist.__all__, *modules}
+def test_every_public_name_is_in_the_docs_and_nothing_that_is_not_there():
+    texts = {page: page.read_text() for page in PAGES}
+    text = "\n".join(texts[page] for page in PAGES if DOCS in page.parents)
+    named = set(re.findall(r"\btfdist\.(\w+)\b", text))
+    assert set(tfdist.__all__) - named == set()
+    api = set(re.findall(r"heading: tfdist\.(\w+)\n", site.api_page()))
+    assert set(tfdist.__all__) - api == {"__version__"}
+    known = {*tfdist.__all__, *(path.stem for path in (ROOT / "tfdist").iterdir())}
     for page in PAGES:
-        for name in re.findall(r"`tfdist\.(\w+)", prose(page)):
-            assert name in known, f"{name_of(page)}: tfdist.{name}"
+        assert set(re.findall(r"`tfdist\.(\w+)", prose(page))) <= known, name_of(page)
 
 
 def test_the_reading_list_is_an_afternoons():
@@ -110,23 +99,42 @@ def test_the_reading_list_is_an_afternoons():
     assert sum(len(file.read_text().splitlines()) for file in files) <= 4000
 
 
-def test_every_page_is_in_the_index():
-    index = (DOCS / "index.md").read_text()
-    pages = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if page.name != "index.md"]
-    assert [page for page in pages if f"({page})" not in index] == []
+def test_every_page_is_in_the_navigation_of_the_site_once():
+    listed: list[str] = []
+    for entry in site.navigation():  # the order of docs/index.md
+        groups = [[entry]] if isinstance(entry, str) else entry.values()
+        listed += [page for group in groups for page in group]
+    pages = {name_of(page) for page in DOCS.rglob("*.md")}
+    assert len(listed) == len(set(listed))
+    assert pages - set(listed) == set()
+    beside = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/api.md"}
+    assert set(listed) - pages - beside == {f"benchmarks/{name}.md" for name in FIGURES}
 
 
-@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
-def test_every_field_of_a_configuration_is_in_the_table_as_it_is(field):
+LINKS = {"b.html#there": 0, "b.html#missing": 1, "missing.html": 1, "folder/": 1, "#top": 0}
+LINKS["https://example.org/missing"] = 0
+
+
+def test_a_link_of_the_site_that_leads_nowhere_is_found(tmp_path):
+    (tmp_path / "folder").mkdir()
+    links = "".join(f'<a href="{link}">x</a>' for link in LINKS)
+    (tmp_path / "a.html").write_text(f'<p id="top">{links}')
+    (tmp_path / "b.html").write_text('<h2 id="there">')
+    found = sorted(f"a.html: {link}" for link, is_broken in LINKS.items() if is_broken)
+    assert sorted(site.broken_links(tmp_path)) == found
+
+
+def row_of(field: Any) -> str:
     bounds = [", ".join(f"`{choice}`" for choice in field.choices)] if field.choices else []
     bounds += [f"{field.least} or more"] if field.least is not None else []
     bounds += [f"more than {field.above}"] if field.above is not None else []
     bounds += [f"less than {field.below}"] if field.below is not None else []
-    row = f"| `{field.name}` | `{field.default!r}` | {'; '.join(bounds)} | {field.help} |"
-    assert row in (DOCS / "configs.md").read_text().splitlines()
+    return f"| `{field.name}` | `{field.default!r}` | {'; '.join(bounds)} | {field.help} |"
 
 
-def test_the_fields_that_may_differ_are_named():
-    text = " ".join((DOCS / "configs.md").read_text().split())
+def test_every_field_of_a_configuration_is_in_the_table_and_those_that_may_differ_are_named():
+    lines = (DOCS / "configs.md").read_text().splitlines()
+    assert [row for row in map(row_of, FIELDS) if row not in lines] == []
+    text = " ".join(" ".join(lines).split())
     named = text.partition("these fields may differ: ")[2].partition(".")[0]
     assert set(re.findall(r"`(\w+)`", named)) == FREE
