@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks.recovery import report
 from benchmarks.recovery.torchrun import launcher
 from tests.chaos.campaign import Campaign
-from tests.chaos.plan import Case, Plan
+from tests.chaos.plan import Case
 from tests.chaos.run import ORPHANED_S, TFDIST
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -93,9 +93,8 @@ def _measure(args: argparse.Namespace) -> None:
         for number, (case, by) in enumerate(SIDES[: args.sides]):
             directory = Path(scratch) / str(number)
             directory.mkdir()
-            plan = Plan(cases=(case,), placed=(), kills=0)
             campaigns.append(
-                Campaign(plan, directory, seed=seed, say=say, results=results, launcher=by)
+                Campaign(case, directory, seed=seed, say=say, results=results, launcher=by)
             )
         for number in range(args.rounds):
             for (_, by), campaign in zip(SIDES, campaigns, strict=False):

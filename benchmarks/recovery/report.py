@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.chaos.summary import grouped, percentile
+from tests.chaos.record import grouped, percentile
 
 HEAD = """# Recovery
 

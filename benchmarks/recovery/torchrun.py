@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.chaos.plan import Case
-from tests.chaos.run import Launcher, Places
+from tests.chaos.run import Launcher
 
 HERE = Path(__file__).resolve().parent
 PYTHON = str(HERE.parent / ".venv" / "bin" / "python")
@@ -18,11 +18,11 @@ MAX_RESTARTS = 100
 def launcher(*, random_states: bool) -> Launcher:
     """Returns torchrun with the job of this folder."""
 
-    def command(case: Case, places: Places, start: int) -> list[str]:
+    def command(case: Case, directory: Path, start: int) -> list[str]:
         run = ["env", f"CHAOS_START={start}", PYTHON, "-m", "torch.distributed.run", "--standalone"]
         run += [f"--nproc_per_node={case.workers}", f"--max-restarts={MAX_RESTARTS}"]
-        program = [str(HERE / "torch_job.py"), "--out", str(places.out)]
-        program += ["--checkpoints", str(places.checkpoints)]
+        program = [str(HERE / "torch_job.py"), "--out", str(directory / "out")]
+        program += ["--checkpoints", str(directory / "checkpoints")]
         program += ["--epochs", str(EPOCHS), *(["--random_states"] if random_states else [])]
         return [*run, *program]
 

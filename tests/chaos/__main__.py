@@ -8,7 +8,6 @@ import argparse
 import os
 import secrets
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.campaign import Campaign
-from tests.chaos.plan import BY_RUNNER, Plan, PlanError, by_case, read
-from tests.chaos.summary import table
+from tests.chaos.plan import BY_RUNNER, Case, Plan, PlanError, kills_of_cases, read
+from tests.chaos.record import table
 from tfdist.launch.guardian import die_with
 
 PLANS = Path(__file__).with_name("plans")
@@ -37,11 +36,11 @@ def main() -> int:
     directory = Path(tempfile.mkdtemp(prefix="chaos-", dir=args.dir))
     say(f"seed {seed}, in {directory}")
     began_s = time.monotonic()
-    conduct = partial(_conduct, directory=directory, seed=seed, results=args.results)
+    conduct = partial(_conduct, plan, directory=directory, seed=seed, results=args.results)
     lines: list[dict[str, Any]] = []
     kept: list[Path] = []
     with ProcessPoolExecutor(args.at_once, initializer=die_with, initargs=(os.getpid(),)) as pool:
-        for of_case, kept_of_case in pool.map(conduct, by_case(plan)):
+        for of_case, kept_of_case in pool.map(conduct, plan.cases):
             lines += of_case
             kept += kept_of_case
     print(f"\n{table(lines)}\n")
@@ -56,13 +55,13 @@ def main() -> int:
 
 
 def _conduct(
-    plan: Plan, *, directory: Path, seed: int, results: Path | None
+    plan: Plan, case: Case, *, directory: Path, seed: int, results: Path | None
 ) -> tuple[list[dict[str, Any]], list[Path]]:
-    """Does what a plan says; returns the results, and the directories that are kept."""
+    """Does what a plan says to a case; returns the results, and the directories that are kept."""
     with open(results or os.devnull, "a") as file:
-        campaign = Campaign(plan, directory, seed=seed, say=say, results=file)
-        campaign.placed()
-        campaign.random_kills(plan.kills)
+        campaign = Campaign(case, directory, seed=seed, say=say, results=file)
+        campaign.placed([entry for entry in plan.placed if entry.case == case.name])
+        campaign.random_kills(kills_of_cases(plan)[case.name])
     return campaign.lines, campaign.kept
 
 
@@ -78,7 +77,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of the random kills (a new one)")
     parser.add_argument("--at_once", type=int, default=1, help="cases that run side by side (1)")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="leave out the other cases")
-    parser.add_argument("--random_only", action="store_true", help="leave out the placed faults")
     parser.add_argument(
         "--without", nargs="+", default=(), choices=BY_RUNNER, help="leave out runs with these"
     )
@@ -93,34 +91,21 @@ def _chosen(plan: Plan, args: argparse.Namespace) -> Plan:
         if name not in names:
             raise PlanError(f"--only {name}: expected some of {', '.join(names)}")
     wanted, without = args.only or names, set(args.without)
-    return Plan(
-        cases=tuple(case for case in plan.cases if case.name in wanted),
-        placed=tuple(
-            entry
-            for entry in plan.placed
-            if entry.case in wanted
-            and not args.random_only
-            and not without & {fault.do for fault in entry.faults}
-        ),
-        kills=plan.kills if args.kills is None else args.kills,
-    )
+    placed = [
+        entry
+        for entry in plan.placed
+        if entry.case in wanted and not without & {fault.do for fault in entry.faults}
+    ]
+    cases = tuple(case for case in plan.cases if case.name in wanted)
+    kills = plan.kills if args.kills is None else args.kills
+    return Plan(cases=cases, placed=tuple(placed), kills=kills)
 
 
 def _require_rights(plan: Plan) -> None:
-    """Refuses what this user may not do, before anything runs."""
+    """Refuses what takes root, before anything runs."""
     kinds = {fault.do for entry in plan.placed for fault in entry.faults}
-    trials = {
-        "fill_disk": ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"],
-        "cut_network": ["unshare", "-n", "ip", "link", "set", "lo", "up"],
-    }
-    for kind in sorted(kinds & set(trials)):
-        command = trials[kind]
-        allowed = (
-            shutil.which(command[0]) and not subprocess.run(command, capture_output=True).returncode
-        )
-        if not allowed:
-            tried = " ".join(command)
-            raise PlanError(f"`{tried}` is not allowed; run as root, or --without {kind}")
+    if (kinds := kinds & {"fill_disk", "cut_network"}) and os.geteuid():
+        raise PlanError(f"run as root, or --without {' '.join(sorted(kinds))}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
-"""The faults of one run, one after the other: when each is due, and what followed from it."""
+"""The faults of one run, one after the other: when each is due, how it is done, what followed."""
 
+import contextlib
+import ctypes
 import json
+import os
+import shutil
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.chaos import actions
 from tests.chaos.marks import spent_file
 from tests.chaos.plan import Case, Fault
 from tests.chaos.processes import Running, Told, from_tf_config, is_running, send, tasks_of
@@ -17,6 +22,7 @@ _SLOW_CYCLE_S = (0.3, 0.1)  # stopped, running
 STOPPED_AT_MOST_S = 90.0  # for the launcher to notice a task that was stopped
 _PASSING = ("slow", "cut_network")
 """They end by themselves, and nothing need be restarted."""
+_CLONE_NEWNET = 0x40000000
 
 
 class Faults:
@@ -35,7 +41,7 @@ class Faults:
         self.records: list[Record] = []
         self.unexpected: list[str] = []
         """What the launcher said had failed without a fault."""
-        self.disk: actions.SmallDisk | None = None
+        self.disk: SmallDisk | None = None
         self._case = case
         self._out = out
         self._checkpoints = checkpoints
@@ -49,39 +55,25 @@ class Faults:
         self._begun_s = 0.0
         self._mend: Callable[[], None] | None = None
         self._later: list[tuple[float, Callable[[], None]]] = []
-        text = json.dumps([fault.as_dict() for fault in faults])
+        text = json.dumps([{**asdict(fault), "in_task": fault.in_task} for fault in faults])
         (out / "faults.json").write_text(text)
 
-    @property
-    def left(self) -> Sequence[Fault]:
-        """Those that have not happened."""
-        return self.faults[len(self.records) :]
-
-    @property
-    def done(self) -> int:
-        """How many have happened."""
-        return len(self.records)
-
     def has(self, do: str) -> bool:
-        """Returns whether one of them is of this kind."""
+        """Whether one of them is of this kind."""
         return any(fault.do == do for fault in self.faults)
 
     def pending_restart(self) -> bool:
         """Whether the last fault's restart has not come to its first steps."""
-        return bool(self.records) and self.records[-1].first_step_s is None
+        return bool(self.records) and self.records[-1].last("first_step") is None
 
     def begin(self, launcher_pid: int) -> None:
-        """The job has been started."""
+        """The job has been started; what happens is counted from here."""
         self._launcher = launcher_pid
-        self._anchor_s = time.monotonic()
-        self._begun.clear()
-        self._step = None
+        self._count_from(time.monotonic())
 
     def named(self, line: str, now_s: float) -> None:
         """The launcher has said what failed; what it starts next counts from here."""
-        self._anchor_s = now_s
-        self._begun.clear()
-        self._step = None
+        self._count_from(now_s)
         self._mend_all()
         if not (self.records and self.records[-1].named(line, now_s)):
             self.unexpected.append(line)
@@ -110,11 +102,11 @@ class Faults:
             fault = self.faults[mark["index"]]
             place = " ".join(v for v in (mark.get("operation", ""), mark.get("path", "")) if v)
             self._note(fault, at_s=mark["at"], place=place, attempt=mark["attempt"])
-        if "step" in mark and mark["attempt"] > self._attempt_of_fault:
-            self._step = mark["step"]
-        if mark["event"] == "first_step" and mark["attempt"] > self._attempt_of_fault:
-            self._begun.add(mark["task"])
-            self._begun_s = mark["at"]
+        if mark["attempt"] > self._attempt_of_fault:
+            self._step = mark.get("step", self._step)
+            if mark["event"] == "first_step":
+                self._begun.add(mark["task"])
+                self._begun_s = mark["at"]
         if self.records:
             self.records[-1].saw(mark)
 
@@ -124,11 +116,17 @@ class Faults:
         for due in [entry for entry in self._later if entry[0] <= now_s]:
             self._later.remove(due)
             due[1]()
-        if self.done < len(self.faults) and self._is_due(self.faults[self.done], now_s):
-            fault = self.faults[self.done]
+        done = len(self.records)
+        if done < len(self.faults) and self._is_due(self.faults[done], now_s):
+            fault = self.faults[done]
             tasks = self._tasks(launcher_pid)
             if len(tasks) == len(self._case.tasks) or (fault.task in tasks and fault.do == "kill"):
                 self._do(fault, tasks)
+
+    def _count_from(self, now_s: float) -> None:
+        self._anchor_s = now_s
+        self._begun.clear()
+        self._step = None
 
     def _tasks(self, launcher_pid: int) -> dict[str, Running]:
         """The tasks that run: forked ones, which are no children of the launcher's, by marks."""
@@ -149,18 +147,21 @@ class Faults:
             return now_s >= self._begun_s + fault.number
         return self._step is not None and self._step >= fault.number
 
-    def _do(self, fault: Fault, tasks: dict[str, Running]) -> None:
-        index, place = self.done, ""
+    def _do(self, fault: Fault, tasks: Mapping[str, Running]) -> None:
+        index, place = len(self.records), ""
         at_s = time.monotonic()
         match fault.do:
             case "kill":
-                actions.kill({fault.task: tasks[fault.task]})
+                send(tasks[fault.task].pid, signal.SIGKILL)
             case "kill_all":
-                actions.kill(tasks)
+                send_all(tasks, signal.SIGKILL)
             case "kill_launcher":
                 send(self._launcher, signal.SIGKILL)
-            case "corrupt":
-                place, at_s = self._corrupt(tasks)
+            case "corrupt":  # while nobody can write another; then all are killed
+                send_all(tasks, signal.SIGSTOP)
+                place = corrupt_newest(self._checkpoints)
+                at_s = time.monotonic()
+                send_all(tasks, signal.SIGKILL)
             case "fill_disk":
                 assert self.disk is not None
                 self.disk.fill()
@@ -172,21 +173,12 @@ class Faults:
                 self._slow(tasks[fault.task].pid, until_s=at_s + fault.lasts_s)
             case "cut_network":
                 pid = self._launcher
-                actions.set_network(pid, up=False)
-                self._mend = lambda: actions.set_network(pid, up=True)
+                set_network(pid, up=False)
+                self._mend = lambda: set_network(pid, up=True)
                 self._after(fault.lasts_s, self._mend)
         spent_file(self._out, index).touch()
         attempt = max(task.attempt for task in tasks.values())
         self._note(fault, at_s=at_s, place=place, attempt=attempt)
-
-    def _corrupt(self, tasks: dict[str, Running]) -> tuple[str, float]:
-        """Damages the newest checkpoint while nobody can write another, then kills all."""
-        for task in tasks.values():
-            send(task.pid, signal.SIGSTOP)
-        place = actions.corrupt_newest(self._checkpoints)
-        at_s = time.monotonic()
-        actions.kill(tasks)
-        return place, at_s
 
     def _slow(self, pid: int, *, until_s: float) -> None:
         stopped_s, running_s = _SLOW_CYCLE_S
@@ -217,14 +209,68 @@ class Faults:
         if fault.do not in _PASSING:
             self._attempt_of_fault = attempt
             self._begun.clear()
-        self.records.append(
-            Record(
-                fault=fault,
-                case=self._case.name,
-                at_s=at_s,
-                attempt=attempt,
-                step=self._step,
-                place=place,
-                tasks=len(self._case.tasks),
-            )
-        )
+        about = {"case": self._case.name, "tasks": len(self._case.tasks), "step": self._step}
+        self.records.append(Record(fault=fault, at_s=at_s, attempt=attempt, place=place, **about))
+
+
+# What is done to a job from outside: to its processes, its disk, its network.
+
+
+def send_all(tasks: Mapping[str, Running], signum: int) -> None:
+    for task in tasks.values():
+        send(task.pid, signum)
+
+
+def corrupt_newest(checkpoints: Path) -> str:
+    """Turns over a byte in the middle of the newest checkpoint's largest file; returns its name."""
+    newest = max(checkpoints.glob("step-*"), key=lambda p: int(p.name.rpartition(".")[2]))
+    file = max((f for f in newest.iterdir() if f.is_file()), key=lambda f: f.stat().st_size)
+    with open(file, "r+b") as stream:
+        stream.seek(file.stat().st_size // 2)
+        byte = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte ^ 0xFF]))
+    return f"{newest.name}/{file.name}"
+
+
+class SmallDisk:
+    """A tmpfs of a few megabytes, which can be filled and emptied; needs the right to mount."""
+
+    def __init__(self, directory: Path, *, size_bytes: int) -> None:
+        self._directory = directory
+        self._filler = directory / ".filler"
+        directory.mkdir(parents=True, exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(directory)]
+        subprocess.run(command, check=True)
+
+    def fill(self) -> None:
+        """Takes all the room that is left."""
+        with open(self._filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+
+    def empty(self) -> None:
+        """Gives the room back."""
+        self._filler.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Keeps what is on it, and unmounts."""
+        kept = self._directory.with_name(self._directory.name + "-kept")
+        shutil.copytree(self._directory, kept, dirs_exist_ok=True)
+        subprocess.run(["umount", "-l", str(self._directory)], check=False)
+
+
+def own_network() -> None:
+    """Puts the calling process into a network of its own, with a loopback interface that is up.
+
+    For `preexec_fn`. Raises PermissionError without the right to.
+    """
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
+        raise PermissionError(os.strerror(ctypes.get_errno()))
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+
+
+def set_network(pid: int, *, up: bool) -> None:
+    """Cuts the network of a process that has one of its own, or joins it again."""
+    command = ["nsenter", "-t", str(pid), "-n", "ip", "link", "set", "lo", "up" if up else "down"]
+    subprocess.run(command, check=False, capture_output=True)

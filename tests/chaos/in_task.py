@@ -1,10 +1,13 @@
 """The faults that a task does to itself: at a step, a phase, or a write of a save."""
 
+from __future__ import annotations
+
 import json
 import os
 import resource
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +50,25 @@ class InTask:
         A new checkpoint directory or model file there begins a save. Python itself tells of
         everything but fsync, in whatever thread it happens.
         """
-        watches = {
-            name: _Watch(self, name=name, place=os.path.abspath(place))
+        watched = [
+            _Watched(name=name, below=os.path.abspath(place) + os.sep)
             for name, place in places.items()
-        }
+        ]
 
         def hook(event: str, args: tuple[Any, ...]) -> None:
-            if event in _ON_FILES and isinstance(args[0], (str, os.PathLike)):
-                for watch in watches.values():
-                    watch.saw(event, os.fspath(args[0]), args)
+            is_named = event in _ON_FILES and isinstance(args[0], (str, os.PathLike))
+            if is_named and (event != "open" or _writes(args)):
+                saw(event, os.fspath(args[0]))
 
         def fsync(fd: int | Any) -> None:
             number = fd if isinstance(fd, int) else fd.fileno()
-            path = os.readlink(f"/proc/self/fd/{number}")
-            for watch in watches.values():
-                watch.saw("fsync", path, ())
+            saw("fsync", os.readlink(f"/proc/self/fd/{number}"))
             real_fsync(fd)
+
+        def saw(event: str, path: str) -> None:
+            for place in watched:
+                if f"{path}{os.sep}".startswith(place.below):
+                    self._saw(place, event, path)
 
         real_fsync = os.fsync
         os.fsync = fsync
@@ -70,25 +76,26 @@ class InTask:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         sys.addaudithook(hook)
 
-    def at_write(self, number: int, *, save: int, of: str, event: str, path: str) -> None:
-        """Acts if a fault is placed at this operation of this save."""
-        if save not in (0, _SAVE_THAT_COUNTS):
+    def _saw(self, place: _Watched, event: str, path: str) -> None:
+        """Counts an operation, and does the fault that is placed at it."""
+        name = os.path.basename(path)
+        if path.startswith(place.below) and _begins_save(event, name):
+            self._marks.write("points", of=place.of, count=place.number)
+            place.save += 1
+            place.number = place.files = 0
+        place.number += 1
+        place.files += event == "open"
+        if place.save not in (0, _SAVE_THAT_COUNTS):
             return
-        of = of if save else f"{of} before the first"
+        if place.save and event == "open" and place.files == 1:
+            index, fault = self._current("half")
+            if fault and fault["of"] == place.of:
+                # The kernel kills this process when the file gets 1,000 bytes long.
+                self._say(index, operation="half written", path=name)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         index, fault = self._current("write")
-        if fault and fault["of"] == of and int(fault["at"].split()[1]) == number:
-            self._do(index, fault, operation=event, path=os.path.basename(path))
-
-    def at_first_file(self, *, save: int, of: str, path: str) -> None:
-        """Has the kernel kill this process when the file that is opened gets 1,000 bytes long."""
-        index, fault = self._current("half")
-        if save == _SAVE_THAT_COUNTS and fault and fault["of"] == of:
-            self._say(index, operation="half written", path=os.path.basename(path))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-
-    def count(self, of: str, number: int) -> None:
-        """Tells how many operations a save took, when the next one begins."""
-        self._marks.write("points", of=of, count=number)
+        if fault and fault["of"] == place.of and int(fault["at"].split()[1]) == place.number:
+            self._do(index, fault, operation=event, path=name)
 
     def _current(self, kind: str) -> tuple[int, dict[str, Any] | None]:
         for index, fault in enumerate(self._faults):
@@ -106,34 +113,19 @@ class InTask:
         self._marks.write("fault", index=index, **found)
 
 
-class _Watch:
-    """Counts what happens below one directory."""
+@dataclass(kw_only=True)
+class _Watched:
+    """What has happened below a directory: the saves, and the operations of the present one."""
 
-    def __init__(self, owner: InTask, *, name: str, place: str) -> None:
-        self._owner = owner
-        self._name = name
-        self._below = place + os.sep
-        self._save = 0
-        self._number = 0
-        self._files = 0
+    name: str
+    below: str
+    save: int = 0
+    number: int = 0
+    files: int = 0
 
-    def saw(self, event: str, path: str, args: tuple[Any, ...]) -> None:
-        if not path.startswith(self._below) and path + os.sep != self._below:
-            return
-        if event == "open" and not _writes(args):
-            return
-        if path.startswith(self._below) and _begins_save(event, os.path.basename(path)):
-            of = self._name if self._save else f"{self._name} before the first"
-            self._owner.count(of, self._number)
-            self._save += 1
-            self._number = self._files = 0
-        self._number += 1
-        where: dict[str, Any] = {"save": self._save, "of": self._name, "path": path}
-        if event == "open":
-            self._files += 1
-            if self._files == 1:
-                self._owner.at_first_file(**where)
-        self._owner.at_write(self._number, event=event, **where)
+    @property
+    def of(self) -> str:
+        return self.name if self.save else f"{self.name} before the first"
 
 
 def _begins_save(event: str, name: str) -> bool:

@@ -60,7 +60,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoints", type=Path, required=True)
     parser.add_argument("--variant", choices=VARIANTS, default="plain")
     parser.add_argument("--examples", type=int, required=True)
-    parser.add_argument("--epochs", type=int, default=8)
     return parser.parse_args()
 
 
@@ -73,7 +72,7 @@ def _train(args: argparse.Namespace, strategy: Any, *, marks: Marks, faults: InT
 
     if args.variant == "mixed_bfloat16":
         keras.config.set_dtype_policy("mixed_bfloat16")
-    length = tfdist.VirtualEpochs(total_examples=args.examples, checkpoints=args.epochs)
+    length = tfdist.VirtualEpochs(total_examples=args.examples, checkpoints=8)
     plan = EpochPlan.from_boundaries(length.boundaries(), global_batch_size=BATCH)
     keras.utils.set_random_seed(SEED)
     with strategy.scope():

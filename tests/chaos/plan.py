@@ -10,25 +10,19 @@ had done its first steps).
 import itertools
 import random
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 IN_TASK = ("kill", "stop")
 """What a task can do to itself, and so exactly at a step, a phase or a write."""
 BY_RUNNER = (
-    "kill",
-    "kill_all",
-    "kill_launcher",
-    "stop",
-    "slow",
-    "corrupt",
-    "fill_disk",
-    "cut_network",
+    *("kill", "kill_all", "kill_launcher", "stop"),
+    *("slow", "corrupt", "fill_disk", "cut_network"),
 )
 _EXACT = ("step", "phase", "write", "half")
-_MOMENTS = ("step", "phase", "write", "half", "start", "training")
+_MOMENTS = (*_EXACT, "start", "training")
 PHASES = ("import", "rendezvous", "save", "validate")
 
 
@@ -61,22 +55,18 @@ class Fault:
 
     @property
     def kind(self) -> str:
-        """Returns the first word of the moment."""
+        """The first word of the moment."""
         return self.at.partition(" ")[0]
 
     @property
     def number(self) -> float:
-        """Returns the step, the number of the write, or the seconds of the moment."""
+        """The step, the number of the write, or the seconds of the moment."""
         return float(self.at.partition(" ")[2])
 
     @property
     def in_task(self) -> bool:
         """Whether the task does it to itself."""
         return self.do in IN_TASK and self.kind in _EXACT
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns what `Fault(**...)` takes, and whether the task does it itself."""
-        return {**asdict(self), "in_task": self.in_task}
 
     def __str__(self) -> str:
         whom = "" if self.do.partition("_")[2] or self.do == "corrupt" else f" {self.task}"
@@ -135,17 +125,20 @@ class Plan:
 
 
 def read(path: Path) -> Plan:
-    """Reads a plan; raises PlanError."""
+    """Reads a plan, and the one that it is `more_than`; raises PlanError."""
     content = tomllib.loads(path.read_text())
-    cases = tuple(_made(Case, entry) for entry in content.get("case", ()))
+    more_than = content.get("more_than")
+    below = read(path.with_name(more_than)) if more_than else Plan(cases=(), placed=(), kills=0)
+    cases = (*below.cases, *(_made(Case, entry) for entry in content.get("case", ())))
     names = [case.name for case in cases]
-    placed = []
+    placed = list(below.placed)
     for entry in content.get("run", ()):
         if entry.get("case") not in names:
             raise PlanError(f"case = {entry.get('case')!r}: expected one of {', '.join(names)}")
         faults = tuple(_made(Fault, fault) for fault in entry.get("faults", ()))
         placed.append(_made(Placed, {**entry, "faults": faults}))
-    return Plan(cases=cases, placed=tuple(placed), kills=int(content.get("kills", 0)))
+    kills = below.kills + int(content.get("kills", 0))
+    return Plan(cases=cases, placed=tuple(placed), kills=kills)
 
 
 def random_faults(
@@ -168,30 +161,17 @@ def random_faults(
     return tuple(faults)
 
 
-def in_turn(cases: Sequence[Case]) -> list[Case]:
-    """Returns the cases of one round of random kills, each as often as its share says."""
-    rounds = max((case.share for case in cases), default=0)
-    return [case for i in range(rounds) for case in cases if i < case.share]
-
-
-def by_case(plan: Plan) -> list[Plan]:
-    """Returns a plan for each case: its runs, and the random kills that it gets in its turns."""
+def kills_of_cases(plan: Plan) -> dict[str, int]:
+    """The random kills of each case, which are its turns by its share of a round."""
     kills = dict.fromkeys((case.name for case in plan.cases), 0)
-    left = plan.kills
-    for case in itertools.cycle(in_turn(plan.cases)):
+    left, rounds = plan.kills, max((case.share for case in plan.cases), default=0)
+    turns = [case for i in range(rounds) for case in plan.cases if i < case.share]
+    for case in itertools.cycle(turns):
         if left <= 0:
             break
-        taken = min(case.kills_per_run, left)
-        kills[case.name] += taken
-        left -= taken
-    return [
-        Plan(
-            cases=(case,),
-            placed=tuple(entry for entry in plan.placed if entry.case == case.name),
-            kills=kills[case.name],
-        )
-        for case in plan.cases
-    ]
+        kills[case.name] += min(case.kills_per_run, left)
+        left -= case.kills_per_run
+    return kills
 
 
 def _made(kind: type[Any], entry: Mapping[str, Any]) -> Any:

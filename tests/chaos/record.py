@@ -1,9 +1,13 @@
-"""What is known of a fault afterwards: when it was noticed, and when the job was back."""
+"""What is known of a fault afterwards, and the table of all: by kind, how soon the job was back."""
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tests.chaos.plan import Fault
+
+TIMES = ("detect_s", "restart_s", "import_s", "restore_s", "first_step_s")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,70 +44,82 @@ class Record:
         self.detected_s, self.said = at_s, line
         return True
 
-    @property
-    def detect_s(self) -> float | None:
-        """From the fault to the launcher's line that names what failed."""
-        return None if self.detected_s is None else self.detected_s - self.at_s
+    def last(self, event: str) -> float | None:
+        """When the last task was there again; None while one is missing."""
+        moments = {mark["task"]: mark["at"] for mark in self.marks if mark["event"] == event}
+        return max(moments.values()) if len(moments) == self.tasks else None
 
-    @property
-    def restart_s(self) -> float | None:
-        """From the detection to the first line of the last task's program."""
-        program_s = self._last("program")
-        if program_s is None or self.detected_s is None:
-            return None
-        return program_s - self.detected_s
+    def times(self) -> dict[str, float | None]:
+        """From the fault to the launcher's line (`detect_s`) and to all first steps after it.
 
-    @property
-    def import_s(self) -> float | None:
-        """From there until the last task has imported TensorFlow, Keras and tfdist."""
-        began_s, done_s = self._last("program"), self._last("imported")
-        return None if began_s is None or done_s is None else done_s - began_s
-
-    @property
-    def restore_s(self) -> float | None:
-        """What the chief took to read the checkpoint and to set everything from it."""
+        Between them: from the line to the first line of the last task's program (`restart_s`), from
+        there until it has imported, and what the chief took to read and set a checkpoint.
+        """
+        program_s = self.last("program")
         took = [
             float(mark["took_s"])
             for mark in self.marks
             if mark["event"] in ("read", "restored") and mark["task"] == "worker-0"
         ]
-        return sum(took) if len(took) == 2 else None
-
-    @property
-    def first_step_s(self) -> float | None:
-        """From the fault until the last task has done its first steps again."""
-        done_s = self._last("first_step")
-        return None if done_s is None else done_s - self.at_s
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the line of the results file."""
-        times = ("detect_s", "restart_s", "import_s", "restore_s", "first_step_s")
         return {
-            "case": self.case,
-            **asdict(self.fault),
-            "step": self.step,
-            "place": self.place,
-            "said": self.said,
-            "restarted_by": self.restarted_by,
-            "identical": self.identical,
-            "failed_again": self.failed_again,
-            **{name: getattr(self, name) for name in times},
+            "detect_s": _between(self.at_s, self.detected_s),
+            "restart_s": _between(self.detected_s, program_s),
+            "import_s": _between(program_s, self.last("imported")),
+            "restore_s": sum(took) if len(took) == 2 else None,
+            "first_step_s": _between(self.at_s, self.last("first_step")),
         }
 
+    def as_dict(self) -> dict[str, Any]:
+        """The line of the results file."""
+        names = ("step", "place", "said", "restarted_by", "identical", "failed_again")
+        known = {name: getattr(self, name) for name in names}
+        return {"case": self.case, **asdict(self.fault), **known, **self.times()}
+
     def line(self) -> str:
-        """Returns what a person reads of it."""
+        """What a person reads of it."""
         step = "" if self.step is None else f" (step {self.step})"
         place = f" [{self.place}]" if self.place else ""
-        times = ("detect_s", "restart_s", "restore_s", "first_step_s")
-        figures = ", ".join(f"{name[:-2]} {_shown(getattr(self, name))}" for name in times)
+        shown = {n: "-" if s is None else f"{s:.2f} s" for n, s in self.times().items()}
+        figures = ", ".join(f"{n[:-2]} {shown[n]}" for n in TIMES if n != "import_s")
         by = f", restarted by the {self.restarted_by}" if self.restarted_by else ""
         verdict = {True: "identical", False: "DIFFERENT", None: "no verdict"}[self.identical]
         return f"{self.case}: {self.fault}{step}{place}: {figures}{by}: {verdict}"
 
-    def _last(self, event: str) -> float | None:
-        moments = {mark["task"]: mark["at"] for mark in self.marks if mark["event"] == event}
-        return max(moments.values()) if len(moments) == self.tasks else None
+
+def table(results: Iterable[Mapping[str, Any]]) -> str:
+    """The results by case and kind of fault, as lines of aligned columns."""
+    head = ("case", "fault", "n", *(f"{name[:-2]} p50/p95" for name in TIMES), "identical")
+    rows = [head]
+    for (case, do), group in sorted(grouped(results).items()):
+        times = [_both([r[name] for r in group if r[name] is not None]) for name in TIMES]
+        same = sum(r["identical"] is True for r in group)
+        rows.append((case, do, str(len(group)), *times, f"{same} of {len(group)}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
-def _shown(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.2f} s"
+def grouped(results: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], list[Any]]:
+    """The results of each case and kind of fault; kills inside a save or a start are kinds."""
+    where = {"write": " in a save", "half": " in a save", "start": " while starting"}
+    groups: dict[tuple[str, str], list[Any]] = {}
+    for result in results:
+        moment = result["at"].partition(" ")[0]
+        kind = str(result["do"]).replace("_", " ") + where.get(moment, "")
+        groups.setdefault((result["case"], kind), []).append(result)
+    return groups
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def _both(known: Sequence[float]) -> str:
+    return f"{percentile(known, 0.5):.2f}/{percentile(known, 0.95):.2f}" if known else "-"
+
+
+def _between(first_s: float | None, then_s: float | None) -> float | None:
+    return None if first_s is None or then_s is None else then_s - first_s

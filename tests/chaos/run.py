@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.chaos import actions
-from tests.chaos.faults import Faults
+from tests.chaos.faults import Faults, SmallDisk, own_network
 from tests.chaos.marks import Tail
 from tests.chaos.plan import Case, Fault
-from tests.chaos.processes import Told, Watched, from_tf_config, send, tasks_of
+from tests.chaos.processes import Told, Watched, from_tf_config, tasks_of
 from tests.chaos.record import Record
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +34,8 @@ class Outcome:
     """How a run ended. `broken` says what went wrong other than the verdict; empty if nothing."""
 
     records: Sequence[Record]
+    left: Sequence[Fault]
+    """Those that have not happened."""
     verdict: dict[str, Any] | None
     broken: str
     marks: Sequence[dict[str, Any]]
@@ -43,20 +44,14 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Places:
-    """Where a run has what."""
-
-    out: Path
-    run_dir: Path
-    checkpoints: Path
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Launcher:
     """What starts a job: its command, how it names a failure, and what it tells its tasks."""
 
-    command: Callable[[Case, Places, int], Sequence[str]]
-    """Takes the number of this start by the runner too, from 1 on."""
+    command: Callable[[Case, Path, int], Sequence[str]]
+    """Of a case, the directory of its run, and the number of this start by the runner, from 1 on.
+
+    Tasks write their marks and the verdict into `out` there.
+    """
     named: re.Pattern[str]
     told: Told = from_tf_config
     ends_its_tasks: bool = True
@@ -65,50 +60,35 @@ class Launcher:
     """Whether a restart that fails by itself, and is followed by another, is no error."""
 
 
-def _command(case: Case, places: Places, start: int) -> list[str]:
+def _command(case: Case, directory: Path, start: int) -> list[str]:
     command = [sys.executable, "-m", "tfdist.launch", *case.flags]
-    command += ["--run_dir", str(places.run_dir), "--hang_timeout_s", f"{HANG_TIMEOUT_S:g}"]
+    command += ["--run_dir", str(directory / "run"), "--hang_timeout_s", f"{HANG_TIMEOUT_S:g}"]
     command += ["--max_restarts", "100", "--restart_window_s", "3600"]
-    command += [str(JOB), "--out", str(places.out), "--checkpoints", str(places.checkpoints)]
-    return [*command, "--variant", case.variant, "--examples", str(_EXAMPLES[case.strategy])]
+    command += [str(JOB), "--out", str(directory / "out"), "--variant", case.variant]
+    command += ["--checkpoints", str(directory / "checkpoints")]
+    return [*command, "--examples", str(_EXAMPLES[case.strategy])]
 
 
 TFDIST = Launcher(command=_command, named=re.compile(r"^\[launch\] .*failed first"))
 
 
 class ChaosRun:
-    """A run in a directory of its own; `say` gets a line for what is worth one meanwhile."""
+    """A run in a directory of its own."""
 
     def __init__(
-        self,
-        case: Case,
-        directory: Path,
-        faults: Sequence[Fault],
-        *,
-        say: Callable[[str], None],
-        launcher: Launcher = TFDIST,
+        self, case: Case, directory: Path, faults: Sequence[Fault], *, launcher: Launcher = TFDIST
     ) -> None:
         self._case = case
-        self._say = say
         self._launcher = launcher
-        self._places = Places(
-            out=directory / "out",
-            run_dir=directory / "run",
-            checkpoints=directory / "checkpoints",
-        )
-        self._log = directory / "launcher.log"
-        self._places.out.mkdir(parents=True)
-        self._tail = Tail(self._places.out)
+        self._directory = directory
+        self._out, self._checkpoints = directory / "out", directory / "checkpoints"
+        self._out.mkdir(parents=True)
+        self._tail = Tail(self._out)
         self._marks: list[dict[str, Any]] = []
         self._watched = Watched()
         self._process: subprocess.Popen[bytes] | None = None
-        self._faults = Faults(
-            case,
-            self._places.out,
-            faults,
-            checkpoints=self._places.checkpoints,
-            told=launcher.told,
-        )
+        at, told = self._checkpoints, launcher.told
+        self._faults = Faults(case, self._out, faults, checkpoints=at, told=told)
         self._starts = 0
         self._left_behind = False
         self._heard_s = 0.0
@@ -118,7 +98,7 @@ class ChaosRun:
         began_s = time.monotonic()
         disk = None
         if self._faults.has("fill_disk"):
-            disk = actions.SmallDisk(self._places.checkpoints, size_bytes=_SMALL_DISK_BYTES)
+            disk = SmallDisk(self._checkpoints, size_bytes=_SMALL_DISK_BYTES)
         self._faults.disk = disk
         try:
             broken = self._until_done()
@@ -129,16 +109,17 @@ class ChaosRun:
         return self._outcome(broken, began_s=began_s)
 
     def _until_done(self) -> str:
-        for _ in range(len(self._faults.faults) + 3):
-            done_before = self._faults.done
+        faults = self._faults
+        for _ in range(len(faults.faults) + 3):
+            done_before = len(faults.records)
             code = self._start_and_watch()
             if code is None:
                 return f"hung: nothing for {QUIET_S:g} s"
             if code == 0:
                 return ""
-            if self._faults.done == done_before and not self._faults.pending_restart():
+            if len(faults.records) == done_before and not faults.pending_restart():
                 return f"ended with exit code {code} without a fault"
-            self._faults.restarted_by_runner()
+            faults.restarted_by_runner()
         return "did not come to its end"
 
     def _start_and_watch(self) -> int | None:
@@ -149,7 +130,8 @@ class ChaosRun:
         assert output is not None
         os.set_blocking(output.fileno(), False)
         rest = b""
-        with selectors.DefaultSelector() as selector, open(self._log, "ab") as log:
+        path = self._directory / "launcher.log"
+        with selectors.DefaultSelector() as selector, open(path, "ab") as log:
             selector.register(output, selectors.EVENT_READ)
             while process.poll() is None:
                 if selector.select(_POLL_S):
@@ -172,19 +154,15 @@ class ChaosRun:
     def _start(self) -> subprocess.Popen[bytes]:
         self._heard_s = time.monotonic()
         self._starts += 1
+        quiet = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
-            list(self._launcher.command(self._case, self._places, self._starts)),
+            list(self._launcher.command(self._case, self._directory, self._starts)),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                "CUDA_VISIBLE_DEVICES": "-1",
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-                "PYTHONUNBUFFERED": "1",
-            },
-            preexec_fn=actions.own_network if self._faults.has("cut_network") else None,
+            env=os.environ | quiet,
+            preexec_fn=own_network if self._faults.has("cut_network") else None,
         )
         return self._process
 
@@ -208,7 +186,7 @@ class ChaosRun:
             self._marks.append(mark)
             self._faults.saw(mark)
             if mark["event"] == "program":
-                self._watched.add([mark["pid"]])
+                self._watched.add(mark["pid"])
 
     def _await_tasks(self) -> None:
         ours = self._launcher.ends_its_tasks
@@ -220,17 +198,16 @@ class ChaosRun:
     def _end(self) -> None:
         process = self._process
         if process is not None and process.poll() is None:
-            tasks = tasks_of(process.pid, told=self._launcher.told)
-            self._watched.add(task.pid for task in tasks.values())
-            send(process.pid, 9)
+            for task in tasks_of(process.pid, told=self._launcher.told).values():
+                self._watched.add(task.pid)
+            process.kill()
             self._watched.kill()
             process.wait()
-        self._watched.close()
 
     def _outcome(self, broken: str, *, began_s: float) -> Outcome:
         verdict = None
         if not broken:
-            verdict = json.loads((self._places.out / "verdict.json").read_text())
+            verdict = json.loads((self._out / "verdict.json").read_text())
             shas = {m["weights_sha256"] for m in self._marks if m["event"] == "done"}
             if len(shas) > 1:
                 broken = "the tasks ended with different weights"
@@ -240,10 +217,9 @@ class ChaosRun:
             broken = broken or "tasks outlived their launcher"
         first = [m["at"] for m in self._marks if m["event"] == "first_step"]
         done = [m["at"] for m in self._marks if m["event"] == "done"]
-        for fault in self._faults.left:
-            self._say(f"{self._case.name}: {fault}: did not happen")
         return Outcome(
             records=self._faults.records,
+            left=self._faults.faults[len(self._faults.records) :],
             verdict=verdict,
             broken=broken,
             marks=self._marks,
