@@ -39,12 +39,11 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 demo: setup  ## train a CNN on the digits with 4 workers and 1 parameter server
 	$(PY) -m tfdist.demo $(ARGS)
 
-# Two files side by side where a test is a process that computes. Three of jobs: those that wait, for
-# a grace to pass or a peer to come, leave the machine to others. Tests that hold how long something
-# takes run after them, alone.
+# Three files side by side: jobs that wait, for a grace to pass or a peer to come, leave the machine to
+# fits. Tests that hold how long something takes run after them, alone.
+TESTS := tests/unit tests/integration tests/field tests/multiprocess
 define RUN_TESTS
-$(CPU_ONLY) $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(1)" tests/unit tests/integration tests/field
-$(CPU_ONLY) $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "($(1)) and not alone" tests/multiprocess
+$(CPU_ONLY) $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "($(1)) and not alone" $(TESTS)
 $(CPU_ONLY) $(PY) -m pytest -m "($(1)) and alone" $$(grep -l pytest.mark.alone tests/multiprocess/test_*.py)
 endef
 

@@ -1,5 +1,6 @@
 """What all tests have in common: one process that has imported TensorFlow, and their order."""
 
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -12,20 +13,20 @@ import pytest
 
 from tests import forked_python
 
-LONGEST_FIRST = (
-    # Those whose jobs wait most of the time stand between those whose jobs compute.
+JOBS = (
     *("test_training_ps", "test_hosts", "test_training", "test_tune_hosts", "test_ps_job"),
     *("test_worker_pool", "test_tune", "test_deadlocks", "test_tune_python", "test_placement"),
     *("test_pipeline_jobs", "test_sharded_optimizer", "test_serve_exported", "test_notebook"),
     *("test_hangs", "test_preemption", "test_launcher", "test_evaluator", "test_missing_peer"),
     *("test_ledger_jobs", "test_train_program", "test_doctor", "test_examples", "test_restarts"),
-    # In one process, or in few jobs.
+)
+FITS = (
     *("test_jobs", "test_one_process", "test_losses", "test_keras_callbacks", "test_beside_keras"),
     *("test_grid", "test_resume", "test_inputs", "test_equivalence", "test_saving", "test_replay"),
     *("test_randomness", "test_bad_input", "test_stream_graph", "test_keras_compat"),
     *("test_find", "test_repeated_rows", "test_docs_python", "test_pipeline"),
 )
-"""Files whose tests take long, so that of those side by side none is left for the end."""
+"""Files whose tests take long: none is left for the end, and jobs that wait run beside fits."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,8 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first; the order within a file stays."""
-    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    """Puts the files that take longest first, jobs and fits in turn; a file's order stays."""
+    in_turn = [name for pair in itertools.zip_longest(JOBS, FITS) for name in pair]
+    place = {name: number for number, name in enumerate(in_turn)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
