@@ -86,8 +86,8 @@ CASES = {
     ),
     "custom_step": Case(make=custom_step, x=ROWS, y=TARGETS),
     "subclassed": Case(make=subclassed, x=ROWS, y=ROWS.argmax(1) % CLASSES),
-    "mixed_bfloat16": Case(**IN_IMAGES, policy="mixed_bfloat16", tolerance=2e-2),
-    "mixed_float16": Case(**IN_IMAGES, policy="mixed_float16", tolerance=3e-3),
+    "mixed_bfloat16": Case(**IN_IMAGES, policy="mixed_bfloat16", tolerance=1e-2),
+    "mixed_float16": Case(**IN_IMAGES, policy="mixed_float16", tolerance=2e-3),
 }
 
 
