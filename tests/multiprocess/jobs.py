@@ -128,3 +128,11 @@ def children(pid):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             found[int(child)] = Path(f"/proc/{child}/cmdline").read_text()
     return found
+
+
+def side_by_side(*cases):
+    """Runs the first half of each case, which ends at its `yield`, and then the second halves."""
+    for case in cases:
+        next(case)
+    for case in cases:
+        assert next(case, "over") == "over"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.jobs import FORK, LAUNCH, ROOT, Job, report
+from tests.multiprocess.jobs import FORK, LAUNCH, ROOT, Job, report, side_by_side
 from tfdist.launch.machine import proc_state
 
 HANG_S = 6
@@ -94,14 +94,6 @@ def hang(launch, tmp_path):
         return launch(source, "--run_dir=run", *times, *flags, command=command, env=python, **where)
 
     return start
-
-
-def side_by_side(*cases):
-    """Runs the first half of each case, one after the other, and then the second halves."""
-    for case in cases:
-        next(case)
-    for case in cases:
-        assert next(case, "over") == "over"
 
 
 def is_gone(pid):

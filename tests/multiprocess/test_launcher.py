@@ -122,7 +122,8 @@ def test_a_programs_traceback_is_pythons_own_and_comes_once(launch, tmp_path):
 
 
 MISTAKE = """
-from tfdist.errors import UsageError
+import importlib  # by a statement it would be forked from a process with TensorFlow
+UsageError = importlib.import_module("tfdist.errors").UsageError
 raise UsageError("--lr", received="-1", expected="more", fix="write more")
 """
 

@@ -4,6 +4,7 @@ import os
 import socket
 
 from tests import forked_python
+from tests.multiprocess.jobs import side_by_side
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
 from tfdist.errors import EXIT_OK, EXIT_PEER_MISSING, EXIT_USAGE
 
@@ -35,23 +36,40 @@ class Waiting:
             self.program.kill()
 
 
-def test_a_task_names_whom_it_waits_for_and_gives_up(tmp_path):
-    waiting, held = {}, []
-    for case, (task, _) in CASES.items():
-        held += (ports := hold_ports(4))
-        a, b, chief, ps = (port.address for port in ports)
-        cluster = ClusterSpec(chief=(chief,), worker=(a, b), ps=(ps,))
-        if case == "worker":
-            cluster = ClusterSpec(worker=(a, b))
-        program = Waiting(cluster, task, startup_timeout_s=3.0, said=tmp_path / case)
-        waiting[case] = cluster, program
-    for case, (cluster, program) in waiting.items():
-        _, missing = CASES[case]
-        code, said = program.end()
-        assert code == EXIT_PEER_MISSING, (case, said)
-        (line,) = [text for text in said.splitlines() if text.startswith("tfdist: ")]
-        assert f"{missing} ({cluster.address(missing)}" in line, case
-        assert "raise --startup_timeout_s" in line, case
+def who_waits_names_whom_and_gives_up(tmp_path, case):
+    task, missing = CASES[case]
+    held = hold_ports(4)
+    a, b, chief, ps = (port.address for port in held)
+    cluster = ClusterSpec(chief=(chief,), worker=(a, b), ps=(ps,))
+    if case == "worker":
+        cluster = ClusterSpec(worker=(a, b))
+    waiting = Waiting(cluster, task, startup_timeout_s=3.0, said=tmp_path / case)
+    yield
+    code, said = waiting.end()
+    assert code == EXIT_PEER_MISSING, (case, said)
+    (line,) = [text for text in said.splitlines() if text.startswith("tfdist: ")]
+    assert f"{missing} ({cluster.address(missing)}" in line, case
+    assert "raise --startup_timeout_s" in line, case
+
+
+def a_peer_that_dies_between_the_meeting_and_tensorflows_start_is_given_up_on(tmp_path):
+    port, dying = hold_ports(1)[0], socket.create_server(("127.0.0.1", 0))
+    peer = f"127.0.0.1:{dying.getsockname()[1]}"
+    cluster = ClusterSpec(worker=(port.address, peer))
+    task = Waiting(cluster, Task("worker", 0), startup_timeout_s=5.0, said=tmp_path / "said")
+    dying.settimeout(DEADLINE_S)
+    dying.accept()[0].close()  # worker 0 has seen its peer
+    dying.close()
+    yield
+    code, told = task.end()
+    assert code == 1, told
+    assert "Timeout" in told
+    assert "in make_strategy" in told
+
+
+def test_a_peer_that_does_not_come_or_dies_is_given_up_on(tmp_path):
+    dying = a_peer_that_dies_between_the_meeting_and_tensorflows_start_is_given_up_on(tmp_path)
+    side_by_side(*(who_waits_names_whom_and_gives_up(tmp_path, case) for case in CASES), dying)
 
 
 def test_a_worker_of_another_version_of_tensorflow_ends_a_ps_job_with_its_name(tmp_path):
@@ -102,20 +120,6 @@ def test_a_peer_that_dies_while_tensorflow_waits_for_it_is_given_up_on_too():
     done = forked_python.run("-c", program, timeout=DEADLINE_S)
     assert done.returncode == 1
     assert 'File "<string>", line 3' in done.stderr
-
-
-def test_a_peer_that_dies_between_the_meeting_and_tensorflows_start_is_given_up_on(tmp_path):
-    port, dying = hold_ports(1)[0], socket.create_server(("127.0.0.1", 0))
-    peer = f"127.0.0.1:{dying.getsockname()[1]}"
-    cluster = ClusterSpec(worker=(port.address, peer))
-    task = Waiting(cluster, Task("worker", 0), startup_timeout_s=5.0, said=tmp_path / "said")
-    dying.settimeout(DEADLINE_S)
-    dying.accept()[0].close()  # worker 0 has seen its peer
-    dying.close()
-    code, told = task.end()
-    assert code == 1, told
-    assert "Timeout" in told
-    assert "in make_strategy" in told
 
 
 def test_a_mistake_ends_a_program_without_the_launcher_in_one_line(monkeypatch):
