@@ -1,5 +1,6 @@
 """A peer that never comes is named, and the tasks that wait for it give up in time."""
 
+import contextlib
 import os
 import socket
 
@@ -36,32 +37,42 @@ class Waiting:
             self.program.kill()
 
 
+def line_of(said):
+    (line,) = [text for text in said.splitlines() if text.startswith("tfdist: ")]
+    return line
+
+
+@contextlib.contextmanager
+def held(count):
+    """The addresses of ports that nobody else gets."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(port).address for port in hold_ports(count)]
+
+
 def who_waits_names_whom_and_gives_up(tmp_path, case):
     task, missing = CASES[case]
-    held = hold_ports(4)
-    a, b, chief, ps = (port.address for port in held)
-    cluster = ClusterSpec(chief=(chief,), worker=(a, b), ps=(ps,))
-    if case == "worker":
-        cluster = ClusterSpec(worker=(a, b))
-    waiting = Waiting(cluster, task, startup_timeout_s=3.0, said=tmp_path / case)
-    yield
-    code, said = waiting.end()
+    with held(4) as (a, b, chief, ps):
+        cluster = ClusterSpec(chief=(chief,), worker=(a, b), ps=(ps,))
+        if case == "worker":
+            cluster = ClusterSpec(worker=(a, b))
+        waiting = Waiting(cluster, task, startup_timeout_s=3.0, said=tmp_path / case)
+        yield
+        code, said = waiting.end()
     assert code == EXIT_PEER_MISSING, (case, said)
-    (line,) = [text for text in said.splitlines() if text.startswith("tfdist: ")]
-    assert f"{missing} ({cluster.address(missing)}" in line, case
-    assert "raise --startup_timeout_s" in line, case
+    assert f"{missing} ({cluster.address(missing)}" in line_of(said), case
+    assert "raise --startup_timeout_s" in line_of(said), case
 
 
 def a_peer_that_dies_between_the_meeting_and_tensorflows_start_is_given_up_on(tmp_path):
-    port, dying = hold_ports(1)[0], socket.create_server(("127.0.0.1", 0))
-    peer = f"127.0.0.1:{dying.getsockname()[1]}"
-    cluster = ClusterSpec(worker=(port.address, peer))
-    task = Waiting(cluster, Task("worker", 0), startup_timeout_s=5.0, said=tmp_path / "said")
-    dying.settimeout(DEADLINE_S)
-    dying.accept()[0].close()  # worker 0 has seen its peer
-    dying.close()
-    yield
-    code, told = task.end()
+    with held(1) as (own,):
+        with socket.create_server(("127.0.0.1", 0)) as dying:
+            cluster = ClusterSpec(worker=(own, f"127.0.0.1:{dying.getsockname()[1]}"))
+            said = tmp_path / "said"
+            task = Waiting(cluster, Task("worker", 0), startup_timeout_s=5.0, said=said)
+            dying.settimeout(DEADLINE_S)
+            dying.accept()[0].close()  # worker 0 has seen its peer
+        yield
+        code, told = task.end()
     assert code == 1, told
     assert "Timeout" in told
     assert "in make_strategy" in told
@@ -72,43 +83,37 @@ def test_a_peer_that_does_not_come_or_dies_is_given_up_on(tmp_path):
     side_by_side(*(who_waits_names_whom_and_gives_up(tmp_path, case) for case in CASES), dying)
 
 
-def test_a_worker_of_another_version_of_tensorflow_ends_a_ps_job_with_its_name(tmp_path):
-    chief, ps, *workers = held = hold_ports(4)
-    cluster = ClusterSpec(
-        chief=(chief.address,), ps=(ps.address,), worker=tuple(w.address for w in workers)
-    )
+def ends_with_two_versions(cluster, tmp_path):
+    """How the tasks of a cluster end, of which worker 1 has another version of TensorFlow."""
     other = "import tensorflow; tensorflow.__version__ = '2.0.7'"
     tasks = {
-        task: Waiting(
+        str(task): Waiting(
             cluster, task, startup_timeout_s=float(DEADLINE_S), said=tmp_path / str(task),
             before=other if str(task) == "worker-1" else "pass",
         )
         for task in cluster.tasks()
     }  # fmt: skip
-    ended = {str(task): program.end() for task, program in tasks.items()}
+    return {name: program.end() for name, program in tasks.items()}
+
+
+def test_a_worker_of_another_version_of_tensorflow_ends_a_ps_job_with_its_name(tmp_path):
+    with held(4) as (chief, ps, *workers):
+        cluster = ClusterSpec(chief=(chief,), ps=(ps,), worker=tuple(workers))
+        ended = ends_with_two_versions(cluster, tmp_path)
     code, said = ended.pop("chief-0")
     assert code == EXIT_USAGE, said
-    (line,) = [text for text in said.splitlines() if text.startswith("tfdist: ")]
-    assert line.startswith(f"tfdist: worker-1 ({held[3].address}): received TensorFlow 2.0.7; ")
+    begin = f"tfdist: worker-1 ({workers[1]}): received TensorFlow 2.0.7; "
+    assert line_of(said).startswith(begin)
     assert [code for code, _ in ended.values()] == [EXIT_OK] * 3, ended
 
 
 def test_workers_of_two_versions_of_tensorflow_end_with_the_names_of_both(tmp_path):
-    held = hold_ports(2)
-    cluster = ClusterSpec(worker=tuple(port.address for port in held))
-    other = "import tensorflow; tensorflow.__version__ = '2.0.7'"
-    tasks = [
-        Waiting(
-            cluster, task, startup_timeout_s=float(DEADLINE_S), said=tmp_path / str(task),
-            before=other if task.index else "pass",
-        )
-        for task in cluster.tasks()
-    ]  # fmt: skip
-    codes, said = zip(*(task.end() for task in tasks), strict=True)
-    assert codes == (EXIT_USAGE, EXIT_USAGE), said
-    (line,) = [text for text in said[0].splitlines() if text.startswith("tfdist: ")]
-    assert line.startswith(f"tfdist: worker-1 ({held[1].address}): received TensorFlow 2.0.7; ")
-    assert f"as worker-0 ({held[0].address}) has" in line
+    with held(2) as workers:
+        ended = ends_with_two_versions(ClusterSpec(worker=tuple(workers)), tmp_path)
+    assert [code for code, _ in ended.values()] == [EXIT_USAGE] * 2, ended
+    line = line_of(ended["worker-0"][1])
+    assert line.startswith(f"tfdist: worker-1 ({workers[1]}): received TensorFlow 2.0.7; ")
+    assert f"as worker-0 ({workers[0]}) has" in line
 
 
 def test_a_peer_that_dies_while_tensorflow_waits_for_it_is_given_up_on_too():
@@ -127,4 +132,4 @@ def test_a_mistake_ends_a_program_without_the_launcher_in_one_line(monkeypatch):
     done = forked_python.run("-c", "import tfdist; tfdist.make_strategy()", timeout=DEADLINE_S)
     assert done.returncode == EXIT_USAGE
     assert "Traceback" not in done.stderr
-    assert [line for line in done.stderr.splitlines() if line.startswith("tfdist: TF_CONFIG")]
+    assert line_of(done.stderr).startswith("tfdist: TF_CONFIG")
