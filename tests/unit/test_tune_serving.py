@@ -130,24 +130,6 @@ def test_whatever_happens_no_trial_is_lost_run_twice_or_counted_twice(tmp_path, 
     require_all_once(world, world.run(pause=60))
 
 
-def test_a_runner_that_hears_of_a_trial_too_late_does_not_start_it(tmp_path):
-    """It hung with the message in its socket; the trial is with another when it reads it."""
-    world = hosts_of(tmp_path, hosts=1, trials=1)
-
-    def is_started() -> bool:
-        assert world.chief is not None
-        trial = world.chief.state.trials.get("0")
-        return trial is not None and trial.starts > 0
-
-    def hang() -> None:
-        world.hosts[1].held_up = 26
-        world.add_host()
-
-    once(world, is_started, hang)
-    require_all_once(world, world.run(), trials=1)
-    assert [process.host for process in world.processes] == [world.hosts[2]]
-
-
 def test_a_runner_is_given_trials_for_its_slots_until_it_leaves(tmp_path):
     world = hosts_of(tmp_path, hosts=0)
     for slots in (2, 1):
