@@ -27,15 +27,17 @@ class Bench:
         self.replicas[id] = []
         self.dispatcher.connected(id, lambda frame: self.replicas[id].append(frame))
 
-    def ask(self, *payloads: bytes, version: int | None = None) -> None:
+    def ask(self, *payloads: bytes, deadline: float = 60.0, version: int | None = None) -> Ticket:
         for payload in payloads:
 
             def answer(outcome: Outcome, payload: bytes = payload) -> None:
                 assert payload not in self.outcomes, "answered twice"
                 self.outcomes[payload] = outcome
 
-            same = {"kind": Kind.REST_PREDICT, "deadline": 60.0, "version": version}
-            self.dispatcher.submit(Ticket(payload=payload, answer=answer, **same))
+            same = {"kind": Kind.REST_PREDICT, "deadline": deadline, "version": version}
+            ticket = Ticket(payload=payload, answer=answer, **same)
+            self.dispatcher.submit(ticket)
+        return ticket
 
     def has(self, *ids: int) -> list[list[bytes]]:
         return [[frame.payload for frame in self.replicas[id]] for id in ids]
@@ -75,6 +77,21 @@ def test_what_is_tried_again_has_a_replica_for_itself_and_the_others_work():
     bench.answer(2)
     bench.ask(b"g")
     assert bench.has(2) == [[b"g"]]
+
+
+def test_a_request_whose_client_or_deadline_has_gone_is_not_sent():
+    bench = Bench(window=1)
+    bench.ask(b"gone").abandoned = True
+    bench.ask(b"a", b"b", deadline=5.0)
+    bench.ask(b"c")
+    bench.connect(1)
+    assert bench.has(1) == [[b"a"]]
+    bench.now = 6.0
+    bench.dispatcher.expire()
+    codes = {bench.outcomes.pop(payload).code for payload in (b"a", b"b")}
+    assert codes == {Code.DEADLINE_EXCEEDED}
+    bench.answer(1)
+    assert bench.has(1) == [[b"c"]]
 
 
 def test_a_replica_hangs_that_has_requests_and_answers_none_for_too_long():

@@ -93,11 +93,13 @@ def test_history(name):
         model, starts, drains = model.plan(ids)
         done = [f"start {one.version}:{one.id}" for one in starts]
         done += [f"drain {id}" for id in drains]
-        if model.served != before.served:
-            done.append(" ".join(["serve", *map(str, sorted(model.served))]))
-        done += [f"refuse {version}" for version in model.refused.keys() - before.refused.keys()]
-        if model.labels != before.labels:
-            done += [f"label {label}={version}" for label, version in model.labels.items()]
+        status = model.status
+        if status.served != before.served:
+            done.append(" ".join(["serve", *map(str, sorted(status.served))]))
+        ended = {one.version for one in status.states if one.state == "END"}
+        done += [f"refuse {version}" for version in ended - before.refused.keys()]
+        if status.labels != before.labels:
+            done += [f"label {label}={version}" for label, version in status.labels.items()]
         assert " ".join(done) == expected, line
 
 
