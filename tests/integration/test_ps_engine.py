@@ -215,7 +215,7 @@ def test_a_unit_that_ends_its_workers_is_not_begun_for_ever(pool, members):
 
 
 class Work:
-    """A program of pieces that do as the test says."""
+    """A program of units that do as the test says."""
 
     def __init__(self, do):
         self.do = do
@@ -242,7 +242,7 @@ class Work:
 
 
 class Clock:
-    """Counts the steps of a program that pieces of one step have applied."""
+    """Counts the steps of a program that units of one step have applied."""
 
     def __init__(self, work):
         self.work = work

@@ -35,13 +35,6 @@ MODES = st.sampled_from(["full", "hash"])
 OF_WORKER_1 = "attempt-1-worker-1.bin"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def order_without_tensorflow():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(program, "_order", order)
-        yield
-
-
 def order(header, positions):
     """A permutation of each pass, without TensorFlow."""
     passes, offsets = np.divmod(positions, header.num_examples)
