@@ -23,8 +23,8 @@ import row
 
 from tfdist.launch.multihost.agreement import TOKEN_VARIABLE
 from tfdist.launch.multihost.rendezvous import Channel
-from tfdist.tune import program_of
 from tfdist.tuning import protocol
+from tfdist.tuning.config_sweep import program_of
 from tfdist.tuning.options import SweepOptions, parse
 from tfdist.tuning.protocol import sweep_address_of
 from tfdist.tuning.trial_job import Completed

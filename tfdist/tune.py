@@ -6,28 +6,20 @@ command again goes on with a sweep that was broken off. ``--show DIR`` prints on
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from tfdist.argument_parser import run_program
-from tfdist.configs import FREE, command_line, flat
-from tfdist.errors import EXIT_OK, require
-from tfdist.outputs.sweep_journal import Trial
+from tfdist.configs import command_line
+from tfdist.errors import EXIT_OK
 from tfdist.tuning import sweep
+from tfdist.tuning.config_sweep import ConfigSweep, program_of
 from tfdist.tuning.options import SweepOptions, parse
 from tfdist.tuning.protocol import apply_tf_config
 from tfdist.tuning.results import show
-from tfdist.tuning.trial_job import TrialProgram
-
-if TYPE_CHECKING:  # they load KerasTuner, and with it TensorFlow
-    from tfdist.tuning.oracle import Search, SearchSpace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,135 +44,6 @@ def _run(options: SweepOptions | Path) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     exit_code, _ = sweep.run(ConfigSweep(options, config, environ))
     return exit_code
-
-
-# A sweep over a config file: that says what is searched, and a trial is a `tfdist.train`.
-
-
-def program_of(options: SweepOptions) -> TrialProgram:
-    """Return the program that each trial runs."""
-    return TrialProgram(
-        command=("-m", "tfdist.train", f"--config={options.config}", *options.config_flags),
-        name=options.config,
-        file=options.config,
-        args=options.config_flags,
-        imports=("tfdist.app.run",),
-    )
-
-
-class ConfigSweep(sweep.Sweep):
-    """A sweep over the fields of a config file.
-
-    Args:
-      config: what the file and ``--config.FIELD`` say, before the search space.
-      environ: of the trials.
-
-    Raises UsageError for options that do not go together with the configuration.
-    """
-
-    options: SweepOptions
-
-    def __init__(self, options: SweepOptions, config: Any, environ: Mapping[str, str]) -> None:
-        _check(options, config)
-        super().__init__(options, program_of(options), environ)
-        self._config = config
-        self.max_epochs = config.checkpoints
-        self.trackers = {config.tracker} - {"none"}
-
-    @functools.cached_property
-    def space(self) -> SearchSpace:
-        """The search space; the first time takes seconds, as KerasTuner loads TensorFlow."""
-        with _silent_standard_error():  # TensorFlow writes four lines there, at any log level
-            from tfdist.tuning.oracle import SearchSpace
-
-        return SearchSpace(self.options.config, self._config)
-
-    def describe(self) -> dict[str, Any]:
-        values = {k: v for k, v in flat(self._config).items() if k not in FREE}
-        names = ("tuner", "objective", "direction", "factor", "strategy", "workers", "ps", "seed")
-        return {
-            **{name: getattr(self.options, name) for name in (*names, "max_trials", "early_stop")},
-            "config": json.loads(json.dumps(values)),
-            "space": self.space.description,
-        }
-
-    def search(self, begun: Mapping[str, Any]) -> Search:
-        from tfdist.tuning.oracle import Search, make_oracle
-
-        oracle = make_oracle(
-            self.options.tuner,
-            hyperparameters=self.space.hyperparameters,
-            objective=self.options.objective,
-            direction=self.options.direction,
-            seed=begun["seed"],
-            max_epochs=self._config.checkpoints,
-            factor=self.options.factor,
-        )
-        sweep_dir, max_trials = self.options.sweep_dir, begun["max_trials"]
-        return Search(oracle, sweep_dir=sweep_dir, max_trials=max_trials)
-
-    def flags_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> tuple[str, ...]:
-        flags = self.space.flags(trial.values)
-        if self._config.seed is None and not any(f.startswith("--config.seed=") for f in flags):
-            flags += (f"--config.seed={seed}",)
-        return (*flags, "--config.save_model=true") if is_best else flags
-
-
-@contextlib.contextmanager
-def _silent_standard_error() -> Iterator[None]:
-    """Drop what is written to standard error, by C++ too; an exception is printed later."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
-def _check(options: SweepOptions, config: Any) -> None:
-    require(
-        not config.run_dir,
-        "config.run_dir",
-        received=repr(config.run_dir),
-        expected="''; every trial has a directory of its own in --sweep_dir",
-        fix="leave it out, and give --sweep_dir",
-        code="run-dir-in-a-sweep",
-    )
-    require(
-        not config.publish,
-        "config.publish",
-        received=repr(config.publish),
-        expected="''; each trial, whatever its score, would be the next version",
-        fix="leave it out; python -m tfdist.export publishes the best trial's run in the end",
-        code="publish-in-a-sweep",
-    )
-    require(
-        config.strategy in ("auto", options.strategy),
-        "--strategy",
-        received=f"{options.strategy} with config.strategy={config.strategy!r}",
-        expected="the same, or 'auto' in the config file",
-        fix=f"use --strategy {config.strategy}, or leave config.strategy out",
-        code="exclusive",
-    )
-    require(
-        config.validation_split or not options.objective.startswith("val_"),
-        "--objective",
-        received=f"{options.objective} without a validation_split",
-        expected="what a trial reports: accuracy, loss",
-        fix="name a validation_split, or use --objective loss",
-        code="no-validation",
-    )
-    require(
-        options.tuner != "hyperband" or config.checkpoints >= options.factor,
-        "config.checkpoints",
-        received=f"{config.checkpoints} with --tuner hyperband --factor {options.factor}",
-        expected=f"{options.factor} or more: trials are judged after some of them",
-        fix=f"use --config.checkpoints={options.factor**2}",
-        code="too-few-checkpoints",
-    )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from tests.unit.sweep_world import FAILED, Mishaps, World, trials_in
 from tfdist.configs import base
 from tfdist.errors import TfdistError
 from tfdist.outputs.sweep_journal import Journal, fold, read
-from tfdist.tune import ConfigSweep
 from tfdist.tuning import sweep
+from tfdist.tuning.config_sweep import ConfigSweep
 from tfdist.tuning.options import RunOptions, SweepOptions
 from tfdist.tuning.oracle import Search, SearchSpace, make_oracle
 from tfdist.tuning.results import export_hparams
