@@ -142,9 +142,10 @@ def test_every_dependency_has_its_reason():
     assert [name for name in names if name not in text] == []
 
 
-def test_every_test_that_the_readme_names_is_there():
+@pytest.mark.parametrize("page", ["README.md", "docs/evidence.md"])
+def test_every_test_that_holds_a_promise_is_there(page):
     tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    named = re.findall(r"\btest_\w+\.py", (ROOT / "README.md").read_text())
+    named = re.findall(r"\btest_\w+\.py", (ROOT / page).read_text())
     assert named
     assert set(named) <= tests
 
