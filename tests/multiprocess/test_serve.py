@@ -611,6 +611,26 @@ def test_a_replica_is_followed_to_its_end_also_where_no_spare_can_be_started(tmp
     assert "replica 1 was killed by SIGKILL; it is replaced" in caplog.text
 
 
+def test_a_front_that_cannot_be_started_again_is_tried_later(tmp_path, caplog):
+    supervisor, started = supervisor_of(tmp_path), list[Any]()
+
+    def spawn(role: str, *words: str, stdin: Any, **options: Any) -> Any:
+        started.append(role)
+        if len(started) == 2:
+            raise TfdistError("no room for a process")
+        if len(started) == 3:
+            supervisor._stop.set()
+        return subprocess.Popen(["true"], stdin=stdin)
+
+    supervisor._spawn = spawn
+    try:
+        asyncio.run(supervisor._keep_front())
+    finally:
+        supervisor._end()
+    assert started == ["front"] * 3
+    assert "front: no room for a process; another one is started" in caplog.text
+
+
 def test_a_version_that_has_gone_before_its_replica_starts_can_come_back(tmp_path):
     """As one that is mended by another copy of it, while its replica waits for the next try."""
     supervisor = supervisor_of(tmp_path)

@@ -152,9 +152,14 @@ class ServiceSupervisor:
     async def _keep_front(self) -> None:
         """Start a front whenever there is none."""
         while not self._stop.is_set():
-            code = await self._run_front()
+            try:
+                how = _how(await self._run_front())
+            except TfdistError as error:  # no room for a process, which may be over soon
+                if self._front is None:
+                    raise
+                how = str(error)
             if not self._stop.is_set():
-                _LOG.warning("front: %s; another one is started", _how(code))
+                _LOG.warning("front: %s; another one is started", how)
                 await asyncio.sleep(_PAUSE_S)
 
     async def _run_front(self) -> int:
@@ -163,9 +168,12 @@ class ServiceSupervisor:
         options = {name: getattr(self._options, name) for name in names}
         text = json.dumps(options, default=dataclasses.asdict)
         rest, (ours, theirs) = self._rest.fileno(), socket.socketpair()
-        with theirs:
-            words = (f"{rest}", self.grpc_address, text)
-            self._front = self._spawn("front", *words, stdin=theirs, pass_fds=(rest,))
+        with contextlib.ExitStack() as not_started:
+            not_started.enter_context(ours)
+            with theirs:
+                words = (f"{rest}", self.grpc_address, text)
+                self._front = self._spawn("front", *words, stdin=theirs, pass_fds=(rest,))
+            not_started.pop_all()
         reader, self._control = await asyncio.open_connection(sock=ours, limit=1 << 24)
         self._sent = b""
         self._send_state()
