@@ -159,7 +159,10 @@ def require_number(
 ) -> float:
     """Return `value` as a finite float that is more than `above` and at least `least`."""
     if not isinstance(value, bool) and isinstance(value, numbers.Real):
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # of a whole number that no float holds
+            number = math.inf
         within = (above is None or number > above) and (least is None or number >= least)
         if math.isfinite(number) and within:
             return number

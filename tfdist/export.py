@@ -126,7 +126,7 @@ def _published(options: Any) -> set[str]:
     """
     there = set()
     for file in options.directory.glob("*/*/manifest.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
             manifest = json.loads(file.read_text())
             if manifest.get("run") == str(options.source.absolute()):
                 there.add(f"{manifest['step']}:{manifest['saved_at']}")

@@ -319,6 +319,8 @@ def test_a_checkpoint_is_published_once_until_the_run_is_begun_anew(
         return next(before, None) or newest_in(*words, **options)
 
     monkeypatch.setattr(exports, "newest_in", look)
+    (tmp_path / "served/other/1").mkdir(parents=True)
+    (tmp_path / "served/other/1/manifest.json").write_text("[]")  # somebody else's
     words = [str(tmp_path / "backup"), str(tmp_path / "served"), f"--model={__file__}:line"]
     for is_new, versions in ((True, 1), (False, 1), (True, 2)):
         if is_new:

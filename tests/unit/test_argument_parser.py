@@ -126,7 +126,7 @@ def test_what_is_no_whole_number_of_at_least_1_is_refused(value):
     assert found == ("epochs", "not-an-int")
 
 
-@pytest.mark.parametrize("value", [0, -1.0, "3", None, True, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0, -1.0, "3", None, True, float("nan"), float("inf"), 10**400])
 def test_what_is_no_number_above_0_is_refused(value):
     found = refused(lambda: errors.require_number("--grace_s", value, above=0))
     assert found == ("--grace_s", "not-a-number")
