@@ -6,8 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -186,6 +188,13 @@ def test_patience_ends_a_run_that_does_not_get_better_in_a_directory_of_its_own(
     summary = RunDirectory(run_dir).read_summary() or {}
     assert summary["status"] == "done"
     assert summary["virtual_epochs"] < 10
+
+
+def test_runs_that_begin_in_one_second_have_directories_of_their_own():
+    from tfdist.app.run import _run_dir
+
+    config, now = Mock(run_dir="", dataset="mnist", model="cnn"), datetime.now(UTC)
+    assert _run_dir(config, None, now=now) != _run_dir(config, None, now=now)
 
 
 def test_a_loss_that_is_not_a_number_is_one_line(tmp_path):
