@@ -15,7 +15,7 @@ from tests import forked_python
 from tests.processes import python
 from tests.refusals import refusal
 from tfdist.data import ArraySource, PythonSource, TFRecordSource, tfds
-from tfdist.data.tfrecord import exclusive
+from tfdist.data.cache import exclusive
 from tfdist.errors import StartupTimeout
 
 pytestmark = pytest.mark.slow

@@ -8,6 +8,7 @@ python_indexed  examples or batches by index, read by Python code
 stream          a `tf.data.Dataset` of batches, read from a copy of its graph
 draws           the example at each position and its random numbers, as functions of integers
 augment         transforms of a batch of images
+cache           files made once for all processes of a machine
 digits          scikit-learn's digits as a TFDS dataset
 """
 

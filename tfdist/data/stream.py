@@ -459,7 +459,7 @@ def _with_its_length(dataset: tf.data.Dataset, graph: _StreamGraph) -> tf.data.D
 
 
 def _bodies(graph: Any) -> list[_Body]:
-    """The graph itself and its functions, in the order of their first use: alike in all tasks."""
+    """The graph itself and its functions in the order of their first use, the same in all tasks."""
     functions = {function.signature.name: function for function in graph.library.function}
     bodies = [_Body(graph.node)]
     seen: set[str] = set()

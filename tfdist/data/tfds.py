@@ -12,9 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.arrays import ArraySource
+from tfdist.data.cache import default_cache_dir, exclusive
 from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import Nest, Source, Transform
-from tfdist.data.tfrecord import TFRecordSource, default_cache_dir, exclusive
+from tfdist.data.tfrecord import TFRecordSource
 from tfdist.errors import UsageError, near, require
 
 _log = logging.getLogger(__name__)
