@@ -58,6 +58,19 @@ def greeted(**tokens):
     return host, client
 
 
+@settings(max_examples=100)
+@given(CHUNKS)
+def test_of_random_bytes_before_the_greeting_no_more_than_one_is_kept(chunks):
+    host = Link(TOKEN, accepts=True)
+    for chunk in chunks:
+        try:
+            assert host.receive(chunk) == []
+        except Violation:
+            break
+        assert len(host._incoming) <= 64
+    assert not host.is_open
+
+
 @pytest.mark.parametrize("token", [TOKEN, b""])
 def test_messages_go_both_ways_once_both_have_shown_the_token_without_sending_it(token):
     host, client = pair(host=token, client=token)

@@ -366,3 +366,23 @@ def test_a_line_breaks_where_nothing_is_known_and_an_empty_one_is_no_chart():
 def test_every_phase_has_a_part_and_a_colour():
     assert {*PHASES, SUM} <= {phase for _, phases in PARTS.values() for phase in phases}
     assert all(f"--{part}: #" in STYLE for part in PARTS)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of a colour, as WCAG 2.2 defines it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_have_the_contrast_of_wcag_aa(scheme):
+    block = re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL)[scheme]
+    colours = dict(re.findall(r"--([\w]+): (#\w{6})", block))
+    behind = {name: colours.pop(name) for name in ("bg", "card")}
+    del colours["rule"]  # lines that say nothing
+    text = {"ink", "soft", "good", "bad", "warn", "live"}
+    for name, colour in colours.items():
+        for other in behind.values():
+            low, high = sorted((luminance(colour), luminance(other)))
+            assert (high + 0.05) / (low + 0.05) >= (4.5 if name in text else 3), name
