@@ -1,5 +1,6 @@
 """What a step of a ps job sends and makes, without the job."""
 
+import concurrent.futures
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,12 +14,14 @@ from tfdist.data import ArraySource
 from tfdist.outputs.display import ps_cost_lines
 from tfdist.ps import messages
 from tfdist.ps.engine import UpdateClock
+from tfdist.ps.keras_compat import taken
 from tfdist.ps.messages import Places, outermost, read_together, sent_together
 from tfdist.ps.profile import PsProfile, TrafficLink, traffic
 from tfdist.strategy import job_of
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.feed import GraphFeed, Order
 from tfdist.training.keras_compat import variables
+from tfdist.training.keras_compat.trace import StepTrace
 
 PS = "/job:ps/replica:0/task:{}/device:CPU:0".format
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
@@ -381,6 +384,20 @@ def test_a_clock_is_read_before_what_the_step_does_on_its_server_and_counts_afte
             if op.type == "ResourceCountUpTo" and before.type == "AssignSubVariableOp":
                 counted.append((server(op.inputs[0]), server(before.inputs[0])))
     assert looked == counted == [("CPU:0", "CPU:0"), ("CPU:1", "CPU:1")]
+
+
+def test_of_updates_at_once_each_takes_gradients_of_its_own():
+    gradients = keras.Variable(np.zeros(1_000_000, "float32"), trainable=False)
+
+    @tf.function
+    def update():
+        trace = StepTrace(num_replicas=1, share=1.0, examples=1, random_key=tf.zeros(2, tf.int32))
+        trace.taken[id(gradients)] = []
+        gradients.value.assign_add(tf.ones(gradients.shape))
+        return tf.reduce_min(taken(gradients, trace))  # below 0 where two took the same before
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert min(pool.map(lambda _: update().numpy(), range(400))) >= 0
 
 
 def body_of(job):

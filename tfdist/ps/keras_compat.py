@@ -129,20 +129,41 @@ def _growing_past_the_step(
 #
 # Keras reads a sum of gradients, adds to it and writes it; an update reads the sums by way of the
 # worker, and sets them to 0 when it is done. What others add meanwhile is lost, and two updates at
-# once take the same. Here a gradient is added in one operation, and an update subtracts on the
-# server what it has taken there. Two that take the same all the same leave a debt, which the next
-# one pays. What is not finite has no difference: it begins anew, as under Keras.
+# once take the same. Here a gradient is added in one operation, and an update takes from a sum what
+# it reads there, on the server and under a lock. What is not finite has no difference: it begins
+# anew, as under Keras.
 # Ended by: no release, Keras 3.15.1 included.
 
 
 def taken(variable: Any, trace: StepTrace) -> tf.Tensor:
-    """What an update takes of a sum of gradients that is in `trace.taken`, read on its server."""
+    """Take a sum of gradients that is in `trace.taken` off its server, once in a step."""
     parts = trace.taken[id(variable)]
     if not parts:
         for part in parts_of(variable._value):
             with tf.device(part.device):
-                parts.append(part.read_value())
+                parts.append(_take(part))
     return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+
+def _take(part: Any) -> tf.Tensor:
+    mutex = tf.raw_ops.MutexV2(shared_name=f"taken/{part._unique_id}")
+    lock = tf.raw_ops.MutexLock(mutex=mutex)
+    with tf.control_dependencies([lock]):
+        mine = part.read_value()
+        is_finite = tf.math.is_finite(mine)
+
+        def subtract() -> tf.Tensor:
+            part.assign_sub(mine)
+            return is_finite
+
+        def begin_anew() -> tf.Tensor:
+            part.assign(tf.where(is_finite, part.read_value() - mine, tf.zeros_like(mine)))
+            return is_finite
+
+        done = tf.cond(tf.reduce_all(is_finite), subtract, begin_anew)
+    with tf.control_dependencies([done]):
+        tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)  # which holds it until then
+    return mine
 
 
 @replaces(BaseOptimizer, "_backend_apply_gradients", issue=f"{_BASE}#L535")
@@ -172,26 +193,8 @@ def _adding(original: Original, trace: StepTrace, self: Any, grads: Any, sums: A
 
 
 @replaces(BaseOptimizer, "_backend_reset_gradient_accumulators", issue=f"{_BASE}#L623")
-def _subtracting(original: Original, trace: StepTrace, self: Any) -> Any:
-    if not trace.taken:
-        return original(self)
-    for one in self._accumulated_gradients:
-        for part, mine in zip(_parts(one), trace.taken.get(id(one), ()), strict=False):
-            with tf.device(part.device):
-                _subtract(part, mine)
-    return None
-
-
-def _subtract(part: Any, mine: tf.Tensor) -> None:
-    is_finite = tf.math.is_finite(mine)
-
-    def begin_anew() -> None:
-        part.assign(tf.where(is_finite, part.read_value() - mine, tf.zeros_like(mine)))
-
-    def subtract() -> None:
-        part.assign_sub(mine)
-
-    tf.cond(tf.reduce_all(is_finite), subtract, begin_anew)
+def _has_taken(original: Original, trace: StepTrace, self: Any) -> Any:
+    return None if trace.taken else original(self)
 
 
 def _are_on_servers(parts: Iterable[Any]) -> bool:
