@@ -39,7 +39,12 @@ def _feed(dataset: Any, *, tasks: int) -> Any:
         StreamSource(dataset),
         EpochPlan.uniform(epochs=1, examples=batch * 10**9, global_batch_size=batch),
         job=types.SimpleNamespace(
-            num_replicas=1, replica_ids=(0,), num_tasks=tasks, task_index=0, num_workers=1
+            kind="multiworker" if tasks > 1 else "single",
+            num_replicas=1,
+            replica_ids=(0,),
+            num_tasks=tasks,
+            task_index=0,
+            num_workers=1,
         ),
         seed=7,
         order=Order(examples=None, shuffle=True),
