@@ -9,7 +9,7 @@ checkpoint, or has ended already and is not run again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +71,7 @@ class Chief:
         self._no_more = False
         self._ask_again = True
         self._stop_signal = 0
+        self._unpublished: list[str] = []
 
     def run(self) -> int:
         """Run trials until there are no more, or a signal asks for a stop; return the exit code.
@@ -81,6 +82,7 @@ class Chief:
         try:
             while not self._is_to_stop() and not self._too_many_failed():
                 self._fill()
+                self._publish()
                 self._observer.tick(self.state)
                 if self._is_done():
                     how = "failed" if self.state.has_failed else "ended"
@@ -89,6 +91,7 @@ class Chief:
                 self._wait_for_ends()
         finally:
             self._stop_all()
+            self._publish()
         if self._stop_signal:
             return Stopped(self._stop_signal).exit_code
         reason = f"{self.state.num_failed} failed trials (--max_failed_trials)"
@@ -114,19 +117,24 @@ class Chief:
                 self._running[trial.id] = job, self._runner.take_over(job)
 
     def _fill(self) -> None:
-        """Start trials in all places that are free; that they are is on disk before."""
+        """Start trials in all places that are free, once it is on disk that they are."""
+        jobs: dict[str, TrialJob] = {}
         for slot in self._runner.free_slots({job.slot for job, _ in self._running.values()}):
-            job = self._prepare(slot)
+            job = self._prepare(slot, besides=jobs)
             if job is None:
-                return
-            self._running[job.trial] = job, self._runner.start(job)
-            self._changed(job.trial)
-            self._search.publish([job.trial])
+                break
+            jobs[job.trial] = job
+        if jobs:
+            self._journal.sync()
+        for name, job in jobs.items():
+            self._running[name] = job, self._runner.start(job)
+            self._changed(name)
+        self._unpublished += jobs
 
-    def _prepare(self, slot: Slot) -> TrialJob | None:
+    def _prepare(self, slot: Slot, *, besides: Collection[str]) -> TrialJob | None:
         """Journal the start of the next trial and return it; one that is over only ends here."""
         while not self._too_many_failed():
-            trial = self._waiting() or self._next_trial()
+            trial = self._waiting(besides) or self._next_trial()
             if trial is None:
                 return None
             try:
@@ -138,14 +146,15 @@ class Chief:
                 self._end(trial, outcome)
                 continue
             where = {} if slot.runner == HERE else {"runner": slot.runner, "place": slot.number}
-            self.state.apply(self._journal.add("started", trial=trial.id, **where))
+            line = self._journal.add("started", durable=False, trial=trial.id, **where)
+            self.state.apply(line)
             return job
         return None
 
-    def _waiting(self) -> Trial | None:
+    def _waiting(self, besides: Collection[str] = ()) -> Trial | None:
         """Return a trial that was asked for and does not run, as an earlier chief leaves it."""
         left = (trial for trial in self.state.trials.values() if not trial.is_over)
-        return next((trial for trial in left if trial.id not in self._running), None)
+        return next((t for t in left if t.id not in self._running and t.id not in besides), None)
 
     def _next_trial(self) -> Trial | None:
         """Ask for another trial; after IDLE not before one has ended."""
@@ -155,6 +164,7 @@ class Chief:
         run, until = self._run_and_budget(answer.trial, answer.values or {})
         line = self._journal.add(
             "asked",
+            durable=False,
             status=answer.status,
             trial=answer.trial,
             values=answer.values,
@@ -255,7 +265,7 @@ class Chief:
         self._search.tell(
             trial.id, status=line["status"], history=line["history"], reason=line["reason"]
         )
-        self._search.publish([trial.id])
+        self._unpublished.append(trial.id)
         self._ask_again = True
         self._changed(trial.id)
 
@@ -263,6 +273,12 @@ class Chief:
         trial = self.state.trials[name]
         self._observer.changed(self.state, trial)
         return trial
+
+    def _publish(self) -> None:
+        """Write KerasTuner's files of what has started and ended: of many trials at once, once."""
+        if self._unpublished:
+            self._search.publish(self._unpublished)
+            self._unpublished = []
 
     def _too_many_failed(self) -> bool:
         most = self._sweep.options.max_failed_trials
