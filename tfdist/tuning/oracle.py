@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import keras_tuner
+import numpy as np
 
 from tfdist.configs import check, flat
 from tfdist.configs.command_line import broken_file
@@ -242,7 +243,8 @@ class Search:
         self._oracle = oracle
         self._project = sweep_dir / PROJECT
         self._recorded: Mapping[str, Any] | None = None
-        self._is_last = False
+        self._unfitted: tuple[Any, Any] | None = None
+        """To what the model was fitted for the last answer, where a replay has left that out."""
         self._populate = oracle.populate_space
         if isinstance(oracle, keras_tuner.oracles.GridSearchOracle):
             self._populate = functools.partial(self._next_of_grid, oracle.populate_space)
@@ -282,11 +284,9 @@ class Search:
 
     def replay(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Ask and tell all that a journal says, so that the next answer is what it would be."""
-        lines = list(lines)
-        asked = [line for line in lines if line["event"] == "asked" and line["trial"] is not None]
         for line in lines:
             if line["event"] == "asked":
-                self._recorded, self._is_last = line, line is asked[-1] if asked else False
+                self._recorded = line
                 self.ask()
                 self._recorded = None
             elif line["event"] == "ended":
@@ -315,8 +315,11 @@ class Search:
 
     def _populate_space(self, trial_id: str) -> dict[str, Any]:
         """The oracle's own answer; in a replay, the recorded one where they differ."""
-        if self._recorded is not None and not self._is_last and _fits_a_model(self._oracle):
-            _draw_as_if_asked(self._oracle)
+        if self._unfitted is not None and self._oracle.ongoing_trials:
+            self._oracle.gpr.fit(*self._unfitted)  # by which it guesses at their results
+        self._unfitted = None
+        if self._recorded is not None and _fits_a_model(self._oracle):
+            self._unfitted = _take_as_if_asked(self._oracle)
             return {"status": RUNNING, "values": dict(self._recorded["values"])}
         answer = dict(self._populate(trial_id))
         if answer.get("values"):
@@ -372,7 +375,7 @@ def make_oracle(
 
 
 def _fits_a_model(oracle: Any) -> bool:
-    """Return whether the oracle would now take seconds to answer, and always with a trial."""
+    """Return whether the oracle would now answer by its model: after seconds, with a trial."""
     if not isinstance(oracle, keras_tuner.oracles.BayesianOptimizationOracle):
         return False
     completed = sum(trial.status == "COMPLETED" for trial in oracle.trials.values())
@@ -380,13 +383,15 @@ def _fits_a_model(oracle: Any) -> bool:
     return bool(completed >= least)
 
 
-def _draw_as_if_asked(oracle: Any) -> None:
-    """Takes the random numbers that an answer takes, and computes nothing.
+def _take_as_if_asked(oracle: Any) -> tuple[Any, Any]:
+    """Take the random numbers that an answer takes; return what it fits the model to.
 
-    The model itself is fitted anew for each answer, so that all but the last leave nothing else
-    behind. 50 is KerasTuner 1.4's `num_restarts`.
+    The search for the model's optimum is most of an answer's time, and leaves nothing behind. 50 is
+    KerasTuner 1.4's `num_restarts`.
     """
     oracle._random_state.uniform(size=(50, len(oracle._get_hp_bounds())))
+    x, y = (np.nan_to_num(one, posinf=0, neginf=0) for one in oracle._vectorize_trials())
+    return x, y
 
 
 def _register(tracker: Any, metric: str) -> None:
