@@ -319,6 +319,8 @@ class World:
     """Of an epoch."""
     slots: int = 1
     """Of the chief's own machine."""
+    slots_later: int | None = None
+    """Of every chief after the first, where they differ."""
     options: dict[str, Any] = field(default_factory=dict)
     search_of: Callable[[Sequence[Mapping[str, Any]]], Any] | None = None
     result: Callable[[TrialJob], Outcome | None] | None = None
@@ -350,6 +352,7 @@ class World:
         self.started: list[str] = []
         self.processes: list[Process] = []
         self.most_at_once = 0
+        """Under the last chief."""
         self.hosts: dict[int, Host] = {}
         self.chief: Chief | None = None
         self.is_dead = False
@@ -445,7 +448,9 @@ class World:
 
     def begin(self, *, at: int | None = None, how: str = "before") -> Chief:
         """Returns a new chief over what the one before has left; it dies at its write `at`."""
-        self.chiefs += 1
+        self.chiefs, self.most_at_once = self.chiefs + 1, 0
+        if self.chiefs > 1 and self.slots_later is not None:
+            self.slots = self.slots_later
         journal = CrashingJournal(self, at=at, how=how)
         self.serving = ServingRunner(
             Slots(self, self.slots), self, ownership=OWNERSHIP, clock=lambda: self.now_s

@@ -55,16 +55,18 @@ def test_all_trials_run_once_as_many_at_once_as_there_are_slots_and_the_search_g
 
 
 @pytest.mark.parametrize("how", ["before", "within", "after"])
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_crash_at_any_write_changes_nothing(tmp_path, how, slots):
+@pytest.mark.parametrize(("slots", "later"), [(1, 1), (2, 2), (3, 1), (1, 3)])
+def test_a_crash_at_any_write_changes_nothing(tmp_path, how, slots, later):
+    """Nor does another number of slots, where more trials wait for one than there are."""
     whole = World(tmp_path / "whole", slots=slots)
     whole.run()
     writes = len(read(whole.path / "journal.jsonl")) - 1
     assert writes > 10
     for at in range(writes):
-        world = World(tmp_path / str(at), slots=slots)
+        world = World(tmp_path / str(at), slots=slots, slots_later=later)
         world.run(at=at, how=how)
         assert world.chiefs == 2
+        assert world.most_at_once <= later
         assert trials_in(world.path) == trials_in(whole.path)
         assert world.done == whole.done, "a finished trial was run again, or a step was"
 
