@@ -195,6 +195,14 @@ def hyperband() -> Any:
     return make_tuner(Path("."), kind=keras_tuner.Hyperband)
 
 
+def with_a_fit_of_its_own() -> Any:
+    class Takes(OwnFit):
+        def fit(self, hp: Any, model: Any, *data: Any, rounds: int = 1) -> Any:
+            return model.fit(*data, epochs=rounds)
+
+    return make_tuner(Path("."), Takes())
+
+
 SEARCH = "tfdist.tuning.search"
 WORKERS = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
 
@@ -210,6 +218,8 @@ WORKERS = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "in
             *({"early_stop": "median"}, "--early_stop", "exclusive"),
         ),
         (hyperband, {"strategy": tfdist}, "--strategy", "unknown-value"),
+        (hyperband, {"paralell_trials": 2}, SEARCH, "unknown-argument"),
+        (with_a_fit_of_its_own, {"epochs": 2}, SEARCH, "unknown-argument"),
         (hyperband, {"reconnect_s": "60"}, "--reconnect_s", "not-a-number"),
         (used_up, {}, SEARCH, "tuner-has-searched"),
         (lambda: build, {}, SEARCH, "no-tuner"),
@@ -224,6 +234,16 @@ def test_what_cannot_be_searched_is_refused(tuner_of, options, where, code, tmp_
         monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
     tuner = tuner_of()
     assert refused(lambda: tfdist.tuning.search(tuner, X, Y, **options)) == (where, code)
+
+
+def test_arguments_of_fit_and_of_a_fit_of_ones_own_are_known(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    known = {"epochs": 2, "validation_data": (X, Y), "ledger": None}
+    from_python.require_known(hyperband(), known)
+    from_python.require_known(with_a_fit_of_its_own(), {"rounds": 2})
+    from_python.require_known(make_tuner(tmp_path, OwnFit()), {"anything": 2})
+    error = refusal(lambda: from_python.require_known(hyperband(), {**known, "epocs": 2}))
+    assert "argument 'epocs' (did you mean 'epochs'?)" in str(error)
 
 
 def test_keras_tuners_own_search_in_every_task_of_a_job_is_refused(monkeypatch):

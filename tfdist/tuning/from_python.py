@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import math
 import os
 import sys
@@ -20,6 +21,7 @@ from tfdist.errors import (
     EXIT_STOPPED,
     TfdistError,
     UsageError,
+    near,
     require,
 )
 from tfdist.launch.options import Program, imports_tensorflow
@@ -32,6 +34,7 @@ from tfdist.tuning.oracle import (
     complete_space,
     default_dir,
     describe_space,
+    own_fit,
 )
 from tfdist.tuning.sweep import RETRAINED, Sweep
 from tfdist.tuning.trial_job import Assignment, TrialProgram, read_assignment
@@ -73,6 +76,28 @@ def require_fresh(tuner: Any) -> None:
         fix="give the tuner another project_name",
         code="tuner-has-searched",
     )
+
+
+def require_known(tuner: Any, fit_kwargs: Mapping[str, Any]) -> None:
+    """Raise UsageError for an argument that neither `search` nor the fit of the tuner has.
+
+    What a fit of the user's own that takes any does with them its first trial tells.
+    """
+    from tfdist.training.fitting import fit  # which a program that imports `search` may not need
+
+    known = inspect.signature(own_fit(tuner) or fit).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+        return
+    names = [*known, *inspect.signature(search).parameters]
+    for name in fit_kwargs:
+        require(
+            name in known,
+            "tfdist.tuning.search",
+            received=f"argument {name!r}{near(name, names)}",
+            expected="one of its own, or of the fit",
+            fix="correct the name",
+            code="unknown-argument",
+        )
 
 
 # Command line of the program that calls `search`, started again for each trial.
@@ -220,6 +245,7 @@ def search(
         fix="leave one of both out",
         code="exclusive",
     )
+    require_known(tuner, fit_kwargs)
     assignment = read_assignment(os.environ)
     if assignment is not None and assignment.belongs_to(options.sweep_dir):
         from tfdist.tuning.inside import run_assigned
@@ -261,7 +287,7 @@ class TunerSweep(Sweep):
         self.first_seed = int(tuner.oracle.seed)
         self._tuner = tuner
         self._fitting = fitting
-        from tfdist.training.trackers import in_use  # a sweep that is finished does without
+        from tfdist.training.trackers import in_use  # as `fit` in `require_known`
 
         self.trackers = in_use(fitting.get("callbacks"))
 

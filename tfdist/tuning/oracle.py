@@ -427,12 +427,18 @@ def default_dir(tuner: Any) -> Path:
     return Path(f"{tuner.directory}/{tuner.project_name}-sweep")
 
 
+def own_fit(tuner: Any) -> Callable[..., Any] | None:
+    """Return the `run_trial` or the `fit` of the user's own, None where both are KerasTuner's."""
+    fits = (tuner.run_trial, getattr(tuner.hypermodel, "fit", None))
+    own = (one for one in fits if one and not one.__module__.startswith("keras_tuner."))
+    return next(own, None)
+
+
 def of_epochs(tuner: Any) -> str | None:
     """Return the objective where nothing but the epochs of a fit can report it, else None."""
-    fits = (tuner.run_trial, getattr(tuner.hypermodel, "fit", None))
-    is_plain = all(getattr(one, "__module__", "").startswith("keras_tuner.") for one in fits)
     objective = tuner.oracle.objective
-    return str(objective.name) if is_plain and type(objective) is keras_tuner.Objective else None
+    is_one = own_fit(tuner) is None and type(objective) is keras_tuner.Objective
+    return str(objective.name) if is_one else None
 
 
 def unreported(objective: str, there: Iterable[str]) -> UsageError:
