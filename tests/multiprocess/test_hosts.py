@@ -14,6 +14,7 @@ import pytest
 from tests.multiprocess.jobs import DEADLINE_S, PAUSE, ROOT, STARTS, report
 from tests.multiprocess.test_live import SOURCE as PHASES
 from tests.multiprocess.test_live import metrics_with
+from tests.ports import in_a_row
 from tfdist.cluster import hold_ports
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 from tfdist.launch.events import SAME_REQUEST_S
@@ -117,9 +118,11 @@ def test_host_0_shows_the_tasks_of_all_hosts(host):
 
 
 def test_all_ports_are_of_the_range_that_was_given_and_taken_ones_are_skipped(both):
-    among = range(21_000, 21_060)
-    with hold_ports(1, among=among[5:])[0] as taken:
-        first = taken.port - 2
+    row = in_a_row(10)
+    with row[2] as taken:
+        for port in row[:2] + row[3:]:
+            port.release()
+        first = row[0].port
         # The launchers of both hosts are on this machine: they share the range.
         ports = ("--ports", f"{first}-{first + 9}", "--rendezvous_port", str(first))
         jobs = both(TELL, *ports, slots=2)

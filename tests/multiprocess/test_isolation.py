@@ -1,5 +1,6 @@
 """With --isolate nobody outside the job reaches its ports; where that cannot be, it says so."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -7,6 +8,7 @@ import subprocess
 import pytest
 
 from tests.multiprocess.jobs import DEADLINE_S, LAUNCH
+from tests.ports import in_a_row
 from tfdist.errors import EXIT_OK, EXIT_USAGE
 
 # As an ordinary user, who has to make a namespace of users first; root may do without, and needs
@@ -43,10 +45,14 @@ def reached(address):
 
 @pytest.mark.parametrize("rights", [(), NO_RIGHTS], ids=["as this user", "without rights"])
 def test_a_job_in_a_network_of_its_own_trains_and_is_not_reached(launch, tmp_path, rights):
-    job = launch(TRAINS, "--workers=2", "--isolate", command=(*rights, *LAUNCH))
-    found = job.read_until(r"listens at (\S+) as (\d+)", count=2)
-    assert job.read_until(r"sum (\S+)", count=2) == ["2.0", "2.0"]
-    assert [address for address, _ in found if reached(address)] == []
+    with contextlib.ExitStack() as stack:
+        # Held outside of it: nobody else there listens at a port that has the number of a task's.
+        first, last = (stack.enter_context(port).port for port in in_a_row(2))
+        ports = f"--ports={first}-{last}"
+        job = launch(TRAINS, "--workers=2", "--isolate", ports, command=(*rights, *LAUNCH))
+        found = job.read_until(r"listens at (\S+) as (\d+)", count=2)
+        assert job.read_until(r"sum (\S+)", count=2) == ["2.0", "2.0"]
+        assert [address for address, _ in found if reached(address)] == []
     assert {user for _, user in found} == {str(os.geteuid())}
     (tmp_path / "seen").touch()
     assert job.end() == EXIT_OK

@@ -4,12 +4,12 @@ import os
 import re
 import select
 import signal
-import socket
 import sys
 
 import pytest
 
 from tests.multiprocess.jobs import ROOT, children
+from tfdist.cluster import hold_ports
 
 pytestmark = pytest.mark.slow
 
@@ -46,10 +46,9 @@ def test_a_job_trains_from_a_process_that_has_used_tensorflow(start):
 
 
 def test_the_host_of_the_chief_gets_the_result(start):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
-    jobs = [start("host", rank, port) for rank in "10"]
-    assert [job.end() for job in jobs] == [0, 0]
+    with hold_ports(1)[0] as held:
+        jobs = [start("host", rank, str(held.port)) for rank in "10"]
+        assert [job.end() for job in jobs] == [0, 0]
     assert [re.findall("^found .*", job.text, re.MULTILINE) for job in jobs] == [
         ["found None"],
         ["found (7, 'worker-0')"],

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.ports import in_a_row
 from tests.processes import python
 from tests.refusals import refused
 from tfdist.cluster import HeldPort, hold_ports, is_port_free, ports
@@ -74,14 +75,10 @@ def test_a_range_has_both_its_ends():
 
 def test_ports_of_a_range_are_taken_in_order_and_those_of_others_skipped():
     with contextlib.ExitStack() as stack:
-        # Three in a row that are free, of which somebody has the second.
-        among = next(
-            range(port, port + 3)
-            for port in range(21_000, 29_000, 3)
-            if all(is_port_free(f"127.0.0.1:{port + k}") for k in range(3))
-        )
-        other = stack.enter_context(hold_ports(1, among=among[1:])[0])
-        assert other.port == among[1]
+        three = [stack.enter_context(port) for port in in_a_row(3)]
+        among = [port.port for port in three]
+        for port in (three[0], three[2]):  # somebody has the second
+            port.release()
         held = [stack.enter_context(port) for port in hold_ports(2, among=among)]
         assert [port.port for port in held] == [among[0], among[2]]
         assert refused(lambda: hold_ports(1, among=among)) == ("ports", "no-free-port")
