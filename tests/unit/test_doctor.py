@@ -369,6 +369,7 @@ def test_a_file_written_in_place_is_torn(tmp_path, monkeypatch):
     @contextlib.contextmanager
     def in_place(path, *, durable):
         path.write_bytes(b"")
+        time.sleep(0.01)  # in which the other reads, also where threads take long turns
         yield path
 
     monkeypatch.setattr(probes, "replacing", in_place)
