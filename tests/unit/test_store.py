@@ -19,12 +19,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.processes import python
 from tests.refusals import refusal
 from tfdist.checkpoint import Checkpoint, CheckpointStore
 from tfdist.checkpoint import format as format_module
 from tfdist.checkpoint.store import NothingWhole
 from tfdist.errors import TfdistError, UsageError
 
+ROOT = Path(__file__).parents[2]
 EARLIER = Path(__file__).parent / "data" / "run" / "checkpoints"
 
 
@@ -468,9 +470,18 @@ def newest_whole(directory: Path) -> int:
 
 
 def test_a_kill_at_each_write_of_a_save_leaves_the_old_or_the_new(tmp_path):
+    """In a process without TensorFlow, of which a hundred copies cost little."""
+    program = (
+        "import sys; from tests.unit import test_store as t; t.kill_at_each_write(sys.argv[1])"
+    )
+    done = python("-c", program, tmp_path, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def kill_at_each_write(path: str) -> None:
     seen = []
     for point in range(1, 200):
-        directory = tmp_path / str(point)
+        directory = Path(path) / str(point)
         before = CheckpointStore(directory, keep=2)
         for step in (1, 2):
             write(before, step)
