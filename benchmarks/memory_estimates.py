@@ -47,15 +47,19 @@ print(json.dumps([measured, {n: getattr(found, n) for n in names.split()}]))
 """
 
 
-def measure(what: str) -> tuple[int, dict[str, int]]:
-    """Return the measured bytes of one model, and its estimate."""
-    threads = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")  # more hold more at once
-    environ = {name: value for name, value in os.environ.items() if name not in threads}
+def measure(what: str, *, runs: int = 3, threads: int | None = None) -> tuple[int, dict[str, int]]:
+    """Return the measured bytes of one model, and its estimate; TensorFlow's own threads if None.
+
+    One thread takes the ops always in the same order.
+    """
+    names = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")  # more hold more at once
+    environ = {name: value for name, value in os.environ.items() if name not in names}
+    environ |= dict.fromkeys(names, str(threads)) if threads else {}
     environ |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     command = [sys.executable, "-c", CHILD, *what.split(":")]
     peaks = []
-    for _ in range(3):
+    for _ in range(runs):
         done = subprocess.run(command, env=environ, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{what}: {done.stderr[-2000:]}")
