@@ -179,7 +179,7 @@ def weights_seen():
     names = OF_MANY_WORKERS if many else tuple(OPTIMIZERS)
     both = [trained_together(names, sharded=sharded) for sharded in (False, True)]
     seen = {name: [state_of(*one[name]) for one in both] for name in names}
-    for name, epochs in BY_FIT.items():
+    for name, epochs in () if many else BY_FIT.items():
         models = [made(OPTIMIZERS[name], by_rows=name in BY_ROWS) for _ in range(2)]
         for model, sharded in zip(models, (False, True), strict=True):
             trained(model, sharded=sharded, epochs=epochs)
@@ -207,9 +207,7 @@ def checkpoints_seen():
         backup = tfdist.BackupAndRestore(OUT / f"saved-{sharded}", exact=True)
         trained(made(OPTIMIZERS["adam"]), sharded=sharded, epochs=1, callbacks=[backup])
         saved[sharded] = arrays_of(OUT / f"saved-{sharded}") if tfdist.is_chief() else None
-    goes_on = ((True, True), (True, False), (False, True))
-    if current_job().num_replicas > 2:
-        goes_on = ((True, True),)
+    goes_on = ((True, False), (False, True))  # each is read and written in both ways
     return {
         "same checkpoint": saved[False] == saved[True],
         "expected": trained(made(OPTIMIZERS["adam"]), sharded=False),
