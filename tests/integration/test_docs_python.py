@@ -20,6 +20,7 @@ SMALLER = {
     "total_examples=1_000_000": "total_examples=1_000",
     "max_trials=20": "max_trials=1",
     "range(2000)": "range(20)",
+    "range(5000)": "range(20)",
     "find_batch_size(model, x, y)": "find_batch_size(model, x, y, first=8, most=8, steps=1)",
     "loop.run(100)": "loop.run(2)",
     '"127.0.0.1:8500"': "grpc_address",
@@ -90,6 +91,10 @@ dataset = [{"image": image, "label": label} for image, label in zip(x, y)]
 """
 SEARCHED = """
 import keras_tuner
+from tests.forked_python import SharedTemplate
+from tfdist.tuning import sweep
+
+sweep.ForkTemplate = SharedTemplate
 
 def build_model(hp):
     hp.Int("units", 16, 64)

@@ -26,6 +26,7 @@ from tensorflow.python.framework.ops import gradient_registry
 from tensorflow.python.util import _pywrap_util_port
 
 import tfdist
+from tests import forked_python
 from tests.models import difference
 from tests.processes import python
 from tfdist.ps import keras_compat as ps_compat
@@ -717,7 +718,7 @@ for profile in pathlib.Path(sys.argv[1]).rglob("*.xplane.pb"):
 
 def kernels_of_pools(folder, how):
     """The kernels that compute their gradients in the steps of two fits, in a new process."""
-    ran = python("-c", POOLS, folder, how)
+    ran = forked_python.run("-c", POOLS, str(folder), how, timeout=120)
     assert "kernels:" in ran.stdout, ran.stderr
     return set(re.findall(r"b'(\w+)'", ran.stdout))
 
