@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.multiprocess.trainings import DEADLINE_S, TrainingJob, summary_of
-from tests.multiprocess.warm import executed, forked
 from tfdist.outputs.run_directory import RunDirectory
 
 TWO_WORKERS = ("--strategy", "multiworker", "--workers", "2")
@@ -25,13 +24,13 @@ def test_a_job_that_is_asked_to_stop_ends_like_one_left_alone(tmp_path):
     run_dir = tmp_path / "cut"
     ways = {
         "SIGTERM of one task": (
-            lambda job: os.kill(job.task("worker-1"), signal.SIGTERM), 143, forked
+            lambda job: os.kill(job.task("worker-1"), signal.SIGTERM), 143
         ),
-        "SIGINT": (lambda job: job.process.send_signal(signal.SIGINT), 130, executed),
+        "SIGINT": (lambda job: job.process.send_signal(signal.SIGINT), 130),
     }  # fmt: skip
     stopped_at = 0
-    for way, (ask, code, start) in ways.items():
-        job = TrainingJob(run_dir, *TWO_WORKERS, start=start)
+    for way, (ask, code) in ways.items():
+        job = TrainingJob(run_dir, *TWO_WORKERS)
         job.trained_beyond(stopped_at)
         ask(job)
         assert job.end() == code, job.logs()

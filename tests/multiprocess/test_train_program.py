@@ -5,7 +5,6 @@ import os
 import pytest
 
 from tests.multiprocess.trainings import ended, launch
-from tests.multiprocess.warm import as_it_comes, forked
 from tfdist.outputs.run_directory import RunDirectory
 
 DEADLINE_S = 240
@@ -21,8 +20,7 @@ def test_the_digits_are_learned_and_a_second_start_is_told(kind, tmp_path):
     run_dir = tmp_path / "run"
     job = (*JOBS[kind], "--")
     flags = ("--config.total_examples=14400", "--config.checkpoints=5", "--config.seed=1")
-    start = as_it_comes if kind == "multiworker" else forked
-    said = launch(run_dir, *job, *flags, timeout_s=DEADLINE_S, start=start)
+    said = launch(run_dir, *job, *flags, timeout_s=DEADLINE_S)
     summary = RunDirectory(run_dir).read_summary()
     assert summary is not None
     assert (summary["status"], summary["strategy"]) == ("done", kind)

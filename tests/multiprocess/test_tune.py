@@ -229,7 +229,6 @@ def runs_in_mlflow(store: Path) -> dict[str, tuple[str | None, list[int]]]:
 def test_two_mirrored_trials_at_once_and_the_best_one_trained_again(tmp_path):
     mirrored = ("--strategy", "mirrored", "--devices_per_worker", "2", "--parallel_trials", "2")
     sweep = Sweep(tmp_path / "sweep", *mirrored, "--retrain_best")
-    sweep.program = ("-m", "tfdist.tune")  # with imports of its own
     with sweep.started() as chief:
         assert chief.wait(SWEEP_DEADLINE_S) == 0
     state = sweep.state()
