@@ -175,13 +175,6 @@ def test_every_split_size_is_measured_beside_one_device(tmp_path, capfd):
     assert all(len(cell["seconds"]) == 1 for cell in cells)
 
 
-@pytest.mark.slow
-def test_a_subject_that_fails_is_said_by_the_bench(tmp_path, capfd):
-    program = f"{PROGRAMS / 'split_subject.py'}:made"
-    assert bench.main(["pipeline", program, "--batch_size=12", "--sizes=3", "--steps=1"]) == 1
-    assert "did you mean 'make'" in capfd.readouterr().err
-
-
 LIMIT_BYTES = 1040 * 2**20  # one process takes 1190 MiB, the chief of two 920
 
 
