@@ -20,6 +20,7 @@ def test_two_of_three_workers_die_and_the_third_trains_to_the_end(tmp_path):
     for worker in ("worker-0", "worker-2"):
         job.trained_beyond(max(job.saved_steps(), default=0))
         job.kill(worker)
+        job.until(lambda w=worker: f"{w} failed: " in "".join(job.said))
     assert job.end() == 0, job.logs()
     (attempt,) = report(tmp_path)["attempts"]
     assert [lost["task"] for lost in attempt["lost"]] == ["worker-0", "worker-2"], job.logs()
@@ -53,7 +54,8 @@ def test_a_ps_job_that_was_stopped_goes_on_and_then_by_itself_when_ps_and_chief_
 
     job = ps_job(tmp_path, "--max_restarts=2")
     for restart, victim in ((1, "ps-0"), (2, "chief-0")):
-        job.trained_beyond(saved)
+        # By this attempt: the one before may have saved since, and its tasks are gone.
+        job.trained_beyond(max(job.saved_steps()))
         saved = max(job.saved_steps())
         job.kill(victim)
         job.until(lambda n=restart: f"(restart {n} of 2 within" in "".join(job.said))
