@@ -1,6 +1,7 @@
 """What a step of a ps job sends and makes, without the job."""
 
 import concurrent.futures
+import inspect
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.data import ArraySource
 from tfdist.outputs.display import ps_cost_lines
-from tfdist.ps import messages
+from tfdist.ps import members, messages
 from tfdist.ps.engine import UpdateClock
 from tfdist.ps.keras_compat import taken
 from tfdist.ps.messages import Places, outermost, read_together, sent_together
@@ -205,9 +206,12 @@ def test_a_worker_makes_its_batches_itself_unless_they_are_transformed(transform
     assert any("Dataset" in kind for kind in kinds) == (transform is not None)
 
 
-FREED = """
+FREED = f"""
 import ctypes, os, resource, sys
-from tfdist.ps.members import keep_freed_memory
+from collections.abc import Mapping
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = {members._M_TRIM_THRESHOLD}, {members._M_MMAP_THRESHOLD}
+_LARGE_BYTES = {members._LARGE_BYTES}
+{inspect.getsource(members.keep_freed_memory)}
 assert keep_freed_memory(os.environ) == (sys.argv[1] == "kept")
 libc = ctypes.CDLL(None)
 assert libc.prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE: on any machine, pages are small
@@ -226,6 +230,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def test_a_server_keeps_the_memory_of_freed_tensors(monkeypatch):
+    """By the function itself, in a process that has allocated nothing else."""
+
     def faults(expected):
         command = [sys.executable, "-c", FREED, expected]
         return int(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)
