@@ -100,28 +100,28 @@ def job(tmp_path):
 def test_work_goes_on_while_one_worker_lives_and_ends_with_a_line_without_any(job, tmp_path):
     job = job(startup_timeout_s=30.0, min_workers=2)
     job.start(PS, ZERO, TWO, CHIEF)  # worker 1 is late
-    asked, applied, losses, (zero, one, two) = job.work(3)
+    asked, applied, losses, (zero, one, two) = job.work(1)
     assert (applied, losses, one) == (asked, 0, 0)
     assert min(zero, two) > 0
 
     job.start(ONE)
     until(lambda: job.work(1)[3][1] > 0, within_s=DEADLINE_S)  # the late worker gets work
 
-    killing = threading.Timer(1.0, job.kill, [ZERO, ONE])
+    killing = threading.Timer(0.5, job.kill, [ZERO, ONE])
     killing.start()
-    asked, applied, losses, (_, _, two) = job.work(4)
+    asked, applied, losses, (_, _, two) = job.work(2)
     killing.join()
     assert losses <= 2
     assert asked <= applied <= asked + 10 * losses
     assert two
-    asked, applied, _, pieces = job.work(2)  # worker 0 is gone for good
+    asked, applied, _, pieces = job.work(1)  # worker 0 is gone for good
     assert applied == asked
     assert pieces[:2] == [0, 0]
 
     job.start(ONE)
     until(lambda: job.work(1)[3][1] > 0, within_s=DEADLINE_S)  # and the one that returned
     job.kill(TWO)
-    asked, _, losses, pieces = job.work(2)
+    asked, _, losses, pieces = job.work(1)
     assert pieces[0] == pieces[2] == 0
     assert pieces[1] * 10 == asked
 
