@@ -1,6 +1,7 @@
 """TFDS: prepared once per job, read by index; and the digits, a real builder without download."""
 
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -167,7 +168,9 @@ def test_the_splits_hold_every_digit_of_scikit_learn_once_and_are_the_same_every
     assert ours == sorted(zip(pixels, original.target.tolist(), strict=True))
     counts, of_test = (np.bincount(each, minlength=10) for each in (labels, test_labels))
     assert np.all(np.abs(of_test / counts - 0.2) < 0.01)
+    state = random.getstate()
     again = everything(tfds.load("tfdist_digits", "test", data_dir=tmp_path))
+    assert random.getstate() == state, "the run that prepares has initial weights of its own"
     assert np.array_equal(again[0], test)
     assert np.array_equal(again[1], test_labels)
 

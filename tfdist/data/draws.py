@@ -13,8 +13,11 @@ generators", OOPSLA 2014): every bit of the input changes every bit of the outpu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import random
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,16 @@ _ROUNDS = 8
 # bits for up to 65,536 examples. So the keys are three separate fields of one 64-bit hash; the raw
 # seed and pass would repeat every 256 passes.
 _KEY_BITS = 21
+
+
+@contextlib.contextmanager
+def draws_nothing() -> Iterator[None]:
+    """Leave Python's random numbers as they were; Keras seeds each layer it makes from them."""
+    before = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(before)
 
 
 def mix(value: int) -> int:

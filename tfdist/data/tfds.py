@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist.data.arrays import ArraySource
 from tfdist.data.cache import default_cache_dir, exclusive
+from tfdist.data.draws import draws_nothing
 from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import Nest, Source, Transform
 from tfdist.data.tfrecord import TFRecordSource
@@ -54,6 +55,7 @@ def load(
     return source
 
 
+@draws_nothing()  # TFDS draws names of temporary folders: who finds the data prepared does not
 def prepare(
     name: str,
     *,

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.checkpoint.warm_start import load_weights
+from tfdist.data.draws import draws_nothing
 from tfdist.errors import require, require_int
 from tfdist.outputs.display import show_ps_costs
 from tfdist.strategy import Job, broadcast, current_job, job_of
@@ -149,7 +150,7 @@ def fit(
     )
     if initial_weights is not None and saved is None:
         building.build(model, job, feed, slots="none")  # slots may begin as copies of the weights
-        with _draws_nothing():  # a resumed run does not load them
+        with draws_nothing():  # a resumed run does not load them
             load_weights(model, initial_weights, job=job)
     building.build(model, job, feed, slots="parts" if sharded else "whole")
     building.require_known_variables(model)
@@ -230,16 +231,6 @@ def _seed(seed: int | None, saved: RunState | None) -> int:
         drawn = random.randrange(2**31)
         seed = drawn if saved is None else saved.seed
     return int(broadcast(seed))
-
-
-@contextlib.contextmanager
-def _draws_nothing() -> Iterator[None]:
-    """Leave Python's random numbers as they were; Keras seeds each layer it makes from them."""
-    before = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(before)
 
 
 # A step function of the user's own.
