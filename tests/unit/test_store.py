@@ -211,7 +211,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_used(store, caplog, file, 
     [(errno.EACCES, UsageError), (errno.ESTALE, TfdistError), (errno.EMFILE, TfdistError)],
 )
 def test_one_that_may_be_whole_and_cannot_be_read_is_no_damage(
-    store, monkeypatch, file, number, raised
+    store, monkeypatch, caplog, file, number, raised
 ):
     """A run that took it for damaged would start over, and remove it."""
     paths = [write(store, 1), write(store, 2)]
@@ -220,10 +220,12 @@ def test_one_that_may_be_whole_and_cannot_be_read_is_no_damage(
         store.read()
     assert isinstance(got.value, UsageError) is (raised is UsageError)
     assert not isinstance(got.value, NothingWhole)
-    monkeypatch.undo()
-    assert_is(store.read(), 2)
     write(store, 3)
-    assert store.steps() == [2, 3]
+    assert ("an old checkpoint was not removed" in caplog.text) is (file == "manifest.json")
+    monkeypatch.undo()
+    assert_is(store.read(2), 2)
+    write(store, 4)
+    assert store.steps() == [3, 4]
 
 
 def test_one_that_the_disk_does_not_give_back_is_damaged(store, monkeypatch):
@@ -404,7 +406,7 @@ def _failing_at(point: int, number: int, call: Callable[[], Any]) -> tuple[bool,
 
 def test_an_error_at_any_point_of_a_write_is_one_line_and_loses_nothing(tmp_path):
     """As of a disk that is full."""
-    numbers = itertools.cycle((errno.ENOSPC, errno.EROFS, errno.EIO))
+    numbers, whole = itertools.cycle((errno.ENOSPC, errno.EROFS, errno.EIO)), 0
     for point, number in zip(range(1, 200), numbers, strict=False):
         store = CheckpointStore(tmp_path / str(point), keep=2)
         for step in (1, 2):
@@ -416,6 +418,7 @@ def test_an_error_at_any_point_of_a_write_is_one_line_and_loses_nothing(tmp_path
             assert said.startswith(f"checkpoint of step 3 in {store.directory}: ")
             assert "the newest is of step" in said
             assert not list(store.directory.glob(".unfinished-*"))
+            whole += store.read().step == 3
         else:  # what is no longer kept could not be removed
             assert_is(store.read(), 3)
         assert store.read().step in (2, 3)
@@ -424,6 +427,7 @@ def test_an_error_at_any_point_of_a_write_is_one_line_and_loses_nothing(tmp_path
         assert_is(store.read(), 4)
         store.close()
     assert 30 < point < 199
+    assert whole == 3  # errors after the rename, and before and after its directory is synced
 
 
 def test_an_error_at_any_point_of_preparing_is_one_line_and_lets_others_write(tmp_path):

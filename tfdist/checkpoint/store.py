@@ -125,7 +125,8 @@ class CheckpointStore:
         one task calls.
 
         Raises TfdistError (disk full, no permission) with every earlier checkpoint in place, and
-        UsageError for a second writer or a dtype that cannot be stored.
+        UsageError for a second writer or a dtype that cannot be stored. An old one that cannot be
+        removed is a warning.
         """
         with self._writing:
             try:
@@ -140,9 +141,12 @@ class CheckpointStore:
                     shutil.rmtree(unfinished, ignore_errors=True)
                     raise
                 fsync(self.directory)
-                self._discard_old()
             except OSError as error:
                 raise self._failed(f"checkpoint of step {step} in ", error) from error
+            try:
+                self._discard_old()
+            except (OSError, TfdistError) as error:  # this one is whole, and the next save tries
+                logger.warning("%s: an old checkpoint was not removed: %s", self.directory, error)
         return self.directory / name
 
     def steps(self) -> list[int]:
