@@ -183,6 +183,9 @@ ps max_restarts=9: 5 w1 ends 1; 6 w1 ends 1
 # a worker whose process does not end
 ps max_restarts=1: 5 w1 raises ValueError; 40 c0 ends 0
 > 15 kill w1 w1; start 1 w1; 40 SIGTERM w0 w1 p0; 40.5 exit 0
+# a request while a worker that failed alone is killed
+ps max_restarts=1 kill_s=1.5: 5 w1 raises ValueError; 15.5 SIGTERM
+> 15 kill w1; 15.5 SIGTERM c0; 16 SIGTERM w0 w1 p0; 16.5 exit 143
 # what a worker raises while it is killed
 ps max_restarts=1 kill_s=1.5: 5 w1 raises ValueError; 15.5 w1 raises KeyError; 66 c0 ends 0
 > 15 kill w1; 16.5 kill w1; start 1 w1; 66 SIGTERM w0 w1 p0; 66.5 exit 0
