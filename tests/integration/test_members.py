@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, Task, TaskConfig, hold_ports
 from tfdist.ps import members as members_module
-from tfdist.ps.members import Members, send_versions
+from tfdist.ps.members import Members, VersionHandshake, send_versions
 
 DEADLINE_S = 20.0
 
@@ -92,3 +92,19 @@ def test_who_speaks_to_a_server_of_tensorflow_tells_it_once_and_leaves_it_as_it_
     assert send_versions(config).wait(DEADLINE_S)
     with tf.Graph().as_default(), tf.compat.v1.Session(server.target) as session:
         assert session.run(tf.constant(7)) == 7
+
+
+def test_versions_of_a_task_that_the_cluster_does_not_have_are_ignored(listeners, caplog):
+    chief, ps, *workers = (f"127.0.0.1:{one.getsockname()[1]}" for one in listeners)
+    own, others = (
+        ClusterSpec(chief=(chief,), ps=(ps,), worker=tuple(workers[:count])) for count in (1, 2)
+    )
+    versions = VersionHandshake(TaskConfig(cluster=own, task=Task("chief", 0)))
+    with versions.receiving_at(listeners[0]):
+        for index in (1, 0):
+            config = TaskConfig(cluster=others, task=Task("worker", index))
+            assert send_versions(config).wait(DEADLINE_S)
+        versions.require_same([Task("worker", 0)])
+    assert [line for line in caplog.messages if "worker-" in line] == [
+        "ignored the versions that worker-1 sent from 127.0.0.1: the cluster has no such task"
+    ]

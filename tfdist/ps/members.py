@@ -296,7 +296,14 @@ class VersionHandshake:
         line = client.makefile("rb").readline(_MAX_LINE_BYTES).decode(errors="replace")
         if found := _LINE.fullmatch(line):
             kind, index, versions = found.groups()
-            self._found[Task(kind, int(index))] = versions
+            task = Task(kind, int(index))
+            if task in self._config.cluster.tasks():
+                self._found[task] = versions
+            else:  # answered as well, so that it does not come again
+                _LOG.warning(
+                    "ignored the versions that %s sent from %s: the cluster has no such task",
+                    *(task, client.getpeername()[0]),
+                )
             client.sendall(b"tfdist: heard\n")
 
 
