@@ -1,6 +1,7 @@
 """The ring of workers, each here a thread: its sums, and what it says when one has gone."""
 
 import contextlib
+import errno
 import itertools
 import os
 import signal
@@ -19,7 +20,7 @@ from tfdist.cluster import hold_ports
 from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy import ring as ring_module
 from tfdist.strategy.group import naming_lost_peer
-from tfdist.strategy.ring import Ring, connect
+from tfdist.strategy.ring import Ring, accepted, connect
 
 DEADLINE_S = 60.0
 
@@ -303,10 +304,9 @@ def test_a_port_of_a_given_range_is_taken_or_none():
             assert listener.getsockname()[1] in range(port + 1, port + 50)
 
 
-@pytest.mark.parametrize(("said", "count"), [(b"\0" * 20, 1), (b"\0", 3)])
-def test_unauthenticated_peers_are_not_let_in(apart, monkeypatch, said, count):
-    """Those with another secret, and some that do not say who they are."""
-    monkeypatch.setattr(ring_module, "_HELLO_S", 0.5)  # in which a neighbour has said it
+@pytest.mark.parametrize(("said", "count"), [(b"\0" * 20, 1), (b"\0", 100)])
+def test_unauthenticated_peers_are_not_let_in(apart, said, count):
+    """Those with another secret, and so many that do not say who they are."""
     strangers, calls = [], itertools.count()
 
     def knock(table):
@@ -325,6 +325,36 @@ def test_unauthenticated_peers_are_not_let_in(apart, monkeypatch, said, count):
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
         stranger.close()
+
+
+def test_a_client_is_closed_that_does_not_say_who_it_is_and_heard_piece_by_piece(monkeypatch):
+    monkeypatch.setattr(ring_module, "_HELLO_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        deadline_s = time.monotonic() + DEADLINE_S
+        found = pool.submit(accepted, [listener], [b"hello"], deadline_s)
+        with socket.create_connection(listener.getsockname(), DEADLINE_S) as silent:
+            assert silent.recv(1) == b""
+        with socket.create_connection(listener.getsockname()) as peer:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer.sendall(b"hel")
+            peer.sendall(b"lo")
+            found.result(DEADLINE_S)[b"hello"].close()
+
+
+def test_a_listener_is_left_alone_for_a_moment_where_no_descriptor_is_left():
+    class Listener(socket.socket):
+        calls = 0
+
+        def accept(self):
+            self.calls += 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with Listener() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with socket.create_connection(listener.getsockname()):
+            assert accepted([listener], [b"hello"], time.monotonic() + 0.5) == {}
+    assert 0 < listener.calls < 100
 
 
 def test_where_one_cannot_be_reached_all_do_without(apart, caplog):

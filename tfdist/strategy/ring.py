@@ -32,7 +32,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -336,6 +336,7 @@ _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sI")
 _ROW = struct.Struct(f"<I{_SECRET_BYTES}s64s")
 _HELLO_S = 1.0  # how long a client may take to say who it is
+_PAUSE_S = 0.01  # after a connection that could not be taken
 _BUFFER_BYTES = 4 * 2**20
 # A machine that has vanished is noticed after about half a minute by who waits for its part. No
 # limit for what is sent (TCP_USER_TIMEOUT): it would end with a worker that is only slow to read.
@@ -459,27 +460,57 @@ def accepted(
 ) -> dict[bytes, socket.socket]:
     """Return the connections that say each of `expected`, all as long; others are closed.
 
-    They are heard one after the other: a client that says nothing delays the others by
-    `_HELLO_S`. Who has not come by the deadline is left out.
+    All are heard at once, each for `_HELLO_S`: a client that says nothing delays nobody. Who has
+    not come by the deadline is left out.
     """
     size = len(next(iter(expected)))
     found: dict[bytes, socket.socket] = {}
-    with selectors.DefaultSelector() as selector:
+    clients: dict[Any, tuple[bytes, float]] = {}  # what each has said, and until when it may
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        stack.callback(lambda: [client.close() for client in clients])
         for listener in listeners:
             listener.setblocking(False)
-            selector.register(listener, selectors.EVENT_READ, listener)
-        while len(found) < len(expected) and (remaining_s := deadline_s - time.monotonic()) > 0:
-            for key, _ in selector.select(remaining_s):
-                # A client that has gone, or that is not expected, is closed.
-                with contextlib.suppress(OSError), contextlib.ExitStack() as not_expected:
-                    client = not_expected.enter_context(key.data.accept()[0])
-                    client.settimeout(min(_HELLO_S, remaining_s))
-                    hello = exactly(client, size)
-                    known = any(hmac.compare_digest(hello, each) for each in expected)
-                    if known and hello not in found:
-                        found[hello] = _prepared(client)
-                        not_expected.pop_all()
+            selector.register(listener, selectors.EVENT_READ)
+        while len(found) < len(expected) and (now_s := time.monotonic()) < deadline_s:
+            for key, _ in selector.select(min(_HELLO_S, deadline_s - now_s)):
+                end: Any = key.fileobj
+                if end in clients:
+                    clients[end] = _heard(end, *clients[end], size=size)
+                elif client := _next_client(end):
+                    clients[client] = b"", time.monotonic() + _HELLO_S
+                    selector.register(client, selectors.EVENT_READ)
+            for client, (said, until_s) in list(clients.items()):
+                if len(said) == size or until_s < now_s:
+                    selector.unregister(client)
+                    del clients[client]
+                    # A client that has gone, or that is not expected, is closed.
+                    with contextlib.suppress(OSError), contextlib.ExitStack() as not_expected:
+                        not_expected.enter_context(client)
+                        known = any(hmac.compare_digest(said, each) for each in expected)
+                        if known and said not in found:
+                            found[said] = _prepared(client)
+                            not_expected.pop_all()
     return found
+
+
+def _next_client(listener: socket.socket) -> socket.socket | None:
+    """Accept a connection; None where the client has gone, or no descriptor is left."""
+    try:
+        client = listener.accept()[0]
+    except OSError:
+        time.sleep(_PAUSE_S)  # the listener may stay ready: no busy loop
+        return None
+    client.setblocking(False)
+    return client
+
+
+def _heard(client: socket.socket, said: bytes, until_s: float, *, size: int) -> tuple[bytes, float]:
+    """Return what a client has said now, and until when it may: one that has gone no longer."""
+    try:
+        piece = client.recv(size - len(said))
+    except OSError:
+        piece = b""
+    return said + piece, until_s if piece else 0.0
 
 
 def exactly(end: socket.socket, count: int) -> bytes:
