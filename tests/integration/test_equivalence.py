@@ -99,13 +99,23 @@ def test_an_overflow_on_one_replica_is_seen_by_all(strategies):
     assert float(model.optimizer.dynamic_scale.numpy()) == 2.0**12
 
 
+class CountsSteps(keras.layers.Layer):
+    def build(self, input_shape):
+        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs):
+        self.steps.assign_add(1.0)
+        return inputs
+
+
 def test_batch_statistics_are_the_same_on_every_replica(strategies):
     layers = keras.layers
     with strategies[3].scope():
-        hidden = layers.Dense(4), layers.BatchNormalization()
+        hidden = layers.Dense(4), layers.BatchNormalization(), CountsSteps()
         model = keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(1)])
         model.compile("adam", "mse")
-    tfdist.fit(model, X, Y, batch_size=8, epochs=2, verbose=0)
+    tfdist.fit(model, X, Y, batch_size=9, epochs=2, verbose=0)
+    assert model.layers[2].steps.numpy() == 14  # though thirds of a batch do not sum up to 1
     for variable in model.non_trainable_variables:
         copies = [c.numpy() for c in strategies[3].experimental_local_results(variable.value)]
         for copy in copies[1:]:

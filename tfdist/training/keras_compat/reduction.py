@@ -25,13 +25,20 @@ _BY_RING = frozenset((tf.float16, tf.float32, tf.float64, tf.int32, tf.int64))
 def reduced(grads: list[Any], trace: StepTrace) -> list[Any]:
     """Sum gradients over the replicas; the statistics of the forward pass travel with them."""
     noted, trace.statistics = trace.statistics, []
-    statistics = [times(tf.convert_to_tensor(v.value), trace.share) for v in noted]
+    values = [tf.convert_to_tensor(v.value) for v in noted]
+    # A scalar may count steps: so that the mean of equal ones is that number, it is computed in
+    # float64 and divided by the sum of the shares, which are rounded.
+    is_scalar = [value.shape.rank == 0 for value in values]
+    pairs = zip(values, is_scalar, strict=True)
+    statistics = [times(tf.cast(v, tf.float64) if s else v, trace.share) for v, s in pairs]
+    shares = [tf.cast(trace.share, tf.float64)] if any(is_scalar) else []
     dense = [i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)]
-    totals = sum_over_replicas([grads[i] for i in dense] + statistics)
+    totals = sum_over_replicas([grads[i] for i in dense] + statistics + shares)
     for i, total in zip(dense, totals, strict=False):
         grads[i] = total
-    for variable, total in zip(noted, totals[len(dense) :], strict=True):
-        own_copy(variable).assign(total)
+    for variable, scalar, total in zip(noted, is_scalar, totals[len(dense) :], strict=False):
+        mean = tf.math.divide_no_nan(total, totals[-1]) if scalar else total
+        own_copy(variable).assign(tf.cast(mean, variable.dtype))
     sparse = [i for i, g in enumerate(grads) if isinstance(g, tf.IndexedSlices)]
     if sparse:
         slices = all_reduce([grads[i] for i in sparse])
