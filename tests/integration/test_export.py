@@ -41,7 +41,11 @@ class Halves(keras.Model):
 
     def call(self, inputs, training=False):
         x = self.dense(inputs["left"]) + inputs["right"]
-        return {"sum": x, "is_training": keras.ops.full((keras.ops.shape(x)[0],), float(training))}
+        return {
+            "names": inputs["names"],
+            "sum": x,
+            "is_training": keras.ops.full((keras.ops.shape(x)[0],), float(training)),
+        }
 
 
 class Drawing(layers.Layer):
@@ -195,11 +199,14 @@ def test_a_model_in_bfloat16_answers_in_float32(tmp_path):
 def test_a_subclassed_model_with_a_dict_of_inputs(tmp_path):
     model = Halves()
     x = {"left": RNG.rand(6, 5).astype("float32"), "right": RNG.rand(6, 3).astype("float32")}
-    model(x)
+    x["names"] = np.array([*"abcdef"], object)
+    model({name: tf.constant(value) for name, value in x.items()})
     assert refusal(lambda: tfdist.export_model(model, tmp_path)).code == "no-samples"
     place = tfdist.export_model(model, tmp_path, samples=x)
     found = call(place, **{name: tf.constant(value[:2]) for name, value in x.items()})
-    np.testing.assert_allclose(found["sum"], model(x)["sum"][:2], atol=1e-6)
+    assert [*found["names"]] == [b"a", b"b"]
+    wanted = model.dense(x["left"]) + x["right"]
+    np.testing.assert_allclose(found["sum"], wanted[:2], atol=1e-6)
     np.testing.assert_array_equal(found["is_training"], 0)
 
 
@@ -214,6 +221,10 @@ def with_predict_step(step):
     [
         (None, Drawing(), "differs between two calls"),
         (lambda y: y + 1.0, None, "1 away from what tfdist.predict gives"),
+        (
+            *(lambda y: y + 1.0, lambda x: keras.ops.concatenate([x, keras.ops.log(0 * x)])),
+            "1 away from what tfdist.predict gives",
+        ),
         (
             *(lambda y: keras.ops.argmax(y, -1), None),
             r"shapes \[\(2, 2\)\], those of tfdist.predict \[\(2,\)\]",

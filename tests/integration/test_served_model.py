@@ -114,6 +114,18 @@ def test_requests_of_one_batch_get_their_own_rows_by_both_protocols(exported, se
     assert (spec.name, spec.version.value, spec.signature_name) == ("small", 1, "serving_default")
 
 
+def test_a_model_that_goes_by_its_batch_answers_each_request_by_itself(tmp_path):
+    x = keras.Input((3,), name="x")
+    model = keras.Model(x, x - keras.ops.mean(x, axis=0, keepdims=True), name="centred")
+    place = tfdist.export_model(model, tmp_path)
+    centred = ServedModel(place, "centred", batch_sizes=(1, 4))
+    asked = [X[:3], X[3:]]
+    answers = rest(centred, *({"instances": one.tolist()} for one in asked))
+    for one, answer in zip(asked, answers, strict=True):
+        wanted = model.predict(one, verbose=0)
+        np.testing.assert_allclose(answer["predictions"], wanted, atol=1e-6)
+
+
 def test_values_are_in_the_field_of_their_type(odd):
     """Where clients that read no `tensor_content` look for them, as TensorFlow Serving has it."""
     numbers, texts = np.array([1, 2]), np.array([b"ab", b"c"], object)

@@ -42,6 +42,8 @@ PRECISIONS = ("float32", "float16", "int8")
 SIGNATURE = "serving_default"
 MANIFEST = "manifest.json"
 _TOLERANCE = 1e-6
+_ROUNDING = 1e-3  # at most, of one example alone and in a batch, which float16 adds in other orders
+_ALONE = 8  # samples that are sent one by one, too
 _EXAMPLES = 2
 _BATCH = 32  # of the measurement of a lower precision
 _FREE_LENGTH = 16  # of a dimension that the model leaves open
@@ -169,10 +171,32 @@ def _checked(export: _Export, samples: Any, wanted: Any) -> dict[str, Any]:
             )
     if wanted is not None:
         _require_equal(first, wanted)
+    by_example = _is_by_example(export, samples, first)
+    if not by_example:
+        _LOG.warning(
+            "export: what an example is answered depends on the others of its batch; tfdist serve "
+            "puts no two requests into one batch, TensorFlow Serving must be started without "
+            "--enable_batching"
+        )
     return {
+        "by_example": by_example,
         "inputs": {s.name: [s.dtype.name, list(s.shape)] for s in export.inputs},
         "outputs": {n: [v.dtype.name, [None, *v.shape[1:]]] for n, v in first.items()},
     }
+
+
+def _is_by_example(export: _Export, samples: Any, together: Mapping[str, np.ndarray]) -> bool:
+    """Return whether samples are answered alone as they are together, but for rounding."""
+    for at in range(min(_count(samples), _ALONE)):
+        one = keras.tree.map_structure(lambda a: np.asarray(a)[at : at + 1], samples)  # noqa: B023
+        for name, value in export.answers(one).items():
+            like = np.atleast_1d(together[name])[at : at + 1]
+            if value.shape != like.shape:
+                return False
+            gap = np.max(_gap(value, like), initial=0.0)
+            if not gap <= _ROUNDING * _largest(together[name]):
+                return False
+    return True
 
 
 def _measured(export: _Export, wanted: Any, x: Any, y: Any) -> dict[str, Any]:
@@ -265,7 +289,8 @@ def _require_fit(samples: Any, specs: Sequence[tf.TensorSpec]) -> None:
 
 
 def _spec(tensor: Any, name: str) -> tf.TensorSpec:
-    dtype = tf.as_dtype(keras.backend.standardize_dtype(tensor.dtype))
+    is_text = getattr(tensor.dtype, "kind", "f") in "OSU"  # of samples
+    dtype = tf.as_dtype("string" if is_text else keras.backend.standardize_dtype(tensor.dtype))
     return tf.TensorSpec([None, *tensor.shape[1:]], dtype, name=re.sub(r"\W", "_", name))
 
 
@@ -297,7 +322,14 @@ def _gap(lower: np.ndarray, full: np.ndarray) -> np.ndarray:
     """Return how far numbers are apart; of anything else 1 where it differs."""
     if full.dtype.kind not in "fiu":
         return (lower != full).astype(float)
-    return np.where(np.isfinite(full), np.abs(lower.astype(float) - full), 0.0)
+    with np.errstate(invalid="ignore"):  # of infinity less itself
+        return np.where(np.isfinite(full), np.abs(lower.astype(float) - full), 0.0)
+
+
+def _largest(array: np.ndarray) -> float:
+    """Return the largest absolute value of finite numbers, at least 1; of anything else 1."""
+    numbers = array[np.isfinite(array)] if array.dtype.kind in "fiu" else []
+    return float(np.max(np.abs(numbers), initial=1.0))
 
 
 def _require_equal(found: Mapping[str, np.ndarray], wanted: Any) -> None:
@@ -310,9 +342,7 @@ def _require_equal(found: Mapping[str, np.ndarray], wanted: Any) -> None:
             "predict_step of its own); nothing is published"
         )
     for (name, value), like in zip(found.items(), flat, strict=True):
-        gap, largest = float(np.max(_gap(value, like), initial=0.0)), 1.0
-        if like.dtype.kind in "fiu":
-            largest = max(1.0, float(np.max(np.abs(like), initial=0.0)))
+        gap, largest = float(np.max(_gap(value, like), initial=0.0)), _largest(like)
         if not gap <= _TOLERANCE * largest:
             raise TfdistError(
                 f"export: output {name!r} is {gap:.3g} away from what tfdist.predict gives, of at "

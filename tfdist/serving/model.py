@@ -6,6 +6,7 @@ A Session and callables made once, as TensorFlow Serving has it: calling a signa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -50,7 +51,8 @@ _FIELDS = {  # of a TensorProto, in which clients look for the values of a type
 class Signature:
     """A signature that can be called with arrays in the order of `inputs`.
 
-    `batches` is whether requests can share a call: all inputs and outputs have examples.
+    `batches` is whether requests can share a call: all inputs and outputs have examples, and the
+    model answers each by itself.
     """
 
     inputs: Mapping[str, TensorSpec]
@@ -88,6 +90,7 @@ class ServedModel:
         self.name = name
         self.version = int(directory.name)
         self._sizes = tuple(sorted(batch_sizes))
+        self._by_example = _answers_by_example(directory)
         graph = tf.Graph()
         options = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=1)
         options.intra_op_parallelism_threads = len(os.sched_getaffinity(0))
@@ -117,7 +120,8 @@ class ServedModel:
             inputs=specs,
             outputs=tuple(outputs),
             call=self._session._make_callable_from_options(options),
-            batches=all(spec.shape and spec.shape[0] == -1 for spec in specs.values())
+            batches=self._by_example
+            and all(spec.shape and spec.shape[0] == -1 for spec in specs.values())
             and all(spec.shape is None or spec.shape[:1] == (-1,) for spec in found),
         )
 
@@ -295,6 +299,13 @@ class ServedModel:
         )
         document["metadata"]["signature_def"].pop("@type")
         return json.dumps(document, indent=1).encode()
+
+
+def _answers_by_example(directory: Path) -> bool:
+    """Return whether requests may share a batch: an export says where they may not."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return bool(json.loads((directory / "manifest.json").read_text())["by_example"])
+    return True
 
 
 def _spec(info: Any) -> TensorSpec:
