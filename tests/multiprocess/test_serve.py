@@ -21,6 +21,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -642,6 +643,25 @@ def test_a_version_that_has_gone_before_its_replica_starts_can_come_back(tmp_pat
 
     follow(supervisor, begin)
     assert supervisor._models["m"].replicas == ()
+
+
+def test_a_version_that_is_written_while_it_is_loaded_is_not_served(tmp_path, caplog):
+    supervisor = supervisor_of(tmp_path)
+    receive = supervisor._receive_loaded
+
+    def write_and_receive(*what: Any) -> None:
+        (tmp_path / "m" / "1" / "assets").mkdir()
+        (tmp_path / "m" / "1" / "assets" / "vocabulary.txt").write_text("a part of it")
+        receive(*what)
+        for one in supervisor._replicas.values():  # as the front has the supervisor do
+            one.kill()
+
+    supervisor._receive_loaded = write_and_receive
+    found = find_versions(tmp_path / "m")
+    follow(supervisor, lambda: supervisor._set("m", supervisor._models["m"].scanned(found)))
+    assert "version 1 is refused: its files have changed while it was loaded" in caplog.text
+    again, starts, _ = supervisor._models["m"].scanned(find_versions(tmp_path / "m")).plan(count(9))
+    assert ([one.version for one in starts], again.refused) == ([1], {})
 
 
 def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path):

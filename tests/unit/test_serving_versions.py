@@ -153,12 +153,13 @@ def test_versions_are_directories_that_are_numbers_and_hold_a_model(tmp_path):
 def test_other_files_of_one_version_have_another_mark(tmp_path):
     make_version(tmp_path / "variables", "1")
     marks = set()
-    for file in ("saved_model.pb", "variables/variables.index", "variables/variables.data"):
+    files = ("saved_model.pb", "variables/variables.index", "variables/variables.data", "assets/a")
+    for file in files:
         path = tmp_path / "variables" / "1" / file
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"late")
         marks.add(find_versions(tmp_path / "variables")[1])
-    assert len(marks) == 3
+    assert len(marks) == 4
 
 
 def test_a_directory_is_a_model_or_holds_models_but_those_that_may_not_be_read(

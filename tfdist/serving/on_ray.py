@@ -67,6 +67,8 @@ class LoadedModel:
         try:
             session = ServedModel(directory, self._name, batch_sizes=self._sizes)
             session.warm_up(directory)
+            if find_versions(self._directory).get(version) != self.versions.found[version]:
+                raise TfdistError("its files have changed while it was loaded")
         except Exception as error:
             reason = protocol.reason_of(error)
             _LOG.error("%s: version %d is refused: %s", self._name, version, reason)

@@ -326,6 +326,9 @@ class ServiceSupervisor:
             _LOG.error("%s: replica %d has not loaded: %s", name, id, message["failed"])
             self._set(name, model.failed(id, message["failed"]))
             return
+        if self._has_changed(name, id):
+            self._set(name, model.failed(id, "its files have changed while it was loaded"))
+            return
         _LOG.info("%s: replica %d is ready", name, id)
         self._set(name, model.loaded(id))
         if len(self._spares) < self._options.spares and not self._stop.is_set():
@@ -333,6 +336,17 @@ class ServiceSupervisor:
                 self._spares.append(self._start_spare())
             except TfdistError as error:  # the next replica is loaded without it
                 _LOG.error("%s: no spare could be started: %s", name, error)
+
+    def _has_changed(self, name: str, id: int) -> bool:
+        """Return whether a version that is not served so far was written while it was loaded."""
+        model = self._models[name]
+        replica = model.replica(id)
+        if replica is None or replica.version in model.served:
+            return False
+        with contextlib.suppress(OSError):  # the next look says so
+            found = find_versions(self._paths[name]).get(replica.version)
+            return found != model.found.get(replica.version)
+        return False
 
     def _start_replica(self, order: ReplicaOrder) -> subprocess.Popen[bytes]:
         """Return a process that has been told what to serve; raise TfdistError."""

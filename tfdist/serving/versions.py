@@ -267,7 +267,8 @@ def directory_name(fingerprint: str) -> str:
 
 def _fingerprint(version: Path) -> str:
     """Return what changes when the files of a version do, as while they are still copied."""
-    files = [version / "saved_model.pb", *sorted((version / "variables").glob("*"))]
+    parts = [*version.glob("variables/*"), *version.glob("assets/*")]
+    files = [version / "saved_model.pb", *sorted(parts)]
     stats = [(file.name, file.stat()) for file in files]
     prints = [f"{name}:{s.st_ino}:{s.st_mtime_ns}:{s.st_size}" for name, s in stats]
     return " ".join([version.name, *prints])
