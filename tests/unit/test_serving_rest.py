@@ -23,6 +23,8 @@ SIGNATURES = {
     "text": {"t": spec("object", -1)},
     "pair": {"a": spec("int64", -1), "b": spec("float32", -1, 2)},
     "flag": {"f": spec("bool", -1)},
+    "mark": {"m": spec("uint64", -1)},
+    "half": {"h": spec("bfloat16", -1)},
 }
 
 
@@ -31,7 +33,8 @@ def decode(document: Any) -> tuple[str, dict[str, np.ndarray], bool]:
     return rest.decode_predict(body, SIGNATURES)
 
 
-TEXT, PAIR, FLAG = ({"signature_name": name} for name in ("text", "pair", "flag"))
+NAMES = ("text", "pair", "flag", "mark", "half")
+TEXT, PAIR, FLAG, MARK, HALF = ({"signature_name": name} for name in NAMES)
 ROWS = [{"a": 1, "b": [1, 2]}, {"b": [3, 4], "a": 2}]
 
 
@@ -47,6 +50,8 @@ ROWS = [{"a": 1, "b": [1, 2]}, {"b": [3, 4], "a": 2}]
             {"t": [b"a", b"\xff\x00", "ü".encode(), b"\xff"]},
         ),
         (b'{"instances": [[NaN, -Infinity]]}', {"x": [[np.nan, -np.inf]]}),
+        ({**MARK, "instances": [2**63, 1]}, {"m": [2**63, 1]}),
+        ({**HALF, "instances": [1, 2]}, {"h": [1, 2]}),
     ],
 )
 def test_inputs_are_rows_or_columns_of_the_types_of_the_signature(document, inputs):
@@ -91,6 +96,9 @@ def test_inputs_are_rows_or_columns_of_the_types_of_the_signature(document, inpu
         ({**TEXT, "inputs": [{"b32": "a"}]}, "not of expected type: string"),
         ({**TEXT, "inputs": [3]}, "is not of expected type: string"),
         ({**FLAG, "inputs": [1]}, "is not of expected type: bool"),
+        ({**MARK, "inputs": [2**63, -1]}, "Value: -1 Type: Number is not of expected type: uint64"),
+        ({**MARK, "inputs": [2**63, 1.5]}, "Value: 1.5 Type: Number is not of expected type"),
+        ({**HALF, "inputs": [257]}, "Value: 257 Type: Number is not of expected type: bfloat16"),
         *((b'{"instances": ' + b"[" * n + b"1" + b"]" * n + b"}", "") for n in (70, 1000, 100_000)),
         *((b'{"inputs": ' + b"[" * n + b"NaN" + b"]" * n + b"}", "") for n in (70, 1000, 100_000)),
     ],
@@ -143,6 +151,7 @@ NUMBERS_AND_TEXTS = {"y": np.array([1, 2]), "t": np.array([b"a", b"b"], object)}
             {"y": np.array(0.1, "f"), "z": np.array([[0.1]], "f")},
             b'{"outputs":{"y":0.1,"z":[[0.1]]}}',
         ),
+        ({"y": np.array([0.5, np.nan], "bfloat16")}, b'{"outputs":[0.5,NaN]}'),
         ({"raw_bytes": np.array([b"\xff\x00"], object)}, b'{"outputs":[{"b64":"/wA="}]}'),
     ],
 )

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import orjson
 
@@ -153,6 +154,9 @@ def _converted(value: Any, dtype: np.dtype[Any], has_bools: bool) -> np.ndarray 
         return _text(value)
     try:
         array = np.array(value)
+        if dtype == np.uint64 and array.dtype.kind == "f":  # as NumPy has it of 1 beside 2**63
+            whole = all(isinstance(one, int) for one in np.array(value, object).reshape(-1))
+            array = np.array(value, dtype) if whole else array
     except (ValueError, OverflowError, TypeError):
         return None
     if array.size == 0:
@@ -178,7 +182,7 @@ def _whole_numbers(dtype: np.dtype[Any]) -> tuple[int, int]:
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         return int(limits.min), int(limits.max)
-    most = 2 ** (np.finfo(dtype).nmant + 1) - 1
+    most = 2 ** (ml_dtypes.finfo(dtype).nmant + 1) - 1
     return -most, most
 
 
@@ -223,6 +227,8 @@ def _is_object(value: Any) -> bool:
 
 def encode_predict(outputs: Mapping[str, np.ndarray], *, row: bool) -> bytes:
     """Return the JSON answer: ``predictions`` with a row per instance, or ``outputs``."""
+    halves = {name: array for name, array in outputs.items() if array.dtype.kind == "V"}
+    outputs = {**outputs, **{name: array.astype(np.float32) for name, array in halves.items()}}
     sizes = {len(array) if array.ndim else None for array in outputs.values()}
     if row and (None in sizes or len(sizes) > 1):
         invalid("The outputs have no row for each instance: send 'inputs' in place of 'instances'")
