@@ -254,6 +254,9 @@ def test_both_protocols_answer(shared):
     zipped = gzip.compress(b'{"instances": [3]}')
     status, answer = shared.send("POST", PREDICT, zipped, {"Content-Encoding": "gzip"})
     assert (status, answer["predictions"]) == (200, [3])
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": ""}
+    status, answer = shared.send("POST", PREDICT, '{"instances": [4]}', offer)
+    assert (status, answer["predictions"]) == (200, [4])
     with grpc.insecure_channel(shared.grpc) as channel:
         call(channel)
         health = channel.unary_unary("/grpc.health.v1.Health/Check")
@@ -343,7 +346,7 @@ def test_mutated_requests_are_answered_or_let_go_by_grpc(shared):
     assert "Traceback" not in shared.said()
 
 
-def test_a_client_that_says_nothing_more_is_let_go(shared):
+def test_a_client_that_says_nothing_more_or_too_much_is_let_go(shared):
     half = f"{HEAD}Content-Length: 9\r\n\r\nhalf"
     with contextlib.ExitStack() as stack:
         waiting = {}
@@ -355,6 +358,9 @@ def test_a_client_that_says_nothing_more_is_let_go(shared):
             answer = b"".join(iter(lambda c=connection: c.recv(1 << 16), b""))
             told = b"The request did not come within 1 s"
             assert told in answer if sent == half else answer == b""
+    heads = [b"GET /healthz HTTP/1.1\r\nX: " + b"a" * n + b"\r\n\r\n" for n in (1 << 10, 1 << 20)]
+    small, large = (answer_to(shared.rest, head) for head in heads)
+    assert (small[:13], large) == (b"HTTP/1.1 200 ", b"")
 
 
 def test_each_request_has_a_line_in_the_access_log(shared):

@@ -19,6 +19,8 @@ import functools
 import hmac
 import json
 import logging
+import math
+import re
 import resource
 import signal
 import socket
@@ -54,6 +56,8 @@ from tfdist.serving.versions import policies_of
 _LOG = logging.getLogger("tfdist.serve")
 _TICK_S = 0.1
 _MOST_CONNECTIONS = 4096  # of HTTP, at a time
+_HEAD_BYTES = 64 << 10  # of a request that is not whole
+_OFFER = re.compile(rb"(?i)\r\nupgrade:[^\r]*h2c[^\r]*")
 _TICKET = "tfdist.ticket"  # key of the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
 _MODEL = "tensorflow.serving.ModelService"
@@ -480,14 +484,27 @@ def _access_logger(path: str) -> logging.Logger | None:
 def _connection(silence_s: float) -> type[HttpToolsProtocol]:
     """Return uvicorn's connection, closed when a client takes too long over the head of a request.
 
-    uvicorn itself waits without end for the first request of a connection. When a client leaves,
-    its request is answered, so that it is not computed any more.
+    Or too much: uvicorn itself waits without end for the first request of a connection, and takes
+    a head of any size. When a client leaves, its request is answered, so that it is not computed
+    any more. The body of a request that offers HTTP/2, as those of Java's HttpClient do, would be
+    dropped by httptools, so the offer is.
     """
 
     class Connection(HttpToolsProtocol):
+        _room: float  # bytes that the head may have yet
+
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            if data.startswith(b"POST ") and b"h2c" in data:
+                head, end, body = data.partition(b"\r\n\r\n")
+                data = _OFFER.sub(b"", head) + end + body
+            self._room -= len(data)
+            super().data_received(data)
+            if self._room < 0:
+                self.transport.abort()
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
@@ -496,6 +513,7 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
 
         def on_headers_complete(self) -> None:
             self._timer.cancel()
+            self._room = math.inf  # for the body, which the app bounds
             super().on_headers_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -506,6 +524,7 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
                 scope[_TICKET].answer(_client_gone())
 
         def _wait(self) -> None:
+            self._room = _HEAD_BYTES
             self._timer = self.loop.call_later(silence_s, self.transport.abort)
 
     return Connection
