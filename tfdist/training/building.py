@@ -357,9 +357,9 @@ def require_examples_first(model: keras.Model, job: Job, step: str, feed: Feed) 
             "data",
             received=f"a batch whose first axis has {rows} rows: {step} works with all of them, "
             f"and fails with the {mine} that one of {job.num_replicas} replicas gets",
-            expected="examples along the first axis, which replicas divide",
-            fix="give what is stacked as a tuple (a, b), each with its examples first, or use "
-            "strategy single",
+            expected="a step of any number of examples along the first axis, which replicas divide",
+            fix="take their number from the batch, as by tf.shape(x)[0]; give what is stacked as a "
+            "tuple (a, b), each with its examples first; or use strategy single",
             code="examples-not-first",
         )
 
