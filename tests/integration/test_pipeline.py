@@ -263,6 +263,23 @@ def test_places_are_those_where_no_variable_is_on_both_sides():
     assert refusal(lambda: stages_of(model, ["between"])).code == "tied-weights"
 
 
+def test_what_crosses_is_made_by_a_layer_that_is_not_called_again():
+    x = keras.Input((4,))
+    relu, y = L.ReLU(name="relu"), x
+    for name in ("first", "second"):
+        y = relu(L.Dense(4, name=name)(y))
+    model = keras.Model(x, L.Dense(4, name="third")(y))
+    graph = LayerGraph(model)
+    places = graph.places()
+    assert [p.name for p in places] == ["first", "second", "relu"]
+    parts = graph.cut(graph.behind([p.position for p in places[:2]]), num_stages=3)
+    given = found = np.ones((2, 4), "float32")
+    for part in parts:
+        found = part.module(found)
+    np.testing.assert_allclose(found, model(given), rtol=1e-6)
+    assert refusal(lambda: stages_of(model, {"second|third": 1})).code == "shared-layer"
+
+
 def own_call():
     class Model(keras.Model):
         def call(self, x):
@@ -551,12 +568,22 @@ def of_integers():
     return keras.Model(x, L.Dense(1)(hidden))
 
 
+def of_known_words():
+    """An empty string, with which it would be timed, is an error."""
+    x = keras.Input((6,), dtype="string")
+    ids = L.StringLookup(vocabulary=["a", "b"], num_oov_indices=0, mask_token=None)(x)
+    hidden = L.Dense(3)(L.Flatten()(L.Embedding(2, 4)(ids)))
+    return keras.Model(x, L.Dense(1)(hidden))
+
+
 def chosen(graph, *, stages, **given):
     possible = possible_places(graph, num_stages=stages)
     return chosen_places(graph, possible, num_stages=stages, rows=4, micros=8, **given)
 
 
-@pytest.mark.parametrize(("make", "stages"), [(model_with, 3), (of_integers, 2)])
+@pytest.mark.parametrize(
+    ("make", "stages"), [(model_with, 3), (of_integers, 2), (of_known_words, 2)]
+)
 def test_the_places_that_are_chosen_cut_the_model(make, stages):
     graph = LayerGraph(make())
     positions = [place.position for place in chosen(graph, stages=stages)]

@@ -151,8 +151,8 @@ class LayerGraph:
     def places(self) -> list[CutPoint]:
         """Return where the model can be cut in two, in order.
 
-        Not where a variable is used on both sides. Of neighbouring places that the same tensors
-        cross, the first.
+        Not where a variable is used on both sides, or a layer that makes what crosses is called
+        again behind. Of neighbouring places that the same tensors cross, the first.
         """
         found: list[CutPoint] = []
         spans = [(min(users), max(users)) for users in self._users().values()]
@@ -161,6 +161,8 @@ class LayerGraph:
             tensors = self.crossing(self.behind([position]), stage=0)
             ids = {id(t) for t in tensors}
             if ids == before or any(low <= position < high for low, high in spans):
+                continue
+            if self._called_again(tensors, self.behind([position]), 0):
                 continue
             before = ids
             found.append(
@@ -296,6 +298,16 @@ class LayerGraph:
                     fix="cut where the layers that share it are on one side",
                     code="tied-weights",
                 )
+        for stage in range(num_stages - 1):
+            again = self._called_again(self.crossing(assignment, stage=stage), assignment, stage)
+            require(
+                not again,
+                "cut",
+                received=f"layer {again!r}, whose output stage {stage} sends, called after it, too",
+                expected="what crosses made by a layer that is not called again",
+                fix="cut one layer before it or behind it",
+                code="shared-layer",
+            )
         empty = sorted(set(range(num_stages)) ^ weighty)
         require(
             not empty,
@@ -313,6 +325,15 @@ class LayerGraph:
             for variable in _variables(node.operation):
                 users.setdefault(id(variable), []).append(i)
         return users
+
+    def _called_again(self, tensors: Sequence[Any], assignment: Assignment, stage: int) -> str:
+        """Return the name of a layer that made one of the tensors and is called after `stage`.
+
+        Keras would take its call for the input that stands for the tensor (`clone_graph_nodes`).
+        """
+        makers = {id(t._keras_history.operation) for t in tensors}
+        nodes = (n for n, its in zip(self.nodes, assignment, strict=True) if its > stage)
+        return next((n.operation.name for n in nodes if id(n.operation) in makers), "")
 
     def _reads(self, node: Any) -> list[int]:
         return [self._made_by[id(t)] for t in node.input_tensors if id(t) in self._made_by]
@@ -443,10 +464,22 @@ def chosen_places(
         passes(schedule, stage=stage, stages=num_stages, micros=micros)
         for stage in range(num_stages)
     ]
-    seconds = _seconds(graph, positions, rows, loss_of)
+    is_timed = True
+    try:
+        seconds = _seconds(graph, positions, rows, loss_of)
+    except tf.errors.InvalidArgumentError:  # as of a lookup that knows no empty string
+        _LOG.warning(
+            "layers do not compute the zeros and empty strings that they are timed with; the cut "
+            "is by the bytes that they make: name a better one in PipelineOptions(cut=[...])"
+        )
+        is_timed = False
+        bounds = [0, *(position + 1 for position in positions), len(graph.nodes)]
+        made = (graph.nodes[low:high] for low, high in itertools.pairwise(bounds))
+        seconds = [1.0 + made_bytes(nodes) for nodes in made]
     chosen, _ = _fastest_cut(seconds, weights, trainable, orders, micros)
     # Parts have ends that a stage has not, which take time: the more, the larger their tensors are.
-    if keep != "recompute":  # which is there to need less than the activations of a whole stage
+    # `recompute` is there to need less than the activations of a whole stage.
+    if is_timed and keep != "recompute":
         whole = _seconds(graph, [positions[i] for i in chosen], rows, loss_of)
         for run, measured in zip(runs(chosen, len(seconds)), whole, strict=True):
             factor = measured / sum(seconds[run])
