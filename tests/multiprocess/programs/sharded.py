@@ -231,7 +231,18 @@ def refusals_seen():
         model.save(OUT / "model.keras")
         same = zoo.sha(keras.models.load_model(OUT / "model.keras")) == zoo.sha(model)
     tfdist.barrier()
-    return {"refused": refused, "file has the weights": same}
+    return {"refused": refused, "file has the weights": same, "frozen stays": frozen_stays()}
+
+
+def frozen_stays():
+    """Whether a bias that is frozen and set before a second fit with averages stays as it is."""
+    model = made(OPTIMIZERS["ema"])
+    trained(model, sharded=True, epochs=1)
+    layer = model.layers[0]
+    layer.trainable = False
+    layer.bias.assign(tf.ones_like(layer.bias))
+    trained(model, sharded=True, epochs=1)
+    return bool((layer.bias.numpy() == 1).all())
 
 
 SECTIONS = {

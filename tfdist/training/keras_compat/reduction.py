@@ -261,7 +261,8 @@ def scattered(optimizer: Any, grads: list[Any], variables: Sequence[Any], trace:
     if trace.num_replicas > 2:
         return [_own(g, part) for g, part in zip(reduced(grads, trace), parts, strict=True)]
     dense = [i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)]
-    sums = scatter_over_workers([grads[i] for i in dense])
+    # Of a layer over sequences the shape of a gradient is known at run time alone.
+    sums = scatter_over_workers([tf.ensure_shape(grads[i], variables[i].shape) for i in dense])
     others = reduced([None if isinstance(g, tf.Tensor) else g for g in grads], trace)
     totals = [_own(g, part) for g, part in zip(others, parts, strict=True)]
     for i, total in zip(dense, sums, strict=True):

@@ -203,11 +203,12 @@ def _save_nothing(optimizer: Any, store: Any) -> None:
 
 def _take_averages(optimizer: Any, variables: Any) -> None:
     """Have averaged weights take the place of the last ones, as Keras does. A collective."""
-    inner = _innermost(optimizer)
+    inner, asked = _innermost(optimizer), set(map(id, variables))
     if inner.use_ema:
         averages = inner._model_variables_moving_average
         for variable, average in zip(wholes_of[inner], averages, strict=True):
-            variable.assign(whole(average))
+            if id(variable) in asked:  # others are frozen since it was built
+                variable.assign(whole(average))
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
