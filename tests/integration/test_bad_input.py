@@ -294,7 +294,9 @@ def test_a_stack_is_refused_before_training_and_in_an_evaluation(strategies):
     begun = []
     callback = keras.callbacks.LambdaCallback(on_train_begin=begun.append)
     model = of_pairs(strategies[3])
-    assert refusal(lambda: fit(model, Pairs(5), callbacks=[callback])).code == "examples-not-first"
+    error = refusal(lambda: fit(model, Pairs(5), callbacks=[callback]))
+    assert error.code == "examples-not-first"
+    assert "tf.shape(x)[0]" in str(error)  # or the step has a number of examples of its own
     assert begun == []
     assert refusal(lambda: tfdist.evaluate(model, Pairs(5))).code == "examples-not-first"
     # Small batches that can be divided are not.
