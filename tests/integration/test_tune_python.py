@@ -1,5 +1,6 @@
 """`tfdist.tuning` from Python: KerasTuner's own search, and trials of a tuner in this process."""
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -589,6 +590,29 @@ def test_a_program_that_does_not_come_to_its_search_is_refused(tmp_path, monkeyp
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert refused(lambda: trial.main([str(program), "--lr", "1"]))[1] == "no-search"
     assert "__main__ ['--lr', '1']" in capsys.readouterr().out
+
+
+def test_a_program_that_catches_what_its_search_raises_ends_with_it_in_a_trial(
+    tmp_path, monkeypatch
+):
+    """It went on behind the search, and was said not to have come to it."""
+
+    def program(argv):
+        with contextlib.suppress(Exception):
+            tfdist.tuning.search(make_tuner(tmp_path), X, Y, sweep_dir=tmp_path / "sweep")
+
+    def failing(*_):
+        raise LookupError("mine")
+
+    for name, value in assigned(tmp_path / "sweep", units=2).encode().items():
+        monkeypatch.setenv(name, value)
+    names = ("make_strategy", "have_tuners_overwrite_nothing", "have_the_tuner_know_its_space")
+    for name in names:
+        monkeypatch.setattr(trial, name, lambda *_: None)
+    monkeypatch.setattr(trial, "_run", program)
+    monkeypatch.setattr(inside, "run_assigned", failing)
+    with pytest.raises(LookupError, match="mine"):
+        trial.main(["program.py"])
 
 
 def test_a_tuner_that_is_made_in_a_trial_deletes_nothing(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ from tfdist.tuning.oracle import (
     own_fit,
 )
 from tfdist.tuning.sweep import RETRAINED, Sweep
-from tfdist.tuning.trial_job import Assignment, TrialProgram, read_assignment
+from tfdist.tuning.trial_job import Assignment, TrialFailed, TrialProgram, read_assignment
 
 # Checks of the user's tuner and program.
 
@@ -250,7 +250,10 @@ def search(
     if assignment is not None and assignment.belongs_to(options.sweep_dir):
         from tfdist.tuning.inside import run_assigned
 
-        run_assigned(tuner, assignment, fit_args, fit_kwargs)
+        try:
+            run_assigned(tuner, assignment, fit_args, fit_kwargs)
+        except Exception as error:
+            raise TrialFailed from error
         sys.exit(EXIT_OK)
     require_fresh(tuner)
     if assignment is None:  # else a search before the one whose trial this is: it is finished

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from tfdist.errors import EXIT_OK, UsageError
 from tfdist.outputs.sweep_journal import JOURNAL
 from tfdist.strategy import current_job, make_strategy
-from tfdist.tuning.trial_job import Assignment, read_assignment
+from tfdist.tuning.trial_job import Assignment, TrialFailed, read_assignment
 
 
 def main(argv: Sequence[str]) -> None:
@@ -44,6 +44,9 @@ def main(argv: Sequence[str]) -> None:
         if ended.code == EXIT_OK and (job is None or job.kind in ("single", "mirrored")):
             _end()
         raise
+    except TrialFailed as passed:
+        error: Any = passed.__cause__
+        raise error from None
     raise UsageError(
         argv[0],
         received="a run that ended before it came to its tfdist.tuning.search",

@@ -65,6 +65,10 @@ def _finite_of(values: Sequence[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
+class TrialFailed(BaseException):
+    """Brings the error of a trial, its cause, past what the program of a search catches."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialJob:
     """Everything needed to run or resume a trial."""
