@@ -304,7 +304,8 @@ def answer_to(address: tuple[str, int], sent: bytes) -> bytes:
     connection = socket.create_connection(address, timeout=DEADLINE_S)
     with connection, contextlib.suppress(ConnectionError):
         connection.sendall(sent)
-        connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # the server may have let go
+            connection.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
     return b""
 
