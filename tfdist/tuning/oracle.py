@@ -337,6 +337,8 @@ class Search:
         It waits for the end of its last trial, as that may ask for something new, before it looks
         for the next one. Here the space is known.
         """
+        if self._recorded is not None and self._recorded["status"] != RUNNING:
+            return {"status": self._recorded["status"], "values": None}
         answer = dict(populate(trial_id))
         if answer["status"] == RUNNING:
             self._oracle._populate_next.append(trial_id)
