@@ -108,19 +108,37 @@ class CountsSteps(keras.layers.Layer):
         return inputs
 
 
+class Follows(keras.layers.Layer):
+    """Follows the mean of its inputs, also of a validation's."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, axis=0))
+        return x
+
+
 def test_batch_statistics_are_the_same_on_every_replica(strategies):
-    layers = keras.layers
-    with strategies[3].scope():
-        hidden = layers.Dense(4), layers.BatchNormalization(), CountsSteps()
-        model = keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(1)])
-        model.compile("adam", "mse")
-    tfdist.fit(model, X, Y, batch_size=9, epochs=2, verbose=0)
-    assert model.layers[2].steps.numpy() == 14  # though thirds of a batch do not sum up to 1
+    def train(strategy):
+        layers = keras.layers
+        with strategy.scope():
+            hidden = Follows(), layers.Dense(4), layers.BatchNormalization(), CountsSteps()
+            model = keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(1)])
+            model.compile("adam", "mse")
+        # The last batch of the validation has one example: two replicas have an empty share.
+        given = {"validation_data": (X[:19], Y[:19]), "seed": 3, "verbose": 0}
+        tfdist.fit(model, X, Y, batch_size=9, epochs=2, **given)
+        return model
+
+    one, model = train(strategies[1]), train(strategies[3])
+    np.testing.assert_allclose(model.layers[0].mean, one.layers[0].mean, atol=1e-6)
+    assert model.layers[3].steps.numpy() == 20  # though thirds of a batch do not sum up to 1
     for variable in model.non_trainable_variables:
         copies = [c.numpy() for c in strategies[3].experimental_local_results(variable.value)]
         for copy in copies[1:]:
             np.testing.assert_array_equal(copy, copies[0])
-    assert np.abs(model.layers[1].moving_mean.numpy()).max() > 0
+    assert np.abs(model.layers[2].moving_mean.numpy()).max() > 0
 
 
 def test_a_sum_is_not_divided_by_the_replicas(strategies):

@@ -392,7 +392,6 @@ class Segment:
             random_key=batch.random_key,
             part=batch.share,
             batch=inputs,
-            training=training,
             fused=training and keras_compat.is_fused(self.part.module),
             draws=MOST_DRAWS + self.part.index * 2**16,
             numbers={key: iter(numbers) for key, numbers in self.part.draws.items()},

@@ -194,7 +194,6 @@ def run_replica(
         examples=part.count,
         random_key=keras_compat.random_key(program.seed, step=step, replica=replica),
         batch=part.data,
-        training=program.training,
         fused=program.fused,
         local=local or {},
         at_hook=at_hook,

@@ -82,5 +82,4 @@ def tracing(trace: StepTrace) -> Iterator[StepTrace]:
     reading = servers.reading_once() if servers else contextlib.nullcontext()
     with adding_in_order(), following(trace), reading:
         yield trace
-        if trace.training:
-            reduce_statistics(trace)
+        reduce_statistics(trace)

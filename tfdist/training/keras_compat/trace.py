@@ -33,7 +33,6 @@ class StepTrace:
       part: of a micro-batch, examples / examples of the step, by which its whole loss is weighted.
       random_key: int32 [2] of (seed, step, replica), from which every draw of the step comes.
       batch: what the step function is given, a nest of tensors ``[examples, ...]``.
-      training: False leaves the statistics of layers to each replica.
       fused: layers take the fused ones of `kernels` in this package.
       local: values of variables, by `id`, that live in the step and not in the variable.
       at_hook: called with the gradients where they enter an optimizer.
@@ -52,7 +51,6 @@ class StepTrace:
     random_key: tf.Tensor
     part: tf.Tensor | float = 1.0
     batch: Any = ()
-    training: bool = True
     fused: bool = False
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     at_hook: Callable[[Sequence[Any]], None] | None = None

@@ -55,7 +55,7 @@ def _noting_writes(original: Original, trace: StepTrace, self: Any, value: Any) 
 
         hold(self, value, trace)
         return None
-    if trace.training and _is_statistic(self, trace):
+    if _is_statistic(self, trace):
         trace.statistics.append(self)
     return original(self, value)
 
