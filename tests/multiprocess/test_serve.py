@@ -257,6 +257,13 @@ def test_both_protocols_answer(shared):
     offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": ""}
     status, answer = shared.send("POST", PREDICT, '{"instances": [4]}', offer)
     assert (status, answer["predictions"]) == (200, [4])
+    body = b"POST \r\nUpgrade: h2c\r\n\r\n"  # no JSON, but not to be changed either
+    with socket.create_connection(shared.rest, timeout=DEADLINE_S) as connection:
+        head = f"{HEAD}Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(1 << 10).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(body)
+        assert connection.recv(1 << 10).startswith(b"HTTP/1.1 400 ")
     with grpc.insecure_channel(shared.grpc) as channel:
         call(channel)
         health = channel.unary_unary("/grpc.health.v1.Health/Check")

@@ -498,7 +498,7 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
             self._wait()
 
         def data_received(self, data: bytes) -> None:
-            if data.startswith(b"POST ") and b"h2c" in data:
+            if self._room < math.inf and data.startswith(b"POST ") and b"h2c" in data:
                 head, end, body = data.partition(b"\r\n\r\n")
                 data = _OFFER.sub(b"", head) + end + body
             self._room -= len(data)
