@@ -10,12 +10,13 @@ import tensorflow as tf
 
 from tfdist.data.arrays import ArraySource, is_array
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
-from tfdist.data.source import Nest, Source
+from tfdist.data.source import Nest, Source, traced_transform
 from tfdist.data.stream import (
     InputFunctionSource,
     StreamSource,
     captured_resources,
     python_operation,
+    python_operation_of,
 )
 from tfdist.errors import UsageError, require
 
@@ -70,19 +71,23 @@ def check_supported(source: Source, strategy_kind: str) -> None:
     if isinstance(source, ArraySource):
         source.require_sendable()
     what = source.describe().partition(":")[0]
-    operation = None
+    operation, holds = None, False
     if isinstance(source, StreamSource | InputFunctionSource):
         dataset = source.dataset_for()
         operation = python_operation(dataset)
-        require(
-            operation is not None or next(captured_resources(dataset), None) is None,
-            "data under the ps strategy",
-            received=f"{what}, which uses a variable or a table, as a layer with weights or a "
-            "lookup",
-            expected="functions of the data alone: a worker cannot reach what the chief holds",
-            fix="make the layer a part of the model, or apply it to the data beforehand",
-            code="variables-under-ps",
-        )
+        holds = next(captured_resources(dataset), None) is not None
+    if source.transform is not None and not isinstance(source, PythonSource | PyDatasetSource):
+        traced = traced_transform(source)
+        operation = operation or python_operation_of(traced.graph.as_graph_def())
+        holds = holds or any(tensor.dtype == tf.resource for tensor in traced.captured_inputs)
+    require(
+        operation is not None or not holds,
+        "data under the ps strategy",
+        received=f"{what}, which uses a variable or a table, as a layer with weights or a lookup",
+        expected="functions of the data alone: a worker cannot reach what the chief holds",
+        fix="make the layer a part of the model, or apply it to the data beforehand",
+        code="variables-under-ps",
+    )
     require(
         operation is None and not isinstance(source, PythonSource | PyDatasetSource),
         "data under the ps strategy",

@@ -8,6 +8,8 @@ the other, as the user made them.
 from __future__ import annotations
 
 import abc
+import copy
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import keras
@@ -69,8 +71,48 @@ class GraphSource(Source):
         """
 
 
+def preprocessed(source: Source, preprocess: Callable[..., Nest] | None) -> Source:
+    """Return a source whose batches, as its transform leaves them, are preprocessed besides.
+
+    `preprocess` gets x, y and sample weights of a batch, None for what it does not have, in graph,
+    and returns them packed.
+    """
+    if preprocess is None:
+        return source
+
+    def transform(batch: Nest, **draws: Any) -> Nest:
+        return preprocess(*unpack(source.transformed(batch, **draws)))
+
+    found = copy.copy(source)
+    found.transform = transform
+    return found
+
+
+def traced_transform(source: Source) -> Any:
+    """Return the source's transform as a function of a batch and ids, in graph, traced."""
+
+    @tf.function(autograph=False)
+    def transform(batch: Nest, ids: tf.Tensor) -> Nest:
+        epoch = tf.constant(0, tf.int64)
+        return source.transformed(batch, example_ids=ids, epoch=epoch, seed=0)
+
+    ids = tf.TensorSpec([None], tf.int64)
+    return transform.get_concrete_function(batch_spec(source.element_spec), ids)
+
+
+def spec_of_batches(source: Source) -> Nest:
+    """Return the spec of a batch, of any size, as the source's transform leaves it."""
+    if source.transform is None:
+        return batch_spec(source.element_spec)
+
+    def spec(tensor: Any) -> Any:
+        return None if tensor is None else tf.type_spec_from_value(tensor)
+
+    return tf.nest.map_structure(spec, traced_transform(source).structured_outputs)
+
+
 def batch_spec(element_spec: Nest) -> Nest:
-    """Return the spec of a batch of such examples, of any size."""
+    """Return the spec of a batch of such examples, of any size, before the transform."""
 
     def batched(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
         if not isinstance(spec, tf.TensorSpec):

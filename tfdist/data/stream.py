@@ -253,8 +253,12 @@ def python_operation(dataset: tf.data.Dataset) -> str | None:
     of Python.
     """
     graph = _graph_of(dataset)
-    bodies = _bodies(graph.definition) if graph is not None else []
-    operations = (node.op for body in bodies for node in body.nodes)
+    return None if graph is None else python_operation_of(graph.definition)
+
+
+def python_operation_of(graph: Any) -> str | None:
+    """Return the name of an operation of a `GraphDef` that runs Python code, or None."""
+    operations = (node.op for body in _bodies(graph) for node in body.nodes)
     return next((name for name in operations if name in _PYTHON_OPERATIONS), None)
 
 

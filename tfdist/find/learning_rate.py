@@ -82,7 +82,9 @@ def find_learning_rate(
     _require_one_rate(model)
     seed = require_int("seed", seed, least=0)
     length = Length(batch_size=batch_size, steps_per_epoch=steps)
-    feed = inputs.prepare(x, y, sample_weight, job=job, length=length, shuffle=True, seed=seed)
+    feed = inputs.prepare(
+        x, y, sample_weight, job=job, length=length, shuffle=True, seed=seed, model=model
+    )
     building.build(model, job, feed)
     building.require_known_variables(model)
     building.require_examples_first(model, job, "train_step", feed)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.argument_parser import load_function
 from tfdist.configs.command_line import parse
 from tfdist.data.resolve import as_source
-from tfdist.data.source import batch_spec
+from tfdist.data.source import spec_of_batches
 from tfdist.errors import UsageError
 
 
@@ -34,18 +34,7 @@ class Subject:
 
 def spec_of(x: Any, y: Any) -> Any:
     """Return the nest of `tf.TensorSpec` of a batch of some data, its first axis of any length."""
-    source = as_source(x, y)
-    spec = batch_spec(source.element_spec)
-    if source.transform is None:
-        return spec
-    ids = tf.TensorSpec([None], tf.int64)
-    transform = tf.function(lambda b, i: source.transformed(b, example_ids=i, epoch=0, seed=0))
-    traced = transform.get_concrete_function(spec, ids)
-    return tf.nest.map_structure(_spec, traced.structured_outputs)
-
-
-def _spec(tensor: Any) -> tf.TensorSpec | None:
-    return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)
+    return spec_of_batches(as_source(x, y))
 
 
 def zeros(spec: Any, batch_size: int) -> tuple[Any, Any, Any]:

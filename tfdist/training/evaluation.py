@@ -85,7 +85,7 @@ def predict(
     """
     job = building.job_for(model, doing="predict")
     length = _length(batch_size=batch_size, steps=steps)
-    feed = prepare(x, None, None, job=job, length=length, shuffle=False, seed=0)
+    feed = prepare(x, None, None, job=job, length=length, shuffle=False, seed=0, model=model)
     building.build_to_predict(model, job, feed)
     if job.stages is None:  # those of a pipeline take the chief's
         require_same_weights(job, model)
@@ -136,7 +136,7 @@ class Evaluation:
         steps: int | None,
     ) -> None:
         length = _length(batch_size=batch_size, steps=steps)
-        self.feed = prepare(*data, job=job, length=length, shuffle=False, seed=0)
+        self.feed = prepare(*data, job=job, length=length, shuffle=False, seed=0, model=model)
         building.build(model, job, self.feed, slots="none")  # a fit makes them, or a part of them
         building.require_examples_first(model, job, "test_step", self.feed)
         program = program_of(model, job, "test_step", self.feed, seed=0)

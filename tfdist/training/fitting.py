@@ -147,6 +147,7 @@ def fit(
         shuffle=shuffle,
         seed=seed,
         class_weight=class_weight,
+        model=model,
     )
     if initial_weights is not None and saved is None:
         building.build(model, job, feed, slots="none")  # slots may begin as copies of the weights

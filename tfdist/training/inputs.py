@@ -14,7 +14,7 @@ from keras.src.trainers.data_adapters import array_slicing
 
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.resolve import as_source, check_supported
-from tfdist.data.source import GraphSource, Source, batch_spec, unpack
+from tfdist.data.source import GraphSource, Source, preprocessed, spec_of_batches, unpack
 from tfdist.data.stream import InputFunctionSource, Reading, StreamSource, read
 from tfdist.errors import UsageError, require, require_int
 from tfdist.strategy import Job
@@ -88,15 +88,18 @@ def prepare(
     shuffle: bool,
     seed: int,
     class_weight: dict[int, float] | None = None,
+    model: keras.Model | None = None,
 ) -> Feed:
-    """Make data ready for a run. Every task calls it alike.
+    """Make data ready for a run, of a `model` that may preprocess them. Every task calls it alike.
 
     Raises:
       UsageError: the data cannot be had under this strategy, are empty, or do not fit `length`.
     """
     length = _checked(length)
     _require_class_weight(class_weight)
-    source = _source_of(x, y, sample_weight, job=job, shuffle=shuffle)
+    source = as_source(x, y, sample_weight=sample_weight)
+    source = preprocessed(source, _preprocessing_of(model))
+    source = _checked_source(source, job=job, shuffle=shuffle)
     batch, examples = _sizes_of(source, length, job=job, seed=seed)
     _require_enough(batch, job)
     order = _order_of(examples, length, batch=batch, shuffle=shuffle)
@@ -111,7 +114,7 @@ def prepare(
         code="cut-batches",
     )
     kind = next(feed for kind, feed in _FEEDS if isinstance(source, kind))
-    spec = batch_spec(source.element_spec)
+    spec = spec_of_batches(source)
     feed: Feed = kind(
         source,
         plan,
@@ -126,9 +129,8 @@ def prepare(
     return feed
 
 
-def _source_of(x: Any, y: Any, sample_weight: Any, *, job: Job, shuffle: bool) -> Source:
-    """Return the source of some data, of which every task has the same. A collective."""
-    source = as_source(x, y, sample_weight=sample_weight)
+def _checked_source(source: Source, *, job: Job, shuffle: bool) -> Source:
+    """Return the source as it is read, of which every task has the same. A collective."""
     check_supported(source, job.kind)
     if isinstance(source, InputFunctionSource) and not shuffle:
         # Each once: not by tasks that may overlap.
@@ -136,6 +138,12 @@ def _source_of(x: Any, y: Any, sample_weight: Any, *, job: Job, shuffle: bool) -
     share_random_states(job, source)
     require_same_examples(job, source)
     return source
+
+
+def _preprocessing_of(model: keras.Model | None) -> Callable[..., Any] | None:
+    """Return what a model of KerasHub makes of its batches in `fit`, None where it is nothing."""
+    has_none = getattr(model, "preprocessor", True) is None
+    return None if has_none else getattr(model, "preprocess_samples", None)
 
 
 def _order_of(examples: int | None, length: Length, *, batch: int, shuffle: bool) -> Order:

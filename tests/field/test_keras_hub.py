@@ -1,0 +1,124 @@
+"""Models of KerasHub: `fit`, `evaluate` and `predict` preprocess what they are given."""
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests import models
+from tests.models import difference
+from tests.refusals import refused
+from tfdist.data.resolve import as_source, check_supported
+from tfdist.data.source import preprocessed
+
+pytestmark = pytest.mark.slow
+
+RNG = np.random.default_rng(0)
+WORDS = ["the", "quick", "brown", "fox", "jumped", "dog", "lazy"]
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+TEXTS = np.array([" ".join(RNG.choice(WORDS, RNG.integers(2, 9))) for _ in range(20)])
+CLASSES = RNG.integers(0, 3, 20)
+IMAGES = RNG.integers(0, 256, (20, 8, 8, 3)).astype("uint8")
+OPTIONS = {"batch_size": 6, "epochs": 2, "shuffle": False}
+SIZES = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 8}
+
+
+def compiled(model, **options):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"], **options)
+    return model
+
+
+def bert():
+    tokenizer = keras_hub.tokenizers.BertTokenizer(vocabulary=VOCABULARY)
+    preprocessor = keras_hub.models.BertTextClassifierPreprocessor(tokenizer, sequence_length=12)
+    backbone = keras_hub.models.BertBackbone(
+        vocabulary_size=len(VOCABULARY), max_sequence_length=12, dropout=0.0, **SIZES
+    )
+    return compiled(
+        keras_hub.models.BertTextClassifier(
+            backbone=backbone, preprocessor=preprocessor, num_classes=3, dropout=0.0
+        )
+    )
+
+
+def gpt():
+    vocabulary = {letter: index for index, letter in enumerate("Ġabcdefghijklmnopqrstuvwxyz")}
+    vocabulary |= {"ab": len(vocabulary), "<|endoftext|>": len(vocabulary) + 1}
+    tokenizer = keras_hub.tokenizers.GPT2Tokenizer(vocabulary=vocabulary, merges=["a b"])
+    preprocessor = keras_hub.models.GPT2CausalLMPreprocessor(tokenizer, sequence_length=12)
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=len(vocabulary), max_sequence_length=12, dropout=0.0, **SIZES
+    )
+    backbone.enable_lora(2)
+    model = keras_hub.models.GPT2CausalLM(backbone=backbone, preprocessor=preprocessor)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, weighted_metrics=["accuracy"])
+    return model
+
+
+def vit():
+    converter = keras_hub.layers.ViTImageConverter(image_size=(8, 8), scale=1 / 255)
+    preprocessor = keras_hub.models.ViTImageClassifierPreprocessor(image_converter=converter)
+    backbone = keras_hub.models.ViTBackbone(
+        image_shape=(8, 8, 3),
+        patch_size=4,
+        num_layers=1,
+        num_heads=2,
+        hidden_dim=8,
+        mlp_dim=8,
+        dropout_rate=0.0,
+        attention_dropout=0.0,
+    )
+    return compiled(
+        keras_hub.models.ViTImageClassifier(
+            backbone=backbone, preprocessor=preprocessor, num_classes=3
+        )
+    )
+
+
+def batches(*data):
+    return tf.data.Dataset.from_tensor_slices(data if len(data) > 1 else data[0]).batch(6)
+
+
+PROGRAMS = {
+    "texts": (bert, {"x": TEXTS, "y": CLASSES, "validation_data": (TEXTS[:7], CLASSES[:7])}),
+    "weighted batches": (
+        bert,
+        {"x": batches(TEXTS, CLASSES), "batch_size": None, "class_weight": {0: 2.0, 2: 0.5}},
+    ),
+    "targets by the preprocessor": (gpt, {"x": TEXTS}),
+    "images": (vit, {"x": IMAGES, "y": CLASSES}),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_trained_as_by_its_own_fit(strategies, name):
+    make, data = PROGRAMS[name]
+    theirs, history = models.trained(None, make, **OPTIONS | data)
+    ours, found = models.trained(strategies[2], make, **OPTIONS | data)
+    assert difference(ours, theirs) < 1e-5
+    for key, values in history.items():
+        np.testing.assert_allclose(found[key], values, rtol=1e-4, err_msg=key)
+
+
+def test_evaluated_and_predicted_as_by_its_own_methods(strategies):
+    theirs = bert()
+    with strategies[2].scope():
+        ours = bert()
+    ours.set_weights(theirs.get_weights())
+    for one, other in (
+        (tfdist.evaluate(ours, TEXTS, CLASSES), theirs.evaluate(TEXTS, CLASSES, verbose=0)),
+        (tfdist.predict(ours, TEXTS), theirs.predict(TEXTS, verbose=0)),
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_table_of_its_tokenizer_is_refused_under_ps():
+    source = preprocessed(as_source(TEXTS), gpt().preprocess_samples)
+    assert refused(lambda: check_supported(source, "ps")) == (
+        "data under the ps strategy",
+        "variables-under-ps",
+    )
