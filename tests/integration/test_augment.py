@@ -2,10 +2,12 @@
 
 import hashlib
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdist
 from tests.refusals import refused
 from tfdist.data import (
     ArraySource,
@@ -226,3 +228,11 @@ def test_images_of_a_size_that_is_not_known_are_not_smaller_than_the_window():
     assert np.array_equal(cropped(IMAGES), IMAGES)
     with pytest.raises(tf.errors.InvalidArgumentError, match="smaller than a window of 5"):
         cropped(IMAGES[:, :, 1:])
+
+
+def test_a_model_is_built_for_the_size_that_a_transform_leaves():
+    model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(2)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    source = ArraySource(IMAGES, LABELS % 2, transform=RandomCrop(size=(4, 3)))
+    tfdist.fit(model, source, batch_size=8, verbose=0)
+    assert model.layers[-1].kernel.shape == (4 * 3 * 3, 2)
