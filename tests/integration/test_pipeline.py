@@ -61,7 +61,24 @@ def several():
     return keras.Model([a, b], [early, L.Dense(3, name="late")(x)], name="several")
 
 
+def nested():
+    """Models inside the model: one that has one inside, called for two inputs, and a Sequential."""
+    ids = keras.Input((6,), dtype="int32", name="ids")
+    embed = keras.Sequential([keras.Input((6,), dtype="int32"), L.Embedding(10, 4, mask_zero=True)])
+    embedded = keras.Model(ids, L.Dense(4, name="first")(embed(ids)), name="embedded")
+    x = keras.Input((6, 4), name="x")
+    encoder = keras.Model(
+        {"x": x}, L.Dense(5, name="last")(L.LSTM(5, name="lstm")(x)), name="encoder"
+    )
+    first, second = (keras.Input((6,), dtype="int32", name=name) for name in "ab")
+    y = L.Concatenate(name="join")([encoder({"x": embedded(each)}) for each in (first, second)])
+    head = keras.Sequential([keras.Input((10,)), L.Dense(4, name="hidden"), L.Dropout(0.2)])
+    y = L.Dense(3, name="out")(head(y, training=False))
+    return keras.Model([first, second], y, name="nested")
+
+
 MODELS = {
+    "nested": (nested, ["encoder"], {"encoder/": 1, "/hidden": 2}),
     "residual": (residual, ["conv0"], ["norm0", "pool"]),
     "words": (words, ["lstm0"], ["embed", "lstm0"]),
     "several": (several, ["second"], {"second": 1, "join": 2}),  # "late" follows "join"

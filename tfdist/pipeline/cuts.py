@@ -105,7 +105,8 @@ class LayerGraph:
 
     Attributes:
       model: the model.
-      functional: what holds its graph; the model itself, or what a Sequential has inside.
+      functional: what holds its graph; the model itself, or what a Sequential has inside. Layers of
+        models inside the model are in place of those.
       nodes: Keras' nodes; a layer that is used twice has two.
 
     Raises:
@@ -114,7 +115,7 @@ class LayerGraph:
 
     def __init__(self, model: keras.Model) -> None:
         self.model = model
-        functional = _functional(model)
+        functional, self._inside = _in_place(_functional(model))
         by_depth = functional._nodes_by_depth  # `operations` loses the calls of a layer used twice
         self.nodes: list[Any] = [
             node
@@ -186,8 +187,15 @@ class LayerGraph:
         return tuple(ranks[key] for key in keys)
 
     def behind_layers(self, names: Sequence[str]) -> Assignment:
-        """Return the assignment with a cut behind the (last) call of each named layer."""
-        last = {node.operation.name: i for i, node in enumerate(self.nodes)}
+        """Return the assignment with a cut behind the (last) call of each named layer.
+
+        Behind the last layer of a model inside the model, where that is named.
+        """
+        last = {
+            name: i
+            for i, node in enumerate(self.nodes)
+            for name in (*self._models_around(node), node.operation.name)
+        }
         for name in names:
             fix = "name the last layer of each stage but the last one"
             require_one_of("cut", name, last, fix=fix, code="unknown-layer")
@@ -202,6 +210,8 @@ class LayerGraph:
         used: set[str] = set()
         for node in self.nodes:
             path = getattr(node.operation, "path", None) or node.operation.name
+            if around := self._models_around(node):
+                path = "/".join([*around, node.operation.name])
             pattern = next((p for p in patterns if re.search(p, path)), None)
             if pattern is None:
                 assignment.append(max([assignment[i] for i in self._reads(node)], default=0))
@@ -335,6 +345,10 @@ class LayerGraph:
         nodes = (n for n, its in zip(self.nodes, assignment, strict=True) if its > stage)
         return next((n.operation.name for n in nodes if id(n.operation) in makers), "")
 
+    def _models_around(self, node: Any) -> tuple[str, ...]:
+        """Return the names of the models inside the model that a call is in, outermost first."""
+        return self._inside.get(id(node.output_tensors[0]), ())
+
     def _reads(self, node: Any) -> list[int]:
         return [self._made_by[id(t)] for t in node.input_tensors if id(t) in self._made_by]
 
@@ -350,10 +364,9 @@ def has_mask(tensor: Any) -> bool:
 
 
 def _functional(model: keras.Model) -> Any:
-    """Return what holds the model's graph of layers."""
-    inner = getattr(model, "_functional", None) if isinstance(model, keras.Sequential) else model
-    own_call = type(model).call not in (keras.Sequential.call, Functional.call)
-    if own_call or inner is None or not hasattr(inner, "_nodes_by_depth"):
+    """Return what holds the model's graph of layers; raise UsageError where nothing does."""
+    functional = _graph_inside(model)
+    if functional is None:
         state = "not built" if isinstance(model, keras.Sequential) else "with a call of its own"
         raise UsageError(
             f"model {model.name!r}",
@@ -362,7 +375,63 @@ def _functional(model: keras.Model) -> Any:
             fix="make it of keras.Input and layers, or train it under another strategy",
             code="no-layer-graph",
         )
-    return inner
+    return functional
+
+
+def _graph_inside(operation: Any) -> Any:
+    """Return what holds the graph of layers that a model's call computes, None without one."""
+    if getattr(type(operation), "call", None) is keras.Sequential.call:
+        return getattr(operation, "_functional", None)
+    has_graph = getattr(type(operation), "call", None) is Functional.call
+    return operation if has_graph and hasattr(operation, "_nodes_by_depth") else None
+
+
+def _in_place(functional: Any) -> tuple[Any, dict[int, tuple[str, ...]]]:
+    """Return a graph in which models inside the model are the calls of their layers.
+
+    And the names of the models that a call was in, outermost first, by the `id` of its outputs.
+    """
+    inside: dict[int, tuple[str, ...]] = {}
+
+    def run(graph: Any, given: list[Any], around: tuple[str, ...]) -> Any:
+        def placed(operation: Any) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                inner = _graph_inside(operation)
+                flat = None if inner is None else _taken(inner, args, kwargs)
+                if flat is not None:
+                    return run(inner, flat, (*around, operation.name))
+                # Without what Keras has added, so that it adds the masks that there are in place.
+                made = operation(*args, **{k: v for k, v in kwargs.items() if _is_given(k, v)})
+                inside.update((id(t), around) for t in keras.tree.flatten(made))
+                return made
+
+            return call
+
+        return graph._run_through_graph(given, operation_fn=placed)
+
+    if not any(map(_graph_inside, functional.operations)):
+        return functional, inside
+    outputs = run(functional, functional.inputs, ())
+    return Functional(functional._inputs_struct, outputs, name=functional.name), inside
+
+
+def _is_given(name: str, value: Any) -> bool:
+    """Return whether an argument of a call says more than whether it trains, and without a mask."""
+    leaves = keras.tree.flatten([value])
+    return name != "training" and not ("mask" in name and leaves.count(None) == len(leaves))
+
+
+def _taken(inner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """Return the flat inputs of a call of a model, None where the call does more than take them."""
+    flat = keras.tree.flatten(list(args))
+    plain = len(args) == 1 and not any(_is_given(k, v) for k, v in kwargs.items())
+    plain = plain and len(flat) == len(inner.inputs)
+    keys = [sorted(x) if isinstance(x, dict) else None for x in (*args, inner._inputs_struct)]
+    if not plain or keys[0] != keys[1]:
+        return None
+    pairs = zip(flat, inner.inputs, strict=True)
+    same = all(x.dtype == y.dtype and len(x.shape) == len(y.shape) for x, y in pairs)
+    return flat if same else None
 
 
 def _require_no_state(operation: Any) -> None:
