@@ -50,8 +50,9 @@ if TYPE_CHECKING:
 SERVER_GRACE_S = 3.0
 """How long workers and ps may take to end once the chief has: they hold nothing to save."""
 
-STRAGGLER_GRACES = 6
-"""For how many grace periods the other workers may go on after their chief is done."""
+STRAGGLER_S, STRAGGLER_GRACES = 60.0, 6
+"""How long the other workers may go on after their chief is done: so long, or so many grace
+periods. They end by themselves, and no short grace is to cut that off."""
 
 STACKS_S = 0.5
 """How long the stacks of a task that hangs may take to come into its log."""
@@ -141,7 +142,7 @@ class _Decision:
 
     def _see_chief_done(self) -> None:
         state = self._state
-        state.straggler_deadline_s = self._now_s + STRAGGLER_GRACES * state.grace_s
+        state.straggler_deadline_s = self._now_s + self._straggler_s
         state.is_done = True
         for served in filter(state.serves_nobody, state.root_cause.tasks):
             state.root_cause.forget(served)  # they have seen it before
@@ -354,9 +355,13 @@ class _Decision:
             self._say(f"killed, as still running: {named(state.running)}")
         self._kill()
 
+    @property
+    def _straggler_s(self) -> float:
+        return max(STRAGGLER_S, STRAGGLER_GRACES * self._state.grace_s)
+
     def _end_stragglers(self) -> None:
         state = self._state
-        waited_s = STRAGGLER_GRACES * state.grace_s
+        waited_s = self._straggler_s
         late = [t for t in state.running if t != EVALUATOR and not state.serves_nobody(t)]
         cause = f"still running {waited_s:g} s after {state.chief} was done"
         if late:
