@@ -76,8 +76,12 @@ def codes(jobs):
 
 @STARTS
 def test_each_launcher_starts_its_own_tasks_of_one_cluster(both, command, tmp_path):
-    secret = {"TFDIST_RENDEZVOUS_TOKEN": TOKEN}
-    jobs = both(TELL, slots=2, env=secret, command=command)
+    (tmp_path / "site").mkdir()  # with a disk that is busy
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import os, time; os.fsync = lambda fd: time.sleep(6)"
+    )
+    env = {"TFDIST_RENDEZVOUS_TOKEN": TOKEN, "PYTHONPATH": f"{ROOT}:{tmp_path / 'site'}"}
+    jobs = both(TELL, slots=2, env=env, command=command)
     assert codes(jobs) == [0, 0]
     told = [[json.loads(line) for line in re.findall("told (.*)", job.text)] for job in jobs]
     here = [sorted(config["task"]["index"] for config in configs) for configs in told]

@@ -438,7 +438,8 @@ class JobRun:
     def _write_report(self, exit_code: int | None) -> None:
         """Write it in one piece; `exit_code` None means that the job still runs."""
         content = {"exit_code": exit_code, "job": self._description, "attempts": self._entries}
-        write_json(self._report_file, content)
+        # Not waited for by the disk: other hosts would take a launcher that is in it for gone.
+        write_json(self._report_file, content, durable=False)
 
 
 def _epoch_s() -> float:
