@@ -20,7 +20,8 @@ and from another to host 0::
 
     {"ready": ports}                          ready for an attempt
     {"event": kind, ..., "lines": [...]}      what has happened; of a task's end, its last lines
-    {"states": {task: state}}                 states of the tasks' processes
+    {"states": {task: state}, "full": bool}   states of the tasks' processes, and whether these
+                                              wait, as nobody reads the output of this host
     {"lines": [...], "task": task}            the stacks that were asked for
 
 `encode` and `decode` are for any frozen dataclass, and check every type; the doctor sends its

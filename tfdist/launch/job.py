@@ -359,7 +359,7 @@ class JobRun:
             is_ps=is_ps,
             chief=tasks[0],
             state_of=self._team.state_of,
-            is_held_up=lambda: self._screen.out.is_full,
+            is_held_up=lambda: self._team.is_held_up,
         )
         state = JobState(
             job_tasks=tasks,

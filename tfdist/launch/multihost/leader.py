@@ -60,6 +60,7 @@ class Team:
         self._alive: dict[Task, int] = {}
         self._lost: dict[int, str] = {}
         self._states: dict[Task, str | None] = {}
+        self._full: dict[int, bool] = {}  # whether tasks wait, as nobody reads a host's output
         self._stopping_ranks: set[int] = set()
         self._local.watch(hub.fileno())
 
@@ -115,6 +116,7 @@ class Team:
         self._alive.clear()
         self._lost.clear()
         self._states.clear()
+        self._full.clear()
         self._stopping_ranks.clear()
         at = {0: [port.address for port in self._part.ports.renewed()]} | {
             rank: [join(self.hub.address_of(rank), port) for port in self._ports[rank]]
@@ -220,6 +222,11 @@ class Team:
             return self._local.state_of(task)
         return self._states.get(task, "S")
 
+    @property
+    def is_held_up(self) -> bool:
+        """Return whether tasks wait for their launcher, as nobody reads what they print."""
+        return self._screen.out.is_full or any(map(self._full.get, self._alive.values()))
+
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
         """Return what has happened, after `timeout_s` at the latest."""
         self._turn()
@@ -267,6 +274,7 @@ class Team:
             if "event" in message:
                 self._event(rank, message)
             elif "states" in message:
+                self._full[rank] = message.get("full") is True
                 for name, state in dict(message["states"]).items():
                     if self._alive.get(task := task_of(name)) == rank:
                         self._states[task] = None if state is None else str(state)

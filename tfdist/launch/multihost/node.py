@@ -152,7 +152,7 @@ class Node:
         if (running := self._processes.running) and now_s >= self._states_sent_s + _STATES_EVERY_S:
             self._states_sent_s = now_s
             states = {str(task): self._processes.state_of(task) for task in running}
-            member.send({"states": states})
+            member.send({"states": states, "full": self._screen.out.is_full})
 
     def _execute(self, member: Member, message: Message) -> None:
         match message:
