@@ -223,20 +223,26 @@ def test_the_first_failure_ends_everything_and_is_named_before_its_victims(launc
 @STARTS
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])
 def test_a_signal_reaches_each_task_by_its_name_and_is_the_exit_code(launch, command, signum, code):
+    """And not what a task has started, such as the readers of its data."""
     source = """
     import os, signal
     wanted = {signal.SIGINT, signal.SIGUSR1}
     signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+    asked, ask = os.pipe()
+    if not (reader := os.fork()):
+        os.read(asked, 1)
+        os._exit(len(signal.sigpending()))
     os.write(1, b"ready %d\\n" % os.getpid())
     signal.sigwait(wanted)
-    print("saved")
+    os.write(ask, b"x")
+    print("saved, and heard by", os.waitpid(reader, 0)[1] >> 8, "readers")
     """
     job = launch(source, "--workers=2", command=command)
     titles = {Path(f"/proc/{pid}/cmdline").read_text().strip("\0") for pid in job.ready(2)}
     assert titles == {"tfdist worker-0 program.py", "tfdist worker-1 program.py"}
     job.signal(signum)
     assert job.end() == code
-    assert job.text.count("saved\n") == 2
+    assert job.text.count("saved, and heard by 0 readers\n") == 2
     assert "Traceback" not in job.text
 
 

@@ -216,22 +216,11 @@ def test_what_a_task_leaves_is_ended_and_why_the_kernel_killed_it_is_told(world,
     assert ended == Ended(task=W0, status=-signal.SIGKILL, at_s=5, cause="out of memory")
 
 
-def test_a_task_that_has_no_group_of_its_own_yet_is_signalled_too(world, processes):
-    """A fork server tells of a start before the new process has come to make its session."""
-    with subprocess.Popen(["sleep", "1000"]) as child:
-        world.starts(processes, pid=child.pid)
-        try:
-            processes.perform(Signal(W0, signal.SIGTERM))
-            assert child.wait(DEADLINE_S) == -signal.SIGTERM
-        finally:
-            child.kill()
-
-
 @pytest.mark.parametrize("task", [W0, W1])
 def test_a_start_that_failed_leaves_nothing_for_the_next_one(world, processes, monkeypatch, task):
     """As that of a worker of a ps job, when the machine had no process left for it."""
     sent = []
-    monkeypatch.setattr(os, "killpg", lambda pid, signum: sent.append(signum))
+    monkeypatch.setattr(os, "kill", lambda pid, signum: sent.append(signum))
     if task == W1:
         world.is_full = True
         ended = processes.perform(Start(W1))

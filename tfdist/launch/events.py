@@ -144,7 +144,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Send a signal to a task's whole process group: the job is about to end."""
+    """Send a signal to a task: the job is about to end."""
 
     task: Task
     signum: int

@@ -261,7 +261,7 @@ class JobProcesses:
         if pid is not None:
             if signum == signal.SIGKILL and proc_state(pid) == "Z":  # and its parent is silent
                 self._starter.give_up()
-            _signal_group(pid, signum)
+            _send(pid, signum)
         elif self._starter.withdraw(task):
             self._running.pop(task)
             self._news.append(Ended(task=task, status=-signum, at_s=self._clock()))
@@ -271,10 +271,8 @@ class JobProcesses:
                 self._starter.give_up()
 
     def _ask_for_stacks(self, task: Task) -> None:
-        """Signal the task's process alone: its own processes, which might end, hear nothing."""
         if pid := self._running.get(task):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, STACK_SIGNAL)
+            _send(pid, STACK_SIGNAL)
 
     def _kill_one(self, task: Task) -> None:
         if task in self._running and self._running[task] is None:
@@ -338,7 +336,7 @@ class JobProcesses:
         self._evidence.started(started.pid)
         self._news.append(started)
         if task in self._owed:
-            _signal_group(started.pid, self._owed.pop(task))
+            _send(started.pid, self._owed.pop(task))
 
     def _on_signals(self) -> None:
         came = self.signals.read()
@@ -438,9 +436,7 @@ class JobProcesses:
             self.unwatch(console.fd)
 
 
-def _signal_group(pid: int, signum: int) -> None:
+def _send(pid: int, signum: int) -> None:
+    """Signal a task alone: its own processes, which may read its data, live until it has saved."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        try:
-            os.killpg(pid, signum)
-        except ProcessLookupError:  # forked just now, and leads no group yet
-            os.kill(pid, signum)
+        os.kill(pid, signum)
