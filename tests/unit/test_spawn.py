@@ -1,5 +1,6 @@
 """What `tfdist.spawn` refuses before anything is started, and what it makes of a job's answers."""
 
+import io
 import json
 import linecache
 import os
@@ -17,6 +18,7 @@ from tfdist.launch import spawn as spawning
 from tfdist.launch.guardian import MARK
 
 LOCK = threading.Lock()
+RUN = spawning._run
 
 
 def by_value(source):
@@ -135,6 +137,16 @@ def test_a_failure_is_told_to_who_ignores_the_ends_of_processes(tmp_path_factory
             spawning.spawn(len, "x", strategy="single", run_dir=str(run_dir))
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def test_what_the_callers_output_has_no_letters_for_does_not_end_the_job(monkeypatch):
+    """As in a locale of Latin-1, where tasks print bytes that are no UTF-8."""
+    output = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", output)
+    text = r"printf '\342\226\210 \303\274 \374'; kill -9 $$"
+    monkeypatch.setattr(spawning, "bound_command", lambda command, signum: ["sh", "-c", text])
+    assert RUN([], keep_fds=()) == (137, False, ["\u2588 \xfc \ufffd"])
+    assert output.buffer.getvalue() == b"\\u2588 \xfc \\ufffd"
 
 
 def test_the_lines_of_cells_go_along_and_those_of_files_do_not(monkeypatch):

@@ -27,6 +27,7 @@ from typing import IO, Any, cast
 
 from tfdist.cluster import read_environment
 from tfdist.errors import EXIT_FAILED, JobFailed, TfdistError, UsageError, near
+from tfdist.launch.events import exit_code_of
 from tfdist.launch.guardian import MARK, bound_command
 from tfdist.launch.options import FLAGS, parse
 from tfdist.launch.run_dir import chosen_run_dir, earlier_attempts
@@ -277,7 +278,7 @@ def _run(flags: Sequence[str], *, keep_fds: tuple[int, ...]) -> tuple[int, bool,
             if requests:
                 process.send_signal(signal.SIGINT)
             lines = _shown(process)
-            return process.wait(), bool(requests), lines
+            return exit_code_of(process.wait()), bool(requests), lines
         finally:
             _end(process)
 
@@ -301,10 +302,12 @@ def _shown(process: subprocess.Popen[bytes]) -> Sequence[str]:
     """Write what the launcher prints to `sys.stdout` until its end; return the last lines."""
     assert process.stdout is not None
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     lines: deque[str] = deque([""], maxlen=_LINES_KEPT)
     while data := os.read(process.stdout.fileno(), _READ_BYTES):
         text = decoder.decode(data)
-        sys.stdout.write(text)
+        # What the caller's output has no letters for must not end the job.
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
         first, *more = text.split("\n")
         lines[-1] += first
