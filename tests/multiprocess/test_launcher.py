@@ -73,7 +73,9 @@ def test_a_module_runs_as_python_would_run_it(launch, tmp_path, command):
     assert f"[worker-0] saw __main__ package.tool ['{script}'] {tmp_path}\n" in job.text
 
 
-def test_a_programs_own_processes_can_be_spawned(launch):
+def test_a_programs_own_processes_can_be_spawned(launch, tmp_path):
+    """In a directory with a module of a name that Python has too, and the launcher imports."""
+    (tmp_path / "secrets.py").write_text("KEY = 5")
     job = launch(
         """
         import multiprocessing

@@ -61,4 +61,7 @@ def _open_standard_files() -> None:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        # The directory of the program comes last: its secrets.py, say, is not Python's.
+        sys.path.append(sys.path.pop(0))
     sys.exit(main())
