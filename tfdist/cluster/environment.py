@@ -280,7 +280,7 @@ def slurm_nodes(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
             "SLURM_STEP_TASKS_PER_NODE",
             shown(text(environ, "SLURM_STEP_TASKS_PER_NODE")),
             "1 for each node: a launcher starts the tasks of its node itself",
-            "run srun with --ntasks-per-node=1",
+            f"run srun with --ntasks-per-node=1, or in a shell of srun --pty set {CLUSTER}=none",
         )
     return [node.name for node in step.of_ranks], step.rank
 

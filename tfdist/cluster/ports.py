@@ -178,7 +178,10 @@ def _cannot_hold(n: int, error: OSError, *, among: Sequence[int] | None) -> Usag
         fix = "raise the limit of open files (ulimit -n)"
     elif among is not None:
         given = f"{among[0]} to {among[-1]}"
-        fix = f"give more ports than {given} (--ports), or end what has them (ss -tanp)"
+        fix = (
+            f"give more ports than {given} (--ports), or end what has them (ss -tanp); those of a "
+            "job that has just ended are free a minute later"
+        )
     return UsageError(
         "ports",
         received=f"{n} to hold ({error.strerror})",
