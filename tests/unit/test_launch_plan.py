@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tfdist.cluster import decode
 from tfdist.cluster import ports as held_ports
 from tfdist.cluster.ports import PortPool
 from tfdist.launch.job import run_job
-from tfdist.launch.machine import Machine, listed_gpus, visible_gpus
+from tfdist.launch.machine import Machine, listed_gpus, this_machine, visible_gpus
 from tfdist.launch.multihost.hosts import group_alone
 from tfdist.launch.options import parse
 from tfdist.launch.plan import Attempt, JobDescription, decided_strategy, render, start_method
@@ -247,6 +248,21 @@ def test_more_gpus_than_there_are_is_a_mistake(line, where):
 )
 def test_visible_gpus_are_read_as_cuda_reads_them(value, gpus):
     assert visible_gpus(value) == gpus
+
+
+def test_a_driver_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
+    """Its nvidia-smi is in the kernel, and hears no signal."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 1000")
+    program.chmod(0o755)
+    monkeypatch.setattr("tfdist.launch.machine._NVIDIA_SMI_TIMEOUT_S", 0.1)
+    deaf: list[subprocess.Popen[str]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "kill", lambda process: deaf.append(process))
+        assert this_machine({"PATH": f"{tmp_path}:{os.environ['PATH']}"}).gpus == ()
+    (process,) = deaf
+    process.kill()
+    process.communicate()
 
 
 def test_the_parts_of_a_divided_gpu_are_devices_of_their_own():

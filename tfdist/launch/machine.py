@@ -120,12 +120,16 @@ def _gpus_of_machine(environ: Mapping[str, str]) -> tuple[str, ...]:
     if command is None:
         return ()
     try:
-        listed = subprocess.run(
-            [command, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S
+        process = subprocess.Popen(
+            [command, "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-    except (OSError, subprocess.TimeoutExpired):
+        listed, _ = process.communicate(timeout=_NVIDIA_SMI_TIMEOUT_S)
+    except OSError:
         return ()
-    return listed_gpus(listed.stdout)
+    except subprocess.TimeoutExpired:
+        process.kill()  # and not waited for: where the driver hangs it hears not even that
+        return ()
+    return listed_gpus(listed)
 
 
 def listed_gpus(text: str) -> tuple[str, ...]:
