@@ -72,7 +72,7 @@ FLAGS = {
     "CFG013": ["config.early_stopping_patience=2 --config.validation_split="],
     "unknown-flag": [("confg=x.py", "'--config'"), ("global_batch_size=3", "'--config.global_b")],
     "no-value": ["config"],
-    "missing-file": ["config=/nowhere.py"],
+    "missing-file": ["config=/nowhere.py", f"config={'x' * 300}"],
 }
 
 

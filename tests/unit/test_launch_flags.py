@@ -146,6 +146,7 @@ def folder(tmp_path, monkeypatch):
         ("jobs/train_bug.py", "missing-file", "did you mean 'train_big.py'?"),
         ("job/train.py", "missing-file", ""),
         *((name, "no-file", name) for name in ("jobs", "/", "/dev/stdin")),
+        ("x" * 300, "no-file", "(File name too long)"),  # or in a directory not to be entered
         ("-m packages.train", "missing-module", "did you mean 'package'?"),
         ("-m package.trian", "missing-module", "did you mean 'train'?"),
         ("-m outer.inner.trian", "missing-module", "did you mean 'train'?"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import os
 import re
 import runpy
 import traceback
@@ -131,7 +132,7 @@ def load(path: str) -> ConfigDict:
     """Run a config file and return its configuration; raise UsageError where it fails."""
     from ml_collections import ConfigDict
 
-    if not Path(path).is_file():
+    if not os.path.isfile(path):  # nor one in a directory that this user may not enter
         near_by = [str(file) for file in Path(path).parent.glob("*.py")]
         raise UsageError(
             "--config",

@@ -20,7 +20,7 @@ from importlib.machinery import BuiltinImporter, ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from tfdist.argument_parser import Parser
+from tfdist.argument_parser import Parser, reading_file
 from tfdist.cluster import STRATEGIES
 from tfdist.cluster.ports import parse_ports
 from tfdist.errors import UsageError, mutually_exclusive, near, require_one_of
@@ -523,11 +523,13 @@ def _refuse_program(received: str, expected: str, fix: str, *, code: str) -> NoR
 
 def _check_script(target: str) -> None:
     path = Path(target)
+    with reading_file("program", target, expected="a Python script"):
+        is_directory, is_file = path.is_dir(), path.is_file()
     # What is in /dev or /proc is something else in each process.
-    if path.is_dir() or path.parts[:2] in (("/", "dev"), ("/", "proc")):
+    if is_directory or path.parts[:2] in (("/", "dev"), ("/", "proc")):
         fix = "write the script to a file, or use -m for a package"
         _refuse_program(f"{target}, which is no file", "a Python script", fix, code="no-file")
-    if not path.is_file():
+    if not is_file:
         meant = near(path.name, [entry.name for entry in path.parent.glob("*")])
         received = f"{target}, which does not exist{meant}"
         _refuse_program(received, "a Python script", "correct the path", code="missing-file")
