@@ -107,9 +107,11 @@ def test_answers_come_back_in_order_and_one_cut_short_is_left_out(memory):
     for record in records:
         spawning._answer(memory, record)
     assert spawning._answers(memory) == records
-    spawning._answer(memory, records[1])
-    os.ftruncate(memory, os.fstat(memory).st_size - 3)
+    os.lseek(memory, 0, os.SEEK_END)
+    os.write(memory, pickle.dumps(records[2])[:1000])  # the task is killed
     assert spawning._answers(memory) == records
+    spawning._answer(memory, records[1])  # of the next attempt
+    assert spawning._answers(memory) == [*records, records[1]]
 
 
 def test_a_task_that_was_killed_is_told_by_the_last_it_printed():

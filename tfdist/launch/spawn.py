@@ -35,6 +35,7 @@ from tfdist.launch.run_dir import chosen_run_dir, earlier_attempts
 _MODULE = "tfdist.launch.spawn"
 _OPTIONS = tuple(f.name for f in FLAGS if f.name not in ("help", "fork_server", "keep_fds"))
 _READ_BYTES = 1 << 16
+_END_BYTES = 8
 _LINES_KEPT = 20
 
 
@@ -220,12 +221,18 @@ def _first_line(error: BaseException) -> str:
 
 
 def _answers(fd: int) -> list[dict[str, Any]]:
-    """Return what tasks have written; what one was killed over, and what follows it, is not."""
+    """Return what tasks have written, without what one was killed over."""
     answers = []
-    with _opened(fd, "rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
-        while True:
+    with _opened(fd, "rb") as file:
+        end = _end_of_answers(file)
+        while file.tell() < end:
             answers.append(pickle.load(file))
     return answers
+
+
+def _end_of_answers(file: IO[bytes]) -> int:
+    """Return where the last whole answer ends, which the file says first; go to the first one."""
+    return int.from_bytes(file.read(_END_BYTES)) or file.seek(_END_BYTES)
 
 
 def _failed(
@@ -381,9 +388,13 @@ def _traceback(error: BaseException) -> str:
 
 def _answer(fd: int, record: Mapping[str, Any]) -> None:
     """Append a record in one piece: no other task writes meanwhile."""
-    with _opened(fd, "ab") as file:
+    with _opened(fd, "r+b") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)  # until it is closed
+        file.seek(_end_of_answers(file))
         file.write(pickle.dumps(dict(record)))
+        end = file.tell()
+        file.flush()
+        os.pwrite(file.fileno(), end.to_bytes(_END_BYTES), 0)
 
 
 if __name__ == "__main__":
