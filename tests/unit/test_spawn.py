@@ -141,6 +141,29 @@ def test_a_failure_is_told_to_who_ignores_the_ends_of_processes(tmp_path_factory
         signal.signal(signal.SIGCHLD, before)
 
 
+def test_answers_of_attempts_that_failed_do_not_count(tmp_path_factory, monkeypatch):
+    run_dir = tmp_path_factory.mktemp("run")
+    error = {"kind": "error", "task": "worker-0", "attempt": 1, "traceback": "of 1", "value": None}
+    result = {"kind": "result", "task": "worker-0", "attempt": 1, "value": pickle.dumps("of 1")}
+    last = {"attempt": 2, "first_failure": {"task": "worker-0", "cause": "killed by SIGKILL"}}
+
+    def ended_with(code):
+        def run(flags, *, keep_fds):
+            for answer in (error, result):
+                spawning._answer(keep_fds[1], answer)
+            (run_dir / "report.json").write_text(json.dumps({"attempts": [{"attempt": 1}, last]}))
+            return code, False, []
+
+        (run_dir / "report.json").unlink(missing_ok=True)
+        monkeypatch.setattr(spawning, "_run", run)
+        return spawning.spawn(len, "x", strategy="single", run_dir=str(run_dir))
+
+    assert ended_with(0) is None
+    with pytest.raises(JobFailed, match="killed by SIGKILL") as raised:
+        ended_with(137)
+    assert raised.value.traceback == ""
+
+
 def test_what_the_callers_output_has_no_letters_for_does_not_end_the_job(monkeypatch):
     """As in a locale of Latin-1, where tasks print bytes that are no UTF-8."""
     output = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")

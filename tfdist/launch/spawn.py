@@ -88,7 +88,8 @@ def spawn(
         before = len(earlier_attempts(run_dir))
         code, is_interrupted, lines = _run(command, keep_fds=fds)
         answers = _answers(answers_fd)
-    entries = earlier_attempts(run_dir)[before:]
+    if entries := earlier_attempts(run_dir)[before:]:
+        answers = [answer for answer in answers if answer["attempt"] == entries[-1]["attempt"]]
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # the kernel keeps the code to itself
         code = entries[-1]["exit_code"] if entries else EXIT_FAILED
     if code == 0:
@@ -346,19 +347,19 @@ def serve(argv: Sequence[str]) -> None:
     for name, lines in given["cells"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     config = read_environment(os.environ)
-    task = str(config.task) if config else ""
+    attempt = config.options.attempt if config else 1
+    me = {"task": str(config.task) if config else "", "attempt": attempt}
     try:
         fn, args = pickle.loads(given["call"])
         value = fn(*args)
         if config is None or config.task == config.cluster.chief_task:
-            _answer(answers_fd, {"kind": "result", "task": task, "value": _value(value)})
+            _answer(answers_fd, {"kind": "result", **me, "value": _value(value)})
     except Exception as error:
         trace = "" if isinstance(error, TfdistError) else _traceback(error)
         pickled: bytes | None = None
         with contextlib.suppress(Exception):  # one that cannot be pickled: its text is there
             pickled = _value(error)
-        record = {"kind": "error", "task": task, "traceback": trace, "value": pickled}
-        _answer(answers_fd, record)
+        _answer(answers_fd, {"kind": "error", **me, "traceback": trace, "value": pickled})
         raise
 
 
