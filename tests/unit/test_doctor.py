@@ -486,6 +486,7 @@ def test_servers_that_come_to_no_result_are_a_finding(program, error, tmp_path, 
     deadline_s = 0.0 if "no result" in error else 60.0
     monkeypatch.setattr("tfdist.ops.doctor.servers.DEADLINE_S", deadline_s)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")  # as in a pod that can be read only
     environ = {"PYTHONPATH": str(tmp_path)}
     with contextlib.closing(ServerProcess(0, ["a:1", "b:1"], environ=environ)) as server:
         if not deadline_s:

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -148,8 +147,9 @@ class ServerProcess:
         # What is tried is what tasks on CPUs do: no GPU is taken from whoever has them.
         own = {**environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
         own.pop("TF_CONFIG", None)
-        self._stdout = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
+        # In memory: a pod may have no directory to write to.
+        self._stdout = open(os.memfd_create("stdout"), "w+b")  # noqa: SIM115  # closed in close
+        self._stderr = open(os.memfd_create("stderr"), "w+b")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tfdist.ops.doctor.servers", str(index), *addresses],
             stdin=subprocess.PIPE,
