@@ -15,6 +15,7 @@ from tests.refusals import refusal, refused
 from tfdist.cluster import decode
 from tfdist.cluster import ports as held_ports
 from tfdist.cluster.ports import PortPool
+from tfdist.errors import TfdistError
 from tfdist.launch.job import run_job
 from tfdist.launch.machine import Machine, listed_gpus, this_machine, visible_gpus
 from tfdist.launch.multihost.hosts import group_alone
@@ -329,12 +330,17 @@ def test_the_run_directory_is_absolute_and_new_unless_given(tmp_path, monkeypatc
     assert chosen_run_dir(None) != chosen_run_dir(None)
 
 
-def test_a_file_system_without_locks_is_not_taken_for_another_job(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOLCK, 2), (errno.ENOSPC, 1)])
+def test_a_file_system_without_locks_or_room_is_not_taken_for_another_job(
+    tmp_path, monkeypatch, number, code
+):
     def refuse(descriptor, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    assert refused(lambda: RunDir(tmp_path)) == ("--run_dir", "not-writable")
+    with pytest.raises(TfdistError, match=f"^--run_dir.*{os.strerror(number)}") as raised:
+        RunDir(tmp_path)
+    assert raised.value.exit_code == code
 
 
 # TF_CONFIG in the launcher's own environment

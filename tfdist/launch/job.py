@@ -312,7 +312,7 @@ class JobRun:
         The report is written after each.
 
         Raises:
-            UsageError: the run directory cannot be written to; nothing has been started.
+            TfdistError: the run directory cannot be written to; nothing has been started.
         """
         with contextlib.ExitStack() as stack:
             if (port := self._job.options.metrics_port) is not None:
@@ -418,7 +418,7 @@ class JobRun:
             return exit_code_for(stop_signal)
         try:
             logs = self._run_dir.start_attempt()
-        except UsageError as error:
+        except TfdistError as error:
             return self._not_again(error, attempt.exit_code)
         self._policy.restarted(attempt.failure)
         self._screen.say(f"started again as attempt {self._run_dir.attempt} ({attempt.restart})")

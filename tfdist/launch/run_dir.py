@@ -5,6 +5,7 @@ The report has each attempt, its tasks, and its root cause.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.cluster import Task
-from tfdist.errors import UsageError
+from tfdist.errors import TfdistError, UsageError
 from tfdist.files import FileLock, Held
 from tfdist.launch.diagnosis import Failure
 from tfdist.launch.events import signal_name
@@ -53,7 +54,7 @@ class RunDir:
     of the last attempt that was started.
 
     Raises:
-        UsageError: it cannot be written to, or another job runs in it.
+        TfdistError: it cannot be written to, or another job runs in it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,8 +92,10 @@ class RunDir:
         return logs
 
 
-def not_writable(path: Path, error: OSError) -> UsageError:
+def not_writable(path: Path, error: OSError) -> TfdistError:
     """Return the error for a run directory that refuses what is written to it."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):  # no mistake, and worth another try
+        return TfdistError(f"--run_dir {path}: {error.strerror}. Fix: make room, or give another")
     return UsageError(
         "--run_dir",
         received=f"{path} ({error.strerror})",
