@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tfdist.serving.supervisor import ServeOptions
 
 _LOCAL_ALONE = ("token", "tls_cert", "tls_key", "access_log")  # of the flags, not of Ray
+_MOST = {"max_batch": 65535, "max_body_mib": 2047}  # a frame's number of 2 bytes; gRPC's int
 _SHORTEST_HANG_S = 5.0  # by default: a machine with much to do is silent for seconds
 _NEEDED = ("uvicorn", "httptools", "orjson", "grpc", "grpc_health", "prometheus_client")
 
@@ -80,6 +81,15 @@ def _check(options: Any) -> None:
     require_packages("tfdist.serve", *_NEEDED, extra="serving")
     for flag in ("replicas", "max_batch", "max_queue", "max_queue_mib", "max_body_mib"):
         require_int(f"--{flag}", getattr(options, flag), least=1)
+    for flag, most in _MOST.items():
+        require(
+            getattr(options, flag) <= most,
+            f"--{flag}",
+            received=getattr(options, flag),
+            expected=f"at most {most}",
+            fix="pass a smaller number",
+            code="too-large",
+        )
     require_int("--spares", options.spares, least=0)
     if options.hang_s is None:  # so that a request has as long again at the next replica
         options.hang_s = max(_SHORTEST_HANG_S, options.timeout_s / 2)

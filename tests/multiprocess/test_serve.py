@@ -29,6 +29,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
 from tensorflow_serving.config import model_server_config_pb2
 
 from tests.mutations import mutated
@@ -212,8 +213,10 @@ def send_again(connection: http.client.HTTPConnection, body: str, path: str = PR
         return send_once(connection, body, path)
 
 
-def send_once(connection: http.client.HTTPConnection, body: str, path: str = PREDICT) -> Any:
-    connection.request("POST", path, body)
+def send_once(
+    connection: http.client.HTTPConnection, body: str, path: str = PREDICT, headers: Any = None
+) -> Any:
+    connection.request("POST", path, body, headers or {})
     return json.loads(connection.getresponse().read())
 
 
@@ -224,7 +227,7 @@ def wait_for_more(outcomes: Counter[str], more: int = 20) -> None:
 
 def in_field_1(message: bytes) -> bytes:
     """A request whose first field is a message."""
-    return b"\x0a" + bytes([len(message)]) + message
+    return BytesValue(value=message).SerializeToString()
 
 
 def call(channel: grpc.Channel, spec: bytes = OF_M, **options: Any) -> None:
@@ -255,8 +258,11 @@ def test_both_protocols_answer(shared):
     status, answer = shared.send("POST", PREDICT, zipped, {"Content-Encoding": "gzip"})
     assert (status, answer["predictions"]) == (200, [3])
     offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": ""}
-    status, answer = shared.send("POST", PREDICT, '{"instances": [4]}', offer)
-    assert (status, answer["predictions"]) == (200, [4])
+    with contextlib.closing(shared.connect()) as connection:
+        for number in (4, 5):  # the second one over the same connection
+            asked = json.dumps({"instances": [number]})
+            answer = send_once(connection, asked, headers=offer)
+            assert answer["predictions"] == [number]
     body = b"POST \r\nUpgrade: h2c\r\n\r\n"  # no JSON, but not to be changed either
     with socket.create_connection(shared.rest, timeout=DEADLINE_S) as connection:
         head = f"{HEAD}Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -268,10 +274,11 @@ def test_both_protocols_answer(shared):
         call(channel)
         health = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert health(b"", timeout=DEADLINE_S) == b"\x08\x01"
-        with pytest.raises(grpc.RpcError) as error:
-            call(channel, b"\x0a\x01x")
-    assert error.value.code() is grpc.StatusCode.NOT_FOUND
-    assert error.value.details() == str(Target(name="x").not_found())
+        for name in ("x", "ü" * 2000):  # which has 12,000 bytes in a trailer
+            with pytest.raises(grpc.RpcError) as error:
+                call(channel, in_field_1(name.encode()))
+            assert error.value.code() is grpc.StatusCode.NOT_FOUND
+            assert error.value.details() == str(Target(name=name).not_found())[:500]
 
 
 @pytest.mark.parametrize(
@@ -741,3 +748,7 @@ def test_a_token_is_asked_for_and_both_protocols_are_encrypted(tmp_path):
             with pytest.raises(grpc.RpcError) as error:
                 call(channel)
             assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        (tmp_path / "token").write_text("")  # as it is rotated: the next front lets nobody in
+        os.kill(front_of(running.process.pid), signal.SIGKILL)
+        wait_until_healthy(running)
+        assert running.predict([1])[0] == 401

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,22 @@ def test_bad_requests_have_the_words_of_tensorflow_serving(document, text):
         decode(document)
     assert error.value.code is Code.INVALID_ARGUMENT
     assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "values", [["a" * 3_000, *"b" * 3_000], [*[0] * 3_000, "a"], [*[0] * 3_000, 1e39]]
+)
+def test_a_bad_request_takes_neither_much_memory_nor_long(values, monkeypatch):
+    """NumPy gives each text as many bytes as the longest: 40 GB for a body of 500 kB."""
+    convert, calls = rest._converted, list[Any]()
+    monkeypatch.setattr(rest, "_converted", lambda *a, **k: calls.append(a) or convert(*a, **k))
+    tracemalloc.start()
+    with pytest.raises(RequestError):
+        decode({"signature_name": "half", "inputs": values})
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(calls) < 50, "not one after the other"
+    assert peak_bytes < 2_000_000
 
 
 JSON = st.recursive(

@@ -203,6 +203,8 @@ def test_a_cluster_of_ray_that_is_not_there_is_one_line(tmp_path, capsys, monkey
         ([".", "--on", "ray", "--token", __file__], "not-on-ray"),
         ([".", "--on", "ray", "--rest_port", "65536"], "port-taken"),
         ([".", "--versions", "two"], "not-a-policy"),
+        ([".", "--max_body_mib", "2048"], "too-large"),
+        ([".", "--max_batch", "65536"], "too-large"),
         ([".", "--tls_cert", __file__], "half-tls"),
         ([".", "--tls_cert", __file__, "--tls_key", __file__], "no-file"),
         ([".", "--access_log", "no/such/directory/log"], "not-writable"),

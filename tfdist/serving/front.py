@@ -57,6 +57,7 @@ _LOG = logging.getLogger("tfdist.serve")
 _TICK_S = 0.1
 _MOST_CONNECTIONS = 4096  # of HTTP, at a time
 _HEAD_BYTES = 64 << 10  # of a request that is not whole
+_MOST_OF_AN_ERROR = 500  # characters by gRPC, of 12 bytes each in a trailer, which has 8 KiB
 _OFFER = re.compile(rb"(?i)\r\nupgrade:[^\r]*h2c[^\r]*")
 _TICKET = "tfdist.ticket"  # key of the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
@@ -317,7 +318,8 @@ class Front:
 
     def _authorize(self, sent: str) -> None:
         wanted = f"Bearer {self._token}"
-        if self._token and not hmac.compare_digest(sent.encode(), wanted.encode()):
+        is_right = self._token and hmac.compare_digest(sent.encode(), wanted.encode())
+        if self.options.token and not is_right:  # nobody's where the file has become empty
             raise RequestError(Code.UNAUTHENTICATED, "Send the token: 'Authorization: Bearer ...'")
 
     # gRPC
@@ -357,7 +359,7 @@ class Front:
             start = time.monotonic()
             name, code = "", Code.CANCELLED  # by the client, unless it is answered
             try:
-                if self._token:
+                if self.options.token:
                     sent = dict(context.invocation_metadata() or ()).get("authorization", "")
                     self._authorize(str(sent))
                 remaining_s = context.time_remaining()
@@ -369,7 +371,7 @@ class Front:
                 return answer
             except RequestError as error:
                 code = error.code
-                await context.abort(grpc.StatusCode[code.name], str(error))
+                await context.abort(grpc.StatusCode[code.name], str(error)[:_MOST_OF_AN_ERROR])
                 raise  # abort has raised
             finally:
                 self._record("grpc", name, code.name, start, len(payload))
@@ -515,6 +517,10 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
             self._timer.cancel()
             self._room = math.inf  # for the body, which the app bounds
             super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            self._room = _HEAD_BYTES  # of the next request
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._timer.cancel()

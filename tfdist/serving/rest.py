@@ -52,9 +52,17 @@ def decode_predict(
     if row == ("inputs" in document):
         invalid("Missing 'inputs' or 'instances' key, or both are there")
     values = _by_row(document["instances"], specs) if row else _by_name(document["inputs"], specs)
-    has_bools = b"true" in body or b"false" in body
-    inputs = {name: _array(values[name], spec, name, has_bools) for name, spec in specs.items()}
+    has_others = _has_others(body, document, document["instances" if row else "inputs"])
+    inputs = {name: _array(values[name], spec, name, has_others) for name, spec in specs.items()}
     return signature, inputs, row
+
+
+def _has_others(body: bytes, document: Mapping[str, Any], content: Any) -> bool:
+    """Return whether a body may have bools or texts among its values: more texts than names."""
+    objects = (document, *(content if isinstance(content, list) else [content]))
+    names = sum(len(one) for one in objects if isinstance(one, dict))
+    names += "signature_name" in document
+    return b"true" in body or b"false" in body or body.count(b'"') > 2 * names
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -113,11 +121,16 @@ def _of_only_input(key: str, values: Any, specs: Mapping[str, TensorSpec]) -> di
     return dict.fromkeys(specs, values)
 
 
-def _array(value: Any, spec: TensorSpec, name: str, has_bools: bool) -> np.ndarray:
+def _array(value: Any, spec: TensorSpec, name: str, has_others: bool) -> np.ndarray:
     """Return a nest of lists as the array of an input."""
-    array = _converted(value, spec.dtype, has_bools)
+    array = _converted(value, spec.dtype, has_others)
     if array is None:
-        for leaf in np.array(value, object).reshape(-1):  # `flat` has a limit of 32 dimensions
+        leaves = np.array(value, object).reshape(-1)  # `flat` has a limit of 32 dimensions
+        while len(leaves) > 1:  # by halves: one after the other would take minutes for millions
+            half = len(leaves) // 2
+            is_before = _converted(leaves[:half].tolist(), spec.dtype, has_others=True) is None
+            leaves = leaves[:half] if is_before else leaves[half:]
+        for leaf in leaves:
             _require_leaf(leaf, spec.dtype, name)
         invalid(f"Failed to process input {name}")
     require_fit(array.shape, spec, name)
@@ -128,7 +141,7 @@ def _require_leaf(leaf: Any, dtype: np.dtype[Any], name: str) -> None:
     """Raise RequestError unless a value in a nest is one of the type."""
     if isinstance(leaf, list):  # as an array of objects has it
         invalid(f"input {name}: lists of different lengths, or too many in one another")
-    if _converted(leaf, dtype, has_bools=True) is None:
+    if _converted(leaf, dtype, has_others=True) is None:
         shown, kind, wanted = _shown(leaf), json_type(leaf), _NAMES.get(dtype.name, dtype.name)
         if kind == "Number" and dtype.kind == "f":
             invalid(f"Cannot convert JSON value: {shown} to {wanted} without loss of precision.")
@@ -145,25 +158,28 @@ def require_fit(shape: Sequence[int], spec: TensorSpec, name: str) -> None:
         invalid(f"input {name}: shape {_listed(shape)} does not match signature: {wanted}")
 
 
-def _converted(value: Any, dtype: np.dtype[Any], has_bools: bool) -> np.ndarray | None:
+def _converted(value: Any, dtype: np.dtype[Any], has_others: bool) -> np.ndarray | None:
     """Return a nest of lists as an array, or None where it is ragged or of another type.
 
-    Bools, which NumPy takes for numbers, are looked for where the request `has_bools`.
+    Bools, which NumPy takes for numbers, and texts, of which each takes it as many bytes as the
+    longest, are looked for first where the request may have them.
     """
     if dtype.kind == "O":
         return _text(value)
     try:
+        if has_others and not _has_only((bool,) if dtype.kind == "b" else (int, float), value):
+            return None
         array = np.array(value)
         if dtype == np.uint64 and array.dtype.kind == "f":  # as NumPy has it of 1 beside 2**63
             whole = all(isinstance(one, int) for one in np.array(value, object).reshape(-1))
             array = np.array(value, dtype) if whole else array
-    except (ValueError, OverflowError, TypeError):
+    except (ValueError, OverflowError, TypeError, RecursionError):
         return None
     if array.size == 0:
         return array.astype(dtype) if array.dtype.kind in "fiub" else None
     if dtype.kind == "b":
         return array if array.dtype.kind == "b" else None
-    if array.dtype.kind not in "fiu" or (has_bools and _holds_bool(value)):
+    if array.dtype.kind not in "fiu":
         return None
     if array.dtype.kind in "iu":
         least, most = _whole_numbers(dtype)
@@ -186,8 +202,10 @@ def _whole_numbers(dtype: np.dtype[Any]) -> tuple[int, int]:
     return -most, most
 
 
-def _holds_bool(value: Any) -> bool:
-    return any(map(_holds_bool, value)) if isinstance(value, list) else isinstance(value, bool)
+def _has_only(kinds: tuple[type, ...], value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_has_only(kinds, one) for one in value)
+    return type(value) in kinds
 
 
 def _text(value: Any) -> np.ndarray | None:
