@@ -378,6 +378,25 @@ def test_a_client_that_says_nothing_more_or_too_much_is_let_go(shared):
     assert (small[:13], large) == (b"HTTP/1.1 200 ", b"")
 
 
+def wait_until_let_go(running: Service, sent: bytes) -> None:
+    """Send something, read no answer, and wait until the server closes the connection."""
+    with socket.create_connection(running.rest, timeout=DEADLINE_S) as client:
+
+        def is_let_go(more: bytes = b"\r\n") -> bool:
+            try:
+                client.sendall(more)
+            except ConnectionError:
+                return True
+            return False
+
+        is_let_go(sent)
+        running.until(is_let_go)
+
+
+def test_a_client_that_waits_for_no_answer_is_let_go(shared):
+    wait_until_let_go(shared, b"GET / HTTP/1.1\r\n\r\n" * 10_000)
+
+
 def test_each_request_has_a_line_in_the_access_log(shared):
     shared.predict([7, 7, 7])
     size_bytes = len('{"instances": [7, 7, 7]}')
@@ -419,8 +438,11 @@ def test_no_request_is_lost_with_a_replica(tmp_path):
 
 def test_a_hanging_replica_is_replaced_and_its_requests_are_answered(tmp_path):
     make_version(tmp_path / "m", 1)
-    options = {"replicas": 2, "limits": {"hang_s": 1.0}}
+    options = {"replicas": 2, "limits": {"hang_s": 1.0}, "silence_s": 1.0}
     with service(tmp_path, **options) as running, load(running) as outcomes:
+        body = json.dumps({"instances": "x" * 20_000_000})
+        head = f"{HEAD}Content-Length: {len(body)}\r\n\r\n"
+        wait_until_let_go(running, f"{head}{body}".encode())  # which reads nothing of its answer
         for hangs in range(1, HARDER + 1):
             wait_for_more(outcomes)
             os.kill(running.replicas()[-1], signal.SIGSTOP)

@@ -56,6 +56,7 @@ from tfdist.serving.versions import policies_of
 _LOG = logging.getLogger("tfdist.serve")
 _TICK_S = 0.1
 _MOST_CONNECTIONS = 4096  # of HTTP, at a time
+_MOST_PIPELINED = 256  # requests of a connection that wait for the answer before theirs
 _HEAD_BYTES = 64 << 10  # of a request that is not whole
 _MOST_OF_AN_ERROR = 500  # characters by gRPC, of 12 bytes each in a trailer, which has 8 KiB
 _OFFER = re.compile(rb"(?i)\r\nupgrade:[^\r]*h2c[^\r]*")
@@ -486,18 +487,20 @@ def _access_logger(path: str) -> logging.Logger | None:
 def _connection(silence_s: float) -> type[HttpToolsProtocol]:
     """Return uvicorn's connection, closed when a client takes too long over the head of a request.
 
-    Or too much: uvicorn itself waits without end for the first request of a connection, and takes
-    a head of any size. When a client leaves, its request is answered, so that it is not computed
-    any more. The body of a request that offers HTTP/2, as those of Java's HttpClient do, would be
-    dropped by httptools, so the offer is.
+    Or too much, or sends many requests before it has its answers, or reads nothing of those:
+    uvicorn itself sets no limit to any of it. When a client leaves, its request is answered, so
+    that it is not computed any more. The body of a request that offers HTTP/2, as those of Java's
+    HttpClient do, would be dropped by httptools, so the offer is.
     """
 
     class Connection(HttpToolsProtocol):
         _room: float  # bytes that the head may have yet
+        _unread_bytes: float  # of answers, when it was last looked
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._wait()
+            self._reader = self._timer  # until there is one
 
         def data_received(self, data: bytes) -> None:
             if self._room < math.inf and data.startswith(b"POST ") and b"h2c" in data:
@@ -517,6 +520,24 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
             self._timer.cancel()
             self._room = math.inf  # for the body, which the app bounds
             super().on_headers_complete()
+            if len(self.pipeline) > _MOST_PIPELINED:
+                self.transport.abort()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread_bytes = math.inf
+            self._let_go_unless_read()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._reader.cancel()
+
+        def _let_go_unless_read(self) -> None:
+            """Let the client go once it has read nothing of its answer, which is in memory."""
+            before, self._unread_bytes = self._unread_bytes, self.transport.get_write_buffer_size()
+            if self._unread_bytes >= before:
+                self.transport.abort()
+            self._reader = self.loop.call_later(silence_s, self._let_go_unless_read)
 
         def on_message_complete(self) -> None:
             super().on_message_complete()
@@ -524,6 +545,7 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._timer.cancel()
+            self._reader.cancel()
             super().connection_lost(exc)
             scope: Any = self.scope  # of the last request, None before the first
             if scope and _TICKET in scope:
