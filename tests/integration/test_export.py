@@ -26,9 +26,9 @@ IMAGES = (RNG.rand(48, 8, 8, 1) * 255).astype("float32")
 LABELS = np.arange(48) % 4
 
 
-def line(layer=None, *, of=keras.Model):
+def line(layer=None, *, of=keras.Model, dtype="float32"):
     """A model of one input `x` of three numbers."""
-    x = keras.Input((3,), name="x")
+    x = keras.Input((3,), dtype=dtype, name="x")
     return of(x, (layer or layers.Dense(2, name="y"))(x), name="line")
 
 
@@ -46,6 +46,18 @@ class Halves(keras.Model):
             "sum": x,
             "is_training": keras.ops.full((keras.ops.shape(x)[0],), float(training)),
         }
+
+
+class Centred(keras.Model):
+    """Answers by the mean of the batch."""
+
+    def __init__(self, scale=1.0):
+        super().__init__(name="centred")
+        self.scale = scale
+
+    def call(self, x):
+        x = keras.ops.cast(x, "float32")
+        return (x - keras.ops.mean(x, axis=0, keepdims=True)) * self.scale
 
 
 class Drawing(layers.Layer):
@@ -186,6 +198,35 @@ def test_samples_that_are_no_inputs_are_refused(tmp_path, samples):
     assert (caught.code, caught.expected) == ("not-samples", "x: float32 [None, 3]")
 
 
+def of_texts(masked):
+    """A model of texts, padded to the longest of a batch."""
+    text = keras.Input((), dtype="string", name="text")
+    x = layers.TextVectorization(vocabulary=["a", "b"])(text)
+    x = layers.GlobalAveragePooling1D()(layers.Embedding(9, 2, mask_zero=masked)(x))
+    return keras.Model(text, x, name="texts")
+
+
+@pytest.mark.parametrize(
+    ("make", "samples", "by_example"),
+    [
+        (lambda: Centred(), np.ones((1, 3), "float32"), False),
+        (lambda: Centred(), np.zeros((4, 3), "float32"), False),
+        (lambda: Centred(1e-4), RNG.rand(4, 3).astype("float32"), False),
+        (lambda: line(Centred(), dtype="int64"), None, False),
+        (lambda: of_texts(masked=False), None, False),
+        (lambda: of_texts(masked=True), None, True),
+    ],
+    ids=["one", "equal", "small", "integers", "texts", "masked"],
+)
+def test_a_model_that_goes_by_its_batch_is_found_out(make, samples, by_example, tmp_path):
+    """Else requests of several clients share a batch, and each gets what depends on the others."""
+    model = make()
+    if samples is not None:
+        model(samples)
+    place = tfdist.export_model(model, tmp_path, samples=samples)
+    assert manifest_of(place)["by_example"] is by_example
+
+
 def test_a_model_in_bfloat16_answers_in_float32(tmp_path):
     model = line(layers.Dense(2, name="y", dtype="mixed_bfloat16", kernel_initializer="ones"))
     asked = RNG.rand(2, 3).astype("float32")
@@ -242,6 +283,18 @@ def test_answers_that_differ_are_not_published(tmp_path, step, layer, text):
 def test_a_model_that_is_not_built_or_that_keras_cannot_save(tmp_path, strategies):
     unbuilt = keras.Sequential([layers.Dense(2)])
     assert refusal(lambda: tfdist.export_model(unbuilt, tmp_path)).code == "not-built"
+    alike = [keras.Input((3,), name=name) for name in ("a-b", "a_b")]  # in a signature
+    added = keras.Model(alike, layers.Add()(alike))
+    assert refusal(lambda: tfdist.export_model(added, tmp_path)).code == "not-a-name"
+    fixed = keras.Input((2,), batch_size=3, name="fixed")
+    fixed = keras.Model(fixed, keras.ops.reshape(fixed, (3, 1, 2)))
+    assert refusal(lambda: tfdist.export_model(fixed, tmp_path)).code == "no-samples"
+    x = np.ones((2, 3), "float32")
+    to_sparse = {"call": lambda self, x: tf.sparse.from_dense(x)}
+    sparse = type("Sparse", (keras.Model,), to_sparse)(name="sparse")
+    sparse(x)
+    caught = refusal(lambda: tfdist.export_model(sparse, tmp_path, samples=x))
+    assert (caught.code, caught.received) == ("not-a-tensor", "output 'output_0': SparseTensor")
 
     class Silent(layers.Layer):
         def call(self, x):
@@ -361,6 +414,13 @@ def test_what_a_layer_has_learned_by_adapt_is_published_or_refused(tmp_path):
         "not-a-model",
         "a model with a vocabulary that StringLookup has learned by adapt",
     )
+    for layer, foreign in (
+        (layers.Dense(2, activation=line), "line"),
+        (layers.Dense(2, kernel_initializer=type("Own", (keras.initializers.Zeros,), {})()), "Own"),
+        (layers.Lambda(lambda x: x), "lambda"),
+    ):
+        assert refusal(lambda of=layer: _written(line(of), tmp_path)).received.endswith(foreign)
+    assert _written(line(layers.Lambda(keras.activations.relu)), tmp_path)
     known = layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
     assert _written(keras.Model(word, layers.Dense(2)(known(word))), tmp_path)
 

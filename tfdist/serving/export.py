@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import keyword
 import logging
 import os
 import re
@@ -32,6 +33,7 @@ from tfdist.checkpoint.warm_start import load_model_file, set_weights
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_one_of
 from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text
 from tfdist.outputs.run_directory import RunDirectory
+from tfdist.serving.protocol import reason_of
 from tfdist.serving.versions import find_models
 from tfdist.strategy import broadcast, job_of
 from tfdist.training import keras_compat
@@ -43,10 +45,12 @@ SIGNATURE = "serving_default"
 MANIFEST = "manifest.json"
 _TOLERANCE = 1e-6
 _ROUNDING = 1e-3  # at most, of one example alone and in a batch, which float16 adds in other orders
+_SMALL = 1e-2  # of the largest output, at most, where that is below 0.1
 _ALONE = 8  # samples that are sent one by one, too
 _EXAMPLES = 2
 _BATCH = 32  # of the measurement of a lower precision
 _FREE_LENGTH = 16  # of a dimension that the model leaves open
+_WORDS = 8  # of a drawn text, twice as many of the next
 _OTHERS_S = 600.0  # how long another export into the directory may take
 _BATCHING = """\
 # Change it as you like: an export writes it where there is none.
@@ -102,10 +106,11 @@ def export_model(
     job = job_of(model.distribute_strategy)
     require_one_of("precision", precision, PRECISIONS)
     nest = _inputs_of(model, samples)
-    samples = _drawn(nest) if samples is None else samples
+    is_drawn = samples is None
+    samples = _drawn(nest) if is_drawn else samples
     _require_fit(samples, keras.tree.flatten(nest))
-    batch_size = max(_count(samples), job.num_replicas)
-    wanted = predict(model, samples, batch_size=batch_size, verbose=0)
+    apart = samples if _differ(samples) else _drawn(nest, apart=True)
+    wanted = _answers_of(model, samples, is_drawn=is_drawn)
     x, y = validation_data if isinstance(validation_data, tuple) else (validation_data, None)
     x = samples if x is None else x
     full = None if precision == "float32" else predict(model, x, verbose=0)
@@ -125,7 +130,7 @@ def export_model(
                 "tensorflow": tf.__version__,
                 "keras": keras.__version__,
             }
-            manifest |= _checked(export, samples, wanted if full is None else None)
+            manifest |= _checked(export, samples, wanted if full is None else None, apart=apart)
             if full is not None:
                 manifest["precision"] = {"weights": precision, **_measured(export, full, x, y)}
                 _LOG.info("%s: %s", precision, manifest["precision"])
@@ -135,6 +140,23 @@ def export_model(
         path = str(target)
         _LOG.info("%s: exported and checked", path)
     return Path(broadcast(path))
+
+
+def _answers_of(model: keras.Model, samples: Any, *, is_drawn: bool) -> Any:
+    """Return what `tfdist.predict` gives; raise UsageError where it fails on drawn samples."""
+    batch_size = max(_count(samples), job_of(model.distribute_strategy).num_replicas)
+    try:
+        return predict(model, samples, batch_size=batch_size, verbose=0)
+    except (TypeError, ValueError, tf.errors.OpError) as error:
+        if not is_drawn or isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            "export_model",
+            received=f"model {model.name!r}, which fails on drawn examples ({reason_of(error)})",
+            expected="samples",
+            fix="pass samples=..., a few examples as the model takes them",
+            code="no-samples",
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,10 +179,11 @@ class _Export:
         return {name: answer[name].numpy() for name in self.outputs}
 
 
-def _checked(export: _Export, samples: Any, wanted: Any) -> dict[str, Any]:
+def _checked(export: _Export, samples: Any, wanted: Any, *, apart: Any) -> dict[str, Any]:
     """Call a signature twice; return how inputs and outputs look.
 
-    Raises TfdistError where the two differ, or are not what was `wanted`.
+    Examples that are `apart` tell whether it answers each by itself. Raises TfdistError where the
+    two calls differ, or are not what was `wanted`.
     """
     first, again = (export.answers(samples) for _ in range(2))
     for name, value in first.items():
@@ -171,12 +194,12 @@ def _checked(export: _Export, samples: Any, wanted: Any) -> dict[str, Any]:
             )
     if wanted is not None:
         _require_equal(first, wanted)
-    by_example = _is_by_example(export, samples, first)
+    by_example = _is_by_example(export, apart)
     if not by_example:
         _LOG.warning(
-            "export: what an example is answered depends on the others of its batch; tfdist serve "
-            "puts no two requests into one batch, TensorFlow Serving must be started without "
-            "--enable_batching"
+            "export: what an example is answered depends on the others of its batch, or cannot be "
+            "tried without samples that differ; tfdist serve puts no two requests into one batch, "
+            "TensorFlow Serving must be started without --enable_batching"
         )
     return {
         "by_example": by_example,
@@ -185,17 +208,33 @@ def _checked(export: _Export, samples: Any, wanted: Any) -> dict[str, Any]:
     }
 
 
-def _is_by_example(export: _Export, samples: Any, together: Mapping[str, np.ndarray]) -> bool:
-    """Return whether samples are answered alone as they are together, but for rounding."""
-    for at in range(min(_count(samples), _ALONE)):
-        one = keras.tree.map_structure(lambda a: np.asarray(a)[at : at + 1], samples)  # noqa: B023
-        for name, value in export.answers(one).items():
-            like = np.atleast_1d(together[name])[at : at + 1]
-            if value.shape != like.shape:
+def _is_by_example(export: _Export, samples: Any) -> bool:
+    """Return whether samples are answered alone as they are together, but for rounding.
+
+    False where the model does not take them, as drawn ones.
+    """
+    arrays = [np.asarray(array) for array in keras.tree.flatten(samples)]
+    try:
+        together = export.answers(samples)
+        for at in range(min(_count(samples), _ALONE)):
+            one = [array[at : at + 1] for array in arrays]
+            alone = export.answers(keras.tree.pack_sequence_as(samples, one))
+            if not _is_same(alone, together, at):
                 return False
-            gap = np.max(_gap(value, like), initial=0.0)
-            if not gap <= _ROUNDING * _largest(together[name]):
-                return False
+    except tf.errors.OpError:
+        return False
+    return True
+
+
+def _is_same(alone: Mapping[str, np.ndarray], together: Mapping[str, np.ndarray], at: int) -> bool:
+    """Return whether an example has the answers that it has among others, at an index."""
+    for name, value in alone.items():
+        like, largest = np.atleast_1d(together[name])[at : at + 1], _largest(together[name])
+        if value.shape != like.shape:
+            return False
+        gap = np.max(_gap(value, like), initial=0.0)
+        if not gap <= min(_ROUNDING * max(1.0, largest), _SMALL * largest):
+            return False
     return True
 
 
@@ -259,6 +298,16 @@ def _inputs_of(model: keras.Model, samples: Any) -> Any:
         _spec(tensor, tensor.name if has_names else "_".join(map(str, path)) or "inputs")
         for path, tensor in keras.tree.flatten_with_path(nest)
     ]
+    names = [spec.name for spec in specs]
+    wrong = [name for name in names if keyword.iskeyword(name) or re.match("_|self$", name)]
+    require(
+        len({*names}) == len(names) and not wrong,
+        "export_model",
+        received=f"inputs {', '.join(names)}, as a signature has their names",
+        expected="a name for each, with a letter or digit first, not self nor a keyword of Python",
+        fix="give the inputs other names",
+        code="not-a-name",
+    )
     return keras.tree.pack_sequence_as(nest, specs)
 
 
@@ -291,21 +340,34 @@ def _require_fit(samples: Any, specs: Sequence[tf.TensorSpec]) -> None:
 def _spec(tensor: Any, name: str) -> tf.TensorSpec:
     is_text = getattr(tensor.dtype, "kind", "f") in "OSU"  # of samples
     dtype = tf.as_dtype("string" if is_text else keras.backend.standardize_dtype(tensor.dtype))
-    return tf.TensorSpec([None, *tensor.shape[1:]], dtype, name=re.sub(r"\W", "_", name))
+    return tf.TensorSpec([None, *tensor.shape[1:]], dtype, name=re.sub("[^A-Za-z0-9_]", "_", name))
 
 
-def _drawn(nest: Any) -> Any:
-    """Return examples for inputs that nobody gave: floats in [0, 1), zeros, or empty text."""
+def _drawn(nest: Any, *, apart: bool = False) -> Any:
+    """Return examples for inputs that nobody gave: floats in [0, 1), zeros, or empty text.
+
+    Those that are `apart` have zeros and ones, and texts of several lengths.
+    """
     rng = np.random.default_rng(0)
 
     def draw(spec: tf.TensorSpec) -> np.ndarray:
         shape = [_EXAMPLES, *(n or _FREE_LENGTH for n in spec.shape[1:])]
+        if spec.dtype.is_floating:
+            return rng.random(shape).astype(spec.dtype.as_numpy_dtype)
+        values = np.arange(_EXAMPLES) * apart
         if spec.dtype == tf.string:
-            return np.full(shape, "")
-        values = rng.random(shape) if spec.dtype.is_floating else np.zeros(shape)
-        return values.astype(spec.dtype.as_numpy_dtype)
+            values = np.array(["a " * (_WORDS << n) * apart for n in range(_EXAMPLES)])
+        else:
+            values = values.astype(spec.dtype.as_numpy_dtype)
+        return np.array(np.broadcast_to(values.reshape(-1, *[1] * (len(shape) - 1)), shape))
 
     return keras.tree.map_structure(draw, nest)
+
+
+def _differ(samples: Any) -> bool:
+    """Return whether samples are several, and not all alike."""
+    arrays = map(np.asarray, keras.tree.flatten(samples))
+    return any((array[1:] != array[:1]).any() for array in arrays)
 
 
 def _count(x: Any) -> int:
@@ -327,9 +389,10 @@ def _gap(lower: np.ndarray, full: np.ndarray) -> np.ndarray:
 
 
 def _largest(array: np.ndarray) -> float:
-    """Return the largest absolute value of finite numbers, at least 1; of anything else 1."""
-    numbers = array[np.isfinite(array)] if array.dtype.kind in "fiu" else []
-    return float(np.max(np.abs(numbers), initial=1.0))
+    """Return the largest absolute value of finite numbers; of anything else 1."""
+    if array.dtype.kind not in "fiu":
+        return 1.0
+    return float(np.max(np.abs(array[np.isfinite(array)]), initial=0.0))
 
 
 def _require_equal(found: Mapping[str, np.ndarray], wanted: Any) -> None:
@@ -342,7 +405,8 @@ def _require_equal(found: Mapping[str, np.ndarray], wanted: Any) -> None:
             "predict_step of its own); nothing is published"
         )
     for (name, value), like in zip(found.items(), flat, strict=True):
-        gap, largest = float(np.max(_gap(value, like), initial=0.0)), _largest(like)
+        gap = float(np.max(_gap(value, like), initial=0.0))
+        largest = max(1.0, _largest(like))
         if not gap <= _TOLERANCE * largest:
             raise TfdistError(
                 f"export: output {name!r} is {gap:.3g} away from what tfdist.predict gives, of at "
@@ -415,7 +479,18 @@ def _write(model: keras.Model, nest: Any, directory: Path) -> _Export:
     archive.track(model)
     archive.add_endpoint(SIGNATURE, serve, input_signature=flat)
     archive.write_out(str(directory), verbose=False)
-    return _Export(tf.saved_model.load(str(directory)).signatures[SIGNATURE], flat, names)
+    signature = tf.saved_model.load(str(directory)).signatures[SIGNATURE]
+    for name in names:
+        spec = signature.structured_outputs.get(name)
+        require(
+            isinstance(spec, tf.TensorSpec),
+            "export_model",
+            received=f"output {name!r}: {type(spec).__name__.removesuffix('Spec')}",
+            expected="tensors alone",
+            fix="have the model return it dense, or leave it out",
+            code="not-a-tensor",
+        )
+    return _Export(signature, flat, names)
 
 
 def _by_name(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
