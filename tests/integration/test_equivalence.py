@@ -111,20 +111,28 @@ class CountsSteps(keras.layers.Layer):
 class Follows(keras.layers.Layer):
     """Follows the mean of its inputs, also of a validation's."""
 
+    def __init__(self, aggregation):
+        super().__init__(name=aggregation)
+        self.options = {"initializer": "zeros", "trainable": False, "aggregation": aggregation}
+
     def build(self, shape):
-        self.mean = self.add_weight(shape=shape[1:], initializer="zeros", trainable=False)
+        self.mean = self.add_weight(shape=shape[1:], **self.options)
 
     def call(self, x):
         self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x, axis=0))
         return x
 
 
+AGGREGATIONS = "none", "mean", "sum", "only_first_replica"
+
+
 def test_batch_statistics_are_the_same_on_every_replica(strategies):
     def train(strategy):
         layers = keras.layers
         with strategy.scope():
-            hidden = Follows(), layers.Dense(4), layers.BatchNormalization(), CountsSteps()
-            model = keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(1)])
+            hidden = layers.Dense(4), layers.BatchNormalization(), CountsSteps()
+            following = [keras.Input((6,)), *map(Follows, AGGREGATIONS)]
+            model = keras.Sequential([*following, *hidden, layers.Dense(1)])
             model.compile("adam", "mse")
         # The last batch of the validation has one example: two replicas have an empty share.
         given = {"validation_data": (X[:19], Y[:19]), "seed": 3, "verbose": 0}
@@ -132,13 +140,29 @@ def test_batch_statistics_are_the_same_on_every_replica(strategies):
         return model
 
     one, model = train(strategies[1]), train(strategies[3])
-    np.testing.assert_allclose(model.layers[0].mean, one.layers[0].mean, atol=1e-6)
-    assert model.layers[3].steps.numpy() == 20  # though thirds of a batch do not sum up to 1
+    for name in AGGREGATIONS:
+        mean = one.get_layer(name).mean
+        np.testing.assert_allclose(model.get_layer(name).mean, mean, atol=1e-6, err_msg=name)
+    *_, normalized, counting, _ = model.layers
+    assert counting.steps.numpy() == 20  # though thirds of a batch do not sum up to 1
     for variable in model.non_trainable_variables:
         copies = [c.numpy() for c in strategies[3].experimental_local_results(variable.value)]
         for copy in copies[1:]:
             np.testing.assert_array_equal(copy, copies[0])
-    assert np.abs(model.layers[2].moving_mean.numpy()).max() > 0
+    assert np.abs(normalized.moving_mean.numpy()).max() > 0
+
+
+def test_statistics_in_half_precision_are_those_of_one_device(strategies):
+    """Thirds do not sum to 1 there: step by step a moving mean faded."""
+    means = []
+    for replicas in (1, 3):
+        with strategies[replicas].scope():
+            layer = keras.layers.BatchNormalization(dtype="float16")
+            model = keras.Sequential([keras.Input((6,)), layer, keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        tfdist.fit(model, np.full_like(X, 3.21), Y, batch_size=3, epochs=20, verbose=0)
+        means.append(np.asarray(layer.moving_mean))
+    np.testing.assert_array_equal(*means)
 
 
 def test_a_sum_is_not_divided_by_the_replicas(strategies):

@@ -28,9 +28,11 @@ def reduced(grads: list[Any], trace: StepTrace) -> list[Any]:
     values = [tf.convert_to_tensor(v.value) for v in noted]
     # A scalar may count steps: so that the mean of equal ones is that number, it is computed in
     # float64 and divided by the sum of the shares, which are rounded.
+    # In half precision shares of 8 bits would not sum to 1.
     is_scalar = [value.shape.rank == 0 for value in values]
-    pairs = zip(values, is_scalar, strict=True)
-    statistics = [times(tf.cast(v, tf.float64) if s else v, trace.share) for v, s in pairs]
+    halves = [tf.float32 if value.dtype.size == 2 else value.dtype for value in values]
+    types = [tf.float64 if s else half for s, half in zip(is_scalar, halves, strict=True)]
+    statistics = [times(tf.cast(v, t), trace.share) for v, t in zip(values, types, strict=True)]
     shares = [tf.cast(trace.share, tf.float64)] if any(is_scalar) else []
     dense = [i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)]
     totals = sum_over_replicas([grads[i] for i in dense] + statistics + shares)

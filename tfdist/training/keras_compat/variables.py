@@ -57,7 +57,12 @@ def _noting_writes(original: Original, trace: StepTrace, self: Any, value: Any) 
         return None
     if _is_statistic(self, trace):
         trace.statistics.append(self)
-    return original(self, value)
+    if trace.num_replicas == 1 or trace.in_hook or self.aggregation == "none":
+        return original(self, value)
+    # By its own `aggregation` TensorFlow would add replicas up, or take one, before that.
+    copies = self._value
+    own = copies._get_on_device_or_primary() if hasattr(copies, "_values") else copies
+    return own.assign(tf.cast(value, own.dtype))
 
 
 def _is_statistic(variable: Any, trace: StepTrace) -> bool:
