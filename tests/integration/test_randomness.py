@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests import models
 from tfdist.checkpoint.state import state_sha256, weights_sha256
 
 RNG = np.random.RandomState(0)
@@ -183,6 +184,26 @@ def test_predictions_that_draw_differ_from_call_to_call(strategies):
         keras.utils.set_random_seed(3)
         shown.append(tfdist.predict(model, x, verbose=0)[0])
     np.testing.assert_array_equal(*shown)
+
+
+class Langevin(keras.optimizers.SGD):
+    """Adds noise to each update, as stochastic gradient Langevin dynamics does."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        gradient += keras.random.normal(gradient.shape)
+        super().update_step(gradient, variable, learning_rate)
+
+
+def test_replicas_draw_alike_in_an_update(strategies):
+    """Each updates its own copy of a weight: by other numbers the copies would drift apart."""
+    kernels = []
+    for replicas in (1, 3):
+        keras.utils.set_random_seed(1)
+        model = models.linear(strategies[replicas], inputs=(UNITS,), optimizer=Langevin)
+        tfdist.fit(model, ONES, TARGETS, BATCH_SIZE, seed=7, verbose=0)
+        kernels += strategies[replicas].experimental_local_results(model.layers[0].kernel.value)
+    for kernel in kernels[1:]:
+        np.testing.assert_allclose(kernel, kernels[0], atol=1e-6)
 
 
 def test_a_draw_inside_a_loop_of_the_model_is_warned_of(strategies, caplog):

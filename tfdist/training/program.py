@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import keras
@@ -188,11 +189,13 @@ def run_replica(
     if program.feed.counts_fractions and num_replicas > 1:
         count = tf.cast(part.count, tf.float32)
         share = count / keras_compat.sum_over_replicas([count])[0]
+    key_of = partial(keras_compat.random_key, program.seed, step=step)
     trace = keras_compat.StepTrace(
         num_replicas=num_replicas,
         share=share,
         examples=part.count,
-        random_key=keras_compat.random_key(program.seed, step=step, replica=replica),
+        random_key=key_of(replica=replica),
+        update_key=key_of(replica=0) if num_replicas > 1 else None,
         batch=part.data,
         fused=program.fused,
         local=local or {},

@@ -228,7 +228,9 @@ def _draw(trace: StepTrace, generator: SeedGenerator | None = None) -> tf.Tensor
         number = trace.draws = trace.draws + 1
     offset = number * _GOLDEN_RATIO % 2**32
     offset = tf.constant([offset - 2**32 if offset >= 2**31 else offset, number])
-    return tf.cast(trace.random_key + offset, random_seed_dtype())
+    is_update = trace.in_hook and trace.update_key is not None
+    key = trace.update_key if is_update else trace.random_key
+    return tf.cast(key + offset, random_seed_dtype())
 
 
 def _warn_in_loop(trace: StepTrace) -> None:
