@@ -13,6 +13,7 @@ REFUSED = {
     "arrays permuted in each process": "examples at the same indices",
     "a PyDataset shuffled in each process": "batches of step 0",
 }
+OF_THEIR_OWN = "weights", "columns", "drawn apart", "predicted"
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def job(tmp_path_factory):
 
 
 def test_each_example_is_seen_once_by_the_workers_together(job):
-    found = job[0][0].keys() - REFUSED.keys() - {"weights", "drawn apart", "predicted"}
+    found = job[0][0].keys() - REFUSED.keys() - {*OF_THEIR_OWN}
     assert len(found) == 5
     for case in found:
         counts = np.sum([worker[case]["counts"] for worker in job[0]], 0)
@@ -61,3 +62,9 @@ def test_an_unseeded_shuffle_is_predicted_whole(job):
     first, second = (worker["predicted"] for worker in job[0])
     assert sorted(first) == list(range(96))
     assert first == second
+
+
+def test_rows_of_a_batch_that_have_other_shapes_in_the_workers_are_refused(job):
+    """Where one has a single column, its values filled the columns of the other."""
+    (line,) = {worker["columns"] for worker in job[0]}
+    assert "received rows of shapes (1,), (3,) in the tasks" in line

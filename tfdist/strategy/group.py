@@ -154,12 +154,24 @@ def rows_of_all_tasks(
       rows: this task's, of the type and shape of all others'; None where it has none.
       rank: of the rows' array.
       of: as in `sum_over_tasks`.
+
+    Raises:
+      UsageError: rows of one task have another shape than those of another.
     """
     spec = np.zeros(1 + rank)
     if rows is not None:
         spec[:] = tf.as_dtype(rows.dtype).as_datatype_enum, *rows.shape
     specs = of_all_tasks(job, spec, of=f"the types and sizes of {of}").astype(np.int64)
     kinds, counts, *sizes = specs.T
+    shapes = sorted({tuple(row[2:].tolist()) for row in specs if row[1]})
+    if len(shapes) > 1:  # one of size 1 would be repeated to fit
+        raise UsageError(
+            of,
+            received=f"rows of shapes {', '.join(map(str, shapes))} in the tasks of one batch",
+            expected="one shape for all rows of a batch",
+            fix="pad to a length that does not go by the batch, as by output_sequence_length",
+            code="rows-differ",
+        )
     dtype = tf.as_dtype(int(max(kinds))).as_numpy_dtype
     whole = np.zeros((sum(counts), *map(max, sizes)), dtype)
     if rows is not None:
