@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
@@ -35,6 +36,8 @@ from tfdist.training.keras_compat.trace import (
 )
 
 _PRODUCTS = frozenset(("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"))
+_QUOTIENTS = frozenset(("RealDiv", "DivNoNan"))
+_OF_A_BATCH = keras.losses.Dice, keras.losses.Tversky
 _MEAN = "sum_over_batch_size"
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 _SOURCE = f"{_KERAS}/losses/loss.py"
@@ -80,7 +83,11 @@ def _sums_by_fraction(
         mean = tf.math.divide_no_nan(original(values, sample_weight, "sum"), whole)
         return _by_fraction(mean, trace)
     reduced = original(values, sample_weight, reduction)
-    return _by_fraction(reduced, trace) if reduction == "sum" else reduced
+    if reduction != "sum":
+        return reduced
+    whole = _by_fraction(reduced, trace)
+    trace.whole_sums.add(whole.op.name)
+    return whole
 
 
 def _by_fraction(value: tf.Tensor, trace: StepTrace) -> tf.Tensor:
@@ -229,6 +236,7 @@ def _summing_by_the_tape(
         if all(isinstance(v, tf.Variable | keras.Variable) for v in variables):
             targets = tf.nest.flatten(target)
             _warn_of_pairs(targets, trace)
+            _warn_of_quotients(targets, trace)
             output_gradients = _seeds(targets, trace)
     return original(self, target, sources, output_gradients, **kwargs)
 
@@ -271,6 +279,31 @@ def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
             return
 
 
+def _warn_of_quotients(targets: Sequence[Any], trace: StepTrace) -> None:
+    """Warn where a sum over the batch is divided by a number that goes by a replica's part."""
+    behind = ops_behind([target for target in targets if isinstance(target, tf.Tensor)])
+    for operation in behind if trace.whole_sums else ():
+        is_number = operation.type in _QUOTIENTS and operation.outputs[0].shape.rank == 0
+        if not is_number or operation.name in trace.whole_sums:
+            continue
+        numerator, denominator = operation.inputs
+        of_sum = any(op.name in trace.whole_sums for op in ops_behind([numerator]))
+        if of_sum and any(_is_of_part(op, trace) for op in ops_behind([denominator])):
+            warn_once(
+                "a loss that is a sum over the batch is divided by a number of each of "
+                f"{trace.num_replicas} replicas' own: it counts {trace.num_replicas} times what it "
+                'counts on one device; let the loss take the mean (reduction="mean")'
+            )
+            return
+
+
+def _is_of_part(operation: tf.Operation, trace: StepTrace) -> bool:
+    """Return whether an operation gives a part of the batch or its size, which may be constant."""
+    if operation.type == "Const":
+        return trace.rows() in np.ravel(tf.get_static_value(operation.outputs[0]))
+    return operation.type == "Shape" or any(part.op is operation for part in trace.parts())
+
+
 # Replicas are traced in threads that take turns where they talk to each other, in the middle of a
 # forward pass too; Keras clears the lists of a layer when the next one begins.
 
@@ -311,9 +344,17 @@ def _on_lists_of_the_step(
 def _noting_losses(original: Original, trace: StepTrace, self: Any, *args: Any, **kw: Any) -> Any:
     trace.in_losses = True
     try:
-        return original(self, *args, **kw)
+        total = original(self, *args, **kw)
     finally:
         trace.in_losses = False
+    for _, loss, *_ in self._flat_losses if trace.num_replicas > 1 else ():
+        if isinstance(loss, _OF_A_BATCH) and loss.axis is None:
+            warn_once(
+                f"{type(loss).__name__} of a whole batch on {trace.num_replicas} replicas: each "
+                "computes that of its own part only, which is not what one device computes; "
+                "pass the axes of an example, as axis=(1, 2, 3)"
+            )
+    return total
 
 
 @replaces(Mean, "update_state", issue=f"{_KERAS}/metrics/reduction_metrics.py#L138")

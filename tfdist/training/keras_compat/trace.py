@@ -42,6 +42,7 @@ class StepTrace:
       taken: what an update takes of sums of gradients, part by part, by the `id` of the sum.
       counts: what optimizers have for their counts of updates; None for what is in the variable.
       updated: parts of variables that a sharded optimizer updates, in the order of its gradients.
+      whole_sums: names of operations that give sums over the batch, which count as such.
       layers: what holds the losses that layers have added, by the `id` of the layer.
       numbers: of the draws of seed generators, by their `id`; those of others count up.
       graph: the step's own.
@@ -51,8 +52,8 @@ class StepTrace:
     share: tf.Tensor | float
     examples: tf.Tensor | int
     random_key: tf.Tensor
-    part: tf.Tensor | float = 1.0
     update_key: tf.Tensor | None = None
+    part: tf.Tensor | float = 1.0
     batch: Any = ()
     fused: bool = False
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
@@ -66,6 +67,7 @@ class StepTrace:
     in_hook: bool = False
     in_losses: bool = False
     statistics: list[Variable] = dataclasses.field(default_factory=list)
+    whole_sums: set[str] = dataclasses.field(default_factory=set)
     layers: dict[int, Any] = dataclasses.field(default_factory=dict)
     numbers: Mapping[int, Iterator[int]] = dataclasses.field(default_factory=dict)
     graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
