@@ -73,8 +73,6 @@ OF_OPTIONS: dict[str, tuple[dict[str, list[str]], dict[str, object]]] = {
     "TFC020_stages": (WORKERS, {"strategy": "pipeline", "stages": 3}),
     "TFC025_more_than_there_are": (PS, {"min_workers": 2}),
     "TFC025_without_ps": (WORKERS, {"min_workers": 1}),
-    "TFC026_profile": (WORKERS, {"profile_ps": True}),
-    "TFC026_split": (WORKERS, {"split_bytes": 4_000_000}),
 }
 
 HOSTS = ("TFDIST_HOSTS=a,b", "TFDIST_NODE_RANK=0")
@@ -101,8 +99,6 @@ OF_ENVIRON = {
     ),
     "ENV008_none_in_capitals": (*HOSTS, "http_proxy=http://p:1", "NO_PROXY=a,b"),
     "ENV008_proxy": (f"TF_CONFIG={GOOD}", "https_proxy=http://proxy.example:3128"),
-    "ENV009_split": (*HOSTS, "TFDIST_STRATEGY=multiworker", "TFDIST_SPLIT_BYTES=4000000"),
-    "ENV009_without_a_strategy": (*HOSTS, "TFDIST_PROFILE_PS=1"),
     "ENV010_keras": (f"TF_CONFIG={GOOD}", "TF_USE_LEGACY_KERAS=True"),
 }
 
@@ -124,7 +120,6 @@ OF_CONFIG = {
     "CFG015_resnet": ('config.strategy = "ps"', 'config.model = "resnet20"'),
     "CFG020_same_split": ('config.validation_split = "train"',),
     "CFG021_single": ('config.strategy = "single"', "config.devices_per_worker = 2"),
-    "CFG023_staleness": ('config.strategy = "multiworker"', "config.max_staleness = 4"),
     "CFG025_mirrored": ('config.strategy = "mirrored"', "config.sharded_optimizer = True"),
     "CFG024_raises": ('config.checkpoints = int("ten")',),
 }
@@ -178,13 +173,11 @@ OF_VARIABLES = {
     "ENV004_ps": {"TFDIST_PS": "3"},
     "ENV005_in_a_manifest": {"DATA_PASSWORD": "not-a-real-one"},
     "ENV008_in_a_manifest": {"http_proxy": "http://proxy.example:3128"},
-    "ENV009_in_a_manifest": {"TFDIST_STRATEGY": "multiworker", "TFDIST_PROFILE_PS": "1"},
     "K8S035_rank": {"TFDIST_NODE_RANK": "0"},
 }
 # The command in good_launcher_in_a_pod.yaml.
 OF_COMMAND = {
     "CFG014_in_a_manifest": "tfdist.launch, --workers=8, --config.global_batch_size=4",
-    "CFG023_in_a_manifest": "tfdist.launch, --workers=4, --config.max_staleness=4",
     "LCH001_in_a_manifest": "tfdist.launch, --workers=4, --split_bytes=4000000, train.py",
     "LCH002_in_a_manifest": "tfdist.launch, --wrokers=4, train.py",
 }

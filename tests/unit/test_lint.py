@@ -216,7 +216,6 @@ LAUNCH, TRAIN = "python -m tfdist.launch ", "python -m tfdist.train "
         (LAUNCH + "--workers 8 --ps 1 --config.global_batch_size=4", set()),
         (LAUNCH + "--strategy pipeline --workers 8 --config.global_batch_size=4", set()),
         (LAUNCH + "--stages 2 --workers 8 --config.global_batch_size=3", {"CFG014"}),
-        (LAUNCH + "--config.max_staleness=4", {"CFG023"}),
         (LAUNCH + "--ps 1 --config.sharded_optimizer=true", {"CFG025"}),
         (LAUNCH + "--workers 2 --config.sharded_optimizer=true", set()),
         (LAUNCH + "--ps 1 --config.max_staleness=4 --config.model=resnet20", {"CFG015"}),

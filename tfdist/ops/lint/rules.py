@@ -72,7 +72,6 @@ TFC022 warning: localhost among other hosts, which would connect to themselves
 TFC023 warning: a port that Linux gives to outgoing connections (32768 to 60999)
 TFC024 warning: a port below 1024, at which an ordinary user cannot listen
 TFC025 error: min_workers that the cluster does not have
-TFC026 warning: an option of ps jobs in a cluster without ps
 ENV001 error: a TFDIST_ variable has a value that it cannot have
 ENV002 error: a variable has a name close to one of ours
 ENV003 error: TFDIST_HOSTS is not a list of hosts
@@ -81,7 +80,6 @@ ENV005 warning: a secret in plain text
 ENV006 error: two sources disagree, as TF_CONFIG and the scheduler
 ENV007 error: the variables of a scheduler contradict each other
 ENV008 warning: gRPC would go through a proxy to the other tasks
-ENV009 warning: a variable of ps jobs in a job without ps
 ENV010 warning: TF_USE_LEGACY_KERAS beside a job of tfdist: tf.keras is Keras 2 then
 CFG001 error: a config file is not Python
 CFG002 error: a config file without get_config()
@@ -100,7 +98,6 @@ CFG014 error: a global batch smaller than the number of replicas
 CFG015 warning: BatchNormalization under ps, where workers overwrite its statistics
 CFG020 warning: validation on the training examples
 CFG021 error: several devices under the strategy single
-CFG023 warning: max_staleness in a job without ps
 CFG024 error: a config file fails, or does not end in time
 CFG025 error: sharded_optimizer under mirrored, ps or pipeline
 LCH001 error: a flag for ps jobs in a job without ps

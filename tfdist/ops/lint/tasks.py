@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.cluster import environment, placement, read_environment, settings
-from tfdist.cluster.address import check_address, parse_hosts, shown, split_address
+from tfdist.cluster.address import check_address, parse_hosts, split_address
 from tfdist.cluster.settings import names_a_secret
 from tfdist.cluster.tf_config import STRATEGIES, VARIABLE, TaskConfig, decode
 from tfdist.errors import UsageError
@@ -28,7 +28,6 @@ from tfdist.ops.rules import Severity
 LocationOf = Callable[[str], Location]
 """Gives the location where a variable is set."""
 
-_WITHOUT_PS = ("single", "mirrored", "multiworker", "pipeline")
 _WITHOUT_RING = ("mirrored", "ps", "pipeline")
 
 _DOUBTFUL_PORTS = (
@@ -58,13 +57,9 @@ def check_environment(values: Mapping[str, str], location_of: LocationOf) -> Ite
     if any(RULES[finding.code].severity is Severity.ERROR for finding in found):
         return
     try:
-        config = read_environment(values)
+        read_environment(values)
     except UsageError as error:
         yield finding_of(error, location_of(error.where), otherwise="ENV007")
-        return
-    is_ps = config is not None and config.cluster.kind == "ps"
-    if not is_ps and not any(finding.code == "ENV009" for finding in found):
-        yield from _check_ps_variables(values, location_of)
 
 
 def check_variables(values: Mapping[str, str], location_of: LocationOf) -> Iterator[Finding]:
@@ -84,8 +79,6 @@ def check_variables(values: Mapping[str, str], location_of: LocationOf) -> Itera
             yield Finding("ENV005", location_of(name), received, expected, fix)
     if any(is_job_variable(name) and value.strip() for name, value in values.items()):
         yield from _check_other_programs(values, location_of)
-    if settings.text(values, settings.STRATEGY) in _WITHOUT_PS:
-        yield from _check_ps_variables(values, location_of)
 
 
 def check_size(count: int, values: Mapping[str, str], location_of: LocationOf) -> Iterator[Finding]:
@@ -121,14 +114,6 @@ def _check_variable(name: str, values: Mapping[str, str], location: Location) ->
             parse_hosts(value, where=name)
         except UsageError as error:  # its code may be that of an address in TF_CONFIG
             yield Finding("ENV003", location, str(error.received), error.expected, error.fix)
-
-
-def _check_ps_variables(values: Mapping[str, str], location_of: LocationOf) -> Iterator[Finding]:
-    for name in (settings.SPLIT_BYTES, settings.PROFILE_PS):
-        if settings.text(values, name) not in ("", "0"):
-            received = f"{name} in a job without ps"
-            fix = f"unset it, or set {settings.STRATEGY}=ps"
-            yield Finding("ENV009", location_of(name), received, "a ps job", fix)
 
 
 def _check_other_programs(values: Mapping[str, str], location_of: LocationOf) -> Iterator[Finding]:
@@ -196,12 +181,6 @@ def _check_options(config: TaskConfig, location: Location) -> Iterator[Finding]:
         at, received = _inside(location, "tfdist.min_workers"), f"{fewest} and a cluster with {has}"
         expected, fix = "at most the workers of a ps job", "lower it, or take it out"
         yield Finding("TFC025", at, received, expected, fix)
-    for name in () if is_ps else ("split_bytes", "profile_ps"):
-        if value := getattr(config.options, name):
-            at = _inside(location, f"tfdist.{name}")
-            received = f"{shown(value)} and a cluster with no ps"
-            fix = "take it out, or add ps and a chief to the cluster"
-            yield Finding("TFC026", at, received, "a ps job", fix)
 
 
 # The command, and the configuration
@@ -354,10 +333,6 @@ def _together(
     if split and split == values["train_split"] and not values["overfit_batches"]:
         fix = "name the split that is kept for it, as in test or train[90%:]"
         yield "CFG020", "validation_split", f"{split!r} for both", "examples of its own", fix
-    if values["max_staleness"] is not None and strategy in _WITHOUT_PS:
-        received = f"{values['max_staleness']} in a job without ps"
-        fix = "take it out, or start a ps job"
-        yield "CFG023", "max_staleness", received, "strategy ps", fix
     if values["sharded_optimizer"] and strategy in _WITHOUT_RING:
         fix = "take it out, or start a multiworker job"
         yield "CFG025", "sharded_optimizer", f"it with {strategy}", "strategy multiworker", fix
