@@ -306,7 +306,7 @@ FLAGS = (
     ),
     _Flag("help", None, "", "this text"),
 )
-_BY_NAME = {flag.name: flag for flag in FLAGS}
+_TAKES_VALUE = {flag.name: flag.read is not None for flag in FLAGS}
 _SWITCH = {"": True, "true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -316,11 +316,9 @@ def parse(argv: Sequence[str]) -> LaunchOptions | None:
     Raises:
         UsageError: an unknown flag, or a value that cannot be.
     """
-    words, rest = _split(argv)
-    if any(word.startswith("--help=") for word in words):
+    words, rest = split(argv, takes_value=_TAKES_VALUE)
+    if "--help" in (word.partition("=")[0] for word in words):
         return None
-    if rest and rest[0].startswith("-") and not begins_program(rest[0]):
-        raise _unknown(rest[0].partition("=")[0])
     values = vars(_parser().parse_args(words))
     if "hosts" in values and "workers" in values:
         raise UsageError(
@@ -333,35 +331,50 @@ def parse(argv: Sequence[str]) -> LaunchOptions | None:
     return LaunchOptions(**values, program=_program(rest))
 
 
+class _Parser(Parser):
+    def unknown(self, word: str) -> UsageError:
+        """Return the error for a word before the program that is no flag of the launcher."""
+        head = word.partition("=")[0]
+        name = head.lstrip("-").replace("-", "_")
+        meant = (
+            OF_OTHERS.get(name) or near(name, _TAKES_VALUE).removeprefix(" (did you mean '")[:-3]
+        )
+        fix = f"correct the flag (did you mean --{meant}?)"
+        if not meant:
+            fix = "put the program's own flags after the program, or those of tfdist.train after --"
+        expected = "a flag of the launcher (--help lists them)"
+        return UsageError(
+            "command line", received=head, expected=expected, fix=fix, code="unknown-flag"
+        )
+
+
 def _parser() -> Parser:
-    parser = Parser(prog="the launcher", add_help=False, argument_default=argparse.SUPPRESS)
+    parser = _Parser(prog="the launcher", add_help=False, argument_default=argparse.SUPPRESS)
     for flag in FLAGS:
-        parser.add_argument(f"--{flag.name}", type=flag.read or switch, metavar=flag.shown)
+        value: dict[str, Any] = {"type": switch, "nargs": "?", "const": True}
+        if flag.read is not None:
+            value = {"type": flag.read}
+        parser.add_argument(f"--{flag.name}", metavar=flag.shown, **value)
     return parser
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the launcher's flags as ``--name=value`` each, and the rest.
+def split(argv: Sequence[str], *, takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """Return the flags before the program as ``--name=value`` each, and the program as it is.
 
-    That begins with the program, or with a word that is no flag of the launcher's.
+    `takes_value` has the names of flags, which may be written with dashes; others are left as they
+    are.
     """
-    words, rest = [], list(argv)
-    while rest and (flag := _flag(rest[0])) is not None:
-        _, equals, value = rest.pop(0).partition("=")
-        if not equals and flag.read is not None and rest:
-            equals, value = "=", rest.pop(0)
-        is_cut = not equals and flag.read is not None  # its value is missing
-        words.append(f"--{flag.name}" if is_cut else f"--{flag.name}={value}")
+    words, rest = list[str](), list(argv)
+    while rest and rest[0].startswith("-") and not begins_program(rest[0]):
+        word = rest.pop(0)
+        head, equals, value = word.partition("=")
+        name = "help" if head == "-h" else head.removeprefix("--").replace("-", "_")
+        if name in takes_value:
+            if takes_value[name] and not equals and rest:
+                equals, value = "=", rest.pop(0)
+            word = f"--{name}{equals}{value}"
+        words.append(word)
     return words, rest
-
-
-def _flag(word: str) -> _Flag | None:
-    """Return the flag of the launcher's that a word is; its name may be written with dashes."""
-    head = word.partition("=")[0]
-    if head == "-h":
-        return _BY_NAME["help"]
-    is_flag = head.startswith("--") and not begins_program(word)
-    return _BY_NAME.get(head[2:].replace("-", "_")) if is_flag else None
 
 
 def help_text() -> str:
@@ -393,18 +406,6 @@ def begins_program(token: str) -> bool:
     """Return whether all from `token` on is the program's: it is no flag of the launcher."""
     name = token.removeprefix("--")
     return token in ("-m", "--") or name == "config" or name.startswith(("config.", "config="))
-
-
-def _unknown(head: str) -> UsageError:
-    name = head.lstrip("-").replace("-", "_")
-    meant = OF_OTHERS.get(name) or near(name, _BY_NAME).removeprefix(" (did you mean '")[:-3]
-    fix = f"correct the flag (did you mean --{meant}?)"
-    if not meant:
-        fix = "put the program's own flags after the program, or those of tfdist.train after --"
-    expected = "a flag of the launcher (--help lists them)"
-    return UsageError(
-        "command line", received=head, expected=expected, fix=fix, code="unknown-flag"
-    )
 
 
 def _program(rest: list[str]) -> Program:

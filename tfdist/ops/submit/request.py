@@ -18,7 +18,7 @@ from tfdist.cluster import settings
 from tfdist.cluster.settings import RUN_DIR, holds_a_secret, names_a_secret
 from tfdist.errors import UsageError, require, require_int, require_one_of
 from tfdist.launch import options as launcher
-from tfdist.launch.options import LaunchOptions, begins_program
+from tfdist.launch.options import LaunchOptions
 
 SEVERAL = ("multiworker", "ps", "pipeline")
 """The strategies of jobs of several tasks."""
@@ -50,6 +50,7 @@ _ONLY = {
 """The flags that one scheduler alone has."""
 
 _LAUNCHER = {flag.name: flag for flag in launcher.FLAGS if flag.name != "help"}
+_SWITCHES = {name for name, flag in _LAUNCHER.items() if flag.read is None}
 
 # A cluster's tasks come at different times, and a place in it is lost for longer than a moment.
 _DEFAULTS = {"startup_timeout_s": "300", "grace_s": "60", "max_restarts": "3"}
@@ -237,8 +238,9 @@ def parse(argv: Sequence[str]) -> JobRequest | None:
     Raises:
         UsageError: an unknown flag, one without its value, or one that is not for this scheduler.
     """
-    words, program = _split(argv)
-    if "-h" in words or "--help" in words:
+    flags = {action.dest: action.dest not in _SWITCHES for action in _parser()._actions}
+    words, program = launcher.split(argv, takes_value={**flags, "help": False})
+    if "--help" in words:
         return None
     values = vars(_parser().parse_args(words))
     own = {name: values.pop(name) for name in [*values] if name not in _LAUNCHER}
@@ -290,20 +292,6 @@ def _check(name: str, text: str | None) -> None:
     pattern, expected = _FORMS[name]
     if text is not None and not re.fullmatch(pattern, text):
         raise wrong(name, repr(text), expected, f"correct --{name}; --help has its form")
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the flags, as ``--name=value`` each, and the program, which is left as it is."""
-    switches = {name for name, flag in _LAUNCHER.items() if flag.read is None}
-    with_value = {action.dest for action in _parser()._actions} - switches
-    words, rest = list[str](), list(argv)
-    while rest and rest[0].startswith("-") and not begins_program(rest[0]):
-        head, equals, value = rest.pop(0).partition("=")
-        name = head.removeprefix("--").replace("-", "_")
-        if not equals and name in with_value and rest:
-            equals, value = "=", rest.pop(0)
-        words.append((f"--{name}" if head.startswith("--") else head) + equals + value)
-    return words, rest
 
 
 def _parser() -> Parser:
