@@ -58,6 +58,7 @@ def as_text(ports: range) -> str:
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOW_BAND = range(20_000, 30_000)  # past most services, below the node ports of Kubernetes
+_BACKLOG = 4096  # connections that clients may open before anybody takes them
 _TAKEN = (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL)
 
 
@@ -122,6 +123,13 @@ def is_port_free(address: str) -> bool:
     with contextlib.closing(_unbound()) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return _bind(server, port)
+
+
+def listen(port: int) -> socket.socket:
+    """Return a socket that listens at `port`, 0 for any, on every interface, as TensorFlow does."""
+    ipv6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ipv6 else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=ipv6)
 
 
 def preferred_ports(ephemeral: range) -> Iterator[int]:

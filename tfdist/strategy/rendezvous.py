@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, Task, TaskConfig
 from tfdist.cluster.address import split_address
+from tfdist.cluster.ports import listen
 from tfdist.errors import (
     EXIT_OK,
     EXIT_PEER_MISSING,
@@ -45,7 +46,6 @@ _PROBE_EVERY_S = 1.0
 _PROBE_ONE_EVERY_S = 0.02  # of a few
 _LOG_EVERY_S = 10.0
 _ANSWER_S = 0.5
-_BACKLOG = 4096  # connections that peers may open before anybody takes them
 
 
 def answers(address: str) -> bool:
@@ -127,13 +127,6 @@ def serves(address: str, *, timeout_s: float) -> bool:
             return bool(server.recv(1))
     except OSError:
         return False
-
-
-def listen(port: int) -> socket.socket:
-    """Listen at a port, 0 for any, on every interface, as TensorFlow's servers do."""
-    ipv6 = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if ipv6 else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=ipv6)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ import numpy as np
 
 from tfdist import phases
 from tfdist.cluster.address import split_address
+from tfdist.cluster.ports import listen
 from tfdist.strategy import rendezvous
 
 _LOG = logging.getLogger(__name__)
@@ -420,7 +421,7 @@ def _listen_for_others(ports: range | None) -> socket.socket | None:
     """Listen for workers of other machines; None where no port is free."""
     for port in ports or (0,):
         with contextlib.suppress(OSError):
-            return rendezvous.listen(port)
+            return listen(port)
     return None
 
 

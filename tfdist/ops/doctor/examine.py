@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 
 from tfdist.cluster import hold_ports
 from tfdist.cluster.address import join
+from tfdist.cluster.ports import listen
 from tfdist.errors import PeerLost, TfdistError, opening_port
 from tfdist.launch.events import Message, decode, encode
 from tfdist.launch.multihost.rendezvous import (
@@ -64,7 +65,7 @@ class HostBarrier:
         listener = None
         if len(job.hosts) > 1:
             with opening_port("the port at which the hosts meet", job.meeting_port):
-                listener = probes.listen(job.meeting_port)
+                listener = listen(job.meeting_port)
         self._hub = Hub(
             listener,
             token=job.token,

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from tfdist.cluster.ports import listen
 from tfdist.files import fsync, replacing
 from tfdist.launch.machine import memory_groups, this_machine
 from tfdist.ops.doctor.facts import (
@@ -318,7 +319,6 @@ MAX_PIECE_BYTES = 64 << 20
 
 _GREETING = "tfdist doctor"
 _PATIENCE_S = 10.0
-_BACKLOG = 256
 
 
 class PortListener:
@@ -388,13 +388,6 @@ class _Handler(socketserver.StreamRequestHandler):
                     return
                 left -= count
             self.wfile.write(head)
-
-
-def listen(port: int) -> socket.socket:
-    """Return a socket that listens on all interfaces, as TensorFlow's servers do."""
-    ipv6 = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if ipv6 else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=ipv6)
 
 
 def _holder_of(port: int) -> str:
