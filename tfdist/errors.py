@@ -114,6 +114,13 @@ def near(name: str, choices: Iterable[str]) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
+def named(things: Iterable[object], *, most: int = 8) -> str:
+    """Return tasks, say, as a list for a person, the first ones only where there are many."""
+    names = [str(thing) for thing in things]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def given_twice(flag: str) -> UsageError:
     """Return the error for a flag given twice, of which the last would silently be taken."""
     return UsageError(

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import TfdistError, UsageError, named
 from tfdist.files import one_line_errors
 from tfdist.training.epochs import EpochPlan
 
@@ -624,8 +624,7 @@ def ranges(steps: Sequence[int] | Array) -> str:
     firsts = listed[np.concatenate([[0], breaks + 1])]
     lasts = listed[np.concatenate([breaks, [len(listed) - 1]])]
     shown = [f"{a} to {b}" if b > a else f"{a}" for a, b in zip(firsts, lasts, strict=True)]
-    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + more
+    return named(shown, most=_SHOWN)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

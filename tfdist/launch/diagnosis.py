@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import Task
-from tfdist.errors import EXIT_PEER_MISSING
-from tfdist.launch.events import Beat, Ended, Raised, exit_code_of, named, signal_name
+from tfdist.errors import EXIT_PEER_MISSING, named
+from tfdist.launch.events import Beat, Ended, Raised, exit_code_of, signal_name
 from tfdist.launch.machine import CAN_GO_ON
 from tfdist.phases import UNTIMED, PendingWork
 

@@ -39,7 +39,7 @@ import signal
 import time
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
@@ -194,13 +194,6 @@ def task_of(name: object) -> Task:
     if match is None:
         raise ValueError("no task's name")
     return Task(match[1], int(match[2]))  # UsageError, which is a ValueError
-
-
-def named(things: Iterable[object], *, most: int = 8) -> str:
-    """Return tasks, say, as a list for a person, the first ones only where there are many."""
-    names = [str(thing) for thing in things]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 Message = dict[str, Any]

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tfdist.cluster import Task
-from tfdist.errors import EXIT_USAGE
+from tfdist.errors import EXIT_USAGE, named
 from tfdist.launch.diagnosis import Failure, root_of
 from tfdist.launch.events import (
     Action,
@@ -31,7 +31,6 @@ from tfdist.launch.events import (
     Start,
     Started,
     StopRequest,
-    named,
     request_name,
 )
 from tfdist.launch.screen import JobScreen

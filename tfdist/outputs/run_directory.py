@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.errors import TfdistError, UsageError, require
+from tfdist.errors import TfdistError, UsageError, named, require
 from tfdist.files import is_held, move_aside, one_line_errors, write_text
 
 DONE = "done"
@@ -225,12 +225,10 @@ def differences(
     """
     old, new, missing = flat(before), flat(now), object()
     keys = [k for k in old | new if k not in free and old.get(k, missing) != new.get(k, missing)]
-    shown = [
-        f"{key}={new.get(key, 'nothing')!r} (there: {old.get(key, 'nothing')!r})"
-        for key in keys[:_SHOWN_DIFFERENCES]
-    ]
-    more = len(keys) - len(shown)
-    return ", ".join(shown) + (f" and {more} more differences" if more else "")
+    shown = (
+        f"{key}={new.get(key, 'nothing')!r} (there: {old.get(key, 'nothing')!r})" for key in keys
+    )
+    return named(shown, most=_SHOWN_DIFFERENCES)
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

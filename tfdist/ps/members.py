@@ -34,8 +34,8 @@ from tfdist.cluster.address import split_address
 from tfdist.errors import StartupTimeout, require
 from tfdist.strategy.rendezvous import (
     answers,
+    at_addresses,
     missing_peers,
-    named,
     own_versions,
     require_same_versions,
     wait_for_answers,
@@ -102,7 +102,7 @@ class Members:
             no_ps = any(task.type == "ps" for task in missing)
             if no_ps or len(workers) < self._min_workers:
                 raise StartupTimeout(waited_for(config, missing, timeout_s, timeout_s))
-            names = named(self._cluster, missing)
+            names = at_addresses(self._cluster, missing)
             _LOG.warning("after %.0f s: going on without %s", timeout_s, names)
         return workers
 

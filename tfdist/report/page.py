@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from tfdist.errors import named
 from tfdist.outputs.run_directory import flat
 from tfdist.report.pieces import (
     MAX_ROWS,
@@ -61,7 +62,7 @@ def render(
 ) -> str:
     """Return the page; with `is_followed` it asks for itself again while a run goes on."""
     names = [*(sweep.name for sweep in sweeps), *(run.name for run in runs)]
-    title = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    title = named(names, most=4)
     is_going = "running" in (*(s.status for s in sweeps), *(run.status for run in runs))
     link_of = {run.path: f"#run-{index}" for index, run in enumerate(runs)}
     body = [

@@ -30,6 +30,7 @@ from tfdist.errors import (
     EXIT_STOPPED,
     StartupTimeout,
     UsageError,
+    named,
     require,
 )
 
@@ -82,10 +83,9 @@ def wait_for_answers(config: TaskConfig, tasks: Sequence[Task], *, timeout_s: fl
     return missing
 
 
-def named(cluster: ClusterSpec, tasks: Sequence[Task]) -> str:
+def at_addresses(cluster: ClusterSpec, tasks: Sequence[Task]) -> str:
     """Report the tasks with their addresses, not too many of them."""
-    shown = ", ".join(f"{task} ({cluster.address(task)})" for task in tasks[:8])
-    return shown + (f" and {len(tasks) - 8} more" if len(tasks) > 8 else "")
+    return named(f"{task} ({cluster.address(task)})" for task in tasks)
 
 
 def await_peers(config: TaskConfig, *, timeout_s: float) -> None:
@@ -181,7 +181,7 @@ def waited_for(
     """Return the line that names the tasks this one has waited for."""
     return (
         f"{config.task}: waited {waited_s:.0f} s of {timeout_s:.0f} s for "
-        f"{named(config.cluster, missing)}. Fix: start them, or raise --startup_timeout_s"
+        f"{at_addresses(config.cluster, missing)}. Fix: start them, or raise --startup_timeout_s"
     )
 
 

@@ -17,7 +17,7 @@ from tfdist.checkpoint.state import states_of
 from tfdist.checkpoint.store import SecondWriter
 from tfdist.cluster import JobOptions
 from tfdist.data.stream import DRAWING, InputFunctionSource, StreamSource
-from tfdist.errors import StartupTimeout, UsageError
+from tfdist.errors import StartupTimeout, UsageError, named
 from tfdist.strategy import Job, broadcast
 from tfdist.training.epochs import EpochPlan
 
@@ -242,9 +242,8 @@ def require_deterministic(graph: Any) -> None:
     bodies = [graph_def.node, *(f.node_def for f in graph_def.library.function)]
     found = sorted({f"{n.op} ({n.name})" for body in bodies for n in body if n.op in DRAWING})
     if found:
-        more = f", and {len(found) - _OPS_SHOWN} more" if len(found) > _OPS_SHOWN else ""
         raise _refused(
-            f"a step that draws from no seed of the run: {', '.join(found[:_OPS_SHOWN])}{more}",
+            f"a step that draws from no seed of the run: {named(found, most=_OPS_SHOWN)}",
             expected="random draws by Keras' layers, or with a keras.random.SeedGenerator",
         )
 

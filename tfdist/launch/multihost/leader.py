@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from tfdist.cluster import Task
 from tfdist.cluster.address import join
-from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError
+from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError, named
 from tfdist.launch.events import (
     NO_SENSE,
     Ended,
@@ -24,7 +24,6 @@ from tfdist.launch.events import (
     decode_event,
     encode,
     encode_action,
-    named,
     task_of,
 )
 from tfdist.launch.multihost.agreement import fingerprint, summary

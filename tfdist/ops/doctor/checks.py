@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from tfdist.cluster.placement import is_name
-from tfdist.launch.events import named
+from tfdist.errors import named
 from tfdist.launch.multihost.agreement import is_loopback
 from tfdist.ops.doctor.facts import (
     Directory,
