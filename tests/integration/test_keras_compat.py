@@ -427,6 +427,20 @@ def test_stock_constraints_go_by_way_of_the_worker(monkeypatch):
         assert where == [device]
 
 
+@shows("Muon._apply_weight_decay")
+def test_stock_muon_writes_what_the_step_has_read(monkeypatch):
+    monkeypatch.setattr(ps_compat, "server_of", lambda variable: 0)
+    results = []
+    for traced in (False, True):
+        weight = keras.Variable(np.ones((3, 2), "float32"))
+        step = stepping(keras.optimizers.Muon(0.1, weight_decay=0.5), weight, traced=traced)
+        step(tf.ones([3, 2]))
+        graph = step.get_concrete_function(tf.ones([3, 2])).graph
+        assert ("AssignVariableOp" in {op.type for op in graph.get_operations()}) is not traced
+        results.append(weight.numpy())
+    np.testing.assert_equal(*results)
+
+
 class Interrupted(keras.optimizers.SGD):
     """While it updates, another worker adds 5 to the gradients."""
 

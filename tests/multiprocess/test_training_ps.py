@@ -141,6 +141,7 @@ def test_ps_loses_no_part_of_an_update(parameter_server):
     """Each momentum is the one before and a gradient of 1, and goes into the weight once."""
     _, seen = parameter_server
     assert seen["went down by momentum"] == sum(range(7 * 15 + 1))
+    assert seen["went down by decay"] == pytest.approx(7 * 15, rel=1e-3)
     # Of gradients that are accumulated by all, none is lost, and none counts twice.
     assert seen["still to go down"] >= 0
     assert 4 * seen["went down by sums"] + seen["still to go down"] == 7 * 15

@@ -15,6 +15,7 @@ from keras.src.backend.tensorflow.core import Variable
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from keras.src.optimizers.muon import Muon
 from tensorflow.python.distribute import distribute_lib
 
 from tfdist.errors import require
@@ -236,6 +237,31 @@ def _on_their_servers(
                 weight, update, args=(average,), group=False
             )
     return None
+
+
+# Muon's weights decay on the parameter servers, in one operation each.
+#
+# It has a weight decay of its own, which reads a weight and writes it, by way of the worker: what
+# others have written since the step read it is lost.
+# Ended by: no release, Keras 3.15.1 included.
+
+
+@replaces(Muon, "_apply_weight_decay", issue=f"{_KERAS}/optimizers/muon.py#L293")
+def _subtracted(original: Original, trace: StepTrace, self: Any, variables: Any) -> None:
+    if not all(_are_on_servers(_parts(variable)) for variable in variables):
+        original(self, variables)
+        return
+
+    def update(weight: Any, decay: float) -> None:
+        rate = tf.cast(self.learning_rate, weight.dtype)
+        self.assign_sub(weight, weight * tf.cast(decay, weight.dtype) * rate)
+
+    for variable in filter(self._use_weight_decay, variables):
+        own = self.adam_weight_decay if self._should_use_adamw(variable) else self.weight_decay
+        if own is not None:
+            self._distribution_strategy.extended.update(
+                variable.value, update, args=(own,), group=False
+            )
 
 
 # A variable is constrained on the parameter server that holds it.

@@ -207,6 +207,9 @@ def steps_of_optimizers():
         "ramp": lambda: keras.optimizers.SGD(zoo.Ramp()),
         "accumulation": lambda: keras.optimizers.Lion(1.0, gradient_accumulation_steps=3),
         "momentum": lambda: keras.optimizers.SGD(1.0, momentum=1.0),
+        "decay": lambda: keras.optimizers.Muon(
+            1.0, adam_beta_1=0.0, adam_beta_2=0.0, adam_weight_decay=1e-9, exclude_layers=["."]
+        ),
         "sums": lambda: keras.optimizers.SGD(1.0, gradient_accumulation_steps=4),
     }
     for name, optimizer in optimizers.items():
