@@ -605,10 +605,17 @@ def test_stock_adds_the_bias_to_a_product_of_another_shape():
 
 @shows("Variable.assign_add", "Variable.assign_sub")
 @pytest.mark.parametrize("name", ["assign_add", "assign_sub"])
-def test_stock_adds_in_three_operations(name):
-    variable = keras.Variable(1.0)
-    kinds = kinds_of(lambda: getattr(variable, name)(1.0))
-    assert {"ReadVariableOp", "AssignVariableOp"} <= set(kinds)
+@pytest.mark.parametrize("shape", [[2], [], [None]])  # the last as of tf.math.bincount
+def test_stock_adds_in_three_operations(name, shape):
+    variable = keras.Variable([1.0, 2.0])
+    for traced in (False, True):
+
+        def add(value, traced=traced):
+            with step_of(traced=traced):
+                getattr(variable, name)(value)
+
+        kinds = kinds_of(add, tf.TensorSpec(shape))
+        assert ({"ReadVariableOp", "AssignVariableOp"} <= set(kinds)) is not traced
 
 
 @shows("Variable.value")

@@ -113,6 +113,8 @@ def _in_one_operation(
         return original(self, value)
     with _where_added(value, self._value):
         value = tf.cast(value, self._value.dtype)
+        if value.shape != self._value.shape and isinstance(value, tf.Tensor):
+            value = tf.broadcast_to(value, self._value.shape)
     if value.shape != self._value.shape:
         return original(self, value)
     if trace.counts is not None and name == "assign_add":
