@@ -16,9 +16,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.distribute import ps_values
+from tensorflow.python.distribute.coordinator import coordinator_context
 from tensorflow.python.distribute.parameter_server_strategy_v2 import (
     ParameterServerStrategyV2Extended,
 )
+from tensorflow.python.framework import ops
 
 from tfdist.cluster import JobOptions, TaskConfig
 from tfdist.errors import require
@@ -167,6 +170,14 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
             and tf.executing_eagerly()
         )
 
+    def _resource_creator_scope(self) -> Any:
+        def table(next_creator: Any, *args: Any, **kwargs: Any) -> WorkerTable:
+            return WorkerTable(self._container_strategy(), lambda: next_creator(*args, **kwargs))
+
+        # The first of TensorFlow's makes its own.
+        _, *others = super()._resource_creator_scope()
+        return [ops.resource_creator_scope("StaticHashTable", table), *others]
+
     def _validate_colocate_with_variable(self, colocate_with_variable: Any) -> None:
         for part in parts_of(colocate_with_variable):
             super()._validate_colocate_with_variable(part)
@@ -185,6 +196,35 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
             with standing_for_whole(number):
                 results.append(super()._update(part, of_whole, mine, kwargs, group))
         return results
+
+
+class WorkerTable(ps_values.DistributedTable):
+    """Lookup table of which each worker has a copy, made when a life of it first needs one.
+
+    TensorFlow has its coordinator make them once, which neither knows a worker that was absent then
+    nor that one has come back, and which would connect to the workers by itself.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, wrapped_creator: Any) -> None:
+        self._copies: dict[int, tuple[int, Any]] = {}  # by worker: the life, and its table
+        super().__init__(strategy, wrapped_creator)
+
+    def _maybe_build_distributed_table(self) -> None:
+        return
+
+    def resource_handle_call_time_value(self) -> Any:
+        def handle() -> Any:
+            context = coordinator_context.get_current_dispatch_context()
+            if context is None:
+                return self._coordinator_instance.resource_handle
+            worker = context.worker
+            life, table = self._copies.get(worker.worker_index, (0, None))
+            if life != worker.life:
+                table = self._wrapped_creator()
+                self._copies[worker.worker_index] = worker.life, table
+            return table.resource_handle
+
+        return handle, tf.TensorSpec([], tf.resource)
 
 
 def _is_of(value: Any, variable: SplitVariable) -> bool:

@@ -16,12 +16,14 @@ def main() -> None:
     strategy = tfdist.make_strategy()
     with strategy.scope():
         total = tf.Variable(0, dtype=tf.int64)
+        values = tf.lookup.KeyValueTensorInitializer(["one"], tf.constant([1], tf.int64))
+        table = tf.lookup.StaticHashTable(values, 0)
     pool = worker_pool_of(strategy, patience_s=8)
 
     @tf.function
     def work(first, last):
         def body(i):
-            total.assign_add(1)
+            total.assign_add(table.lookup(tf.constant("one")))
             return i + 1
 
         return tf.while_loop(lambda i: i < last, body, [first])[0] - first
