@@ -1,8 +1,11 @@
 """The workers of a ps job that the chief is connected to, while others of them die."""
 
+import errno
+import itertools
 import socket
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import tensorflow as tf
@@ -108,3 +111,27 @@ def test_versions_of_a_task_that_the_cluster_does_not_have_are_ignored(listeners
     assert [line for line in caplog.messages if "worker-" in line] == [
         "ignored the versions that worker-1 sent from 127.0.0.1: the cluster has no such task"
     ]
+
+
+def test_who_speaks_slowly_and_a_lack_of_descriptors_hold_up_no_versions(listeners):
+    chief, *others = (f"127.0.0.1:{one.getsockname()[1]}" for one in listeners)
+    cluster = ClusterSpec(chief=(chief,), ps=tuple(others[:1]), worker=tuple(others[1:2]))
+    versions = VersionHandshake(TaskConfig(cluster=cluster, task=Task("chief", 0)))
+    listener = mock.Mock(wraps=listeners[0])
+    full = OSError(errno.EMFILE, "Too many open files")
+    listener.accept.side_effect = itertools.chain([full], itertools.repeat(mock.DEFAULT))
+    heard = threading.Event()
+
+    def speak_slowly(client):
+        while not heard.wait(0.2):
+            client.sendall(b"t")
+
+    with socket.create_connection(listeners[0].getsockname()) as client:
+        slow = threading.Thread(target=speak_slowly, args=(client,))
+        slow.start()
+        with versions.receiving_at(listener):
+            config = TaskConfig(cluster=cluster, task=Task("worker", 0))
+            found = send_versions(config).wait(DEADLINE_S)
+        heard.set()
+        slow.join()
+    assert found

@@ -257,11 +257,13 @@ class VersionHandshake:
     @contextlib.contextmanager
     def receiving_at(self, listener: socket.socket) -> Iterator[None]:
         """Receive from all who connect, until the end of the block."""
-        thread = threading.Thread(target=self._receive_all, args=(listener,), daemon=True)
+        end = threading.Event()
+        thread = threading.Thread(target=self._receive_all, args=(listener, end), daemon=True)
         thread.start()
         try:
             yield
         finally:
+            end.set()
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # ends `accept`, which keeps the port
             thread.join()
@@ -282,17 +284,22 @@ class VersionHandshake:
                 own_task=str(self._config.task),
             )
 
-    def _receive_all(self, listener: socket.socket) -> None:
-        while True:
+    def _receive_all(self, listener: socket.socket, end: threading.Event) -> None:
+        while not end.is_set():
             try:
                 client, _ = listener.accept()
-            except OSError:
-                return
-            with client, contextlib.suppress(OSError):
-                self._receive(client)
+            except OSError:  # the end, or no descriptor is left for a moment
+                end.wait(_RETRY_S)
+                continue
+            # Each in a thread of its own: one that speaks slowly holds up nobody.
+            threading.Thread(target=self._receive_from, args=(client,), daemon=True).start()
+
+    def _receive_from(self, client: socket.socket) -> None:
+        with client, contextlib.suppress(OSError):
+            client.settimeout(_TIMEOUT_S)
+            self._receive(client)
 
     def _receive(self, client: socket.socket) -> None:
-        client.settimeout(_TIMEOUT_S)
         line = client.makefile("rb").readline(_MAX_LINE_BYTES).decode(errors="replace")
         if found := _LINE.fullmatch(line):
             kind, index, versions = found.groups()
