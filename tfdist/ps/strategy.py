@@ -206,7 +206,7 @@ class WorkerTable(ps_values.DistributedTable):
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, wrapped_creator: Any) -> None:
-        self._copies: dict[int, tuple[int, Any]] = {}  # by worker: the life, and its table
+        self._copies: dict[int, tuple[int | None, Any]] = {}  # by worker: the life, and its table
         super().__init__(strategy, wrapped_creator)
 
     def _maybe_build_distributed_table(self) -> None:
@@ -218,10 +218,11 @@ class WorkerTable(ps_values.DistributedTable):
             if context is None:
                 return self._coordinator_instance.resource_handle
             worker = context.worker
-            life, table = self._copies.get(worker.worker_index, (0, None))
-            if life != worker.life:
+            life = getattr(worker, "life", None)  # one of a coordinator of the user's own has none
+            made_in, table = self._copies.get(worker.worker_index, (None, None))
+            if table is None or made_in != life:
                 table = self._wrapped_creator()
-                self._copies[worker.worker_index] = worker.life, table
+                self._copies[worker.worker_index] = life, table
             return table.resource_handle
 
         return handle, tf.TensorSpec([], tf.resource)
