@@ -145,6 +145,27 @@ def test_a_function_of_input_context_trains_alike(strategies):
     assert many.optimizer.iterations.numpy() == 16
 
 
+def read_by(strategy, x, *, class_weight=None, **length):
+    """What each step of a run has of the first part of its data, or the weights of its examples."""
+    feed = inputs.prepare(
+        x, None, None, job=job_of(strategy), length=inputs.Length(**length), shuffle=True, seed=3,
+        class_weight=class_weight,
+    )  # fmt: skip
+    part = 0 if class_weight is None else 2
+    steps = feed.dataset(0, feed.plan.total_steps).as_numpy_iterator()
+    return [np.concatenate([replica.data[part] for replica in step]) for step in steps]
+
+
+def test_devices_of_a_task_share_one_order_of_a_function_of_input_context(strategies):
+    def shuffled(context):
+        rows = tf.data.Dataset.from_tensor_slices((np.arange(48), Y[:48])).shuffle(48)
+        return rows.batch(context.get_per_replica_batch_size(8))
+
+    first, second = np.reshape(read_by(strategies[2], shuffled, epochs=2), (2, 48))
+    assert sorted(first) == sorted(second) == list(range(48))
+    assert first.tolist() != second.tolist()
+
+
 def test_a_function_of_input_context_keeps_its_transform_where_it_is_read_whole(strategies):
     def doubled(batch, *, example_ids, epoch, seed):
         return batch[0] * 2, batch[1]

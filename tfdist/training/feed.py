@@ -536,7 +536,7 @@ class InputFunctionFeed(StreamFeed):
         self.may_be_empty = self._in_order = self._is_compared = False
 
     def _batches(self, reading: Reading) -> tf.data.Dataset:
-        """As in `StreamFeed`; a task with several devices reads its stream once for each."""
+        """As in `StreamFeed`; the devices of a task have the batches of one reading in turn."""
         job = self._job
         context = tf.distribute.InputContext(
             num_input_pipelines=job.num_tasks,
@@ -544,9 +544,7 @@ class InputFunctionFeed(StreamFeed):
             num_replicas_in_sync=job.num_replicas,
         )
         batches = self._endless(read(self.source.dataset_for(context), reading))
-        local = len(job.replica_ids)
-        shards = tuple(batches.shard(local, i) if local > 1 else batches for i in range(local))
-        return tf.data.Dataset.zip(shards)
+        return _in_groups(batches, len(job.replica_ids))
 
     def _parts(self, step: tf.Tensor, data: Any) -> tuple[Part, ...]:
         job = self._job
@@ -585,6 +583,23 @@ def _from_step(first: int, batches: tf.data.Dataset) -> tf.data.Dataset:
 def _go_on() -> np.bool_:
     phases.go_on()
     return np.True_
+
+
+def _in_groups(batches: tf.data.Dataset, size: int) -> tf.data.Dataset:
+    """Return tuples of so many batches that follow each other, each of its own shape.
+
+    Two iterators over one dataset would not do: a shuffle gives each of them another order.
+    """
+    alone = tf.data.Dataset.zip((batches,))
+    if size == 1:
+        return alone
+
+    @_plain
+    def group(window: Any) -> tf.data.Dataset:
+        whole = tf.data.Dataset.zip(window)
+        return tf.data.Dataset.zip(tuple(whole.skip(i).take(1) for i in range(size)))
+
+    return alone.window(size, drop_remainder=True).flat_map(group)
 
 
 def _from_graph(graph: tf.Tensor, source: Any) -> tf.data.Dataset:
