@@ -9,8 +9,9 @@ Three things in a user's graph make that wrong without a word, so `read` has a r
   snapshot then takes what it has for the whole (docs/upstream/tensorflow-cache-after-prefetch.md).
   So each is fed through `_guarded`, whose end no cancelled reading reaches, and each dataset gets a
   memory cache of tfdist's own, out of reach of iterators that the program itself has dropped.
-- **Draws without a seed**, as of `shuffle(n)`: they get seeds from the seed of the run. All tasks
-  then see the same batches, and a resumed run sees those of the run before. That of
+- **Draws without a seed**, as of `shuffle(n)`, or with that of the program alone: they get seeds
+  from the seed of the run. All tasks then see the same batches, and a resumed run sees those of the
+  run before. A shuffle with a seed begins with its first order in each reading. That of
   `shuffle(n, reshuffle_each_iteration=False)` is the same in all runs and evaluations.
 - **Order that depends on timing** (`deterministic=False`, draws within a parallel map): with
   several tasks, order is made deterministic and a parallel map that draws runs one call at a time.
@@ -566,8 +567,11 @@ def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:
         return
     if node.op in _SEEDED_DATASETS:
         at, generator = _SEEDED_DATASETS[node.op]
+        if generator:  # of its own: that of the user's dataset goes on from reading to reading
+            _, name = body.add("DummySeedGenerator", like=node.name, output="handle")
+            node.input[generator] = name
         values = [_value_of(body.producer(reference)) for reference in node.input[at : at + 2]]
-        if values != [0, 0]:
+        if values != [0, 0] and not (body.depth == 0 and _is_of_program(node, values[0])):
             return
         for i, value in enumerate(_seeds(seed, next(numbers))):
             node.input[at + i] = (
@@ -575,11 +579,16 @@ def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:
                 if body.depth
                 else body.constant(node.name, value)
             )
-        if generator:
-            _, name = body.add("DummySeedGenerator", like=node.name, output="handle")
-            node.input[generator] = name
     elif _draws_without_seed(node):
         node.attr["seed"].i, node.attr["seed2"].i = _seeds(seed, next(numbers))
+
+
+def _is_of_program(node: Any, seed: int | None) -> bool:
+    """Return whether a seed is that of `tf.random.set_seed`, which is of no dataset of its own.
+
+    By it each fit of a program would see one order.
+    """
+    return seed is not None and seed == context.global_seed() and not _shuffles_once(node)
 
 
 def _shuffles_once(node: Any) -> bool:
