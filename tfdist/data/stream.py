@@ -43,6 +43,7 @@ _LOG = logging.getLogger(__name__)
 _LARGE_BYTES = 2**16
 _IGNORE_STATE = 1  # tf.data's ExternalStatePolicy.IGNORE
 _SEED_OF_SPLITS = 0
+_STRIPPED = "/device::0"  # what TensorFlow leaves of the host of a `py_function`, and then refuses
 _COPIES = itertools.count()
 _MOST = 2**31 - 1
 _plain = tf.autograph.experimental.do_not_convert
@@ -442,6 +443,9 @@ def _graph_of(dataset: tf.data.Dataset) -> _StreamGraph | None:
                     strip_device_assignment=True,
                 )
                 definition = tf.compat.v1.GraphDef.FromString(text.numpy())
+            for node in (n for body in _bodies(definition) for n in body.nodes):
+                if node.device == _STRIPPED:
+                    node.device = ""
             found = _StreamGraph(dataset, definition)
         except (tf.errors.OpError, ValueError, NotImplementedError, _NotMatchedError) as error:
             _LOG.info("the graph of %s cannot be copied: %s", type(dataset).__name__, error)
