@@ -166,6 +166,12 @@ def test_devices_of_a_task_share_one_order_of_a_function_of_input_context(strate
     assert first.tolist() != second.tolist()
 
 
+def test_overfitting_sees_the_same_batches_of_a_stream_that_is_shuffled(strategies):
+    shuffled = dataset().unbatch().shuffle(49).batch(8)
+    first, _, third, _ = read_by(strategies[1], shuffled, epochs=2, overfit_batches=2)
+    np.testing.assert_array_equal(first, third)
+
+
 def test_a_function_of_input_context_keeps_its_transform_where_it_is_read_whole(strategies):
     def doubled(batch, *, example_ids, epoch, seed):
         return batch[0] * 2, batch[1]

@@ -500,7 +500,7 @@ class StreamFeed(Feed):
         batches = self.order.batches
         if batches is None:
             return dataset if self.source.is_endless else dataset.repeat()
-        return dataset.take(batches).repeat()
+        return dataset.take(batches).cache().repeat()  # the same ones in each pass of a shuffle
 
     def _parts(self, step: tf.Tensor, data: Any) -> tuple[Part, ...]:
         whole = self._whole(step, data)
