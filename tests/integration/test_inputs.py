@@ -172,6 +172,17 @@ def test_overfitting_sees_the_same_batches_of_a_stream_that_is_shuffled(strategi
     np.testing.assert_array_equal(first, third)
 
 
+def test_class_weights_of_labels_whose_width_is_not_known_before(strategies):
+    def widened(x, y):
+        return x, tf.raw_ops.PlaceholderWithDefault(input=y, shape=(None, None))
+
+    labels = np.array([0, 1, 2, 1])
+    for y in (labels[:, None], np.eye(3)[labels]):
+        stream = tf.data.Dataset.from_tensor_slices((X[:4], y)).batch(4).map(widened)
+        (weights,) = read_by(strategies[1], stream, epochs=1, class_weight={1: 5.0, 2: 9.0})
+        assert weights.tolist() == [1, 5, 9, 5]
+
+
 def test_a_function_of_input_context_keeps_its_transform_where_it_is_read_whole(strategies):
     def doubled(batch, *, example_ids, epoch, seed):
         return batch[0] * 2, batch[1]

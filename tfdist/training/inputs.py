@@ -230,9 +230,11 @@ def _class_weights(class_weight: dict[int, float] | None) -> Callable[[Any], Any
 
     def weigh(data: Any) -> Any:
         x, y, _ = unpack(data)
-        one_hot = y.shape.rank >= 2 and y.shape[-1] != 1
-        classes = tf.argmax(y, axis=-1) if one_hot else tf.reshape(y, [tf.shape(y)[0]])
-        classes = tf.cast(tf.round(classes) if classes.dtype.is_floating else classes, tf.int32)
+        columns = y if y.shape.rank == 2 else y[:, tf.newaxis]
+        number = columns[:, 0]
+        number = tf.cast(tf.round(number) if number.dtype.is_floating else number, tf.int32)
+        one_hot = tf.shape(columns)[-1] > 1  # a generator's width may be known here alone
+        classes = tf.where(one_hot, tf.argmax(columns, axis=-1, output_type=tf.int32), number)
         listed = tf.logical_and(classes >= 0, classes < unlisted)
         return x, y, tf.gather(tf.constant(weights), tf.where(listed, classes, unlisted))
 
