@@ -310,7 +310,7 @@ def test_a_stack_is_refused_before_training_and_in_an_evaluation(strategies):
         fit(of_pairs(strategies[2], Failing), Pairs())
 
 
-def test_batches_of_python_are_not_cut_to_the_rows_of_their_first_part(strategies):
+def test_batches_are_not_cut_to_the_rows_of_their_first_part(strategies):
     """That would give another mean."""
 
     class Batches(keras.utils.PyDataset):
@@ -327,6 +327,12 @@ def test_batches_of_python_are_not_cut_to_the_rows_of_their_first_part(strategie
         model = with_a_mean(strategies[2])
         assert refused(lambda model=model: fit(model, Batches())) == ("data", "uneven-parts")
     fit(with_a_mean(strategies[1]), Batches())
+    # Nor are those of datasets whose last batches differ.
+    few, many = (tf.data.Dataset.from_tensor_slices(X[:n]).batch(4) for n in (6, 8))
+    zipped = tf.data.Dataset.zip(few, many).map(lambda x, whole: ({"x": x, "all": whole}, x[:, :1]))
+    refusal_of_last = refused(lambda: fit(with_a_mean(strategies[2]), zipped))
+    assert refusal_of_last == ("data", "uneven-parts")
+    fit(with_a_mean(strategies[1]), zipped)
 
 
 # Whatever else
