@@ -1,5 +1,6 @@
 """The report of a run, from directories that jobs have left: what is shown, and what is refused."""
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -24,7 +25,7 @@ from tfdist.report import __main__ as program
 from tfdist.report.page import PARTS, STYLE, Verdict, render
 from tfdist.report.pieces import Series, chart
 from tfdist.report.run import TaskHistory, read_run
-from tfdist.report.sweep import read_sweep
+from tfdist.report.sweep import read_sweep, runs_of_best
 
 RUNS = Path(__file__).parent / "data" / "report"
 
@@ -105,6 +106,12 @@ def test_a_ps_run_shows_its_staleness_and_who_did_the_steps():
     assert any(re.fullmatch(r"worker-1: .* examples/s on average", tip) for tip in page.tips)
 
 
+def test_a_ps_run_that_was_resumed_after_its_last_step_is_shown(tmp_path):
+    run_dir = Path(shutil.copytree(RUNS / "ps", tmp_path / "run"))
+    change(run_dir / "summary.json", worker_steps={"worker-0": 0}, staleness={})
+    assert "worker-0: 0 steps, 0.0 %" in "\n".join(page_of(run_dir).tips)
+
+
 def test_rates_of_ps_workers_are_their_parts_of_each_epoch_of_an_attempt(tmp_path):
     run_dir = Path(shutil.copytree(RUNS / "ps", tmp_path / "run"))
     # It was resumed within the third, and once more before the fourth.
@@ -164,6 +171,10 @@ def test_a_sweep_shows_parallel_coordinates_all_trials_and_the_runs_that_are_the
     assert sum(tip.startswith("trial ") and "learning_rate" in tip for tip in page.tips) == 8
     assert read_sweep(sweep).state.on_log_scale == {"learning_rate"}
     assert page.links.count("#run-0") == 2
+    state = read_sweep(sweep).state
+    state.trials["1"] = dataclasses.replace(state.trials["1"], run="5")  # which it continues
+    record = dataclasses.replace(read_sweep(sweep), state=state)
+    assert [run.name for run in runs_of_best(record, most=8)] == ["sweep, trial 5"]
     for text in ("5 ★", "sweep, trial 5", "worker-1 at step 225, attempt 1"):
         assert text in page.text
 

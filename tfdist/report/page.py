@@ -343,7 +343,8 @@ def _staleness(run: Run) -> str:
 
 def _counts(counts: Sequence[tuple[str, int]], more: Callable[[float], str]) -> str:
     """Return a bar for each count of steps."""
-    total, most = sum(count for _, count in counts), max((c for _, c in counts), default=0)
+    numbers = [count for _, count in counts]
+    total, most = max(1, sum(numbers)), max([1, *numbers])  # 0 of a run that was resumed at its end
     rows = ""
     for name, count in counts:
         tip = f"{name}: {count:,} steps, {100 * count / total:.1f} %{more(count / total)}"

@@ -71,9 +71,14 @@ def read_sweep(path: Path) -> SweepRecord:
 
 
 def runs_of_best(sweep: SweepRecord, *, most: int) -> list[Run]:
-    """Return the runs of the best trials, without those that are not there, or not whole."""
-    runs = []
-    for trial in _ranked(sweep.state)[:most]:
+    """Return the runs of the best trials, without those that are not there, or not whole.
+
+    One that several trials of hyperband have done, each a part, is there once.
+    """
+    runs, best = [], dict[str, Trial]()
+    for trial in _ranked(sweep.state):
+        best.setdefault(trial.run, trial)
+    for trial in [*best.values()][:most]:
         with contextlib.suppress(TfdistError):
             run = read_run(sweep.path / TRIALS / trial.run)
             runs.append(replace(run, name=f"{sweep.name}, trial {trial.id}"))
