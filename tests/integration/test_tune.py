@@ -136,6 +136,14 @@ def test_an_oracle_that_is_brought_to_any_line_of_a_journal_answers_as_the_one_b
         answer = before.ask()
         found = (answer.status, answer.trial, answer.values)
         assert found == tuple(lines[number][name] for name in ("status", "trial", "values"))
+    over = world.search_of([])
+    if tuner == "bayesian":  # of which a fit takes seconds, where nobody asks any more
+        monkeypatch.setattr(over._oracle.gpr, "fit", lambda *_: pytest.fail("a model is fitted"))
+    over.replay(lines, is_over=True)
+    trials = over._oracle.trials.values()
+    expected = fold(lines).trials.values()
+    assert [t.hyperparameters.values for t in trials] == [t.values for t in expected]
+    assert [t.score for t in trials] == [t.score for t in expected]
 
 
 @pytest.mark.parametrize("tuner", ["bayesian", "hyperband"])
@@ -194,6 +202,7 @@ def test_a_metric_that_keras_tuner_cannot_make_is_written_down_as_others_are(tmp
     search.publish()
     trial = opened("random", tmp_path).oracle.get_best_trials()[0]
     assert trial.score == 0.5
+    assert trial.best_step == 0  # of the first of both: KerasTuner counts from 0
     assert [one.value for one in trial.metrics.get_history("mean_io_u")] == [[0.25], [0.5]]
 
 

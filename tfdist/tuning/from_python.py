@@ -267,7 +267,7 @@ def search(
         complete_space(tuner)
     if not tuner.oracle.trials:  # the sweep was finished before
         lines = read(options.sweep_dir / JOURNAL)
-        search_of(tuner, options.sweep_dir, lines[0]).replay(lines)
+        search_of(tuner, options.sweep_dir, lines[0]).replay(lines, is_over=True)
     tuner.directory, tuner.project_name = str(options.sweep_dir), PROJECT
 
 

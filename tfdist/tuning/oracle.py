@@ -245,6 +245,8 @@ class Search:
         self._recorded: Mapping[str, Any] | None = None
         self._unfitted: tuple[Any, Any] | None = None
         """To what the model was fitted for the last answer, where a replay has left that out."""
+        self._is_over = False
+        """Whether nothing will be asked after the replay, so that it can do without the model."""
         self._populate = oracle.populate_space
         if isinstance(oracle, keras_tuner.oracles.GridSearchOracle):
             self._populate = functools.partial(self._next_of_grid, oracle.populate_space)
@@ -277,13 +279,18 @@ class Search:
                 for name in metrics:
                     if name != objective and not tracker.exists(name):
                         _register(tracker, name)
-                self._oracle.update_trial(trial, metrics, step=int(line["virtual_epoch"]))
+                # KerasTuner counts steps from 0: its users train `best_step + 1` epochs.
+                self._oracle.update_trial(trial, metrics, step=int(line["virtual_epoch"]) - 1)
         ended = self._oracle.trials[trial]
         ended.status, ended.message = status, reason or None
         self._oracle.end_trial(ended)
 
-    def replay(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Ask and tell all that a journal says, so that the next answer is what it would be."""
+    def replay(self, lines: Iterable[Mapping[str, Any]], *, is_over: bool = False) -> None:
+        """Ask and tell all that a journal says, so that the next answer is what it would be.
+
+        Where the search `is_over` there is none, and what only an answer needs is left out.
+        """
+        self._is_over = is_over
         for line in lines:
             if line["event"] == "asked":
                 self._recorded = line
@@ -319,7 +326,7 @@ class Search:
             self._oracle.gpr.fit(*self._unfitted)  # by which it guesses at their results
         self._unfitted = None
         if self._recorded is not None and _fits_a_model(self._oracle):
-            self._unfitted = _take_as_if_asked(self._oracle)
+            self._unfitted = None if self._is_over else _take_as_if_asked(self._oracle)
             return {"status": RUNNING, "values": dict(self._recorded["values"])}
         answer = dict(self._populate(trial_id))
         if answer.get("values"):
