@@ -314,6 +314,14 @@ def test_model_checkpoint_counts_batches(strategies, tmp_path, frequency, option
     assert sorted({saved for saved, *_ in written(tmp_path).values()}) == steps
 
 
+def test_tensorboard_counts_the_batches_of_a_validation(strategies, tmp_path):
+    """Those of its blocks it would write by chance, which depend on how long they take."""
+    board = keras.callbacks.TensorBoard(tmp_path, update_freq=len(X))
+    options = {"batch_size": 1, "verbose": 0, "callbacks": [board]}
+    tfdist.evaluate(make_model(strategies[1]), X, Y, **options)
+    assert "validation evaluation_loss_vs_iterations" in written(tmp_path)
+
+
 def assert_long(ranges, steps):
     """The first ranges are of one step, to learn how long it takes; those after are longer."""
     assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])]

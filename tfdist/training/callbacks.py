@@ -160,6 +160,16 @@ def counting_steps(
         board._global_train_batch = count
 
 
+def count_test_steps(callbacks: Sequence[keras.callbacks.Callback], steps: int) -> None:
+    """Have Keras' TensorBoard, which counts its calls, count the steps of a validation's block.
+
+    By their number it decides which validations it writes over the iterations.
+    """
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.TensorBoard):
+            callback._global_test_batch += steps - 1  # its own hook adds one
+
+
 def begin_epoch(callbacks: Sequence[keras.callbacks.Callback]) -> None:
     """Tell Keras' ModelCheckpoint that batches count from 0 again.
 

@@ -28,7 +28,7 @@ from tfdist.strategy.rendezvous import chief_watch
 from tfdist.training import building
 from tfdist.training.agreement import require_same_weights
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide, naming_bad_data
-from tfdist.training.callbacks import callback_list, wants_every_batch
+from tfdist.training.callbacks import callback_list, count_test_steps, wants_every_batch
 from tfdist.training.engines import engine_for, joined, naming_a_lost_server
 from tfdist.training.inputs import Length, prepare
 from tfdist.training.program import Engine, program_of
@@ -164,6 +164,7 @@ class Evaluation:
                     break
                 last = decision.last
                 with phases.entered("callback"):
+                    count_test_steps(callbacks.callbacks, last - first)
                     callbacks.on_test_batch_begin(first)
                 blocks.run(first, last, looked_at=by_batch or last == self.steps)
                 seen = blocks.metrics(blocks.logs) if by_batch else {}
