@@ -157,7 +157,11 @@ def test_a_run_of_an_earlier_version_goes_on(strategies, tmp_path):
     assert CheckpointStore(tmp_path / "run").steps() == [6, 9]
 
 
-@pytest.mark.parametrize(("mine", "epoch", "kept"), [(["0,2.0", "1,1.0"], 1, 1), ([], 0, 0)])
+@pytest.mark.parametrize(
+    ("mine", "epoch", "kept"),
+    [(["0,2.0", "1,1.0"], 1, 1), ([], 0, 0), (["0,2.0", "\0\0\0"], 1, 1)],
+    ids=["its own are cut", "it has none", "one that a loss of power has left"],
+)
 def test_a_csv_log_keeps_the_lines_of_the_run_before(tmp_path, mine, epoch, kept):
     before = ["epoch,loss", "0,5.0", "1,4.0", "2,3.0"]
     (tmp_path / "log.csv").write_text("\r\n".join([*before, *mine, ""]))
@@ -195,6 +199,20 @@ def test_a_callback_of_another_metric_begins_anew(kind):
     assert (same.best, same.wait) == (2.1, 1)
     assert other.best != 2.1
     assert other.wait == 0
+
+
+def test_a_model_checkpoint_that_saves_within_epochs_goes_on_with_its_best(tmp_path):
+    options = {"monitor": "loss", "save_freq": 1, "save_best_only": True}
+    before, resumed = (
+        keras.callbacks.ModelCheckpoint(tmp_path / "best.keras", **options) for _ in range(2)
+    )
+    before.best = 2.1
+    resumed.set_model(keras.Sequential())
+    hand_over(before, resumed)
+    resumed.on_epoch_begin(3)
+    resumed.on_train_batch_end(0, {"loss": 3.0})
+    assert resumed.best == 2.1
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdist
 from tests import fake_trackers
@@ -170,6 +171,13 @@ def test_a_task_of_clearml_is_continued_without_an_offset(strategies, monkeypatc
 def test_tensorboard_shortens_no_block_and_has_each_step_once_after_a_kill(
     strategies, tmp_path, blocks, freq
 ):
+    """Also where another run, which went further, has left its events in the directory."""
+    training, validation = tmp_path / "logs" / "train", tmp_path / "logs" / "validation"
+    for folder in (training, validation):
+        with tf.summary.create_file_writer(str(folder)).as_default():
+            for name in ("epoch_loss", "batch_loss"):
+                tf.summary.scalar(name, 0.0, step=99)
+
     def attempt(*more):
         board = keras.callbacks.TensorBoard(tmp_path / "logs", update_freq=freq, histogram_freq=1)
         backup = tfdist.BackupAndRestore(tmp_path / "backup")
@@ -180,14 +188,13 @@ def test_tensorboard_shortens_no_block_and_has_each_step_once_after_a_kill(
 
     ends = killed_and_gone_on(blocks, attempt)
     assert len(ends) < EPOCHS * STEPS
-    training, validation = tmp_path / "logs" / "train", tmp_path / "logs" / "validation"
     if freq == 5:
         multiples = [last // 5 * 5 for last in multiples_of_5(ends)]
-        assert steps_in_events(training, "batch_loss") == multiples
+        assert steps_in_events(training, "batch_loss") == [*multiples, 99]
     else:
-        for tag in ("epoch_loss", "d/kernel/histogram"):
-            assert steps_in_events(training, tag) == [0, 1, 2]
-        assert steps_in_events(validation, "epoch_loss") == [0, 1, 2]
+        assert steps_in_events(training, "d/kernel/histogram") == [0, 1, 2]
+        for folder in (training, validation):
+            assert steps_in_events(folder, "epoch_loss") == [0, 1, 2, 99]
         assert steps_in_events(validation, "evaluation_loss_vs_iterations") == [12, 24, 36]
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import collections
 import csv
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import tensorflow as tf
 from tfdist.errors import UsageError
 from tfdist.files import replacing
 
+_EVENT_FILES = "events.out.tfevents.*"
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("monitor", "wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("monitor", "wait", "best", "cooldown_counter"),
@@ -29,7 +31,10 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "_last_batch_seen",
     ),
     keras.callbacks.History: ("history", "epoch"),
-    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
+    keras.callbacks.TensorBoard: (
+        *("_global_train_batch", "_global_test_batch"),
+        "_files_of_others",  # ours: see `note_event_files`
+    ),
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
     keras.callbacks.CSVLogger: ("keys",),  # its columns, which it takes from its first epoch
 }
@@ -55,6 +60,18 @@ def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
         elif "monitor" not in state or state["monitor"] == callback.monitor:
             for attribute, value in state.items():
                 setattr(callback, attribute, value)
+            _set_direction(callback)
+
+
+def _set_direction(callback: Any) -> None:
+    """Have a ModelCheckpoint that saves within epochs know which way its metric gets better.
+
+    Keras sets it at the end of the first epoch, and fails where there is a best value before.
+    """
+    if not isinstance(callback, keras.callbacks.ModelCheckpoint) or callback.monitor_op is not None:
+        return
+    if callback.save_freq != "epoch" and callback.save_best_only and callback.best is not None:
+        callback._set_monitor_op()
 
 
 def best_weights(callbacks: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
@@ -87,16 +104,32 @@ def _named(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
     return named
 
 
-def prepare_to_resume(callbacks: Sequence[Any], *, epoch: int) -> None:
-    """Keep what is logged already, or will be again, from being there twice.
+def note_event_files(callbacks: Sequence[Any]) -> None:
+    """Have each TensorBoard know the event files that other runs have left in its directory.
 
-    Before `on_train_begin`. TensorBoard writes only what comes after the last step of each tag in
-    its event files; the CSV log loses its lines from `epoch` on, which the run will write again.
+    Before a run begins, and before the callbacks get its model, as that writes the first file.
     """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.TensorBoard):
+            files = Path(callback.log_dir).glob(f"*/{_EVENT_FILES}")
+            callback._files_of_others = [file.name for file in files]
+
+
+def prepare_to_resume(
+    callbacks: Sequence[Any], *, epoch: int, states: Mapping[str, Any] | None = None
+) -> None:
+    """Keep what is logged already, or will be again, from being there twice.
+
+    Before `on_train_begin`. TensorBoard writes only what comes after the last step of each tag in
+    its event files, without those that `states` says are of other runs; the CSV log loses its lines
+    from `epoch` on, which the run will write again.
+    """
+    for name, callback in _named(callbacks):
+        if isinstance(callback, keras.callbacks.TensorBoard):
+            others = ((states or {}).get(name) or {}).get("_files_of_others", ())
             train, validation = (
-                _last_steps(Path(callback.log_dir, name)) for name in ("train", "validation")
+                _last_steps(Path(callback.log_dir, folder), besides=others)
+                for folder in ("train", "validation")
             )
             both = {tag: min(train[tag], validation[tag]) for tag in train.keys() & validation}
             callback._summary_module = _OnceOnly({**train, **validation, **both})
@@ -147,10 +180,18 @@ def _cut(path: str, *, separator: str, epoch: int) -> None:
     """Remove the last lines of a CSV log, from `epoch` on; those before may be of another run."""
     with open(path, newline="") as file:
         rows = [row for row in csv.reader(file, delimiter=separator) if row]
-    while len(rows) > 1 and int(float(rows[-1][0])) >= epoch:
+    while len(rows) > 1 and _epoch_of(rows[-1]) >= epoch:
         rows.pop()
     with replacing(Path(path)) as unfinished, open(unfinished, "w", newline="") as file:
         csv.writer(file, delimiter=separator).writerows(rows)
+
+
+def _epoch_of(row: Sequence[str]) -> float:
+    """Return the epoch of a line of a CSV log, infinity where a loss of power left no number."""
+    try:
+        return float(row[0])
+    except ValueError:
+        return math.inf
 
 
 class _OnceOnly:
@@ -169,10 +210,12 @@ class _OnceOnly:
         return write_if_new if name in ("scalar", "histogram", "image") else write
 
 
-def _last_steps(directory: Path) -> dict[str, int]:
+def _last_steps(directory: Path, *, besides: Collection[str]) -> dict[str, int]:
     """Return the last step of each tag in event files, of which a kill may have cut the last."""
     last: dict[str, int] = {}
-    for path in directory.glob("events.out.tfevents.*"):
+    for path in directory.glob(_EVENT_FILES):
+        if path.name in besides:
+            continue
         try:
             for event in tf.compat.v1.train.summary_iterator(os.fspath(path)):
                 for value in event.summary.value:
