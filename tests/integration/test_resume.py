@@ -188,6 +188,14 @@ def test_a_resumed_csv_log_keeps_its_columns(tmp_path):
     assert dict(zip(header.split(","), line.split(","), strict=True))["val_loss"] == "1.0"
 
 
+def test_a_resumed_history_has_what_a_metric_by_class_yields_as_arrays():
+    before, resumed = keras.callbacks.History(), keras.callbacks.History()
+    before.epoch, before.history = [0], {"loss": [0.5], "f1": [np.float32([0.1, 0.2])]}
+    hand_over(before, resumed)
+    np.testing.assert_array_equal(resumed.history["f1"][0], before.history["f1"][0], strict=True)
+    assert resumed.history["loss"] == [0.5]
+
+
 @pytest.mark.parametrize("kind", [keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau])
 def test_a_callback_of_another_metric_begins_anew(kind):
     before, same, other = kind("val_loss"), kind("val_loss"), kind("val_accuracy")

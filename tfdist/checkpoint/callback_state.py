@@ -61,6 +61,18 @@ def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
             for attribute, value in state.items():
                 setattr(callback, attribute, value)
             _set_direction(callback)
+            if isinstance(callback, keras.callbacks.History):
+                callback.history = _with_arrays(callback.history)
+
+
+def _with_arrays(history: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Return a History's values as `fit` has logged them: those of a metric by class as arrays."""
+    return {
+        name: [
+            np.asarray(value, "float32") if isinstance(value, list) else value for value in values
+        ]
+        for name, values in history.items()
+    }
 
 
 def _set_direction(callback: Any) -> None:
