@@ -303,8 +303,18 @@ def test_a_model_with_more_of_its_own_trains_as_under_keras(strategies, what):
         assert models.difference(ours, theirs) < 1e-6
 
 
+@pytest.mark.parametrize("kind", [Halves, Siamese])
+def test_layers_are_built_by_the_step_where_no_call_does(strategies, kind):
+    make = lambda: compiled(kind, unbuilt=True)  # noqa: E731
+    y = {Halves: TARGETS[:48], Siamese: ROWS[48:0:-1]}[kind]
+    one, two = (models.trained(strategies[n], make, ROWS[:48], y, batch_size=8) for n in (1, 2))
+    assert models.difference(one[0], two[0]) < 1e-6
+    assert_close(one[1], two[1])
+
+
 def test_a_layer_that_nothing_has_built_is_refused(strategies):
-    make = lambda: compiled(Halves, unbuilt=True)  # noqa: E731
-    error = refusal(lambda: models.trained(strategies[1], make, ROWS, TARGETS))
+    with strategies[1].scope():
+        model = compiled(Halves, unbuilt=True)
+    error = refusal(lambda: tfdist.predict(model, ROWS))
     assert error.code == "not-built"
     assert error.received.startswith("first")

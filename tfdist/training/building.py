@@ -116,6 +116,7 @@ def build(model: keras.Model, job: Job, feed: Feed, *, slots: Slots = "whole") -
         if _has_call(model):
             _build_by_a_call(model, feed)
         else:
+            _build_by_its_step(model, feed)
             _require_built_parts(model)
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
@@ -172,12 +173,36 @@ def _build_by_a_call(model: keras.Model, feed: Feed) -> None:
     try:
         model._symbolic_build(data_batch=batch)
     except Exception as error:  # which says more than that of another try
+        _build_by_its_step(model, feed)
         if _is_ready_for_its_own_step(model):
             return
         try:
             _build_with(model, feed.first_batch())
         except Exception:
             raise error from None
+
+
+def _build_by_its_step(model: keras.Model, feed: Feed) -> None:
+    """Build layers by a step of the model's own, up to its optimizer; nothing is computed."""
+    if all(layer.built for layer in model._flatten_layers(include_self=False)):
+        return
+
+    def far_enough(gradients: Any) -> None:
+        raise RuntimeError("far enough")
+
+    def step(batch: Any) -> Any:
+        trace = keras_compat.StepTrace(
+            num_replicas=1,
+            share=1.0,
+            examples=1,
+            random_key=tf.zeros([2], tf.int32),
+            at_hook=far_enough,
+        )
+        with keras_compat.tracing(trace):
+            return model.train_step(batch)
+
+    with contextlib.suppress(Exception):  # what it has built is looked at
+        compute_output_spec(step, tf.nest.map_structure(_symbolic, feed.batch_spec))
 
 
 def _called(model: keras.Model, batch: Any, *, training: bool = False) -> Any:
