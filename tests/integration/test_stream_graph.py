@@ -162,7 +162,10 @@ def test_parts_of_a_dataset_that_is_shuffled_once_stay_apart():
     assert test[:5] == test[5:] != [*range(5)]
 
 
-def test_a_seed_of_the_user_stays():
+@pytest.mark.parametrize("whole", [None, 1])
+def test_a_seed_of_the_user_stays(whole):
+    if whole is not None:
+        keras.utils.set_random_seed(whole)
     found, other = (tf.data.Dataset.range(20).shuffle(20, seed=3) for _ in range(2))
     expected = values(other)
     for seed in (1, 2):  # in each reading: a resumed run may have fewer of them before

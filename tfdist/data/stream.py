@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -51,6 +52,7 @@ _PYTHON_OPERATIONS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 _CACHES = frozenset({"CacheDataset", "CacheDatasetV2", "SnapshotDataset", "SnapshotDatasetV2"})
 _PARALLEL_MAPS = frozenset({"ParallelMapDataset", "ParallelMapDatasetV2"})
 _PARALLEL_INTERLEAVES = frozenset(f"ParallelInterleaveDatasetV{n}" for n in (2, 3, 4))
+_MOST_SEED, _DRAWN = 2**31 - 1, 4096
 _ASSIGNING = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 # Inputs that are the two seeds, and the input that is the state of a generator (0: none).
 _SEEDED_DATASETS = {
@@ -575,7 +577,7 @@ def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:
             _, name = body.add("DummySeedGenerator", like=node.name, output="handle")
             node.input[generator] = name
         values = [_value_of(body.producer(reference)) for reference in node.input[at : at + 2]]
-        if values != [0, 0] and not (body.depth == 0 and _is_of_program(node, values[0])):
+        if values != [0, 0] and not (body.depth == 0 and _is_of_program(node, values)):
             return
         for i, value in enumerate(_seeds(seed, next(numbers))):
             node.input[at + i] = (
@@ -587,12 +589,22 @@ def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:
         node.attr["seed"].i, node.attr["seed2"].i = _seeds(seed, next(numbers))
 
 
-def _is_of_program(node: Any, seed: int | None) -> bool:
-    """Return whether a seed is that of `tf.random.set_seed`, which is of no dataset of its own.
+def _is_of_program(node: Any, seeds: Sequence[int | None]) -> bool:
+    """Return whether seeds are by `tf.random.set_seed` alone, and not of the dataset.
 
-    By it each fit of a program would see one order.
+    By them each fit of a program would see one order.
     """
-    return seed is not None and seed == context.global_seed() and not _shuffles_once(node)
+    whole, own = seeds
+    if whole is None or whole != context.global_seed() or _shuffles_once(node):
+        return False
+    return own in _drawn_by_tensorflow(whole)
+
+
+@functools.lru_cache(maxsize=4)
+def _drawn_by_tensorflow(seed: int) -> frozenset[int]:
+    """Return the first seeds that TensorFlow draws for operations without one of their own."""
+    numbers = random.Random(seed)
+    return frozenset(numbers.randint(0, _MOST_SEED) for _ in range(_DRAWN))
 
 
 def _shuffles_once(node: Any) -> bool:
