@@ -220,6 +220,15 @@ def test_whatever_is_kept_a_step_is_the_same(step_of, name, way):
         np.testing.assert_equal((found[0], found[2]), (expected[0], expected[2]))
 
 
+def test_models_inside_are_whole_where_layers_would_have_one_name():
+    x = keras.Input((4,))
+    towers = [
+        keras.Sequential([keras.Input((4,)), L.Dense(3, name="same")], name=name) for name in "ab"
+    ]
+    model = keras.Model(x, L.Concatenate(name="join")([tower(x) for tower in towers]))
+    assert [node.operation.name for node in LayerGraph(model).nodes] == ["a", "b", "join"]
+
+
 @pytest.mark.parametrize("keep", ["tape", "recompute", "nothing"])
 def test_stages_take_the_fused_kernel_as_the_whole_model_does(step_of, keep):
     by_keras, expected = step_of("residual", 0), trained(residual, [], fused=True)

@@ -397,11 +397,11 @@ def _in_place(functional: Any) -> tuple[Any, dict[int, tuple[str, ...]]]:
         def placed(operation: Any) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 inner = _graph_inside(operation)
-                flat = None if inner is None else _taken(inner, args, kwargs)
+                flat = None if inner is None else _inputs_of_call(inner, args, kwargs)
                 if flat is not None:
                     return run(inner, flat, (*around, operation.name))
                 # Without what Keras has added, so that it adds the masks that there are in place.
-                made = operation(*args, **{k: v for k, v in kwargs.items() if _is_given(k, v)})
+                made = operation(*args, **{k: v for k, v in kwargs.items() if _says_more(k, v)})
                 inside.update((id(t), around) for t in keras.tree.flatten(made))
                 return made
 
@@ -412,19 +412,22 @@ def _in_place(functional: Any) -> tuple[Any, dict[int, tuple[str, ...]]]:
     if not any(map(_graph_inside, functional.operations)):
         return functional, inside
     outputs = run(functional, functional.inputs, ())
-    return Functional(functional._inputs_struct, outputs, name=functional.name), inside
+    try:
+        return Functional(functional._inputs_struct, outputs, name=functional.name), inside
+    except ValueError:  # two layers of one name, which no graph of Keras' may have
+        return functional, {}
 
 
-def _is_given(name: str, value: Any) -> bool:
+def _says_more(name: str, value: Any) -> bool:
     """Return whether an argument of a call says more than whether it trains, and without a mask."""
     leaves = keras.tree.flatten([value])
     return name != "training" and not ("mask" in name and leaves.count(None) == len(leaves))
 
 
-def _taken(inner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+def _inputs_of_call(inner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
     """Return the flat inputs of a call of a model, None where the call does more than take them."""
     flat = keras.tree.flatten(list(args))
-    plain = len(args) == 1 and not any(_is_given(k, v) for k, v in kwargs.items())
+    plain = len(args) == 1 and not any(_says_more(k, v) for k, v in kwargs.items())
     plain = plain and len(flat) == len(inner.inputs)
     keys = [sorted(x) if isinstance(x, dict) else None for x in (*args, inner._inputs_struct)]
     if not plain or keys[0] != keys[1]:
