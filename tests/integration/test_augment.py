@@ -233,6 +233,12 @@ def test_images_of_a_size_that_is_not_known_are_not_smaller_than_the_window():
 def test_a_model_is_built_for_the_size_that_a_transform_leaves():
     model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(2)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    source = ArraySource(IMAGES, LABELS % 2, transform=RandomCrop(size=(4, 3)))
+    crop = RandomCrop(size=(4, 3))
+
+    def of_a_known_size(batch, **draws):
+        images, labels = crop(batch, **draws)
+        return tf.reshape(images, (int(images.shape[0]), 4, 3, 3)), labels
+
+    source = ArraySource(IMAGES, LABELS % 2, transform=of_a_known_size)
     tfdist.fit(model, source, batch_size=8, verbose=0)
     assert model.layers[-1].kernel.shape == (4 * 3 * 3, 2)

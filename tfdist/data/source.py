@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
+_ROWS = 8
 Nest = Any
 """A tensor, array or spec, or a tuple or dict of them: `x`, `(x, y)`, `(x, y, sample_weight)`."""
 
@@ -89,15 +90,25 @@ def preprocessed(source: Source, preprocess: Callable[..., Nest] | None) -> Sour
 
 
 def traced_transform(source: Source) -> Any:
-    """Return the source's transform as a function of a batch and ids, in graph, traced."""
+    """Return the source's transform as a function of a batch and ids, in graph, traced.
+
+    For batches of any size, or of one where it asks for that.
+    """
 
     @tf.function(autograph=False)
     def transform(batch: Nest, ids: tf.Tensor) -> Nest:
         epoch = tf.constant(0, tf.int64)
         return source.transformed(batch, example_ids=ids, epoch=epoch, seed=0)
 
-    ids = tf.TensorSpec([None], tf.int64)
-    return transform.get_concrete_function(batch_spec(source.element_spec), ids)
+    try:
+        ids = tf.TensorSpec([None], tf.int64)
+        return transform.get_concrete_function(batch_spec(source.element_spec), ids)
+    except Exception as error:
+        try:
+            ids = tf.TensorSpec([_ROWS], tf.int64)
+            return transform.get_concrete_function(batch_spec(source.element_spec, _ROWS), ids)
+        except Exception:
+            raise error from None
 
 
 def spec_of_batches(source: Source) -> Nest:
@@ -106,18 +117,20 @@ def spec_of_batches(source: Source) -> Nest:
         return batch_spec(source.element_spec)
 
     def spec(tensor: Any) -> Any:
+        if isinstance(tensor, tf.Tensor) and tensor.shape.rank:
+            return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
         return None if tensor is None else tf.type_spec_from_value(tensor)
 
     return tf.nest.map_structure(spec, traced_transform(source).structured_outputs)
 
 
-def batch_spec(element_spec: Nest) -> Nest:
-    """Return the spec of a batch of such examples, of any size, before the transform."""
+def batch_spec(element_spec: Nest, rows: int | None = None) -> Nest:
+    """Return the spec of a batch of such examples, of any size or so many, before the transform."""
 
     def batched(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
         if not isinstance(spec, tf.TensorSpec):
             return spec  # none, or ragged or sparse, whose examples are not described one by one
-        return tf.TensorSpec([None, *spec.shape], spec.dtype)
+        return tf.TensorSpec([rows, *spec.shape], spec.dtype)
 
     return tf.nest.map_structure(batched, element_spec)
 
