@@ -148,6 +148,7 @@ def _blocks(config: Any, *, fresh: bool) -> BlockRunner:
         ),
         shuffle=True,
         seed=config.seed,
+        model=model,
     )
     building.build(model, job, feed)
     keras_compat.fuse(model, fused=config.fused_kernels)

@@ -67,12 +67,17 @@ def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
 
 def _with_arrays(history: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     """Return a History's values as `fit` has logged them: those of a metric by class as arrays."""
-    return {
-        name: [
-            np.asarray(value, "float32") if isinstance(value, list) else value for value in values
-        ]
-        for name, values in history.items()
-    }
+    return {name: list(map(_as_array, values)) for name, values in history.items()}
+
+
+def _as_array(value: Any) -> Any:
+    """Return a list of numbers as an array; anything else a callback has put there as it is."""
+    if not isinstance(value, list):
+        return value
+    try:
+        return np.asarray(value, "float32")
+    except (TypeError, ValueError):
+        return value
 
 
 def _set_direction(callback: Any) -> None:
