@@ -526,18 +526,18 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
         def pause_writing(self) -> None:
             super().pause_writing()
             self._unread_bytes = math.inf
-            self._let_go_unless_read()
+            self._close_unless_read()
 
         def resume_writing(self) -> None:
             super().resume_writing()
             self._reader.cancel()
 
-        def _let_go_unless_read(self) -> None:
+        def _close_unless_read(self) -> None:
             """Let the client go once it has read nothing of its answer, which is in memory."""
             before, self._unread_bytes = self._unread_bytes, self.transport.get_write_buffer_size()
             if self._unread_bytes >= before:
                 self.transport.abort()
-            self._reader = self.loop.call_later(silence_s, self._let_go_unless_read)
+            self._reader = self.loop.call_later(silence_s, self._close_unless_read)
 
         def on_message_complete(self) -> None:
             super().on_message_complete()

@@ -59,10 +59,11 @@ def decode_predict(
 
 def _has_others(body: bytes, document: Mapping[str, Any], content: Any) -> bool:
     """Return whether a body may have bools or texts among its values: more texts than names."""
-    objects = (document, *(content if isinstance(content, list) else [content]))
-    names = sum(len(one) for one in objects if isinstance(one, dict))
-    names += "signature_name" in document
-    return b"true" in body or b"false" in body or body.count(b'"') > 2 * names
+    more = body.count(b'"') // 2 - len(document) - ("signature_name" in document)
+    if more > 0:
+        objects = content if isinstance(content, list) else [content]
+        more -= sum(len(one) for one in objects if isinstance(one, dict))
+    return b"true" in body or b"false" in body or more > 0
 
 
 def parse(body: bytes) -> dict[str, Any]:
