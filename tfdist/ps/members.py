@@ -292,7 +292,10 @@ class VersionHandshake:
                 end.wait(_RETRY_S)
                 continue
             # Each in a thread of its own: one that speaks slowly holds up nobody.
-            threading.Thread(target=self._receive_from, args=(client,), daemon=True).start()
+            try:
+                threading.Thread(target=self._receive_from, args=(client,), daemon=True).start()
+            except RuntimeError:  # no thread is to be had: it comes again
+                client.close()
 
     def _receive_from(self, client: socket.socket) -> None:
         with client, contextlib.suppress(OSError):
