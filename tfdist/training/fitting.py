@@ -97,6 +97,7 @@ def fit(
     """
     job = building.job_for(model, doing="fit")
     building.require_compiled(model, doing="fit")
+    building.warn_of_own_fit(model)
     optimizer, variables = model.optimizer, model.trainable_variables
     sharded = sharded_optimizer and building.shards(optimizer, variables, job, callbacks=callbacks)
     require_int("initial_epoch", initial_epoch, least=0)
