@@ -283,8 +283,8 @@ def test_answers_that_differ_are_not_published(tmp_path, step, layer, text):
 def test_a_model_that_is_not_built_or_that_keras_cannot_save(tmp_path, strategies):
     unbuilt = keras.Sequential([layers.Dense(2)])
     assert refusal(lambda: tfdist.export_model(unbuilt, tmp_path)).code == "not-built"
-    alike = [keras.Input((3,), name=name) for name in ("a-b", "a_b")]  # in a signature
-    added = keras.Model(alike, layers.Add()(alike))
+    inputs = [keras.Input((3,), name=name) for name in ("a-b", "a_b")]  # in a signature
+    added = keras.Model(inputs, layers.Add()(inputs))
     assert refusal(lambda: tfdist.export_model(added, tmp_path)).code == "not-a-name"
     fixed = keras.Input((2,), batch_size=3, name="fixed")
     fixed = keras.Model(fixed, keras.ops.reshape(fixed, (3, 1, 2)))

@@ -365,7 +365,7 @@ def _drawn(nest: Any, *, apart: bool = False) -> Any:
 
 
 def _differ(samples: Any) -> bool:
-    """Return whether samples are several, and not all alike."""
+    """Return whether samples are several, and not all the same."""
     arrays = map(np.asarray, keras.tree.flatten(samples))
     return any((array[1:] != array[:1]).any() for array in arrays)
 

@@ -90,7 +90,7 @@ def prepare(
     class_weight: dict[int, float] | None = None,
     model: keras.Model | None = None,
 ) -> Feed:
-    """Make data ready for a run, of a `model` that may preprocess them. Every task calls it alike.
+    """Make data ready for a run, of a `model` that may preprocess them. Every task does so.
 
     Raises:
       UsageError: the data cannot be had under this strategy, are empty, or do not fit `length`.

@@ -32,8 +32,8 @@ class StepTrace:
       examples: how many of this replica's examples count, scalar integer.
       part: of a micro-batch, examples / examples of the step, by which its whole loss is weighted.
       random_key: int32 [2] of (seed, step, replica), from which every draw of the step comes.
-      update_key: of (seed, step), for draws in an optimizer's update, which all replicas make
-        alike; None where there is one replica.
+      update_key: of (seed, step), for draws in an optimizer's update, the same on all
+        replicas; None where there is one.
       batch: what the step function is given, a nest of tensors ``[examples, ...]``.
       fused: layers take the fused ones of `kernels` in this package.
       local: values of variables, by `id`, that live in the step and not in the variable.
