@@ -116,6 +116,17 @@ def test_evaluated_and_predicted_as_by_its_own_methods(strategies):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_a_method_of_that_name_beside_fit_of_keras_is_the_users(strategies):
+    class Own(keras.Sequential):
+        def preprocess_samples(self, *data):
+            raise NotImplementedError
+
+    with strategies[1].scope():
+        model = Own([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    tfdist.fit(model, np.ones((4, 1)), np.ones((4, 1)), verbose=0)
+
+
 def test_a_table_of_its_tokenizer_is_refused_under_ps():
     source = preprocessed(as_source(TEXTS), gpt().preprocess_samples)
     assert refused(lambda: check_supported(source, "ps")) == (

@@ -31,6 +31,7 @@ from tfdist.training.feed import (
     reading_of,
     require_even,
 )
+from tfdist.training.program import is_own
 
 _LOG = logging.getLogger(__name__)
 
@@ -142,8 +143,9 @@ def _checked_source(source: Source, *, job: Job, shuffle: bool) -> Source:
 
 def _preprocessing_of(model: keras.Model | None) -> Callable[..., Any] | None:
     """Return what a model of KerasHub makes of its batches in `fit`, None where it is nothing."""
-    has_none = getattr(model, "preprocessor", True) is None
-    return None if has_none else getattr(model, "preprocess_samples", None)
+    if model is None or not is_own(model, "fit") or getattr(model, "preprocessor", True) is None:
+        return None
+    return getattr(model, "preprocess_samples", None)
 
 
 def _order_of(examples: int | None, length: Length, *, batch: int, shuffle: bool) -> Order:
