@@ -1,7 +1,8 @@
 """Convolutional networks of three sizes, to measure by batch size.
 
-python -m tfdist.bench batch benchmarks/batch_models.py:small benchmarks/batch_models.py:medium \
-    benchmarks/batch_models.py:large --sizes 1,4,16,64,256 --plot docs/images/batch.png
+python -m benchmarks.batch_sizes benchmarks/batch_models.py:small \
+    benchmarks/batch_models.py:medium benchmarks/batch_models.py:large \
+    --sizes 1,4,16,64,256 --plot docs/images/batch.png
 """
 
 from __future__ import annotations

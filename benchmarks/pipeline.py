@@ -37,8 +37,8 @@ sys.path.append(str(ROOT / "benchmarks"))  # where its modules look for each oth
 import harness  # noqa: E402
 import machine  # noqa: E402
 
-from tfdist import bench  # noqa: E402
-from tfdist.bench import StepperJob, StepTimes  # noqa: E402
+from benchmarks import split_sizes  # noqa: E402
+from benchmarks.split_sizes import StepperJob, StepTimes  # noqa: E402
 
 PAGE = ROOT / "benchmarks" / "PIPELINE.md"
 PICTURE = ROOT / "docs" / "images" / "pipeline.png"
@@ -58,11 +58,11 @@ def sweep(args: argparse.Namespace) -> list[str]:
     """ResNet-50 in two stages over the split sizes, one core, and torch."""
     size = ("--image_size", str(args.image_size), "--batch_size", str(args.batch_size))
     words = [*size, "--sizes", f"auto,{args.sizes}", "--one_device", args.one_device]
-    options = bench.parse_pipeline([*words, "--steps", str(args.steps)])
+    options = split_sizes.parse_pipeline([*words, "--steps", str(args.steps)])
     torch_size = args.torch_size
     request = {"model": "resnet50", "image": args.image_size, "batch": args.batch_size}
     measured, (torch_s, fused_s) = _beside_torch(options, {**request, "size": torch_size})
-    bench.draw_pipeline(measured, PICTURE)
+    split_sizes.draw_pipeline(measured, PICTURE)
     staged = [one for one in measured if one.stages > 1 and not one.found]
     found = next(one for one in measured if one.found)
     core = [one for one in measured if one.stages == 1]
@@ -88,7 +88,8 @@ def transformer(args: argparse.Namespace) -> list[str]:
     """A transformer of eight blocks in two stages, and torch's."""
     batch, size = args.transformer_batch, args.transformer_batch // MICROS
     words = [TRANSFORMER, "--batch_size", str(batch), "--sizes", str(size)]
-    options = bench.parse_pipeline([*words, "--one_device", str(size), "--steps", str(args.steps)])
+    words += ["--one_device", str(size), "--steps", str(args.steps)]
+    options = split_sizes.parse_pipeline(words)
     request = {"model": "transformer", "batch": batch, "size": size}
     measured, (torch_s, fused_s) = _beside_torch(options, request, fused_keep="compiled")
     same = _of_size([one for one in measured if one.stages > 1], size)
@@ -155,7 +156,7 @@ def measure_memory(args: argparse.Namespace) -> None:
 def _beside_torch(
     options: Any, request: dict[str, Any], *, fused_keep: str = "tape"
 ) -> tuple[list[StepTimes], list[list[float]]]:
-    """Measure the cells of `tfdist.bench pipeline`, and torch's in the same rounds.
+    """Measure the cells of `benchmarks.split_sizes`, and torch's in the same rounds.
 
     And a job in stages with fused_kernels, at torch's split size.
     """
@@ -169,11 +170,11 @@ def _beside_torch(
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-bench-"))
         own = argparse.Namespace(**{**vars(options), "fused_kernels": True, "keep": fused_keep})
         cell = {"stages": options.stages, "sizes": [request["size"]], "run_dir": run_dir}
-        fused = bench.stepper(own, **cell)
+        fused = split_sizes.stepper(own, **cell)
         stack.callback(fused.close)
         fused.wait()
         fused.step()  # finds the cut
-        return bench.measure_pipeline(options, beside=[torch, fused])
+        return split_sizes.measure_pipeline(options, beside=[torch, fused])
 
 
 def _of_size(measured: Sequence[StepTimes], size: int) -> StepTimes:

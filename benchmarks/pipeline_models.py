@@ -1,4 +1,4 @@
-"""The transformer of the pipeline's benchmark, as `tfdist.bench pipeline` takes it."""
+"""The transformer of the pipeline's benchmark, as `benchmarks.split_sizes` takes it."""
 
 from __future__ import annotations
 

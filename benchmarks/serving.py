@@ -41,7 +41,7 @@ import harness  # noqa: E402
 import machine  # noqa: E402
 import serving_peers  # noqa: E402
 
-from tfdist.serving.load import Load, example_body, run  # noqa: E402
+from benchmarks.load import Load, example_body, run  # noqa: E402
 
 PAGE = ROOT / "benchmarks" / "SERVING.md"
 RAW = ROOT / "benchmarks" / "serving.json"

@@ -39,7 +39,7 @@ sys.path.append(str(ROOT / "benchmarks"))  # where its modules look for each oth
 
 import harness  # noqa: E402
 
-from tfdist.serving.load import PREDICT, percentile  # noqa: E402
+from benchmarks.load import PREDICT, percentile  # noqa: E402
 
 P99_MS = 50.0
 LADDER = (1, 4, 16, 64)

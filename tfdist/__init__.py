@@ -36,7 +36,6 @@ _HOME_OF = {
     "JobFailed": "tfdist.errors",
     "export_model": "tfdist.serving.export",
     "spawn": "tfdist.launch.spawn",
-    "estimate_memory": "tfdist.find.memory",
     "find_batch_size": "tfdist.find.batch_size",
     "find_learning_rate": "tfdist.find.learning_rate",
     "data": "tfdist.data",
@@ -62,7 +61,6 @@ if TYPE_CHECKING:
     )
     from tfdist.find.batch_size import find_batch_size
     from tfdist.find.learning_rate import find_learning_rate
-    from tfdist.find.memory import estimate_memory
     from tfdist.launch.spawn import spawn
     from tfdist.serving.export import export_model
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
@@ -92,7 +90,6 @@ __all__ = [
     "broadcast",
     "data",
     "errors",
-    "estimate_memory",
     "evaluate",
     "export_model",
     "find_batch_size",

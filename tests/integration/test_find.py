@@ -1,10 +1,8 @@
-"""Finders with TensorFlow: the range test leaves no trace, memory is as measured, children try."""
+"""Finders with TensorFlow: the range test leaves no trace, children try."""
 
 import functools
 import itertools
-import json
 import math
-import os
 import signal
 
 import keras
@@ -12,14 +10,11 @@ import numpy as np
 import pytest
 
 import tfdist
-from benchmarks import memory_estimates
 from tests import forked_python
 from tests.models import classifier
 from tests.refusals import refused
-from tfdist import bench
 from tfdist.errors import Stopped
 from tfdist.find.learning_rate import has_diverged, read, smoothed
-from tfdist.find.memory import Operation, peak_of
 from tfdist.find.subject import decode_spec, encode_spec
 
 pytestmark = pytest.mark.slow
@@ -146,8 +141,6 @@ def test_an_error_leaves_no_trace(strategy, monkeypatch):
 
 def test_what_cannot_be_is_refused(strategies):
     model = make(strategies[1])
-    unbuilt = keras.Sequential([keras.layers.Dense(2)])
-    uncompiled = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
 
     def find(x=X, model=model, **options):
         return refused(lambda: tfdist.find_learning_rate(model, x, Y, 16, **options))
@@ -158,31 +151,6 @@ def test_what_cannot_be_is_refused(strategies):
     assert find(smoothing=1.0) == ("smoothing", "not-a-number")
     assert find(diverges_at=1.0) == ("diverges_at", "not-a-number")
     assert find(X * np.nan, without_draws(strategies[1]), steps=10)[1] == "not-finite"
-    assert refused(lambda: tfdist.estimate_memory(unbuilt, 8, "adam"))[1] == "unknown-shape"
-    assert refused(lambda: tfdist.estimate_memory(uncompiled, 8))[1] == "not-compiled"
-
-
-def test_the_parts_of_an_estimate_are_what_can_be_counted(strategy):
-    model = make(strategy, optimizer=keras.optimizers.Adam)
-    before = [w.tobytes() for w in model.get_weights()]
-    found = tfdist.estimate_memory(model, 32)
-    trained = 4 * (6 * 8 + 8 + 8 + 8 + 8 * 2 + 2)
-    assert found.gradients == trained
-    assert found.weights == trained + 4 * 16
-    assert found.slots == 2 * trained
-    assert tfdist.estimate_memory(model, 32, "sgd").slots == 0
-    assert sum(found.by_layer.values()) == found.activations
-    assert {"dense", "batch_normalization"} & {
-        name.rstrip("_0123456789") for name in found.by_layer
-    }
-    assert tfdist.estimate_memory(model, 3200).activations > 50 * found.activations
-    assert [w.tobytes() for w in model.get_weights()] == before
-
-
-def test_an_estimate_is_within_15_percent_of_what_is_measured():
-    """As it is taken by one thread: how much several hold at once goes by what else is running."""
-    measured, estimate = memory_estimates.measure("MobileNet:128:16", runs=1, threads=1)
-    assert abs(estimate["peak"] / measured - 1) < 0.15, (measured, estimate)
 
 
 def test_a_child_that_runs_out_of_memory_leaves_this_process_alone(strategies, monkeypatch):
@@ -213,22 +181,11 @@ def bare():
 """
 
 
-def test_speed_by_batch_size_is_measured_in_children(tmp_path):
-    (tmp_path / "made.py").write_text(MADE)
-    flags = ["--sizes", "16", "--least_s", "0", "--json", str(tmp_path / "b.jsonl")]
-    assert bench.main(["batch", f"{tmp_path / 'made.py'}:make", *flags]) == 0
-    (trial,) = map(json.loads, (tmp_path / "b.jsonl").read_text().splitlines())
-    assert (trial["batch_size"], trial["fits"], trial["parameters"]) == (16, True, 5)
-    assert trial["examples_per_second"] > 0
-    assert 0 < trial["cores"] <= os.cpu_count() + 0.5
-
-
 def test_the_program_finds_for_a_function_of_a_file(tmp_path):
     (tmp_path / "made.py").write_text(MADE)
     subject, plot = f"{tmp_path / 'made.py'}:make", tmp_path / "rates.png"
     for words, said in (
         (["lr", subject, "--steps", "30", "--plot", plot], "learning rate "),
-        (["memory", subject], "activations"),
         (["batch", subject, "--first", "16", "--most", "16"], "batch size 16 fits into"),
         (["batch", f"{tmp_path / 'made.py'}:bare"], "received a model that was not compiled"),
         (["lr", f"{subject}s"], "no function 'makes' in it (did you mean 'make'?)"),
@@ -238,7 +195,7 @@ def test_the_program_finds_for_a_function_of_a_file(tmp_path):
     assert plot.exists()
 
 
-# What losses suggest, and what a graph holds.
+# The learning rate that the losses suggest.
 
 
 RATES = np.geomspace(1e-6, 1.0, 61).tolist()
@@ -288,37 +245,3 @@ def test_a_loss_far_above_its_lowest_has_diverged(last):
 def test_a_negative_loss_that_falls_has_not_diverged():
     assert not has_diverged([-1.0, -2.0, -3.0], smoothing=0.0, diverges_at=4.0)
     assert has_diverged([-1.0, 5.0], smoothing=0.0, diverges_at=4.0)
-
-
-def peak(*operations, kept=()):
-    """Of operations: kind, keys that are read, and of each tensor that is made its key and size."""
-    made = [
-        Operation(name=f"{kind}{n}", kind=kind, inputs=inputs, outputs=outputs)
-        for n, (kind, inputs, *outputs) in enumerate(operations)
-    ]
-    return peak_of(made, kept=kept)
-
-
-def test_a_tensor_is_held_from_its_making_to_its_last_reading():
-    held = peak(
-        ("Placeholder", (), (0, 1000)),
-        ("Conv2D", (0,), (1, 10)),
-        ("Conv2D", (1,), (2, 20)),
-        ("Conv2D", (2,), (3, 5)),
-        ("Conv2D", (3, 1), (4, 1)),
-    )
-    assert held.size_bytes == 35
-    assert held.by_operation == {"Conv2D1": 10, "Conv2D2": 20, "Conv2D3": 5}
-
-
-def test_views_and_operations_in_place_take_nothing_and_what_is_kept_is_held_to_the_end():
-    held = peak(
-        ("Conv2D", (), (0, 10)),
-        ("Reshape", (0,), (1, 10)),
-        ("Relu", (1,), (2, 10)),
-        ("Relu", (2,), (3, 10)),
-        ("Mul", (2, 3), (4, 10)),
-    )
-    assert held.size_bytes == 20  # the second one may not write over what is read again
-    graph = [("Conv2D", (), (n, 10)) for n in range(3)]
-    assert (peak(*graph).size_bytes, peak(*graph, kept=[0, 1]).size_bytes) == (10, 30)

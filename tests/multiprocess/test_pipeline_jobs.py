@@ -9,7 +9,6 @@ import pytest
 from tests.multiprocess.memory_limit import limited_groups
 from tests.multiprocess.trainings import PROGRAMS, ended
 from tests.multiprocess.warm import executed
-from tfdist import bench
 from tfdist.errors import EXIT_OK, EXIT_USAGE
 
 PROGRAM = PROGRAMS / "staged.py"
@@ -157,22 +156,6 @@ def test_stages_that_read_different_data_are_refused(tmp_path):
     assert code == EXIT_USAGE
     assert "examples at the same indices" in said
     assert not tasks
-
-
-@pytest.mark.slow
-def test_every_split_size_is_measured_beside_one_device(tmp_path, capfd):
-    words = ("--batch_size=12", "--sizes=auto,3", "--one_device=3", "--steps=1", "--timeout_s=120")
-    lines = tmp_path / "split.jsonl"
-    program = f"{PROGRAMS / 'split_subject.py'}:make"
-    assert bench.main(["pipeline", program, *words, "--json", str(lines)]) == EXIT_OK
-    cells = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert [(cell["stages"], cell["size"]) for cell in cells if not cell["found"]] == [
-        *((2, 3), (2, 12), (1, 3), (1, 12))
-    ]
-    (auto,) = [cell for cell in cells if cell["found"]]
-    assert auto["stages"] == 2
-    assert auto["size"] in (12, 6, 3, 2, 1)
-    assert all(len(cell["seconds"]) == 1 for cell in cells)
 
 
 LIMIT_BYTES = 1040 * 2**20  # one process takes 1190 MiB, the chief of two 920

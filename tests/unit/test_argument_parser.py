@@ -12,8 +12,6 @@ import pytest
 from tests.refusals import refusal, refused
 from tfdist import errors, ledger, replay, serve
 from tfdist.argument_parser import run_program
-from tfdist.bench import parse_batch as bench
-from tfdist.bench import parse_pipeline as split_sizes
 from tfdist.errors import PeerLost, Stopped, UsageError
 from tfdist.find.__main__ import parse as find
 from tfdist.lint import parse as lint
@@ -21,9 +19,7 @@ from tfdist.loopback import listen
 from tfdist.tuning.options import parse as tune
 
 PROGRAMS = {
-    "bench": bench,
     "find": find,
-    "split_sizes": split_sizes,
     "serve": serve._parser().parse_args,
     "ledger": ledger._parser().parse_args,
     "replay": replay._parser().parse_args,
@@ -33,7 +29,6 @@ PROGRAMS = {
 
 def test_what_is_no_flag_may_stand_between_and_behind_flags():
     assert find(["lr", "--steps", "5", "train.py:make"])[1] == ["train.py:make"]
-    assert bench(["batch", "a.py:f", "--sizes", "8", "b.py:g"]).names == ["a.py:f", "b.py:g"]
     assert lint(["a.json", "--kind", "config", "b.py"]).files == ["a.json", "b.py"]
 
 
@@ -55,14 +50,9 @@ def test_flags_of_a_configuration_may_come_twice():
         ("tune", ["--max_trials=2", "--max_trials=3"], "--max_trials", "given-twice"),
         ("tune", ["--hub_token=secret"], "command line", "unknown-flag"),
         ("serve", ["d", "--replcas=2"], "command line", "unknown-flag"),
-        ("bench", ["batch", "--timeout_s=-1"], "--timeout_s", "not-a-number"),
-        ("bench", ["batch", "--least_s=nan"], "--least_s", "not-a-number"),
-        ("bench", ["batch", "--least_s=x"], "--least_s", "not-a-number"),
-        ("find", ["memory", "--batch_size=0"], "--batch_size", "not-an-int"),
+        ("find", ["lr", "--batch_size=0"], "--batch_size", "not-an-int"),
         # It is told before minutes of work.
         ("find", ["lr", "--plot=no/such/lr.png"], "--plot", "not-writable"),
-        ("bench", ["batch", "--json=no/such/sizes.jsonl"], "--json", "not-writable"),
-        ("split_sizes", ["--plot=no/such/sizes.png"], "--plot", "not-writable"),
     ],
 )
 def test_a_mistake_is_one_line(program, words, where, code):
@@ -77,7 +67,7 @@ def test_a_flag_that_is_close_is_hinted_at():
 
 
 def test_a_file_of_a_flag_is_not_made_before_there_is_something_for_it(tmp_path):
-    split_sizes([f"--plot={tmp_path / 'sizes.png'}"])
+    find(["lr", f"--plot={tmp_path / 'sizes.png'}"])
     assert not list(tmp_path.iterdir())
 
 

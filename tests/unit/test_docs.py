@@ -67,7 +67,8 @@ def test_what_a_page_links_to_and_names_is_there_and_its_python_is_python(page):
     text = prose(page)
     links = [link for link in _LINK.findall(_CODE.sub("", text)) if not _SCHEME.match(link)]
     assert [link for link in links if leads_nowhere(page, link)] == []
-    assert [path for path in _PATH.findall(text) if not (ROOT / path).exists()] == []
+    paths = [] if page.name == "changelog-0.2.md" else _PATH.findall(text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
     for line, code in [*python_blocks(page), *python_blocks(page, "py")]:
         compile("\n" * line + code, name_of(page), "exec", ast.PyCF_ONLY_AST)
 
@@ -88,7 +89,8 @@ def test_every_public_name_is_in_the_docs_and_nothing_that_is_not_there():
     api = set(re.findall(r"heading: tfdist\.(\w+)\n", site.api_page()))
     assert set(tfdist.__all__) - api == {"__version__"}
     known = {*tfdist.__all__, *(path.stem for path in (ROOT / "tfdist").iterdir())}
-    for page in PAGES:
+    changelogs = {ROOT / "CHANGELOG.md", DOCS / "changelog-0.2.md"}  # they name what was removed
+    for page in set(PAGES) - changelogs:
         assert set(re.findall(r"`tfdist\.(\w+)", prose(page))) <= known, name_of(page)
 
 

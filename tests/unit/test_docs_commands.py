@@ -15,14 +15,13 @@ import pytest
 import tfdist.tuning.options
 from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
 from tfdist import __main__ as programs
-from tfdist import bench, demo, doctor, env, export, ledger, lint, replay, serve, submit, top
+from tfdist import demo, doctor, env, export, ledger, lint, replay, serve, submit, top
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
 from tfdist.find import __main__ as find
 from tfdist.launch import options
 from tfdist.ops.submit import request
 from tfdist.report import __main__ as report
-from tfdist.serving import load
 
 _COMMAND = re.compile(r"(?:python -m tfdist\.|^(?:\S+ )?tfdist )(\w+)(.*)", re.MULTILINE)
 
@@ -37,15 +36,6 @@ def _submit(words: Sequence[str]) -> None:
     assert submit.main([*["--dry_run"] * ("--dry_run" not in words), *words]) == 0
 
 
-def _bench(words: Sequence[str]) -> None:
-    if words[0] == "serve":
-        load._parser().parse_args(words[1:])
-    elif words[0] == "pipeline":
-        bench.parse_pipeline(words[1:])
-    else:
-        bench.parse_batch(words)
-
-
 READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "demo": lambda words: _launch(demo.command(words)),
     "launch": _launch,
@@ -55,7 +45,6 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "doctor": doctor.parse,
     "lint": lint.parse,
     "find": find.parse,
-    "bench": _bench,
 }
 for _module in (export, serve, ledger, replay, report, top, env):
     READ[_module.__name__.split(".")[1]] = _module._parser().parse_args
@@ -95,9 +84,7 @@ def _flags_by_page() -> dict[str, list[str]]:
         "submit.md": [n for n in _flags_of(request._parser()) if n not in request.NOT_HERE],
         "tuning.md": _flags_of(tfdist.tuning.options._parser()),
         "checks.md": _flags_of(doctor._parser(), lint._parser()),
-        "serving.md": _flags_of(
-            export._parser(), request._service_parser(), serve._parser(), load._parser()
-        ),
+        "serving.md": _flags_of(export._parser(), request._service_parser(), serve._parser()),
         "report.md": _flags_of(report._parser(), top._parser()),
         "ledger.md": _flags_of(ledger._parser(), replay._parser()),
     }

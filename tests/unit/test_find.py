@@ -157,7 +157,7 @@ def test_flags_of_a_configuration_go_with_their_values():
     options, words = program.parse(["lr", *flags, "--steps", "20"])
     assert (options.what, options.steps, options.subject, words) == ("lr", 20, None, flags)
     assert program.parse(["batch", "a.py:f"])[1] == ["a.py:f"]
-    assert program.parse(["memory"])[1] == []
+    assert program.parse(["batch"])[1] == []
 
 
 @pytest.mark.parametrize(

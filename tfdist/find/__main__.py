@@ -1,4 +1,4 @@
-"""``python -m tfdist.find lr|batch|memory SUBJECT``: what to set before a run.
+"""``python -m tfdist.find lr|batch SUBJECT``: what to set before a run.
 
 SUBJECT is ``file.py:function``, a function that returns ``(model, x, y)``, or the flags of
 `tfdist.train`: ``--config=configs/x.py --config.model=cnn``; without any, a CNN on the digits.
@@ -26,11 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str]) -> tuple[Any, list[str]]:
     """Return the options, and the words that name the subject; raise UsageError."""
     parser = Parser(prog="python -m tfdist.find", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("what", choices=("lr", "batch", "memory"), help="what to find")
+    parser.add_argument("what", choices=("lr", "batch"), help="what to find")
     parser.add_argument(
         "subject", nargs="?", metavar="FILE.py:FUNCTION", help="returns model, x, y"
     )
-    parser.add_argument("--batch_size", type=int, help="of lr and memory; default 32, or as config")
+    parser.add_argument("--batch_size", type=int, help="of lr; default 32, or as config")
     parser.add_argument("--steps", type=int, help="of lr (100), or of each trial of batch (3)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="picture of lr")
     parser.add_argument("--first", type=int, default=8, help="first size of batch")
@@ -64,7 +64,7 @@ def _find(argv: Sequence[str]) -> int:
     options, words = parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
-    find = {"lr": _lr, "batch": _batch, "memory": _memory}[options.what]
+    find = {"lr": _lr, "batch": _batch}[options.what]
     found = find(words, options)
     if found is not None:
         print(found)
@@ -99,16 +99,6 @@ def _batch(words: Sequence[str], options: Any) -> object:
         timeout_s=options.timeout_s,
     )
     return search.run({"subject": words})
-
-
-def _memory(words: Sequence[str], options: Any) -> object:
-    from tfdist.find.memory import estimate_memory
-    from tfdist.find.subject import read
-    from tfdist.strategy import make_strategy
-
-    subject = read(words, strategy=make_strategy("single"))
-    size = options.batch_size or subject.batch_size or 32
-    return estimate_memory(subject.model, size)
 
 
 if __name__ == "__main__":

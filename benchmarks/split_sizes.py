@@ -1,14 +1,8 @@
-"""``python -m tfdist.bench``: speed by size, each job in processes of its own.
+"""``python -m benchmarks.split_sizes [SUBJECT]``: time of a step by the size of its micro-batches.
 
-``batch [SUBJECT ...]`` has speed, busy cores and memory by batch size. SUBJECT is that of
-`tfdist.find`; several are models of several sizes. Each batch size of each trains alone in a
-process of its own, from small to large until one does not fit.
-
-``pipeline [SUBJECT]`` has the time of a step by the size of its micro-batches: a model in stages,
-beside one device that accumulates over the same micro-batches, both without micro-batches too. The
-model is a ResNet-50 without a SUBJECT. Each process has a core of its own while there are enough.
-
-``serve URL`` is load on a model server: `tfdist.serving.load`.
+Measures a model in stages beside one device that accumulates over the same micro-batches, and both
+without micro-batches. The model is a ResNet-50 without a SUBJECT. Each process has a core of its
+own while there are enough.
 """
 
 from __future__ import annotations
@@ -16,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import socket
 import statistics
 import subprocess
@@ -27,148 +20,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser, require_writable, run_program, whole_numbers
-from tfdist.errors import (
-    EXIT_OK,
-    TfdistError,
-    require_int,
-    require_number,
-    require_one_of,
-    require_packages,
-)
-from tfdist.find.__main__ import of_config
-from tfdist.find.batch_size import BatchTrial, MemoryLimits, try_out
+from benchmarks.batch_sizes import arguments, check, label_sizes
+from tfdist.argument_parser import run_program, whole_numbers
+from tfdist.errors import EXIT_OK, TfdistError, require_int, require_one_of
 from tfdist.outputs.display import empty_panels
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    run = {"serve": _serve, "pipeline": _pipeline}.get(next(iter(words), ""))
-    return run_program("tfdist.bench", lambda: run(words[1:]) if run else _batch(words))
+    return run_program("benchmarks.split_sizes", lambda: _pipeline(words))
 
-
-def _serve(argv: Sequence[str]) -> int:
-    require_packages("tfdist.bench", "httptools", "grpc", extra="serving")
-    from tfdist.serving.load import main
-
-    return main(argv)
-
-
-def _parser(name: str, description: str, *, steps: int, timeout_s: float) -> Parser:
-    """Return a parser of what both measurements ask for."""
-    parser = Parser(prog=f"python -m tfdist.bench{name}", description=description)
-    add = parser.add_argument
-    add("--steps", type=int, default=steps, help=f"timed steps of each size or round; {steps}")
-    add("--timeout_s", type=float, default=timeout_s, help="of each size, or of each step")
-    add("--plot", type=Path, metavar="FILE.png", help="a picture of it")
-    add("--json", type=Path, metavar="FILE.jsonl", help="a line for each size")
-    return parser
-
-
-def _check(options: Any) -> None:
-    require_int("--steps", options.steps, least=1)
-    require_number("--timeout_s", options.timeout_s, above=0, unit="seconds")
-    require_writable("--plot", options.plot)
-    require_writable("--json", options.json)
-    if options.plot:
-        empty_panels("tfdist.bench --plot")  # before minutes of measuring
-
-
-def _over_sizes(axes: Any, *, title: str, label: str) -> None:
-    """Label a panel whose sizes are powers of two, or near."""
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel(label)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.set_ylim(bottom=0)
-
-
-# By batch size.
-
-_USE = 0.9
-_HEADER = f"{'model':>24} {'parameters':>12} {'batch size':>10}"
-_HEADER += f" {'examples/s':>12} {'busy cores':>10} {'peak MiB':>10}"
-
-
-def _batch(argv: Sequence[str]) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
-    options = parse_batch(argv)
-    measured = _measure_batch(options)
-    if options.plot:
-        _draw_batch(measured, options.plot)
-    return EXIT_OK
-
-
-def parse_batch(argv: Sequence[str]) -> Any:
-    """Return the options, `subjects` as lists of words among them; raise UsageError."""
-    config, words = of_config(argv)
-    parser = _parser("", __doc__.partition("\n\n")[0], steps=10, timeout_s=600.0)
-    add = parser.add_argument
-    add("what", choices=("batch", "pipeline", "serve"), help="what to measure")
-    add("names", nargs="*", default=[], metavar="FILE.py:FUNCTION", help="returns model, x, y")
-    add("--sizes", default="8,16,32,64,128,256", help="batch sizes, from small on")
-    add("--least_s", type=float, default=2.0, help="how long rounds are repeated; the first apart")
-    options = parser.parse_args(words)
-    options.sizes = sorted(set(whole_numbers("--sizes", options.sizes.split(","))))
-    require_number("--least_s", options.least_s, least=0, unit="seconds")
-    _check(options)
-    options.subjects = [*([name] for name in options.names), *([config] if config else [])] or [[]]
-    return options
-
-
-def _measure_batch(options: Any) -> dict[str, list[BatchTrial]]:
-    """Train every subject with every size up to one that does not fit, and print each."""
-    limits, measured = MemoryLimits.of_this_machine(_USE), dict[str, list[BatchTrial]]()
-    common = {"steps": options.steps, "least_s": options.least_s}
-    print(_HEADER)
-    for words in options.subjects:
-        name = Path(" ".join(words) or "cnn").name
-        trials = measured.setdefault(name, [])
-        for size in options.sizes:
-            request = {**common, "subject": words, "batch_size": size}
-            trial = try_out(request, limits, timeout_s=options.timeout_s)
-            trials += [trial] if trial.fits else []
-            print(_line(name, trial), flush=True)
-            if options.json:
-                with options.json.open("a") as file:
-                    file.write(json.dumps({"subject": name, **dataclasses.asdict(trial)}) + "\n")
-            if not trial.fits:
-                break
-    return measured
-
-
-def _draw_batch(measured: dict[str, list[BatchTrial]], path: Path) -> None:
-    """Draw speed, busy cores and memory over batch size, a line for each subject, as PNG or PDF."""
-    figure, panels = empty_panels("tfdist.bench --plot", columns=3, width=4.2)
-    for name, trials in measured.items():
-        if not trials:
-            continue
-        sizes = [trial.batch_size for trial in trials]
-        label = f"{name}, {trials[0].parameters:,} parameters"
-        speeds, cores = zip(*((t.examples_per_second, t.cores) for t in trials), strict=True)
-        for axes, values in zip(panels, (speeds, cores, map(_mib, trials)), strict=True):
-            axes.plot(sizes, list(values), marker="o", ms=3.5, label=label)
-    titles = ("Examples a second", "Busy cores", "Peak memory in MiB")
-    for axes, title in zip(panels, titles, strict=True):
-        _over_sizes(axes, title=title, label="batch size")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.savefig(path)
-
-
-def _line(name: str, trial: BatchTrial) -> str:
-    if not trial.fits:
-        return f"{name:>24} {'':>12} {trial.batch_size:>10} {trial.cause}"
-    line = f"{name:>24} {trial.parameters:>12,} {trial.batch_size:>10}"
-    return f"{line} {trial.examples_per_second:>12,.0f} {trial.cores:>10.2f} {_mib(trial):>10,.0f}"
-
-
-def _mib(trial: BatchTrial) -> float:
-    """Return the peak of the GPU where there is one, else of the process, all of TensorFlow too."""
-    return (trial.gpu_peak_bytes or trial.peak_bytes or 0) / (1 << 20)
-
-
-# By the size of micro-batches.
 
 SIZES = (1, 3, 5, 8, 10, 12, 20, 40, 60)
 _AUTO = "auto"
@@ -276,7 +138,7 @@ class StepperJob:
             self._process.wait(_STOP_S)  # for its last words
         self._output.seek(0)
         said = self._output.read().splitlines()[-_LAST_LINES:]
-        return TfdistError("\n".join([f"tfdist.bench pipeline: a job {what}. Its output:", *said]))
+        return TfdistError("\n".join([f"benchmarks.split_sizes: a job {what}. Its output:", *said]))
 
 
 def _pipeline(argv: Sequence[str]) -> int:
@@ -293,8 +155,12 @@ def _pipeline(argv: Sequence[str]) -> int:
 
 def parse_pipeline(argv: Sequence[str]) -> Any:
     """Return the options; raise UsageError."""
-    what = "Measures the time of a step by the size of its micro-batches."
-    parser = _parser(" pipeline", what, steps=5, timeout_s=900.0)
+    parser = arguments(
+        prog="python -m benchmarks.split_sizes",
+        description=__doc__.partition("\n\n")[0],
+        steps=5,
+        timeout_s=900.0,
+    )
     add = parser.add_argument
     add("name", nargs="?", metavar="FILE.py:FUNCTION", help="returns model, x, y")
     add("--batch_size", type=int, default=120, help="examples of a step; default 120")
@@ -313,7 +179,7 @@ def parse_pipeline(argv: Sequence[str]) -> Any:
     options.auto, options.sizes = _sizes("--sizes", options.sizes, options.batch_size)
     one = _sizes("--one_device", options.one_device, options.batch_size)[1]
     options.one_device = one if options.one_device else options.sizes
-    _check(options)
+    check(options)
     return options
 
 
@@ -389,7 +255,7 @@ def stepper(options: Any, *, stages: int, sizes: Sequence[int], run_dir: str) ->
     }
     launch = ("--strategy=pipeline", f"--stages={stages}", "--threads_per_task=1")
     command = [sys.executable, "-m", "tfdist.launch", *launch, "--hang_timeout_s=0"]
-    command += [f"--run_dir={run_dir}", "-m", "tfdist.find.split_trial", json.dumps(request)]
+    command += [f"--run_dir={run_dir}", "-m", "benchmarks.split_trial", json.dumps(request)]
     return StepperJob(command, timeout_s=options.timeout_s)
 
 
@@ -410,7 +276,7 @@ def draw_pipeline(measured: Sequence[StepTimes], path: Path) -> None:
 
     A line for the stages and one for one device, and dashed what each is without micro-batches.
     """
-    figure, (axes,) = empty_panels("tfdist.bench --plot")
+    figure, (axes,) = empty_panels("--plot")
     lines = dict.fromkeys(one.stages for one in measured)
     for color, stages in zip(("C0", "C1"), lines, strict=False):
         name = f"{stages} stages" if stages > 1 else "one device, accumulation"
@@ -428,7 +294,7 @@ def draw_pipeline(measured: Sequence[StepTimes], path: Path) -> None:
             if one.found:
                 axes.plot(one.size, one.examples_per_second, "*", color=color, label="auto")
     title = "Examples a second by split size"
-    _over_sizes(axes, title=title, label="examples of a micro-batch")
+    label_sizes(axes, title=title, label="examples of a micro-batch")
     axes.legend()
     figure.savefig(path)
 

@@ -1,6 +1,6 @@
-"""Program of the jobs of `tfdist.bench pipeline`: trains a step when it is told to.
+"""Program of the jobs of `benchmarks.split_sizes`: trains a step when it is told to.
 
-``python -m tfdist.find.split_trial REQUEST SOCKET``. Each task pins itself to a core of its own
+``python -m benchmarks.split_trial REQUEST SOCKET``. Each task pins itself to a core of its own
 where there are enough. The first step of several stages finds the cut, and the split size where it
 is to be found. Then come steps of all sizes, round after round. The chief waits for a line on the
 socket before each step, and answers with its seconds.

@@ -1,4 +1,4 @@
-"""``python -m tfdist.bench serve URL``: load on a model server, by REST or gRPC, and its latencies.
+"""``python -m benchmarks.load URL``: load on a model server, by REST or gRPC, and its latencies.
 
 URL is that of a model, http://127.0.0.1:8501/v1/models/NAME, of any server that has TensorFlow
 Serving's REST interface; with --grpc the requests go to its gRPC interface. Without --rate each
@@ -15,6 +15,7 @@ import http.client
 import itertools
 import json
 import ssl
+import sys
 import time
 import urllib.parse
 import urllib.request
@@ -26,7 +27,7 @@ from typing import Any
 import grpc
 import httptools
 
-from tfdist.argument_parser import Parser, reading_file
+from tfdist.argument_parser import Parser, reading_file, run_program
 from tfdist.errors import EXIT_FAILED, EXIT_OK, TfdistError, require, require_int, require_number
 
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
@@ -288,7 +289,7 @@ def _example(tensor: Mapping[str, Any]) -> Any:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m tfdist.bench serve", description=__doc__.partition("\n\n")[0])
+    parser = Parser(prog="python -m benchmarks.load", description=__doc__.partition("\n\n")[0])
     add = parser.add_argument
     add("url", metavar="URL", help="http://HOST:PORT/v1/models/NAME")
     add("--grpc", default="", metavar="HOST:PORT", help="send by gRPC, to this address")
@@ -304,8 +305,13 @@ def _parser() -> Parser:
     return parser
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the program; return its exit code: 1 where a request failed."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return its exit code: 1 if a request failed."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return run_program("benchmarks.load", lambda: _measure(words))
+
+
+def _measure(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     _check(options)
     with reading_file("--token", options.token, expected="a file of one line of text"):
@@ -363,3 +369,7 @@ def _text(found: dict[str, Any], options: Any) -> str:
     if "ms" in found:
         lines.append("ms: " + ", ".join(f"{name} {ms:g}" for name, ms in found["ms"].items()))
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""``python -m benchmarks.batch_sizes [SUBJECT ...]``: speed, busy cores and memory by batch size.
+
+SUBJECT is ``file.py:function``, as for `tfdist.find`; several subjects are models of several sizes.
+Each batch size trains alone in a child process, from small to large, until a size does not fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.argument_parser import Parser, require_writable, run_program, whole_numbers
+from tfdist.errors import EXIT_OK, require_int, require_number
+from tfdist.find.__main__ import of_config
+from tfdist.find.batch_size import BatchTrial, MemoryLimits, try_out
+from tfdist.outputs.display import empty_panels
+
+_USE = 0.9
+_HEADER = f"{'model':>24} {'parameters':>12} {'batch size':>10}"
+_HEADER += f" {'examples/s':>12} {'busy cores':>10} {'peak MiB':>10}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return run_program("benchmarks.batch_sizes", lambda: _batch(words))
+
+
+def arguments(*, prog: str, description: str, steps: int, timeout_s: float) -> Parser:
+    """Return a parser of the flags that both measurements by size have."""
+    parser = Parser(prog=prog, description=description)
+    add = parser.add_argument
+    add("--steps", type=int, default=steps, help=f"timed steps of each size or round; {steps}")
+    add("--timeout_s", type=float, default=timeout_s, help="of each size, or of each step")
+    add("--plot", type=Path, metavar="FILE.png", help="a picture of it")
+    add("--json", type=Path, metavar="FILE.jsonl", help="a line for each size")
+    return parser
+
+
+def check(options: Any) -> None:
+    require_int("--steps", options.steps, least=1)
+    require_number("--timeout_s", options.timeout_s, above=0, unit="seconds")
+    require_writable("--plot", options.plot)
+    require_writable("--json", options.json)
+    if options.plot:
+        empty_panels("--plot")  # before minutes of measuring
+
+
+def label_sizes(axes: Any, *, title: str, label: str) -> None:
+    """Label a panel whose sizes are powers of two, or near."""
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel(label)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_ylim(bottom=0)
+
+
+def _batch(argv: Sequence[str]) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
+    options = parse_batch(argv)
+    measured = _measure_batch(options)
+    if options.plot:
+        _draw_batch(measured, options.plot)
+    return EXIT_OK
+
+
+def parse_batch(argv: Sequence[str]) -> Any:
+    """Return the options, `subjects` as lists of words among them; raise UsageError."""
+    config, words = of_config(argv)
+    parser = arguments(
+        prog="python -m benchmarks.batch_sizes",
+        description=__doc__.partition("\n\n")[0],
+        steps=10,
+        timeout_s=600.0,
+    )
+    add = parser.add_argument
+    add("names", nargs="*", default=[], metavar="FILE.py:FUNCTION", help="returns model, x, y")
+    add("--sizes", default="8,16,32,64,128,256", help="batch sizes, from small on")
+    add("--least_s", type=float, default=2.0, help="how long rounds are repeated; the first apart")
+    options = parser.parse_args(words)
+    options.sizes = sorted(set(whole_numbers("--sizes", options.sizes.split(","))))
+    require_number("--least_s", options.least_s, least=0, unit="seconds")
+    check(options)
+    options.subjects = [*([name] for name in options.names), *([config] if config else [])] or [[]]
+    return options
+
+
+def _measure_batch(options: Any) -> dict[str, list[BatchTrial]]:
+    """Train every subject with every size up to one that does not fit, and print each."""
+    limits, measured = MemoryLimits.of_this_machine(_USE), dict[str, list[BatchTrial]]()
+    common = {"steps": options.steps, "least_s": options.least_s}
+    print(_HEADER)
+    for words in options.subjects:
+        name = Path(" ".join(words) or "cnn").name
+        trials = measured.setdefault(name, [])
+        for size in options.sizes:
+            request = {**common, "subject": words, "batch_size": size}
+            trial = try_out(request, limits, timeout_s=options.timeout_s)
+            trials += [trial] if trial.fits else []
+            print(_line(name, trial), flush=True)
+            if options.json:
+                with options.json.open("a") as file:
+                    file.write(json.dumps({"subject": name, **dataclasses.asdict(trial)}) + "\n")
+            if not trial.fits:
+                break
+    return measured
+
+
+def _draw_batch(measured: dict[str, list[BatchTrial]], path: Path) -> None:
+    """Draw speed, busy cores and memory over batch size, a line for each subject, as PNG or PDF."""
+    figure, panels = empty_panels("--plot", columns=3, width=4.2)
+    for name, trials in measured.items():
+        if not trials:
+            continue
+        sizes = [trial.batch_size for trial in trials]
+        label = f"{name}, {trials[0].parameters:,} parameters"
+        speeds, cores = zip(*((t.examples_per_second, t.cores) for t in trials), strict=True)
+        for axes, values in zip(panels, (speeds, cores, map(_mib, trials)), strict=True):
+            axes.plot(sizes, list(values), marker="o", ms=3.5, label=label)
+    titles = ("Examples a second", "Busy cores", "Peak memory in MiB")
+    for axes, title in zip(panels, titles, strict=True):
+        label_sizes(axes, title=title, label="batch size")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.savefig(path)
+
+
+def _line(name: str, trial: BatchTrial) -> str:
+    if not trial.fits:
+        return f"{name:>24} {'':>12} {trial.batch_size:>10} {trial.cause}"
+    line = f"{name:>24} {trial.parameters:>12,} {trial.batch_size:>10}"
+    return f"{line} {trial.examples_per_second:>12,.0f} {trial.cores:>10.2f} {_mib(trial):>10,.0f}"
+
+
+def _mib(trial: BatchTrial) -> float:
+    """Return the peak of the GPU where there is one, else of the process, all of TensorFlow too."""
+    return (trial.gpu_peak_bytes or trial.peak_bytes or 0) / (1 << 20)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
