@@ -18,11 +18,11 @@ JOBS = (
     *("test_worker_pool", "test_tune", "test_deadlocks", "test_tune_python", "test_placement"),
     *("test_pipeline_jobs", "test_sharded_optimizer", "test_serve_exported", "test_notebook"),
     *("test_hangs", "test_preemption", "test_launcher", "test_evaluator", "test_missing_peer"),
-    *("test_ledger_jobs", "test_train_program", "test_doctor", "test_examples", "test_restarts"),
+    *("test_train_program", "test_doctor", "test_examples", "test_restarts"),
 )
 FITS = (
     *("test_jobs", "test_one_process", "test_losses", "test_keras_callbacks", "test_beside_keras"),
-    *("test_grid", "test_resume", "test_inputs", "test_equivalence", "test_saving", "test_replay"),
+    *("test_grid", "test_resume", "test_inputs", "test_equivalence", "test_saving"),
     *("test_randomness", "test_bad_input", "test_stream_graph", "test_keras_compat"),
     *("test_find", "test_repeated_rows", "test_docs_python", "test_pipeline"),
 )

@@ -22,7 +22,6 @@ _HOME_OF = {
     "predict": "tfdist.training.evaluation",
     "InExamples": "tfdist.training.schedule",
     "StepLoop": "tfdist.training.fitting",
-    "Ledger": "tfdist.audit.recorder",
     "VirtualEpochs": "tfdist.training.epochs",
     "BackupAndRestore": "tfdist.checkpoint.backup",
     "Evaluator": "tfdist.training.evaluation",
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from tfdist import data, errors, tuning
-    from tfdist.audit.recorder import Ledger
     from tfdist.checkpoint.backup import BackupAndRestore, ModelCheckpoint
     from tfdist.checkpoint.warm_start import load_weights
     from tfdist.errors import (
@@ -75,7 +73,6 @@ __all__ = [
     "Evaluator",
     "InExamples",
     "JobFailed",
-    "Ledger",
     "ModelCheckpoint",
     "PeerLost",
     "PipelineOptions",

@@ -28,8 +28,6 @@ PROGRAMS = {
     "lint": "say what is wrong with a job's files: TF_CONFIG, configs, manifests",
     "report": "write what a run or a sweep has left as one HTML file",
     "top": "show the tasks of a job while it runs",
-    "ledger": "prove that a run consumed each example exactly once",
-    "replay": "run one step of a run again",
     "env": "print what to paste into an issue: versions, machine, environment",
 }
 

@@ -129,7 +129,6 @@ BEFORE = {
     "docs/checkpoints.md": f'{FLAT}{DATA}{MODEL}\nmodel.save("pretrained.keras")',
     "docs/data.md": f"{FLAT}{DATA}{RECORDS}{MODEL}",
     "docs/find.md": f"{FLAT}{DATA}{MODEL}\ny = x.argmax(1) // 8",
-    "docs/ledger.md": f'{FLAT}{DATA}{MODEL}\nbackup = tfdist.BackupAndRestore("run/backup")',
     "docs/migrate/model_fit.md": f"{IMAGES}{DATA}",
     "docs/pipeline.md": f"{FLAT}{DATA}",
     "docs/ps.md": f"{FLAT}{DATA}",

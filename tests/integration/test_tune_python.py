@@ -239,7 +239,7 @@ def test_what_cannot_be_searched_is_refused(tuner_of, options, where, code, tmp_
 
 def test_arguments_of_fit_and_of_a_fit_of_ones_own_are_known(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    known = {"epochs": 2, "validation_data": (X, Y), "ledger": None}
+    known = {"epochs": 2, "validation_data": (X, Y), "seed": None}
     from_python.require_known(hyperband(), known)
     from_python.require_known(with_a_fit_of_its_own(), {"rounds": 2})
     from_python.require_known(make_tuner(tmp_path, OwnFit()), {"anything": 2})

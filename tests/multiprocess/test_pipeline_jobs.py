@@ -96,7 +96,7 @@ def test_stages_end_with_what_one_process_ends_with(seen_by, does, stages, worke
         assert max(each) < expected["held"][what]
         assert sum(each) < 1.1 * expected["held"][what]
     if does == "sums":
-        assert [file.name for file in (out / "ledger").glob("*")] == ["attempt-1-worker-0.bin"]
+        assert [file.name for file in (out / "ledger").glob("*")] == ["attempt-1-worker-0.jsonl"]
 
 
 def test_two_pipelines_have_one_state(seen_by):

@@ -10,6 +10,7 @@ import pytest
 from tests import forked_python
 from tests.multiprocess.trainings import PROGRAMS, launch
 from tests.processes import until
+from tests.tools.ledger import prove
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, encode, hold_ports
 
 pytestmark = pytest.mark.slow
@@ -150,3 +151,11 @@ def test_the_end_of_a_ps_ends_the_chief_with_its_name(job, tmp_path):
     job.ask(20)
     assert job.tasks[CHIEF].wait(DEADLINE_S) == 75
     assert "ps-0 does not answer any more" in (tmp_path / "chief-0.log").read_text()
+
+
+def test_a_step_that_two_workers_began_is_counted(tmp_path):
+    words = ["--strategy=ps", "--workers=2", "--ps=1", str(PROGRAMS / "twice.py")]
+    launch(tmp_path / "run", *words, str(tmp_path / "ledger"), timeout_s=DEADLINE_S)
+    problems = prove(tmp_path / "ledger")
+    assert "step 0: begun 2 times" in problems
+    assert {problem.partition(":")[2] for problem in problems} == {" begun 2 times"}

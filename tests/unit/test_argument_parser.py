@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.refusals import refusal, refused
-from tfdist import errors, ledger, replay, serve
+from tfdist import errors, serve
 from tfdist.argument_parser import run_program
 from tfdist.errors import PeerLost, Stopped, UsageError
 from tfdist.find.__main__ import parse as find
@@ -21,8 +21,6 @@ from tfdist.tuning.options import parse as tune
 PROGRAMS = {
     "find": find,
     "serve": serve._parser().parse_args,
-    "ledger": ledger._parser().parse_args,
-    "replay": replay._parser().parse_args,
     "tune": tune,
 }
 
@@ -40,13 +38,12 @@ def test_flags_of_a_configuration_may_come_twice():
 @pytest.mark.parametrize(
     ("program", "words", "where", "code"),
     [
-        ("ledger", [], "command line", "no-value"),
-        ("ledger", ["a", "--jsn"], "command line", "unknown-flag"),
-        ("ledger", ["a", "b"], "command line", "unknown-flag"),
-        ("ledger", ["--json", "a", "--json"], "--json", "given-twice"),
-        ("replay", ["a", "--step", "x"], "--step", "not-an-int"),
-        ("replay", ["a", "--step=--"], "--step", "no-value"),
-        ("replay", ["a", "--step=1", "--strategy=ps"], "--strategy", "unknown-value"),
+        ("serve", [], "command line", "no-value"),
+        ("serve", ["a", "--toke"], "command line", "unknown-flag"),
+        ("serve", ["--no_pin", "a", "--no_pin"], "--no_pin", "given-twice"),
+        ("serve", ["a", "--replicas", "x"], "--replicas", "not-an-int"),
+        ("serve", ["a", "--replicas=--"], "--replicas", "no-value"),
+        ("find", ["memory"], "what", "unknown-value"),
         ("tune", ["--max_trials=2", "--max_trials=3"], "--max_trials", "given-twice"),
         ("tune", ["--hub_token=secret"], "command line", "unknown-flag"),
         ("serve", ["d", "--replcas=2"], "command line", "unknown-flag"),

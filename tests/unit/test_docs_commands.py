@@ -15,7 +15,7 @@ import pytest
 import tfdist.tuning.options
 from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
 from tfdist import __main__ as programs
-from tfdist import demo, doctor, env, export, ledger, lint, replay, serve, submit, top
+from tfdist import demo, doctor, env, export, lint, serve, submit, top
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
 from tfdist.find import __main__ as find
@@ -46,7 +46,7 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "lint": lint.parse,
     "find": find.parse,
 }
-for _module in (export, serve, ledger, replay, report, top, env):
+for _module in (export, serve, report, top, env):
     READ[_module.__name__.split(".")[1]] = _module._parser().parse_args
 
 
@@ -86,7 +86,6 @@ def _flags_by_page() -> dict[str, list[str]]:
         "checks.md": _flags_of(doctor._parser(), lint._parser()),
         "serving.md": _flags_of(export._parser(), request._service_parser(), serve._parser()),
         "report.md": _flags_of(report._parser(), top._parser()),
-        "ledger.md": _flags_of(ledger._parser(), replay._parser()),
     }
 
 

@@ -20,11 +20,11 @@ for _name, _imports in re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|", TABLE, re.MUL
     MAY_IMPORT[_name] = {"errors", "files", "phases", *re.findall(r"`([\w.]+)`", _imports)}
     MAY_IMPORT[_name] |= {"ops", "argument_parser"} if _name.startswith("ops.") else set()
     MAY_IMPORT[_name] |= {"argument_parser"} if _name in READ_FLAGS else set()
-# Inside functions alone, in a job of strategy ps or with a ledger; and for types.
+# Inside functions alone, in a job of strategy ps; and for types.
 WHERE_ASKED_FOR = {
     "strategy": {"ps"},
-    "training": {"ps", "pipeline", "audit"},
-    "app": {"ps", "audit"},
+    "training": {"ps", "pipeline"},
+    "app": {"ps"},
     "serving": {"app"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -121,12 +121,12 @@ with strategy.scope():
 tfdist.fit(model, x, y, batch_size=4, validation_data=(x, y), verbose=0)
 tfdist.evaluate(model, x, y, batch_size=4, verbose=0)
 tfdist.predict(model, x, batch_size=4, verbose=0)
-loaded = [name for name in sys.modules if name.startswith(("tfdist.ps", "tfdist.audit"))]
+loaded = [name for name in sys.modules if name.startswith("tfdist.ps")]
 assert not loaded, loaded
 """
 
 
-def test_a_job_that_is_not_ps_loads_neither_its_modules_nor_a_ledger():
+def test_a_job_that_is_not_ps_loads_none_of_its_modules():
     done = forked_python.run(
         "-c", OF_ANOTHER_JOB, timeout=120, env={**os.environ, **forked_python.ENVIRON}
     )
@@ -139,7 +139,6 @@ BEGINS_WITHOUT = {
         {*HEAVY, "rich"},
     ),
     "find": ("import tfdist.find.__main__, tfdist.find.batch_size", HEAVY),
-    "ledger": ("import tfdist.ledger, tfdist.audit.ledger", {"tensorflow", "keras"}),
     "store": ("import tfdist.checkpoint.store", {"tensorflow", "keras"}),
     "lint": ("from tfdist.lint import main; main(['--environ'])", {*HEAVY, "yaml"}),
     "serve": (

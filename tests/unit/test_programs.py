@@ -11,7 +11,7 @@ import pytest
 import tfdist
 from tests.processes import python
 from tfdist import __main__ as programs
-from tfdist import demo, env, ledger
+from tfdist import demo, env, top
 from tfdist.launch import options
 
 
@@ -60,7 +60,7 @@ def test_what_names_no_program_is_the_launchers(tmp_path, monkeypatch, capsys):
     [
         (programs, ["lauch", "--workers", "2"], "received 'lauch' (did you mean 'launch'?)"),
         (programs, ["train.py"], "train.py, which does not exist"),
-        (ledger, [], "tfdist.ledger: command line: received "),
+        (top, ["a", "b"], "tfdist.top: command line: received "),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(program, words, said, tmp_path, monkeypatch, capsys):

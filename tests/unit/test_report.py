@@ -22,7 +22,7 @@ from tfdist.loopback import listen, make_server
 from tfdist.outputs.sweep_journal import LOCK
 from tfdist.phases import PHASES, SUM
 from tfdist.report import __main__ as program
-from tfdist.report.page import PARTS, STYLE, Verdict, render
+from tfdist.report.page import PARTS, STYLE, render
 from tfdist.report.pieces import Series, chart
 from tfdist.report.run import TaskHistory, read_run
 from tfdist.report.sweep import read_sweep, runs_of_best
@@ -204,14 +204,6 @@ def test_what_a_task_has_printed_stays_text(run_dir):
     page = page_of(run_dir)
     assert not {"script", "img"} & {*page.tags}
     assert "<script>alert(1)</script>" in page.text
-
-
-def test_a_ledgers_verdict_is_shown():
-    run = read_run(RUNS / "ps")
-    verdict = Verdict(is_proved=False, text="pass 3: 2 missed: 7, 9")
-    page = Page(render([run], verdicts={run.path: verdict}))
-    assert "not proved" in page.text
-    assert "pass 3: 2 missed: 7, 9" in page.text
 
 
 def test_a_run_whose_launcher_was_killed_is_shown_up_to_its_last_word(run_dir):

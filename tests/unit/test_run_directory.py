@@ -57,6 +57,11 @@ def test_keys_that_are_free_may_differ_and_tuples_are_lists(directory):
     assert directory.read_config() == {**CONFIG, "mean": [0.5, 0.25]}
 
 
+def test_a_run_of_an_earlier_version_goes_on_without_a_field_that_was_removed(directory):
+    directory.claim({**CONFIG, "ledger": "full"})
+    assert directory.claim(CONFIG) is Claim.RESUMED
+
+
 def test_overwrite_moves_the_old_run_aside_and_leaves_the_launchers_files(directory):
     for number in (1, 2):
         (directory.path / "logs").mkdir(parents=True, exist_ok=True)

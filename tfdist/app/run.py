@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
@@ -37,10 +37,6 @@ from tfdist.training.epochs import EpochPlan
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.fitting import fit
 from tfdist.training.trackers import make_tracker
-
-if TYPE_CHECKING:
-    from tfdist.audit.recorder import Ledger
-
 
 logger = logging.getLogger(__name__)
 STOPPED = "stopped"
@@ -169,7 +165,6 @@ def _fit(
     options = {
         "overfit_batches": config.overfit_batches,
         "initial_weights": config.initial_weights,
-        "ledger": _ledger(config, directory),
     }
     history = fit(
         model,
@@ -216,14 +211,6 @@ def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:
         every_steps=config.backup_every_steps or None,
         keep=config.keep_checkpoints,
     )
-
-
-def _ledger(config: Any, directory: RunDirectory) -> Ledger | None:
-    if config.ledger == "off":
-        return None
-    from tfdist.audit.recorder import Ledger
-
-    return Ledger(directory.ledger, mode=config.ledger)
 
 
 def _trackers(

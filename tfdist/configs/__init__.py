@@ -144,12 +144,6 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field("keep_checkpoints", 2, "checkpoints kept, beside the best by val_loss", least=1),
     Field(
-        "ledger",
-        "off",
-        "write down which examples each step consumes; hash: sums of hashes, in less room",
-        choices=("off", "hash", "full"),
-    ),
-    Field(
         "tracker",
         "none",
         "also log the run to MLflow or Weights & Biases",
@@ -195,7 +189,6 @@ FREE = frozenset(
         "keep_checkpoints",
         "save_model",
         "publish",
-        "ledger",
         "tracker",
         "max_staleness",
         "sharded_optimizer",

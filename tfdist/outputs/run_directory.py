@@ -22,6 +22,8 @@ from tfdist.files import is_held, move_aside, one_line_errors, write_text
 DONE = "done"
 COUNTERS = frozenset({"step", "examples", "virtual_epoch", "examples_per_second", "worker_steps"})
 """What a line of `metrics.jsonl` says beside the metrics."""
+_REMOVED_FIELDS = ("ledger",)
+"""Fields of configurations that an earlier version wrote."""
 _LAUNCHERS_OWN = frozenset({"logs", "report.json", "live.json"})
 _SHOWN_DIFFERENCES = 3
 
@@ -46,7 +48,6 @@ class RunDirectory:
         self.plot_file = self.path / "metrics.png"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
-        self.ledger = self.path / "ledger"
 
     def claim(
         self, config: Mapping[str, Any], overwrite: bool = False, *, free: Collection[str] = ()
@@ -102,7 +103,8 @@ class RunDirectory:
 
     def read_config(self) -> dict[str, Any] | None:
         """Return the configuration of the run that owns the directory, None where none does."""
-        return read_json(self.config_file)
+        config = read_json(self.config_file)
+        return config and {key: config[key] for key in config if key not in _REMOVED_FIELDS}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the result of the run, whole or not at all."""

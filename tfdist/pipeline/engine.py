@@ -285,8 +285,8 @@ class PipelineEngine(Engine):
                     lambda step: _read_part(staged, program, feed.at(step)[0])
                 )
             batch, recorded = self._batches[program, staged](tf.constant(step, tf.int64))
-        if program.recorder is not None:
-            program.recorder.write(step, step + 1, recorded)
+        for observer, noted in zip(program.observers, recorded, strict=True):
+            observer.write(step, step + 1, noted)
         return batch
 
     @contextlib.contextmanager
@@ -325,18 +325,17 @@ def links_of(place: Stages) -> tuple[StageLink | None, StageLink | None]:
 
 def _read_part(
     staged: StagedModel, program: StepProgram, part: Part
-) -> tuple[_StageBatch, list[tf.Tensor]]:
-    """Return what the stage reads of a step, and what a ledger says of the step."""
+) -> tuple[_StageBatch, list[list[tf.Tensor]]]:
+    """Return the stage's part of a step's batch, and each observer's notes of the step."""
     x, targets, weights = keras.utils.unpack_x_y_sample_weight(part.data)
     flat, stage = staged.inputs_of(x), staged.stage
     inputs = {i: tf.convert_to_tensor(flat[i]) for i in stage.inputs}
     if not stage.is_last:
         targets = weights = None
     batch = _StageBatch(part.count, (inputs, targets, weights))
-    if program.recorder is None:
-        return batch, []
-    rows = program.recorder.noted(program.recorder.rows(tf.constant(1)), tf.constant(0), [part])
-    return batch, [row.stack() for row in rows]
+    one, at = tf.constant(1), tf.constant(0)
+    noted = [observer.noted(observer.rows(one), at, [part]) for observer in program.observers]
+    return batch, [[row.stack() for row in rows] for rows in noted]
 
 
 def _rows(values: Any, piece: slice) -> Any:

@@ -190,10 +190,9 @@ class ParameterServerEngine:
             self._worker_pool.account.done(unit.first, unit.last, times=done.times, staleness=ages)
             self._completed += unit.last - unit.first
             self._times += [(done.worker_index, found) for found in times]
-        recorder = unit.program.recorder
-        if recorder is not None:
-            span, worker = (unit.first, unit.last), done.worker_index
-            recorder.write(*span, rows, worker=worker, begun=done.times)
+        span, worker = (unit.first, unit.last), done.worker_index
+        for observer, noted in zip(unit.program.observers, rows, strict=True):
+            observer.write(*span, noted, worker=worker, begun=done.times)
 
     def _account_when_idle(self) -> None:
         """Add up what is known only while nobody works."""
@@ -249,7 +248,7 @@ class _Carried(NamedTuple):
     Attributes:
       step: the next one.
       logs: of the step before, float32 ``[numbers]``.
-      rows: what is recorded of the steps so far.
+      rows: notes of each observer of the steps so far.
       ages: lists of what `UpdateClock.step` has found so far.
       times: of the steps so far, where they are profiled.
       counts: what each optimizer has counted, int64 ``[optimizers]``.
@@ -271,7 +270,7 @@ def _shapes(begin: _Carried) -> _Carried:
     return _Carried(
         step=scalar,
         logs=vector,
-        rows=[any_shape for _ in begin.rows],
+        rows=[[any_shape for _ in rows] for rows in begin.rows],
         ages=[scalar for _ in begin.ages],
         times=[any_shape for _ in begin.times],
         counts=vector,
@@ -387,14 +386,15 @@ class Work:
         # As one vector: each tensor would be a message of its own.
         parts = [tf.reshape(tf.cast(p, tf.float64), [-1]) for p in (*end.totals, end.logs, stale)]
         result = tf.concat(parts, 0)
-        return result, [row.stack() for row in end.rows], *(times.stack() for times in end.times)
+        rows = [[row.stack() for row in noted] for noted in end.rows]
+        return result, rows, *(times.stack() for times in end.times)
 
     def _begin(self, first: tf.Tensor, last: tf.Tensor, *, counts: tf.Tensor) -> _Carried:
-        steps, recorder = last - first, self._program.recorder
+        steps = last - first
         return _Carried(
             step=first,
             logs=tf.zeros([0]),
-            rows=list(recorder.rows(steps)) if recorder else [],
+            rows=[observer.rows(steps) for observer in self._program.observers],
             ages=self._clock.begin() if self._clock else [],
             times=[tf.TensorArray(tf.float64, tf.cast(steps, tf.int32))] if self._profile else [],
             counts=counts,
@@ -403,14 +403,13 @@ class Work:
 
     def _turn(self, given: _Carried, first: tf.Tensor, part_of: Callable[..., Part]) -> _Carried:
         """Run one step, and rewire its messages once all of it is traced."""
-        clock, profile, recorder = self._clock, self._profile, self._program.recorder
+        clock, profile, observers = self._clock, self._profile, self._program.observers
         graph = tf.compat.v1.get_default_graph()
         before, position = len(graph.get_operations()), given.step - first
         rows, ages, times = given.rows, given.ages, given.times
         phases = Phases(given.step) if profile else None
         part = part_of(given.step)
-        if recorder:
-            rows = list(recorder.noted(rows, position, [part]))
+        rows = [o.noted(r, position, [part]) for o, r in zip(observers, rows, strict=True)]
         updates = UpdateCounts(given.counts)
         one_step = functools.partial(self._step, given.step, part, given.totals, phases, updates)
         if clock:

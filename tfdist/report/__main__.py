@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +11,11 @@ from tfdist.argument_parser import Parser, require_writable, run_program
 from tfdist.errors import EXIT_OK, mutually_exclusive
 from tfdist.files import one_line_errors, write_text
 from tfdist.loopback import listen, make_server
-from tfdist.report.page import Verdict, render
+from tfdist.report.page import render
 from tfdist.report.pieces import NUM_COLOURS
 from tfdist.report.run import Run, read_run, reading
 from tfdist.report.sweep import SweepRecord, is_sweep, read_sweep, runs_of_best
 
-_LEDGER_TIMEOUT_S = 120.0
 _FILE = "report.html"
 
 
@@ -82,34 +79,10 @@ def _read(paths: Sequence[Path]) -> tuple[list[Run], list[SweepRecord]]:
 
 def _page(paths: Sequence[Path], *, is_followed: bool = False) -> str:
     runs, sweeps = _read(paths)
-    verdicts = {
-        run.path: ledger_verdict(run.path, len(run.attempts))
-        for run in runs
-        if run.status != "running" and (run.path / "ledger").is_dir()
-    }
     with reading(", ".join(map(str, paths))):
         for sweep in sweeps:
             runs += runs_of_best(sweep, most=NUM_COLOURS)
-        return render(runs, sweeps, verdicts=verdicts, is_followed=is_followed)
-
-
-@functools.cache
-def ledger_verdict(path: Path, num_attempts: int) -> Verdict:
-    """Return the verdict of `tfdist.ledger`, run as a process: it may load TensorFlow.
-
-    It is asked once, and again when the run has had more attempts.
-    """
-    command = [sys.executable, "-m", "tfdist.ledger", str(path)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_LEDGER_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Verdict(is_proved=None, text=f"no answer within {_LEDGER_TIMEOUT_S:g} s")
-    if done.returncode in (0, 1) and done.stdout:
-        return Verdict(is_proved=done.returncode == 0, text=done.stdout.strip())
-    lines = done.stderr.strip().splitlines()
-    return Verdict(is_proved=None, text=lines[-1] if lines else f"exit code {done.returncode}")
+        return render(runs, sweeps, is_followed=is_followed)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -44,20 +43,10 @@ _MORE_TO_FOLLOW = "; script-src 'unsafe-inline'; connect-src 'self'"
 _MAX_CHARTS = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """What `tfdist.ledger` says of a run."""
-
-    is_proved: bool | None
-    """None where it could not be asked."""
-    text: str
-
-
 def render(
     runs: Sequence[Run],
     sweeps: Sequence[SweepRecord] = (),
     *,
-    verdicts: Mapping[Path, Verdict] | None = None,
     is_followed: bool = False,
 ) -> str:
     """Return the page; with `is_followed` it asks for itself again while a run goes on."""
@@ -69,7 +58,7 @@ def render(
         _contents(runs, sweeps) if len(names) > 1 else "",
         *(sweep_section(sweep, index, link_of) for index, sweep in enumerate(sweeps)),
         _comparison(runs) if len(runs) > 1 else "",
-        *(_run_section(run, i, (verdicts or {}).get(run.path)) for i, run in enumerate(runs)),
+        *(_run_section(run, i) for i, run in enumerate(runs)),
     ]
     policy = _POLICY + (_MORE_TO_FOLLOW if is_followed else "")
     return (
@@ -139,7 +128,7 @@ def _config_differences(runs: Sequence[Run]) -> str:
 # Section of a run.
 
 
-def _run_section(run: Run, index: int, verdict: Verdict | None) -> str:
+def _run_section(run: Run, index: int) -> str:
     """Return all that is known of a run."""
     totals = _totals(run)
     used = [part for part in PARTS if any(parts.get(part) for parts in totals.values())]
@@ -150,18 +139,18 @@ def _run_section(run: Run, index: int, verdict: Verdict | None) -> str:
     legend = f'<ul class="legend">{legend}</ul>'
     return (
         f'<section class="run" id="run-{index}"><h1>{escape(run.name)} {badge(run.status)}</h1>'
-        f'<p class="path">{escape(str(run.path))}</p>{_figures(run, verdict)}'
+        f'<p class="path">{escape(str(run.path))}</p>{_figures(run)}'
         f"{section('Failures', _failures(run))}"
         f"{section('Curves', _curves(run))}"
         f"{section('Attempts and tasks', _timeline(run, legend))}"
         f"{section('Where the time went', _time_spent(totals, used, legend))}"
         f"{section('Staleness', _staleness(run))}"
         f"{section('Checkpoints on the disk', _checkpoints(run))}"
-        f"{_ledger(verdict)}{section('What ran', _what_ran(run))}</section>"
+        f"{section('What ran', _what_ran(run))}</section>"
     )
 
 
-def _figures(run: Run, verdict: Verdict | None) -> str:
+def _figures(run: Run) -> str:
     tasks = {span.task for span in run.attempts[-1].tasks} if run.attempts else set()
     rate = run.summary.get("examples_per_second") or run.last("examples_per_second")
     known = [
@@ -171,9 +160,6 @@ def _figures(run: Run, verdict: Verdict | None) -> str:
         (number(len(tasks) or None), f"tasks, {run.strategy}"),
         (number(len(run.attempts) or None), "attempts" if len(run.attempts) != 1 else "attempt"),
     ]
-    if verdict is not None and verdict.is_proved is not None:
-        proved = "proved" if verdict.is_proved else "NOT proved"
-        known.append((proved, "each example exactly once"))
     for name, value in run.last_metrics.items():
         shown = number(value) if math.isfinite(value) else "not finite"
         known.append((shown, f"last {words(name).lower()}"))
@@ -368,15 +354,6 @@ def _checkpoints(run: Run) -> str:
     note = f'<p class="note">The last attempt resumed at step {resumed:,}.</p>' if resumed else ""
     head = ["checkpoint", "step", "size", "written", ""]
     return card(table(head, rows) + note) if rows else ""
-
-
-def _ledger(verdict: Verdict | None) -> str:
-    if verdict is None:
-        return ""
-    css = {True: "good", False: "bad", None: "warn"}[verdict.is_proved]
-    head = {True: "proved", False: "not proved", None: "not checked"}[verdict.is_proved]
-    title = f'Ledger <span class="badge {css}">{head}</span>'
-    return section(title, card(f"<pre>{escape(verdict.text)}</pre>"))
 
 
 def _what_ran(run: Run) -> str:

@@ -66,8 +66,8 @@ class SynchronousEngine(Engine):
             with naming_lost_peer(self._job):
                 logs, rows = function(*_arguments(program, start, end))
             self._advance(program, start, end)
-            if program.recorder is not None:
-                program.recorder.write(start, end, rows)
+            for observer, noted in zip(program.observers, rows, strict=True):
+                observer.write(start, end, noted)
         return {name: as_number(value) for name, value in logs.items()}
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
@@ -111,13 +111,13 @@ class SynchronousEngine(Engine):
             _draw_apart(self._job)
             values: list[dict[str, tf.Tensor]] = []
 
-            recorder = program.recorder
-            rows = recorder.rows(last - first) if recorder else []
+            observers = program.observers
+            rows = [observer.rows(last - first) for observer in observers]
 
             def body(step: tf.Tensor, kept: tf.Tensor, *rows: Any) -> tuple[Any, ...]:
                 parts = _parts(program, step, iterator)
-                if recorder:
-                    rows = recorder.noted(rows, step - first, parts)
+                at = step - first
+                rows = tuple(o.noted(r, at, parts) for o, r in zip(observers, rows, strict=True))
                 outputs = self._step(program, step, parts)
                 if program.keep_logs:
                     values[:] = _log_values(outputs)
@@ -132,7 +132,7 @@ class SynchronousEngine(Engine):
                 parallel_iterations=1,
             )
             logs = self._reduced_logs(_unpacked(kept, values)) if values else {}
-            return logs, [row.stack() for row in rows]
+            return logs, [[row.stack() for row in noted] for noted in rows]
 
         return run_block
 

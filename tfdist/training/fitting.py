@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -26,11 +27,16 @@ from tfdist.training.epochs import VirtualEpochs
 from tfdist.training.evaluation import Evaluation, evaluate_checkpoints, evaluator_of
 from tfdist.training.inputs import Length
 from tfdist.training.loop import RunPlan, TrainLoop
-from tfdist.training.program import Engine, StepProgram, as_number, flat_logs, plain, program_of
+from tfdist.training.program import (
+    Engine,
+    RunObserver,
+    StepProgram,
+    as_number,
+    flat_logs,
+    plain,
+    program_of,
+)
 from tfdist.training.stop_requests import StopRequests
-
-if TYPE_CHECKING:
-    from tfdist.audit.recorder import Ledger
 
 _ENDLESS_STEPS = 2**40
 
@@ -59,7 +65,6 @@ def fit(
     seed: int | None = None,
     overfit_batches: int | None = None,
     initial_weights: str | os.PathLike[str] | None = None,
-    ledger: Ledger | None = None,
     max_staleness: int | None = None,
     sharded_optimizer: bool = False,
     fused_kernels: bool = False,
@@ -77,7 +82,6 @@ def fit(
       overfit_batches: train on the first so many batches of the data only, on purpose.
       initial_weights: a `.keras` or `.weights.h5` file or a checkpoint directory to start from;
         see `tfdist.load_weights`. A run that is resumed goes on with its own.
-      ledger: writes down which examples each step consumes; see `tfdist.Ledger`.
       max_staleness: under ps, so many steps of other workers at the most between a step's reading
         of the weights and its writing; None for any number. Under other strategies there are none.
       sharded_optimizer: under multiworker each worker keeps the optimizer's state of its part of
@@ -128,7 +132,8 @@ def fit(
     if evaluator is not None:
         validation_data = None  # the evaluator's
         callbacks = [c for c in keras.tree.flatten(callbacks) if c is not evaluator] + [evaluator]
-    backups = [c for c in keras.tree.flatten(callbacks or []) if isinstance(c, BackupAndRestore)]
+    flat = keras.tree.flatten(callbacks or [])
+    backups = [callback for callback in flat if isinstance(callback, BackupAndRestore)]
     saved = resume.saved_run(backups, job)
     seed = _seed(seed, saved)
     feed = inputs.prepare(
@@ -169,8 +174,8 @@ def fit(
         verbose=verbose,
         backups=backups,
         saved=saved,
-        ledger=ledger,
         max_staleness=max_staleness,
+        observers=[callback for callback in flat if isinstance(callback, RunObserver)],
     )
     return _train(model, job, engine, plan)
 
@@ -195,8 +200,9 @@ def _train(model: keras.Model, job: Job, engine: Engine, plan: RunPlan) -> keras
             exact=any(backup.exact for backup in plan.backups),
             max_staleness=plan.max_staleness,
         )
-        if plan.ledger is not None:
-            program = plan.ledger.recording(program, job)
+        if plan.observers:
+            observers = [observer.observe(program, job) for observer in plan.observers]
+            program = dataclasses.replace(program, observers=observers)
         blocks = BlockRunner(model, job, engine, program, phase="step")
         history = TrainLoop(plan, blocks, requests).run()
         if job.config and job.config.options.profile_ps:
@@ -216,8 +222,6 @@ def _closing(engine: Engine, plan: RunPlan) -> Iterator[None]:
         phases.enter("save")
         for backup in plan.backups:
             backup.close()
-        if plan.ledger is not None:
-            plan.ledger.close()
         plan.feed.close()
         if plan.validation is not None:
             plan.validation.feed.close()

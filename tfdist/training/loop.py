@@ -33,11 +33,11 @@ from tfdist.training.callbacks import (
     wants_every_batch,
     wants_logs,
 )
+from tfdist.training.program import RunObserver
 from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
 from tfdist.training.trackers import Tracker
 
 if TYPE_CHECKING:
-    from tfdist.audit.recorder import Ledger
     from tfdist.training.evaluation import Evaluation
     from tfdist.training.feed import Feed
 
@@ -58,8 +58,8 @@ class RunPlan:
       verbose: as in `fit`.
       backups: those of the callbacks that save and restore.
       saved: where the first of them goes on, None for the beginning.
-      ledger: as in `fit`.
       max_staleness: as in `fit`.
+      observers: those of the callbacks that observe steps.
     """
 
     feed: Feed
@@ -71,8 +71,8 @@ class RunPlan:
     verbose: Any = 0
     backups: Sequence[BackupAndRestore] = ()
     saved: RunState | None = None
-    ledger: Ledger | None = None
     max_staleness: int | None = None
+    observers: Sequence[RunObserver] = ()
 
 
 class TrainLoop:

@@ -21,7 +21,6 @@ from tfdist.training import keras_compat
 from tfdist.training.feed import Feed, Part
 
 if TYPE_CHECKING:
-    from tfdist.audit.recorder import Recorder
     from tfdist.ps.keras_compat import UpdateCounts
 
 
@@ -39,7 +38,7 @@ class StepProgram:
       keep_logs: True to return what `function` returned in the last step.
       exact: True to refuse operations that draw by themselves.
       max_staleness: under ps, steps of others that may come between one's reading and its writing.
-      recorder: notes in graph which examples a step consumes; None to leave it out of the graph.
+      observers: note in graph which examples a step consumes; none by default.
     """
 
     function: Callable[[Any], Any]
@@ -49,7 +48,7 @@ class StepProgram:
     fused: bool = False
     keras_metrics: Sequence[Any] = ()
     keep_logs: bool = False
-    recorder: Recorder | None = None
+    observers: Sequence[StepObserver] = ()
     exact: bool = False
     max_staleness: int | None = None
 
@@ -57,6 +56,32 @@ class StepProgram:
     def metrics(self) -> list[Any]:
         """Keras variables that a replica with an empty batch fraction leaves as they were."""
         return [variable for metric in self.keras_metrics for variable in metric.variables]
+
+
+class StepObserver(Protocol):
+    """Notes in the compiled step which examples it consumes, and gets the notes of each block."""
+
+    def rows(self, steps: tf.Tensor) -> list[tf.TensorArray]:
+        """Return arrays with room for a row of each of `steps` steps; in graph, before the loop."""
+
+    def noted(self, rows: list[Any], at: tf.Tensor, parts: Sequence[Part]) -> list[Any]:
+        """Return `rows` with the parts of this task's replicas noted at row `at`; in graph."""
+
+    def write(
+        self, first: int, last: int, rows: list[Any], *, worker: int = -1, begun: int = 1
+    ) -> None:
+        """Take the stacked rows of the steps ``[first, last)``.
+
+        Under ps `worker` ran them, and some worker began them `begun` times.
+        """
+
+
+class RunObserver(keras.callbacks.Callback):
+    """Callback of `fit` that observes every step of the run."""
+
+    def observe(self, program: StepProgram, job: Job) -> StepObserver:
+        """Return the observer of the program's steps. A collective: every task calls it alike."""
+        raise NotImplementedError
 
 
 class Engine(Protocol):

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 import tfdist
+from tests.tools.ledger import Ledger
 from tfdist.data.arrays import ArraySource
 from tfdist.data.augment import Compose, RandomCrop, RandomFlip
 
@@ -55,9 +56,8 @@ training = ArraySource(x, y, transform=Compose([RandomCrop(padding=1), RandomFli
 backup = tfdist.BackupAndRestore(out / "backup", every_steps=SAVE_EVERY)
 history = tfdist.fit(
     model, training, batch_size=BATCH, steps_per_epoch=STEPS_PER_EPOCH,
-    epochs=STEPS // STEPS_PER_EPOCH, seed=3, verbose=0, callbacks=[backup, Kill()],
-    sharded_optimizer="sharded" in sys.argv,
-    ledger=tfdist.Ledger(out / "ledger", mode="full"),
+    epochs=STEPS // STEPS_PER_EPOCH, seed=3, verbose=0, sharded_optimizer="sharded" in sys.argv,
+    callbacks=[backup, Ledger(out / "ledger"), Kill()],
 )  # fmt: skip
 if tfdist.is_chief():
     weights = [float(np.abs(w.numpy()).sum()) for w in model.weights]

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist.audit.recorder import Ledger
+from tests.tools.ledger import Ledger
 from tfdist.ps.engine import Work
 
 strategy = tfdist.make_strategy()
@@ -28,4 +28,4 @@ with strategy.scope():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
 x = np.zeros((64, 1), "float32")
-tfdist.fit(model, x, x, batch_size=4, seed=1, verbose=0, ledger=Ledger(sys.argv[1]))
+tfdist.fit(model, x, x, batch_size=4, seed=1, verbose=0, callbacks=[Ledger(sys.argv[1])])

@@ -1,0 +1,1 @@
+"""Tools that tests use and that are no part of the package."""
