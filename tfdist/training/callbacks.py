@@ -61,7 +61,7 @@ def callback_list(
         _require_whole_weights(callback, job)
     if job.is_chief:
         trackers.warn_of_autolog()
-        given = [*map(trackers.wrapped, given), *trackers.without_callback()]
+        given = [trackers.wrapped(callback) for callback in given]
     else:
         given = [c for c in given if not _is_chiefs(c)]
     return CallbackList(

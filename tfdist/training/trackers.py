@@ -1,4 +1,4 @@
-"""Experiment trackers: the callbacks of MLflow, W&B, Comet, ClearML and Aim.
+"""Experiment trackers: the callbacks of MLflow and W&B.
 
 They are known by the package that their class is from (`TRACKERS`). They run in the chief, see each
 epoch and the end of each block of steps, and do not shorten blocks. The tracker's run is part of
@@ -24,13 +24,7 @@ from keras.src.utils.python_utils import is_default
 
 from tfdist.files import write_json
 
-TRACKERS: Mapping[str, str] = {
-    "mlflow": "MLflow",
-    "wandb": "Weights & Biases",
-    "comet_ml": "Comet",
-    "clearml": "ClearML",
-    "aim": "Aim",
-}
+TRACKERS: Mapping[str, str] = {"mlflow": "MLflow", "wandb": "Weights & Biases"}
 """The packages whose callbacks are trackers, and what they are called."""
 
 _LOG = logging.getLogger(__name__)
@@ -56,13 +50,6 @@ def wrapped(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     if package is None or isinstance(callback, keras.callbacks.ModelCheckpoint):
         return callback
     return Tracker(callback, package=package)
-
-
-def without_callback() -> list[Tracker]:
-    """Return a `Tracker` of ClearML's task, where there is one: it sees what TensorBoard writes."""
-    if "clearml" not in sys.modules or run_of("clearml", None) is None:
-        return []
-    return [Tracker(keras.callbacks.Callback(), package="clearml")]
 
 
 class Tracker(keras.callbacks.Callback):
@@ -111,7 +98,7 @@ class Tracker(keras.callbacks.Callback):
         if run is None or state.get("package") != self.package:
             return
         with self._warning_of_failure(f"resume its run {run}"):
-            _resume(self.package, self.inner, run)
+            _resume(self.package, run)
             self._logged.update(self._noted(run))
             if self.package == "mlflow":  # which writes by a thread: what it has is what counts
                 self._logged.update(_logged_in_mlflow(self.inner, run))
@@ -121,7 +108,7 @@ class Tracker(keras.callbacks.Callback):
         """Return the tracker's run, for the checkpoint."""
         run = None
         with contextlib.suppress(Exception):  # one that has failed has none
-            run = run_of(self.package, self.inner)
+            run = run_of(self.package)
         return {"package": self.package, "run": run}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -158,13 +145,11 @@ class Tracker(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Tell it of an epoch."""
         self._epoch = epoch
-        self._set_counts()
         self._call("on_epoch_begin", epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Log an epoch, unless it is logged already."""
         if epoch > self._logged["epoch"]:
-            self._set_counts()
             self._call("on_epoch_end", epoch, logs)
             self._note(epoch=epoch)
 
@@ -196,7 +181,7 @@ class Tracker(keras.callbacks.Callback):
     def _log_block(self, before: int, batch: int, logs: Any) -> bool:
         """Log the end of a block, where one of the tracker's steps is in it; by the run's steps.
 
-        The callbacks of W&B and Comet count calls, and log a batch of number 0 whatever their rate.
+        The callback of W&B counts calls, and logs a batch of number 0 whatever its rate.
         """
         inner, every = self.inner, _steps_between_logs(self.package, self.inner)
         if every is None:
@@ -209,18 +194,10 @@ class Tracker(keras.callbacks.Callback):
                 inner.on_train_batch_end(batch, logs)
             finally:
                 inner.log_every_n_steps = every
-        elif self.package == "wandb":  # under the number of the block's last batch
+        else:  # under the number of the block's last batch
             inner.global_step = inner.global_batch = self.step - 1
             inner.on_train_batch_end(0, logs)
-        else:
-            inner.our_step = self.step - 1  # which Comet's adds one to
-            inner.on_train_batch_end(0, logs)
         return True
-
-    def _set_counts(self) -> None:
-        """Have Comet's callback, which counts its calls, go on with the run's steps and epochs."""
-        if self.package == "comet_ml":
-            self.inner.our_step, self.inner.our_epoch = self.step, self._epoch
 
     def _call(self, hook: str, *args: Any) -> None:
         if not self._is_broken:
@@ -279,8 +256,6 @@ def _steps_between_logs(package: str, inner: Any) -> int | None:
         every = getattr(inner, "log_every_n_steps", None)
     elif package == "wandb" and hasattr(inner, "global_batch"):
         every = getattr(inner, "log_freq", None)
-    elif package == "comet_ml":
-        every = inner.experiment.auto_metric_step_rate
     return every if isinstance(every, int) and not isinstance(every, bool) else None
 
 
@@ -306,51 +281,29 @@ def _watch_failures_of_mlflow(fail: Callable[[str, Exception], None]) -> None:
         logger.addFilter(_FailuresOfMlflow(fail))
 
 
-def run_of(package: str, inner: Any) -> str | None:
+def run_of(package: str) -> str | None:
     """Return the id of the tracker's run, None where none is under way."""
     module: Any = sys.modules[package]
-    match package:
-        case "mlflow":
-            run = module.active_run()
-            return None if run is None else str(run.info.run_id)
-        case "wandb":
-            return None if module.run is None else str(module.run.id)
-        case "clearml":
-            run = module.Task.current_task()
-            return None if run is None else str(run.id)
-    run = getattr(inner, "experiment", None)
-    if run is None:
-        return None
-    return str(run.hash if package == "aim" else run.get_key())
+    if package == "mlflow":
+        run = module.active_run()
+        return None if run is None else str(run.info.run_id)
+    return None if module.run is None else str(module.run.id)
 
 
-def _resume(package: str, inner: Any, run: str) -> None:
+def _resume(package: str, run: str) -> None:
     """Go on in a run, in place of the one that the program has begun for it."""
-    if run_of(package, inner) == run:
+    if run_of(package) == run:
         return
-    module: Any = sys.modules[package]
-    match package:
-        case "mlflow":
-            resume_in_mlflow(run)
-        case "wandb" if module.run is not None:
-            begun = module.run
-            known = {"project": begun.project, "entity": begun.entity or None}
-            directory = begun.settings.root_dir
-            module.finish()
-            module.init(id=run, resume="allow", dir=directory, **known)
-        case "aim":  # the run that the callback has begun when it was made stays, and is empty
-            inner.close()
-            inner._run_hash = run
-            inner.experiment  # noqa: B018  # opens it
-        case "comet_ml":
-            inner.experiment.end()
-            inner.experiment = module.ExistingExperiment(previous_experiment=run)
-        case "clearml":
-            begun = module.Task.current_task()
-            if begun is not None:
-                begun.close()
-            # Without an offset, which would be added to our steps.
-            module.Task.init(continue_last_task=run).set_initial_iteration(0)
+    if package == "mlflow":
+        resume_in_mlflow(run)
+        return
+    wandb: Any = sys.modules[package]
+    begun = wandb.run
+    if begun is not None:
+        known = {"project": begun.project, "entity": begun.entity or None}
+        directory = begun.settings.root_dir
+        wandb.finish()
+        wandb.init(id=run, resume="allow", dir=directory, **known)
 
 
 def resume_in_mlflow(run: str) -> None:
@@ -376,9 +329,9 @@ def _logged_in_mlflow(inner: Any, run: str) -> dict[str, int]:
 
 
 def in_use(callbacks: Any) -> set[str]:
-    """Return the packages of trackers that there is a callback or, of some, a current run of."""
+    """Return the packages of trackers that have a callback or a current run."""
     used = map(package_of, keras.tree.flatten(callbacks or []))
-    begun = {name for name in ("mlflow", "wandb") if name in sys.modules and run_of(name, None)}
+    begun = {name for name in TRACKERS if name in sys.modules and run_of(name)}
     return {*filter(None, used), *begun}
 
 

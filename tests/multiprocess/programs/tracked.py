@@ -48,7 +48,7 @@ tfdist.fit(
     verbose=0,
     seed=1,
     callbacks=[
-        fake_trackers.aim(note)(),
+        fake_trackers.board(note)(),
         keras.callbacks.TensorBoard(OUT.parent / "board"),
         tfdist.BackupAndRestore(BACKUP),
         Kill(),
