@@ -20,7 +20,6 @@ _HOME_OF = {
     "fit": "tfdist.training.fitting",
     "evaluate": "tfdist.training.evaluation",
     "predict": "tfdist.training.evaluation",
-    "InExamples": "tfdist.training.schedule",
     "StepLoop": "tfdist.training.fitting",
     "VirtualEpochs": "tfdist.training.epochs",
     "BackupAndRestore": "tfdist.checkpoint.backup",
@@ -66,12 +65,10 @@ if TYPE_CHECKING:
     from tfdist.training.epochs import VirtualEpochs
     from tfdist.training.evaluation import Evaluator, evaluate, predict
     from tfdist.training.fitting import StepLoop, fit
-    from tfdist.training.schedule import InExamples
 
 __all__ = [
     "BackupAndRestore",
     "Evaluator",
-    "InExamples",
     "JobFailed",
     "ModelCheckpoint",
     "PeerLost",

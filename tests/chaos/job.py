@@ -91,8 +91,6 @@ def _train(args: argparse.Namespace, strategy: Any, *, marks: Marks, faults: InT
 def _model(variant: str, *, total_steps: int) -> Any:
     import keras
 
-    from tfdist.training.schedule import WarmupThenDecay
-
     layers = keras.layers
     model = keras.Sequential(
         [
@@ -109,7 +107,9 @@ def _model(variant: str, *, total_steps: int) -> Any:
     rate: Any = 3e-3
     options = {}
     if variant == "accumulation":
-        rate = WarmupThenDecay(3e-3, kind="cosine", warmup_steps=9, total_steps=total_steps)
+        rate = keras.optimizers.schedules.CosineDecay(
+            3e-4, total_steps - 9, warmup_target=3e-3, warmup_steps=9
+        )
         options = {"gradient_accumulation_steps": 3}
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(rate, **options), loss, metrics=["accuracy"])

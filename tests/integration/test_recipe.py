@@ -17,7 +17,6 @@ from tfdist.configs import FIELDS, base
 from tfdist.outputs.display import ProgressDisplay
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.training.epochs import EpochPlan
-from tfdist.training.schedule import InExamples, WarmupThenDecay
 
 
 def config_with(**changes: Any) -> Any:
@@ -54,16 +53,17 @@ def test_a_constant_learning_rate_is_a_number_that_callbacks_can_set():
     ("kind", "expected"),
     [
         ("constant", [0.4, 0.4, 0.4, 0.4]),
-        ("linear", [0.4, 0.2, 0.0, 0.0]),
+        ("linear", [1 / 3, 1 / 6, 0.0, 0.0]),
         ("cosine", [0.4, 0.2, 0.0, 0.0]),
     ],
 )
 def test_the_learning_rate_over_a_run(kind, expected):
-    schedule = WarmupThenDecay(0.4, kind=kind, warmup_steps=4, total_steps=24)
-    rates = [float(schedule(step)) for step in (4, 14, 24, 30)]
-    assert rates == pytest.approx(expected, abs=1e-7)
-    if kind == "constant":
-        assert [float(schedule(step)) for step in (0, 1, 3)] == pytest.approx([0.1, 0.2, 0.4])
+    changes = {"schedule": kind, "learning_rate": 0.4, "global_batch_size": 10}
+    warmup = {} if kind == "linear" else {"warmup_examples": 40}
+    schedule = recipe.learning_rate_of(config_with(**changes, **warmup), total_steps=24)
+    assert [float(schedule(step)) for step in (4, 14, 24, 30)] == pytest.approx(expected, abs=1e-7)
+    if warmup:
+        assert [float(schedule(step)) for step in (0, 2)] == pytest.approx([0.1, 0.25])
 
 
 def test_the_schedule_is_saved_with_its_optimizer():
@@ -71,7 +71,7 @@ def test_the_schedule_is_saved_with_its_optimizer():
     optimizer = recipe.optimizer_of(config, total_steps=50)
     again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
     schedule = again._learning_rate
-    assert isinstance(schedule, WarmupThenDecay)
+    assert isinstance(schedule, keras.optimizers.schedules.CosineDecay)
     assert schedule.warmup_steps == 2
     assert schedule.get_config() == optimizer._learning_rate.get_config()
 
@@ -136,20 +136,6 @@ def test_the_configuration_knows_the_models_and_another_is_refused():
     assert field.choices == tuple(MODELS)
     make = lambda: build_model("resnet2", image_shape=(8, 8, 1), num_classes=10)  # noqa: E731
     assert refusal(make).code == "unknown-value"
-
-
-def test_a_schedule_in_examples_does_not_change_with_the_batch_size(tmp_path):
-    decay = keras.optimizers.schedules.CosineDecay(0.1, decay_steps=1000)
-    for size in (1, 10, 250):
-        schedule = InExamples(decay, global_batch_size=size)
-        for examples in (0, 250, 500, 1000):
-            np.testing.assert_allclose(schedule(examples // size), decay(examples), rtol=1e-6)
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(InExamples(decay, global_batch_size=250)), "mse")
-    model.save(tmp_path / "m.keras")
-    loaded = keras.models.load_model(tmp_path / "m.keras").optimizer
-    loaded.iterations.assign(2)
-    np.testing.assert_allclose(loaded.learning_rate, decay(500), rtol=1e-6)
 
 
 # What the program writes and shows while it trains.

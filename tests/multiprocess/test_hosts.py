@@ -107,11 +107,11 @@ def test_host_0_shows_the_tasks_of_all_hosts(host):
     jobs = [host(1, PHASES), host(0, PHASES, f"--metrics_port={held.port}")]
     for job in jobs:
         job.ready(1)
-    metrics_with(held.port, f'tfdist_step{{task="worker-1",host="{HOSTS[1]}"}} 8')
-    here = f'task="worker-0",host="{HOSTS[0]}"'
-    text = metrics_with(held.port, f'tfdist_task_phase{{{here},phase="step"}} 1')
-    assert f"tfdist_memory_bytes{{{here}}}" in text
-    assert f'tfdist_memory_bytes{{task="worker-1",host="{HOSTS[1]}"}}' not in text
+    metrics_with(held.port, f'tfdist_step{{host="{HOSTS[1]}",task="worker-1"}} 8.0')
+    task, at = 'task="worker-0"', f'host="{HOSTS[0]}"'
+    text = metrics_with(held.port, f'tfdist_task_phase{{{at},phase="step",{task}}} 1.0')
+    assert f"tfdist_memory_bytes{{{at},{task}}}" in text
+    assert f'tfdist_memory_bytes{{host="{HOSTS[1]}",task="worker-1"}}' not in text
     jobs[0].signal(signal.SIGTERM)
     assert codes(jobs) == [143, 143]
     (attempt,) = read_run(Path("run")).attempts

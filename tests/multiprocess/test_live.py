@@ -58,9 +58,9 @@ def run(module, *args):
 def test_a_running_job_is_seen_from_outside_and_its_report_is_made(launch, port):
     job = launch(SOURCE, "--workers=2", f"--metrics_port={port}", "--run_dir=run")
     job.ready(2)
-    text = metrics_with(port, 'tfdist_step{task="worker-1"} 8')
-    assert 'tfdist_task_phase{task="worker-0",phase="step"} 1' in text
-    assert re.search(r'tfdist_memory_bytes\{task="worker-0"\} [1-9]\d{6,}', text)
+    text = metrics_with(port, 'tfdist_step{task="worker-1"} 8.0')
+    assert 'tfdist_task_phase{phase="step",task="worker-0"} 1.0' in text
+    assert re.search(r'tfdist_memory_bytes\{task="worker-0"\} [1-9][\d.]*e\+0[6-9]', text)
     shown = run("tfdist.top", "--once", "run")
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"worker-1 +running +step .* 8 ", shown.stdout)
@@ -82,7 +82,7 @@ def test_a_running_job_is_seen_from_outside_and_its_report_is_made(launch, port)
 def test_metrics_end_with_a_launcher_that_is_killed(launch, port):
     job = launch(SOURCE, f"--metrics_port={port}", "--run_dir=run")
     job.ready(1)
-    metrics_with(port, 'tfdist_step{task="worker-0"} 7')
+    metrics_with(port, 'tfdist_step{task="worker-0"} 7.0')
     job.signal(signal.SIGKILL)
     until(lambda: not is_listening(port), within_s=DEADLINE_S)
 

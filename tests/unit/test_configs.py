@@ -66,7 +66,10 @@ FLAGS = {
         "config.learning_rate=0",
     ],
     "CFG009": ["config.checkpoints=30000"],
-    "CFG010": ["config.warmup_examples=28800"],
+    "CFG010": [
+        "config.warmup_examples=28800",
+        "config.warmup_examples=100 --config.schedule=linear",
+    ],
     "CFG011": ["config.augmentation.std=0"],
     "CFG012": ["config.profile_steps=5,3", "config.profile_steps=5"],
     "CFG013": ["config.early_stopping_patience=2 --config.validation_split="],

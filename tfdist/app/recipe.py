@@ -14,7 +14,6 @@ from tfdist.data.augment import Compose, Normalize, RandomCrop, RandomFlip, for_
 from tfdist.data.source import Source
 from tfdist.errors import UsageError, require_one_of
 from tfdist.training.epochs import EpochPlan, VirtualEpochs
-from tfdist.training.schedule import WarmupThenDecay
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,15 +76,22 @@ def plan_of(config: Any) -> EpochPlan:
     return EpochPlan.from_boundaries(boundaries, global_batch_size=config.global_batch_size)
 
 
-def learning_rate_of(config: Any, *, total_steps: int) -> float | WarmupThenDecay:
-    """Return a number where it never changes, so that callbacks can set it."""
-    if config.schedule == "constant" and not config.warmup_examples:
-        return float(config.learning_rate)
-    return WarmupThenDecay(
-        config.learning_rate,
-        kind=config.schedule,
-        warmup_steps=-(-config.warmup_examples // config.global_batch_size),
-        total_steps=total_steps,
+def learning_rate_of(
+    config: Any, *, total_steps: int
+) -> float | keras.optimizers.schedules.LearningRateSchedule:
+    """Return the learning rate: a number if it never changes, so that callbacks can set it."""
+    peak, schedules = float(config.learning_rate), keras.optimizers.schedules
+    warmup_steps = -(-config.warmup_examples // config.global_batch_size)
+    if config.schedule == "linear":
+        return schedules.PolynomialDecay(peak, total_steps, end_learning_rate=0.0)
+    if config.schedule == "constant" and not warmup_steps:
+        return peak
+    return schedules.CosineDecay(
+        peak / max(warmup_steps, 1),  # the first update of a warmup is not of size 0
+        max(total_steps - warmup_steps, 1),
+        alpha=1.0 if config.schedule == "constant" else 0.0,
+        warmup_target=peak if warmup_steps else None,
+        warmup_steps=warmup_steps,
     )
 
 

@@ -86,7 +86,12 @@ FIELDS: tuple[Field, ...] = (
         "learning rate over the run: to 0 along a cosine or a line, or not at all",
         choices=("constant", "cosine", "linear"),
     ),
-    Field("warmup_examples", 0, "examples over which the learning rate rises from 0", least=0),
+    Field(
+        "warmup_examples",
+        0,
+        "examples over which the learning rate rises; not with `linear`",
+        least=0,
+    ),
     Field("momentum", 0.9, "of sgd, Nesterov's", least=0, below=1),
     Field("weight_decay", 0.0, "apart from the gradient; 0 for none", least=0),
     Field("clip_norm", 0.0, "highest norm of all gradients; 0 for any", least=0),
@@ -286,6 +291,8 @@ def _check_together(values: dict[str, Any]) -> None:
         raise wrong("CFG009", "checkpoints", f"at most total_examples ({total})", "lower it")
     if values["warmup_examples"] >= total:
         raise wrong("CFG010", "warmup_examples", f"less than total_examples ({total})", "lower it")
+    if values["warmup_examples"] and values["schedule"] == "linear":
+        raise wrong("CFG010", "warmup_examples", "0 with schedule linear", "use cosine")
     for name in ("augmentation.mean", "augmentation.std"):
         numbers = [n for n in values[name] if isinstance(n, (int, float)) and math.isfinite(n)]
         if not numbers or len(numbers) < len(values[name]):

@@ -16,12 +16,13 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tfdist.cluster import Task
+from tfdist.errors import require_packages
 from tfdist.files import write_json
 from tfdist.launch.events import Awakening, Beat, Started
 from tfdist.launch.machine import memory_bytes
@@ -256,28 +257,26 @@ _OF_TASK = (
 
 def prometheus_text(status: Mapping[str, Any]) -> str:
     """Return a status of `live.json` in Prometheus' text format."""
-    lines: list[str] = []
+    from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+    registry, tasks = CollectorRegistry(), status["tasks"]
+    labels = ("task", "host") if any(task["host"] for task in tasks) else ("task",)
     for key, name, about in _OF_JOB:
         if status.get(key) is not None:
-            lines += [f"# HELP {name} {about}", f"# TYPE {name} gauge", f"{name} {status[key]}"]
-    tasks: Sequence[Mapping[str, Any]] = status["tasks"]
-    lines += ["# HELP tfdist_task_up Whether the task runs.", "# TYPE tfdist_task_up gauge"]
-    lines += [f"tfdist_task_up{_labels(t)} {int(t['state'] == 'running')}" for t in tasks]
-    for key, name, about in _OF_TASK:
-        values = [f"{name}{_labels(task)} {task[key]}" for task in tasks if task[key] is not None]
-        lines += [f"# HELP {name} {about}", f"# TYPE {name} gauge", *values] if values else []
-    lines += ["# HELP tfdist_task_phase 1 for the task's phase.", "# TYPE tfdist_task_phase gauge"]
-    lines += [
-        f"tfdist_task_phase{_labels(task, phase=phase)} {int(task['phase'] == phase)}"
-        for task in tasks
-        for phase in (*PHASES, SUM)
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _labels(task: Mapping[str, Any], **more: str) -> str:
-    labels = {"task": task["task"], **({"host": task["host"]} if task["host"] else {}), **more}
-    return "{" + ",".join(f'{name}="{text}"' for name, text in labels.items()) + "}"
+            Gauge(name, about, registry=registry).set(status[key])
+    gauges = {key: Gauge(name, about, labels, registry=registry) for key, name, about in _OF_TASK}
+    up = Gauge("tfdist_task_up", "Whether the task runs.", labels, registry=registry)
+    about = "1 for the phase that the task is in."
+    phase_of = Gauge("tfdist_task_phase", about, (*labels, "phase"), registry=registry)
+    for task in tasks:
+        named = [task[label] or "" for label in labels]
+        up.labels(*named).set(task["state"] == "running")
+        for key, gauge in gauges.items():
+            if task[key] is not None:
+                gauge.labels(*named).set(task[key])
+        for phase in (*PHASES, SUM):
+            phase_of.labels(*named, phase).set(task["phase"] == phase)
+    return str(generate_latest(registry).decode())
 
 
 @contextlib.contextmanager
@@ -287,8 +286,9 @@ def metrics_server(port: int, live_file: Path) -> Iterator[None]:
     It ends with the launcher, of whatever that dies: its standard input does.
 
     Raises:
-        UsageError: the port is taken.
+        UsageError: the port is taken, or prometheus-client is not installed.
     """
+    require_packages("--metrics_port", "prometheus_client", extra="metrics")
     from tfdist.loopback import listen  # an HTTP server, which takes time
 
     with listen(port, flag="--metrics_port") as listener:
