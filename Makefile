@@ -109,9 +109,10 @@ docs: .venv-docs/.ready  ## the documentation site, in build/site, with warnings
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
 	touch $@
 
-lint: setup  ## ruff and mypy
+lint: setup  ## ruff, mypy and the rooms' imports
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
 
 chaos: setup  ## do things to jobs at any moment, and compare them with undisturbed ones
 	$(CPU_ONLY) $(PY) -m tests.chaos $(ARGS)
