@@ -11,6 +11,7 @@ import tensorflow as tf
 import tfdist
 from tests.models import OwnStep, Tracked, difference, trained
 from tests.multiprocess.programs import zoo
+from tfdist.errors import UsageError
 from tfdist.training.keras_compat.trace import warn_once
 
 pytestmark = pytest.mark.slow
@@ -269,6 +270,146 @@ def test_a_loss_per_example_is_a_sum(strategies, what, examples, batch_size):
     x, y = X[:examples], Y[:examples]
     data = {} if what == "by the tape" else {"validation_data": (x[:19], y[:19])}
     require_equal(strategies, SUMS[what], x, y, batch_size=batch_size, **data)
+
+
+# Means in one tensor, of which there are as many as examples of a replica, and unknown shapes
+
+
+class ByTheTape(Tracked, keras.Sequential):
+    """The gradient of what a function makes of targets and predictions."""
+
+    def __init__(self, layers, loss):
+        super().__init__(layers)
+        self.loss_by_hand = loss
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_by_hand(y, self(x, training=True))
+        self.update(tape.gradient(loss, self.trainable_weights))
+        mean = tf.add_n([tf.reduce_mean(part) for part in tf.nest.flatten(loss)])
+        return self.logs_of(mean, data)
+
+
+class ByKerasStep(keras.Sequential):
+    """A loss of its own, of which Keras' step takes the gradient."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return means(y, y_pred)
+
+
+def means(y, p):
+    return tf.reduce_mean((p - y) ** 2, 0)
+
+
+def in_python(y, p, shape=None):
+    loss = tf.py_function(means if shape is None else of_each, [y, p], tf.float32)
+    return loss if shape is None else tf.ensure_shape(loss, shape)
+
+
+def of_each(y, p):
+    return tf.reduce_mean((p - y) ** 2, -1)
+
+
+def by_tape(loss, units=4):
+    return of(functools.partial(ByTheTape, loss=loss), lambda: [L.Dense(units)])
+
+
+class AddsForEachUnit(L.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_mean(x**2, 0))
+        return x
+
+
+def unmasked(y, p):
+    return tf.boolean_mask(of_each(y, p), p[:, 0] > 0)
+
+
+def sequences():
+    rows = [X[i : i + 8, : 2 * 2].reshape(8, 2, 2) for i in range(0, 48, 8)]
+    spec = tf.TensorSpec((None, None, 2)), tf.TensorSpec((None, 1, 1))
+    batches = lambda: ((np.repeat(x, 2, 1), x[:, :1, :1]) for x in rows)  # noqa: E731
+    return tf.data.Dataset.from_generator(batches, output_signature=spec)
+
+
+def over_sequences():
+    model = ByTheTape([keras.Input((None, 2)), L.Dense(1)], means)
+    model.compile(keras.optimizers.SGD(0.01))
+    return model
+
+
+ADDED = of(layers=lambda: [L.Dense(4), AddsForEachUnit(), L.Dense(1)], loss="mse")
+NUMBERS = {
+    "a mean for each output": (by_tape(means), 8),
+    "as many as the larger part of a batch has": (by_tape(means, 5), 9),
+    "a matrix of means": (by_tape(lambda y, p: means(y[..., None], tf.stack([p, -p], -1))), 8),
+    "beside a loss per example": (by_tape(lambda y, p: [means(y, p), of_each(y, p)]), 8),
+    "by Keras' step": (of(ByKerasStep, lambda: [L.Dense(4)]), 8),
+    "of layers": (ADDED, 8, {"validation_data": (X[:24], Y[:24])}),
+    "of layers, of the larger part": (
+        of(layers=lambda: [L.Dense(5), AddsForEachUnit(), L.Dense(1)], loss="mse"),
+        9,
+    ),
+    "a loss per example of known shape": (
+        by_tape(lambda y, p: in_python(y, p, y.shape[:1])),
+        8,
+    ),
+    "one number of known shape": (
+        by_tape(lambda y, p: tf.ensure_shape(tf.reduce_mean(in_python(y, p)), [])),
+        8,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_means_are_no_losses_of_examples(strategies, what):
+    make, batch_size, *options = NUMBERS[what]
+    require_equal(strategies, make, X[:48], Y[:48], batch_size=batch_size, **dict(*options))
+
+
+class OfBags(Tracked, keras.Model):
+    """A loss per example, of data that come ragged or sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = L.Embedding(20, 4)
+        self.embed.build((None, None))
+
+    def call(self, x):
+        return tf.reduce_mean(self.embed(x.to_tensor() if hasattr(x, "to_tensor") else x), 1)
+
+    def train_step(self, x):
+        x = tf.sparse.to_dense(x) if isinstance(x, tf.SparseTensor) else x
+        with tf.GradientTape() as tape:
+            losses = tf.reduce_mean(self(x) ** 2, -1)
+        self.update(tape.gradient(losses, self.trainable_variables))
+        return self.logs_of(losses, x)
+
+
+@pytest.mark.parametrize("of_tokens", [tf.RaggedTensor.from_tensor, tf.sparse.from_dense])
+def test_a_loss_per_example_of_ragged_and_sparse_data_is_a_sum(strategies, of_tokens):
+    def make():
+        model = OfBags()
+        model.compile(keras.optimizers.SGD(0.01))
+        return model
+
+    data = tf.data.Dataset.from_tensor_slices(of_tokens(TOKENS[:36])).batch(BATCH_SIZE)
+    require_equal(strategies, make, data, batch_size=None, shuffle=False)
+
+
+def test_means_over_sequences_of_unknown_length_are_no_losses_of_examples(strategies):
+    options = {"batch_size": None, "shuffle": False}
+    require_equal(strategies, over_sequences, sequences(), **options)
+
+
+@pytest.mark.parametrize("make", [by_tape(in_python), by_tape(unmasked)], ids=["Python", "a mask"])
+def test_a_loss_whose_shape_does_not_tell_is_refused(strategies, make):
+    trained(strategies[1], make, X[:8], Y[:8], batch_size=8)
+    with pytest.raises(
+        UsageError, match=r"loss: received a loss of shape .*loss\.set_shape"
+    ) as found:
+        trained(strategies[2], make, X[:8], Y[:8], batch_size=8)
+    assert found.value.code == "unknown-shape"
 
 
 # What is warned of

@@ -392,6 +392,23 @@ def summed():
     return model
 
 
+class AddsForEachUnit(L.Layer):
+    """Passes on what it gets; each unit's mean of squares over the batch is a loss."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.mean(keras.ops.square(x), axis=0))
+        return x
+
+
+def with_means():
+    """As many means as a micro-batch has examples."""
+    keras.utils.set_random_seed(1)
+    layers = [L.Dense(3), AddsForEachUnit(), L.Dense(3, activation="softmax")]
+    model = keras.Sequential([keras.Input((5,)), *layers])
+    model.compile(keras.optimizers.SGD(0.01), SPARSE())
+    return model
+
+
 SPARSE = keras.losses.SparseCategoricalCrossentropy
 
 
@@ -443,8 +460,8 @@ def scaled():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: model_with(lambda: Centres(0.1)), lambda: model_with(scaled), summed],
-    ids=["a method of its own", "scaled, clipped and accumulated", "summed"],
+    [lambda: model_with(lambda: Centres(0.1)), lambda: model_with(scaled), summed, with_means],
+    ids=["a method of its own", "scaled, clipped and accumulated", "summed", "means"],
 )
 def test_micro_batches_end_with_the_weights_and_logs_of_whole_batches(strategies, one_stage, make):
     expected = fitted(strategies[1], make)

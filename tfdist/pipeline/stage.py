@@ -11,6 +11,7 @@ micro-batch: its passes come in the same loop, in whose graph each waits for the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,6 +26,9 @@ from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass
 from tfdist.pipeline.union import release
 from tfdist.training import keras_compat
+
+_TRACED_ROWS = 8, 16
+"""Batch sizes with which a part is traced to find the losses with an axis of the batch."""
 
 Tensors = list[tf.Tensor]
 LossOf = Callable[["MicroBatch", Tensors, tf.Tensor], tf.Tensor]
@@ -217,6 +221,7 @@ class Segment:
         self._summed: set[int] = set()  # those that a loss depends on, known when it is traced
         self._summing = False
         self._kept: dict[int, _Kept] = {}
+        self._axes = keras_compat.BatchAxes()
         self._masked = [i for i, t in enumerate(part.received) if has_mask(t)]
         masks = [t._keras_mask for t in part.received if has_mask(t)]
         self.received = [*part.received, *masks, tf.TensorSpec([], tf.float32)]
@@ -375,12 +380,47 @@ class Segment:
             for index in self._masked:  # one may pass through
                 inputs[index]._keras_mask = masks[index]
             outputs = [[*inputs, *outputs][i] for i in self.part.sources]
-            losses = [keras_compat.added_in_part(one, trace) for one in module.losses]
+            losses = self._added(module.losses, inputs, trace)
             added = tf.add_n(losses) if losses else None
             if loss_of is not None:
                 total = received.added if added is None else received.added + added
                 outputs = [loss_of(batch, outputs, total)]
         return outputs, added
+
+    def _added(
+        self, losses: Sequence[tf.Tensor], inputs: Tensors, trace: keras_compat.StepTrace
+    ) -> Tensors:
+        """Return the losses that layers add, each by its part of the step's loss."""
+        several = [loss.shape.rank != 0 for loss in losses]
+        if any(several) and self._axes.shapes is None:
+            with tf.init_scope():
+                self._axes.shapes = [self._added_shapes(inputs, rows) for rows in _TRACED_ROWS]
+        return [
+            keras_compat.added_in_part(
+                loss,
+                trace,
+                is_sum=is_several
+                and keras_compat.has_examples(loss, self._axes, number=number, what="add_loss"),
+            )
+            for number, (loss, is_several) in enumerate(zip(losses, several, strict=True))
+        ]
+
+    def _added_shapes(self, inputs: Tensors, rows: int) -> list[tf.TensorShape]:
+        """Return the shapes of the losses that layers add to a micro-batch of so many rows."""
+        shapes: list[tf.TensorShape] = []
+
+        def call(given: Tensors) -> None:
+            trace = keras_compat.StepTrace(
+                num_replicas=1, share=1.0, examples=rows, random_key=tf.zeros([2], tf.int32)
+            )
+            with keras_compat.tracing(trace):
+                self.part.module(one_or_list(given), training=True)
+                shapes.extend(loss.shape for loss in self.part.module.losses)
+
+        specs = [tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype) for tensor in inputs]
+        with contextlib.suppress(Exception):  # of a model for batches of one size
+            keras_compat.compiled(call).get_concrete_function(specs)
+        return shapes
 
     def _trace(
         self, batch: MicroBatch, inputs: Tensors, *, training: bool

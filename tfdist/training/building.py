@@ -18,7 +18,7 @@ from tfdist.training import keras_compat
 from tfdist.training.feed import Feed
 from tfdist.training.keras_compat import sharding
 from tfdist.training.keras_compat.trace import warn_once
-from tfdist.training.program import is_own
+from tfdist.training.program import is_own, trace_step
 
 Slots = Literal["whole", "parts", "none"]
 _FEW_ROWS = 8
@@ -404,29 +404,12 @@ def _traces(model: keras.Model, job: Job, step: str, batch_spec: Any, *, rows: i
         arrived.append(gradients)
         raise RuntimeError("far enough")
 
-    def run(batch: Any) -> None:
-        def in_replica() -> None:
-            trace = keras_compat.StepTrace(
-                num_replicas=1,
-                share=1.0,
-                examples=rows,
-                random_key=tf.zeros([2], tf.int32),
-                at_hook=at_hook,
-            )
-            with keras_compat.tracing(trace):
-                getattr(model, step)(batch)
-
-        job.strategy.run(in_replica)
-
-    batch = tf.nest.map_structure(
-        lambda spec: None if spec is None else tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype),
-        batch_spec,
-    )
+    function = getattr(model, step)
     try:
-        keras_compat.compiled(run).get_concrete_function(batch)
-    except Exception:
-        return bool(arrived)
-    return True
+        _, error = trace_step(function, job, batch_spec, rows=rows, at_hook=at_hook)
+    except Exception as raised:
+        error = raised
+    return error is None or bool(arrived)
 
 
 def _require_built_parts(model: keras.Model) -> None:

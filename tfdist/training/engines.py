@@ -27,7 +27,7 @@ from tfdist.strategy.group import naming_lost_peer, rows_of_all_tasks
 from tfdist.training.agreement import require_same_batches
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import all_reduce, compiled
-from tfdist.training.program import Engine, StepProgram, as_number, run_replica
+from tfdist.training.program import Engine, StepProgram, as_number, find_batch_axes, run_replica
 from tfdist.training.resume import require_deterministic
 
 _GATHER = "CollectiveGatherV2"
@@ -95,15 +95,21 @@ class SynchronousEngine(Engine):
 
         Raises UsageError where one that is to be exact draws by itself.
         """
-        function = self._compile_block(program)
-        several = program.training and self._job.num_replicas > 1
+        function, several = self._compile_block(program), self._job.num_replicas > 1
         if not several and not program.exact:
             return function, False
-        graph = function.get_concrete_function(*_arguments(program, first, last)).graph
+        arguments = _arguments(program, first, last)
+        graph = function.get_concrete_function(*arguments).graph
+        if program.batch_axes.are_wanted:
+            find_batch_axes(program, self._job)
+            function = self._compile_block(program)
+            graph = function.get_concrete_function(*arguments).graph
         if program.exact:
             require_deterministic(graph)
+        if not several or not program.training:
+            return function, False
         functions = graph.as_graph_def().library.function
-        return function, several and any(n.op == _GATHER for f in functions for n in f.node_def)
+        return function, any(n.op == _GATHER for f in functions for n in f.node_def)
 
     def _compile_block(self, program: StepProgram) -> Any:
         @compiled

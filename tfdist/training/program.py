@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from tensorflow.python.distribute import values_util
 
 from tfdist.errors import UsageError, require
 from tfdist.strategy import Job
@@ -39,6 +40,7 @@ class StepProgram:
       exact: True to refuse operations that draw by themselves.
       max_staleness: under ps, steps of others that may come between one's reading and its writing.
       observers: note in graph which examples a step consumes; none by default.
+      batch_axes: which losses of the step have an axis of the batch.
     """
 
     function: Callable[[Any], Any]
@@ -51,6 +53,7 @@ class StepProgram:
     observers: Sequence[StepObserver] = ()
     exact: bool = False
     max_staleness: int | None = None
+    batch_axes: keras_compat.BatchAxes = dataclasses.field(default_factory=keras_compat.BatchAxes)
 
     @property
     def metrics(self) -> list[Any]:
@@ -226,6 +229,7 @@ def run_replica(
         local=local or {},
         at_hook=at_hook,
         counts=counts,
+        batch_axes=program.batch_axes,
     )
     guarded = [v.value for v in program.metrics] if program.feed.may_be_empty else []
     before = [tf.identity(v) for v in guarded]
@@ -244,6 +248,74 @@ def run_replica(
         code="no-logs",
     )
     return keras_compat.logs_by_fraction(flat_logs(outputs), trace)
+
+
+def find_batch_axes(program: StepProgram, job: Job) -> None:
+    """Trace the step with two batch sizes, and note the shapes of its losses. Computes nothing."""
+    feed, size = program.feed, program.feed.plan.global_batch_size
+    spec = feed.batch_spec
+    if not all(s is None or s.shape[1:].is_fully_defined() for s in tf.nest.flatten(spec)):
+        spec = tf.nest.map_structure(
+            lambda part: None if part is None else tf.type_spec_from_value(part),
+            feed.first_batch(),
+        )
+    program.batch_axes.shapes = [
+        trace_step(program.function, job, spec, rows=rows, updates=False)[0].losses
+        for rows in (size, 2 * size)
+    ]
+
+
+def trace_step(
+    function: Callable[[Any], Any], job: Job, batch_spec: Any, *, rows: int, **options: Any
+) -> tuple[keras_compat.StepTrace, Exception | None]:
+    """Trace a step on each replica, with so many rows for each, as if it were the only one.
+
+    Returns the trace of the first replica, and what the step raised there. Computes nothing.
+    `options` are those of the `StepTrace`.
+    """
+    traces: dict[int, tuple[keras_compat.StepTrace, Exception | None]] = {}
+
+    def run(batch: Any) -> None:
+        batch = tf.nest.map_structure(_of_constant_shape, batch)
+
+        def in_replica() -> None:
+            trace = keras_compat.StepTrace(
+                num_replicas=1,
+                share=1.0,
+                examples=rows,
+                random_key=tf.zeros([2], tf.int32),
+                **options,
+            )
+            error = None
+            try:
+                with keras_compat.tracing(trace):
+                    function(batch)
+            except Exception as raised:
+                error = raised
+            traces[values_util.get_current_replica_id_as_int() or 0] = trace, error
+
+        job.strategy.run(in_replica)
+
+    batch = tf.nest.map_structure(
+        lambda spec: None if spec is None else _resized(spec, rows), batch_spec
+    )
+    keras_compat.compiled(run).get_concrete_function(batch)
+    return traces[0]
+
+
+def _resized(spec: Any, rows: int) -> Any:
+    """Return the spec of a batch part with so many rows."""
+    shape = [rows, *spec.shape[1:]]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return type(spec)(shape, spec.dtype)
+
+
+def _of_constant_shape(part: Any) -> Any:
+    """Return a part whose shape TensorFlow follows through the graph, if it is sparse too."""
+    if isinstance(part, tf.SparseTensor) and part.shape.is_fully_defined():
+        return tf.SparseTensor(part.indices, part.values, part.shape.as_list())
+    return part
 
 
 def as_number(value: tf.Tensor) -> Any:

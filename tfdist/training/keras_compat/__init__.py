@@ -35,7 +35,7 @@ from tfdist.training.keras_compat.kernels import (
     is_fused,
     pools_again,
 )
-from tfdist.training.keras_compat.losses import added_in_part, logs_by_fraction
+from tfdist.training.keras_compat.losses import added_in_part, has_examples, logs_by_fraction
 from tfdist.training.keras_compat.reduction import (
     all_reduce,
     reduce_statistics,
@@ -43,6 +43,7 @@ from tfdist.training.keras_compat.reduction import (
 )
 from tfdist.training.keras_compat.trace import (
     REPLACEMENTS,
+    BatchAxes,
     StepTrace,
     following,
     on_servers,
@@ -51,12 +52,14 @@ from tfdist.training.keras_compat.variables import random_key
 
 __all__ = [
     "REPLACEMENTS",
+    "BatchAxes",
     "StepTrace",
     "added_in_part",
     "adding_in_order",
     "all_reduce",
     "compiled",
     "fuse",
+    "has_examples",
     "install",
     "is_fused",
     "logs_by_fraction",

@@ -49,6 +49,8 @@ def _gradient_hook(
     grads: Sequence[Any],
     trainable_variables: Any = None,
 ) -> Any:
+    if not trace.updates:
+        return None
     if trace.in_hook:
         return original(self, grads, trainable_variables)
     if not _in_group():

@@ -26,8 +26,10 @@ from keras.src.losses import loss as keras_loss
 from keras.src.metrics.reduction_metrics import Mean
 from keras.src.trainers.compile_utils import CompileLoss
 
+from tfdist.errors import UsageError
 from tfdist.training.keras_compat.reduction import sum_over_replicas
 from tfdist.training.keras_compat.trace import (
+    BatchAxes,
     Original,
     StepTrace,
     ops_behind,
@@ -183,11 +185,17 @@ def _over_replicas(count: tf.Tensor, trace: StepTrace) -> tf.Tensor:
 def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
     """Return whether a tensor has a loss for each example, so that its sum is one over the batch.
 
-    A shape without an axis of the batch is taken for that of several means, with a warning.
+    Raises UsageError if its shape does not tell. A tensor without an axis of the batch has several
+    means, with a warning.
     """
-    if value.shape.rank == 0:
+    number = len(trace.losses)
+    trace.losses.append(tf.TensorShape(value.shape))
+    if trace.num_replicas == 1 or value.shape.rank == 0:
         return False
-    if _has_examples(value, trace):
+    if trace.batch_axes.shapes is None:
+        trace.batch_axes.are_wanted = True  # the engine traces again with what it finds
+        return False
+    if has_examples(value, trace.batch_axes, number=number, what=what):
         return True
     warn_once(
         f"{what} of shape {tuple(value.shape)} on {trace.num_replicas} replicas: its numbers are "
@@ -197,9 +205,20 @@ def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
     return False
 
 
-def _has_examples(value: tf.Tensor, trace: StepTrace) -> bool:
-    """Return whether a shape may have an axis of the batch."""
-    return not value.shape.is_fully_defined() or trace.rows() in tuple(value.shape)
+def has_examples(loss: tf.Tensor, batch_axes: BatchAxes, *, number: int, what: str) -> bool:
+    """Return whether a loss has an axis of the batch; raise UsageError if that is unknown."""
+    found = batch_axes.has_batch(number)
+    if found is None:
+        raise UsageError(
+            "loss",
+            received=f"a loss of shape {loss.shape}, by {what}",
+            expected="one number, or an axis of the batch whose size follows the batch size",
+            fix="reduce the loss to one number, or set its shape: loss.set_shape([]) for one "
+            "number, loss.set_shape(y.shape[:1]) for a loss of each example; to leave out "
+            "examples, let their losses be 0",
+            code="unknown-shape",
+        )
+    return found
 
 
 @replaces(
@@ -209,15 +228,15 @@ def _has_examples(value: tf.Tensor, trace: StepTrace) -> bool:
 )
 def _summing_what_is_added(original: Original, trace: StepTrace, self: Any, loss: Any) -> Any:
     whole = original(self, loss)
-    if trace.num_replicas == 1 or not _is_of_examples(loss, trace, "add_loss"):
+    if not _is_of_examples(loss, trace, "add_loss"):
         return whole
     return _by_fraction(whole, trace)
 
 
-def added_in_part(loss: tf.Tensor, trace: StepTrace) -> tf.Tensor:
+def added_in_part(loss: tf.Tensor, trace: StepTrace, *, is_sum: bool) -> tf.Tensor:
     """Return a layer's loss in a micro-batch, whose part of the step it will be weighted by."""
     total = tf.reduce_sum(tf.cast(loss, tf.float32))
-    return _by_fraction(total, trace) if _has_examples(loss, trace) else total
+    return _by_fraction(total, trace) if is_sum else total
 
 
 @replaces(tf.GradientTape, "gradient", issue=f"{_TAPE}#L960")
@@ -231,13 +250,14 @@ def _summing_by_the_tape(
     **kwargs: Any,
 ) -> Any:
     """Have gradients by a loss per example, which are sums, count as such."""
-    if trace.num_replicas > 1 and output_gradients is None:
+    if output_gradients is None:
         variables = tf.nest.flatten(sources)
         if all(isinstance(v, tf.Variable | keras.Variable) for v in variables):
             targets = tf.nest.flatten(target)
-            _warn_of_pairs(targets, trace)
-            _warn_of_quotients(targets, trace)
             output_gradients = _seeds(targets, trace)
+            if trace.num_replicas > 1:
+                _warn_of_pairs(targets, trace)
+                _warn_of_quotients(targets, trace)
     return original(self, target, sources, output_gradients, **kwargs)
 
 

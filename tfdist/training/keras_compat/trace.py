@@ -22,6 +22,34 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 
+class BatchAxes:
+    """Which losses of a step have an axis of the batch.
+
+    The size of an axis alone does not tell. The step is traced with two batch sizes: an axis of the
+    batch is one whose size differs. In its first trace on several replicas a step reports that it
+    has a loss for which this matters; only then are the two traces made.
+
+    Attributes:
+      are_wanted: whether a loss of the step may have an axis of the batch.
+      shapes: for each of the two batch sizes, the shapes of the losses; None before the traces.
+    """
+
+    def __init__(self) -> None:
+        self.are_wanted = False
+        self.shapes: Sequence[Sequence[tf.TensorShape]] | None = None
+
+    def has_batch(self, number: int) -> bool | None:
+        """Return whether the loss of this number has an axis of the batch; None if unknown."""
+        found = [shapes[number] for shapes in self.shapes or () if number < len(shapes)]
+        ranks = {shape.rank for shape in found}
+        if len(found) < 2 or len(ranks) > 1 or None in ranks:
+            return None
+        sizes = [{one, other} for one, other in zip(*found, strict=True)]
+        if any(len(both) == 2 and None not in both for both in sizes):
+            return True
+        return None if any(None in both for both in sizes) else False
+
+
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class StepTrace:
     """State of the step that this thread is tracing, for the replacements.
@@ -44,6 +72,9 @@ class StepTrace:
       updated: parts of variables that a sharded optimizer updates, in the order of its gradients.
       whole_sums: names of operations that give sums over the batch, which count as such.
       layers: what holds the losses that layers have added, by the `id` of the layer.
+      updates: False if optimizers change nothing, as in a trace that builds or looks at shapes.
+      losses: shapes of the losses that gradients are taken of or layers add, in their order.
+      batch_axes: which of these losses have an axis of the batch.
       numbers: of the draws of seed generators, by their `id`; those of others count up.
       graph: the step's own.
     """
@@ -69,6 +100,9 @@ class StepTrace:
     statistics: list[Variable] = dataclasses.field(default_factory=list)
     whole_sums: set[str] = dataclasses.field(default_factory=set)
     layers: dict[int, Any] = dataclasses.field(default_factory=dict)
+    updates: bool = True
+    losses: list[tf.TensorShape] = dataclasses.field(default_factory=list)
+    batch_axes: BatchAxes = dataclasses.field(default_factory=BatchAxes)
     numbers: Mapping[int, Iterator[int]] = dataclasses.field(default_factory=dict)
     graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
 
@@ -97,12 +131,13 @@ def current() -> StepTrace | None:
 
 @contextlib.contextmanager
 def following(trace: StepTrace) -> Iterator[None]:
-    """Make `trace` the current one of this thread."""
+    """Make `trace` the current one of this thread, until the block ends."""
+    before = current()
     _thread.trace = trace
     try:
         yield
     finally:
-        _thread.trace = None
+        _thread.trace = before
 
 
 @functools.cache
