@@ -12,6 +12,7 @@ import tensorflow as tf
 import tfdist
 from tests import forked_python
 from tests.models import OwnStep, linear, sequential
+from tests.multiprocess.programs.without_call import AutoEncoder
 from tests.refusals import refusal, refused
 from tfdist.errors import UsageError
 
@@ -270,12 +271,35 @@ def with_a_mean(strategy):
     return model
 
 
+class InReplicas(AutoEncoder):
+    """Has outputs for its metrics in replicas only."""
+
+    def loss_and_outputs(self, x):
+        if tf.distribute.in_cross_replica_context():
+            raise LookupError("no replica")
+        return super().loss_and_outputs(x)
+
+
+def without_a_call(strategy):
+    with strategy.scope():
+        model = InReplicas(4)
+        model.compile("sgd", keras.losses.MeanSquaredError(), metrics=["mae"])
+    return model
+
+
 ROWS = np.zeros((4, 3, 2), "float32")
 OF_ALL = PAIRS.batch(4).map(lambda x, y: ({"x": x, "all": tf.ones((3, 4))}, y))
 ON_ONE = {
     "a state": (stateful, (ROWS, ROWS[:, 0, :1], 4), "model", "unsupported-layer"),
     "float8": (in_float8, (X, Y), "model", "unsupported-layer"),
     "an optimizer that is not built": (by_a_step(BySecond), (X, Y), "optimizer", "not-built"),
+    "metrics of compile": (without_a_call, (X,), "metrics", "not-built"),
+    "metrics of compile, few rows": (
+        without_a_call,
+        (PAIRS.map(lambda x, y: x).batch(4),),
+        "metrics",
+        "not-built",
+    ),
     "a tf.function": (by_a_step(Decorated), (X, Y), "train_step", "compiled-step"),
     "a stack": (of_pairs, (Pairs(3),), "data", "examples-not-first"),
     "parts of all examples": (with_a_mean, (OF_ALL,), "data", "uneven-parts"),

@@ -11,6 +11,7 @@ from keras import layers, ops
 import tfdist
 from tests import models
 from tests.models import OwnStep, difference
+from tests.multiprocess.programs.without_call import AutoEncoder
 from tfdist.data import PythonSource
 
 pytestmark = pytest.mark.slow
@@ -281,6 +282,18 @@ def test_a_step_of_its_own_takes_a_batch_apart(strategies, kind, units, x):
         return model
 
     assert_like_keras(strategies, make, x=x, y=None)
+
+
+@pytest.mark.parametrize("rows", [6, 10])
+def test_metrics_of_compile_are_built_by_a_step_without_a_call(strategies, rows):
+    def make():
+        model = AutoEncoder()
+        model.compile("sgd", keras.losses.MeanSquaredError(), metrics=["mae"])
+        return model
+
+    data = tf.data.Dataset.from_tensor_slices(X).batch(rows)
+    options = {"x": data, "y": None, "batch_size": None, "validation_data": data}
+    assert_like_keras(strategies, make, replicas=(1, 2), **options)
 
 
 class OfOneBatch(keras.Model):

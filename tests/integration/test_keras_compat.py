@@ -21,6 +21,7 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as keras_loss
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random import seed_generator
+from keras.src.trainers.compile_utils import CompileMetrics
 from tensorflow.python.distribute import parameter_server_strategy_v2
 from tensorflow.python.framework.ops import gradient_registry
 from tensorflow.python.util import _pywrap_util_port
@@ -260,6 +261,22 @@ def test_stock_losses_of_several_outputs_are_means_over_batches():
     batches = model.evaluate(X, y, batch_size=7, verbose=0, return_dict=True)
     assert batches["loss"] == pytest.approx(whole["loss"], rel=1e-5)
     assert abs(batches["a_loss"] / whole["a_loss"] - 1) > 0.1
+
+
+@shows("CompileMetrics.build")
+def test_stock_replicas_make_metrics_of_compile_of_their_own(strategies):
+    def built(*, traced):
+        metrics = CompileMetrics(["mae"], None)
+
+        def in_replica():
+            with step_of(traced=traced):
+                metrics.build(tf.ones([2, 1]), tf.ones([2, 1]))
+
+        strategies[2].run(in_replica)
+
+    for traced, error in ((False, "only supports singleton tf.Variables"), (True, "metrics: rec")):
+        with pytest.raises(ValueError, match=error):
+            tf.function(functools.partial(built, traced=traced), autograph=False)()
 
 
 @shows("BaseOptimizer.apply")

@@ -127,6 +127,8 @@ def test_ps_puts_metrics_of_every_kind_together(parameter_server):
     for name, value in found.items():
         np.testing.assert_allclose(seen["judged"][name], value, rtol=1e-5, err_msg=name)
     assert (seen["Least"], seen["Most"]) == ("metric-zero", "metric-adds-up")
+    by_step, by_hand = seen["without call"]
+    np.testing.assert_allclose(by_step, by_hand, rtol=1e-5)
 
 
 def test_ps_optimizers_go_by_the_step_that_was_dispatched(parameter_server):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -190,26 +190,42 @@ def _build_by_a_call(model: keras.Model, feed: Feed) -> None:
 
 
 def _build_by_its_step(model: keras.Model, feed: Feed) -> None:
-    """Build layers by a step of the model's own, up to its optimizer; nothing is computed."""
-    if all(layer.built for layer in model._flatten_layers(include_self=False)):
-        return
+    """Build layers and metrics by the model's own steps, without updates; nothing is computed.
 
-    def far_enough(gradients: Any) -> None:
-        raise RuntimeError("far enough")
+    The first trace may stop at a gradient by variables that it has made; the second has them.
+    """
+    symbols = tf.nest.map_structure(_symbolic, feed.batch_spec)
+    for step in (model.train_step, model.test_step):
+        if _has_unbuilt_parts(model) and not _runs(step, symbols) and _has_unbuilt_parts(model):
+            _runs(step, feed.first_batch())
 
-    def step(batch: Any) -> Any:
+
+def _has_unbuilt_parts(model: keras.Model) -> bool:
+    metrics = model._compile_metrics
+    unbuilt_metrics = metrics is not None and not metrics.built
+    layers = model._flatten_layers(include_self=False)
+    return unbuilt_metrics or not all(layer.built for layer in layers)
+
+
+def _runs(step: Callable[[Any], Any], batch: Any) -> bool:
+    """Return whether a step, without its updates, runs to its end; nothing is computed."""
+
+    def traced(batch: Any) -> Any:
         trace = keras_compat.StepTrace(
             num_replicas=1,
             share=1.0,
             examples=1,
             random_key=tf.zeros([2], tf.int32),
-            at_hook=far_enough,
+            updates=False,
         )
         with keras_compat.tracing(trace):
-            return model.train_step(batch)
+            return step(batch)
 
-    with contextlib.suppress(Exception):  # what it has built is looked at
-        compute_output_spec(step, tf.nest.map_structure(_symbolic, feed.batch_spec))
+    try:
+        compute_output_spec(traced, batch)
+    except Exception:  # what it has built is looked at
+        return False
+    return True
 
 
 def _called(model: keras.Model, batch: Any, *, training: bool = False) -> Any:

@@ -20,6 +20,7 @@ from keras.src.backend.tensorflow.core import Variable
 from keras.src.optimizers.sgd import SGD
 from keras.src.random import seed_generator
 from keras.src.random.seed_generator import SeedGenerator
+from keras.src.trainers.compile_utils import CompileMetrics
 from tensorflow.python.distribute import (
     collective_all_reduce_strategy,
     distribute_lib,
@@ -27,6 +28,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.distribute import values as tf_values
 
+from tfdist.errors import UsageError
 from tfdist.strategy.devices import server_of
 from tfdist.training.keras_compat.trace import (
     Original,
@@ -73,6 +75,24 @@ def _is_statistic(variable: Any, trace: StepTrace) -> bool:
         and tf.as_dtype(variable.dtype).is_floating
         and all(variable is not seen for seen in trace.statistics)
     )
+
+
+# Keras makes the metrics of `compile` in the first step that has outputs for them. Of several
+# replicas each would make its own there, and a ps worker has no servers to make them on.
+@replaces(CompileMetrics, "build", issue=f"{_KERAS}/trainers/compile_utils.py#L183")
+def _metrics_before_the_step(original: Original, trace: StepTrace, self: Any, *args: Any) -> Any:
+    strategy = tf.distribute.get_strategy()
+    on_ps = isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)
+    if trace.updates and (on_ps or len(strategy.extended.worker_devices) > 1):
+        raise UsageError(
+            "metrics",
+            received="metrics of compile that have no variables yet in a step, on several devices",
+            expected="metrics that are built before the first step",
+            fix="leave metrics out of compile, make them attributes of the model inside "
+            "`with strategy.scope():`, and update them in the step",
+            code="not-built",
+        )
+    return original(self, *args)
 
 
 # Under ps the metrics stay in the worker's step while the weights are on the servers. Keras'
