@@ -131,6 +131,10 @@ def test_ps_puts_metrics_of_every_kind_together(parameter_server):
     np.testing.assert_allclose(by_step, by_hand, rtol=1e-5)
 
 
+def test_ps_refuses_what_was_made_outside_the_scope(parameter_server):
+    assert parameter_server[1]["made outside"] == [["model", "another-scope"]] * 4
+
+
 def test_ps_optimizers_go_by_the_step_that_was_dispatched(parameter_server):
     """Whatever the workers' order: each learning rate once, and one update of three steps."""
     _, seen = parameter_server

@@ -13,6 +13,7 @@ from keras.src.backend import compute_output_spec
 
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of
+from tfdist.strategy.devices import server_of
 from tfdist.strategy.layer_devices import PlacedStrategy
 from tfdist.training import keras_compat
 from tfdist.training.feed import Feed
@@ -116,6 +117,7 @@ def build(model: keras.Model, job: Job, feed: Feed, *, slots: Slots = "whole") -
     """
     _require_targets(model, feed.batch_spec)
     _require_optimizer_of_scope(model, job)
+    _require_variables_of_scope(model, job)
     _require_one_state(model, job)
     optimizer = model.optimizer
     new = not model.built or (optimizer is not None and not optimizer.built)
@@ -338,18 +340,29 @@ def shards(optimizer: Any, variables: Sequence[Any], job: Job, *, callbacks: Any
 
 
 def _require_variables_of_scope(model: keras.Model, job: Job) -> None:
-    """Raise UsageError for a layer or metric that was made elsewhere: its replicas would race."""
-    if job.num_replicas == 1:
+    """Raise UsageError for a variable that was made elsewhere.
+
+    Replicas would race on it, and no parameter server would have it.
+    """
+    if job.num_replicas == 1 and job.kind != "ps":
         return
     for variable in (*model.variables, *model.metrics_variables):
-        if not job.strategy.extended.variable_created_in_scope(variable.value):
+        if not _is_of_scope(variable.value, job):
             raise UsageError(
                 "model",
                 received=f"{variable.path}, which was made outside the strategy's scope",
                 expected="every layer and metric of the model made in one scope",
-                fix="make layers and metrics inside `with strategy.scope():`",
+                fix="make layers and metrics, and build them, inside `with strategy.scope():`",
                 code="another-scope",
             )
+
+
+def _is_of_scope(value: Any, job: Job) -> bool:
+    if job.kind != "ps":
+        return bool(job.strategy.extended.variable_created_in_scope(value))
+    from tfdist.ps.split import parts_of
+
+    return all(server_of(part) is not None for part in parts_of(value))
 
 
 def _require_one_scale(model: keras.Model, job: Job) -> None:

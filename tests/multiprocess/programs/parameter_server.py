@@ -209,6 +209,30 @@ def metrics():
     SEEN["without call"] = [logs["val_mae"][0], float(np.abs(outputs - zoo.X).mean())]
 
 
+def made_outside():
+    """How a model is refused that is made in the scope and built outside, or has such a metric."""
+    SEEN["made outside"] = []
+    for optimizer, by_call in (("adam", False), ("adam", True), ("sgd", False)):
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile(optimizer, "mse")
+        model(zoo.X[:2]) if by_call else model.build(zoo.X.shape)
+        SEEN["made outside"].append(refusal_of(model))
+    outside = keras.metrics.MeanAbsoluteError()
+    with strategy.scope():
+        model = zoo.dense()
+        model.compile("sgd", "mse", metrics=[outside])
+    SEEN["made outside"].append(refusal_of(model))
+
+
+def refusal_of(model):
+    try:
+        tfdist.fit(model, zoo.X, zoo.Y, batch_size=8, verbose=0)
+    except tfdist.UsageError as error:
+        return [error.where, error.code]
+    return None
+
+
 def steps_of_optimizers():
     optimizers = {
         "ramp": lambda: keras.optimizers.SGD(zoo.Ramp()),
@@ -320,7 +344,7 @@ def native_calls():
 
 PARTS = (
     counts, grid, sources, callbacks, own_step, metrics, steps_of_optimizers, staleness,
-    repeated_rows, ranges_that_go_on, find, native_calls,
+    repeated_rows, ranges_that_go_on, find, native_calls, made_outside,
 )  # fmt: skip
 for part in PARTS:
     if not sys.argv[2:] or part.__name__ in sys.argv[2:]:
