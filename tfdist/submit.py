@@ -1,4 +1,4 @@
-"""``python -m tfdist.submit --to slurm|kubernetes|kserve ...``: a job or a service.
+"""``python -m tfdist.submit --to slurm|kubernetes ...``: a job for a scheduler.
 
 Takes the launcher's flags and a few of its own, renders an sbatch script or manifests, and submits
 them, or prints them with ``--dry_run``. Exit code 2: nothing was submitted.
@@ -11,15 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfdist.argument_parser import run_program
-from tfdist.errors import EXIT_OK, UsageError
-from tfdist.ops.submit import kubernetes, slurm, tools
-from tfdist.ops.submit.request import (
-    JobRequest,
-    help_text,
-    is_for_service,
-    parse,
-    parse_service,
-)
+from tfdist.errors import EXIT_OK, UsageError, require_one_of
+from tfdist.ops.submit import render, tools
+from tfdist.ops.submit.request import JobRequest, help_text, parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,9 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    if is_for_service(words):
-        done = _to_kserve(words)
-    elif (request := parse(words)) is None:
+    if (request := parse(words)) is None:
         done = tools.Submission(text=help_text())
     elif request.flags.status:
         done = tools.Submission(text=_status(request))
@@ -45,36 +37,32 @@ def _run(words: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _to_kserve(words: Sequence[str]) -> tools.Submission:
-    service, kind = parse_service(words), kubernetes.SERVICE_KIND
-    manifest = kubernetes.render_service(service)
-    if service.dry_run:
-        return tools.Submission(text=manifest)
-    return tools.apply(manifest, name=service.name, kind=kind, namespace=service.namespace)
-
-
 def _to_slurm(request: JobRequest) -> tools.Submission:
-    script = slurm.render(request)
+    script = render.batch_script(request)
     if request.launch.dry_run:
         return tools.Submission(text=script)
     return tools.sbatch(script, name=request.name)
 
 
 def _to_kubernetes(request: JobRequest) -> tools.Submission:
-    kind = kubernetes.kind_of(request)
-    manifests = kubernetes.render(request, kind=kind)
+    kind = _kind_of(request)
+    manifests = render.manifests(request, kind=kind)
     done = tools.Submission(text=manifests)
     if not request.launch.dry_run:
         namespace = request.flags.namespace
         done = tools.apply(manifests, name=request.name, kind=kind, namespace=namespace)
-    return tools.Submission(text=done.text, warnings=(*kubernetes.notes(request), *done.warnings))
+    return tools.Submission(text=done.text, warnings=(*render.notes(request), *done.warnings))
+
+
+def _kind_of(request: JobRequest) -> str:
+    return require_one_of("--kind", request.flags.kind or "job", render.KINDS)
 
 
 def _status(request: JobRequest) -> str:
     flags = request.flags
     if flags.to == "slurm":
         return tools.squeue(flags.status)
-    kind = kubernetes.kind_of(request)
+    kind = _kind_of(request)
     return tools.pods(flags.status, kind=kind, namespace=flags.namespace)
 
 

@@ -118,12 +118,11 @@ def test_a_job_that_loses_a_node_goes_on(kind, tasks, slurm, undisturbed):
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_a_ps_job_trains_in_one_component_in_two_and_in_a_step_of_srun(slurm):
+def test_a_ps_job_trains_on_one_node_on_two_and_in_a_step_of_srun(slurm):
     ps = ("--strategy", "ps", "--ps", "1", "--cpus", "1")
     program = ("-m", "tfdist.train", *CONFIG)
-    # With GPUs the ps is in a component of its own, which holds none.
     one = ("--workers", "1", "--evaluator")
-    shapes = {"one": one, "two": ("--workers", "2", "--gpus", "1")}
+    shapes = {"one": one, "two": ("--workers", "2", "--nodes", "2")}
     jobs = [slurm.submit(*ps, *shape, program=program, name=name) for name, shape in shapes.items()]
     for job, name in zip(jobs, shapes, strict=True):
         job.is_in_state("COMPLETED")

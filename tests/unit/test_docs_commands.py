@@ -84,7 +84,7 @@ def _flags_by_page() -> dict[str, list[str]]:
         "submit.md": [n for n in _flags_of(request._parser()) if n not in request.NOT_HERE],
         "tuning.md": _flags_of(tfdist.tuning.options._parser()),
         "checks.md": _flags_of(doctor._parser(), lint._parser()),
-        "serving.md": _flags_of(export._parser(), request._service_parser(), serve._parser()),
+        "serving.md": _flags_of(export._parser(), serve._parser()),
         "report.md": _flags_of(report._parser(), top._parser()),
     }
 

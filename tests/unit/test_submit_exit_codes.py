@@ -3,7 +3,6 @@
 The Slurm script and the pods' script are run for real, by the shells that will run them.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -20,17 +19,17 @@ DOCS = Path(__file__).parents[2] / "docs" / "submit.md"
 
 # Of the table in docs/submit.md, row by row.
 OUTCOMES = {
-    0: ("done", "done", "done", "done"),
-    1: ("counted", "counted", "counted", "failed"),
-    2: ("failed", "failed", "failed", "failed"),
-    75: ("counted", "again", "again", "again"),
-    130: ("again", "again", "again", "again"),
-    143: ("again", "again", "again", "again"),
-    137: ("counted", "counted", "counted", "again"),
+    0: ("done", "done", "done"),
+    1: ("counted", "counted", "counted"),
+    2: ("failed", "failed", "failed"),
+    75: ("counted", "again", "again"),
+    130: ("again", "again", "again"),
+    143: ("again", "again", "again"),
+    137: ("counted", "counted", "counted"),
 }
 
 
-# The rules, as published
+# The rules, as published. A TrainJob's runtime is a JobSet.
 
 
 Done = subprocess.CompletedProcess[str]
@@ -117,14 +116,6 @@ def of_failed_jobs(policy: Mapping[str, Any], failures: Sequence[Failure]) -> st
     return actions["RestartJobSet"]
 
 
-def of_tfjob(replica: Mapping[str, Any], *, code: int) -> str:
-    """https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/tensorflow/"""
-    assert replica["restartPolicy"] == "ExitCode"
-    if not code:
-        return "done"
-    return "again" if code >= 128 else "failed"
-
-
 # The scripts, run
 
 
@@ -184,29 +175,15 @@ def test_slurm_does_what_the_table_says(code, tmp_path):
 @pytest.mark.parametrize("arguments", ["--workers 2 train.py", "train.py", PS + "train.py"])
 def test_a_job_and_a_job_set_do_what_the_table_says(code, arguments):
     job, job_set = spec_of(arguments), spec_of("--kind jobset " + arguments)
-    assert (of_job(job, code=code), of_job_set(job_set, code=code)) == OUTCOMES[code][1:3]
-
-
-@pytest.mark.parametrize("code", OUTCOMES)
-@pytest.mark.parametrize(
-    ("arguments", "role"), [("--workers 2 train.py", "Worker"), (PS + "train.py", "Chief")]
-)
-def test_a_tfjob_does_what_the_table_says(code, arguments, role, tmp_path):
-    replica = spec_of("--kind tfjob " + arguments)["tfReplicaSpecs"][role]
-    environ = fakes(tmp_path, python=f'[ "$1" = train.py ] && exit {code}\nexit 0')
-    ended = run_pod(tmp_path, container_of(replica["template"]), **environ)
-    assert of_tfjob(replica, code=ended) == OUTCOMES[code][3]
+    assert (of_job(job, code=code), of_job_set(job_set, code=code)) == OUTCOMES[code][1:]
 
 
 def test_every_other_code_is_one_of_the_tables_rows():
     """Below 128 it is that of a program that failed, and 128 + n that of one that was killed."""
-    job, job_set, tfjob = (
-        spec_of(f"--kind {kind} --workers 2 train.py") for kind in ("job", "jobset", "tfjob")
-    )
-    replica = tfjob["tfReplicaSpecs"]["Worker"]
+    job, job_set = (spec_of(f"--kind {kind} --workers 2 train.py") for kind in ("job", "jobset"))
     for code in set(range(256)) - set(OUTCOMES):
         of_all = of_job(job, code=code), of_job_set(job_set, code=code)
-        assert (*of_all, of_tfjob(replica, code=code)) == OUTCOMES[1 if code < 128 else 137][1:]
+        assert of_all == OUTCOMES[1 if code < 128 else 137][1:]
 
 
 def test_the_table_is_in_the_docs():
@@ -267,13 +244,6 @@ def test_a_server_of_a_job_comes_back(index, ended, tmp_path):
     assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
 
 
-def test_a_server_of_a_tfjob_comes_back(tmp_path):
-    replicas = spec_of("--kind tfjob " + PS + "train.py")["tfReplicaSpecs"]
-    fakes(tmp_path, python="exit 0")
-    ended = {n: run_pod(tmp_path, container_of(r["template"])) for n, r in replicas.items()}
-    assert ended == {"Chief": 0, "Worker": 138, "PS": 138}
-
-
 # Signals, and an image or a Python without tfdist
 
 WAITED_FOR = 'until read -r _ _ state _ </proc/$PPID/stat && [ "$state" = S ]; do :; done\n'
@@ -328,15 +298,10 @@ def test_a_pods_signal_before_its_task_has_begun_ends_it(tmp_path):
 def test_without_tfdist_the_first_line_says_so(tmp_path):
     environ = fakes(tmp_path, python="echo no such module >&2; exit 1", srun="exit 0")
     said = [run_batch(tmp_path, printed(SLURM + "train.py"), environ)]
-    for kind in ("job", "jobset", "tfjob"):
-        spec = spec_of(f"--kind {kind} train.py")
-        if kind == "jobset":
-            spec = spec["replicatedJobs"][0]["template"]["spec"]
-        owner = spec["tfReplicaSpecs"]["Worker"] if kind == "tfjob" else spec
-        said.append(run_container(tmp_path, container_of(owner["template"])))
+    said.append(run_container(tmp_path, container_of(spec_of("train.py")["template"])))
     for done in said:
         assert (done.returncode, done.stderr, done.stdout.count("\n")) == (2, "", 1)
-        assert "received no tfdist" in done.stdout
+        assert "has no tfdist" in done.stdout
 
 
 # Every task finds its place
@@ -408,16 +373,6 @@ def test_the_launchers_flags_are_what_tasks_read(arguments, options):
     assert config_of(container, more).options == JobOptions(**options, **SAID)
     waits = "--wait=300" in printed(f"{SLURM}{arguments}train.py")
     assert waits == (options.get("strategy") == "pipeline")
-
-
-def test_they_are_what_tasks_read_whose_tf_config_the_operator_sets():
-    replicas = spec_of("--kind tfjob --run_dir /runs/x --workers 2 train.py")["tfReplicaSpecs"]
-    cluster = {"worker": ["train-worker-0.ml.svc:2222", "train-worker-1.ml.svc:2222"]}
-    told = {"cluster": cluster, "task": {"type": "worker", "index": 1}, "environment": "cloud"}
-    container = container_of(replicas["Worker"]["template"])
-    config = config_of(container, {"TF_CONFIG": json.dumps(told)})
-    expected = JobOptions(run_dir="/runs/x", strategy="multiworker", startup_timeout_s=300.0)
-    assert config.options == expected
 
 
 OF_SET_OF_PS = "--kind jobset --gpus 1 --evaluator " + PS

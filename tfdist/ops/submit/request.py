@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tfdist.argument_parser import Parser
 from tfdist.cluster import settings
 from tfdist.cluster.settings import RUN_DIR, holds_a_secret, names_a_secret
-from tfdist.errors import UsageError, require, require_int, require_one_of
+from tfdist.errors import UsageError, require_int, require_one_of
 from tfdist.launch import options as launcher
 from tfdist.launch.options import LaunchOptions
 
@@ -80,7 +80,6 @@ NOT_HERE: Mapping[str, str] = {
 _SLURM_ALONE = {"hang_timeout_s": "--time: a pod that is done does not end the others"}
 
 _SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
-_STORES = ("pvc://", "s3://", "gs://", "https://", "http://", "hdfs://", "oci://")
 _VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _SECRETS = {
@@ -244,10 +243,10 @@ def parse(argv: Sequence[str]) -> JobRequest | None:
         return None
     values = vars(_parser().parse_args(words))
     own = {name: values.pop(name) for name in [*values] if name not in _LAUNCHER}
-    fix = "write --to slurm or --to kubernetes; --to kserve for a service"
+    fix = "write --to slurm or --to kubernetes"
     if own["to"] is None:
-        raise wrong("to", "nothing", "slurm, kubernetes or kserve", fix, "no-value")
-    to = require_one_of("--to", own["to"], ("slurm", "kubernetes", "kserve"), fix=fix)
+        raise wrong("to", "nothing", "slurm or kubernetes", fix, "no-value")
+    to = require_one_of("--to", own["to"], ("slurm", "kubernetes"), fix=fix)
     for only, names in _ONLY.items():
         for name in names:
             if only != to and own[name]:
@@ -299,8 +298,7 @@ def _parser() -> Parser:
         prog="python -m tfdist.submit",
         usage="python -m tfdist.submit --to slurm|kubernetes [--dry_run] [flags] "
         "[script.py | -m module] [the program's own flags]",
-        description="Gives a job to a scheduler; with --dry_run, prints what it would be given. "
-        "A model that was exported: python -m tfdist.submit --to kserve --help",
+        description="Submits a job to a scheduler; with --dry_run, prints the script or manifests.",
         add_help=False,
     )
     add = parser.add_argument
@@ -320,7 +318,7 @@ def _parser() -> Parser:
     selector = "a label of the nodes; under Slurm a feature; may be repeated"
     collect("--node_selector", metavar="KEY=VALUE|FEATURE", help=selector)
     add = parser.add_argument_group("for Kubernetes").add_argument
-    add("--kind", metavar="job|jobset|tfjob", help="what to make (job)")
+    add("--kind", metavar="job|jobset|trainjob", help="what to make (job)")
     add("--image", metavar="IMAGE", help="the container's, with tfdist in it")
     add("--namespace", metavar="NS", help="where (that of kubectl's context)")
     volume = "a claim, or with a leading / a directory of the node, and where it is mounted"
@@ -406,50 +404,3 @@ def _refused(where: str, form: str) -> UsageError:
     expected = "no secret in a command line, a script or a manifest"
     fix = _FIX.format(form=form)
     return UsageError(where, received=received, expected=expected, fix=fix, code="secret")
-
-
-# A service of KServe, which has a command line of its own.
-
-
-def is_for_service(argv: Sequence[str]) -> bool:
-    """Return whether the first --to of a command line is kserve."""
-    words = [*argv, ""]
-    at = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--to"), -1)
-    return words[at] == "--to=kserve" or words[at : at + 2] == ["--to", "kserve"]
-
-
-def parse_service(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the service of a command line, `--to kserve` in it; raise UsageError."""
-    values: argparse.Namespace = _service_parser().parse_args(list(argv))
-    require(
-        values.model.startswith(_STORES),
-        "--model",
-        received=repr(values.model),
-        expected=f"where the versions of the model are: {', '.join(_STORES)}...",
-        fix="write --model pvc://CLAIM/served/NAME, for example",
-        code="bad-value",
-    )
-    require_int("--replicas", values.replicas, least=0)
-    if values.max_replicas is None:
-        values.max_replicas = max(values.replicas, 1)
-    require_int("--max_replicas", values.max_replicas, least=max(values.replicas, 1))
-    require_int("--gpus", values.gpus, least=0)
-    return values
-
-
-def _service_parser() -> Parser:
-    about = "Give an exported model to KServe, which serves it by TensorFlow Serving."
-    parser = Parser(prog="python -m tfdist.submit --to kserve", description=about)
-    add = parser.add_argument
-    add("--to", choices=("kserve",), help="kserve")
-    add("--name", required=True, help="of the service, and of the model in its addresses")
-    add("--model", required=True, metavar="URI", help="the directory that has the versions")
-    add("--replicas", type=int, default=1, help="least pods; default 1, 0 with Knative alone")
-    add("--max_replicas", type=int, help="most pods; default --replicas")
-    add("--cpus", metavar="500m", help="of each pod, as Kubernetes has them")
-    add("--memory", metavar="4Gi", help="of each pod, likewise")
-    add("--gpus", type=int, default=0, help="of each pod")
-    add("--namespace", metavar="NS", help="default that of kubectl's context")
-    add("--service_account", metavar="NAME", help="that may read the model")
-    add("--dry_run", action="store_true", help="print what would be submitted")
-    return parser

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.ops.submit.kubernetes import INSTANCE
+from tfdist.ops.submit.render import INSTANCE
 from tfdist.ops.submit.request import wrong
 
 _DEADLINE_S = 60.0

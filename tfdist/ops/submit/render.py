@@ -1,0 +1,230 @@
+"""Job requests rendered by the templates beside this file: a batch script or manifests. Pure.
+
+Pods find each other by the rules of `tfdist.cluster.environment`: TFDIST_HOSTS names them.
+
+* ``job``: an indexed Job and a headless Service. A pod that fails restarts alone; the other tasks
+  then exit, because they lost a peer, and restart too.
+* ``jobset``: a JobSet with a Job for each role. Any failure restarts all Jobs together. Needs
+  JobSet 0.10 or newer, whose failure policy can tell failures by their message.
+* ``trainjob``: the same Jobs as the runtime of a TrainJob, for clusters with Kubeflow Trainer.
+
+TensorFlow's servers run any graph that a client sends. So a pod has no account of the cluster
+unless one is given, and a NetworkPolicy admits only pods of the job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import shlex
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from tfdist.cluster.placement import DEFAULT_PORT
+from tfdist.cluster.settings import RESTARTS, UNCOUNTED_RESTARTS
+from tfdist.errors import EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, require_packages
+from tfdist.ops.submit.request import JobRequest, pairs, wrong
+
+KINDS = ("job", "jobset", "trainjob")
+INSTANCE = "app.kubernetes.io/instance"
+
+_TOGETHER = ("multiworker", "pipeline")
+_NAME = re.compile("[a-z]([a-z0-9-]{0,37}[a-z0-9])?")  # before role, number, random letters
+_INDEX = "batch.kubernetes.io/job-index"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Role:
+    """Role of the pods of one Job: its name, number of tasks and GPUs of each."""
+
+    name: str
+    count: int
+    gpus: int = 0
+
+
+def batch_script(request: JobRequest) -> str:
+    """Return the sbatch script; raise UsageError for a job that one step of srun cannot be."""
+    tasks, nodes = request.num_tasks, request.flags.nodes or 0
+    if request.strategy in _TOGETHER and request.launch.workers == 1:
+        fix = "use --workers 2 or more, or leave --strategy out"
+        received = f"1 with --strategy {request.strategy}"
+        raise wrong("workers", received, "2 or more: Slurm runs one task as a single process", fix)
+    if nodes > tasks:
+        fix = f"use --nodes {tasks} or fewer"
+        raise wrong("nodes", f"{nodes}", f"at most {tasks}, the number of tasks", fix)
+    if request.is_ps and request.flags.gpus:
+        received, fix = f"{request.flags.gpus} in a ps job", "use --to kubernetes --kind jobset"
+        raise wrong("gpus", received, "no --gpus: each task of a step has the same resources", fix)
+    if request.time_s is not None and request.time_s <= request.grace_s:
+        fix = "use a longer --time, or a shorter --grace_s"
+        received = f"{request.time_s} s with --grace_s {request.grace_s}"
+        raise wrong("time", received, "more than --grace_s, or each run stops at its start", fix)
+    cpus, memory_mib = request.flags.cpus, request.memory_mib
+    variables = request.variables()
+    if request.is_ps:
+        variables["TFDIST_PS"] = f"{request.num_ps}"
+    python, *program = request.command
+    return _template("slurm.sbatch.j2").render(
+        request=request,
+        flags=request.flags,
+        variables=variables,
+        tasks_per_node=-(-tasks // nodes) if nodes else None,
+        mem_per_cpu_mib=-(-memory_mib // (cpus or 1)) if memory_mib else None,
+        time=_clock(request.time_s) if request.time_s else None,
+        wait_s=math.ceil(request.launch.hang_timeout_s) if request.strategy in _TOGETHER else 0,
+        python=python,
+        program=shlex.join(program),
+    )
+
+
+def manifests(request: JobRequest, *, kind: str) -> str:
+    """Return the manifests of the job's objects, in the order of their creation.
+
+    Raises:
+        UsageError: the job cannot be of this kind.
+    """
+    if request.flags.image is None:
+        expected, fix = (
+            "the image of the pods, with tfdist in it",
+            "write --image registry/name:tag",
+        )
+        raise wrong("image", "nothing", expected, fix, "no-value")
+    if not _NAME.fullmatch(request.name):
+        expected = "at most 39 small letters, digits and '-', the first a letter"
+        raise wrong("name", repr(request.name), expected, "write --name mnist, for example")
+    if kind == "job":
+        _require_like_pods(request)
+    ports = request.launch.port_range
+    return _template(f"{kind}.yaml.j2").render(
+        request=request,
+        flags=request.flags,
+        roles=_roles(request) if kind != "job" else [],
+        role=Role(name="", count=request.num_tasks, gpus=request.flags.gpus),
+        variables=_variables(request, kind=kind),
+        annotations=_annotations(request, kind=kind),
+        volumes=request.volumes,
+        ports=ports,
+        port=DEFAULT_PORT if ports is None else ports[0],
+        node_selector=pairs("node_selector", request.flags.node_selector),
+        again=[EXIT_PEER_MISSING, 130, EXIT_STOPPED],
+        mistake=EXIT_USAGE,
+        peer_missing=EXIT_PEER_MISSING,
+    )
+
+
+def notes(request: JobRequest) -> tuple[str, ...]:
+    """Return notes on the job for the user."""
+    writable = [volume.mount for volume in request.volumes if not volume.read_only]
+    if any(PurePosixPath(request.run_dir).is_relative_to(mount) for mount in writable):
+        return ()
+    return (
+        f"note: the run directory {request.run_dir} is on no --volume: its files are lost with the "
+        "pods, and the job cannot resume after a restart",
+    )
+
+
+def escape_dollars(text: str) -> str:
+    """Escape a text for Kubernetes, which replaces $(NAME), and $$ by one dollar."""
+    return text.replace("$", "$$") if "$(" in text or "$$" in text else text
+
+
+def _require_like_pods(request: JobRequest) -> None:
+    """Raise UsageError for a job whose pods differ: an indexed Job has one template."""
+    if request.is_ps and request.flags.gpus:
+        received = f"{request.flags.gpus} in a ps job"
+        expected = "no --gpus: the ps and the chief would hold GPUs too"
+        raise wrong("gpus", received, expected, "use --kind jobset")
+    if request.launch.evaluator:
+        received = "it with --kind job, which does not restart a pod that is done"
+        fix = "use --kind jobset, or leave --evaluator out"
+        raise wrong("evaluator", received, "--kind jobset, which restarts all pods together", fix)
+
+
+def _roles(request: JobRequest) -> list[Role]:
+    workers = Role(name="worker", count=request.launch.workers, gpus=request.flags.gpus)
+    made = [workers]
+    if request.is_ps:
+        made = [Role(name="chief", count=1), workers, Role(name="ps", count=request.num_ps)]
+    return made + [Role(name="evaluator", count=1)] * request.launch.evaluator
+
+
+def _variables(request: JobRequest, *, kind: str) -> dict[str, str]:
+    """Return the variables of every pod, with the names of all pods in the order of the tasks."""
+    made = request.variables()
+    if request.has_several_tasks:
+        name = request.name
+        if kind == "job":
+            hosts = [f"{name}-{_numbers(request.num_tasks)}.{name}"]
+        else:
+            roles = _roles(request)
+            hosts = [f"{name}-{role.name}-0-{_numbers(role.count)}.{name}" for role in roles]
+        made["TFDIST_HOSTS"] = ",".join(hosts)
+    if request.is_ps:
+        made["TFDIST_PS"] = f"{request.num_ps}"
+    return made
+
+
+def _annotations(request: JobRequest, *, kind: str) -> Mapping[str, str]:
+    """Return the annotation by which a controller tells each pod its number of restarts."""
+    made = {RESTARTS: "jobset.sigs.k8s.io/restart-attempt"}
+    if kind == "job":
+        made = {
+            RESTARTS: f"{_INDEX}-failure-count",
+            UNCOUNTED_RESTARTS: f"{_INDEX}-ignored-failure-count",
+        }
+    return {name: key for name, key in made.items() if name not in request.env}
+
+
+def _numbers(count: int) -> str:
+    """Return the numbers of pods as a node list has them."""
+    return "0" if count == 1 else f"[0-{count - 1}]"
+
+
+def _clock(total_s: int) -> str:
+    """Return ``D-HH:MM:SS``; Slurm would read a number alone as minutes."""
+    days, rest = divmod(total_s, 86_400)
+    return f"{days}-{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+
+
+def _block(text: str, width: int) -> str:
+    """Indent the lines of a part of a document; the template ends the last line."""
+    return textwrap.indent(text.strip("\n"), " " * width)
+
+
+def _yaml(value: Any) -> str:
+    """Return a value in YAML's flow style, with each text quoted."""
+    if isinstance(value, str):
+        return str(yaml.safe_dump(value, default_style='"', width=math.inf)).rstrip("\n")
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_yaml(k)}: {_yaml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    return json.dumps(value)
+
+
+def _template(name: str) -> Any:
+    require_packages("tfdist.submit", "jinja2", extra="submit")
+    return _environment().get_template(name)
+
+
+@functools.cache
+def _environment() -> Any:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    filters = {"shell": shlex.quote, "yaml": _yaml, "pod": escape_dollars, "block": _block}
+    environment.filters |= filters
+    return environment
