@@ -18,7 +18,7 @@ JOBS = (
     *("test_worker_pool", "test_tune", "test_deadlocks", "test_tune_python", "test_placement"),
     *("test_pipeline_jobs", "test_sharded_optimizer", "test_serve_exported", "test_notebook"),
     *("test_hangs", "test_preemption", "test_launcher", "test_evaluator", "test_missing_peer"),
-    *("test_train_program", "test_doctor", "test_examples", "test_restarts"),
+    *("test_train_program", "test_examples", "test_restarts"),
 )
 FITS = (
     *("test_jobs", "test_one_process", "test_losses", "test_keras_callbacks", "test_beside_keras"),

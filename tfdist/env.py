@@ -14,15 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 
 from tfdist.argument_parser import Parser, run_program
+from tfdist.check import PACKAGES, available_bytes, versions
 from tfdist.cluster.settings import holds_a_secret, may_name_a_secret
 from tfdist.errors import EXIT_OK
-from tfdist.ops.doctor.probes import look
+from tfdist.launch.machine import memory_groups, this_machine
 
 _PACKAGES = (
     *("protobuf", "grpcio", "h5py", "ml_dtypes", "tensorflow-datasets", "keras-tuner"),
     *("tf_keras", "ray", "mlflow", "wandb"),
 )
-"""What has been in the way before, beside what the doctor compares; shown where installed."""
+"""Packages that have caused problems before, beside those that every host needs."""
 _VARIABLES = re.compile(
     r"(TFDIST|TF|KERAS|CUDA|NVIDIA|NCCL|GRPC|XLA|OMP|KMP|MKL|OPENBLAS|PMI|OMPI_COMM_WORLD)_\w+"
     r"|SLURM_(JOB|STEP|PROCID|NODEID|LOCALID|NTASKS|NNODES|HET|RESTART)\w*"
@@ -48,20 +49,19 @@ def report(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
     The value of a variable that is named as a secret is, or that looks like one, is left out.
     """
-    machine = look(environ)
-    versions = dict(machine.versions)
-    yield "tfdist", versions.pop("tfdist")
-    yield from versions.items()
+    machine, found = this_machine(environ), versions()
+    for name in dict.fromkeys([*reversed(PACKAGES), *found]):
+        yield name, found[name]
     for name in _PACKAGES:
         try:
             yield name, metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     yield "system", f"{_distribution()}, {platform.platform()}"
-    yield "CPUs", f"{machine.cpus} of {os.cpu_count()}, {machine.cpu}"
-    yield "GPUs", str(machine.gpus)
-    yield "memory available", _gib(machine.memory_available)
-    yield "memory limit", _gib(machine.memory_limit)
+    yield "CPUs", f"{machine.cpus} of {os.cpu_count()}, {platform.processor() or 'unknown'}"
+    yield "GPUs", str(len(machine.gpus))
+    yield "memory available", _gib(available_bytes())
+    yield "memory limit", _gib(min((limit for limit, _ in memory_groups()), default=None))
     for name in sorted(environ):
         if _VARIABLES.fullmatch(name):
             value = environ[name]

@@ -30,7 +30,7 @@ class TfdistError(Exception):
 class UsageError(TfdistError, ValueError):
     """A mistake in what the user wrote; found before anything is started or overwritten.
 
-    `code` names the cause and stays when the wording changes: the rule of `tfdist.ops.lint` that is
+    `code` names the cause and stays when the wording changes: the rule that is
     broken (``"TFC016"``), else a few words in lower case (``"unknown-value"``). `where` and `code`
     are what tests and programs compare; the line is for the reader.
     """

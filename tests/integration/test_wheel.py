@@ -91,4 +91,7 @@ def test_the_console_script_runs_every_program(site, tmp_path):
     assert f"tfdist:               {tfdist.__version__}" in run(
         program, "env", cwd=tmp_path, site=site
     )
-    assert "D101" in run(program, "doctor", "--list", cwd=tmp_path, site=site)
+    assert "--run_dir" in run(program, "check", "--help", cwd=tmp_path, site=site)
+    assert "#SBATCH" in run(
+        program, "submit", "--to", "slurm", "--dry_run", "a.py", cwd=tmp_path, site=site
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from tfdist.submit import main
+from tfdist.submit.__main__ import main
 
 SLURM = "--to slurm --dry_run "
 PODS = "--to kubernetes --dry_run --image train:1 "

@@ -12,9 +12,9 @@ import pytest
 from tests.refusals import refusal, refused
 from tfdist import errors, serve
 from tfdist.argument_parser import run_program
+from tfdist.check import parse as check
 from tfdist.errors import PeerLost, Stopped, UsageError
 from tfdist.find.__main__ import parse as find
-from tfdist.lint import parse as lint
 from tfdist.loopback import listen
 from tfdist.tuning.options import parse as tune
 
@@ -27,7 +27,7 @@ PROGRAMS = {
 
 def test_what_is_no_flag_may_stand_between_and_behind_flags():
     assert find(["lr", "--steps", "5", "train.py:make"])[1] == ["train.py:make"]
-    assert lint(["a.json", "--kind", "config", "b.py"]).files == ["a.json", "b.py"]
+    assert check(["a.json", "--run_dir", "r", "b.py"]).files == ["a.json", "b.py"]
 
 
 def test_flags_of_a_configuration_may_come_twice():

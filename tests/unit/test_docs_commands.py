@@ -15,13 +15,14 @@ import pytest
 import tfdist.tuning.options
 from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
 from tfdist import __main__ as programs
-from tfdist import demo, doctor, env, export, lint, serve, submit, top
+from tfdist import check, demo, env, export, serve, top
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
 from tfdist.find import __main__ as find
 from tfdist.launch import options
-from tfdist.ops.submit import request
 from tfdist.report import __main__ as report
+from tfdist.submit import request
+from tfdist.submit.__main__ import main as submit
 
 _COMMAND = re.compile(r"(?:python -m tfdist\.|^(?:\S+ )?tfdist )(\w+)(.*)", re.MULTILINE)
 
@@ -33,7 +34,7 @@ def _launch(words: Sequence[str]) -> None:
 
 
 def _submit(words: Sequence[str]) -> None:
-    assert submit.main([*["--dry_run"] * ("--dry_run" not in words), *words]) == 0
+    assert submit([*["--dry_run"] * ("--dry_run" not in words), *words]) == 0
 
 
 READ: dict[str, Callable[[Sequence[str]], Any]] = {
@@ -42,8 +43,7 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "train": command_line.parse,
     "tune": tfdist.tuning.options.parse,
     "submit": _submit,
-    "doctor": doctor.parse,
-    "lint": lint.parse,
+    "check": check.parse,
     "find": find.parse,
 }
 for _module in (export, serve, report, top, env):
@@ -83,7 +83,7 @@ def _flags_by_page() -> dict[str, list[str]]:
         "launch.md": [flag.name for flag in options.FLAGS],
         "submit.md": [n for n in _flags_of(request._parser()) if n not in request.NOT_HERE],
         "tuning.md": _flags_of(tfdist.tuning.options._parser()),
-        "checks.md": _flags_of(doctor._parser(), lint._parser()),
+        "checks.md": _flags_of(check._parser()),
         "serving.md": _flags_of(export._parser(), serve._parser()),
         "report.md": _flags_of(report._parser(), top._parser()),
     }

@@ -49,7 +49,7 @@ BEGINS_WITHOUT = {
         {*HEAVY, "absl", "psutil", "tfdist.launch.plan", "subprocess"},
     ),
     "submit": (
-        "import tfdist.submit; tfdist.submit.main(['--to', 'slurm', '--dry_run', 'a.py'])",
+        "from tfdist.submit.__main__ import main; main(['--to', 'slurm', '--dry_run', 'a.py'])",
         HEAVY,
     ),
     "tune": (

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tests.unit.submit import PODS, SLURM, manifest, printed, refused, run
 from tfdist.launch.options import FLAGS as LAUNCHER
-from tfdist.ops.submit import tools
-from tfdist.ops.submit.render import escape_dollars, manifests
-from tfdist.ops.submit.request import NOT_HERE, parse
+from tfdist.submit import tools
+from tfdist.submit.render import escape_dollars, manifests
+from tfdist.submit.request import NOT_HERE, parse
 
 # Whole files: launch/
 

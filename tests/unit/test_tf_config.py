@@ -229,11 +229,20 @@ def test_usual_mistakes_of_quoting_are_shown_repaired(text):
 UNFIT = (({}, "ps"), ({}, "multiworker"), (WORKERS, "single"), (PS, "mirrored"))
 OF_INDEX = '{"cluster": {}, "task": {"type": "worker", "index": %s}}'
 OF_CLUSTER = '{"cluster": %s, "task": {}}'
-# Those that a file can show are in lint_cases.py.
 MISTAKES: dict[str, tuple[str | bytes, ...]] = {
     "TFC001": ("nonsense", b"\xff\xfe", '{"a": ' + "9" * 5000 + "}"),
     "TFC004": ("3", "null", "[null, true, NaN, 0.5]", '{"a":' * 100_000),
-    "TFC005": ("{}",),
+    "TFC002": (GOOD.replace('"', "'"),),
+    "TFC003": ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}, "task": {}}',),
+    "TFC005": ("{}", '{"clusters": {}, "task": {"type": "worker", "index": 0}}'),
+    "TFC008": (OF_CLUSTER % '{"wroker": ["a.example:2222"]}',),
+    "TFC011": (OF_CLUSTER % '{"worker": ["a.example:0"]}',),
+    "TFC012": (OF_CLUSTER % '{"worker": ["a.example:2222", "a.example:2222"]}',),
+    "TFC014": (OF_CLUSTER % '{"worker": ["a:1"], "ps": ["p:1"]}',),
+    "TFC015": ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "wroker", "index": 0}}',),
+    "TFC018": (f'{GOOD[:-1]}, "tfdist": {{"startup_timeout": 60}}}}',),
+    "TFC019": (f'{GOOD[:-1]}, "tfdist": {{"startup_timeout_s": "60"}}}}',),
+    "TFC021": (f'{GOOD[:-1]}, "tf_dist": {{"strategy": "ps"}}}}',),
     "TFC006": ('{"cluster": {}, "task": {"typ": "ps", "index": 0}}',),
     "TFC007": (OF_CLUSTER % "null", '{"cluster": {}, "task": []}'),
     "TFC009": (

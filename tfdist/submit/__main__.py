@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tfdist.argument_parser import run_program
 from tfdist.errors import EXIT_OK, UsageError, require_one_of
-from tfdist.ops.submit import render, tools
-from tfdist.ops.submit.request import JobRequest, help_text, parse
+from tfdist.submit import render, tools
+from tfdist.submit.request import JobRequest, help_text, parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,7 +30,7 @@ import yaml  # type: ignore[import-untyped]
 from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.cluster.settings import RESTARTS, UNCOUNTED_RESTARTS
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, require_packages
-from tfdist.ops.submit.request import JobRequest, pairs, wrong
+from tfdist.submit.request import JobRequest, pairs, wrong
 
 KINDS = ("job", "jobset", "trainjob")
 INSTANCE = "app.kubernetes.io/instance"

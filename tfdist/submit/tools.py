@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.ops.submit.render import INSTANCE
-from tfdist.ops.submit.request import wrong
+from tfdist.submit.render import INSTANCE
+from tfdist.submit.request import wrong
 
 _DEADLINE_S = 60.0
 _MAX_PODS_OF_LOGS = 10_000

@@ -1,6 +1,0 @@
-from tfdist.configs import base
-
-
-def get_config():
-    print("{}")
-    return base()

@@ -1,0 +1,181 @@
+"""`tfdist check`: each kind of mistake is a line with its fix, and a good job has none."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import socket
+import sys
+import threading
+
+import pytest
+
+from tests.refusals import refused
+from tfdist import check
+from tfdist.check import Finding, check_command, check_environment, check_file, compare
+from tfdist.launch.machine import this_machine
+
+CLUSTER = {"worker": ["127.0.0.1:2222", "127.0.0.1:2223"]}
+TASK = {"type": "worker", "index": 0}
+GOOD = json.dumps({"cluster": CLUSTER, "task": TASK})
+MIXED = json.dumps({"cluster": {"worker": ["localhost:2222", "b.example:2222"]}, "task": TASK})
+FEW = json.dumps({"cluster": CLUSTER, "task": TASK, "tfdist": {"min_workers": 3}})
+
+
+def texts(findings):
+    return [str(finding) for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({}, None),
+        ({"TF_CONFIG": GOOD}, None),
+        ({"TF_CONFIG": "{"}, "TF_CONFIG"),
+        ({"TF_CONFIG": MIXED}, "localhost stands among other hosts"),
+        ({"TF_CONFIG": FEW}, "min_workers is 3"),
+        ({"TFDIST_STRATEGIE": "ps"}, "TFDIST_STRATEGIE"),
+        ({"TFDIST_HOSTS": "a,b", "TFDIST_NODE_RANK": "2"}, "TFDIST_NODE_RANK"),
+        ({"TF_CONFIG": GOOD, "http_proxy": "http://p:1"}, "http_proxy is set, so gRPC"),
+        ({"TF_CONFIG": GOOD, "http_proxy": "http://p:1", "no_proxy": "127.0.0.1"}, None),
+        ({"TF_CONFIG": GOOD, "TF_USE_LEGACY_KERAS": "1"}, "warning  environment: TF_USE_LEGACY"),
+    ],
+)
+def test_an_environment_is_read_as_a_task_reads_it(environ, says):
+    found = texts(check_environment(environ))
+    assert len(found) == (says is not None)
+    assert says is None or says in found[0]
+    assert all(". Fix: " in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.json", GOOD, None),
+        ("a.json", GOOD.replace("index", "indx"), "TFC006"),
+        ("a.env", f"HOME=/x\nTF_CONFIG={GOOD}\n", None),
+        ("a.env", "TFDIST_STRATEGY=multi-worker\n", "TFDIST_STRATEGY"),
+        ("a.toml", "[cluster]", "the kind of this file is unknown"),
+        ("a.py", "from tfdist.configs import base\ndef get_config():\n    return base()\n", None),
+        ("a.py", "def get_config():\n    return 3\n", "get_config"),
+        ("a.py", "def get_config(:\n", "a.py"),
+    ],
+)
+def test_a_file_is_read_by_the_parser_of_its_kind(name, text, says, tmp_path):
+    (tmp_path / name).write_text(text)
+    found = texts(check_file(str(tmp_path / name)))
+    assert len(found) == (says is not None), found
+    if says and not says.startswith("TFC"):
+        assert says in found[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("python -m tfdist.launch --strategy ps --workers 2 --ps 1", None),
+        ("tfdist launch --workers 2", None),
+        ("tfdist --workers 2 --strategy mirrored", "--workers"),
+        ("tfdist train --config.global_batch_size=0", "config.global_batch_size"),
+        ("tfdist launch --workers 2 -- --config.learning_rte=1", "learning_rte"),
+        ("python train.py", "is neither"),
+    ],
+)
+def test_a_command_is_read_by_its_program(command, says):
+    found = texts(check_command(shlex.split(command)))
+    assert len(found) == (says is not None), found
+    assert says is None or says in found[0]
+
+
+def test_a_taken_port_and_a_name_that_does_not_resolve_are_found():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        workers = [f"127.0.0.1:{port}", "no-such-host.invalid:2222"]
+        config = json.dumps({"cluster": {"worker": workers}, "task": TASK})
+        found = texts(check.check_host({"TF_CONFIG": config}))
+    assert any("names: no-such-host.invalid does not resolve" in line for line in found)
+    assert any(f"ports: port {port} of 127.0.0.1 is taken" in line for line in found)
+
+
+def test_packages_that_are_missing_or_untested_are_found():
+    has = {"tensorflow": "2.10.0", "numpy": "2.0", "tfdist": "0"}
+    found = texts(check.check_packages(has, ["tensorflow<2.22,>=2.21", "keras>=3; extra == 'x'"]))
+    assert found[0].startswith("error    packages: keras is missing")
+    assert found[1].startswith("warning  packages: tensorflow 2.10.0 is not tested")
+    assert texts(check.check_packages(check.versions(), ["tensorflow>=2"])) == []
+
+
+def test_a_machine_with_gpus_and_little_shared_memory_is_found(monkeypatch):
+    machine = dataclasses.replace(this_machine({}), gpus=("GPU-0",))
+    state = os.statvfs("/")
+    full = os.statvfs_result([*state[:4], 0, *state[5:]])
+    monkeypatch.setattr(check.os, "statvfs", lambda path: full)
+    found = texts(check.check_host({}, machine=machine))
+    assert any("shared memory" in line for line in found)
+    assert any("run directory" in line and "0 MiB are free" in line for line in found)
+
+
+def test_a_run_directory_is_tried_and_left_as_it_was(tmp_path, monkeypatch):
+    assert list(check.check_directory(str(tmp_path / "runs" / "a b"))) == []
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    (only,) = texts(check.check_directory(str(tmp_path / "file" / "x")))
+    assert "Not a directory" in only
+
+    @contextlib.contextmanager
+    def in_two_steps(path, *, durable):
+        path.unlink()
+        threading.Event().wait(0.01)  # the reader looks meanwhile
+        yield path
+
+    monkeypatch.setattr(check, "replacing", in_two_steps)
+    found = texts(check.check_directory(str(tmp_path)))
+    assert any("a rename is not atomic" in line for line in found)
+
+
+RSH = """#!/bin/sh
+case $1 in
+  a) shift; exec sh -c "$*";;
+  b) echo 'b: Permission denied' >&2; exit 255;;
+esac
+echo '{"findings": [], "versions": {"tensorflow": "2.0.0"}}'
+"""
+
+
+def test_hosts_are_checked_through_the_remote_shell_and_compared(tmp_path, capsys):
+    shell = tmp_path / "rsh"
+    shell.write_text(RSH)
+    shell.chmod(0o755)
+    assert check.main(["--hosts", "a,b,c", "--rsh", str(shell), "--run_dir", str(tmp_path)]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert any(
+        line.startswith("error    b: host: b: Permission denied. Fix: run") for line in lines
+    )
+    assert any("packages: tensorflow" in line and "2.0.0 on c" in line for line in lines)
+    assert not any(" a: host" in line for line in lines)
+
+
+def test_versions_are_compared_and_repairs_of_python_are_not():
+    same = {"python": "3.11.7", "numpy": "2"}
+    assert list(compare({"a": same, "b": {**same, "python": "3.11.9"}})) == []
+    (found,) = compare({"a": same, "b": {**same, "numpy": "3"}})
+    assert found.problem == "numpy 2 on a; 3 on b"
+
+
+def test_the_exit_code_tells_errors_from_warnings(monkeypatch, capsys):
+    warning = Finding(subject="x", problem="y", fix="z", is_error=False)
+    for findings, code in (
+        ([], 0),
+        ([warning], 1),
+        ([warning, dataclasses.replace(warning, is_error=True)], 2),
+    ):
+        monkeypatch.setattr(check, "check_environment", lambda environ, found=findings: found)
+        monkeypatch.setattr(check, "check_host", lambda environ, run_dir: [])
+        assert check.main([]) == code
+    assert capsys.readouterr().out.splitlines()[0] == "no findings"
+    assert check.main(["--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["versions"]["python"] == sys.version.split()[0]
+
+
+def test_a_command_beside_hosts_is_refused():
+    assert refused(lambda: check.parse(["--hosts", "a", "--", "x"]))[1] == "exclusive"

@@ -1,1 +1,0 @@
-"""Job requests rendered for a scheduler: an sbatch script or Kubernetes manifests."""
