@@ -275,6 +275,21 @@ def test_what_is_no_task_of_a_job_is_refused(text, code):
 
 
 @pytest.mark.parametrize(
+    ("fields", "code", "fix"),
+    [
+        ({"cluster": {"master": ["a:1"]}, "task": WORKER_0}, "TFC008", "write 'chief' for"),
+        ({"cluster": WORKERS, "task": {"type": "master", "index": 0}}, "TFC015", "write 'chief'"),
+        ({"sparseCluster": WORKERS, "task": WORKER_0}, "TFC005", "set enableDynamicWorker: false"),
+        ({"cluster": {"sparseCluster": WORKERS}, "task": WORKER_0}, "TFC008", "set enableDynamic"),
+    ],
+)
+def test_the_fix_for_a_name_of_an_older_platform_says_what_to_write(fields, code, fix):
+    error = refusal(lambda: decode(json.dumps(fields)))
+    assert error.code == code
+    assert error.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         *(("startup_timeout_s", value) for value in (0, -1.5, True, float("nan"), 10**400)),

@@ -24,6 +24,12 @@ TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 Kind = Literal["single", "multiworker", "ps"]
 
 _RANK = {type_: rank for rank, type_ in enumerate(TASK_TYPES)}
+_FIX_OF_OLD_NAMES = {
+    "master": "write 'chief' for 'master', as the cluster and as the task's type",
+    "sparseCluster": "set enableDynamicWorker: false in the TFJob: a sparseCluster lists only some"
+    " of the tasks, and each task needs the addresses of all in 'cluster'",
+}
+"""How to correct the names of older platforms (AI Platform, SageMaker, Kubeflow's TFJob)."""
 
 
 @functools.total_ordering
@@ -38,7 +44,8 @@ class Task:
     index: int
 
     def __post_init__(self) -> None:
-        require_one_of("task type", self.type, TASK_TYPES, code="TFC015")
+        fix = _FIX_OF_OLD_NAMES.get(str(self.type), "")
+        require_one_of("task type", self.type, TASK_TYPES, fix=fix, code="TFC015")
         fix = 'give the position of the task in its list, without quotes, as in "index": 0'
         require_int("task index", self.index, least=0, fix=fix, code="TFC016")
 
@@ -74,7 +81,8 @@ class ClusterSpec:
     def from_dict(cls, addresses: Mapping[str, object]) -> ClusterSpec:
         """Return the spec of ``{task type: list of addresses}``, as TF_CONFIG holds it."""
         for type_ in addresses:
-            require_one_of("cluster", type_, TASK_TYPES, code="TFC008")
+            fix = _FIX_OF_OLD_NAMES.get(type_, "")
+            require_one_of("cluster", type_, TASK_TYPES, fix=fix, code="TFC008")
         cluster = cls(**addresses)  # type: ignore[arg-type]  # checked in __post_init__
         _check_not_empty(cluster, addresses)
         return cluster
@@ -528,7 +536,9 @@ def _present(fields: Mapping[str, object], key: str, *, where: str, example: str
         return fields[key]
     fix = f'add "{key}": {example}'
     for other in fields:
-        if near(other.strip().lower(), [key]):
+        if key == "cluster" and other in _FIX_OF_OLD_NAMES:
+            fix = _FIX_OF_OLD_NAMES[other]
+        elif near(other.strip().lower(), [key]):
             fix = f"write {key!r} for {shown(other)}"
     others = ", ".join(shown(other) for other in list(fields)[:5])
     received = f"no {key!r}" + (f", only {others}" if others else "")
