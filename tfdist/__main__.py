@@ -2,18 +2,18 @@
 
 Where the first word names none of them, all is the launcher's: ``tfdist --workers 2 train.py`` is
 ``tfdist launch --workers 2 train.py``.
+
+Imports are in functions: they run after the directory of the user has moved to the end of
+`sys.path`.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
-from tfdist import __version__
-from tfdist.argument_parser import run_program
-from tfdist.errors import EXIT_OK, UsageError, near
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 PROGRAMS = {
     "demo": "train a CNN on the digits with 4 workers and 1 parameter server, here",
@@ -33,6 +33,12 @@ PROGRAMS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program that the first word names and returns its exit code."""
+    from pathlib import Path
+
+    from tfdist import __version__
+    from tfdist.argument_parser import run_program
+    from tfdist.errors import UsageError, near
+
     words = list(sys.argv[1:] if argv is None else argv)
     first = words[0] if words else "--help"
     if first in ("-h", "--help", "--version"):
@@ -55,10 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show(text: str) -> int:
     print(text, flush=True)
-    return EXIT_OK
+    return 0
 
 
 def _run(name: str, words: list[str]) -> int:
+    import importlib
+
     module = importlib.import_module(f"tfdist.{name}")
     if hasattr(module, "__path__"):
         module = importlib.import_module(f"tfdist.{name}.__main__")
@@ -79,4 +87,7 @@ def _overview() -> str:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        # A secrets.py of the user, for example, must not replace Python's.
+        sys.path.append(sys.path.pop(0))
     sys.exit(main())

@@ -46,6 +46,14 @@ def test_every_program_tells_its_flags(name):
     assert len(done.stdout.splitlines()) > 4
 
 
+def test_a_users_file_with_the_name_of_a_module_of_python_is_not_imported(tmp_path):
+    for module in ("secrets", "random", "logging", "difflib", "pathlib"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('a file of the user')")
+    for name in ("launch", "tune", "report"):
+        done = python("-m", "tfdist", name, "--help", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_what_names_no_program_is_the_launchers(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text("print('here')")
