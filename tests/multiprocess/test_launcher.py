@@ -6,6 +6,7 @@ import re
 import select
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.multiprocess.jobs import (
     DEADLINE_S,
     DEAF,
     FORK,
+    GONE_S,
     LAUNCH,
     PAUSE,
     ROOT,
@@ -22,7 +24,8 @@ from tests.multiprocess.jobs import (
     children,
     report,
 )
-from tests.processes import python
+from tests.processes import python, until
+from tfdist.launch.machine import proc_state
 
 # what a program sees
 
@@ -350,6 +353,35 @@ def test_the_kernel_ends_the_tasks_if_launcher_and_guardian_are_killed_at_once(l
     os.kill(guardian, signal.SIGKILL)
     job.signal(signal.SIGKILL)
     job.assert_gone()
+
+
+@STARTS
+def test_a_launcher_that_inherits_orphans_leaves_no_zombie(launch, command):
+    """As PID 1 of a container does."""
+    inherits = (
+        "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1)\n"  # PR_SET_CHILD_SUBREAPER
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    source = """
+    import os, signal
+    for _ in range(5):
+        if not (middle := os.fork()):
+            os.fork()
+            os._exit(0)
+        os.waitpid(middle, 0)
+    os.write(1, b"ready %d\\n" % os.getpid())
+    signal.pause()
+    """
+    job = launch(source, command=(sys.executable, "-c", inherits, *command))
+    job.ready(1)
+
+    def zombies():
+        return [pid for pid in children(job.process.pid) if proc_state(pid) == "Z"]
+
+    until(lambda: not zombies(), within_s=GONE_S, why=zombies)
+    job.signal(signal.SIGTERM)
+    assert job.end() == 143
+    assert "guardian" not in job.text
 
 
 def test_a_guardian_that_is_killed_is_replaced_and_the_job_goes_on(launch):

@@ -364,6 +364,10 @@ class ForkStarter:
         """Return the id of the server that it has started."""
         return self._server.pid if self._server else None
 
+    def owns(self, pid: int) -> bool:
+        """Return whether a process is the server that it has started."""
+        return pid == self.pid
+
     @property
     def is_over(self) -> bool:
         """Return whether the server has ended, so that another one is needed."""

@@ -98,6 +98,10 @@ class GuardianClient:
         self._starts = 0
         self._process: subprocess.Popen[bytes] | None = None
 
+    def owns(self, pid: int) -> bool:
+        """Return whether a process is the guardian."""
+        return self._process is not None and self._process.pid == pid
+
     def add(self, session: int) -> None:
         """Put a session under guard; its id is the pid of the task that leads it."""
         self._sessions.add(session)

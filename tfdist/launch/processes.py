@@ -93,6 +93,10 @@ class Starter:
         """Return what to watch for news besides SIGCHLD."""
         return None
 
+    def owns(self, pid: int) -> bool:
+        """Return whether a child process of the launcher is one that the starter waits for."""
+        return any(child.pid == pid for child in self._children.values())
+
     @property
     def pid(self) -> int | None:
         """Return the id of its helper, and of its session, which goes on to the next attempt."""
@@ -344,6 +348,16 @@ class JobProcesses:
         if signal.SIGCHLD in came:
             self._guard.check()
             self._collect()
+            self._reap_orphans()
+
+    def _reap_orphans(self) -> None:
+        """Reap what the tasks left, if the kernel gives it to the launcher, as to PID 1."""
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with contextlib.suppress(ChildProcessError):
+            while child := os.waitid(os.P_ALL, 0, flags):
+                if self._starter.owns(child.si_pid) or self._guard.owns(child.si_pid):
+                    return  # its own signal comes, or has come
+                os.waitpid(child.si_pid, 0)
 
     def _collect(self) -> None:
         fd = self._starter.fileno()
