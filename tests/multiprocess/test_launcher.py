@@ -25,6 +25,7 @@ from tests.multiprocess.jobs import (
     report,
 )
 from tests.processes import python, until
+from tfdist.errors import EXIT_USAGE
 from tfdist.launch.machine import proc_state
 
 # what a program sees
@@ -457,6 +458,82 @@ def test_a_fork_server_that_cannot_import_fails_the_job(launch):
     assert (
         "No module named 'no_such_module'" in Path("run/logs/attempt-1/fork-server.log").read_text()
     )
+
+
+# tasks that train with Keras, and have joined no job
+
+ALONE = """
+import os, sys
+import keras, numpy as np
+
+how, task = sys.argv[1], os.environ["TF_CONFIG"].count('"index": 1')
+if how == "joined":
+    import tfdist
+    strategy = tfdist.make_strategy()
+if how == "own strategy":
+    import tensorflow as tf
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x, y = np.ones((8, 2), "float32"), np.ones((8, 1), "float32")
+
+class Writes(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        open(f"written-{task}", "w").close()
+
+if how == "fit":
+    model.fit(x, y, verbose=0, callbacks=[Writes()])
+elif how == "batch":
+    model.train_on_batch(x, y)
+    Writes().on_train_begin()
+elif how == "loop":
+    import tensorflow as tf
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables),
+                              model.trainable_variables)
+    step()
+    Writes().on_train_begin()
+elif how == "chief":
+    import tfdist
+    if tfdist.is_chief():
+        model.fit(x, y, verbose=0, callbacks=[Writes()])
+    model.evaluate(x, y, verbose=0)
+else:  # also of a model outside of the strategy that the job has
+    model.fit(x, y, verbose=0, callbacks=[Writes()])
+print("done", task)
+"""
+
+
+@pytest.mark.parametrize("how", ["fit", "batch", "loop"])
+def test_a_second_task_that_trains_alone_is_stopped_before_it_writes(launch, how):
+    start = "exec" if how == "fit" else "fork"
+    job = launch(ALONE, "--workers=2", f"--start={start}", "--run_dir=run", args=[how])
+    assert job.end() == EXIT_USAGE
+    assert len(list(Path().glob("written-*"))) == 1
+    failure = report("run")["attempts"][0]["first_failure"]
+    assert re.search(r"program.py:\d+: ", failure["cause"])
+    assert "received a model of its own in worker-" in failure["cause"]
+    assert "Fix: add the line strategy = tfdist.make_strategy()" in job.text
+    assert "with strategy.scope()" in job.text
+    assert "Traceback" not in job.text
+
+
+@pytest.mark.parametrize(
+    ("how", "flags", "written"),
+    [
+        ("fit", ["--independent"], 2),
+        ("chief", [], 1),
+        ("joined", [], 2),
+        ("own strategy", [], 2),
+    ],
+)
+def test_tasks_that_train_together_or_one_for_all_are_not_stopped(launch, how, flags, written):
+    job = launch(ALONE, "--workers=2", *flags, args=[how])
+    assert job.end() == 0
+    assert len(list(Path().glob("written-*"))) == written
 
 
 # odd surroundings

@@ -49,6 +49,18 @@ def values(specs, name):
 
 
 @pytest.mark.parametrize(
+    ("line", "is_claimed"),
+    [
+        *(("", False), ("--strategy multiworker", False), ("--workers 2 --independent", False)),
+        *(("--workers 2", True), ("--ps 1", True), ("--strategy multiworker --evaluator", True)),
+    ],
+)
+def test_tasks_of_a_job_of_several_claim_a_training_of_their_own(line, is_claimed):
+    claim = "/runs/a b/logs/attempt-3/trains-alone" if is_claimed else ""
+    assert {spec.claim for spec in planned(line).values()} == {claim}
+
+
+@pytest.mark.parametrize(
     ("line", "gpus", "strategy", "tasks"),
     [
         ("", "", "single", "worker-0"),

@@ -131,6 +131,7 @@ def run(pipe):
 
 
 BEAT = {
+    "is_alone": False,
     **{"event": "beat", "task": "worker-0"},
     **dict.fromkeys(("first_step_s", "rest_s", "awaited")),
 }

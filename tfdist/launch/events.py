@@ -92,6 +92,8 @@ class Beat:
     awaited: PendingWork | None = None
     rest_s: float | None = None
     """Since when each of its threads waits for another of them; None where one does not."""
+    is_alone: bool = False
+    """Whether it trains with Keras and has joined no job; see `tfdist.launch.alone`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

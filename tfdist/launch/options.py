@@ -147,6 +147,9 @@ class LaunchOptions:
     isolate: bool = _option(
         False, "", "run the job in a network of its own, with nothing but loopback in it"
     )
+    independent: bool = _option(
+        False, "", "let each task train a model of its own, in a program without make_strategy"
+    )
     fork_server: int | None = _option(
         None,
         "FD",

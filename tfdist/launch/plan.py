@@ -63,12 +63,14 @@ class ProcessSpec:
     added: tuple[str, ...]
     """Names in `env` that the launcher set; the rest is the user's own environment."""
     title: str
+    claim: str = ""
+    """Path of the file in which a task says that it trains alone; "" if any number may."""
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Return the task's name and title, script or module, target, and arguments."""
-        kind = "module" if self.program.is_module else "script"
-        return (str(self.task), self.title, kind, self.program.target, *self.program.args)
+        """Return the task's name, title and claim, script or module, target, and arguments."""
+        kind, program = "module" if self.program.is_module else "script", self.program
+        return (str(self.task), self.title, self.claim, kind, program.target, *program.args)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,6 +203,7 @@ def _process(
         defaults["GRPC_FAIL_FAST"] = "use_caller"
     forced |= _without_proxy(job.environ, config.cluster)
     added = forced | {k: v for k, v in defaults.items() if k not in {**job.environ, **forced}}
+    is_single = len(attempt.cluster.tasks()) < 2
     return ProcessSpec(
         task=task,
         program=program,
@@ -208,6 +211,7 @@ def _process(
         env={**job.environ, **added},
         added=tuple(added),
         title=f"tfdist {task} {program.name}",
+        claim="" if options.independent or is_single else str(attempt.logs / "trains-alone"),
     )
 
 

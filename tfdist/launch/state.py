@@ -183,6 +183,9 @@ class JobState:
     lost: list[Failure] = field(default_factory=list)
     """Failures after which the others went on without the task."""
 
+    alone: list[Task] = field(default_factory=list)
+    """Tasks that train with Keras and have joined no job."""
+
     is_done: bool = False
     """Whether the chief has ended with 0, or in any way while the job is ending."""
     are_servers_closed: bool = False

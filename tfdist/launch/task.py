@@ -19,6 +19,7 @@ from types import ModuleType, TracebackType
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
+    from importlib.machinery import ModuleSpec
 
 _OURS = {
     __file__,
@@ -35,13 +36,15 @@ def main(argv: Sequence[str]) -> None:
 
     The arguments are the descriptor for notes and `ProcessSpec.words`.
     """
-    descriptor, task, title, kind, target, *args = argv
+    descriptor, task, title, claim, kind, target, *args = argv
     notes_fd = int(descriptor)
     os.set_inheritable(notes_fd, False)
     set_title(title)
     failed = note_to(notes_fd, task=task)
     print_stacks_on_request()
     start_heartbeat(notes_fd, task=task)
+    if claim:
+        watch_keras(task, claim)
     run_program(target, args, is_module=kind == "module", failed=failed)
 
 
@@ -214,6 +217,53 @@ def _line(text: str) -> None:
     sys.stderr.flush()
 
 
+_TRAINING = {
+    "keras.src.backend.tensorflow.trainer": ("TensorFlowTrainer", ("fit", "train_on_batch")),
+    "keras.src.optimizers.base_optimizer": ("BaseOptimizer", ("apply",)),
+}
+"""Modules of Keras, and in each the class and its methods by which every training goes."""
+
+
+def watch_keras(task: str, claim: str) -> None:
+    """Have `tfdist.launch.alone` watch Keras once the program has imported it."""
+    for name in _TRAINING:
+        if name in sys.modules:  # a fork server has
+            _watch(sys.modules[name], task, claim)
+    sys.meta_path.insert(0, _KerasFinder(task, claim))  # type: ignore[arg-type]
+
+
+def _watch(module: ModuleType, task: str, claim: str) -> None:
+    from tfdist.launch import alone
+
+    owner, names = _TRAINING[module.__name__]
+    alone.watch(module, owner, names, task=task, claim=claim)
+
+
+class _KerasFinder:
+    """Finder that leaves the finding to the others, and watches the modules of `_TRAINING`."""
+
+    def __init__(self, task: str, claim: str) -> None:
+        self._task, self._claim = task, claim
+
+    def find_spec(self, name: str, *where: object) -> ModuleSpec | None:
+        """Return the spec of a module of `_TRAINING`, None for any other."""
+        if name not in _TRAINING:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, *where) for finder in others)  # type: ignore[arg-type]
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _watch(module, self._task, self._claim)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
 # Heartbeat: a line a second to the launcher, and stack dumps on request.
 #
 # A program may take as long as it likes before and after its training, so that time alone says
@@ -309,6 +359,7 @@ def _beat_note(task: str, started_s: float, rest: Rest) -> bytes:
         phase, step, first_step_s = phases.reported(), state.step, state.first_step_s
         since_s = max(state.since_s, started_s)  # it may have been imported before the fork
         runtime = phases.of_runtime()
+    alone = sys.modules.get("tfdist.launch.alone")
     now_s, rest_s = time.monotonic(), None
     if phases is None or phase in phases.UNTIMED:
         rest_s = rest.since_s(now_s, but=(_thread.get_native_id(),), runtime=runtime)
@@ -322,6 +373,7 @@ def _beat_note(task: str, started_s: float, rest: Rest) -> bytes:
         rest_s=rest_s,
         awaited=awaited
         and {"task": awaited.task, "since_s": awaited.since_s, "is_first": awaited.is_first},
+        is_alone=getattr(alone, "is_training", False),
         at_s=now_s,
     )
 

@@ -70,6 +70,7 @@ NOT_HERE: Mapping[str, str] = {
         ("start", "fork_server", "keep_fds", "isolate", "restart_window_s", "metrics_port"),
         "a flag that a scheduler has a use for",
     ),
+    "independent": "a flag that a scheduler has a use for",
     **dict.fromkeys(
         ("hosts", "node_rank", "rendezvous_port", "rendezvous_token_file", "host_timeout_s"),
         "no hosts: the scheduler knows them, and each task finds itself",

@@ -1,0 +1,106 @@
+"""Stop tasks of one job that would each train a model of their own with Keras.
+
+A program that calls `model.fit` without `tfdist.make_strategy` trains one whole model in each task,
+and all tasks write the same files. In a job of several tasks, Keras' entries to training therefore
+ask first. A task that has joined a job may train. Of the others only the first one may, as one task
+can train for all. The next one raises UsageError before it writes anything.
+
+`tfdist.launch.task` loads this module when a program imports Keras.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import FrameType, ModuleType
+from typing import Any
+
+from tfdist.errors import UsageError
+
+is_training = False
+"""Whether this process trains with Keras and has joined no job; its heartbeats say so."""
+
+_OF_LIBRARIES = ("keras", "tensorflow", "tfdist")
+
+
+def watch(module: ModuleType, owner: str, names: tuple[str, ...], *, task: str, claim: str) -> None:
+    """Have methods of a class of Keras ask first.
+
+    Args:
+      module: module of Keras that has just been imported.
+      owner: name of the class.
+      names: methods of the class that train.
+      task: name of this task.
+      claim: path of the file that lists the tasks of the job that train alone.
+    """
+    kind = getattr(module, owner)
+    for name in names:
+        setattr(kind, name, _asking(getattr(kind, name), task=task, claim=claim))
+
+
+def _asking(original: Callable[..., Any], *, task: str, claim: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not is_training and not _has_joined():
+            _begin(task, claim, name=original.__qualname__.rpartition(".")[2])
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _has_joined() -> bool:
+    """Return whether `make_strategy` made a strategy, or TensorFlow is connected to other tasks.
+
+    Of other backends of Keras this is not known: they count as joined.
+    """
+    job = sys.modules.get("tfdist.strategy.job")
+    eager = sys.modules.get("tensorflow.python.eager.context")
+    if eager is None or (job is not None and job.current_job() is not None):
+        return True
+    servers = ("_server_def", "_collective_ops_server_def")
+    return any(getattr(eager.context(), name, None) is not None for name in servers)
+
+
+def _begin(task: str, claim: str, *, name: str) -> None:
+    """Record that this task trains alone; raise UsageError if another one does."""
+    global is_training
+    try:
+        with open(claim, "a+") as file:  # each line is written in one piece, after the others
+            file.write(f"{task}\n")
+            file.flush()
+            file.seek(0)
+            first = file.readline().strip()
+    except OSError:  # a full disk; the heartbeats still tell the launcher
+        first = task
+    if first != task:
+        error = mistake(first, task, where=f"{_caller()}: {name}")
+        error.ag_pass_through = True  # type: ignore[attr-defined]  # or AutoGraph would wrap it
+        raise error
+    is_training = True
+
+
+def mistake(first: str, second: str, *, where: str) -> UsageError:
+    """Return the error for two tasks that train alone."""
+    return UsageError(
+        where,
+        received=f"a model of its own in {second}, while {first} trains another copy",
+        expected="one model for all tasks of the job: no task called tfdist.make_strategy()",
+        fix="add the line strategy = tfdist.make_strategy() before the model is made, and the line "
+        "with strategy.scope(): around the model and its compile; or start with --independent "
+        "if each task is to train and write files by itself",
+        code="independent-trainings",
+    )
+
+
+def _caller() -> str:
+    """Return file and line of the program's call."""
+    frame = sys._getframe(2)
+    while frame.f_back and _is_of_library(frame):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_of_library(frame: FrameType) -> bool:
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return package in _OF_LIBRARIES or "__autograph_generated_file" in frame.f_code.co_filename
