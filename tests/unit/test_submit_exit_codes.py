@@ -276,6 +276,17 @@ def test_slurms_signal_reaches_the_tasks_and_a_warned_job_is_queued_again(
     assert (tmp_path / "requeued").exists() == is_requeued
 
 
+def test_a_warning_while_slurms_tasks_import_is_no_failure_but_the_second_one_is(tmp_path):
+    script = printed(SLURM + "--max_restarts 0 --workers 2 train.py")
+    step = f"{WAITED_FOR}kill -USR1 $PPID\nwhile :; do sleep 0.05; done"
+    environ = fakes(tmp_path, python="", srun=step, scontrol='echo "$@" >>requeued')
+    for said in ("stopped before training; queued again", "failure 1, more than the 0 allowed"):
+        done = run_batch(tmp_path, script, environ)
+        assert done.returncode == 138, done
+        assert said in done.stdout
+    assert len((tmp_path / "requeued").read_text().splitlines()) == 1
+
+
 @pytest.mark.parametrize("arguments", ["train.py", PS + "train.py"])
 @pytest.mark.parametrize("has_handler", [True, False])
 def test_a_pods_signal_reaches_its_task(arguments, has_handler, tmp_path):

@@ -159,6 +159,10 @@ ps deaf=c0,w0,w1,p0 max_restarts=3: 5 SIGTERM; 6 w1 raises ValueError; 6 w1 ends
 2: 5 w0 ends TERM; 5 SIGTERM
 > 5 SIGTERM w1; 5.5 exit 143
 
+# a task that a request kills while it imports
+2 max_restarts=3: 5 w1 ends USR1
+> 5 failed w1: killed by SIGUSR1; SIGTERM w0; 5.5 exit 143
+
 Restarts of the whole job
 # another attempt after a short grace
 2 deaf=w0 grace_s=0.25 max_restarts=3: 5 w1 ends KILL
@@ -315,7 +319,7 @@ def happening(text):
     first, more = rest[0], dict(zip(rest[1::2], rest[2::2], strict=False))
     match what:
         case "ends":
-            status = -signal.Signals[f"SIG{first}"] if first.isalpha() else int(first)
+            status = -signal.Signals[f"SIG{first}"] if first[0].isalpha() else int(first)
             yield at_s, Ended(task=who, status=status, at_s=at_s, cause=" ".join(rest[1:]))
         case "step":
             beat = {"task": who, "phase": "step", "step": int(first), "since_s": at_s}

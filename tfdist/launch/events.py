@@ -349,8 +349,11 @@ def request_name(signum: int) -> str:
 
 
 def exit_code_of(status: int) -> int:
-    """Return the exit code a shell would give for a task's `status`: 128 + n for a signal n."""
-    return 128 - status if status < 0 else status
+    """Return the exit code for a task's `status`: 128 + n for a signal n, as a shell gives it.
+
+    A task that SIGUSR1 killed was asked to stop before it could save anything.
+    """
+    return exit_code_for(-status) if status < 0 else status
 
 
 STOP_CODES = {exit_code_for(signum) for signum in (*STOP_SIGNALS, signal.SIGPIPE)}
