@@ -2,12 +2,15 @@
 
 import contextlib
 import os
+import select
+import signal
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.jobs import DEADLINE_S, LAUNCH
+from tests.multiprocess.jobs import DEADLINE_S, GONE_S, LAUNCH, PAUSE, children
 from tests.ports import in_a_row
 from tfdist.errors import EXIT_OK, EXIT_USAGE
 
@@ -69,6 +72,57 @@ def test_where_the_kernel_refuses_it_one_line_says_why(tmp_path, limit):
     assert line.startswith("--isolate: received a kernel that refuses it (No space left")
     assert limit in line
     assert not (tmp_path / "run").exists()
+
+
+LEAVES = """
+import os, signal, subprocess, sys
+signal.alarm(%d)  # where the test fails
+child = "import signal; signal.alarm(%d); print('child runs', flush=True); signal.pause()"
+held = os.open("held", os.O_WRONLY)
+options = {"pass_fds": [held], "env": {}}
+subprocess.Popen([sys.executable, "-c", child], **options)
+subprocess.Popen([sys.executable, "-c", child], start_new_session=True, **options)
+signal.pause()
+"""
+LEAVES %= (DEADLINE_S, DEADLINE_S)
+
+
+def descendants(pid):
+    """Returns the command lines of a process and of all that it started, by process id."""
+    found = {pid: Path(f"/proc/{pid}/cmdline").read_text()}
+    for child in children(pid):
+        found |= descendants(child)
+    return found
+
+
+@pytest.mark.parametrize("rights", [(), NO_RIGHTS], ids=["as this user", "without rights"])
+def test_nothing_is_left_if_launcher_and_guardian_are_killed_at_once(launch, rights):
+    os.mkfifo("held")
+    held = os.open("held", os.O_RDONLY | os.O_NONBLOCK)
+    job = launch(LEAVES, "--isolate", command=(*rights, *LAUNCH))
+    job.read_until("child runs", count=2)
+    lines = descendants(job.process.pid)
+    found = [pid for pid, line in lines.items() if "tfdist.launch" in line or "guardian" in line]
+    assert len(found) >= 2
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):  # the kernel was faster
+                os.kill(pid, signum)
+    os.set_blocking(held, True)
+    assert select.select([held], [], [], GONE_S)[0], "a process of the job is still there"
+    assert os.read(held, 1) == b""  # closed by all that had it open
+    os.close(held)
+
+
+def test_signals_and_exit_codes_pass_through_and_a_refused_namespace_is_no_error(launch):
+    stops = "import os, signal, sys; signal.signal(10, lambda *_: sys.exit(143))\n" + PAUSE
+    refused = [*FEW, "max_pid_namespaces", *LAUNCH]
+    for command, is_enclosed in ((LAUNCH, True), (refused, False)):
+        job = launch(stops, "--isolate", "--workers=2", command=command)
+        pids = job.read_until(r"ready (\d+)", count=2)
+        assert [int(pid) < 10 for pid in pids] == [is_enclosed] * 2
+        job.signal(signal.SIGUSR1)
+        assert job.end() == 143
 
 
 def test_a_plan_is_printed_without_it(tmp_path):

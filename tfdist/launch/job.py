@@ -18,6 +18,7 @@ from tfdist.cluster.ports import PortPool, as_text, parse_ports
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError, opening_port
 from tfdist.files import write_json
 from tfdist.launch.diagnosis import Watchdog
+from tfdist.launch.enclosure import enclose
 from tfdist.launch.events import (
     STOP_CODES,
     SignalPipe,
@@ -230,6 +231,7 @@ def _run(job: JobDescription, group: Group, *, terms: Mapping[str, str]) -> int:
     """
     if job.options.isolate:
         isolate()
+        enclose()
     screen, own = standard_screen(job.environ), group.hosts[group.rank]
     if group.others:
         own = own_address(own, other=group.others[0])
