@@ -229,7 +229,7 @@ def watch_keras(task: str, claim: str) -> None:
     for name in _TRAINING:
         if name in sys.modules:  # a fork server has
             _watch(sys.modules[name], task, claim)
-    sys.meta_path.insert(0, _KerasFinder(task, claim))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _KerasFinder(task, claim))
 
 
 def _watch(module: ModuleType, task: str, claim: str) -> None:
