@@ -10,12 +10,19 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.graphs import MODELS, residual, several
 from tests.refusals import refusal
 from tests.tools.ledger import Ledger, differences
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
 from tfdist.errors import StartupTimeout
 from tfdist.pipeline import engine
-from tfdist.pipeline.cuts import LayerGraph, chosen_places, possible_places, segments_of
+from tfdist.pipeline.cuts import (
+    LayerGraph,
+    chosen_places,
+    one_or_list,
+    possible_places,
+    segments_of,
+)
 from tfdist.pipeline.schedule import passes
 from tfdist.pipeline.stage import MicroBatch, Stage
 from tfdist.pipeline.union import fill, is_empty, making_empty_slots, release
@@ -30,59 +37,6 @@ L = keras.layers
 MICROS, ROWS = 3, 4
 
 
-def residual():
-    image = keras.Input((8, 8, 2), name="image")
-    x = L.Conv2D(4, 3, padding="same", activation="relu", name="stem")(image)
-    x = L.MaxPooling2D(3, strides=1, padding="same", name="max")(x)  # of equal values, too
-    for block in range(2):
-        y = L.BatchNormalization(name=f"norm{block}")(x)
-        y = L.Conv2D(4, 3, padding="same", activation="relu", name=f"conv{block}")(y)
-        x = L.Add(name=f"add{block}")([x, L.Dropout(0.3, name=f"dropout{block}")(y)])
-    x = L.GlobalAveragePooling2D(name="pool")(x)
-    return keras.Model(image, L.Dense(3, name="head")(x), name="residual")
-
-
-def words():
-    """Integers in, masks that cross every cut, and layers of no, one and several draws."""
-    ids = keras.Input((6,), dtype="int32", name="ids")
-    x = L.Embedding(10, 4, mask_zero=True, name="embed")(ids)
-    x = L.LSTM(5, return_sequences=True, dropout=0.3, recurrent_dropout=0.3, name="lstm0")(x)
-    x = L.Dropout(0.2, name="drop")(L.LSTM(5, name="lstm1")(x))
-    return keras.Model(ids, L.Dense(3, name="head")(x), name="words")
-
-
-def several():
-    """Two inputs, of which the second is first used late, and two outputs, one made early."""
-    a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
-    x = L.Dense(5, activation="tanh", name="first", kernel_regularizer="l2")(a)
-    early = L.Dense(3, name="early")(x)
-    x = L.Dense(5, name="second", activity_regularizer="l1")(x)
-    x = L.Concatenate(name="join")([x, b])
-    return keras.Model([a, b], [early, L.Dense(3, name="late")(x)], name="several")
-
-
-def nested():
-    """Models inside the model: one that has one inside, called for two inputs, and a Sequential."""
-    ids = keras.Input((6,), dtype="int32", name="ids")
-    embed = keras.Sequential([keras.Input((6,), dtype="int32"), L.Embedding(10, 4, mask_zero=True)])
-    embedded = keras.Model(ids, L.Dense(4, name="first")(embed(ids)), name="embedded")
-    x = keras.Input((6, 4), name="x")
-    encoder = keras.Model(
-        {"x": x}, L.Dense(5, name="last")(L.LSTM(5, name="lstm")(x)), name="encoder"
-    )
-    first, second = (keras.Input((6,), dtype="int32", name=name) for name in "ab")
-    y = L.Concatenate(name="join")([encoder({"x": embedded(each)}) for each in (first, second)])
-    head = keras.Sequential([keras.Input((10,)), L.Dense(4, name="hidden"), L.Dropout(0.2)])
-    y = L.Dense(3, name="out")(head(y, training=False))
-    return keras.Model([first, second], y, name="nested")
-
-
-MODELS = {
-    "nested": (nested, ["encoder"], {"encoder/": 1, "/hidden": 2}),
-    "residual": (residual, ["conv0"], ["norm0", "pool"]),
-    "words": (words, ["lstm0"], ["embed", "lstm0"]),
-    "several": (several, ["second"], {"second": 1, "join": 2}),  # "late" follows "join"
-}
 CUTS = {name: [[], *cuts] for name, (_, *cuts) in MODELS.items()}
 WAYS = {
     "all forward first": (2, {"schedule": "gpipe"}),
@@ -270,13 +224,22 @@ def test_no_gradient_is_computed_of_what_the_model_is_given():
     assert not computed
 
 
-def test_the_model_is_as_it_was_after_a_cut(tmp_path):
-    model = residual()
-    before = model.to_json()
-    stages_of(model, ["conv0"])
-    assert model.to_json() == before
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_is_as_it_was_after_a_cut(name, tmp_path):
+    make, *cuts = MODELS[name]
+    model = make()
+    before = model.to_json(), keras.models.clone_model(model).to_json()
+    for cut in cuts:
+        stages_of(model, cut)
+    assert (model.to_json(), keras.models.clone_model(model).to_json()) == before
+    keras.Model(model.inputs, model.layers[-2].output)
+    assert model.to_json() == before[0]
     model.save(tmp_path / "model.keras")
-    keras.models.load_model(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    data = [next(batches(model)).inputs[i] for i in range(len(model.inputs))]
+    found, expected = (tf.nest.flatten(each(one_or_list(data))) for each in (loaded, model))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_places_are_those_where_no_variable_is_on_both_sides():

@@ -14,7 +14,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -117,12 +117,9 @@ class LayerGraph:
         self.model = model
         functional, self._inside = _in_place(_functional(model))
         by_depth = functional._nodes_by_depth  # `operations` loses the calls of a layer used twice
-        self.nodes: list[Any] = [
-            node
-            for depth in sorted(by_depth, reverse=True)
-            for node in by_depth[depth]
-            if not node.is_input
-        ]
+        nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
+        self.nodes: list[Any] = [node for node in nodes if not node.is_input]
+        self._inputs = [node for node in nodes if node.is_input]
         self.functional = functional
         self.inputs: list[Any] = list(functional.inputs)
         self.outputs: list[Any] = list(functional.outputs)
@@ -253,9 +250,11 @@ class LayerGraph:
         """Return the parts as `cut` does, without a look at their weights."""
         crossing = [self.crossing(assignment, stage=k) for k in range(num_stages - 1)]
         received, sent = [[], *crossing], [*crossing, self.outputs]
-        return [
-            self._part(assignment, k, received=received[k], sent=sent[k]) for k in range(num_stages)
-        ]
+        with _graph_kept([*self.nodes, *self._inputs]):
+            return [
+                self._part(assignment, k, received=received[k], sent=sent[k])
+                for k in range(num_stages)
+            ]
 
     def _part(
         self, assignment: Assignment, k: int, *, received: list[Any], sent: list[Any]
@@ -416,6 +415,28 @@ def _in_place(functional: Any) -> tuple[Any, dict[int, tuple[str, ...]]]:
         return Functional(functional._inputs_struct, outputs, name=functional.name), inside
     except ValueError:  # two layers of one name, which no graph of Keras' may have
         return functional, {}
+
+
+@contextlib.contextmanager
+def _graph_kept(nodes: Sequence[Any]) -> Iterator[None]:
+    """Undo the changes that `keras.Model` makes to a graph that it copies a part of.
+
+    Keras adds nodes to the layers, and points the history of an `Input` that the part reads to such
+    a node (`clone_graph_nodes`). The model that owns the graph could not be saved then.
+    """
+    histories = [(tensor, tensor._keras_history) for node in nodes for tensor in node.outputs]
+    operations = {id(node.operation): node.operation for node in nodes}.values()
+    lists = [
+        getattr(op, name) for op in operations for name in ("_inbound_nodes", "_outbound_nodes")
+    ]
+    sizes = list(map(len, lists))
+    try:
+        yield
+    finally:
+        for tensor, history in histories:
+            tensor._keras_history = history
+        for nodes_of_one, size in zip(lists, sizes, strict=True):
+            del nodes_of_one[size:]
 
 
 def _says_more(name: str, value: Any) -> bool:

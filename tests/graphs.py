@@ -1,0 +1,70 @@
+"""Functional graphs of every shape that a pipeline cuts, and where to cut each of them."""
+
+import keras
+
+L = keras.layers
+
+
+def residual():
+    image = keras.Input((8, 8, 2), name="image")
+    x = L.Conv2D(4, 3, padding="same", activation="relu", name="stem")(image)
+    x = L.MaxPooling2D(3, strides=1, padding="same", name="max")(x)  # of equal values, too
+    for block in range(2):
+        y = L.BatchNormalization(name=f"norm{block}")(x)
+        y = L.Conv2D(4, 3, padding="same", activation="relu", name=f"conv{block}")(y)
+        x = L.Add(name=f"add{block}")([x, L.Dropout(0.3, name=f"dropout{block}")(y)])
+    x = L.GlobalAveragePooling2D(name="pool")(x)
+    return keras.Model(image, L.Dense(3, name="head")(x), name="residual")
+
+
+def words():
+    """Integers in, masks that cross every cut, and layers of no, one and several draws."""
+    ids = keras.Input((6,), dtype="int32", name="ids")
+    x = L.Embedding(10, 4, mask_zero=True, name="embed")(ids)
+    x = L.LSTM(5, return_sequences=True, dropout=0.3, recurrent_dropout=0.3, name="lstm0")(x)
+    x = L.Dropout(0.2, name="drop")(L.LSTM(5, name="lstm1")(x))
+    return keras.Model(ids, L.Dense(3, name="head")(x), name="words")
+
+
+def several():
+    """Two inputs, of which the second is first used late, and two outputs, one made early."""
+    a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
+    x = L.Dense(5, activation="tanh", name="first", kernel_regularizer="l2")(a)
+    early = L.Dense(3, name="early")(x)
+    x = L.Dense(5, name="second", activity_regularizer="l1")(x)
+    x = L.Concatenate(name="join")([x, b])
+    return keras.Model([a, b], [early, L.Dense(3, name="late")(x)], name="several")
+
+
+def nested():
+    """Models inside the model: one that has one inside, called for two inputs, and a Sequential."""
+    ids = keras.Input((6,), dtype="int32", name="ids")
+    embed = keras.Sequential([keras.Input((6,), dtype="int32"), L.Embedding(10, 4, mask_zero=True)])
+    embedded = keras.Model(ids, L.Dense(4, name="first")(embed(ids)), name="embedded")
+    x = keras.Input((6, 4), name="x")
+    encoder = keras.Model(
+        {"x": x}, L.Dense(5, name="last")(L.LSTM(5, name="lstm")(x)), name="encoder"
+    )
+    first, second = (keras.Input((6,), dtype="int32", name=name) for name in "ab")
+    y = L.Concatenate(name="join")([encoder({"x": embedded(each)}) for each in (first, second)])
+    head = keras.Sequential([keras.Input((10,)), L.Dense(4, name="hidden"), L.Dropout(0.2)])
+    y = L.Dense(3, name="out")(head(y, training=False))
+    return keras.Model([first, second], y, name="nested")
+
+
+def forked():
+    """Two layers and an operation read one input, a layer is called twice, and ops are sliced."""
+    x = keras.Input((4,), name="x")
+    twice = L.Dense(4, activation="tanh", name="twice")
+    y = L.Add(name="sum")([twice(L.Dense(4, name="left")(x)), twice(L.Dense(4, name="right")(x))])
+    y = L.Concatenate(name="join")([L.Dense(4, name="middle")(y)[:, 1:], x * 2.0])
+    return keras.Model(x, {"label": L.Dense(3, name="label")(y)}, name="forked")
+
+
+MODELS = {
+    "forked": (forked, ["sum"], ["sum", "join"]),
+    "nested": (nested, ["encoder"], {"encoder/": 1, "/hidden": 2}),
+    "residual": (residual, ["conv0"], ["norm0", "pool"]),
+    "words": (words, ["lstm0"], ["embed", "lstm0"]),
+    "several": (several, ["second"], {"second": 1, "join": 2}),  # "late" follows "join"
+}
