@@ -1,8 +1,12 @@
 """Functional graphs of every shape that a pipeline cuts, and where to cut each of them."""
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 L = keras.layers
+OPEN = 8
+"""Size of an axis that a model leaves open."""
 
 
 def residual():
@@ -68,3 +72,71 @@ MODELS = {
     "words": (words, ["lstm0"], ["embed", "lstm0"]),
     "several": (several, ["second"], {"second": 1, "join": 2}),  # "late" follows "join"
 }
+
+
+def tagger():
+    """A label for each word of a text of any length."""
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    x = L.LSTM(6, return_sequences=True, name="lstm")(L.Embedding(10, 4, name="embed")(ids))
+    return keras.Model(ids, L.Dense(3, name="head")(L.Dense(5, activation="tanh")(x)))
+
+
+def images():
+    """A label for each pixel of an image of any size, which pooling makes smaller in between."""
+    image = keras.Input((None, None, 2), name="image")
+    x = L.MaxPooling2D()(L.Conv2D(4, 3, padding="same", name="stem")(image))
+    x = L.UpSampling2D()(L.Conv2D(4, 3, name="valid")(L.ZeroPadding2D()(x)))
+    return keras.Model(image, L.Conv2D(3, 1, name="head")(x))
+
+
+@keras.saving.register_keras_serializable("tests")
+class MeanOfWords(L.Layer):
+    """A text's vector, of as many words as it has."""
+
+    def call(self, x):
+        return tf.reduce_mean(x, axis=1)
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor((x.shape[0], x.shape[-1]), x.dtype)
+
+
+def ragged():
+    ids = keras.Input((None,), dtype="int32", ragged=True, name="ids")
+    x = MeanOfWords(name="mean")(L.Embedding(10, 4, name="embed")(ids))
+    return keras.Model(ids, L.Dense(3)(L.Dense(5, activation="tanh")(x)))
+
+
+def sparse():
+    """Two layers far from each other read what is sparse."""
+    x = keras.Input((6,), sparse=True, name="x")
+    y = L.Dense(5, activation="tanh")(L.Dense(4)(x))
+    return keras.Model(x, L.Dense(3)(L.Concatenate()([y, L.Dense(2, name="late")(x)])))
+
+
+SHAPES = {name: make for name, (make, *_) in MODELS.items()}
+SHAPES |= {made.__name__: made for made in (tagger, images, ragged, sparse)}
+
+
+def data_of(model, rows):
+    """Inputs and labels of as many rows as there are asked for."""
+    random = np.random.default_rng(3)
+
+    def drawn(tensor):
+        shape = (rows, *(size or OPEN for size in tensor.shape[1:]))
+        if "float" in tensor.dtype:
+            dense = random.random(shape, "float32")
+            return tf.sparse.from_dense(dense * (dense > 0.5)) if tensor.sparse else dense
+        ids = random.integers(0, 10, shape).astype("int32")
+        lengths = random.integers(1, OPEN, rows)
+        return tf.RaggedTensor.from_tensor(ids, lengths) if tensor.ragged else ids
+
+    def label(tensor):
+        return random.integers(0, 3, (rows, *(size or OPEN for size in tensor.shape[1:-1])))
+
+    given, made = map(keras.tree.lists_to_tuples, (model._inputs_struct, model._outputs_struct))
+    return keras.tree.map_structure(drawn, given), keras.tree.map_structure(label, made)
+
+
+def batches_of(model, rows, *, batch):
+    """The same as a dataset, which alone may have ragged and sparse batches."""
+    return tf.data.Dataset.from_tensor_slices(data_of(model, rows)).batch(batch)

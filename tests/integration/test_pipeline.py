@@ -10,12 +10,12 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.graphs import MODELS, residual, several
+from tests.graphs import MODELS, OPEN, data_of, ragged, residual, several, tagger
 from tests.refusals import refusal
 from tests.tools.ledger import Ledger, differences
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
 from tfdist.errors import StartupTimeout
-from tfdist.pipeline import engine
+from tfdist.pipeline import cuts, engine
 from tfdist.pipeline.cuts import (
     LayerGraph,
     chosen_places,
@@ -292,6 +292,7 @@ def stateful(*, inside):
         (lambda: stateful(inside=True), "stateful-layer"),
         (lambda: stages_of(several(), ["third"]), "unknown-layer"),
         (lambda: stages_of(residual(), ["head"]), "empty-stage"),
+        (lambda: stages_of(ragged(), ["embed"]), "ragged-cut"),
         (lambda: stages_of(several(), {"third": 1}), "unknown-layer"),
         (lambda: stages_of(several(), {"join": 0, "second": 1}), "stage-order"),
         (lambda: stages_of(several(), {"second": 2}), "empty-stage"),
@@ -603,6 +604,16 @@ def test_parts_are_timed_by_the_kernel_that_steps_take(monkeypatch, fused):
     chosen(LayerGraph(model), stages=2)
     assert bool(traced) == fused
     np.testing.assert_equal(model.get_weights(), before)
+
+
+def test_parts_are_timed_at_the_sizes_of_the_first_batch(monkeypatch):
+    timed, shapes = cuts._timed_passes, []
+    noted = lambda part, *given: shapes.append(part.given[0].shape) or timed(part, *given)  # noqa: E731
+    monkeypatch.setattr(cuts, "_timed_passes", noted)
+    graph = LayerGraph(tagger())
+    x, _ = data_of(graph.model, 4)
+    chosen(graph, stages=2, inputs=[tf.constant(x)], loss_of=lambda made: tf.reduce_mean(made[0]))
+    assert {tuple(shape)[:2] for shape in shapes} == {(4, OPEN)}
 
 
 def test_the_loss_is_timed_with_the_last_part():

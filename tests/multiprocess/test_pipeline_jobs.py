@@ -3,9 +3,11 @@
 import functools
 import json
 
+import keras
 import numpy as np
 import pytest
 
+from tests import graphs
 from tests.multiprocess.memory_limit import limited_groups
 from tests.multiprocess.trainings import PROGRAMS, ended
 from tests.multiprocess.warm import executed
@@ -33,7 +35,7 @@ def seen_in(out, does, stages):
 
 
 ALIKE = "fits,looks,scales,sums"
-TOGETHER = {(1, 1): f"{ALIKE},plain", (2, 2): ALIKE, (2, 4): "fits,plain"}
+TOGETHER = {(1, 1): f"{ALIKE},plain,shapes", (2, 2): ALIKE, (2, 4): "fits,plain"}
 """What one job does, of so many stages and workers: all that needs no options of its own."""
 
 
@@ -97,6 +99,21 @@ def test_stages_end_with_what_one_process_ends_with(seen_by, does, stages, worke
         assert sum(each) < 1.1 * expected["held"][what]
     if does == "sums":
         assert [file.name for file in (out / "ledger").glob("*")] == ["attempt-1-worker-0.jsonl"]
+
+
+def test_graphs_of_every_shape_are_trained_evaluated_and_saved(seen_by):
+    _, (expected,) = seen_by("shapes", 1, 1)
+    out, tasks = seen_by("shapes", 2, 2)
+    assert len(tasks) == 2
+    for name in graphs.SHAPES:
+        loaded = keras.models.load_model(out / f"{name}-2.keras")
+        data = graphs.batches_of(loaded, 14, batch=8)
+        again, *_ = keras.tree.flatten(loaded.evaluate(data, verbose=0))  # of all outputs
+        for seen in tasks:
+            for what, found in expected.items():
+                for one, other in zip(seen[what][name], found[name], strict=True):
+                    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(again, seen["evaluated"][name][0], rtol=1e-4, err_msg=name)
 
 
 def test_two_pipelines_have_one_state(seen_by):

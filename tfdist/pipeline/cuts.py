@@ -15,7 +15,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -149,8 +149,9 @@ class LayerGraph:
     def places(self) -> list[CutPoint]:
         """Return where the model can be cut in two, in order.
 
-        Not where a variable is used on both sides, or a layer that makes what crosses is called
-        again behind. Of neighbouring places that the same tensors cross, the first.
+        Not where a variable is used on both sides, a layer that makes what crosses is called again
+        behind, or a ragged or sparse tensor crosses. Of neighbouring places that the same tensors
+        cross, the first.
         """
         found: list[CutPoint] = []
         spans = [(min(users), max(users)) for users in self._users().values()]
@@ -160,7 +161,9 @@ class LayerGraph:
             ids = {id(t) for t in tensors}
             if ids == before or any(low <= position < high for low, high in spans):
                 continue
-            if self._called_again(tensors, self.behind([position]), 0):
+            if self._called_again(tensors, self.behind([position]), 0) or any(
+                map(_uneven, tensors)
+            ):
                 continue
             before = ids
             found.append(
@@ -317,6 +320,15 @@ class LayerGraph:
                 fix="cut one layer before it or behind it",
                 code="shared-layer",
             )
+            uneven = next(filter(_uneven, self.crossing(assignment, stage=stage)), None)
+            require(
+                uneven is None,
+                "cut",
+                received=f"a cut behind {getattr(uneven, 'name', '')!r}, a ragged or sparse tensor",
+                expected="dense tensors between stages",
+                fix="cut behind the layer that makes it dense",
+                code="ragged-cut",
+            )
         empty = sorted(set(range(num_stages)) ^ weighty)
         require(
             not empty,
@@ -350,6 +362,11 @@ class LayerGraph:
 
     def _reads(self, node: Any) -> list[int]:
         return [self._made_by[id(t)] for t in node.input_tensors if id(t) in self._made_by]
+
+
+def _uneven(tensor: Any) -> bool:
+    """Return whether a symbolic tensor stands for ragged or sparse ones."""
+    return bool(tensor.sparse or tensor.ragged)
 
 
 def made_bytes(nodes: Sequence[Any]) -> int:
@@ -498,6 +515,11 @@ def _example_bytes(tensor: Any) -> int:
     return _bytes(tensor) * (2 if "float" in tensor.dtype else 1)  # integers have no gradient
 
 
+def _real_bytes(tensor: tf.Tensor) -> int:
+    """Return the bytes of a tensor that cross, there and back."""
+    return tensor.shape.num_elements() * tensor.dtype.size * (1 + tensor.dtype.is_floating)
+
+
 def _bytes(tensor: Any) -> int:
     """Return the bytes of one example; an unknown length counts 1."""
     return math.prod(size or 1 for size in tensor.shape[1:]) * tf.as_dtype(tensor.dtype).size
@@ -533,6 +555,7 @@ def chosen_places(
     micros: int,
     schedule: str = "1f1b",
     keep: str = "tape",
+    inputs: Sequence[Any] | None = None,
     loss_of: LossOfOutputs | None = None,
 ) -> list[CutPoint]:
     """Return where to cut so that a step is as fast as it can be, and log it.
@@ -548,6 +571,7 @@ def chosen_places(
       micros: micro-batches of a step.
       schedule: of their passes.
       keep: ``recompute`` to need less memory for it, and look less closely.
+      inputs: flat inputs of the model, so many rows of a batch; by default zeros and noise.
       loss_of: of so many rows of flat outputs, computed in the last stage; by default no time.
     """
     positions = [place.position for place in places]
@@ -558,12 +582,16 @@ def chosen_places(
         for stage in range(num_stages)
     ]
     is_timed = True
+    flat = [_example(tensor, rows) for tensor in graph.inputs] if inputs is None else list(inputs)
     try:
-        seconds = _seconds(graph, positions, rows, loss_of)
-    except tf.errors.InvalidArgumentError:  # as of a lookup that knows no empty string
+        parts = _computed(graph, positions, flat)
+        weights = [sum(map(_real_bytes, part.received)) for part in parts[1:]]
+        seconds = _seconds(parts, rows, loss_of)
+    except (tf.errors.InvalidArgumentError, ValueError) as error:
         _LOG.warning(
-            "layers do not compute the zeros and empty strings that they are timed with; the cut "
-            "is by the bytes that they make: name a better one in PipelineOptions(cut=[...])"
+            "the layers cannot be timed (%s); the cut is by the bytes that they make: name a better"
+            " one in PipelineOptions(cut=[...])",
+            (str(error) or type(error).__name__).splitlines()[0],
         )
         is_timed = False
         bounds = [0, *(position + 1 for position in positions), len(graph.nodes)]
@@ -573,7 +601,7 @@ def chosen_places(
     # Parts have ends that a stage has not, which take time: the more, the larger their tensors are.
     # `recompute` is there to need less than the activations of a whole stage.
     if is_timed and keep != "recompute":
-        whole = _seconds(graph, [positions[i] for i in chosen], rows, loss_of)
+        whole = _seconds(_computed(graph, [positions[i] for i in chosen], flat), rows, loss_of)
         for run, measured in zip(runs(chosen, len(seconds)), whole, strict=True):
             factor = measured / sum(seconds[run])
             seconds[run] = [factor * each for each in seconds[run]]
@@ -610,53 +638,87 @@ def _with_weights(graph: LayerGraph, places: Sequence[CutPoint]) -> list[bool]:
     return [graph.is_trainable(low, high) for low, high in itertools.pairwise(bounds)]
 
 
-def _seconds(
-    graph: LayerGraph, positions: Sequence[int], rows: int, loss_of: LossOfOutputs | None
-) -> list[float]:
-    """Return the seconds of each run of layers between two positions, forward and backward.
+class _Computed(NamedTuple):
+    """A part of the model, and what it takes and makes of a batch; ``given`` starts with
+    ``received``.
+    """
+
+    part: ModelPart
+    given: list[Any]
+    made: list[Any]
+
+    @property
+    def received(self) -> list[tf.Tensor]:
+        return self.given[: len(self.part.received)]
+
+    @property
+    def work(self) -> Any:
+        """Return what tells its passes from those of another."""
+        return self.part.work, self.part.is_last, repr([tuple(t.shape) for t in self.given])
+
+
+def _computed(
+    graph: LayerGraph, positions: Sequence[int], inputs: Sequence[Any]
+) -> list[_Computed]:
+    """Return the parts between the positions; each takes what the parts before have made."""
+    found: list[_Computed] = []
+    values: dict[int, Any] = {}
+    for part in graph.divided(graph.behind(positions), num_stages=len(positions) + 1):
+        given = [values[id(t)] for t in part.received] + [inputs[i] for i in part.inputs]
+        with keras.StatelessScope():  # nothing that changes is kept
+            made = keras.tree.flatten(part.module(one_or_list(given), training=False))
+        for tensor in made:
+            with contextlib.suppress(AttributeError):  # a part that is timed gets no masks
+                del tensor._keras_mask
+        values = {id(t): [*given, *made][i] for t, i in zip(part.sent, part.sources, strict=True)}
+        found.append(_Computed(part, given, made))
+    return found
+
+
+def _seconds(parts: Sequence[_Computed], rows: int, loss_of: LossOfOutputs | None) -> list[float]:
+    """Return the seconds of each part, forward and backward.
 
     Those that compute the same, as the blocks of a transformer do, are timed once.
     """
-    parts = graph.divided(graph.behind(positions), num_stages=len(positions) + 1)
-    work = [(part.work, part.is_last) for part in parts]
     timed = {
-        each: _timed_passes(part, rows, loss_of if part.is_last else None)
-        for each, part in zip(work, parts, strict=True)
+        each.work: _timed_passes(each, rows, loss_of if each.part.is_last else None)
+        for each in parts
     }
     for run in timed.values():  # compiles
         run()
     # In turn, as a machine has moments in which all take longer.
     rounds = [{each: run() for each, run in timed.items()} for _ in range(_ROUNDS)]
-    return [min(seconds[each] for seconds in rounds) for each in work]
+    return [min(seconds[each.work] for seconds in rounds) for each in parts]
 
 
-def _timed_passes(part: ModelPart, rows: int, loss_of: LossOfOutputs | None) -> Callable[[], float]:
+def _timed_passes(
+    computed: _Computed, rows: int, loss_of: LossOfOutputs | None
+) -> Callable[[], float]:
     """Return what runs both passes of a part once, and returns their seconds."""
-    module, first = part.module, part.index == 0
-    made = [i for i, o in enumerate(module.outputs) if tf.as_dtype(o.dtype).is_floating]
+    part, given, made = computed
+    module, count = part.module, len(part.received)
+    floats = [i for i, t in enumerate(made) if t.dtype.is_floating]
 
     @keras_compat.compiled
     def both(given: list[tf.Tensor], gradients: list[tf.Tensor] | None) -> list[tf.Tensor]:
-        floats = [] if first else [x for x in given if x.dtype.is_floating]
+        received = [x for x in given[:count] if x.dtype.is_floating]
         with tf.GradientTape() as tape, keras.StatelessScope():  # nothing that changes is kept
-            tape.watch(floats)
+            tape.watch(received)
             with keras_compat.tracing(_trace(module, rows)):
                 outputs = tf.nest.flatten(module(one_or_list(given), training=True))
                 if loss_of is None:
-                    outputs = [outputs[i] for i in made]
+                    outputs = [outputs[i] for i in floats]
                 else:
                     outputs = [loss_of([[*given, *outputs][i] for i in part.sources])]
         values = [variable.value for variable in module.trainable_variables]
-        sources = [*values, *floats] if outputs else []  # there may be integers alone
+        sources = [*values, *received] if outputs else []  # there may be integers alone
         found = tape.gradient(outputs, sources, output_gradients=gradients)
         return [*outputs, *(tf.convert_to_tensor(g) for g in found if g is not None)]
 
     def timed() -> float:
-        inputs = [_example(tensor, rows) for tensor in module.inputs]
-        ends = [_example(module.outputs[i], rows) for i in made]
-        gradients = ends if loss_of is None else None
+        ends = [_noise(made[i].shape, made[i].dtype) for i in floats] if loss_of is None else None
         start = time.perf_counter()
-        both(inputs, gradients)
+        both(given, ends)
         return time.perf_counter() - start
 
     return timed
@@ -676,8 +738,12 @@ def _trace(module: keras.Model, rows: int) -> keras_compat.StepTrace:
 def _example(tensor: Any, rows: int) -> tf.Tensor:
     shape = [rows, *(size or 1 for size in tensor.shape[1:])]
     if tf.as_dtype(tensor.dtype).is_floating:
-        return tf.random.stateless_normal(shape, seed=[0, 0], dtype=tensor.dtype)
+        return _noise(shape, tensor.dtype)
     return tf.zeros(shape, tensor.dtype)
+
+
+def _noise(shape: Any, dtype: Any) -> tf.Tensor:
+    return tf.random.stateless_normal(shape, seed=[0, 0], dtype=dtype)
 
 
 # Segments of stages that compute their layers' outputs again, so that few are there at once.

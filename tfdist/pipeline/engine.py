@@ -28,7 +28,7 @@ from tfdist.strategy.group import rows_of_all_tasks
 from tfdist.strategy.stages import Stages
 from tfdist.training import keras_compat
 from tfdist.training.agreement import require_same_batches
-from tfdist.training.feed import Part
+from tfdist.training.feed import Feed, Part, rows_of
 from tfdist.training.program import Engine, StepProgram
 
 _LOG = logging.getLogger(__name__)
@@ -58,12 +58,13 @@ class PipelineEngine(Engine):
         self._links = StageLinks(*links_of(job.stages))
         self._begun: StagedModel | None = None
         self._batches: dict[tuple[StepProgram, StagedModel], Callable[[tf.Tensor], Any]] = {}
+        self._peeked: dict[tuple[Feed, int], Part] = {}
 
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
         """Run the steps ``[first, last)``. A collective: every task calls it alike."""
-        staged = self._staged(program)
+        staged = self._staged(program, first)
         with self._telling_neighbours():
             if program.training:
                 staged.divide()
@@ -83,7 +84,7 @@ class PipelineEngine(Engine):
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
         """Yield each step's outputs, whole on every task. A collective."""
-        staged = self._staged(program)
+        staged = self._staged(program, first)
         with self._telling_neighbours():
             for step in range(first, last):
                 batch = self._batch(staged, program, step)
@@ -113,11 +114,11 @@ class PipelineEngine(Engine):
         """Give all tasks the weights and metrics, and the chief the slots. A collective."""
         self._staged(program).gather()
 
-    def _staged(self, program: StepProgram) -> StagedModel:
+    def _staged(self, program: StepProgram, step: int | None = None) -> StagedModel:
         """Return the model in stages; the first call is a collective.
 
         A model that is refused is refused in all tasks, which may then train another one over the
-        same links.
+        same links. `step` is the next one, if there is any.
         """
         model = program.function.__self__  # type: ignore[attr-defined]
         feed = program.feed
@@ -125,12 +126,20 @@ class PipelineEngine(Engine):
             model,
             self._job,
             batch=feed.plan.global_batch_size,
-            first_batch=feed.first_batch if feed.direct else None,  # which a stream would repeat
+            first_batch=None if step is None else lambda: self._peek(feed, step).data,
         )
         if staged is not self._begun:
             staged.begin()
             self._begun = staged
         return staged
+
+    def _peek(self, feed: Feed, step: int) -> Part:
+        """Return a step's batch before the step; a stream is not read again for the step."""
+        if feed.direct:
+            return feed.at(tf.constant(step, tf.int64))[0]
+        if (feed, step) not in self._peeked:
+            self._peeked[feed, step] = next(feed.iterator(step))[0]
+        return self._peeked[feed, step]
 
     def _train(
         self,
@@ -249,7 +258,7 @@ class PipelineEngine(Engine):
         sizes, found = staged.sizes_of(rows), []
         for micro in self._own_micros(len(sizes)):
             start, size = sum(sizes[:micro]), sizes[micro]
-            inputs, targets, weights = _rows(batch.data, slice(start, start + size))
+            inputs, targets, weights = rows_of(batch.data, start, start + size)
             found.append(
                 MicroBatch(
                     inputs=inputs,
@@ -276,7 +285,8 @@ class PipelineEngine(Engine):
         """
         feed = program.feed
         if not feed.direct:
-            batch, recorded = _read_part(staged, program, next(feed.iterator(step))[0])
+            batch, recorded = _read_part(staged, program, self._peek(feed, step))
+            del self._peeked[feed, step]
             feed.advanced_to(step + 1)
             require_same_batches(self._job, feed, step, step + 1)
         else:
@@ -329,14 +339,10 @@ def _read_part(
     """Return the stage's part of a step's batch, and each observer's notes of the step."""
     x, targets, weights = keras.utils.unpack_x_y_sample_weight(part.data)
     flat, stage = staged.inputs_of(x), staged.stage
-    inputs = {i: tf.convert_to_tensor(flat[i]) for i in stage.inputs}
+    inputs = {i: flat[i] for i in stage.inputs}
     if not stage.is_last:
         targets = weights = None
     batch = _StageBatch(part.count, (inputs, targets, weights))
     one, at = tf.constant(1), tf.constant(0)
     noted = [observer.noted(observer.rows(one), at, [part]) for observer in program.observers]
     return batch, [[row.stack() for row in rows] for rows in noted]
-
-
-def _rows(values: Any, piece: slice) -> Any:
-    return keras.tree.map_structure(lambda t: None if t is None else t[piece], values)

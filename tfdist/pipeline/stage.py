@@ -367,7 +367,7 @@ class Segment:
     ) -> tuple[Tensors, tf.Tensor | None]:
         """Return the outputs, or the loss alone, and the sum of the losses that layers add."""
         # An eager tape would have the backward function make gradients of all that a pass is given.
-        own = (tf.stop_gradient(batch.inputs[i]) for i in self.part.inputs)
+        own = (_without_gradient(batch.inputs[i]) for i in self.part.inputs)
         inputs = [*received.tensors, *own]
         masks: list[Any] = [None] * len(inputs)
         for index, mask in zip(self._masked, received.masks, strict=True):
@@ -456,6 +456,11 @@ class Segment:
         own = [None if g is None else tf.convert_to_tensor(g) for g in found[:count]]
         back = zip(found[count:], sources, strict=True)
         return own, [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for g, s in back]
+
+
+def _without_gradient(given: Any) -> Any:
+    """Return an input of the model without its gradient; ragged and sparse ones have none."""
+    return tf.nest.map_structure(tf.stop_gradient, given, expand_composites=True)
 
 
 def _mask_of(sent: Any, output: tf.Tensor) -> tf.Tensor:

@@ -39,6 +39,7 @@ from tfdist.pipeline.union import (
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.training import keras_compat
+from tfdist.training.feed import rows_of
 from tfdist.training.program import is_own
 
 _LOG = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ _NAME = "_tfdist_stages"
 _OWN = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
 FirstBatch = Callable[[], Any] | None
-"""Returns the data of the first batch, where to look at it costs and changes nothing."""
+"""Returns the data of the first batch; a look at it changes nothing. None before any step."""
 
 
 class StagedModel:
@@ -60,7 +61,7 @@ class StagedModel:
       model: built and compiled; the same in every task.
       job: of strategy pipeline.
       batch: examples of a step.
-      first_batch: whose loss is timed with the last layers.
+      first_batch: on which the layers and the loss are timed.
 
     Attributes:
       graph: of the model's layers.
@@ -259,7 +260,7 @@ class StagedModel:
             count, positions = self._place.count, None
             places = possible_places(self.graph, num_stages=count)
             if self._job.is_chief:
-                rows = self.sizes_of(batch)[0]
+                rows, inputs, loss_of = self._to_time(first_batch, self.sizes_of(batch)[0])
                 places = chosen_places(
                     self.graph,
                     places,
@@ -268,26 +269,28 @@ class StagedModel:
                     micros=self._micros(batch),
                     schedule=self._place.options.schedule,
                     keep=self._place.options.keep,
-                    loss_of=self._loss_to_time(first_batch, rows),
+                    inputs=inputs,
+                    loss_of=loss_of,
                 )
                 positions = [place.position for place in places]
             chosen.update(cut_of=what, cut=broadcast(positions))
         return list(chosen["cut"])
 
-    def _loss_to_time(self, first_batch: FirstBatch, rows: int) -> LossOfOutputs | None:
-        """Return the loss of the first examples, None where it is not known, or layers add all."""
-        if first_batch is None or self._model._compile_loss is None:
-            return None
-        data = keras.utils.unpack_x_y_sample_weight(first_batch())
-        _, targets, weights = keras.tree.map_structure(
-            lambda t: None if t is None else t[:rows], data
-        )
-        leaves = [leaf for leaf in keras.tree.flatten(targets) if leaf is not None]
-        if not leaves or len(leaves[0]) < rows:
-            return None
+    def _to_time(
+        self, first_batch: FirstBatch, rows: int
+    ) -> tuple[int, Tensors | None, LossOfOutputs | None]:
+        """Return rows, inputs and loss of a micro-batch of the first batch, as `chosen_places`."""
+        if first_batch is None:
+            return rows, None, None
+        x, *rest = keras.utils.unpack_x_y_sample_weight(first_batch())
+        flat = self.inputs_of(x)
+        rows = min(rows, int(tf.shape(flat[0])[0]))
+        inputs, targets, weights = (rows_of(each, 0, rows) for each in (flat, *rest))
+        if self._model._compile_loss is None or not keras.tree.flatten(targets):
+            return rows, inputs, None
         one = tf.constant(1.0)
         batch = MicroBatch({}, one, tf.zeros([2], tf.int32), targets, weights)
-        return lambda outputs: self._loss_of(batch, outputs, tf.zeros([]))
+        return rows, inputs, lambda outputs: self._loss_of(batch, outputs, tf.zeros([]))
 
     def _loss_of(self, batch: MicroBatch, outputs: Tensors, added: tf.Tensor) -> tf.Tensor:
         """Return the micro-batch's loss, and take it into the metrics; in graph."""

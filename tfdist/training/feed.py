@@ -534,7 +534,7 @@ class StreamFeed(Feed):
     def _part(self, whole: Part, replica: int) -> Part:
         low, high = share_of(replica, parts=self._job.num_replicas, size=whole.count)
         stop = tf.maximum(high, low + 1)
-        data = tf.nest.map_structure(lambda leaf: _rows(leaf, low, stop), whole.data)
+        data = rows_of(whole.data, low, stop)
         share = (high - low) / tf.maximum(whole.count, 1)  # a batch may have no example
         return Part(data, tf.cast(share, tf.float32), high - low)
 
@@ -630,14 +630,17 @@ def _from_graph(graph: tf.Tensor, source: Any) -> tf.data.Dataset:
     return tf.data.experimental.from_variant(variant, structure=source.batched_spec)
 
 
-def _rows(leaf: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
-    if leaf is None:
-        return None
-    if not isinstance(leaf, tf.SparseTensor):
-        return leaf[start:stop]
-    rest = tf.shape(leaf, tf.int64)[1:]
-    first = tf.concat([[start], tf.zeros_like(rest)], 0)
-    return tf.sparse.slice(leaf, first, tf.concat([[stop - start], rest], 0))
+def rows_of(batch: Any, start: Any, stop: Any) -> Any:
+    """Return rows of each tensor of a nest, which may be ragged or sparse."""
+
+    def rows(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.SparseTensor):
+            return None if leaf is None else leaf[start:stop]
+        rest = tf.shape(leaf, tf.int64)[1:]
+        first = tf.concat([[start], tf.zeros_like(rest)], 0)
+        return tf.sparse.slice(leaf, first, tf.concat([[stop - start], rest], 0))
+
+    return tf.nest.map_structure(rows, batch)
 
 
 def _first(data: Any) -> tf.Tensor:

@@ -6,7 +6,8 @@ predict; ``again`` (recomputing), ``compiled`` (and cut by measured times) and `
 up to overflows) train; ``sums`` sums losses, accumulates gradients and keeps a ledger;
 ``tries`` finds cut and size of micro-batches by measuring, and keeps them in checkpoints;
 ``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
-``looks`` evaluates in the middle of each epoch;
+``looks`` evaluates in the middle of each epoch; ``shapes`` trains models of every shape of graph,
+evaluates them and saves them;
 ``wrong`` cuts behind a layer that is not there, and in ``differs`` each task has targets of its
 own.
 """
@@ -22,6 +23,7 @@ import keras
 import numpy as np
 
 import tfdist
+from tests import graphs
 from tests.tools.ledger import Ledger
 from tfdist.strategy.job import current_job
 from tfdist.strategy.stages import PipelineOptions
@@ -144,14 +146,35 @@ def trains(strategy):
     (OUT / f"{DOES}-{STAGES}-{current_job().name}.json").write_text(json.dumps(seen))
 
 
+def trains_shapes(strategy):
+    """Trains a model of each shape, evaluates it and predicts; the chief saves it."""
+    seen = {"history": {}, "evaluated": {}, "predicted": {}}
+    for name, make in graphs.SHAPES.items():
+        keras.utils.set_random_seed(1 if tfdist.is_chief() else 99)
+        with strategy.scope():
+            model = make()
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile("adam", keras.tree.map_structure(lambda _, loss=loss: loss, model.output))
+        data, flags = graphs.batches_of(model, 14, batch=8), {"verbose": 0}
+        seen["history"][name] = tfdist.fit(model, data, seed=3, **flags).history["loss"]
+        seen["evaluated"][name] = keras.tree.flatten(tfdist.evaluate(model, data, **flags))
+        predicted = keras.tree.flatten(tfdist.predict(model, data, **flags))
+        seen["predicted"][name] = [output.tolist() for output in predicted]
+        if tfdist.is_chief():
+            model.save(OUT / f"{name}-{STAGES}.keras")
+    (OUT / f"shapes-{STAGES}-{current_job().name}.json").write_text(json.dumps(seen))
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     held, looked = {}, []
     options = PipelineOptions(
         split_size={"tries": "auto", "undivided": len(X)}.get(DOES, 4),
-        cut={"compiled": "auto", "tries": None, "wrong": ["addz"]}.get(DOES, CUTS[STAGES]),
+        cut={"compiled": "auto", "tries": None, "shapes": None, "wrong": ["addz"]}.get(
+            DOES, CUTS[STAGES]
+        ),
         keep={"again": "recompute", "compiled": "compiled"}.get(DOES, "tape"),
     )
     strategy = tfdist.make_strategy(pipeline=options)
-    for DOES in ALL:  # noqa: B007  # what is defined above reads it
-        trains(strategy)
+    for DOES in ALL:  # what is defined above reads it
+        (trains_shapes if DOES == "shapes" else trains)(strategy)
