@@ -31,7 +31,7 @@ from tfdist.strategy import stages
 from tfdist.training import inputs
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import fuse, random_key
-from tfdist.training.keras_compat.trace import ops_behind
+from tfdist.training.keras_compat.trace import ops_behind, warn_once
 
 L = keras.layers
 MICROS, ROWS = 3, 4
@@ -440,6 +440,52 @@ def test_stages_compute_in_float64(strategies, one_stage):
         assert_same_run(fitted(one_stage(), model_with), expected)
     finally:
         keras.config.set_floatx("float32")
+
+
+def contrastive(labels, z):
+    same = keras.ops.equal(labels[:, None], labels[None])
+    products = keras.ops.matmul(z, keras.ops.transpose(z))
+    return keras.ops.mean(keras.ops.square(products - keras.ops.cast(same, z.dtype)))
+
+
+def divided_sum(labels, z):
+    return SPARSE(reduction="sum")(labels, z) / keras.ops.cast(keras.ops.shape(z)[0], z.dtype)
+
+
+COMPARING = {
+    "pairs": (contrastive, "a matrix product of the batch with itself in micro-batches"),
+    "circle": (keras.losses.Circle(), "a matrix product of the batch with itself in micro-batches"),
+    "overlap": (keras.losses.Dice(), "Dice of a whole batch in micro-batches"),
+    "a sum divided": (divided_sum, "a loss that is a sum over the batch is divided by a number"),
+    "none": (SPARSE(), None),
+}
+
+
+@pytest.mark.parametrize("what", COMPARING)
+def test_a_loss_over_pairs_gets_the_whole_batch_or_a_warning(strategies, one_stage, caplog, what):
+    loss, warning = COMPARING[what]
+    warn_once.cache_clear()
+
+    def weights_of(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((5,)), L.Dense(4), L.Dense(3, "softmax")])
+            model.compile("sgd", loss)
+        y = np.eye(3, dtype="float32")[Y] if what == "overlap" else Y
+        tfdist.fit(model, X, y, batch_size=8, seed=3, verbose=0)
+        return model.get_weights()
+
+    expected = weights_of(strategies[1])
+    if what != "a sum divided":
+        for one, other in zip(weights_of(one_stage(None)), expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
+        assert not [line for line in caplog.messages if "in micro-batches" in line]
+        assert ("the loss compares" in caplog.text) == (warning is not None)
+    weights_of(one_stage(3))
+    found = [
+        line for line in caplog.messages if "micro-batch" in line and "examples of a" not in line
+    ]
+    assert [line.startswith(warning or "-") for line in found] == [True] * bool(warning)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ class PipelineEngine(Engine):
             model,
             self._job,
             batch=feed.plan.global_batch_size,
+            spec=feed.batch_spec,
             first_batch=None if step is None else lambda: self._peek(feed, step).data,
         )
         if staged is not self._begun:
@@ -210,7 +211,7 @@ class PipelineEngine(Engine):
     ) -> None:
         """Try sizes of micro-batches and keep the fastest, once in a run. A collective."""
         place = self._place
-        if place.options.split_size != "auto" or "split_size" in place.chosen:
+        if place.options.split_size != "auto" or "split_size" in place.chosen or staged.compares:
             return
         tried: dict[int, float] = {}
         sizes = staged.sizes_to_try(len(program.feed.plan.span(step)))

@@ -89,6 +89,7 @@ class Stage:
         micro-batch at once, for schedules in which they follow each other.
       loss_of: of the last stage; traced in the forward pass, where it may update metrics.
       scaled: of a loss, what gradients are taken of.
+      micros: returns the number of micro-batches of a whole step.
 
     Attributes:
       segments: one for each part.
@@ -104,11 +105,13 @@ class Stage:
         keep: str = "tape",
         loss_of: LossOf | None = None,
         scaled: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
+        micros: Callable[[], int] = lambda: 1,
     ) -> None:
         *before, last = parts
         self.keep = keep
-        self.segments = [Segment(part, keep="recompute", scaled=scaled) for part in before]
-        self.segments.append(Segment(last, keep=keep, loss_of=loss_of, scaled=scaled))
+        of_all: dict[str, Any] = {"scaled": scaled, "micros": micros}
+        self.segments = [Segment(part, keep="recompute", **of_all) for part in before]
+        self.segments.append(Segment(last, keep=keep, loss_of=loss_of, **of_all))
         self.variables = [v for segment in self.segments for v in segment.variables]
         self.inputs = sorted({i for part in parts for i in part.inputs})
         self.is_last = last.is_last
@@ -208,8 +211,10 @@ class Segment:
         keep: str = "tape",
         loss_of: LossOf | None = None,
         scaled: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
+        micros: Callable[[], int] = lambda: 1,
     ) -> None:
         self._scaled = scaled
+        self._micros = micros
         self.part = part
         self.variables: list[Any] = list(part.module.trainable_variables)
         self.keep = keep
@@ -385,6 +390,8 @@ class Segment:
             if loss_of is not None:
                 total = received.added if added is None else received.added + added
                 outputs = [loss_of(batch, outputs, total)]
+            losses_here = outputs if loss_of is not None else [] if added is None else [added]
+            keras_compat.warn_of_parts(losses_here, trace)
         return outputs, added
 
     def _added(
@@ -431,6 +438,7 @@ class Segment:
             examples=tf.shape(inputs[0])[0],
             random_key=batch.random_key,
             part=batch.share,
+            micros=self._micros(),
             batch=inputs,
             fused=training and keras_compat.is_fused(self.part.module),
             draws=MOST_DRAWS + self.part.index * 2**16,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import operator
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,6 +63,7 @@ class StagedModel:
       model: built and compiled; the same in every task.
       job: of strategy pipeline.
       batch: examples of a step.
+      spec: nest of the specs of a batch.
       first_batch: on which the layers and the loss are timed.
 
     Attributes:
@@ -69,13 +72,14 @@ class StagedModel:
       statistics: variables that the stage's layers themselves change, such as those of
         BatchNormalization; weights that are frozen are none.
       is_divided: whether each task has the values of its own stage alone.
+      compares: whether the loss compares the examples of a batch, which is one micro-batch then.
 
     Raises:
       UsageError: the model, its loss or its optimizer cannot be trained in stages.
     """
 
     def __init__(
-        self, model: keras.Model, job: Job, *, batch: int, first_batch: FirstBatch
+        self, model: keras.Model, job: Job, *, batch: int, spec: Any, first_batch: FirstBatch
     ) -> None:
         assert job.stages is not None
         self._place = job.stages
@@ -85,6 +89,8 @@ class StagedModel:
         self.graph = LayerGraph(model)
         micros = _MICROS_A_STAGE * place.count * place.pipelines
         self._default_size = max(1, -(-batch // micros))
+        self.compares = self._is_loss_known = False
+        self.look_at_loss(spec)
         assignment = self._assignment(batch, first_batch)
         parts = self.graph.cut(assignment, num_stages=place.count)
         gc.collect()  # what was made to be timed
@@ -98,6 +104,7 @@ class StagedModel:
             keep=keep,
             loss_of=self._loss_of if part.is_last else None,
             scaled=getattr(self._optimizer, "scale_loss", tf.identity),
+            micros=lambda: len(self.sizes_of(batch)),
         )
         layers = part.module._flatten_layers()
         own = [v for layer in layers for v in layer._non_trainable_variables]
@@ -121,6 +128,8 @@ class StagedModel:
         given = self._place.options.split_size
         if isinstance(given, int):
             return given
+        if self.compares:
+            return sys.maxsize
         return int(self._place.chosen.get("split_size", self._default_size))
 
     @property
@@ -132,6 +141,38 @@ class StagedModel:
     def own_metrics(self) -> list[Any]:
         """Return those that this stage updates."""
         return [v for v in self.metrics if self._owners[id(v)] == self._place.index]
+
+    def look_at_loss(self, spec: Any) -> None:
+        """Find out, from the spec of a batch, whether the loss compares examples."""
+        loss = self._model._compile_loss
+        _, targets, weights = keras.utils.unpack_x_y_sample_weight(spec)
+        given = isinstance(self._place.options.split_size, int)
+        if self._is_loss_known or loss is None or given or targets is None:
+            return
+        self._is_loss_known = True
+        outputs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in self.graph.outputs]
+
+        def traced(outputs: Tensors, targets: Any, weights: Any) -> tf.Tensor:
+            trace = keras_compat.StepTrace(
+                num_replicas=1,
+                share=1.0,
+                examples=tf.shape(outputs[0])[0],
+                random_key=tf.zeros([2], tf.int32),
+                batch=outputs,
+            )
+            with keras_compat.tracing(trace):
+                value = loss(targets, self.packed(outputs), sample_weight=weights)
+            losses = [each for _, each, *_ in loss._flat_losses]
+            self.compares = keras_compat.compares_examples([value], trace, losses)
+            return value
+
+        with contextlib.suppress(Exception):  # of a loss for batches of one size
+            keras_compat.compiled(traced).get_concrete_function(outputs, targets, weights)
+        if self.compares and self._job.is_chief:
+            _LOG.warning(
+                "the loss compares the examples of a batch, so each step is one micro-batch and the"
+                " stages wait for each other; PipelineOptions(split_size=N) compares N at a time"
+            )
 
     def sizes_to_try(self, rows: int) -> list[int]:
         """Return sizes of micro-batches for a step of so many examples, from the largest on."""
@@ -363,27 +404,30 @@ class StagedModel:
         order = self.order(place.index, micros=self._micros(batch))
         kept = most_kept(order) if place.options.keep != "recompute" else 1
         made = max(made_bytes(segment.part.nodes) for segment in self.stage.segments)
+        size = min(self.split_size, batch)
         layers = part.module.layers
         mine = [slot for slot in self._slots if self._owners[id(slot)] == place.index]
         _LOG.info(
             "%s: %d layers, from %s to %s; %d micro-batches of at most %d examples; weights"
             " %.1f MiB, slots %.1f MiB, outputs of its layers about %.1f MiB (of %d micro-batches)",
             *(place.names[place.index], len(layers)),
-            *(layers[0].name, layers[-1].name, len(order) // 2, self.split_size),
+            *(layers[0].name, layers[-1].name, len(order) // 2, size),
             *(bytes_of(part.module.variables) / _MIB, bytes_of(mine) / _MIB),
-            *(made * self.split_size * kept / _MIB, kept),
+            *(made * size * kept / _MIB, kept),
         )
 
 
 def staged_model(
-    model: keras.Model, job: Job, *, batch: int, first_batch: FirstBatch
+    model: keras.Model, job: Job, *, batch: int, spec: Any, first_batch: FirstBatch
 ) -> StagedModel:
     """Return the model in stages, the same one until it is compiled anew. A collective."""
     found: StagedModel | None = vars(model).get(_NAME)
     if found is None or not found.is_up_to_date:
         if found is not None and found.is_divided:
             found.gather()
-        found = vars(model)[_NAME] = StagedModel(model, job, batch=batch, first_batch=first_batch)
+        given = {"batch": batch, "spec": spec, "first_batch": first_batch}
+        found = vars(model)[_NAME] = StagedModel(model, job, **given)
+    found.look_at_loss(spec)
     return found
 
 

@@ -35,7 +35,13 @@ from tfdist.training.keras_compat.kernels import (
     is_fused,
     pools_again,
 )
-from tfdist.training.keras_compat.losses import added_in_part, has_examples, logs_by_fraction
+from tfdist.training.keras_compat.losses import (
+    added_in_part,
+    compares_examples,
+    has_examples,
+    logs_by_fraction,
+    warn_of_parts,
+)
 from tfdist.training.keras_compat.reduction import (
     all_reduce,
     reduce_statistics,
@@ -57,6 +63,7 @@ __all__ = [
     "added_in_part",
     "adding_in_order",
     "all_reduce",
+    "compares_examples",
     "compiled",
     "fuse",
     "has_examples",
@@ -67,6 +74,7 @@ __all__ = [
     "random_key",
     "sum_over_replicas",
     "tracing",
+    "warn_of_parts",
 ]
 
 

@@ -41,6 +41,7 @@ _PRODUCTS = frozenset(("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"))
 _QUOTIENTS = frozenset(("RealDiv", "DivNoNan"))
 _OF_A_BATCH = keras.losses.Dice, keras.losses.Tversky
 _MEAN = "sum_over_batch_size"
+_WHOLE_BATCHES = "; set PipelineOptions(split_size=...) to the batch size to compare all of them"
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 _SOURCE = f"{_KERAS}/losses/loss.py"
 _TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python"
@@ -276,11 +277,32 @@ def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor] | None:
     ]
 
 
-def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
-    """Warn where a loss goes by products of the batch with itself, as contrastive losses do.
+def warn_of_parts(targets: Sequence[Any], trace: StepTrace) -> None:
+    """Warn if a loss is not the mean of the losses of the batch's parts."""
+    if trace.division:
+        _warn_of_pairs(targets, trace)
+        _warn_of_quotients(targets, trace)
 
-    Those have an entry for each pair of examples, or one that is summed over all examples.
+
+def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
+    """Warn where a loss goes by products of the batch with itself, as contrastive losses do."""
+    if compares_examples(targets, trace):
+        warn_once(
+            f"a matrix product of the batch with itself {trace.division}: each compares the "
+            "examples of its own part only, so that the loss is not what one device computes"
+            + _WHOLE_BATCHES
+            * (trace.micros > 1)
+        )
+
+
+def compares_examples(targets: Sequence[Any], trace: StepTrace, losses: Any = ()) -> bool:
+    """Return whether a product of the batch with itself is behind one of the tensors.
+
+    It has an entry for each pair of examples, or one that is summed over all examples. Some of
+    Keras' `losses` compare a whole batch otherwise.
     """
+    if any(map(_is_of_a_batch, losses)):
+        return True
     batch = {part.op.name for part in trace.parts()}
     sizes = {None, trace.rows()}
     for operation in ops_behind([target for target in targets if isinstance(target, tf.Tensor)]):
@@ -291,17 +313,19 @@ def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
             any(op.name in batch for op in ops_behind([factor])) for factor in operation.inputs
         )
         if among_examples:
-            warn_once(
-                f"a matrix product of the batch with itself on {trace.num_replicas} replicas: each "
-                "compares the examples of its own part only, so that the loss is not what one "
-                "device computes"
-            )
-            return
+            return True
+    return False
+
+
+def _is_of_a_batch(loss: Any) -> bool:
+    return isinstance(loss, _OF_A_BATCH) and loss.axis is None
 
 
 def _warn_of_quotients(targets: Sequence[Any], trace: StepTrace) -> None:
     """Warn where a sum over the batch is divided by a number that goes by a replica's part."""
     behind = ops_behind([target for target in targets if isinstance(target, tf.Tensor)])
+    count = trace.num_replicas * trace.micros
+    parts = f"{count} {'micro-batches' if trace.micros > 1 else 'replicas'}"
     for operation in behind if trace.whole_sums else ():
         is_number = operation.type in _QUOTIENTS and operation.outputs[0].shape.rank == 0
         if not is_number or operation.name in trace.whole_sums:
@@ -311,7 +335,7 @@ def _warn_of_quotients(targets: Sequence[Any], trace: StepTrace) -> None:
         if of_sum and any(_is_of_part(op, trace) for op in ops_behind([denominator])):
             warn_once(
                 "a loss that is a sum over the batch is divided by a number of each of "
-                f"{trace.num_replicas} replicas' own: it counts {trace.num_replicas} times what it "
+                f"{parts}' own: it counts {count} times what it "
                 'counts on one device; let the loss take the mean (reduction="mean")'
             )
             return
@@ -367,10 +391,10 @@ def _noting_losses(original: Original, trace: StepTrace, self: Any, *args: Any, 
         total = original(self, *args, **kw)
     finally:
         trace.in_losses = False
-    for _, loss, *_ in self._flat_losses if trace.num_replicas > 1 else ():
-        if isinstance(loss, _OF_A_BATCH) and loss.axis is None:
+    for _, loss, *_ in self._flat_losses if trace.division else ():
+        if _is_of_a_batch(loss):
             warn_once(
-                f"{type(loss).__name__} of a whole batch on {trace.num_replicas} replicas: each "
+                f"{type(loss).__name__} of a whole batch {trace.division}: each "
                 "computes that of its own part only, which is not what one device computes; "
                 "pass the axes of an example, as axis=(1, 2, 3)"
             )

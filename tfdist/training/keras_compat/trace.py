@@ -59,6 +59,7 @@ class StepTrace:
       share: this replica's part of the global batch, scalar float32 or a float.
       examples: how many of this replica's examples count, scalar integer.
       part: of a micro-batch, examples / examples of the step, by which its whole loss is weighted.
+      micros: micro-batches of the step.
       random_key: int32 [2] of (seed, step, replica), from which every draw of the step comes.
       update_key: of (seed, step), for draws in an optimizer's update, the same on all
         replicas; None where there is one.
@@ -85,6 +86,7 @@ class StepTrace:
     random_key: tf.Tensor
     update_key: tf.Tensor | None = None
     part: tf.Tensor | float = 1.0
+    micros: int = 1
     batch: Any = ()
     fused: bool = False
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
@@ -109,6 +111,13 @@ class StepTrace:
     def is_in_step(self) -> bool:
         """Return whether what is traced now is of the step itself, and not of a condition in it."""
         return tf.compat.v1.get_default_graph() is self.graph
+
+    @property
+    def division(self) -> str:
+        """Where a part of the batch is computed by itself, for a warning; empty if it is whole."""
+        if self.num_replicas > 1:
+            return f"on {self.num_replicas} replicas"
+        return "in micro-batches" if self.micros > 1 else ""
 
     def parts(self) -> list[tf.Tensor]:
         """Return the tensors of the batch."""
@@ -142,9 +151,9 @@ def following(trace: StepTrace) -> Iterator[None]:
 
 @functools.cache
 def warn_once(line: str) -> None:
-    """Log a line once in the process, on the chief."""
+    """Log a line once in the process, on the chief, or in the stage that it is of."""
     job = current_job()
-    if job is None or job.is_chief:
+    if job is None or job.is_chief or (job.stages is not None and job.stages.pipeline == 0):
         _LOG.warning("%s", line)
 
 
