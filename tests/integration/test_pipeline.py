@@ -639,6 +639,54 @@ def test_the_places_that_are_chosen_cut_the_model(make, stages):
     assert refusal(lambda: chosen(graph, stages=9)).code == "too-many-stages"
 
 
+class Tied(L.Layer):
+    """Scores of all words, by the table of an embedding."""
+
+    def __init__(self, embed):
+        super().__init__(name="scores")
+        self.embed = embed
+
+    def call(self, x):
+        return keras.ops.matmul(x, keras.ops.transpose(self.embed.embeddings))
+
+
+def language_model(*, tied):
+    ids = keras.Input((6,), dtype="int32")
+    embed = L.Embedding(10, 4, name="embed")
+    x = L.Dense(4, name="between")(embed(ids))
+    return keras.Model(ids, (Tied(embed) if tied else L.Dense(10))(x))
+
+
+def called_twice():
+    x, dense = keras.Input((4,)), L.Dense(4, name="twice")
+    return keras.Model(x, dense(L.Dense(4)(dense(x))))
+
+
+def skipping(*, trainable=True):
+    """Each level goes to the end by itself, too, as in a U-Net."""
+    x = keras.Input((4,))
+    levels = [L.Dense(4, trainable=trainable, name="level")(x)]
+    for _ in range(3):
+        levels.append(L.Dense(4, trainable=trainable)(levels[-1]))
+    return keras.Model(x, L.Dense(1)(L.Concatenate()(levels) if trainable else levels[-1]))
+
+
+@pytest.mark.parametrize(
+    ("make", "stages", "says"),
+    [
+        (lambda: language_model(tied=True), 2, "layers 'embed', 'scores' share 'embed/embeddings'"),
+        (called_twice, 2, "layer 'twice' is called 2 times with 'twice/"),
+        (skipping, 6, "more than 2 tensors cross behind 'dense"),
+        (lambda: skipping(trainable=False), 2, "with trainable weights on both sides"),
+        (lambda: language_model(tied=False), 9, "can be cut at 2 places. Fix: ask for fewer"),
+    ],
+)
+def test_a_refusal_says_why_there_are_few_places(make, stages, says):
+    line = refusal(lambda: possible_places(LayerGraph(make()), num_stages=stages))
+    assert line.code == "too-many-stages"
+    assert says in str(line)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_parts_are_timed_by_the_kernel_that_steps_take(monkeypatch, fused):
     kernel, traced = tf.raw_ops.FusedBatchNormV3, []

@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional
 
-from tfdist.errors import UsageError, require, require_one_of
+from tfdist.errors import UsageError, named, require, require_one_of
 from tfdist.pipeline.schedule import (
     Pass,
     Timeline,
@@ -175,6 +175,19 @@ class LayerGraph:
                 )
             )
         return found
+
+    def widest_share(self) -> str:
+        """Return which layers, far from each other, share a variable; empty if none do."""
+        users = self._users()
+        key = max(users, key=lambda key: users[key][-1] - users[key][0], default=None)
+        if key is None or users[key][0] == users[key][-1]:
+            return ""
+        nodes = [self.nodes[i] for i in users[key]]
+        path = next(v.path for v in _variables(nodes[0].operation) if id(v) == key)
+        names = dict.fromkeys(repr(node.operation.name) for node in nodes)
+        if len(names) == 1:
+            return f"layer {named(names)} is called {len(nodes)} times with {path!r}"
+        return f"layers {named(names)} share {path!r} and must be in one stage"
 
     def behind(self, positions: Sequence[int]) -> Assignment:
         """Return the assignment with a cut behind each of these nodes."""
@@ -539,8 +552,21 @@ def possible_places(graph: LayerGraph, *, num_stages: int) -> list[CutPoint]:
     Raises:
       UsageError: the model has fewer of them than cuts.
     """
-    places = [place for place in graph.places() if place.num_tensors <= _MOST_TENSORS]
-    require_enough(_with_weights(graph, places), stages=num_stages)
+    every = graph.places()
+    places = [place for place in every if place.num_tensors <= _MOST_TENSORS]
+    with_weights = _with_weights(graph, places)
+    why: dict[str, str] = {}
+    if shared := graph.widest_share():
+        why = {"reason": f": {shared}", "fix": "give each layer its own weights"}
+    elif wide := [place.name for place in every if place.num_tensors > _MOST_TENSORS]:
+        reason = (
+            f": more than {_MOST_TENSORS} tensors cross behind {named(map(repr, wide), most=3)}"
+        )
+        why = {"reason": reason, "fix": "name the places with PipelineOptions(cut=[...])"}
+    elif not all(with_weights):
+        why = {"reason": ", each with trainable weights on both sides"}
+    why["fix"] = ", or ".join([*filter(None, [why.get("fix")]), "ask for fewer stages"])
+    require_enough(with_weights, stages=num_stages, **why)
     narrow = [place for place in places if place.num_tensors == 1]
     is_enough = sum(_with_weights(graph, narrow)) > _PLACES_A_STAGE * num_stages
     return narrow if is_enough else places

@@ -182,15 +182,21 @@ def runs(cut: Sequence[int], count: int) -> list[slice]:
     return list(itertools.starmap(slice, itertools.pairwise([0, *(i + 1 for i in cut), count])))
 
 
-def require_enough(with_weights: Sequence[bool], *, stages: int) -> None:
+def require_enough(
+    with_weights: Sequence[bool],
+    *,
+    stages: int,
+    reason: str = "",
+    fix: str = "ask for fewer stages",
+) -> None:
     """Raise UsageError where a model has fewer places than cuts, by the runs between places."""
     places = max(0, sum(with_weights) - 1)
     require(
         stages <= places + 1,
         "stages",
         received=stages,
-        expected=f"at most {places + 1}, as the model can be cut at {places} places",
-        fix="ask for fewer stages",
+        expected=f"at most {places + 1}, as the model can be cut at {places} places{reason}",
+        fix=fix,
         code="too-many-stages",
     )
 
