@@ -47,14 +47,14 @@ class Steps(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         size = self._sizes[batch] or self._found
         if size:
-            self._chosen["split_size"] = size
+            self._chosen.split_size = size
         if self._lines is not None and not self._lines.readline():
             raise SystemExit("who asked for the steps has gone")
         self._began_s = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         seconds = time.perf_counter() - self._began_s
-        size = self._chosen.get("split_size", 0)
+        size = self._chosen.split_size or 0
         self._found = self._found or size
         if self._lines is not None:
             answer = {"seconds": seconds, "size": size}

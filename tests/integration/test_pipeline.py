@@ -461,6 +461,70 @@ COMPARING = {
 }
 
 
+class Draws(L.Layer):
+    def call(self, x):
+        return x * tf.random.uniform([])
+
+
+def test_an_exact_run_is_cut_by_work_and_draws_by_the_seed_alone(one_stage, tmp_path):
+    strategy = one_stage()
+    place = jobs._made[0].stages
+    backup = functools.partial(tfdist.BackupAndRestore, exact=True)
+    with strategy.scope():
+        model = model_with()
+    tfdist.fit(model, X, Y, batch_size=8, verbose=0, callbacks=[backup(tmp_path / "a")])
+    assert place.chosen.counted
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((5,)), L.Dense(3), Draws()])
+        model.compile("sgd", SPARSE(from_logits=True))
+    fit = functools.partial(tfdist.fit, model, X, Y, batch_size=8, verbose=0)
+    assert refusal(lambda: fit(callbacks=[backup(tmp_path / "b")])).code == "not-exact"
+    fit()
+    assert not place.chosen.counted
+    strategy = one_stage("auto")
+    with strategy.scope():
+        model = model_with()
+    refused = lambda: tfdist.fit(model, X, Y, callbacks=[backup(tmp_path / "c")])  # noqa: E731
+    assert refusal(refused).code == "not-exact"
+
+
+def test_the_cut_by_work_is_by_operations_and_not_by_time(monkeypatch):
+    monkeypatch.setattr(cuts, "_timed", pytest.fail)
+
+    def names(model, *, rows=4):
+        graph = LayerGraph(model)
+        x, _ = data_of(graph.functional, rows)
+        flat = [tf.constant(each) for each in keras.tree.flatten(x)]
+        return [place.name for place in chosen(graph, stages=2, inputs=flat, counted=True)]
+
+    wide = [L.Dense(400, name=name) for name in ("first", "most", "more")]
+    model = keras.Sequential([keras.Input((5,)), *wide, L.Dense(2, name="last")])
+    assert names(model) == names(model) == ["most"]
+    for name in ("residual", "nested", "forked"):
+        assert names(MODELS[name][0]())
+    loops = keras.Sequential([keras.Input((50, 8)), L.LSTM(8, name="loop"), L.Dense(8), L.Dense(8)])
+    assert names(loops) == ["loop"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{", '{"cuts": 3}', '{"cuts": {"a": ["x"]}}', '{"split_size": "a"}', "[" * 99999],
+)
+def test_a_file_that_holds_no_cut_is_refused(tmp_path, content):
+    path = tmp_path / "stages.json"
+    path.write_text(content)
+    kept = stages.Choices(files=[path])
+    assert refusal(kept.read).code == "damaged-choices"
+    path.unlink()
+    kept.cuts["a/2"], kept.split_size = [3], 4
+    kept.keep()
+    other = stages.Choices(files=[path])
+    other.take(other.read(), where=path)
+    assert other.state() == kept.state()
+    other.take({"cut_of": ["b", 2], "cut": [1], "split_size": 6}, where=path)
+    assert other.state() == {"cuts": {"a/2": [3], "b/2": [1]}, "split_size": 6}
+
+
 @pytest.mark.parametrize("what", COMPARING)
 def test_a_loss_over_pairs_gets_the_whole_batch_or_a_warning(strategies, one_stage, caplog, what):
     loss, warning = COMPARING[what]
@@ -701,9 +765,9 @@ def test_parts_are_timed_by_the_kernel_that_steps_take(monkeypatch, fused):
 
 
 def test_parts_are_timed_at_the_sizes_of_the_first_batch(monkeypatch):
-    timed, shapes = cuts._timed_passes, []
+    timed, shapes = cuts._both_passes, []
     noted = lambda part, *given: shapes.append(part.given[0].shape) or timed(part, *given)  # noqa: E731
-    monkeypatch.setattr(cuts, "_timed_passes", noted)
+    monkeypatch.setattr(cuts, "_both_passes", noted)
     graph = LayerGraph(tagger())
     x, _ = data_of(graph.model, 4)
     chosen(graph, stages=2, inputs=[tf.constant(x)], loss_of=lambda made: tf.reduce_mean(made[0]))

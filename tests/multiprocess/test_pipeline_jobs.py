@@ -142,7 +142,8 @@ def test_a_resumed_run_goes_on_with_what_was_measured(tmp_path):
     for task in (0, 1):
         assert f"worker-{task} (stage {task}): " in said
     assert first[0]["history"] == first[1]["history"]
-    assert first[0]["chosen"].keys() == {"cut", "cut_of", "split_size"}
+    assert len(first[0]["chosen"]["cuts"]) == 1
+    assert first[0]["chosen"]["split_size"] >= 1
     code, said, second = run(tmp_path, "tries", stages=2)  # at its end already
     assert code == EXIT_OK, said
     assert [seen["chosen"] for seen in second] == [first[0]["chosen"]] * 2
@@ -158,6 +159,16 @@ def test_a_run_whose_stage_was_killed_ends_with_the_bits_of_one_that_was_not(
     assert f"worker-{task} failed first: killed by SIGKILL" in said
     for seen, expected in zip(tasks, undisturbed[1], strict=True):
         assert {**seen, "held": None} == {**expected, "held": None}
+
+
+@pytest.mark.parametrize("task", [0, 1])
+def test_a_run_killed_before_its_first_checkpoint_keeps_its_cut(seen_by, tmp_path, task):
+    _, expected = seen_by("early", 2, 2)
+    code, said, tasks = run(tmp_path, f"early-{task}", stages=2, flags=["--max_restarts=1"])
+    assert code == EXIT_OK, said
+    assert f"worker-{task} failed first: killed by SIGKILL" in said
+    for seen, wanted in zip(tasks, expected, strict=True):
+        assert {**seen, "held": None} == {**wanted, "held": None}
 
 
 def test_a_cut_behind_no_layer_ends_every_task_in_one_line(tmp_path):

@@ -34,6 +34,7 @@ from tfdist.errors import (
 from tfdist.files import one_line_errors, replacing
 from tfdist.strategy import Job, broadcast, current_job, is_chief
 from tfdist.strategy.devices import threads_of_an_operation
+from tfdist.strategy.stages import Stages
 
 _LOG = logging.getLogger(__name__)
 _LESS = ("loss", "error")
@@ -226,7 +227,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "callbacks": callback_state.get_states(others),
             "configuration": self._configuration or state.configuration_of(model),
             "place": _place(job),
-            "stages": {} if job.stages is None else job.stages.chosen,
+            "stages": {} if job.stages is None else job.stages.chosen.state(),
         }
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._written = self._writer.submit(
@@ -276,7 +277,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         saved = broadcast(None if checkpoint is None else _of_all_tasks(checkpoint))
         self._saved_run = RunState(**saved["run"])
         if job.stages is not None:
-            job.stages.chosen.update(saved["stages"])
+            job.stages.chosen.take(saved["stages"], where=f"checkpoint {self.store.directory}")
         others = callbacks.callbacks
         callback_state.set_states(others, saved["callbacks"])
         callback_state.set_best_weights(others, saved["best_weights"])
@@ -347,6 +348,20 @@ def _place(job: Job) -> dict[str, Any]:
         "threads": threads_of_an_operation(),
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
+        **({} if job.stages is None else _stages_of(job.stages)),
+    }
+
+
+def _stages_of(place: Stages) -> dict[str, Any]:
+    """Return what bits of a pipeline depend on; all schedules sum gradients in one order."""
+    options = place.options
+    cut = "auto" if options.cut is None else options.cut
+    return {
+        "stages": place.count,
+        "pipelines": place.pipelines,
+        "split_size": options.split_size,
+        "keep": options.keep,
+        "cut": json.loads(json.dumps(dict(cut) if isinstance(cut, Mapping) else cut)),
     }
 
 

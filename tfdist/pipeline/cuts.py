@@ -583,6 +583,7 @@ def chosen_places(
     keep: str = "tape",
     inputs: Sequence[Any] | None = None,
     loss_of: LossOfOutputs | None = None,
+    counted: bool = False,
 ) -> list[CutPoint]:
     """Return where to cut so that a step is as fast as it can be, and log it.
 
@@ -599,6 +600,7 @@ def chosen_places(
       keep: ``recompute`` to need less memory for it, and look less closely.
       inputs: flat inputs of the model, so many rows of a batch; by default zeros and noise.
       loss_of: of so many rows of flat outputs, computed in the last stage; by default no time.
+      counted: go by the operations of the parts, which are always the same, and not by their time.
     """
     positions = [place.position for place in places]
     weights = [place.example_bytes for place in places]
@@ -612,7 +614,7 @@ def chosen_places(
     try:
         parts = _computed(graph, positions, flat)
         weights = [sum(map(_real_bytes, part.received)) for part in parts[1:]]
-        seconds = _seconds(parts, rows, loss_of)
+        seconds = _seconds(parts, rows, loss_of, counted=counted)
     except (tf.errors.InvalidArgumentError, ValueError) as error:
         _LOG.warning(
             "the layers cannot be timed (%s); the cut is by the bytes that they make: name a better"
@@ -626,17 +628,19 @@ def chosen_places(
     chosen, _ = _fastest_cut(seconds, weights, trainable, orders, micros)
     # Parts have ends that a stage has not, which take time: the more, the larger their tensors are.
     # `recompute` is there to need less than the activations of a whole stage.
-    if is_timed and keep != "recompute":
-        whole = _seconds(_computed(graph, [positions[i] for i in chosen], flat), rows, loss_of)
+    if is_timed and not counted and keep != "recompute":
+        stages = _computed(graph, [positions[i] for i in chosen], flat)
+        whole = _seconds(stages, rows, loss_of, counted=False)
         for run, measured in zip(runs(chosen, len(seconds)), whole, strict=True):
             factor = measured / sum(seconds[run])
             seconds[run] = [factor * each for each in seconds[run]]
     chosen, step = _fastest_cut(seconds, weights, trainable, orders, micros)
     _LOG.info(
-        "cut behind %s: %s s for a micro-batch of %d%s; of %d the stages wait %.0f %%",
+        "cut behind %s: %s %s for a micro-batch of %d%s; of %d the stages wait %.0f %%",
         ", ".join(places[i].name for i in chosen),
-        " + ".join(f"{sum(seconds[run]):.4f}" for run in runs(chosen, len(seconds))),
-        *(rows, "" if loss_of is None else " with its loss", micros, 100 * step.bubble),
+        " + ".join(f"{sum(seconds[run]):.4g}" for run in runs(chosen, len(seconds))),
+        *("operations" if counted else "s", rows),
+        *("" if loss_of is None else " with its loss", micros, 100 * step.bubble),
     )
     return [places[i] for i in chosen]
 
@@ -701,26 +705,41 @@ def _computed(
     return found
 
 
-def _seconds(parts: Sequence[_Computed], rows: int, loss_of: LossOfOutputs | None) -> list[float]:
-    """Return the seconds of each part, forward and backward.
+def _seconds(
+    parts: Sequence[_Computed], rows: int, loss_of: LossOfOutputs | None, *, counted: bool
+) -> list[float]:
+    """Return the seconds of each part, forward and backward, or its work if that is counted.
 
     Those that compute the same, as the blocks of a transformer do, are timed once.
     """
-    timed = {
-        each.work: _timed_passes(each, rows, loss_of if each.part.is_last else None)
+    passes_of = {
+        each.work: _both_passes(each, rows, loss_of if each.part.is_last else None)
         for each in parts
     }
-    for run in timed.values():  # compiles
-        run()
+    if counted:
+        work = {}
+        for each in parts:
+            both, given = passes_of[each.work]
+            steps = max((t.shape[1] or 1 for t in each.given if len(t.shape) > 1), default=1)
+            work[each.work] = 1.0 + _work_in(both.get_concrete_function(*given).graph, steps)
+        return [work[each.work] for each in parts]
+    for both, given in passes_of.values():  # compiles
+        both(*given)
     # In turn, as a machine has moments in which all take longer.
-    rounds = [{each: run() for each, run in timed.items()} for _ in range(_ROUNDS)]
+    rounds = [{each: _timed(*call) for each, call in passes_of.items()} for _ in range(_ROUNDS)]
     return [min(seconds[each.work] for seconds in rounds) for each in parts]
 
 
-def _timed_passes(
+def _timed(both: Callable[..., Any], given: Sequence[Any]) -> float:
+    start = time.perf_counter()
+    both(*given)
+    return time.perf_counter() - start
+
+
+def _both_passes(
     computed: _Computed, rows: int, loss_of: LossOfOutputs | None
-) -> Callable[[], float]:
-    """Return what runs both passes of a part once, and returns their seconds."""
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return the compiled function of both passes of a part, and its arguments."""
     part, given, made = computed
     module, count = part.module, len(part.received)
     floats = [i for i, t in enumerate(made) if t.dtype.is_floating]
@@ -741,13 +760,43 @@ def _timed_passes(
         found = tape.gradient(outputs, sources, output_gradients=gradients)
         return [*outputs, *(tf.convert_to_tensor(g) for g in found if g is not None)]
 
-    def timed() -> float:
-        ends = [_noise(made[i].shape, made[i].dtype) for i in floats] if loss_of is None else None
-        start = time.perf_counter()
-        both(given, ends)
-        return time.perf_counter() - start
+    ends = [_noise(made[i].shape, made[i].dtype) for i in floats] if loss_of is None else None
+    return both, (given, ends)
 
-    return timed
+
+def _work_in(graph: Any, steps: int) -> int:
+    """Return about how many multiplications and other operations on numbers a graph has.
+
+    The body of a loop counts `steps` times.
+    """
+    total = 0
+    for operation in graph.get_operations():
+        total += _work_of(operation)
+        if "body" in operation.node_def.attr:
+            body = graph._get_function(operation.node_def.attr["body"].func.name).graph
+            total += steps * _work_in(body, steps)
+    return total
+
+
+def _work_of(operation: tf.Operation) -> int:
+    """Return the numbers that an operation makes, each by what it sums over."""
+    shapes = [tuple(t.shape) if t.shape.rank is not None else () for t in operation.inputs]
+    made = sum(t.shape.num_elements() or 0 for t in operation.outputs)
+    kind, summed = operation.type, 1
+    if kind == "MatMul":
+        summed = shapes[0][0 if operation.get_attr("transpose_a") else 1]
+    elif kind.startswith("BatchMatMul"):
+        summed = shapes[0][-2 if operation.get_attr("adj_x") else -1]
+    elif kind == "Einsum":
+        given, _, out = operation.get_attr("equation").decode().partition("->")
+        sizes = dict(zip(given.replace(",", ""), itertools.chain(*shapes), strict=False))
+        summed = math.prod(size or 1 for label, size in sizes.items() if label not in out)
+    elif "Conv" in kind and len(shapes) > 1:
+        of_filter = kind.endswith("Filter")  # gradients take as long as the convolution
+        kernel = tuple(operation.outputs[0].shape) if of_filter else shapes[1]
+        made = math.prod(size or 1 for size in shapes[2]) if "Backprop" in kind else made
+        summed = math.prod(size or 1 for size in kernel[: 2 if "Depthwise" in kind else -1])
+    return made * (summed or 1)
 
 
 def _trace(module: keras.Model, rows: int) -> keras_compat.StepTrace:

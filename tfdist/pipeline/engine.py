@@ -30,6 +30,7 @@ from tfdist.training import keras_compat
 from tfdist.training.agreement import require_same_batches
 from tfdist.training.feed import Feed, Part, rows_of
 from tfdist.training.program import Engine, StepProgram
+from tfdist.training.resume import require_deterministic
 
 _LOG = logging.getLogger(__name__)
 _TRY_S, _MOST_TRIALS = 2.0, 5
@@ -211,20 +212,21 @@ class PipelineEngine(Engine):
     ) -> None:
         """Try sizes of micro-batches and keep the fastest, once in a run. A collective."""
         place = self._place
-        if place.options.split_size != "auto" or "split_size" in place.chosen or staged.compares:
+        if place.options.split_size != "auto" or place.chosen.split_size or staged.compares:
             return
         tried: dict[int, float] = {}
         sizes = staged.sizes_to_try(len(program.feed.plan.span(step)))
         for _ in range(2):  # once may be a bad moment: those that come near have a second try
             for size in sizes:
-                place.chosen["split_size"] = size
+                place.chosen.split_size = size
                 took_s = self._timed(staged, program, step, batch)
                 tried[size] = min(took_s, tried.get(size, took_s))
             near = _NEAR * min(tried.values())  # by the first stage, which ends last
             sizes = broadcast([size for size in tried if tried[size] <= near])
         fastest = min(tried, key=lambda size: tried[size])
-        place.chosen["split_size"] = int(broadcast(fastest))
+        place.chosen.split_size = int(broadcast(fastest))
         if self._job.is_chief:
+            place.chosen.keep()
             seconds = ", ".join(f"{size} in {s:.3f} s" for size, s in tried.items())
             _LOG.info("split size %d: a step of %s", staged.split_size, seconds)
 
@@ -292,9 +294,13 @@ class PipelineEngine(Engine):
             require_same_batches(self._job, feed, step, step + 1)
         else:
             if (program, staged) not in self._batches:
-                self._batches[program, staged] = keras_compat.compiled(
+                read = keras_compat.compiled(
                     lambda step: _read_part(staged, program, feed.at(step)[0])
                 )
+                if program.exact:
+                    number = tf.constant(step, tf.int64)
+                    require_deterministic(read.get_concrete_function(number).graph)
+                self._batches[program, staged] = read
             batch, recorded = self._batches[program, staged](tf.constant(step, tf.int64))
         for observer, noted in zip(program.observers, recorded, strict=True):
             observer.write(step, step + 1, noted)

@@ -90,6 +90,7 @@ class Stage:
       loss_of: of the last stage; traced in the forward pass, where it may update metrics.
       scaled: of a loss, what gradients are taken of.
       micros: returns the number of micro-batches of a whole step.
+      check: called when a pass that trains is traced.
 
     Attributes:
       segments: one for each part.
@@ -106,10 +107,11 @@ class Stage:
         loss_of: LossOf | None = None,
         scaled: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
         micros: Callable[[], int] = lambda: 1,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         *before, last = parts
         self.keep = keep
-        of_all: dict[str, Any] = {"scaled": scaled, "micros": micros}
+        of_all: dict[str, Any] = {"scaled": scaled, "micros": micros, "check": check}
         self.segments = [Segment(part, keep="recompute", **of_all) for part in before]
         self.segments.append(Segment(last, keep=keep, loss_of=loss_of, **of_all))
         self.variables = [v for segment in self.segments for v in segment.variables]
@@ -212,9 +214,10 @@ class Segment:
         loss_of: LossOf | None = None,
         scaled: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
         micros: Callable[[], int] = lambda: 1,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._scaled = scaled
-        self._micros = micros
+        self._micros, self._check = micros, check
         self.part = part
         self.variables: list[Any] = list(part.module.trainable_variables)
         self.keep = keep
@@ -392,6 +395,8 @@ class Segment:
                 outputs = [loss_of(batch, outputs, total)]
             losses_here = outputs if loss_of is not None else [] if added is None else [added]
             keras_compat.warn_of_parts(losses_here, trace)
+        if training:
+            self._check()
         return outputs, added
 
     def _added(

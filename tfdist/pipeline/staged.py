@@ -40,9 +40,11 @@ from tfdist.pipeline.union import (
 )
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_over_tasks
+from tfdist.strategy.stages import cut_key
 from tfdist.training import keras_compat
 from tfdist.training.feed import rows_of
 from tfdist.training.program import is_own
+from tfdist.training.resume import require_deterministic
 
 _LOG = logging.getLogger(__name__)
 _MICROS_A_STAGE = 4
@@ -87,6 +89,7 @@ class StagedModel:
         place, options = self._place, self._place.options
         _require_stages_compute_it(model)
         self.graph = LayerGraph(model)
+        self._cut_key = cut_key(self.graph.digest, place.count)
         micros = _MICROS_A_STAGE * place.count * place.pipelines
         self._default_size = max(1, -(-batch // micros))
         self.compares = self._is_loss_known = False
@@ -105,12 +108,13 @@ class StagedModel:
             loss_of=self._loss_of if part.is_last else None,
             scaled=getattr(self._optimizer, "scale_loss", tf.identity),
             micros=lambda: len(self.sizes_of(batch)),
+            check=self._require_deterministic,
         )
         layers = part.module._flatten_layers()
         own = [v for layer in layers for v in layer._non_trainable_variables]
         self.statistics = [v for v in own if v.value.dtype.is_floating]
         self._owners = owners_of(model, parts)
-        self._made_of = _parts_of(model)
+        self._made_of, self._chosen = _parts_of(model), self._choices
         self._slots = slots_of(model)
         self.is_divided = False
         self.update = keras_compat.compiled(self._update)
@@ -118,9 +122,15 @@ class StagedModel:
 
     @property
     def is_up_to_date(self) -> bool:
-        """Return whether the model is still compiled and built as it was."""
+        """Return whether the model is still compiled, built and to be cut as it was."""
         now = _parts_of(self._model)
-        return len(now) == len(self._made_of) and all(map(operator.is_, now, self._made_of))
+        same = len(now) == len(self._made_of) and all(map(operator.is_, now, self._made_of))
+        return same and self._chosen == self._choices
+
+    @property
+    def _choices(self) -> tuple[Any, ...]:
+        chosen = self._place.chosen
+        return chosen.cuts.get(self._cut_key), chosen.counted
 
     @property
     def split_size(self) -> int:
@@ -130,7 +140,7 @@ class StagedModel:
             return given
         if self.compares:
             return sys.maxsize
-        return int(self._place.chosen.get("split_size", self._default_size))
+        return self._place.chosen.split_size or self._default_size
 
     @property
     def metrics(self) -> list[Any]:
@@ -295,11 +305,10 @@ class StagedModel:
         return -(-len(self.sizes_of(batch)) // self._place.pipelines)
 
     def _chosen_cut(self, batch: int, first_batch: FirstBatch) -> list[int]:
-        """Return where the chief cuts by measured times, or has, for good. A collective."""
-        chosen, what = self._place.chosen, [self.graph.digest, self._place.count]
-        if chosen.get("cut_of") != what:
-            count, positions = self._place.count, None
-            places = possible_places(self.graph, num_stages=count)
+        """Return where the chief cuts by itself, or did at an earlier start. A collective."""
+        chosen, count = self._place.chosen, self._place.count
+        if self._cut_key not in chosen.cuts:
+            places, positions = possible_places(self.graph, num_stages=count), None
             if self._job.is_chief:
                 rows, inputs, loss_of = self._to_time(first_batch, self.sizes_of(batch)[0])
                 places = chosen_places(
@@ -312,10 +321,12 @@ class StagedModel:
                     keep=self._place.options.keep,
                     inputs=inputs,
                     loss_of=loss_of,
+                    counted=chosen.counted,
                 )
-                positions = [place.position for place in places]
-            chosen.update(cut_of=what, cut=broadcast(positions))
-        return list(chosen["cut"])
+                positions = chosen.cuts[self._cut_key] = [place.position for place in places]
+                chosen.keep()
+            chosen.cuts[self._cut_key] = broadcast(positions)
+        return chosen.cuts[self._cut_key]
 
     def _to_time(
         self, first_batch: FirstBatch, rows: int
@@ -379,6 +390,11 @@ class StagedModel:
             return gradients
         return [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
 
+    def _require_deterministic(self) -> None:
+        """Raise UsageError if the graph that is traced draws by itself and the run is exact."""
+        if self._place.chosen.counted:
+            require_deterministic(tf.compat.v1.get_default_graph())
+
     def _update(self, gradients: list[tf.Tensor | None]) -> None:
         inner, mine = self._inner_optimizer, set(map(id, self.stage.variables))
         kept = [i for i, v in enumerate(inner._trainable_variables) if id(v) in mine]
@@ -398,6 +414,7 @@ class StagedModel:
             self._job.strategy.run(lambda: apply(pairs))
         finally:
             vars(inner).update(before)
+        self._require_deterministic()
 
     def _log(self, part: ModelPart, *, batch: int) -> None:
         place = self._place

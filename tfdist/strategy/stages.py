@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import json
 import logging
 import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tfdist.cluster import TaskConfig
 from tfdist.cluster.address import split_address
-from tfdist.errors import StartupTimeout, require_int, require_one_of
+from tfdist.errors import StartupTimeout, require, require_int, require_one_of
+from tfdist.files import one_line_errors, write_json
 from tfdist.strategy import rendezvous
 from tfdist.strategy.ring import Ring, Sum, accepted, connect, exactly
 
@@ -58,6 +62,75 @@ class PipelineOptions:
         require_one_of("keep", self.keep, ("tape", "recompute", "compiled"))
 
 
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class Choices:
+    """What a job has chosen by itself, which a resumed run goes on with.
+
+    Attributes:
+      cuts: the nodes of a model's graph that it is cut behind, by `cut_key`.
+      split_size: examples of a micro-batch at the most; None if it is not chosen.
+      counted: whether to choose by counted work, which is always the same, and not by time.
+      files: where the chief keeps the choices, from before their first use.
+    """
+
+    cuts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    split_size: int | None = None
+    counted: bool = False
+    files: list[Path] = dataclasses.field(default_factory=list)
+
+    def state(self) -> dict[str, Any]:
+        """Return the choices as JSON, for `take`."""
+        return {"cuts": dict(self.cuts), "split_size": self.split_size}
+
+    def take(self, state: Any, *, where: object) -> None:
+        """Take choices of an earlier start; those of another model stay.
+
+        Raises UsageError, which names `where` they were read, for what is none.
+        """
+        try:
+            cuts = dict(state.get("cuts") or {})
+            if "cut_of" in state:  # as tfdist 0.2.0 writes it
+                cuts[cut_key(*state["cut_of"])] = state["cut"]
+            size = state.get("split_size") or self.split_size
+            is_whole = all(isinstance(n, int) for n in itertools.chain([size or 1], *cuts.values()))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            is_whole = False
+        require(
+            is_whole,
+            str(where),
+            received="something else than a cut",
+            expected="what tfdist has written there",
+            fix="remove it; without it the run may end with other bits",
+            code="damaged-choices",
+        )
+        self.cuts.update(cuts)
+        self.split_size = size
+
+    def keep(self) -> None:
+        """Write the choices to the files. The chief calls it before a choice is used."""
+        for path in self.files if self.cuts or self.split_size else ():
+            with one_line_errors(path):
+                write_json(path, self.state())
+
+    def read(self) -> dict[str, Any]:
+        """Return the choices in the first file, nothing if there are none."""
+        found = Choices()
+        for path in itertools.islice(filter(Path.is_file, self.files), 1):
+            with one_line_errors(path):
+                text = path.read_text(encoding="utf-8", errors="replace")
+            try:
+                content = json.loads(text)
+            except (ValueError, RecursionError):
+                content = None
+            found.take(content, where=path)
+        return found.state()
+
+
+def cut_key(digest: str, count: int) -> str:
+    """Return the key of a cut of the graph of this digest in so many stages."""
+    return f"{digest}/{count}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Stages:
     """Place of this task in its pipeline.
@@ -72,7 +145,7 @@ class Stages:
       pipeline: which of the pipelines this task is in.
       pipelines: of the job.
       peers: sums over the equal stages of all pipelines; None for one pipeline.
-      chosen: what was found by measuring, which a resumed run goes on with.
+      chosen: what the job has chosen by itself.
     """
 
     index: int
@@ -84,7 +157,7 @@ class Stages:
     pipeline: int = 0
     pipelines: int = 1
     peers: Ring | None = None
-    chosen: dict[str, Any] = dataclasses.field(default_factory=dict)
+    chosen: Choices = dataclasses.field(default_factory=Choices)
 
 
 def join(

@@ -189,7 +189,11 @@ def _checked(seed: int | None, max_staleness: int | None) -> int | None:
 
 def _train(model: keras.Model, job: Job, engine: Engine, plan: RunPlan) -> keras.callbacks.History:
     """Run what is planned, on a model that is built."""
-    with StopRequests() as requests, _closing(engine, plan):
+    with (
+        StopRequests() as requests,
+        _closing(engine, plan),
+        resume.keeping_choices(plan, job=job),
+    ):
         resume.require_resumable(plan, job=job)
         program = program_of(
             model,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -204,6 +205,35 @@ def reason_not_to_save(model: keras.Model, metrics: Mapping[str, Any]) -> str:
 _OPS_SHOWN = 3
 
 
+_CHOICES = "stages.json"
+
+
+@contextlib.contextmanager
+def keeping_choices(plan: RunPlan, *, job: Job) -> Iterator[None]:
+    """Have the cut and the like written beside the checkpoints when they are chosen. A collective.
+
+    So a run that is killed before its first checkpoint goes on with the same ones.
+    """
+    if job.stages is None:
+        yield
+        return
+    chosen = job.stages.chosen
+    chosen.counted = any(backup.exact for backup in plan.backups)
+    if chosen.counted:
+        chosen.cuts.clear()  # an evaluation before may have timed one
+    found: dict[str, Any] = {}
+    if job.is_chief:
+        chosen.files = [backup.store.directory / _CHOICES for backup in plan.backups]
+        found = chosen.read()
+    chosen.take(broadcast(found), where=_CHOICES)
+    if chosen.state() != found:
+        chosen.keep()
+    try:
+        yield
+    finally:
+        chosen.files = []
+
+
 def require_exact(backups: Sequence[BackupAndRestore], feed: Feed, *, job: Job) -> None:
     """Log once that a run resumes by replay; under exact=True it is refused. Every task calls it.
 
@@ -212,11 +242,16 @@ def require_exact(backups: Sequence[BackupAndRestore], feed: Feed, *, job: Job) 
     """
     stream = isinstance(feed.source, StreamSource | InputFunctionSource)
     if any(backup.exact for backup in backups):
-        if job.kind in ("ps", "pipeline"):
+        if job.kind == "ps":
             raise _refused(
                 f"strategy {job.kind}",
-                expected="strategy single, mirrored or multiworker, whose steps have one order and "
-                "are searched for draws of their own",
+                expected="strategy single, mirrored, multiworker or pipeline, whose steps have one "
+                "order and are searched for draws of their own",
+            )
+        if job.stages is not None and job.stages.options.split_size == "auto":
+            raise _refused(
+                'split_size="auto", which goes by measured times',
+                expected="a number of examples, or none for the default",
             )
         if stream:
             raise _refused(

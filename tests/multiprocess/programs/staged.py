@@ -6,8 +6,9 @@ predict; ``again`` (recomputing), ``compiled`` (and cut by measured times) and `
 up to overflows) train; ``sums`` sums losses, accumulates gradients and keeps a ledger;
 ``tries`` finds cut and size of micro-batches by measuring, and keeps them in checkpoints;
 ``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
-``looks`` evaluates in the middle of each epoch; ``shapes`` trains models of every shape of graph,
-evaluates them and saves them;
+``early`` is killed by ``early-K`` in its first step, before it saves, and its layers are as slow as
+the attempt says; ``looks`` evaluates in the middle of each epoch;
+``shapes`` trains models of every shape of graph, evaluates them and saves them;
 ``wrong`` cuts behind a layer that is not there, and in ``differs`` each task has targets of its
 own.
 """
@@ -25,6 +26,7 @@ import numpy as np
 import tfdist
 from tests import graphs
 from tests.tools.ledger import Ledger
+from tfdist.pipeline import cuts
 from tfdist.strategy.job import current_job
 from tfdist.strategy.stages import PipelineOptions
 
@@ -36,6 +38,7 @@ X = random.random((26, 5)).astype("float32")
 Y = random.integers(0, 3, (26,))
 WEIGHTS = random.random(26).astype("float32")
 L = keras.layers
+MEASURED = ("compiled", "tries", "shapes", "early", "early-0", "early-1")
 CUTS = {1: None, 2: ["adds"], 3: ["dropout0", "adds"]}
 
 
@@ -94,6 +97,8 @@ class Dies(keras.callbacks.Callback):
         held["weights"], held["slots"] = map(nbytes, variables)
         job, (_, _, task) = current_job(), DOES.partition("-")
         mine = job.name == f"worker-{task}" and job.config.options.attempt == 1
+        if mine and DOES.startswith("early-"):
+            os.kill(os.getpid(), signal.SIGKILL)
         if mine and self.model.optimizer.iterations > 4 and batch >= 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -104,6 +109,12 @@ class Looks(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if DOES == "looks" and batch == 1:
             looked.append(tfdist.evaluate(self.model, X[:7], Y[:7], batch_size=8, verbose=0))
+
+
+def seconds_of(parts, rows, loss_of, *, counted):
+    """At the first attempt the first part is slow, later the last one, so each start cuts anew."""
+    slow = 0 if current_job().config.options.attempt == 1 else len(parts) - 1
+    return [9.0 if i == slow else 1.0 for i in range(len(parts))]
 
 
 def rate(epoch, before):
@@ -119,7 +130,12 @@ def trains(strategy):
         model = staged_model()
     y = (Y + int(current_job().name[-1])) % 3 if DOES == "differs" else Y
     callbacks = [keras.callbacks.LearningRateScheduler(rate), Dies(), Looks()]
-    if DOES.partition("-")[0] in ("saves", "kills", "tries"):
+    if DOES.startswith("early"):
+        cuts._seconds = seconds_of
+        with strategy.scope():  # so that `fit` takes the stages that the evaluation has made
+            model.optimizer.build(model.trainable_variables)
+        tfdist.evaluate(model, X, y, batch_size=8, verbose=0)
+    if DOES.partition("-")[0] in ("saves", "kills", "tries", "early"):
         callbacks.append(tfdist.BackupAndRestore(OUT / "checkpoints", every_steps=3))
     weights = WEIGHTS * (20 if DOES == "scales" else 1)
     if DOES == "sums":
@@ -138,7 +154,7 @@ def trains(strategy):
         else [],
         "held": held,
         "looked": looked,
-        "chosen": current_job().stages.chosen,
+        "chosen": current_job().stages.chosen.state(),
     }
     if DOES in ("fits", "undivided", "plain"):
         seen["evaluated"] = tfdist.evaluate(model, X, y, batch_size=8, verbose=0)
@@ -170,9 +186,7 @@ if __name__ == "__main__":
     held, looked = {}, []
     options = PipelineOptions(
         split_size={"tries": "auto", "undivided": len(X)}.get(DOES, 4),
-        cut={"compiled": "auto", "tries": None, "shapes": None, "wrong": ["addz"]}.get(
-            DOES, CUTS[STAGES]
-        ),
+        cut=["addz"] if DOES == "wrong" else "auto" if DOES in MEASURED else CUTS[STAGES],
         keep={"again": "recompute", "compiled": "compiled"}.get(DOES, "tape"),
     )
     strategy = tfdist.make_strategy(pipeline=options)
