@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SEED = 11
 BATCH = 24
-VARIANTS = ("plain", "accumulation", "mixed_bfloat16", "sharded", "auto")
+VARIANTS = ("plain", "accumulation", "mixed_bfloat16", "sharded", "auto", "exact")
 TIMINGS = ("examples_per_second",)
 
 
@@ -41,8 +41,7 @@ def main() -> None:
 
     marks.write("imported")
     faults.at_phase("rendezvous")
-    stages = tfdist.PipelineOptions(cut=["normalization"], split_size=6)
-    strategy = tfdist.make_strategy(pipeline=stages)
+    strategy = tfdist.make_strategy(pipeline=tfdist.PipelineOptions(split_size=6))
     marks.write("joined")
     faults.watch_writes({"checkpoints": args.checkpoints, "best": args.out / "best"})
     verdict = _train(args, strategy, marks=marks, faults=faults)
@@ -210,7 +209,7 @@ def _timed_backup(args: argparse.Namespace, *, marks: Marks, faults: InTask) -> 
 
     if args.variant == "auto":  # the mean time between failures is that of the kills
         return Backup(args.checkpoints, every="auto")
-    return Backup(args.checkpoints, every_steps=6, every_s=0.2)
+    return Backup(args.checkpoints, every_steps=6, every_s=0.2, exact=args.variant == "exact")
 
 
 def _verdict(
@@ -222,10 +221,14 @@ def _verdict(
     import tfdist
     from tfdist.checkpoint.callback_state import get_states
     from tfdist.checkpoint.state import state_sha256, weights_sha256
+    from tfdist.strategy import current_job
     from tfdist.strategy.group import whole
 
     state = state_sha256(model, read=whole)
     verdict = {"weights_sha256": weights_sha256(model), "state_sha256": state}
+    job = current_job()
+    if job is not None and job.stages is not None:
+        verdict["choices"] = job.stages.chosen.state()
     if not tfdist.is_chief():
         return verdict
     best = keras.models.load_model(args.out / "best" / "best.keras", compile=False)
