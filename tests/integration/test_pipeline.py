@@ -461,6 +461,16 @@ COMPARING = {
 }
 
 
+def test_stages_are_made_anew_for_the_cut_of_an_earlier_start(one_stage):
+    with one_stage().scope():
+        model = model_with()
+    tfdist.fit(model, X, Y, batch_size=8, verbose=0)
+    staged = vars(model)["_tfdist_stages"]
+    assert staged.is_up_to_date
+    jobs._made[0].stages.chosen.take({"cuts": {staged._cut_key: [1]}}, where="checkpoint")
+    assert not staged.is_up_to_date
+
+
 class Draws(L.Layer):
     def call(self, x):
         return x * tf.random.uniform([])
