@@ -568,7 +568,7 @@ def test_a_loss_over_pairs_gets_the_whole_batch_or_a_warning(strategies, one_sta
 def test_a_stage_gathers_nothing_that_it_does_not_read(inputs, is_last, gathered):
     stage = types.SimpleNamespace(inputs=inputs, is_last=is_last)
     whole = types.SimpleNamespace(inputs_of=lambda x: [x], stage=stage)
-    program = types.SimpleNamespace(recorder=None)
+    program = types.SimpleNamespace(observers=())
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
     def read(rows):

@@ -429,7 +429,7 @@ class Segment:
                 self.part.module(one_or_list(given), training=True)
                 shapes.extend(loss.shape for loss in self.part.module.losses)
 
-        specs = [tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype) for tensor in inputs]
+        specs = [_spec_of(tensor, rows=rows) for tensor in inputs]
         with contextlib.suppress(Exception):  # of a model for batches of one size
             keras_compat.compiled(call).get_concrete_function(specs)
         return shapes
@@ -469,6 +469,15 @@ class Segment:
         own = [None if g is None else tf.convert_to_tensor(g) for g in found[:count]]
         back = zip(found[count:], sources, strict=True)
         return own, [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for g, s in back]
+
+
+def _spec_of(tensor: Any, *, rows: int) -> Any:
+    """Return the specification of a dense, ragged or sparse tensor with so many rows."""
+    spec = tf.type_spec_from_value(tensor)
+    shape = [rows, *spec.shape[1:]]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    return type(spec)(shape, spec.dtype)
 
 
 def _without_gradient(given: Any) -> Any:
