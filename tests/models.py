@@ -1,11 +1,13 @@
 """A small model that tests of one process have in common, what cuts its run, and compares two."""
 
 import contextlib
+import csv
 import functools
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfdist
 from tfdist.training.engines import SynchronousEngine
@@ -127,3 +129,23 @@ def noted_ranges(patch):
 
     patch.setattr(SynchronousEngine, "run", noting)
     return seen
+
+
+def written(folder):
+    """What callbacks have left in a folder: models, lines of CSV, and scalars of TensorBoard."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.suffix == ".keras":
+            model = keras.saving.load_model(path)
+            found[name] = [int(model.optimizer.iterations.numpy()), *model.get_weights()]
+        elif path.suffix == ".csv":
+            rows = csv.DictReader(path.read_text().splitlines())
+            found[name] = [{key: float(value) for key, value in row.items()} for row in rows]
+        elif path.is_dir():
+            events = EventAccumulator(str(path), size_guidance={"tensors": 0}).Reload()
+            for tag in events.Tags()["tensors"]:
+                points = [(e.step, tf.make_ndarray(e.tensor_proto)) for e in events.Tensors(tag)]
+                scalars = [(s, float(v)) for s, v in points if v.dtype == "f" and v.ndim == 0]
+                found |= {f"{name} {tag}": scalars} if scalars else {}
+    return found

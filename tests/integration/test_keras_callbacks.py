@@ -1,6 +1,5 @@
 """Keras' callbacks and a user's own, beside the same run of `keras.Model.fit` on one device."""
 
-import csv
 import functools
 import re
 from pathlib import Path
@@ -10,10 +9,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfdist
-from tests.models import difference, noted_ranges, sequential
+from tests.models import difference, noted_ranges, sequential, written
 from tfdist import phases
 from tfdist.training import blocks
 
@@ -253,26 +251,6 @@ def test_a_learning_rate_under_loss_scaling_is_that_of_the_inner_optimizer(strat
     scheduler = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.1)
     tfdist.fit(model, X, Y, batch_size=BATCH_SIZE, epochs=2, verbose=0, callbacks=[scheduler])
     assert float(inner.learning_rate.numpy()) == pytest.approx(0.0005)
-
-
-def written(folder):
-    """What callbacks have left in a folder: models, lines of CSV, and scalars of TensorBoard."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.suffix == ".keras":
-            model = keras.saving.load_model(path)
-            found[name] = [int(model.optimizer.iterations.numpy()), *model.get_weights()]
-        elif path.suffix == ".csv":
-            rows = csv.DictReader(path.read_text().splitlines())
-            found[name] = [{key: float(value) for key, value in row.items()} for row in rows]
-        elif path.is_dir():
-            events = EventAccumulator(str(path), size_guidance={"tensors": 0}).Reload()
-            for tag in events.Tags()["tensors"]:
-                points = [(e.step, tf.make_ndarray(e.tensor_proto)) for e in events.Tensors(tag)]
-                scalars = [(s, float(v)) for s, v in points if v.dtype == "f" and v.ndim == 0]
-                found |= {f"{name} {tag}": scalars} if scalars else {}
-    return found
 
 
 @pytest.mark.parametrize("run", ["without_batches", "with_batches"])

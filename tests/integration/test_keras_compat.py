@@ -8,6 +8,8 @@ import contextlib
 import functools
 import json
 import logging
+import math
+import operator
 import re
 import threading
 
@@ -23,7 +25,9 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random import seed_generator
 from keras.src.trainers.compile_utils import CompileMetrics
 from tensorflow.python.distribute import parameter_server_strategy_v2
+from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.framework.ops import gradient_registry
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 from tensorflow.python.util import _pywrap_util_port
 
 import tfdist
@@ -31,6 +35,7 @@ from tests import forked_python
 from tests.models import difference
 from tests.processes import python
 from tfdist.ps import keras_compat as ps_compat
+from tfdist.strategy.job import convert_variables_to_numbers
 from tfdist.training import keras_compat
 
 RNG = np.random.RandomState(0)
@@ -51,6 +56,7 @@ def shows(*targets):
 @pytest.fixture(autouse=True)
 def installed():
     keras_compat.install()
+    convert_variables_to_numbers()
 
 
 def make_model(strategy, optimizer, layers=()):
@@ -869,3 +875,39 @@ def test_keras_fit_goes_on_with_what_tfdist_trained(strategies):
         model.fit(X, Y, batch_size=4, verbose=0)
         tfdist.fit(model, X, Y, batch_size=4, verbose=0)
         assert model.optimizer.iterations.numpy() == 6
+
+
+NUMBERS = {
+    "int": int,
+    "float": float,
+    "complex": complex,
+    "%": lambda variable: operator.mod("%d %.3f", (variable, variable)),
+    "format": "{:.3e}".format,
+    "math": lambda variable: (math.floor(variable), math.isfinite(variable), math.log(variable)),
+    "numpy": lambda variable: float(np.asarray(variable)),
+    "text": lambda variable: re.sub("path=[^,]*", "", f"{variable}"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
+def test_a_variable_of_several_replicas_is_a_number_as_that_of_one(strategies, dtype):
+    def made(replicas):
+        with strategies[replicas].scope():
+            return keras.Variable(1.25, dtype=dtype, trainable=False)
+
+    one, several = made(1), made(2)
+    assert isinstance(several.value, DistributedVariable)
+    for name, number in NUMBERS.items():
+        assert number(several) == number(one), name
+    with strategies[2].scope():
+        vector = keras.Variable([1.0, 2.0])
+    for number in (int, float, "{:.3f}".format):
+        with pytest.raises(TypeError):
+            number(vector)
+
+
+def test_stock_variables_of_several_replicas_are_no_numbers():
+    """`convert_variables_to_numbers` has added these methods: TensorFlow has none of its own."""
+    for name in ("__complex__", "__float__", "__int__"):
+        assert getattr(DistributedVariable, name) is getattr(BaseResourceVariable, name)
+    assert keras.Variable.__format__.__module__.startswith("tfdist.")

@@ -1,5 +1,6 @@
 """Whole jobs through the launcher: what comes out is what one device makes of it."""
 
+import functools
 import json
 import re
 
@@ -9,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.models import written
 from tests.multiprocess.programs import zoo
 from tests.multiprocess.trainings import PROGRAMS, launch
 
@@ -156,3 +158,47 @@ def assert_refused_where_keras_fails(found, *, strategy):
 
 def test_what_stock_keras_cannot_do_in_a_job_is_refused(synchronous):
     assert_refused_where_keras_fails(synchronous[1][0]["native calls"], strategy="multiworker")
+
+
+def left_by(out, flags, *kills):
+    """What every callback of Keras has left of a training with validation data."""
+    kind = flags[0]
+    (out / kind).mkdir()
+    words = ("--strategy", *flags, "--max_restarts=1", str(PROGRAMS / "written.py"))
+    said = launch(out / f"{kind}.run", *words, str(out / kind), kind, *kills, timeout_s=200)
+    assert said.count("killed by SIGKILL") >= len(kills), said
+    found = {n: left for n, left in written(out / kind).items() if " batch_" not in n}  # of blocks
+    found["history"] = json.loads((out / kind / "history.json").read_text())
+    for name in ("rates.txt", "posted.jsonl"):  # of the epoch of the kill there are two
+        found[name] = sorted(set((out / kind / name).read_text().splitlines()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def left_by_one_device(tmp_path_factory):
+    return left_by(tmp_path_factory.mktemp("written"), ("single", "--workers=1"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("mirrored", "--devices_per_worker=2"),
+        ("multiworker", "--workers=2"),
+        ("pipeline", "--workers=2", "--stages=2"),
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_callbacks_of_a_killed_job_write_what_one_device_writes(
+    left_by_one_device, tmp_path, flags
+):
+    found, expected = left_by(tmp_path, flags, "kills"), dict(left_by_one_device)
+    rates, posted = expected.pop("rates.txt"), expected.pop("posted.jsonl")
+    assert found.pop("rates.txt") == rates
+    assert all(len(set(line.split()[2:])) == 1 for line in rates)
+    assert len(found.pop("posted.jsonl")) == len(posted) == 4
+    if flags[0] == "pipeline":  # which saves within no epoch
+        expected = {name: left for name, left in expected.items() if not re.match("s[0-9]", name)}
+    assert list(found) == list(expected)
+    for name, values in expected.items():
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5, err_msg=name)
+        keras.tree.map_structure(close, found[name], values)

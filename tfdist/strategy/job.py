@@ -10,7 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from keras.src.backend.common import KerasVariable
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from tfdist.cluster import TaskConfig, read_environment, resolved_strategy
 from tfdist.errors import UsageError
@@ -108,6 +111,7 @@ def remember(job: Job) -> Job:
     """Make `job` the one that `current_job` and `job_of` find."""
     if job.kind in ("multiworker", "ps", "pipeline"):
         refuse_native_calls()
+    convert_variables_to_numbers()
     _made[:] = [job]
     return job
 
@@ -135,6 +139,7 @@ def job_of(strategy: tf.distribute.Strategy) -> Job:
         return remember(Job(strategy=strategy, kind="multiworker", config=config))
     kind = "mirrored" if isinstance(strategy, tf.distribute.MirroredStrategy) else "single"
     _require_agreement(kind)
+    convert_variables_to_numbers()
     return Job(strategy=strategy, kind=kind)
 
 
@@ -218,3 +223,26 @@ def _caller() -> str:
     while frame.f_globals.get("__name__", "").partition(".")[0] == "keras" and frame.f_back:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+# Python numbers from variables.
+#
+# `int(variable)` and `float(variable)`, which callbacks call for `optimizer.learning_rate` and
+# `optimizer.iterations`, are a TypeError for a variable with a copy on each replica, and so are
+# `"%d" % variable` and `math.log(variable)`. `f"{variable:.4f}"` is one for every Keras variable.
+# Ended by: no release, TensorFlow 2.21 and Keras 3.15.1 included.
+
+
+@functools.cache
+def convert_variables_to_numbers() -> None:
+    """Make variables of several replicas convert to numbers as those of one device do."""
+    for name in ("__complex__", "__float__", "__int__"):
+        if not hasattr(DistributedVariable, name):
+            setattr(DistributedVariable, name, getattr(BaseResourceVariable, name))
+    KerasVariable.__format__ = _formatted
+
+
+def _formatted(variable: KerasVariable, spec: str) -> str:
+    if not spec or variable.ndim:
+        return object.__format__(variable, spec)
+    return format(variable.numpy().item(), spec)
