@@ -254,6 +254,17 @@ def test_the_limits_of_keras_config_hold(strategies, limits):
     keras.config.set_max_steps_per_epoch(2)
     model, _ = trained(strategies[2], dense)
     assert tfdist.predict(model, X, batch_size=6, verbose=0).shape == (12, 1)
+    read = []
+
+    def batches():
+        for number in range(50):
+            read.append(number)
+            yield X[:6], Y[:6]
+
+    signature = tf.TensorSpec([6, *X.shape[1:]], X.dtype), tf.TensorSpec([6, *Y.shape[1:]], Y.dtype)
+    stream = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    assert tfdist.fit(model, stream, epochs=1, verbose=0).epoch == [0]
+    assert max(read) < 10  # also where batches are counted first
     virtual = tfdist.VirtualEpochs(total_examples=len(X), checkpoints=3)  # which they leave alone
     assert tfdist.fit(model, X, Y, virtual_epochs=virtual, verbose=0).epoch == [0, 1, 2]
 

@@ -359,7 +359,7 @@ def test_virtual_epochs_do_not_cut_batches_that_come_ready(strategies):
 
 def test_digests_are_looked_through_while_threads_note_more():
     digests = dict.fromkeys(range(100, 200), (0, 0))  # of steps that are still to come
-    feed = types.SimpleNamespace(digests=digests, digests_cover_inputs=True)
+    feed = types.SimpleNamespace(digests=digests, digests_cover_inputs=True, ends=None)
     over = threading.Event()
 
     def note():

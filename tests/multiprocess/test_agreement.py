@@ -1,11 +1,17 @@
 """Data that differ between the processes of a job are made the same, warned of or refused."""
 
+import contextlib
 import json
+import os
 
 import numpy as np
 import pytest
 
+from tests import forked_python
+from tests.multiprocess.test_missing_peer import held, line_of
 from tests.multiprocess.trainings import PROGRAMS, launch
+from tfdist.cluster import ClusterSpec, Task, TaskConfig, encode
+from tfdist.errors import EXIT_USAGE
 
 PROGRAM = PROGRAMS / "agreeing.py"
 REFUSED = {
@@ -68,3 +74,71 @@ def test_rows_of_a_batch_that_have_other_shapes_in_the_workers_are_refused(job):
     """Where one has a single column, its values filled the columns of the other."""
     (line,) = {worker["columns"] for worker in job[0]}
     assert "received rows of shapes (1,), (3,) in the tasks" in line
+
+
+BEFORE_TRAINING = {
+    **dict.fromkeys(
+        ("dataset", "generator", "PyDataset", "validation", "evaluate", "predict"),
+        "batches: received 3 in worker-0 and 5 in worker-1; expected the same in every task",
+    ),
+    "function": "steps of an epoch: received 3 in worker-0 and 5 in worker-1; ",
+    "nothing": "batches: received 3 in worker-0 and 0 in worker-1; ",
+    "batch_size": "batch_size: received 24 in worker-0 and 40 in worker-1; ",
+    "epochs": "epochs: received 3 in worker-0 and 5 in worker-1; ",
+    "steps_per_epoch": "steps of an epoch: received 3 in worker-0 and 5 in worker-1; ",
+    "no validation": "sets of validation data: received 0 in worker-0 and 1 in worker-1; ",
+}
+FEWER = "data: received an end after 3 batches in worker-0 and none in worker-1; "
+PASSES = {"passes": FEWER.replace("none", "an end after 5 batches")}
+UNDER = {
+    ("multiworker",): BEFORE_TRAINING | PASSES | {"only once": FEWER},
+    ("pipeline", "--stages=2"): {
+        **{case: BEFORE_TRAINING[case] for case in ("dataset", "validation", "no validation")},
+        "only once": FEWER,
+    },
+}
+
+
+@pytest.mark.parametrize("strategy", UNDER, ids=lambda words: words[0])
+def test_runs_of_different_lengths_end_with_two_tasks_and_their_counts(strategy, tmp_path):
+    words = ("--strategy", *strategy, "--workers=2", str(PROGRAMS / "uneven.py"), str(tmp_path))
+    launch(tmp_path / "run", *words, *UNDER[strategy], timeout_s=200)
+    found = [json.loads((tmp_path / f"uneven-{i}.json").read_text()) for i in range(2)]
+    assert found[0] == found[1]
+    for case, line in UNDER[strategy].items():
+        assert found[0][case].startswith(line), case
+
+
+def job_by_hand(case, path):
+    """Start both tasks of a job without the launcher; return what ends and how, when they have."""
+    path.mkdir()
+    tasks = [Task("worker", index) for index in range(2)]
+    with contextlib.ExitStack() as stack:
+        cluster = ClusterSpec(worker=tuple(stack.enter_context(held(2))))
+        programs = []
+        for task in tasks:
+            file = stack.enter_context((path / str(task)).open("w"))
+            env = {**os.environ, "TF_CONFIG": encode(TaskConfig(cluster=cluster, task=task))}
+            argv = str(PROGRAMS / "uneven.py"), case
+            programs.append(forked_python.Program(*argv, env=env, stderr=file))
+            stack.callback(programs[-1].kill)
+        yield
+        codes = [program.wait(150) for program in programs]
+    said = [(path / str(task)).read_text() for task in tasks]
+    assert codes == [EXIT_USAGE] * 2, (case, *said)
+    yield [line_of(text).removeprefix("tfdist: ") for text in said]
+
+
+def test_runs_of_different_lengths_end_without_the_launcher_too(tmp_path):
+    ends = ("function, only once", "not endless", "not 7")
+    jobs = {case: job_by_hand(case, tmp_path / case) for case in (*ends, "steps", "results")}
+    for job in jobs.values():
+        next(job)
+    for case, job in jobs.items():
+        for index, line in enumerate(next(job)):
+            if case in ends:
+                assert line.startswith(FEWER), case
+            else:
+                assert line.startswith("sums over the workers: received sum "), case
+                assert f", of worker-{1 - index} (" in line, case
+                assert f", as of worker-{index}. Fix: " in line, case

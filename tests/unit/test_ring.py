@@ -171,6 +171,19 @@ def test_a_worker_that_ends_within_a_sum_is_named():
         assert failed.result(DEADLINE_S).startswith("worker-1 has gone")
 
 
+def test_a_worker_that_stops_tells_the_next_one_why(monkeypatch):
+    one, other = ring_of(2)
+    stop, fail = one.stop, lambda _: failure_of(other, np.ones(3), of="a step")
+    at, failed = at_once(lambda call, word: call(word), (stop, fail), ("no more", ""))
+    assert at == "sum 0 of the run, a step [('float64', (3,))]"
+    assert (other.stopped, failed) == ("no more", "worker-0 makes no more sums: no more")
+    both = ring_of(2)
+    assert at_once(Ring.stop, both, ("this", "that")) == ["that", "this"]
+    monkeypatch.setattr("tfdist.strategy.ring._ANSWER_S", 0.0)
+    alone, _ = ring_of(2)
+    assert alone.stop("of no answer") == ""
+
+
 def test_an_interrupted_sum_is_the_last_one(monkeypatch):
     one, other = ring_of(2)
 
@@ -237,7 +250,7 @@ def test_a_process_forked_from_a_worker_does_not_stay_in_its_place():
     ],
 )
 def test_only_what_comes_of_a_lost_peer_is_called_so(kind, text, raised):
-    ring = types.SimpleNamespace(lost="worker-1 has gone: reset", differs=None)
+    ring = types.SimpleNamespace(lost="worker-1 has gone: reset", differs=None, stopped="")
     with pytest.raises(raised), naming_lost_peer(types.SimpleNamespace(ring=ring, name="w")):
         raise kind(None, None, text)
 

@@ -140,7 +140,7 @@ class PipelineEngine(Engine):
         if feed.direct:
             return feed.at(tf.constant(step, tf.int64))[0]
         if (feed, step) not in self._peeked:
-            self._peeked[feed, step] = next(feed.iterator(step))[0]
+            self._peeked[feed, step] = feed.iterator(step).get_next()[0]
         return self._peeked[feed, step]
 
     def _train(

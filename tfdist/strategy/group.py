@@ -23,6 +23,7 @@ from tfdist.strategy.job import Job, current_job
 
 _PIECE_WORDS = 2**22
 _MARK = "_tfdist_part"
+TOGETHER = "because all tasks run each step together"
 _OF_PEERS = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -100,7 +101,8 @@ def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
 def naming_lost_peer(job: Job) -> Iterator[None]:
     """Raise PeerLost for the worker that has gone, where TensorFlow says that something failed.
 
-    And UsageError where it has not gone but makes another sum: its program is at another place.
+    And UsageError where it has not gone but makes another sum, as its program is at another place,
+    or makes no more sums, as its data have ended.
     What failed by itself is raised as it is: whoever made the same mistake earlier has gone, too.
     """
     try:
@@ -109,6 +111,8 @@ def naming_lost_peer(job: Job) -> Iterator[None]:
         lost = "" if job.ring is None else job.ring.lost
         if not lost or not (lost in str(error) or isinstance(error, _OF_PEERS)):
             raise
+        if job.ring is not None and job.ring.stopped:
+            raise ends_differ(job.ring.stopped, f"none in {job.name}") from error
         if job.ring is not None and job.ring.differs:
             theirs, mine = job.ring.differs
             raise UsageError(
@@ -120,6 +124,26 @@ def naming_lost_peer(job: Job) -> Iterator[None]:
                 code="different-sums",
             ) from error
         raise PeerLost(f"{job.name}: {lost}") from error
+
+
+def ends_differ(first: str, other: str) -> UsageError:
+    """Return the error for data that end in one task before they end in another one."""
+    return UsageError(
+        "data",
+        received=f"{first} and {other}",
+        expected=f"the same number of batches in every task, {TOGETHER}",
+        fix="give every task the same files, and a generator that starts again for each pass",
+        code="data-ended",
+    )
+
+
+def require_same_place(job: Job, *, of: str) -> None:
+    """Find out that tasks are at different places, before a collective of TensorFlow hangs there.
+
+    A collective. It raises as `sum_over_tasks`, and does nothing in a job without a ring.
+    """
+    if job.ring is not None and job.stages is None:
+        sum_over_tasks(job, np.zeros(1), of=of)
 
 
 def sum_over_tasks(job: Job, values: np.ndarray, *, of: str) -> np.ndarray:

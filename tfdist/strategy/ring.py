@@ -45,6 +45,8 @@ _LOG = logging.getLogger(__name__)
 _OF_BYTES = 120
 # How many sums before this one, a checksum of what it is of, and that in words.
 _HEADER = struct.Struct(f"<QI{_OF_BYTES}s")
+_NO_MORE = 2**64 - 1  # in place of the number of a sum: the worker makes no more sums
+_ANSWER_S = 10.0
 _BUFFERS_A_CALL = 64
 _VECTOR = 32  # 512 bits of float16
 _Piece = tuple[int, int, int]  # of which array, from and up to which element
@@ -71,6 +73,8 @@ class Ring:
         """What went wrong with a neighbour, once something has; no sum can be made any more."""
         self.differs: tuple[str, str] | None = None
         """The neighbour's sum and this worker's where the neighbour makes another one."""
+        self.stopped = ""
+        """Why the neighbour makes no more sums; see `stop`."""
         for end in ends:
             end.setblocking(False)
         _close_in_children()
@@ -154,6 +158,23 @@ class Ring:
             phases.set_at_sum(False)
             self._at_work.release()
 
+    def stop(self, reason: str) -> str:
+        """Tell the next worker why this one makes no more sums, and end the connections.
+
+        Return which sum the previous worker is at, `reason` if it stops for the same reason, or ""
+        if it says nothing for 10 s. The next worker's sum fails, with the reason in `stopped`.
+        """
+        header = _HEADER.pack(_NO_MORE, 0, reason.encode()[:_OF_BYTES])
+        theirs = bytearray(_HEADER.size)
+        into, deadline_s = deque([memoryview(theirs)]), time.monotonic() + _ANSWER_S
+        with contextlib.suppress(ConnectionError), self._at_sum():
+            self._send(deque([memoryview(header)]))  # which fits into the socket's buffer
+            while into and (left_s := deadline_s - time.monotonic()) > 0:
+                if not self._receive(into):
+                    select.select([self._from_previous], [], [], left_s)
+        self._leave(reason)
+        return "" if into else _in_words(theirs)
+
     def close(self) -> None:
         """End the connections; the neighbours' next sum fails."""
         self._leave("this worker has left the ring")
@@ -187,6 +208,9 @@ class Ring:
         self._sums += 1
         theirs = bytearray(_HEADER.size)
         self._exchange(deque([memoryview(header)]), deque([memoryview(theirs)]))
+        if _HEADER.unpack(theirs)[0] == _NO_MORE:
+            self.stopped = _in_words(theirs)
+            raise ConnectionError(f"{self._previous} makes no more sums: {self.stopped}")
         if theirs != header:
             self.differs = _in_words(theirs), _in_words(header)
             raise ConnectionError(
@@ -258,6 +282,11 @@ class Ring:
         poll.poll()
 
     @property
+    def previous_name(self) -> str:
+        """Name of the previous worker, without its address."""
+        return self._previous.partition(" ")[0]
+
+    @property
     def _next(self) -> str:
         return self._names[(self._rank + 1) % self._size]
 
@@ -300,7 +329,8 @@ def _bounds(size: int, count: int) -> list[int]:
 def _in_words(header: bytes | bytearray) -> str:
     number, _, what = _HEADER.unpack(header)
     cut = "" if what.endswith(b"\0") else "..."
-    return f"sum {number} of the run, {what.rstrip(bytes(1)).decode(errors='replace')}{cut}"
+    text = f"{what.rstrip(bytes(1)).decode(errors='replace')}{cut}"
+    return text if number == _NO_MORE else f"sum {number} of the run, {text}"
 
 
 def _views(arrays: Sequence[np.ndarray], pieces: Sequence[_Piece]) -> deque[memoryview]:

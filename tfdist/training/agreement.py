@@ -4,14 +4,15 @@ Each task takes its part of the same batches. Where tasks read different ones, b
 generator of each process's own, another order of files or another version of them, some examples
 are seen twice and some never, and nothing fails. So tasks compare what they read: examples spread
 over data by index before the first step; of data that come as batches the first one that is read
-and one of 512 after it.
+and one of 512 after it. They also compare how many batches they have: before the first step, or if
+nothing tells, where the data end in one of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -23,8 +24,8 @@ from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import GraphSource, Source, unpack
 from tfdist.data.stream import StreamSource, random_states
 from tfdist.errors import UsageError
-from tfdist.strategy import Job, broadcast
-from tfdist.strategy.group import of_all_tasks
+from tfdist.strategy import Job, broadcast, current_job
+from tfdist.strategy.group import TOGETHER, ends_differ, of_all_tasks
 
 if TYPE_CHECKING:
     from tfdist.training.feed import Feed
@@ -104,12 +105,88 @@ def require_same_examples(job: Job, source: Source) -> None:
     _require_same(job, digests_of(found), where="examples at the same indices", inputs_too=whole)
 
 
+_FIXES = {
+    "batches": "give every task all batches of the data, of which it takes its part; if each task "
+    "is to read a part of its own, pass a function of tf.distribute.InputContext and "
+    "steps_per_epoch",
+    "steps of an epoch": "give every task as many batches, or pass steps_per_epoch",
+    "sets of validation data": "pass validation_data in every task",
+    "batch_size": "pass one number in every task: it counts the examples of all tasks together",
+}
+
+
+def require_same_lengths(job: Job, lengths: Mapping[str, int]) -> None:
+    """Compare numbers that say how long the tasks run. A collective of the training tasks.
+
+    Raises:
+      UsageError: a number differs. The error names two tasks and the number in each.
+    """
+    if not job.has_peers:
+        return
+    table = of_all_tasks(job, list(lengths.values()), of="lengths of the run")
+    for name, numbers in zip(lengths, table.T, strict=True):
+        (others,) = np.nonzero(numbers != numbers[0])
+        for other in others[:1]:
+            raise UsageError(
+                name,
+                received=f"{_number(numbers[0])} in {_task(job, 0)} and {_number(numbers[other])} "
+                f"in {_task(job, other)}",
+                expected=f"the same in every task, {TOGETHER}",
+                fix=_FIXES.get(name, f"pass the same {name} in every task"),
+                code="tasks-differ",
+            )
+
+
+def _number(value: float) -> str:
+    return "an unknown number" if value < 0 else f"{int(value):,}"
+
+
+def _task(job: Job, index: int) -> str:
+    """Return the name of a training task by its place."""
+    return str(job.config.cluster.training_tasks()[index]) if job.config else f"task {index}"
+
+
+def data_ended(feed: Feed, error: UsageError) -> UsageError:
+    """Tell the other tasks that the data have ended in this one, and return the error for it.
+
+    That is `error` if they have ended in the other tasks too.
+    """
+    job, count = current_job(), feed.batches_read()
+    if job is None or job.ring is None or count is None:
+        return error
+    end = _end(count, job.name)
+    at = job.ring.stop(end)
+    both = not at or at.partition(" in ")[0] == end.partition(" in ")[0]
+    return error if both else ends_differ(end, f"none in {job.ring.previous_name}")
+
+
+def _end(count: int, task: str) -> str:
+    return f"an end after {count:,} batches in {task}"
+
+
+def _require_same_ends(job: Job, feed: Feed, last: int) -> None:
+    """Compare after how many batches, fewer than `last`, the data have ended. A collective."""
+    mine = sorted(end for end in list(feed.ends or ()) if end < last)
+    row = (len(mine), mine[0], mine[-1]) if mine else (0, -1, -1)
+    table = of_all_tasks(job, row, of="ends of the data").astype(np.int64)
+    if feed.ends is not None:
+        del feed.ends[: len(mine)]
+    (others,) = np.nonzero((table != table[0]).any(axis=1))
+    if others.size:
+        firsts = [(end if end >= 0 else last, index) for index, end in enumerate(table[:, 1])]
+        (first, one), (later, other) = min(firsts), max(firsts)
+        end = _end(later, _task(job, other)) if later < last else f"none in {_task(job, other)}"
+        raise ends_differ(_end(first, _task(job, one)), end)
+
+
 def require_same_batches(job: Job, feed: Feed, first: int, last: int) -> None:
     """Compare the batches of ``[first, last)`` of which the feed has a digest. A collective.
 
     Raises:
-      UsageError: the tasks have read different batches.
+      UsageError: the tasks have read different batches, or one had fewer than another.
     """
+    if feed.ends is not None:
+        _require_same_ends(job, feed, last)
     for step in sorted(step for step in list(feed.digests) if step < last):  # threads add to it
         digest = feed.digests.pop(step)
         if step >= first:

@@ -22,14 +22,18 @@ import tensorflow as tf
 from tfdist import phases
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
-from tfdist.strategy.group import sum_over_tasks
+from tfdist.strategy.group import require_same_place, sum_over_tasks
+from tfdist.training.agreement import data_ended
 from tfdist.training.keras_compat import compiled
 from tfdist.training.program import Engine, StepProgram, as_number, flat_logs
 from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
 
 _BLOCK_S = 1.0
 _GROWTH = 8
-_LENGTH = re.compile(r"expected to contain (\d+) elements? but contained (?:only |at least )?(\d+)")
+_LENGTH = re.compile(
+    r"expected to contain (\d+|an infinite number of) elements? but "
+    r"contained (?:only |at least )?(\d+)"
+)
 _BAD_LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of (\[.*?\))")
 
 
@@ -170,6 +174,7 @@ class BlockRunner:
         As in Keras, `logs` of a step of the user's own win where their names are not those of
         the model's metrics.
         """
+        require_same_place(self.job, of="metrics of the run")
         self.engine.publish_metrics(self.program)
         if self._read_metrics is None:
             with self.job.strategy.scope():
@@ -230,6 +235,8 @@ def naming_bad_data(feed: Any) -> Iterator[None]:
             named = feed.failure
         if named is None:
             raise
+        if isinstance(named, UsageError) and named.code in ("data-ended", "wrong-cardinality"):
+            named = data_ended(feed, named)
         raise named from None
 
 
@@ -248,7 +255,7 @@ def _bad_data(error: tf.errors.OpError) -> UsageError | None:
         return UsageError(
             "data",
             received=f"a pass over a dataset with {found[2]} batches",
-            expected=f"{found[1]}, its cardinality",
+            expected=f"{found[1]} batches, its cardinality",
             fix="delete the files of its cache or snapshot, which a program that stopped early may "
             "have cut short, or mend tf.data.experimental.assert_cardinality",
             code="wrong-cardinality",

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfdist import phases
 from tfdist.data.draws import example_at, example_at_numpy
@@ -107,6 +108,8 @@ class Feed(abc.ABC):
       records: True to give `Part.examples`; set before anything is made from the feed.
       digests: by step, of batches that several tasks read whole and are to compare.
       digests_cover_inputs: False where inputs may differ between tasks, as augmented ones do.
+      ends: after how many batches of the run a pass has ended, of data of unknown length that
+        several tasks read whole and are to compare; None for other data.
       failure: what Python code that reads has raised, of which TensorFlow gives the text alone.
     """
 
@@ -135,6 +138,7 @@ class Feed(abc.ABC):
         self.batch_spec = batch_spec
         self.rows = rows
         self.digests: dict[int, Digest] = {}
+        self.ends: list[int] | None = None
         self.may_be_empty = plan.smallest_step < job.num_replicas
         self._job = job
         self._seed = seed
@@ -183,6 +187,10 @@ class Feed(abc.ABC):
     def advanced_to(self, step: int) -> None:
         """Note that the iterator's next element is that of `step`."""
         self._next_step = step
+
+    def batches_read(self) -> int | None:
+        """Return how many batches of the run this task has read ahead; None if not counted."""
+        return None
 
     def close(self) -> None:
         """End the iterator: its threads, and the batches that they have made ahead."""
@@ -440,6 +448,13 @@ class StreamFeed(Feed):
         self.may_be_empty = self._job.num_replicas > 1
         self._in_order = not self.order.shuffle
         self._is_compared = self._job.num_tasks > 1
+        self._read: Any = None
+        unknown = self.source.num_batches is None and not self.source.is_endless
+        if self._is_compared and unknown and self.order.batches is None:
+            self.ends = []
+        if self._is_compared:
+            with tf.init_scope(), tf.device("/CPU:0"):
+                self._read = ResourceVariable(0, trainable=False, dtype=tf.int64)
 
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
         """As in `Feed`; called eagerly."""
@@ -453,13 +468,43 @@ class StreamFeed(Feed):
     def _dataset(self, first: int, last: int, reading: Reading) -> tf.data.Dataset:
         batches = _from_step(first, self._batches(reading)).take(last - first)
         numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), batches))
+        if self._read is not None and not reading.peek:
+            self._read.assign(first)
+            if self.ends is not None:
+                self.ends = []
+            numbered = numbered.map(_plain(self._counted))
         if self._is_compared and not reading.peek:
             numbered = numbered.map(_plain(partial(self._with_digest, first)))
         return numbered.map(_plain(self._parts)).prefetch(_AHEAD_STEPS)
 
     def _batches(self, reading: Reading) -> tf.data.Dataset:
         """Return what this task reads for each step, without an end."""
-        return self._endless(read(self.source.dataset_for(), reading))
+        batches = read(self.source.dataset_for(), reading)
+        if self.ends is not None and not reading.peek:
+            batches = batches.concatenate(self._noted_end(batches))
+        return self._endless(batches)
+
+    def _counted(self, step: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
+        with tf.control_dependencies([self._read.assign(step + 1, read_value=False)]):
+            return tf.identity(step), batch
+
+    def batches_read(self) -> int | None:
+        """As in `Feed`."""
+        return None if self._read is None else int(self._read.numpy())
+
+    def _noted_end(self, batches: tf.data.Dataset) -> tf.data.Dataset:
+        """Return a dataset without a batch, which notes that it is reached."""
+
+        def end(_: tf.Tensor) -> tf.data.Dataset:
+            none = tf.numpy_function(self._note_end, [self._read.read_value()], tf.int64)
+            return batches.take(none)
+
+        return tf.data.Dataset.range(1).flat_map(_plain(end))
+
+    def _note_end(self, count: np.ndarray) -> np.int64:
+        if self.ends is not None:
+            self.ends.append(int(count))
+        return np.int64(0)
 
     def _with_digest(self, first: int, step: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
         """Note the digests of a batch that tasks are to compare."""
@@ -557,6 +602,7 @@ class InputFunctionFeed(StreamFeed):
     def __init__(self, source: Any, plan: EpochPlan, **options: Any) -> None:
         super().__init__(source, plan, **options)
         self.may_be_empty = self._in_order = self._is_compared = False
+        self.ends = None
 
     def _batches(self, reading: Reading) -> tf.data.Dataset:
         """As in `StreamFeed`; the devices of a task have the batches of one reading in turn."""

@@ -20,7 +20,9 @@ from tfdist.data.draws import draws_nothing
 from tfdist.errors import require, require_int
 from tfdist.outputs.display import show_ps_costs
 from tfdist.strategy import Job, broadcast, current_job, job_of
+from tfdist.strategy.group import require_same_place
 from tfdist.training import building, inputs, keras_compat, resume
+from tfdist.training.agreement import require_same_lengths
 from tfdist.training.blocks import BlockRunner, naming_bad_data
 from tfdist.training.engines import engine_for, naming_a_lost_server
 from tfdist.training.epochs import VirtualEpochs
@@ -109,6 +111,13 @@ def fit(
     if not isinstance(validation_freq, list):
         fix = "write validation_freq=2, or a list of epochs from 1 on"
         validation_freq = require_int("validation_freq", validation_freq, least=1, fix=fix)
+    is_list = isinstance(validation_freq, list)
+    lengths = {
+        "initial_epoch": initial_epoch,
+        "validation_freq": len(validation_freq) if is_list else validation_freq,
+        "sets of validation data": int(bool(validation_split) or validation_data is not None),
+    }
+    require_same_lengths(job, lengths)
     if validation_split and validation_data is None:
         arrays = (x, y, sample_weight)
         (x, y, sample_weight), validation_data = inputs.split(
@@ -333,6 +342,7 @@ class StepLoop:
         Scalars come as floats, other results as arrays; of a metric whose result is a dict, each of
         its parts by its own name.
         """
+        require_same_place(self._job, of="metrics of a StepLoop")
         self._engine.publish_metrics(self._program)
         results = flat_logs({metric.name: metric.result() for metric in self._metrics})
         found = {name: as_number(tf.convert_to_tensor(result)) for name, result in results.items()}

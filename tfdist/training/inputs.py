@@ -18,7 +18,11 @@ from tfdist.data.source import GraphSource, Source, preprocessed, spec_of_batche
 from tfdist.data.stream import InputFunctionSource, Reading, StreamSource, read
 from tfdist.errors import UsageError, require, require_int
 from tfdist.strategy import Job
-from tfdist.training.agreement import require_same_examples, share_random_states
+from tfdist.training.agreement import (
+    require_same_examples,
+    require_same_lengths,
+    share_random_states,
+)
 from tfdist.training.epochs import EpochPlan, VirtualEpochs
 from tfdist.training.feed import (
     BatchFeed,
@@ -105,6 +109,9 @@ def prepare(
     _require_enough(batch, job)
     order = _order_of(examples, length, batch=batch, shuffle=shuffle)
     plan = _plan(length, batch=batch, examples=order.examples)
+    steps = len(plan.steps(0)) if plan.num_epochs else 0
+    lengths = {"batch_size": batch, "epochs": plan.num_epochs, "steps of an epoch": steps}
+    require_same_lengths(job, lengths | {"steps": plan.total_steps})
     ready = not isinstance(source, GraphSource | PythonSource)  # the user has made the batches
     require(
         plan.all_full or not (ready and length.virtual_epochs),
@@ -284,6 +291,8 @@ def _sizes_of(source: Source, length: Length, *, job: Job, seed: int) -> tuple[i
     batches = getattr(source, "num_batches", None)
     if batches is None and isinstance(source, StreamSource) and not source.is_endless:
         batches = _counted(source, length, job=job, seed=seed)
+    if not isinstance(source, InputFunctionSource):  # of which each task may have its own number
+        require_same_lengths(job, {"batches": -1 if batches is None else batches})
     if batches == 0:
         raise UsageError(
             "data",
@@ -306,7 +315,8 @@ def _counted(source: StreamSource, length: Length, *, job: Job, seed: int) -> in
     if job.task_index == 0:
         _LOG.warning(_COUNTING)
     whole = read(source.dataset_for(), reading_of(job, seed))
-    most = (length.steps_per_epoch or -1) if length.once else -1
+    bounds = (length.steps_per_epoch if length.once else None, length.most_steps)
+    most = min((bound for bound in bounds if bound), default=-1)
     return int(whole.take(most).reduce(np.int64(0), lambda n, *_: n + 1))
 
 

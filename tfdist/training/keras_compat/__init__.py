@@ -43,7 +43,6 @@ from tfdist.training.keras_compat.losses import (
     warn_of_parts,
 )
 from tfdist.training.keras_compat.reduction import (
-    all_reduce,
     reduce_statistics,
     sum_over_replicas,
 )
@@ -62,7 +61,6 @@ __all__ = [
     "StepTrace",
     "added_in_part",
     "adding_in_order",
-    "all_reduce",
     "compares_examples",
     "compiled",
     "fuse",
