@@ -89,7 +89,7 @@ BEFORE_TRAINING = {
     "no validation": "sets of validation data: received 0 in worker-0 and 1 in worker-1; ",
 }
 FEWER = "data: received an end after 3 batches in worker-0 and none in worker-1; "
-PASSES = {"passes": FEWER.replace("none", "an end after 5 batches")}
+PASSES = dict.fromkeys(("passes", "skipped"), FEWER.replace("none", "an end after 5 batches"))
 UNDER = {
     ("multiworker",): BEFORE_TRAINING | PASSES | {"only once": FEWER},
     ("pipeline", "--stages=2"): {

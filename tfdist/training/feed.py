@@ -466,15 +466,13 @@ class StreamFeed(Feed):
         return next(iter(self._dataset(0, 1, reading)))[0].data
 
     def _dataset(self, first: int, last: int, reading: Reading) -> tf.data.Dataset:
-        batches = _from_step(first, self._batches(reading)).take(last - first)
+        batches = _from_step(first, self._batches(reading), self._read).take(last - first)
         numbered = tf.data.Dataset.zip((tf.data.Dataset.range(first, last), batches))
         if self._read is not None and not reading.peek:
-            self._read.assign(first)
+            self._read.assign(0)
             if self.ends is not None:
                 self.ends = []
-            numbered = numbered.map(_plain(self._counted))
-        if self._is_compared and not reading.peek:
-            numbered = numbered.map(_plain(partial(self._with_digest, first)))
+            numbered = numbered.map(_plain(partial(self._noted, first)))
         return numbered.map(_plain(self._parts)).prefetch(_AHEAD_STEPS)
 
     def _batches(self, reading: Reading) -> tf.data.Dataset:
@@ -483,10 +481,6 @@ class StreamFeed(Feed):
         if self.ends is not None and not reading.peek:
             batches = batches.concatenate(self._noted_end(batches))
         return self._endless(batches)
-
-    def _counted(self, step: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
-        with tf.control_dependencies([self._read.assign(step + 1, read_value=False)]):
-            return tf.identity(step), batch
 
     def batches_read(self) -> int | None:
         """As in `Feed`."""
@@ -506,18 +500,22 @@ class StreamFeed(Feed):
             self.ends.append(int(count))
         return np.int64(0)
 
-    def _with_digest(self, first: int, step: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
-        """Note the digests of a batch that tasks are to compare."""
+    def _noted(self, first: int, step: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
+        """Count a batch, and note the digests of one that tasks are to compare."""
+        noted = [self._read.assign(step + 1, read_value=False)]
+        if self._is_compared:
+            noted.append(self._digested(first, step, batch))
+        with tf.control_dependencies(noted):
+            return tf.identity(step), batch
 
+    def _digested(self, first: int, step: tf.Tensor, batch: Any) -> tf.Tensor:
         leaves, targets = leaves_of(batch), leaves_of(unpack(batch)[1])
 
         def note() -> tf.Tensor:
             note_of = partial(self._note, len(leaves))
             return tf.numpy_function(note_of, [step, *leaves, *targets], tf.bool)
 
-        due = digest_is_due(step, first=first)
-        with tf.control_dependencies([tf.cond(due, note, lambda: tf.constant(True))]):
-            return tf.identity(step), batch
+        return tf.cond(digest_is_due(step, first=first), note, lambda: tf.constant(True))
 
     def _note(self, count: int, step: np.ndarray, *arrays: np.ndarray) -> np.bool_:
         self.digests[int(step)] = digest_of(arrays[:count]), digest_of(arrays[count:])
@@ -630,10 +628,10 @@ class InputFunctionFeed(StreamFeed):
         return self._endless(self.source.dataset_for(context))
 
 
-def _from_step(first: int, batches: tf.data.Dataset) -> tf.data.Dataset:
+def _from_step(first: int, batches: tf.data.Dataset, count: Any) -> tf.data.Dataset:
     """Leave out the first batches: reads them again, and report on the way that this goes on.
 
-    It may take longer than a task may hang.
+    It may take longer than a task may hang. A variable may count them.
     """
     if first == 0:
         return batches
@@ -643,7 +641,9 @@ def _from_step(first: int, batches: tf.data.Dataset) -> tf.data.Dataset:
 
     def is_left(number: tf.Tensor, _: Any) -> tf.Tensor:
         is_due = (number < first) & (number % _REPORT_EVERY_BATCHES == 0)
-        with tf.control_dependencies([tf.cond(is_due, report, lambda: tf.constant(True))]):
+        noted = [] if count is None else [count.assign(number + 1, read_value=False)]
+        noted.append(tf.cond(is_due, report, lambda: tf.constant(True)))
+        with tf.control_dependencies(noted):
             return number >= first
 
     return batches.enumerate().filter(_plain(is_left)).map(_plain(lambda _, batch: batch))

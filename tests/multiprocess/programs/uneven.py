@@ -49,7 +49,7 @@ def fit(x, y=None, **options):
     tfdist.fit(model, x, y, verbose=0, **options)
 
 
-def loop():
+def loop(data=(X, Y), **options):
     optimizer, total = model.optimizer, keras.metrics.Sum()
     optimizer.build(model.trainable_variables)
 
@@ -59,7 +59,12 @@ def loop():
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
         return {"loss": loss}
 
-    return tfdist.StepLoop(step, (X, Y), global_batch_size=8, metrics=[total])
+    return tfdist.StepLoop(step, data, global_batch_size=8, metrics=[total], **options)
+
+
+def skips(data):
+    """Go on at step 6 of a stream, which is read again up to there."""
+    loop(data, first_step=6).run(2)
 
 
 CASES = {
@@ -78,6 +83,7 @@ CASES = {
     "no validation": lambda: fit(X, Y, validation_data=(X, Y) if INDEX else None),
     # at the step where one task has no more batches
     "passes": lambda: fit(unknown(), steps_per_epoch=7),
+    "skipped": lambda: skips(unknown()),
     # the last one, as the tasks cannot go on together
     "only once": lambda: fit(only_once(), steps_per_epoch=7),
     "function, only once": lambda: fit(lambda context: only_once(), steps_per_epoch=7),
