@@ -1,4 +1,4 @@
-"""With --isolate nobody outside the job reaches its ports; where that cannot be, it says so."""
+"""With --isolate no process outside the job reaches its ports; a kernel that refuses is named."""
 
 import contextlib
 import os
@@ -52,11 +52,17 @@ def test_a_job_in_a_network_of_its_own_trains_and_is_not_reached(launch, tmp_pat
         # Held outside of it: nobody else there listens at a port that has the number of a task's.
         first, last = (stack.enter_context(port).port for port in in_a_row(2))
         ports = f"--ports={first}-{last}"
-        job = launch(TRAINS, "--workers=2", "--isolate", ports, command=(*rights, *LAUNCH))
+        job = launch(
+            TRAINS,
+            *("--workers=2", "--isolate", ports),
+            # Without a program that carries connections out.
+            command=(*rights, "env", f"PATH={tmp_path}", *LAUNCH),
+        )
         found = job.read_until(r"listens at (\S+) as (\d+)", count=2)
         assert job.read_until(r"sum (\S+)", count=2) == ["2.0", "2.0"]
         assert [address for address, _ in found if reached(address)] == []
     assert {user for _, user in found} == {str(os.geteuid())}
+    assert "--isolate: connections to other machines fail (downloads, MLflow, W&B)" in job.text
     (tmp_path / "seen").touch()
     assert job.end() == EXIT_OK
 

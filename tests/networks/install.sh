@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# What the tests here start, from Debian: ip, tc and ss. As root, where it is missing.
+# Programs that the tests here start, from Debian. Run it as root if one is missing.
 set -euo pipefail
-if ! command -v ip >/dev/null || ! command -v tc >/dev/null || ! command -v ss >/dev/null; then
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y iproute2
-fi
+for program in ip tc ss pasta slirp4netns; do
+    if ! command -v "$program" >/dev/null; then
+        apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive apt-get install -qq -y iproute2 passt slirp4netns
+        break
+    fi
+done

@@ -1,7 +1,10 @@
 """Ports that are held until their task starts."""
 
 import contextlib
+import ctypes
 import errno
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,8 +14,18 @@ import pytest
 from tests.ports import in_a_row
 from tests.processes import python
 from tests.refusals import refused
-from tfdist.cluster import HeldPort, hold_ports, is_port_free, ports
+from tfdist.cluster import (
+    ClusterSpec,
+    HeldPort,
+    Task,
+    TaskConfig,
+    hold_ports,
+    is_port_free,
+    local_only,
+    ports,
+)
 from tfdist.cluster.ports import as_text, parse_ports
+from tfdist.launch import isolation
 
 DEADLINE_S = 60
 TRY_TO_LISTEN = """
@@ -178,3 +191,72 @@ def test_too_many_ports_are_a_usage_error_and_none_is_kept():
     assert done.returncode == 0, done.stderr
     assert "Too many open files" in done.stdout
     assert "ulimit -n" in done.stdout
+
+
+SO_GET_FILTER = 26
+
+
+def is_filtered(listener):
+    """Returns whether a socket has a filter; the kernel counts its length in instructions."""
+    code, length = ctypes.create_string_buffer(8 * 64), ctypes.c_uint(64)
+    place = (listener.fileno(), socket.SOL_SOCKET, SO_GET_FILTER)
+    assert not ctypes.CDLL(None).getsockopt(*place, code, ctypes.byref(length))
+    return length.value > 0
+
+
+def as_tensorflow(port):
+    """Returns what listens as a server of TensorFlow does."""
+    server = ports.unbound()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if os.environ.get("TF_GRPC_REUSE_PORT"):
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    server.bind(("::" if server.family == socket.AF_INET6 else "", port))
+    server.listen()
+    return server
+
+
+@pytest.mark.parametrize(
+    ("peer", "is_closed"), [("127.0.0.1:9", True), ("[::1]:9", True), ("other:9", False)]
+)
+def test_a_server_is_closed_to_other_machines_if_the_job_is_on_one(peer, is_closed):
+    with hold_ports(1)[0] as port:
+        cluster = ClusterSpec(worker=(port.address, peer))
+        with local_only.restricting_server(TaskConfig(cluster=cluster, task=Task("worker", 0))):
+            server = as_tensorflow(port.port)
+        with server:
+            assert is_filtered(server) is is_closed
+            for host in ("127.0.0.1", "localhost"):
+                socket.create_connection((host, port.port), timeout=DEADLINE_S).close()
+    assert "TF_GRPC_REUSE_PORT" not in os.environ
+
+
+def test_a_port_in_use_is_left_to_the_server_to_report():
+    with hold_ports(1)[0] as port, as_tensorflow(port.port):
+        config = TaskConfig(cluster=ClusterSpec(worker=(port.address,)), task=Task("worker", 0))
+        with local_only.restricting_server(config), pytest.raises(OSError, match="in use"):
+            as_tensorflow(port.port)
+
+
+@pytest.mark.parametrize("only_local", [True, False])
+def test_a_listener_of_ours_is_closed_to_other_machines_on_request(only_local):
+    with local_only.listen(0, only_local=only_local) as listener:
+        assert is_filtered(listener) is only_local
+        socket.create_connection(
+            ("127.0.0.1", listener.getsockname()[1]), timeout=DEADLINE_S
+        ).close()
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "filters", "says"),
+    [
+        (["lo"], True, None),
+        (["lo", "eth0"], True, "ports 21, 22.*other machines cannot.*--isolate"),
+        (["lo", "eth0"], False, "ports 21, 22.*every machine of the network.*--isolate"),
+    ],
+)
+def test_the_launcher_says_who_reaches_the_ports(monkeypatch, interfaces, filters, says):
+    monkeypatch.setattr(isolation, "kernel_filters", lambda: filters)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(interfaces, 1)))
+    monkeypatch.setattr(isolation, "_flags", lambda control, name: isolation._IFF_UP)
+    line = isolation.reach([21, 22])
+    assert re.search(says, line) if says else line == ""

@@ -58,6 +58,14 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine, by its name or number alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
+
+
 def join(host: str, port: int) -> str:
     """Return ``host:port``, with brackets around an IPv6 host."""
     bare = ":" in host and not host.startswith("[")

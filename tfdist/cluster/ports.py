@@ -58,7 +58,6 @@ def as_text(ports: range) -> str:
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOW_BAND = range(20_000, 30_000)  # past most services, below the node ports of Kubernetes
-_BACKLOG = 4096  # connections that clients may open before anybody takes them
 _TAKEN = (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL)
 
 
@@ -120,16 +119,9 @@ def is_port_free(address: str) -> bool:
     a `HeldPort` holds is yes: it is held for just that server.
     """
     _, port = split_address(address)
-    with contextlib.closing(_unbound()) as server:
+    with contextlib.closing(unbound()) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return _bind(server, port)
-
-
-def listen(port: int) -> socket.socket:
-    """Return a socket that listens at `port`, 0 for any, on every interface, as TensorFlow does."""
-    ipv6 = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if ipv6 else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=ipv6)
 
 
 def preferred_ports(ephemeral: range) -> Iterator[int]:
@@ -143,7 +135,7 @@ def preferred_ports(ephemeral: range) -> Iterator[int]:
 def _hold_one(candidates: Iterator[int], *, host: str, is_any: bool) -> HeldPort:
     # The last is the system's own choice, from the ephemeral ports.
     for port in itertools.chain(candidates, (0,) if is_any else ()):
-        bound = _unbound()
+        bound = unbound()
         if _bind(bound, port):
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             return HeldPort(bound, host=host)
@@ -151,7 +143,7 @@ def _hold_one(candidates: Iterator[int], *, host: str, is_any: bool) -> HeldPort
     raise OSError(errno.EADDRINUSE, "no port is free")
 
 
-def _unbound() -> socket.socket:
+def unbound() -> socket.socket:
     """Return a socket for both IP versions, or for IPv4 where the system has no IPv6."""
     if not socket.has_dualstack_ipv6():
         return socket.socket(socket.AF_INET, socket.SOCK_STREAM)

@@ -26,8 +26,9 @@ from tfdist.launch.events import (
     exit_code_for,
     request_name,
 )
+from tfdist.launch.isolation import isolate, reach
 from tfdist.launch.live import LIVE_FILE, LiveStatus, metrics_server
-from tfdist.launch.machine import isolate, raise_file_limit, this_machine
+from tfdist.launch.machine import raise_file_limit, this_machine
 from tfdist.launch.multihost.hosts import (
     Group,
     HostPart,
@@ -229,8 +230,9 @@ def _run(job: JobDescription, group: Group, *, terms: Mapping[str, str]) -> int:
     Raises:
         TfdistError: the hosts do not come together, or not alike; no task has been started.
     """
+    network = ""
     if job.options.isolate:
-        isolate()
+        network = isolate(job.environ)
         enclose()
     screen, own = standard_screen(job.environ), group.hosts[group.rank]
     if group.others:
@@ -240,6 +242,10 @@ def _run(job: JobDescription, group: Group, *, terms: Mapping[str, str]) -> int:
         SignalPipe() as signals,
         JobProcesses(job, screen=screen, signals=signals) as processes,
     ):
+        if not network and not group.others and job.strategy in ("multiworker", "ps"):
+            network = reach(port.port for port in ports.renewed())
+        if network:
+            screen.announce(network)
         part = HostPart(
             job=job,
             group=group,

@@ -145,7 +145,7 @@ class LaunchOptions:
         False, "", "measure what the steps of a ps job cost, and say it at the end"
     )
     isolate: bool = _option(
-        False, "", "run the job in a network of its own, with nothing but loopback in it"
+        False, "", "run the job in a network of its own, whose ports no other process reaches"
     )
     independent: bool = _option(
         False, "", "let each task train a model of its own, in a program without make_strategy"

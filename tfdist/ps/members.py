@@ -31,6 +31,7 @@ from tensorflow.python.training import server_lib
 from tfdist import phases
 from tfdist.cluster import ClusterSpec, Task, TaskConfig
 from tfdist.cluster.address import split_address
+from tfdist.cluster.local_only import restricting_server
 from tfdist.errors import StartupTimeout, require
 from tfdist.strategy.rendezvous import (
     answers,
@@ -331,7 +332,8 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
     # A scheduler's warning goes to all tasks: the chief saves, and needs its servers for that.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     keep_freed_memory(os.environ)
-    server = _start(config)
+    with restricting_server(config):
+        server = _start(config)
     met = send_versions(config)
     phases.enter("serve")
     # TensorFlow's own handler swallows SIGTERM: ours is set once the server is up.

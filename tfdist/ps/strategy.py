@@ -24,6 +24,7 @@ from tensorflow.python.distribute.parameter_server_strategy_v2 import (
 from tensorflow.python.framework import ops
 
 from tfdist.cluster import JobOptions, TaskConfig
+from tfdist.cluster.local_only import restricting_server
 from tfdist.errors import require
 from tfdist.ps.members import Members, VersionHandshake, serve
 from tfdist.ps.split import SplitVariable, parts_of, standing_for_whole
@@ -57,7 +58,7 @@ def parameter_server(
     # As the workers ask for this task meanwhile.
     with rendezvous.answering(config) as listener, versions.receiving_at(listener):
         workers = members.wait(config, timeout_s=timeout_s, versions=versions)
-    with rendezvous.last_resort(timeout_s=timeout_s):
+    with rendezvous.last_resort(timeout_s=timeout_s), restricting_server(config):
         return ElasticParameterServerStrategy(
             resolver, members=members, workers=workers, split_bytes=options.split_bytes
         )

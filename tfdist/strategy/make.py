@@ -23,6 +23,7 @@ from tfdist.cluster import (
     resolved_strategy,
     settings,
 )
+from tfdist.cluster.local_only import restricting_server
 from tfdist.errors import TfdistError, UsageError, require, require_one_of
 from tfdist.strategy import devices, rendezvous, stages
 from tfdist.strategy.group import broadcast_initial_values
@@ -212,6 +213,7 @@ def _multiworker(
     with (
         rendezvous.last_resort(timeout_s=timeout_s + rendezvous.LATER_S),
         phases.starting_runtime(),
+        restricting_server(config),
     ):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(
             cluster_resolver=_resolver(config), communication_options=communication_options

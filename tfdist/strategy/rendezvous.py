@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, Task, TaskConfig
 from tfdist.cluster.address import split_address
-from tfdist.cluster.ports import listen
+from tfdist.cluster.local_only import are_local, is_local, listen
 from tfdist.errors import (
     EXIT_OK,
     EXIT_PEER_MISSING,
@@ -47,15 +47,22 @@ _PROBE_EVERY_S = 1.0
 _PROBE_ONE_EVERY_S = 0.02  # of a few
 _LOG_EVERY_S = 10.0
 _ANSWER_S = 0.5
+_LOCAL_ANSWER_S = 0.05
+"""Loopback answers at once, or drops the request while a server starts there (`local_only`)."""
 
 
 def answers(address: str) -> bool:
     """Return True when something accepts connections at ``host:port``."""
     try:
-        with socket.create_connection(split_address(address), timeout=_ANSWER_S):
+        with _connection(address, timeout_s=_ANSWER_S):
             return True
     except OSError:
         return False
+
+
+def _connection(address: str, *, timeout_s: float) -> socket.socket:
+    most_s = _LOCAL_ANSWER_S if are_local([address]) else timeout_s
+    return socket.create_connection(split_address(address), timeout=min(timeout_s, most_s))
 
 
 def missing_peers(cluster: ClusterSpec, peers: Iterable[Task]) -> list[Task]:
@@ -122,7 +129,8 @@ def serves(address: str, *, timeout_s: float) -> bool:
     False as soon as nothing does.
     """
     try:
-        with socket.create_connection(split_address(address), timeout=timeout_s) as server:
+        with _connection(address, timeout_s=timeout_s) as server:
+            server.settimeout(timeout_s)
             server.sendall(_HELLO)
             return bool(server.recv(1))
     except OSError:
@@ -134,7 +142,7 @@ def answering(config: TaskConfig) -> Iterator[socket.socket]:
     """Accept connections at this task's port."""
     address = config.cluster.address(config.task)
     try:
-        listener = listen(split_address(address)[1])
+        listener = listen(split_address(address)[1], only_local=is_local(config.cluster))
     except OSError as error:
         raise UsageError(
             f"{config.task}",

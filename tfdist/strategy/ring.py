@@ -38,7 +38,7 @@ import numpy as np
 
 from tfdist import phases
 from tfdist.cluster.address import split_address
-from tfdist.cluster.ports import listen
+from tfdist.cluster.local_only import are_local, listen
 from tfdist.strategy import rendezvous
 
 _LOG = logging.getLogger(__name__)
@@ -410,7 +410,8 @@ def connect(
     size, secret = len(addresses), secrets.token_bytes(_SECRET_BYTES)
     hosts = [split_address(address)[0] for address in addresses]
     with contextlib.ExitStack() as stack:
-        near, far = _listen_locally(secret), _listen_for_others(ports)
+        near = _listen_locally(secret)
+        far = _listen_for_others(ports, only_local=are_local(addresses))
         listeners = [stack.enter_context(one) for one in (near, far) if one]
         mine = _Row(far.getsockname()[1] if far else 0, secret, rendezvous.own_versions())
         table = _exchanged(mine, rank, size, total=total)
@@ -447,11 +448,11 @@ def _exchanged(mine: _Row, rank: int, size: int, *, total: Sum) -> list[_Row]:
     return [_Row(port, secret, text.rstrip(b"\0").decode()) for port, secret, text in rows]
 
 
-def _listen_for_others(ports: range | None) -> socket.socket | None:
-    """Listen for workers of other machines; None where no port is free."""
+def _listen_for_others(ports: range | None, *, only_local: bool = False) -> socket.socket | None:
+    """Listen for workers in other network namespaces or machines; None if no port is free."""
     for port in ports or (0,):
         with contextlib.suppress(OSError):
-            return listen(port)
+            return listen(port, only_local=only_local)
     return None
 
 

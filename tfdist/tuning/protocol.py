@@ -19,7 +19,7 @@ from typing import Any
 
 from tfdist import files
 from tfdist.cluster import tf_config
-from tfdist.cluster.address import split_address
+from tfdist.cluster.address import is_loopback, split_address
 from tfdist.errors import TfdistError, UsageError, opening_port
 from tfdist.files import one_line_errors
 from tfdist.launch.multihost import agreement
@@ -90,7 +90,7 @@ def listener_of(address: str) -> socket.socket:
 
 def _require_reachable(address: str, host: str, number: str) -> None:
     found = ipaddress.ip_address(number)
-    if found.is_unspecified or (found.is_loopback and not agreement.is_loopback(host)):
+    if found.is_unspecified or (found.is_loopback and not is_loopback(host)):
         raise UsageError(
             "--serve",
             received=f"{address}, which is {number} on this machine",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import json
 import os
 import platform
@@ -12,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tfdist.cluster.address import is_loopback
 from tfdist.cluster.settings import holds_a_secret, may_name_a_secret
 from tfdist.errors import UsageError, require
 
@@ -147,14 +147,6 @@ def read_token(environ: Mapping[str, str], *, path: str | None, hosts: Sequence[
         code="token-length",
     )
     return token.encode()
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine, by its name or number alone."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower().rstrip(".") == "localhost"
 
 
 def _text_of(path: str) -> str:

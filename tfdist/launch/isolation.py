@@ -1,0 +1,207 @@
+"""Network of a job on one machine: a namespace of its own, and who reaches its ports without one.
+
+`isolate` moves the launcher, and all processes that it starts later, into a network namespace.
+Only the job's processes are in it, so only they reach TensorFlow's servers, which run any request.
+pasta or slirp4netns, if installed, carries outgoing connections from there to other machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import select
+import shutil
+import socket
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO
+
+from tfdist.cluster.address import is_loopback
+from tfdist.cluster.local_only import kernel_filters
+from tfdist.errors import UsageError, named
+
+# Of the kernel's interface; `os.unshare` comes with Python 3.12.
+_CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWNET = 0x2_0000, 0x1000_0000, 0x4000_0000
+_MS_BIND, _MS_REC, _MS_SLAVE = 0x1000, 0x4000, 0x8_0000
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+_IFREQ = "16sh22x"
+
+# No port in, and the ports of the machine's loopback out.
+_PASTA_PORTS = (
+    *("--tcp-ports", "none", "--udp-ports", "none"),
+    *("--tcp-ns", "auto", "--udp-ns", "auto"),
+)
+_RESOLVERS = Path("/etc/resolv.conf")
+_RESOLVER_OF = {"pasta": "169.254.1.1", "slirp4netns": "10.0.2.3"}
+_HELPER_TIMEOUT_S = 20.0
+
+
+def reach(ports: Iterable[int]) -> str:
+    """Return a line that says who reaches TensorFlow's servers at these ports; "" for nobody.
+
+    It is for a job on one machine that is not isolated. A machine without a network has no other
+    machines to tell of.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        others = [name for _, name in socket.if_nameindex() if name != "lo"]
+        if not any(_flags(control, name) & _IFF_UP for name in others):
+            return ""
+    servers = f"TensorFlow's servers (ports {named(ports)}) run any request that reaches them"
+    if kernel_filters():
+        return (
+            f"{servers}: every user of this machine can send one, other machines cannot. "
+            "--isolate keeps other users out"
+        )
+    return (
+        f"{servers}: every machine of the network can send one, as this kernel has no socket "
+        "filters. --isolate closes the ports"
+    )
+
+
+def isolate(environ: Mapping[str, str]) -> str:
+    """Move this process, and all that it starts from now on, into a network of their own.
+
+    Called while the process has one thread: the kernel takes no other into a user namespace.
+    Returns a line that says which outgoing connections work.
+
+    Raises:
+        UsageError: the kernel does not let this user do it.
+    """
+    helper = _Helper.installed(environ)
+    resolver = helper and _RESOLVER_OF[helper.name] if _resolver_is_on_loopback() else None
+    try:
+        _unshare_network(with_mounts=resolver is not None)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+            flags = struct.pack(_IFREQ, b"lo", _flags(control, "lo") | _IFF_UP)
+            fcntl.ioctl(control, _SIOCSIFFLAGS, flags)
+    except OSError as error:
+        raise UsageError(
+            "--isolate",
+            received=f"a kernel that refuses it ({error.strerror})",
+            expected="leave to make a network namespace",
+            fix="allow user namespaces (sysctl user.max_user_namespaces, user.max_net_namespaces, "
+            "kernel.apparmor_restrict_unprivileged_userns), or leave --isolate out",
+            code="refused-by-kernel",
+        ) from None
+    failure = helper.connect() if helper else "neither pasta nor slirp4netns is installed"
+    if failure or helper is None:
+        fix = "install slirp4netns" if os.geteuid() == 0 else "install passt or slirp4netns"
+        return (
+            f"--isolate: connections to other machines fail (downloads, MLflow, W&B): {failure}. "
+            f"Fix: {fix}, or have the data on this machine"
+        )
+    if resolver:
+        with contextlib.suppress(OSError):  # names then fail, addresses do not
+            _replace_resolver(resolver)
+    also = "" if helper.name == "pasta" else "; services on this machine's loopback are at 10.0.2.2"
+    return f"--isolate: connections to other machines go through {helper.name}{also}"
+
+
+class _Helper:
+    """Program that carries connections out of the namespace; it starts, and waits, outside."""
+
+    def __init__(self, path: str) -> None:
+        self.name = os.path.basename(path)
+        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - until the end of the job
+        self._ready, its_ready = os.pipe()
+        its_end, self._open = os.pipe()  # slirp4netns exits when no process has it open
+        pid = str(os.getpid())
+        if self.name == "pasta":
+            dns = ("--dns-forward", _RESOLVER_OF["pasta"]) * _resolver_is_on_loopback()
+            args = ["--config-net", "--quiet", "--no-map-gw", *_PASTA_PORTS, *dns, pid]
+        else:
+            fds = (f"--ready-fd={its_ready}", f"--exit-fd={its_end}")
+            args = ["--configure", "--mtu=65520", *fds, pid, "tap0"]
+        self._process = subprocess.Popen(
+            ["sh", "-c", 'read -r _ && exec "$0" "$@"', path, *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._said,
+            pass_fds=(its_ready, its_end),
+            start_new_session=True,  # Ctrl-C is for the tasks, which may have something to send
+        )
+        os.close(its_ready)
+        os.close(its_end)
+
+    @classmethod
+    def installed(cls, environ: Mapping[str, str]) -> _Helper | None:
+        """Start the program that is installed for this user; None if there is none."""
+        names = ("slirp4netns",) if os.geteuid() == 0 else ("pasta", "slirp4netns")
+        paths = (shutil.which(name, path=environ.get("PATH")) for name in names)
+        return next((cls(path) for path in paths if path), None)
+
+    def connect(self) -> str:
+        """Connect the namespace of this process; return the reason for a failure, "" for none."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as waiting:
+            waiting.write(b"\n")
+        if self._is_connected():
+            return ""
+        self._process.kill()
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").split("\n")
+        return f"{self.name}: {next(filter(str.strip, reversed(lines)), 'it does not answer')}"
+
+    def _is_connected(self) -> bool:
+        if self.name == "pasta":  # goes on in a process of its own; the first one exits
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(_HELPER_TIMEOUT_S) == 0
+            return False
+        readable, _, _ = select.select([self._ready], [], [], _HELPER_TIMEOUT_S)
+        return bool(readable) and os.read(self._ready, 1) == b"1"
+
+
+def _resolver_is_on_loopback() -> bool:
+    """Return whether names are resolved by a server that the namespace does not reach."""
+    try:
+        servers = re.findall(r"^\s*nameserver\s+(\S+)", _RESOLVERS.read_text(), re.MULTILINE)
+    except (OSError, UnicodeDecodeError):
+        return False
+    return any(map(is_loopback, servers[:1]))
+
+
+def _replace_resolver(server: str) -> None:
+    """Have this process, and all that it starts, ask another server for names."""
+    with tempfile.NamedTemporaryFile("w", prefix="tfdist-resolv-") as file:
+        os.fchmod(file.fileno(), 0o644)
+        file.write(f"nameserver {server}\n")
+        file.flush()
+        _mount("none", "/", _MS_REC | _MS_SLAVE)  # no mount of ours is for the machine
+        _mount(file.name, str(_RESOLVERS), _MS_BIND)
+
+
+def _unshare_network(*, with_mounts: bool) -> None:
+    """Make the namespace; without the right to, inside a user namespace, where all have it."""
+    user, group = os.geteuid(), os.getegid()
+    flags = _CLONE_NEWNET | _CLONE_NEWNS * with_mounts
+    try:
+        _call("unshare", flags)
+    except PermissionError:
+        _call("unshare", _CLONE_NEWUSER | flags)
+        # Users stay who they are, so that files are theirs as before.
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+
+
+def _mount(source: str, target: str, flags: int) -> None:
+    _call("mount", source.encode(), target.encode(), None, ctypes.c_ulong(flags), None)
+
+
+def _call(name: str, *args: object) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*args):
+        number = ctypes.get_errno() or errno.EPERM
+        raise OSError(number, os.strerror(number))
+
+
+def _flags(control: socket.socket, interface: str) -> int:
+    answer = fcntl.ioctl(control, _SIOCGIFFLAGS, struct.pack(_IFREQ, interface.encode(), 0))
+    return int(struct.unpack(_IFREQ, answer)[1])
