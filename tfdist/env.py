@@ -15,7 +15,7 @@ from importlib import metadata
 
 from tfdist.argument_parser import Parser, run_program
 from tfdist.check import PACKAGES, available_bytes, versions
-from tfdist.cluster.settings import holds_a_secret, may_name_a_secret
+from tfdist.cluster.settings import may_hold_a_secret, may_name_a_secret
 from tfdist.errors import EXIT_OK
 from tfdist.launch.machine import memory_groups, this_machine
 
@@ -65,7 +65,7 @@ def report(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for name in sorted(environ):
         if _VARIABLES.fullmatch(name):
             value = environ[name]
-            is_secret = bool(value) and (may_name_a_secret(name) or holds_a_secret(value))
+            is_secret = bool(value) and (may_name_a_secret(name) or may_hold_a_secret(value))
             yield name, "set, not shown" if is_secret else value or "(empty)"
 
 

@@ -116,18 +116,37 @@ def test_a_job_of_one_process_has_no_evaluator(line):
     assert refused(lambda: planned(f"{line} --evaluator")) == ("--evaluator", "exclusive")
 
 
-def test_secrets_of_the_command_are_neither_printed_nor_written_down():
-    secrets = ["--api_key=abc", "--wandb_key", "abc", "--auth=abc", "--pwd", "-abc"]
-    secrets += ["-password=abc", "hf_abcdefghijkl", "--store=s3://me:abc@host/?a=b"]
-    usual = ["--lr=1", "--auth", "--keys=2", "--monkey", "3", "https://a.b/c"]
+SECRETS = [
+    "--api_key=abc --wandb_key abc --auth=abc --pwd -abc -password=abc --pw abc",
+    "hf_abcdefghijkl --store=s3://me:abc@host/?a=b",
+    "-p abc -pabc1 mysql://host?password=abc -u me:abc --user=me:abc",
+    "--header 'Authorization: Bearer abc' --header='Authorization: Basic abc'",
+    "-H Authorization: Bearer abc --client-secret abc",
+    "-H 'X-Api-Key: abc' -H 'Cookie: a=abc' 'bearer abcabcabc'",
+    "--url https://h/?token=abc https://h/?a=1&access_token=abc --to=https://h/a?X-Amz-Signature=abc",
+    "--sas 'sv=2022&sig=abc' 'https://h/b?sv=2022&sr=b&sig=abc' 'a=sb://h/;SharedAccessKey=abc'",
+    "--storage='AccountName=me;AccountKey=abc==' --dsn 'host=h password=abc' 'pwd: abc'",
+    """'{"api_key": "abc"}' '{"a": {"clientSecret":"abc"}}' --opts='{"pw": "abc"}'""",
+    """"{'token': 'abc'}" '{"a": 1, "password" : "abc"}'""",
+    "--env WANDB_API_KEY=abc --env=WANDB_API_KEY=abc --set=hub.token=abc MLFLOW_TRACKING_TOKEN=abc",
+    "--id eyJhbGciOiJI.eyJabcdefgh.abc_abc --id=eyJhbGciOiJI.eyJabcdefgh.abc",
+    "bash -c 'train --token abc' 'mysql -p abc' AIzaabcabcabcabc ASIAABCABCABCABCabc",
+]
+
+
+@pytest.mark.parametrize("words", SECRETS)
+def test_secrets_of_the_command_are_neither_printed_nor_written_down(words):
+    secrets = shlex.split(words)
+    usual = ["--lr=1", "--auth", "--keys=2", "--monkey", "3", "https://a.b/c", "-params", "--u=a:b"]
+    usual += ["--max_tokens=512", "--passes", "2", "--design=12:30", "--monkey='{\"keys\": 1}'"]
     argv = ("python", "train.py", *secrets, *usual)
     spec = planned("--workers 2", environ={"AWS_SECRET": "abc"})["worker-1"]
     for text in (
         render([replace(spec, argv=argv)]),
         description_of_job("single", argv=argv)["command"],
     ):
-        assert "abc" not in text
-        assert text.endswith(" ".join(usual))
+        assert "abc" not in text.lower()
+        assert text.endswith(shlex.join(usual))
 
 
 @pytest.mark.parametrize(

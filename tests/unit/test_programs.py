@@ -113,6 +113,8 @@ def test_the_report_shows_the_name_of_a_secret_alone():
         "KERAS_API_KEY": "hunter2",
         "XLA_AUTH": "hunter2",
         "TF_NOTE": "hf_hunter2hunter2hunter2",
+        "KERAS_PW": "hunter2",
+        "TF_OPTIONS": '{"token": "hunter2"}',
     }
     told = dict(env.report({**secrets, "AWS_SECRET_ACCESS_KEY": "hunter2"}))
     assert {told[name] for name in secrets} == {"set, not shown"}

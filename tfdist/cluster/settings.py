@@ -207,13 +207,22 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _MAY_BE_SECRET = re.compile(
-    r"(^|[_.-])(key|auth|pwd|pass|bearer|jwt|pat|cookie|dsn)$", re.IGNORECASE
+    r"(^|[_.-])(key|auth|authorization|pwd|pw|pass|bearer|jwt|pat|cookie|dsn|sig|signature|sas)$"
+    r"|^-p$",
+    re.IGNORECASE,
 )
 _HOLDS_SECRET = re.compile(
-    r"\b(ghp_|github_pat_|glpat-|hf_|sk-|xox[abp]-|AKIA)[A-Za-z0-9_-]{12,}"
+    r"\b(ghp_|github_pat_|glpat-|hf_|sk-|xox[abp]-|AKIA|ASIA|AIza|ya29\.|npm_|pypi-)[\w-]{12,}"
+    r"|\beyJ[\w-]{5,}\.eyJ[\w-]{5,}\."  # JSON Web Token: two JSON objects in base64
+    r"|\b[Bb]earer +[\w.~+/-]{8,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
     r"|[a-z][a-z0-9+.-]{0,30}://[^/\s:@]*:[^/\s@]+@"  # bounded, or long texts take long
 )
+_ASSIGNMENT = re.compile(
+    r"""(?<![\w.-])(?:([\w.-]++)["']?\s*[=:]|(-[\w.-]++)\s)\s*["']?(?=[^\s"'&,;])"""
+)
+"""A value with its name in a text, as in ``?sig=X``, ``{"key": "X"}``, and ``--token X``."""
+_WORD_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def names_a_secret(name: str) -> bool:
@@ -226,9 +235,17 @@ def may_name_a_secret(name: str) -> bool:
 
     A name such as ``--sort_key`` is among them, so that nothing may be refused for it.
     """
-    return names_a_secret(name) or bool(_MAY_BE_SECRET.search(name))
+    words = _WORD_BOUNDARY.sub("_", name)  # AccountKey
+    return names_a_secret(words) or bool(_MAY_BE_SECRET.search(words))
 
 
 def holds_a_secret(text: str) -> bool:
-    """Return whether a text has a token of a known service, or a password in an address."""
+    """Return whether a text has a token of a known form, or a password in an address."""
     return bool(_HOLDS_SECRET.search(text))
+
+
+def may_hold_a_secret(text: str) -> bool:
+    """Return whether a text is better not shown: it has a secret, or a value named like one."""
+    return holds_a_secret(text) or any(
+        may_name_a_secret(found[1] or found[2]) for found in _ASSIGNMENT.finditer(text)
+    )

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tfdist.cluster.address import is_loopback
-from tfdist.cluster.settings import holds_a_secret, may_name_a_secret
+from tfdist.cluster.settings import may_hold_a_secret, may_name_a_secret
 from tfdist.errors import UsageError, require
 
 _MATTERS = re.compile(r"(TF|TF2|KERAS|XLA|TFDIST)_")
@@ -85,19 +85,35 @@ def without_secrets(args: Sequence[str], *, key: bytes | None = None) -> list[st
     With `key` equal values have equal marks, which tell nothing to those who do not have it.
     """
     result: list[str] = []
-    follows = False
+    before = ""
     for arg in args:
         name, equals, value = arg.partition("=")
-        if follows and not arg.startswith("--"):
+        if _names_next(before) and not arg.startswith("--"):
             result.append(_mark(arg, key))
-        elif equals and (may_name_a_secret(name) or holds_a_secret(value)):
+        elif equals and _FLAG.fullmatch(name) and (may_hold_a_secret(arg) or _is_user(name, value)):
             result.append(f"{name}={_mark(value, key)}")
-        elif holds_a_secret(arg):
+        elif may_hold_a_secret(arg) or _is_user(before, arg) or _PASSWORD_AFTER_P.match(arg):
             result.append(_mark(arg, key))
         else:
             result.append(arg)
-        follows = not equals and arg.startswith("-") and may_name_a_secret(arg)
+        before = arg
     return result
+
+
+_FLAG = re.compile(r"-*[\w.-]+")
+_PASSWORD_AFTER_P = re.compile(r"-p(?=.*[^A-Za-z_-])[^=]+$")  # -pX of mysql, not a word: -params
+_USER_FLAGS = ("-u", "--user", "--proxy-user", "--userpwd")
+
+
+def _names_next(arg: str) -> bool:
+    """Return whether the next argument is a secret by this one: ``--pw``, ``Authorization:``."""
+    is_name = ("=" not in arg and arg.startswith("-")) or arg.endswith(":")
+    return (is_name and may_name_a_secret(arg.rstrip(":"))) or arg.lower() == "bearer"
+
+
+def _is_user(flag: str, value: str) -> bool:
+    """Return whether a value is ``user:password``, as curl takes it."""
+    return flag in _USER_FLAGS and ":" in value
 
 
 def _mark(value: str, key: bytes | None) -> str:
