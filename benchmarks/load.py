@@ -29,6 +29,7 @@ import httptools
 
 from tfdist.argument_parser import Parser, reading_file, run_program
 from tfdist.errors import EXIT_FAILED, EXIT_OK, TfdistError, require, require_int, require_number
+from tfdist.files import require_private
 
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
 _FREE_LENGTH = 16  # of a dimension that the signature leaves open
@@ -315,7 +316,11 @@ def _measure(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     _check(options)
     with reading_file("--token", options.token, expected="a file of one line of text"):
-        token = options.token.read_text().strip() if options.token else ""
+        token = ""
+        if options.token:
+            with options.token.open("rb") as file:
+                require_private(file, where="--token")
+                token = file.read().decode().strip()
     with reading_file("--body", options.body, expected="a file"):
         body = options.body.read_bytes() if options.body else b""
     url = options.url.rstrip("/")

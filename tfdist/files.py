@@ -6,13 +6,14 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 import time
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
-from tfdist.errors import TfdistError
+from tfdist.errors import TfdistError, UsageError
 
 _RETRY_S = 0.1
 
@@ -48,15 +49,36 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
             fsync(path.parent)
 
 
-def write_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write a file whole or not at all; raise OSError."""
+def write_text(path: Path, text: str, *, durable: bool = True, private: bool = False) -> None:
+    """Write a file whole or not at all; raise OSError. A `private` one is for its owner only."""
     with replacing(path, durable=durable) as unfinished:
+        if private:
+            unfinished.unlink(missing_ok=True)  # an earlier one may be readable, and open
+            unfinished.touch(0o600, exist_ok=False)
         unfinished.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
-    """Write JSON whole or not at all; raise OSError."""
-    write_text(path, json.dumps(content, indent=1) + "\n", durable=durable)
+def write_json(path: Path, content: Any, *, durable: bool = True, private: bool = False) -> None:
+    """Write JSON whole or not at all, as `write_text`; raise OSError."""
+    write_text(path, json.dumps(content, indent=1) + "\n", durable=durable, private=private)
+
+
+def require_private(file: IO[bytes], *, where: str) -> None:
+    """Raise UsageError for an open file with a secret that other users of the machine can read.
+
+    A group may read the file of another owner, as root gives one to a container's user.
+    """
+    status = os.fstat(file.fileno())
+    is_own = status.st_uid == os.geteuid()
+    if status.st_mode & (0o077 if is_own else 0o037):
+        raise UsageError(
+            where,
+            received=f"{file.name}, which other users can read "
+            f"(mode {stat.S_IMODE(status.st_mode):04o})",
+            expected="a file that only its owner can read",
+            fix=f"run chmod 600 {file.name} (in a Kubernetes Secret, set defaultMode: 0400)",
+            code="readable-by-others",
+        )
 
 
 def move_aside(directory: Path, names: Iterable[str]) -> None:

@@ -23,6 +23,7 @@ from tfdist.errors import (
     require_number,
     require_packages,
 )
+from tfdist.files import require_private
 
 if TYPE_CHECKING:
     from tfdist.serving.supervisor import ServeOptions
@@ -126,6 +127,9 @@ def _check_files(options: Any) -> None:
 async def _serve_here(options: Any) -> None:
     from tfdist.serving.supervisor import ServiceSupervisor
 
+    if options.token:
+        with options.token.open("rb") as file:
+            require_private(file, where="--token")
     supervisor = ServiceSupervisor(_settings(options))
     scheme = "https" if options.tls_cert else "http"
     print(

@@ -5,6 +5,7 @@ import pty
 import re
 import select
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,7 @@ def test_an_exit_code_is_passed_on(launch, command, source, code, cause):
     assert job.end() == code
     assert f"[launch] worker-0 failed first: {cause}\n" in job.text
     assert report("run")["attempts"][0]["first_failure"]["cause"] == cause
+    assert stat.S_IMODE(os.stat("run/report.json").st_mode) == 0o600
     assert "Traceback" not in job.text
 
 

@@ -757,6 +757,7 @@ def wait_for_metric(running: Service, line: str) -> None:
 def test_a_token_is_asked_for_and_both_protocols_are_encrypted(tmp_path):
     make_version(tmp_path / "m", 1)
     (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "token").chmod(0o600)
     pem = str(KEY_AND_CERTIFICATE)
     options = {"token": str(tmp_path / "token"), "certificate": pem, "key": pem}
     tls = ssl.create_default_context(cafile=pem)

@@ -67,6 +67,18 @@ def test_what_a_kill_left_is_overwritten(tmp_path):
     assert names_in(tmp_path) == ["a"]
 
 
+def test_only_the_owner_reads_a_private_file_whatever_a_kill_left(tmp_path):
+    file, left = tmp_path / "a.json", tmp_path / ".partial-a.json"
+    for path in (file, left):
+        path.write_text("older")
+        path.chmod(0o644)
+    with left.open() as opened:
+        files.write_json(file, {}, private=True)
+        assert opened.read() == "older"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert json.loads(file.read_text()) == {}
+
+
 def test_a_file_system_without_fsync_of_directories_will_do(tmp_path, monkeypatch):
     def refuse_directories(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 
 import pytest
 
@@ -127,6 +128,7 @@ def test_several_hosts_need_a_token_from_a_file_or_else_the_environment(tmp_path
         assert refused(lambda line=line: decided(line, {})) == (TOKEN_VARIABLE, "no-token")
     for loopback in ("127.0.0.1,127.0.0.2", "localhost,[::1]"):
         assert decided(f"--hosts {loopback} --node_rank 0", {})[1].token == b""
+    (tmp_path / "token").touch(0o600)
     (tmp_path / "token").write_text(TOKEN + "\n")
     for environ in ({}, {TOKEN_VARIABLE: "x" * 20}):
         _, group = decided(f"{AB} --rendezvous_token_file {tmp_path}/token", environ)
@@ -135,6 +137,7 @@ def test_several_hosts_need_a_token_from_a_file_or_else_the_environment(tmp_path
 
 
 def test_a_token_that_cannot_be_used_is_one_line_without_it(tmp_path):
+    (tmp_path / "binary").touch(0o600)
     (tmp_path / "binary").write_bytes(b"\xff" * 40)
     for path in ("none", "", "binary"):
         line = f"{AB} --rendezvous_token_file {tmp_path / path}"
@@ -146,6 +149,25 @@ def test_a_token_that_cannot_be_used_is_one_line_without_it(tmp_path):
     secret = TOKEN.replace(" ", "-")
     for given in (secret, f"sub/{secret}", secret + "x" * 300, f"{__file__}/{secret}"):
         assert secret not in refusal(f"{AB} --rendezvous_token_file {given}")
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o604, 0o666])
+def test_a_token_file_that_others_can_read_is_refused(tmp_path, mode):
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(mode)
+    line = f"{AB} --rendezvous_token_file {token}"
+    wanted = ("--rendezvous_token_file", "readable-by-others")
+    assert refused(lambda: decided(line, {})) == wanted
+    assert f"chmod 600 {token}" in refusal(line, {})
+
+
+def test_a_group_may_read_the_token_file_of_another_owner(tmp_path, monkeypatch):
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o640)
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(token).st_uid + 1)
+    assert decided(f"{AB} --rendezvous_token_file {token}", {})[1].token == TOKEN.encode()
 
 
 @pytest.mark.parametrize("program", ["launch", "submit", "tune"])

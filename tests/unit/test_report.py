@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import threading
 import urllib.error
 import urllib.request
@@ -324,6 +325,7 @@ def test_whatever_stands_in_a_file_it_is_a_page_or_one_line(name, file, tmp_path
 def test_the_file_is_written_into_the_run_directory(run_dir, capsys):
     assert program.main([str(run_dir)]) == 0
     assert (run_dir / "report.html").read_text().startswith("<!doctype html>")
+    assert stat.S_IMODE((run_dir / "report.html").stat().st_mode) == 0o600
     assert str(run_dir / "report.html") in capsys.readouterr().out
     assert program.main([str(run_dir), f"--out={run_dir}"]) == 2
     assert f"--out: received {run_dir};" in capsys.readouterr().err

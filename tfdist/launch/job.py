@@ -447,7 +447,7 @@ class JobRun:
         """Write it in one piece; `exit_code` None means that the job still runs."""
         content = {"exit_code": exit_code, "job": self._description, "attempts": self._entries}
         # Not waited for by the disk: other hosts would take a launcher that is in it for gone.
-        write_json(self._report_file, content, durable=False)
+        write_json(self._report_file, content, durable=False, private=True)
 
 
 def _epoch_s() -> float:

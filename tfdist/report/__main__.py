@@ -33,7 +33,7 @@ def _run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out) if arguments.out else _default_file(paths)
     require_writable("--out", out)
     with one_line_errors(out):
-        write_text(out, page, durable=False)
+        write_text(out, page, durable=False, private=True)
     print(f"written: {out}")
     return EXIT_OK
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from tfdist.cluster.address import is_loopback
 from tfdist.cluster.settings import may_hold_a_secret, may_name_a_secret
 from tfdist.errors import UsageError, require
+from tfdist.files import require_private
 
 _MATTERS = re.compile(r"(TF|TF2|KERAS|XLA|TFDIST)_")
 _OWN = re.compile(
@@ -133,7 +134,7 @@ TOKEN_VARIABLE = "TFDIST_RENDEZVOUS_TOKEN"
 TOKEN_FLAG = "--rendezvous_token_file"
 
 _MIN_TOKEN_CHARS, _MAX_TOKEN_CHARS = 16, 4096
-_MAKE = "head -c 32 /dev/urandom | base64 > FILE, readable by you alone"
+_MAKE = "(umask 077; head -c 32 /dev/urandom | base64 > FILE)"
 
 
 def read_token(environ: Mapping[str, str], *, path: str | None, hosts: Sequence[str]) -> bytes:
@@ -168,6 +169,7 @@ def read_token(environ: Mapping[str, str], *, path: str | None, hosts: Sequence[
 def _text_of(path: str) -> str:
     try:
         with Path(path).open("rb") as file:
+            require_private(file, where=TOKEN_FLAG)
             data = file.read(_MAX_TOKEN_CHARS + 2)
         return data.decode()
     except OSError as error:
