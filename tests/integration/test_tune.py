@@ -198,7 +198,7 @@ def test_a_metric_that_keras_tuner_cannot_make_is_written_down_as_others_are(tmp
     name = search.ask().trial
     assert name is not None
     history = [{"virtual_epoch": n, "val_accuracy": 0.5, "mean_io_u": n / 4} for n in (1, 2)]
-    search.tell(name, status="COMPLETED", history=history, reason="")
+    search.tell({"trial": name, "status": "COMPLETED", "history": history, "reason": ""})
     search.publish()
     trial = opened("random", tmp_path).oracle.get_best_trials()[0]
     assert trial.score == 0.5
@@ -256,6 +256,7 @@ def test_conditional_and_nested_hyperparameters_are_known_before_the_first_trial
     assert [one.name for one in plain.hyperparameters.space] == ["optimizer", "flip"]
     flags = plain.flags({"optimizer": "sgd", "flip": True})
     assert flags == ("--config.augmentation.random_flip=true",)
+    assert plain.asked({"optimizer": "adam", "flip": True}) == {"optimizer": "adam"}
 
 
 @pytest.mark.parametrize(

@@ -321,7 +321,12 @@ def test_what_is_asked_for_in_a_loop_or_an_if_is_known_before_the_first_trial(tr
     assert set(values) == NESTED
     values = {**values, "layers": 3, "units_2": 3, "kind": "dropped", "broken": False}
     again = Trials(trials.path / "again", trials.strategy)  # its tuner knows as little
-    assert isinstance(again.run(again.tuner(by_layers), values), Completed)
+    outcome = again.run(again.tuner(by_layers), values)
+    assert isinstance(outcome, Completed)
+    assert set(outcome.hyperparameters) == NESTED - {"lost"}
+    values |= {"layers": 1, "kind": "plain", "tuner/epochs": 1}
+    outcome = again.run(again.tuner(by_layers), values, name="1")
+    assert outcome.hyperparameters == {name: values[name] for name in ("layers", "kind", "units_0")}
 
     space = keras_tuner.HyperParameters()
     space.Int("layers", 1, 3)
@@ -435,6 +440,42 @@ def test_a_trial_that_is_validated_now_and_then_has_the_best_of_what_was_found(t
 def test_a_loss_that_is_not_finite_fails_the_trial_whatever_the_objective(trials):
     with pytest.raises(TfdistError, match="the loss became nan in epoch 1"):
         trials.run(trials.tuner(), data=(X * np.nan, Y), epochs=3)
+
+
+def test_values_that_are_not_tuned_are_those_of_the_best_hyperparameters(trials):
+    """As in KerasTuner: those of a build, of a fit, and of what it looks up by name."""
+
+    class Fixed(keras_tuner.HyperModel):
+        def build(self, hp: Any) -> keras.Model:
+            hp.Int("units", 2, 8, default=4)
+            return build(hp)
+
+        def fit(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            hp.get("rate")
+            return model.fit(*args, batch_size=hp.Choice("batch", [16, 32]), **kwargs)
+
+    space = keras_tuner.HyperParameters()
+    space.Float("rate", 0.1, 0.5)
+    closed = {"hyperparameters": space, "tune_new_entries": False}
+    tuner = make_tuner(trials.path, Fixed(), **closed)
+    begun = {"seed": 1, "max_trials": 1}
+    search = from_python.search_of(tuner, trials.path, begun)
+    asked = search.ask()
+    assert set(asked.values) == {"rate"}
+    outcome = trials.run(trials.tuner(Fixed(), **closed), asked.values)
+    line = {
+        "trial": asked.trial,
+        "status": "COMPLETED",
+        "reason": "",
+        **dataclasses.asdict(outcome),
+    }
+    search.tell(line)
+    search.publish()
+    wanted = {**asked.values, "units": 4, "batch": 16}
+    assert tuner.get_best_hyperparameters()[0].values == wanted
+    assert tuner.get_best_hyperparameters()[0].get("units") == 4
+    (file,) = trials.path.rglob("trial.json")
+    assert json.loads(file.read_text())["hyperparameters"]["values"] == wanted
 
 
 def test_a_model_that_is_wrapped_for_one_process_is_searched_by_jobs_too(trials):

@@ -48,9 +48,8 @@ class CrashingJournal(Journal):
 
     def __init__(self, world: "World", *, at: int | None, how: str) -> None:
         clock = [0.0, 1e9, 2e9, -5.0]  # which somebody sets, again and again
-        super().__init__(
-            world.path / JOURNAL, time_of_day=lambda: clock[len(self.lines) % len(clock)]
-        )
+        any_time = world.time_of_day or (lambda: clock[len(self.lines) % len(clock)])
+        super().__init__(world.path / JOURNAL, time_of_day=any_time)
         self._world, self._left, self._how = world, math.inf, how
         if not self.lines:
             self.add("begun", **{**BEGUN, **world.begun})
@@ -102,9 +101,9 @@ class FakeSearch:
         self.asked.append(name)
         return NextTrial(status=RUNNING, trial=name, values={"x": int(name) + 1})
 
-    def tell(self, trial: str, **_: Any) -> None:
-        assert trial not in self.told, "told twice"
-        self.told.add(trial)
+    def tell(self, ended: Mapping[str, Any]) -> None:
+        assert ended["trial"] not in self.told, "told twice"
+        self.told.add(ended["trial"])
 
     def publish(self, trials: Iterable[str] | None = None) -> None:
         pass
@@ -333,6 +332,8 @@ class World:
     """Called at each tick."""
     think: Callable[[], object] = lambda: None
     """Called at each question to the search."""
+    time_of_day: Callable[[], float] | None = None
+    """Of the journals, if their clock is right."""
 
     def __post_init__(self) -> None:
         self.path.mkdir(exist_ok=True)
@@ -343,6 +344,7 @@ class World:
             tracked={},
             flags_of=lambda trial, seed: flags_of(trial),
             variables_of=lambda trial, seed: {},
+            asked_for=lambda values: None,
         )
         self.signals: list[int] = []
         """What has come to the chief."""

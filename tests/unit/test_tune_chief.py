@@ -151,6 +151,24 @@ def test_a_chief_that_is_asked_to_stop_leaves_trials_to_go_on(tmp_path, signum, 
     assert set(world.done.values()) == {world.epochs}
 
 
+def test_the_time_of_a_trial_leaves_out_the_time_without_a_chief(tmp_path):
+    world = World(tmp_path, trials=1, epochs=3, ticks=10, time_of_day=lambda: world.now_s)
+    chief = world.begin()
+    world.events = lambda: world.signals.extend([signal.SIGTERM] * (world.done["0"] == 5))
+    chief.run()
+    world.signals, world.events = [], lambda: None
+    (live := tmp_path / "trials" / "0" / "live.json").parent.mkdir(parents=True)
+    live.touch()
+    first = chief.state.trials["0"].started_at
+    os.utime(live, (first + 4.0, first + 4.0))  # its job has ended after the chief
+    world.now_s += 1000.0
+    trial = world.run().state.trials["0"]
+    _, again = [line for line in read(tmp_path / "journal.jsonl") if line["event"] == "started"]
+    second = trial.ended_at - again["at"]
+    assert trial.seconds == pytest.approx(4.0 + second)
+    assert trial.ended_at - trial.began_at > 1000.0
+
+
 def test_a_chief_that_does_not_serve_leaves_trials_elsewhere_alone(tmp_path):
     runner = LauncherRunner(
         program=(), launch_flags=(), gpus=(), slots=1, environ={}, timeout_s=1.0

@@ -52,7 +52,9 @@ def journal(tmp_path: Path) -> Journal:
     return Journal(tmp_path / "journal.jsonl", time_of_day=lambda: 1.0)
 
 
-def add_trial(book: Journal, name: str, *, score: float | None, **values: Any) -> None:
+def add_trial(
+    book: Journal, name: str, *, score: float | None, asked: Any = None, **values: Any
+) -> None:
     """Write down a trial from its beginning to its end."""
     book.add("asked", status="RUNNING", trial=name, values=values, run=name, until=None)
     book.add("started", trial=name)
@@ -65,6 +67,7 @@ def add_trial(book: Journal, name: str, *, score: float | None, **values: Any) -
         history=[],
         reason="chief-0: the loss became nan" if score is None else "",
         last_lines=[],
+        hyperparameters=asked,
     )
 
 
@@ -129,6 +132,34 @@ def test_a_wrong_flag_is_refused(flags, where, code):
 
 
 # Journal.
+
+
+def test_the_time_of_a_trial_is_that_of_its_jobs():
+    asked = {"event": "asked", "trial": "0", "values": {}, "run": "0", "until": None}
+    end = {"status": "FAILED", "score": None, "best_virtual_epoch": None, "history": []}
+    lines = [
+        {"event": "begun", "at": 0.0},
+        {**asked, "at": 0.0},
+        {"event": "started", "trial": "0", "at": 10.0},
+        {"event": "killed", "trial": "0", "at": 15.0, "reason": "", "kills": 1, "reached": 0},
+        {"event": "started", "trial": "0", "at": 20.0},
+        {"event": "started", "trial": "0", "at": 300.0, "ran_until": 27.0},
+        {"event": "ended", "trial": "0", "at": 700.0, "ran_until": 302.0, "reason": "", **end},
+    ]
+    state = fold([{"last_lines": [], **line} for line in lines])
+    assert state.trials["0"].seconds == 5.0 + 7.0 + 2.0
+    assert results.as_json(state)["trials"][0]["seconds"] == 14.0
+
+
+def test_a_trial_is_shown_with_the_values_that_its_program_asks_for(tmp_path):
+    book = journal(tmp_path)
+    book.add("begun", tuner="random", objective="loss", direction="min", seed=1, max_trials=3)
+    drawn = {"layers": 1, "units_1": 8, "tuner/epochs": 2}
+    add_trial(book, "0", score=0.5, asked={"layers": 1, "units": 16}, **drawn)
+    trial = fold(book.lines).trials["0"]
+    assert trial.hyperparameters == {"layers": 1, "units": 16}
+    assert trial.values == drawn
+    assert fold(book.lines).varied == ["layers", "units"]
 
 
 def test_a_line_for_which_there_is_no_room_is_not_there_in_part(tmp_path):

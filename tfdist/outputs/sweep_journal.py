@@ -128,6 +128,12 @@ class Trial:
     last_lines: tuple[str, ...] = ()
     began_at: float | None = None
     ended_at: float | None = None
+    started_at: float | None = None
+    """Time of its last start; None while it waits."""
+    ran_s: float = 0.0
+    """Seconds for which its jobs have run, up to the last one that ended."""
+    asked: Mapping[str, Any] | None = None
+    """Values that its program asks for, fixed ones among them; None if that is not known yet."""
     slot: Slot | None = None
     """Where it was started last."""
     measured_by: tuple[str, ...] | None = None
@@ -139,15 +145,14 @@ class Trial:
 
     @property
     def seconds(self) -> float | None:
-        """Return the time from its first start to its end; None before that."""
-        if self.began_at is None or self.ended_at is None:
-            return None
-        return self.ended_at - self.began_at
+        """Return the time for which its jobs have run; None before its end."""
+        return None if self.began_at is None or self.ended_at is None else self.ran_s
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the values without those that KerasTuner keeps for itself."""
-        return {k: v for k, v in self.values.items() if not k.startswith("tuner/")}
+        """Return the values that its program asks for, without KerasTuner's own."""
+        values = self.values if self.asked is None else self.asked
+        return {k: v for k, v in values.items() if not k.startswith("tuner/")}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -186,7 +191,11 @@ class SweepState:
 
     def _asked(self, line: Mapping[str, Any]) -> None:
         self.trials[line["trial"]] = Trial(
-            id=line["trial"], values=line["values"], run=line["run"], until=line["until"]
+            id=line["trial"],
+            values=line["values"],
+            run=line["run"],
+            until=line["until"],
+            asked=line.get("hyperparameters"),
         )
         self.finished, self.is_complete = None, False
 
@@ -249,10 +258,21 @@ def fold(lines: Iterable[Mapping[str, Any]]) -> SweepState:
 
 
 def _changed(trial: Trial, line: Mapping[str, Any]) -> Trial:
+    if trial.started_at is not None:  # of an earlier chief's job its last sign counts
+        until = min(line.get("ran_until", line["at"]), line["at"])
+        ran_s = trial.ran_s + max(0.0, until - trial.started_at)
+        trial = replace(trial, ran_s=ran_s, started_at=None)
     if line["event"] == "started":
         began_at = trial.began_at if trial.began_at is not None else line["at"]
         slot = Slot(number=line.get("place", 0), runner=line.get("runner", HERE))
-        return replace(trial, status=RUNNING, starts=trial.starts + 1, began_at=began_at, slot=slot)
+        return replace(
+            trial,
+            status=RUNNING,
+            starts=trial.starts + 1,
+            began_at=began_at,
+            started_at=line["at"],
+            slot=slot,
+        )
     if line["event"] == "killed":
         return replace(
             trial,
@@ -271,6 +291,7 @@ def _changed(trial: Trial, line: Mapping[str, Any]) -> Trial:
         reason=line["reason"],
         last_lines=tuple(line["last_lines"]),
         ended_at=line["at"],
+        asked=line.get("hyperparameters") or trial.asked,
     )
 
 

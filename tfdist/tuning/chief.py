@@ -8,6 +8,7 @@ checkpoint, or has ended already and is not run again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError
+from tfdist.launch.live import LIVE_FILE
+from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import HERE, TRIALS, Journal, Slot, Trial, fold
 from tfdist.outputs.sweep_journal import RUNNING as BEGUN
 from tfdist.tuning.options import MEDIAN
@@ -68,6 +71,9 @@ class Chief:
         self._stop_requests = stop_requests
         self.state = fold(journal.lines)
         self._running: dict[str, tuple[TrialJob, RunningTrial]] = {}
+        begun = (trial for trial in self.state.trials.values() if trial.status == BEGUN)
+        self._left = {trial.id for trial in begun if trial.slot and trial.slot.runner == HERE}
+        """Trials whose jobs an earlier chief has started, and which ended with it."""
         self._no_more = False
         self._ask_again = True
         self._stop_signal = 0
@@ -146,10 +152,24 @@ class Chief:
                 self._end(trial, outcome)
                 continue
             where = {} if slot.runner == HERE else {"runner": slot.runner, "place": slot.number}
-            line = self._journal.add("started", durable=False, trial=trial.id, **where)
+            fields = {**where, **self._ran_until(trial)}
+            line = self._journal.add("started", durable=False, trial=trial.id, **fields)
             self.state.apply(line)
             return job
         return None
+
+    def _ran_until(self, trial: Trial) -> dict[str, float]:
+        """Return until when an earlier chief's job of a trial is known to have run, for a line."""
+        if trial.id not in self._left or trial.started_at is None:
+            return {}
+        self._left.discard(trial.id)
+        directory = RunDirectory(self._run_dir(trial))
+        files = (directory.path / LIVE_FILE, directory.metrics_file, directory.summary_file)
+        signs = [trial.started_at]
+        for file in files:
+            with contextlib.suppress(OSError):
+                signs.append(file.stat().st_mtime)
+        return {"ran_until": round(max(signs), 3)}
 
     def _waiting(self, besides: Collection[str] = ()) -> Trial | None:
         """Return a trial that was asked for and does not run, as an earlier chief leaves it."""
@@ -170,6 +190,7 @@ class Chief:
             values=answer.values,
             run=run,
             until=until,
+            hyperparameters=self._sweep.asked_for(answer.values) if answer.values else None,
         )
         self.state.apply(line)
         self._no_more = answer.status == STOPPED
@@ -260,11 +281,10 @@ class Chief:
         status = "COMPLETED" if isinstance(outcome, Completed) else "FAILED"
         fields: dict[str, Any] = dict.fromkeys(("score", "best_virtual_epoch", "stopped_at"))
         fields |= {"history": [], "reason": "", "last_lines": [], **asdict(outcome)}
+        fields |= self._ran_until(trial)
         line = self._journal.add("ended", trial=trial.id, status=status, **fields)
         self.state.apply(line)
-        self._search.tell(
-            trial.id, status=line["status"], history=line["history"], reason=line["reason"]
-        )
+        self._search.tell(line)
         self._unpublished.append(trial.id)
         self._ask_again = True
         self._changed(trial.id)

@@ -83,6 +83,9 @@ class ConfigSweep(sweep.Sweep):
         sweep_dir, max_trials = self.options.sweep_dir, begun["max_trials"]
         return Search(oracle, sweep_dir=sweep_dir, max_trials=max_trials)
 
+    def asked_for(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        return self.space.asked(values)
+
     def flags_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> tuple[str, ...]:
         flags = self.space.flags(trial.values)
         if self._config.seed is None and not any(f.startswith("--config.seed=") for f in flags):

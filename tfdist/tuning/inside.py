@@ -26,7 +26,7 @@ from tfdist.outputs.run_directory import DONE, RunDirectory
 from tfdist.strategy import barrier, current_job, is_chief, make_strategy
 from tfdist.training.evaluation import evaluate, predict
 from tfdist.training.fitting import fit
-from tfdist.tuning.oracle import PROJECT, of_epochs, unreported
+from tfdist.tuning.oracle import PROJECT, of_epochs, record_asked, unreported
 from tfdist.tuning.trial_job import Assignment
 
 
@@ -41,6 +41,7 @@ def run_assigned(
     keras.utils.set_random_seed(assignment.seed)
     trial = _assigned_trial(tuner, assignment)
     hp = trial.hyperparameters
+    asked = record_asked(hp)
     fitting = _TrialFit(
         assignment,
         directory=RunDirectory(assignment.run_dir),
@@ -62,9 +63,10 @@ def run_assigned(
     if is_chief():
         fitting.directory.path.mkdir(parents=True, exist_ok=True)
         has_reported = fitting.has_reported(results, tuner.oracle.objective.name)
-        result = {} if has_reported else {"result": _result(tuner, results)}
+        result: dict[str, Any] = {} if has_reported else {"result": _result(tuner, results)}
         if assignment.save_model and fitting.model is not None:
             save_whole(fitting.model, fitting.directory.model_file)
+        result["hyperparameters"] = asked
         fitting.directory.write_summary({"status": DONE, **result, **fitting.summary()})
     barrier()  # a task that ends early would take its peers down
 

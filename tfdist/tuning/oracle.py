@@ -11,6 +11,7 @@ A config file says what is searched in a function::
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -75,6 +76,15 @@ class SearchSpace:
             if value != before[name]
         )
 
+    def asked(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that the file asks for in a trial of these."""
+        hp = self.hyperparameters.copy()
+        hp.values = dict(values)
+        asked = record_asked(hp)
+        with contextlib.suppress(UsageError):  # `flags` raises it
+            self._built(hp)
+        return asked
+
     def _built(self, hp: Any) -> Any:
         config = copy.deepcopy(self._config)
         try:
@@ -84,6 +94,26 @@ class SearchSpace:
         except Exception as error:
             raise broken_file(self._path, error) from error
         return config
+
+
+def record_asked(hp: Any) -> dict[str, Any]:
+    """Return a mapping that gets each value that a program asks `hp` for from now on."""
+    asked = dict[str, Any]()
+    retrieve, get = hp._retrieve, hp.get
+
+    def recording_retrieve(one: Any) -> Any:
+        value = retrieve(one)
+        if hp.is_active(one):
+            asked[one.name] = value
+        return value
+
+    def recording_get(name: str) -> Any:
+        value = get(name)
+        asked[hp._get_name(name)] = value
+        return value
+
+    hp._retrieve, hp.get = recording_retrieve, recording_get
+    return asked
 
 
 def describe_space(hyperparameters: Any, *, where: str, function: str) -> list[dict[str, Any]]:
@@ -268,22 +298,29 @@ class Search:
         values = dict(trial.hyperparameters.values)
         return NextTrial(status=RUNNING, trial=trial.trial_id, values=values)
 
-    def tell(
-        self, trial: str, *, status: str, history: Iterable[Mapping[str, float]], reason: str
-    ) -> None:
-        """Tell the oracle that a trial has ended, COMPLETED or FAILED, and its metrics."""
-        objective, tracker = self._oracle.objective.name, self._oracle.trials[trial].metrics
-        for line in history:
+    def tell(self, ended: Mapping[str, Any]) -> None:
+        """Tell the oracle that a trial has ended, COMPLETED or FAILED, and its metrics.
+
+        Args:
+          ended: line of the journal. Values that the trial has asked for and that are not tuned
+            become values of the trial, as in KerasTuner.
+        """
+        name = ended["trial"]
+        trial = self._oracle.trials[name]
+        for asked, value in (ended.get("hyperparameters") or {}).items():
+            trial.hyperparameters.values.setdefault(asked, value)
+        objective, tracker = self._oracle.objective.name, trial.metrics
+        for line in ended["history"]:
             if objective in line:
-                metrics = {name: value for name, value in line.items() if name != "virtual_epoch"}
-                for name in metrics:
-                    if name != objective and not tracker.exists(name):
-                        _register(tracker, name)
+                metrics = {key: value for key, value in line.items() if key != "virtual_epoch"}
+                for metric in metrics:
+                    if metric != objective and not tracker.exists(metric):
+                        _register(tracker, metric)
                 # KerasTuner counts steps from 0: its users train `best_step + 1` epochs.
-                self._oracle.update_trial(trial, metrics, step=int(line["virtual_epoch"]) - 1)
-        ended = self._oracle.trials[trial]
-        ended.status, ended.message = status, reason or None
-        self._oracle.end_trial(ended)
+                self._oracle.update_trial(name, metrics, step=int(line["virtual_epoch"]) - 1)
+        trial = self._oracle.trials[name]
+        trial.status, trial.message = ended["status"], ended["reason"] or None
+        self._oracle.end_trial(trial)
 
     def replay(self, lines: Iterable[Mapping[str, Any]], *, is_over: bool = False) -> None:
         """Ask and tell all that a journal says, so that the next answer is what it would be.
@@ -297,12 +334,7 @@ class Search:
                 self.ask()
                 self._recorded = None
             elif line["event"] == "ended":
-                self.tell(
-                    line["trial"],
-                    status=line["status"],
-                    history=line["history"],
-                    reason=line["reason"],
-                )
+                self.tell(line)
             elif line["event"] == "extended":
                 self._oracle.max_trials = line["max_trials"]
 

@@ -209,6 +209,7 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
         "last_lines": list(trial.last_lines),
         "began_at": trial.began_at,
         "ended_at": trial.ended_at,
+        "seconds": trial.seconds,
     }
 
 
@@ -418,8 +419,13 @@ def _summaries(trial: Trial, objective: str) -> list[tuple[int, Any]]:
             for line in trial.history
             if objective in line
         ),
-        (0, summary.session_end_pb(status, trial.ended_at)),
+        (0, summary.session_end_pb(status, _end_of_session(trial))),
     ]
+
+
+def _end_of_session(trial: Trial) -> float | None:
+    """Return the end of a trial without breaks; TensorBoard shows the time since its begin."""
+    return trial.ended_at if trial.began_at is None else trial.began_at + trial.ran_s
 
 
 # One run of a tracker above those of a sweep's trials, by variables that MLflow and W&B read.

@@ -93,6 +93,10 @@ class Sweep(ABC):
         """
         return ()
 
+    def asked_for(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return those of a trial's values that its program asks for; None if the trial tells."""
+        return None
+
     def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> Mapping[str, str]:
         """Return the variables of a trial, added to its environment; `is_best` as in `flags_of`."""
         return {}

@@ -182,6 +182,8 @@ class Completed:
     best_virtual_epoch: int
     stopped_at: int | None = None
     """The virtual epoch at which it was stopped as hopeless."""
+    hyperparameters: Mapping[str, Any] | None = None
+    """The values that its program has asked for; None if it has not reported them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,13 +247,18 @@ def outcome_of(
     last = goal.last(metrics)
     if not is_done and (last is None or reached < last):
         return None
-    if is_done and "result" in (summary or {}):
-        return _scored(goal, [(summary or {})["result"]])
+    summary = summary or {}
+    has_judged = is_done and "result" in summary
     counted = [line for line in metrics if last is None or line["virtual_epoch"] <= last]
-    outcome = _scored(goal, counted)
-    if isinstance(outcome, Completed) and last is not None and last != goal.until:
-        return replace(outcome, stopped_at=last)
-    return outcome
+    outcome = _scored(goal, [summary["result"]] if has_judged else counted)
+    if isinstance(outcome, Failed):
+        return outcome
+    is_cut = not has_judged and last is not None and last != goal.until
+    return replace(
+        outcome,
+        stopped_at=last if is_cut else None,
+        hyperparameters=summary.get("hyperparameters"),
+    )
 
 
 def failure_of(
