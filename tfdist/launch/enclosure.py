@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from tfdist.launch.events import STOP_SIGNALS, exit_code_of
 from tfdist.launch.guardian import die_with
-from tfdist.launch.machine import _unshare
+from tfdist.launch.isolation import call
 
 _CLONE_NEWNS, _CLONE_NEWPID = 0x2_0000, 0x2000_0000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_SLAVE = 2, 4, 8, 0x4000, 1 << 19
@@ -52,7 +52,7 @@ def _make_namespace(caller: int, tell: int) -> None:
     """Return in the second process of a new namespace; the others stand for it, or exit."""
     die_with(caller)
     try:
-        _unshare(_CLONE_NEWPID | _CLONE_NEWNS)
+        call("unshare", _CLONE_NEWPID | _CLONE_NEWNS)
         if first := os.fork():
             os.close(tell)
             _stand_for(first, sender=caller)

@@ -182,9 +182,9 @@ def _unshare_network(*, with_mounts: bool) -> None:
     user, group = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNET | _CLONE_NEWNS * with_mounts
     try:
-        _call("unshare", flags)
+        call("unshare", flags)
     except PermissionError:
-        _call("unshare", _CLONE_NEWUSER | flags)
+        call("unshare", _CLONE_NEWUSER | flags)
         # Users stay who they are, so that files are theirs as before.
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
@@ -192,10 +192,11 @@ def _unshare_network(*, with_mounts: bool) -> None:
 
 
 def _mount(source: str, target: str, flags: int) -> None:
-    _call("mount", source.encode(), target.encode(), None, ctypes.c_ulong(flags), None)
+    call("mount", source.encode(), target.encode(), None, ctypes.c_ulong(flags), None)
 
 
-def _call(name: str, *args: object) -> None:
+def call(name: str, *args: object) -> None:
+    """Call a function of the C library; raise OSError if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args):
         number = ctypes.get_errno() or errno.EPERM
