@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from google.protobuf import json_format
-from tensorflow.core.protobuf import saved_model_pb2
 from tensorflow_serving.apis import (
-    classification_pb2,
     get_model_metadata_pb2,
     get_model_status_pb2,
     predict_pb2,
-    regression_pb2,
 )
 
 import tfdist
@@ -44,19 +41,14 @@ def served(exported):
     return model
 
 
-def saved(place: Path, signatures: Any, **methods: str) -> ServedModel:
-    """A model of functions with the types of their inputs; `methods` are those of signatures."""
+def saved(place: Path, signatures: Any) -> ServedModel:
+    """Load a model of functions with the types of their inputs."""
     made = {
         key: tf.function(function, specs).get_concrete_function()
         for key, (function, *specs) in signatures.items()
     }
     tf.saved_model.save(tf.Module(), str(place), made)
-    file = place / "saved_model.pb"
-    written = saved_model_pb2.SavedModel.FromString(file.read_bytes())
-    for key, method in methods.items():
-        written.meta_graphs[0].signature_def[key].method_name = f"tensorflow/serving/{method}"
-    file.write_bytes(written.SerializeToString())
-    return ServedModel(place, "people", batch_sizes=(1, 4))
+    return ServedModel(place, "odd", batch_sizes=(1, 4))
 
 
 TEXT, NUMBER = tf.TensorSpec([None], tf.string), tf.TensorSpec([None], tf.int64)
@@ -219,7 +211,8 @@ def test_metadata(served):
 
 
 def test_messages_of_the_front_are_those_of_the_stubs():
-    for request in (grpc_request(x=np.ones(1000)), classification_pb2.ClassificationRequest()):
+    metadata_request = get_model_metadata_pb2.GetModelMetadataRequest()
+    for request in (grpc_request(x=np.ones(1000)), metadata_request):
         request.model_spec.name, request.model_spec.version.value = "m", 3
         found = protocol.parse_model_spec(request.SerializeToString())
         assert found == Target(name="m", version=3)
@@ -236,89 +229,8 @@ def test_messages_of_the_front_are_those_of_the_stubs():
     assert json_format.MessageToDict(response, **names) == protocol.status_json(states)
 
 
-@pytest.fixture(scope="module")
-def of_examples(tmp_path_factory):
-    """A model with signatures of the methods classify and regress, as estimators export them."""
-    features = {
-        "age": tf.io.FixedLenFeature([], tf.float32),
-        "city": tf.io.FixedLenFeature([], tf.string, default_value=""),
-    }
-
-    def classify(inputs: tf.Tensor) -> dict[str, tf.Tensor]:
-        age = tf.io.parse_example(inputs, features)["age"]
-        labels = tf.repeat(tf.constant([["young", "old"]]), tf.shape(age)[0], axis=0)
-        return {"classes": labels, "scores": tf.stack([1 - age / 100, age / 100], axis=1)}
-
-    def regress(inputs: tf.Tensor) -> dict[str, tf.Tensor]:
-        parsed = tf.io.parse_example(inputs, features)
-        size = tf.cast(tf.strings.length(parsed["city"]), tf.float32)
-        return {"outputs": (parsed["age"] + size)[:, None]}
-
-    signatures = {"serving_default": (classify, TEXT), "value": (regress, TEXT)}
-    place = tmp_path_factory.mktemp("examples") / "1"
-    return saved(place, signatures, serving_default="classify", value="regress")
-
-
-def test_examples_are_classified(of_examples):
-    document = {"examples": [{"age": 25.0}, {"age": [75.0]}]}
-    assert rest(of_examples, document, kind=Kind.REST_CLASSIFY) == [
-        {"results": [[["young", 0.75], ["old", 0.25]], [["young", 0.25], ["old", 0.75]]]}
-    ]
-    request = classification_pb2.ClassificationRequest()
-    request.input.example_list.examples.add().features.feature["age"].float_list.value.append(25.0)
-    (data,) = of_examples.answer([(Kind.GRPC_CLASSIFY, request.SerializeToString())])
-    response = classification_pb2.ClassificationResponse.FromString(data)
-    (row,) = response.result.classifications
-    assert [(one.label, one.score) for one in row.classes] == [("young", 0.75), ("old", 0.25)]
-    assert (response.model_spec.name, response.model_spec.version.value) == ("people", 1)
-
-
-def test_examples_have_a_value_and_a_context(of_examples):
-    document = {
-        "signature_name": "value",
-        "context": {"city": {"b64": "YWI="}},
-        "examples": [{"age": 1.0}, {"age": 2.0, "city": "abcd"}],
-    }
-    (answer,) = rest(of_examples, document, kind=Kind.REST_REGRESS)
-    assert answer == {"results": [3.0, 6.0]}
-    request = regression_pb2.RegressionRequest()
-    request.model_spec.signature_name = "value"
-    listed = request.input.example_list_with_context
-    listed.context.features.feature["city"].bytes_list.value.append(b"ab")
-    listed.examples.add().features.feature["age"].float_list.value.append(1.0)
-    (data,) = of_examples.answer([(Kind.GRPC_REGRESS, request.SerializeToString())])
-    response = regression_pb2.RegressionResponse.FromString(data)
-    assert [one.value for one in response.result.regressions] == [3.0]
-
-
-@pytest.mark.parametrize(
-    ("document", "text"),
-    [
-        ({}, "Expecting key 'examples' with a list/array"),
-        ({"examples": []}, "Expecting key 'examples' with a list/array"),
-        ({"examples": [3]}, "Example must be JSON object but got JSON Number"),
-        ({"examples": [{"age": [1.0, 2]}]}, "Feature: age has elements of different types"),
-        ({"examples": [{"age": None}]}, "Feature: age has element with unexpected JSON type: Null"),
-        ({"examples": [{"age": 2**63}]}, "Value out of range: 9223372036854775808"),
-        ({"examples": [{"city": "x"}]}, "Feature: age (data type: float) is required"),
-        (
-            {"examples": [{"age": 1.0}], "signature_name": "value"},
-            "Expected classification signature method_name to be tensorflow/serving/classify. Was",
-        ),
-        ({"examples": [{"age": 1.0}], "signature_name": "x"}, "No signature was found"),
-    ],
-)
-def test_examples_are_checked(of_examples, document, text):
-    (answer,) = rest(of_examples, document, kind=Kind.REST_CLASSIFY)
-    assert isinstance(answer, RequestError)
-    assert answer.code is Code.INVALID_ARGUMENT
-    assert text in str(answer)
-
-
-def test_mutated_requests_are_answered_or_refused(served, odd, of_examples):
+def test_mutated_requests_are_answered_or_refused(served, odd):
     random = Random(0)
-    example = classification_pb2.ClassificationRequest()
-    example.input.example_list.examples.add().features.feature["age"].float_list.value.append(2.0)
     document = json.dumps({"instances": X[:2].tolist(), "signature_name": "serving_default"})
     text = b'{"signature_name": "text", "inputs": ["ab", {"b64": "/w=="}]}'
     in_fields = grpc_request(features=X[:2])
@@ -330,8 +242,6 @@ def test_mutated_requests_are_answered_or_refused(served, odd, of_examples):
         (served, Kind.GRPC_PREDICT, grpc_request(features=X[:2]).SerializeToString()),
         (served, Kind.GRPC_PREDICT, in_fields.SerializeToString()),
         (served, Kind.GRPC_METADATA, b"\x0a\x07\x0a\x05small\x12\x0dsignature_def"),
-        (of_examples, Kind.REST_CLASSIFY, b'{"context": {"a": 1}, "examples": [{"age": [1.5]}]}'),
-        (of_examples, Kind.GRPC_CLASSIFY, example.SerializeToString()),
     ]
     inserts = (b"[", b"]", b"{", b"-", b"NaN", b"1e999", b'"b64"', b"null", b"\x80\xff\xff\x7f")
     for _ in range(300):

@@ -351,7 +351,7 @@ def test_mutated_requests_are_answered_or_let_go_by_grpc(shared):
     with grpc.insecure_channel(shared.grpc) as channel:
         service = "/tensorflow.serving.PredictionService/"
         for _ in range(300):
-            name = random.choice(["Predict", "Classify", "GetModelMetadata", "Nothing"])
+            name = random.choice(["Predict", "GetModelMetadata", "Nothing"])
             method = channel.unary_unary(service + name)
             with contextlib.suppress(grpc.RpcError):
                 request = b"\x0a\x03\x0a\x01m\x12\x04\x0a\x02ab"

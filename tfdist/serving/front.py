@@ -65,8 +65,6 @@ _PREDICTION = "tensorflow.serving.PredictionService"
 _MODEL = "tensorflow.serving.ModelService"
 _GRPC_KINDS = {
     "Predict": Kind.GRPC_PREDICT,
-    "Classify": Kind.GRPC_CLASSIFY,
-    "Regress": Kind.GRPC_REGRESS,
     "GetModelMetadata": Kind.GRPC_METADATA,
 }
 _PAGE = (Path(__file__).parent / "page.html").read_bytes()

@@ -21,12 +21,10 @@ import tensorflow as tf
 from google.protobuf import json_format
 from tensorflow.core.protobuf import config_pb2
 from tensorflow_serving.apis import (
-    classification_pb2,
     get_model_metadata_pb2,
     model_pb2,
     predict_pb2,
     prediction_log_pb2,
-    regression_pb2,
 )
 
 from tfdist.serving import rest
@@ -182,9 +180,7 @@ class ServedModel:
                 return self._decode_grpc(payload)
             if kind is Kind.REST_METADATA:
                 return self._metadata_json()
-            if kind is Kind.GRPC_METADATA:
-                return bytes(self._metadata().SerializeToString())
-            return self._decode_examples(kind, payload)
+            return bytes(self._metadata().SerializeToString())
         except RequestError as error:
             return error
         except Exception as error:
@@ -209,18 +205,6 @@ class ServedModel:
             if key not in signature.outputs:
                 invalid(f"output tensor alias not found in signature: {key}")
         return self._call(name, arrays, functools.partial(self._encode_grpc, name, wanted))
-
-    def _decode_examples(self, kind: Kind, payload: bytes) -> Call:
-        method = _METHODS[kind]
-        encode: Callable[[Mapping[str, np.ndarray]], bytes]
-        if kind in (Kind.REST_CLASSIFY, Kind.REST_REGRESS):
-            name, rows = _examples_in_json(payload)
-            encode = functools.partial(_json_of, method)
-        else:
-            name, rows = _examples_in_message(method, payload)
-            encode = functools.partial(_message_of, method, self._spec(name))
-        _require_method(method, name, self._definitions.get(name))
-        return Call(signature=name, arrays=(rows,), encode=encode)
 
     def _call(self, name: str, inputs: Mapping[str, np.ndarray], encode: Any) -> Call:
         signature = self.signatures[name]
@@ -351,155 +335,3 @@ def _padded(column: Sequence[np.ndarray], size: int) -> np.ndarray:
     if len(column) == 1 and not missing:
         return column[0]
     return np.concatenate([*column, np.repeat(column[-1][-1:], missing, axis=0)])
-
-
-# Classify and regress: serialized `tf.train.Example`s in; classes with scores, or values, out.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ExampleMethod:
-    """Classify or regress: its name in signatures, their outputs, and its messages.
-
-    Forms and texts follow ``json_tensor.cc``, ``classifier.cc`` and ``regressor.cc`` of TensorFlow
-    Serving. Exports of tfdist have no signature that names one of the two.
-    """
-
-    title: str
-    name: str
-    outputs: tuple[str, ...]
-    request: Any
-    response: Any
-
-
-_CLASSIFY = ExampleMethod(
-    title="classification",
-    name="tensorflow/serving/classify",
-    outputs=("classes", "scores"),
-    request=classification_pb2.ClassificationRequest,
-    response=classification_pb2.ClassificationResponse,
-)
-_REGRESS = ExampleMethod(
-    title="regression",
-    name="tensorflow/serving/regress",
-    outputs=("outputs",),
-    request=regression_pb2.RegressionRequest,
-    response=regression_pb2.RegressionResponse,
-)
-_METHODS = {
-    Kind.REST_CLASSIFY: _CLASSIFY,
-    Kind.GRPC_CLASSIFY: _CLASSIFY,
-    Kind.REST_REGRESS: _REGRESS,
-    Kind.GRPC_REGRESS: _REGRESS,
-}
-
-
-def _examples_in_json(body: bytes) -> tuple[str, np.ndarray]:
-    """Return the signature's name and the examples ``[n]`` in a JSON body; raise RequestError."""
-    document = rest.parse(body)
-    name = rest.signature_of(document)
-    listed = document.get("examples")
-    if not isinstance(listed, list) or not listed:
-        invalid("Expecting key 'examples' with a list/array of values")
-    context = _example(document["context"]) if "context" in document else b""
-    return name, np.array([context + _example(one) for one in listed], object)
-
-
-def _examples_in_message(method: ExampleMethod, payload: bytes) -> tuple[str, np.ndarray]:
-    """Return the signature's name and the examples ``[n]`` in a request; raise RequestError."""
-    request = method.request.FromString(payload)
-    in_context = request.input.example_list_with_context
-    context = in_context.context.SerializeToString()  # of no bytes where there is none
-    listed = [*request.input.example_list.examples, *in_context.examples]
-    if not listed:
-        invalid("Input is empty.")
-    name = request.model_spec.signature_name or DEFAULT_SIGNATURE
-    return name, np.array([context + one.SerializeToString() for one in listed], object)
-
-
-def _require_method(method: ExampleMethod, name: str, definition: Any) -> None:
-    """Raise RequestError unless a signature (None where there is none) is one of a method."""
-    if definition is None:
-        invalid(f"No signature was found with the name: {name}")
-    if definition.method_name != method.name:
-        invalid(
-            f"Expected {method.title} signature method_name to be {method.name}. "
-            f"Was: {definition.method_name}"
-        )
-    if len(definition.inputs) != 1 or not set(definition.outputs) & set(method.outputs):
-        wanted = " or ".join(f'"{key}"' for key in method.outputs)
-        invalid(f"Expected {method.title} signature of one input, with outputs {wanted}")
-
-
-def _json_of(method: ExampleMethod, outputs: Mapping[str, np.ndarray]) -> bytes:
-    """Return the JSON answer: pairs of label and score for each example, or its value."""
-    if method is _REGRESS:
-        values = _values(outputs)
-        return rest.dumps({"results": values}, {"outputs": values})
-    labels, scores = _classes(outputs)
-    rows = [
-        [[label.decode("utf-8", "replace"), score] for label, score in zip(*row, strict=True)]
-        for row in zip(labels, scores, strict=True)
-    ]
-    return rest.dumps({"results": rows}, {"scores": scores})
-
-
-def _message_of(method: ExampleMethod, spec: Any, outputs: Mapping[str, np.ndarray]) -> bytes:
-    """Return the answer of gRPC; `spec` is the ``ModelSpec`` of what answers."""
-    response = method.response()
-    response.model_spec.CopyFrom(spec)
-    if method is _REGRESS:
-        for value in _values(outputs):
-            response.result.regressions.add(value=value)
-    else:
-        for labels, scores in zip(*_classes(outputs), strict=True):
-            row = response.result.classifications.add()
-            for label, score in zip(labels, scores, strict=True):
-                row.classes.add(label=label.decode("utf-8", "replace"), score=score)
-    return bytes(response.SerializeToString())
-
-
-def _classes(outputs: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return labels and scores ``[n, classes]``; what the signature leaves out is empty or 0."""
-    shape = next(outputs[key].shape for key in _CLASSIFY.outputs if key in outputs)
-    labels = outputs.get("classes", np.full(shape, b"", object))
-    scores = outputs.get("scores", np.zeros(shape, np.float32))
-    if labels.ndim != 2 or labels.shape != scores.shape:
-        found = f"{labels.shape} and {scores.shape}"
-        invalid(f"Expected classes and scores of shape [batch_size num_classes] but got {found}")
-    return labels, scores
-
-
-def _values(outputs: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the value of each example ``[n]``."""
-    array = outputs["outputs"]
-    if array.shape[1:] not in ((), (1,)):
-        invalid(f"Expected output shape [batch_size] or [batch_size, 1] but got {array.shape}")
-    return array.reshape(-1)
-
-
-def _example(value: Any) -> bytes:
-    """Return the serialized Example that a JSON object is."""
-    if not isinstance(value, dict):
-        invalid(f"Example must be JSON object but got JSON {rest.json_type(value)}")
-    made = tf.train.Example()
-    for name, content in value.items():
-        feature = made.features.feature[name]
-        for one in content if isinstance(content, list) else [content]:
-            kind, converted = _element(name, one)
-            if feature.WhichOneof("kind") not in (None, kind):
-                invalid(f"Feature: {name} has elements of different types")
-            getattr(feature, kind).value.append(converted)
-    return bytes(made.SerializeToString())
-
-
-def _element(name: str, value: Any) -> tuple[str, Any]:
-    """Return the kind of list that a JSON value of a feature is in, and the value there."""
-    if isinstance(value, int):  # a bool is one
-        return "int64_list", int(value)
-    if isinstance(value, float):
-        return "float_list", value
-    if isinstance(value, str):
-        return "bytes_list", value.encode("utf-8", "surrogatepass")
-    if rest.is_base64(value):
-        return "bytes_list", rest.from_base64(value)
-    invalid(f"Feature: {name} has element with unexpected JSON type: {rest.json_type(value)}")

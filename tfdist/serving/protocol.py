@@ -100,15 +100,11 @@ class Kind(enum.IntEnum):
     """What a frame carries: a request by its form and method, or an answer."""
 
     REST_PREDICT = 1
-    REST_CLASSIFY = 2
-    REST_REGRESS = 3
-    REST_METADATA = 4
-    GRPC_PREDICT = 5
-    GRPC_CLASSIFY = 6
-    GRPC_REGRESS = 7
-    GRPC_METADATA = 8
-    ANSWER = 9
-    ERROR = 10
+    REST_METADATA = 2
+    GRPC_PREDICT = 3
+    GRPC_METADATA = 4
+    ANSWER = 5
+    ERROR = 6
 
 
 # Frames -------------------------------------------------------------------------------------------
@@ -190,7 +186,7 @@ class Target:
 
 
 _MODEL = r"/v1/models/([^/:]+)(?:/(?:versions/(\d{1,18})|labels/([^/:]+)))?"
-_CALL = re.compile(f"(?i:{_MODEL}):(predict|classify|regress)")
+_CALL = re.compile(f"(?i:{_MODEL}):(predict)")
 _READ = re.compile(f"(?i:{_MODEL})(?:/(metadata))?")
 
 

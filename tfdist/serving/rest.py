@@ -143,7 +143,7 @@ def _require_leaf(leaf: Any, dtype: np.dtype[Any], name: str) -> None:
     if isinstance(leaf, list):  # as an array of objects has it
         invalid(f"input {name}: lists of different lengths, or too many in one another")
     if _converted(leaf, dtype, has_others=True) is None:
-        shown, kind, wanted = _shown(leaf), json_type(leaf), _NAMES.get(dtype.name, dtype.name)
+        shown, kind, wanted = _shown(leaf), _json_type(leaf), _NAMES.get(dtype.name, dtype.name)
         if kind == "Number" and dtype.kind == "f":
             invalid(f"Cannot convert JSON value: {shown} to {wanted} without loss of precision.")
         invalid(f"JSON Value: {shown} Type: {kind} is not of expected type: {wanted}")
@@ -216,19 +216,19 @@ def _text(value: Any) -> np.ndarray | None:
     for at, leaf in enumerate(flat):
         if isinstance(leaf, str):
             flat[at] = leaf.encode("utf-8", "surrogatepass")
-        elif is_base64(leaf):
-            flat[at] = from_base64(leaf)
+        elif _is_base64(leaf):
+            flat[at] = _from_base64(leaf)
         else:
             return None
     return array
 
 
-def is_base64(value: Any) -> bool:
+def _is_base64(value: Any) -> bool:
     """Return whether a JSON value is ``{"b64": text}``."""
     return isinstance(value, dict) and len(value) == 1 and isinstance(value.get("b64"), str)
 
 
-def from_base64(value: Mapping[str, Any]) -> bytes:
+def _from_base64(value: Mapping[str, Any]) -> bytes:
     """Return the bytes in ``{"b64": ...}``; raise RequestError."""
     text = value["b64"].translate(_URL_SAFE)
     try:
@@ -238,7 +238,7 @@ def from_base64(value: Mapping[str, Any]) -> bytes:
 
 
 def _is_object(value: Any) -> bool:
-    return isinstance(value, dict) and not is_base64(value)
+    return isinstance(value, dict) and not _is_base64(value)
 
 
 # Answers ------------------------------------------------------------------------------------------
@@ -258,10 +258,10 @@ def encode_predict(outputs: Mapping[str, np.ndarray], *, row: bool) -> bytes:
     elif row:
         rows = zip(*values.values(), strict=True)
         content = [dict(zip(values, one, strict=True)) for one in rows]
-    return dumps({"predictions" if row else "outputs": content}, outputs)
+    return _dumps({"predictions" if row else "outputs": content}, outputs)
 
 
-def dumps(document: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
+def _dumps(document: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return JSON in which what is not finite is NaN or Infinity, as TensorFlow Serving has it."""
     if all(array.dtype.kind != "f" or np.isfinite(array).all() for array in arrays.values()):
         return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -277,7 +277,7 @@ def _listed_values(values: Any) -> Any:
 
 
 def _plain(name: str, array: np.ndarray) -> Any:
-    """Return values that `dumps` takes; those of an output ``..._bytes`` as base64."""
+    """Return values that `_dumps` takes; those of an output ``..._bytes`` as base64."""
     if array.dtype.kind in "fiub":
         return array if array.ndim else array[()]
     if array.dtype.kind != "O":
@@ -291,7 +291,7 @@ def _plain(name: str, array: np.ndarray) -> Any:
     return np.vectorize(encode, otypes=[object])(array).tolist()
 
 
-def json_type(value: Any) -> str:
+def _json_type(value: Any) -> str:
     """Return TensorFlow Serving's name of a JSON value's type."""
     names = {type(None): "Null", dict: "Object", list: "Array", str: "String"}
     if isinstance(value, bool):
