@@ -44,9 +44,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("directory", type=Path, metavar="DIR", help="has VERSION or NAME/VERSION directories")
     add("--name", help="of the model; default the directory's name, or all models in it")
-    add("--versions", default="latest:1", help="latest:COUNT, all, or 3,5; default latest:1")
-    add("--label", action="append", default=[], metavar="NAME=VERSION", help="name of a version")
-    add("--replicas", type=int, default=1, help="processes for each version; default 1")
+    add("--replicas", type=int, default=1, help="processes for each model; default 1")
     add("--spares", type=int, default=1, help="processes that wait to be replicas; default 1")
     add("--on", choices=["local", "ray"], default="local", help="ray: replicas over its nodes")
     add("--host", default="127.0.0.1", help="address to listen at; default loopback alone")
@@ -175,14 +173,12 @@ def _settings(options: Any) -> ServeOptions:
     """Return the settings of a service that the flags give; raise UsageError."""
     from tfdist.serving.dispatch import QueueLimits
     from tfdist.serving.supervisor import ServeOptions
-    from tfdist.serving.versions import parse_policy
 
     most = options.max_batch
     same = ("name", "replicas", "spares", "host", "rest_port", "grpc_port", "timeout_s", "drain_s")
     return ServeOptions(
         **{name: getattr(options, name) for name in same},
         directory=options.directory.resolve(),
-        policy=parse_policy(options.versions, options.label),
         batch_sizes=(*(1 << n for n in range(most.bit_length()) if 1 << n < most), most),
         pin=not options.no_pin,
         limits=QueueLimits(

@@ -217,8 +217,8 @@ def test_messages_of_the_front_are_those_of_the_stubs():
         found = protocol.parse_model_spec(request.SerializeToString())
         assert found == Target(name="m", version=3)
         request.model_spec.version_label = "best"
-        found = protocol.parse_model_spec(request.SerializeToString())
-        assert found == Target(name="m", label="best")
+        with pytest.raises(RequestError, match="Unrecognized servable version label: best"):
+            protocol.parse_model_spec(request.SerializeToString())
     broken = VersionState(version=2, state="END", message="broken")
     known = [VersionState(version=1, state="AVAILABLE"), broken]
     states = protocol.states_of(Target(name="m"), ModelStatus(states=known))

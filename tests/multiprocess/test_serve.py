@@ -30,7 +30,6 @@ import grpc
 import psutil
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
-from tensorflow_serving.config import model_server_config_pb2
 
 from tests.mutations import mutated
 from tests.processes import until
@@ -286,7 +285,7 @@ def test_both_protocols_answer(shared):
     [
         ("POST", "/v1/models/x:predict", "{}", 404, "Servable not found for request: Latest(x)"),
         ("POST", "/v1/models/m/versions/4:predict", "{}", 404, "Specific(m, 4)"),
-        ("POST", "/v1/models/m/labels/a:predict", "{}", 400, "Unrecognized servable version label"),
+        ("POST", "/v1/models/m/labels/a:predict", "{}", 400, "Malformed request"),
         ("GET", "/v1/models/x", None, 404, "Could not find any versions of model x"),
         ("PUT", "/v1/models/m:predict", "", 400, "Malformed request: PUT /v1/models/m:predict"),
         pytest.param("POST", PREDICT, "x" * 10_001, 400, "more than 10000 bytes", id="large"),
@@ -466,6 +465,8 @@ def test_versions_come_go_and_break_under_load(tmp_path):
             make_version(tmp_path / "m", last)
             running.wait_for(f"m: version {last} is served")
         assert running.predict([1])[1]["by"][0] == last
+        status, answer = running.predict([1], f"/v1/models/m/versions/{last - 1}:predict")
+        assert (status, answer["error"].endswith(f"Specific(m, {last - 1})")) == (404, True)
         make_version(tmp_path / "m", last + 1, "broken")
         running.wait_for(f"version {last + 1} is refused: broken on purpose")
         available, broken = ("AVAILABLE", ""), ("END", "broken on purpose")
@@ -476,47 +477,9 @@ def test_versions_come_go_and_break_under_load(tmp_path):
         assert running.predict([1])[1]["by"][0] == last - 1
 
 
-def test_versions_and_labels_are_served_side_by_side_under_load(tmp_path):
-    make_version(tmp_path / "m", 1)
-    make_version(tmp_path / "m", 2)
-    options = {"policy": {"latest": 1, "labels": {"stable": 1}}, "spares": 0}
-
-    def version_of(where: str) -> Any:
-        status, answer = running.predict([1], f"/v1/models/m{where}:predict")
-        return answer["by"][0] if status == 200 else answer["error"]
-
-    with service(tmp_path, replicas=1, **options) as running:
-        running.wait_for(r"version [12] is served", 2)
-        with load(running, send=send_again) as outcomes, load(running, send=send_to_stable):
-            asked = ["", "/versions/2", "/versions/1", "/labels/stable", "/labels/x"]
-            told = [version_of(where) for where in asked]
-            assert told == [2, 2, 1, 1, "Unrecognized servable version label: x"]
-            make_version(tmp_path / "m", 3)
-            running.wait_for("m: version 3 is served")
-            wait_for_more(outcomes)
-            told = [version_of(where) for where in ("", "/versions/2", "/labels/stable")]
-            assert told == [3, "Servable not found for request: Specific(m, 2)", 1]
-            assert call_by_grpc(running.grpc, version=1) is OK
-            assert call_by_grpc(running.grpc, version=2) is grpc.StatusCode.NOT_FOUND
-            assert call_by_grpc(running.grpc, label="stable") is OK
-            assert call_by_grpc(running.grpc, label="x") is grpc.StatusCode.INVALID_ARGUMENT
-            reload_config(running.grpc, {"stable": 2, "old": 1})
-            running.until(lambda: states_of(running) == dict.fromkeys((1, 2, 3), ("AVAILABLE", "")))
-            told = [version_of(f"/labels/{label}") for label in ("stable", "old")]
-            assert told == [2, 1]
-            os.kill(front_of(running.process.pid), signal.SIGKILL)
-            wait_until_healthy(running)
-            assert version_of("/labels/stable") == 2
-
-
-def send_to_stable(connection: http.client.HTTPConnection, body: str) -> Any:
-    return send_again(connection, body, "/v1/models/m/labels/stable:predict")
-
-
-def call_by_grpc(address: str, *, version: int = 0, label: str = "") -> grpc.StatusCode:
+def call_by_grpc(address: str, *, version: int = 0) -> grpc.StatusCode:
     """The code of a call by a connection of its own: gRPC's channels share one, and its errors."""
     spec = OF_M + (bytes([0x12, 2, 8, version]) if version else b"")
-    spec += b"\x22" + bytes([len(label)]) + label.encode() if label else b""
     own = [("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(address, options=own) as channel:
         try:
@@ -524,17 +487,6 @@ def call_by_grpc(address: str, *, version: int = 0, label: str = "") -> grpc.Sta
         except grpc.RpcError as error:
             return error.code()
     return OK
-
-
-def reload_config(address: str, labels: dict[str, int]) -> None:
-    """Tell the labels of model m as TensorFlow Serving's own client does."""
-    config = model_server_config_pb2.ModelServerConfig()
-    model = config.model_config_list.config.add(name="m", base_path="/models/m")
-    model.version_labels.update(labels)
-    text = config.SerializeToString()
-    with grpc.insecure_channel(address) as channel:
-        method = channel.unary_unary("/tensorflow.serving.ModelService/HandleReloadConfigRequest")
-        assert method(in_field_1(text), timeout=DEADLINE_S) == b""
 
 
 def test_clients_that_try_again_lose_nothing_with_the_front(tmp_path):

@@ -174,8 +174,7 @@ def test_what_dies_costs_a_client_with_one_more_try_nothing(cluster, tmp_path):
     directory = tmp_path / "m"
     make_version(directory, 1)
     head, second = cluster.head_node, cluster.second
-    flags = ("--replicas", "2", "--versions", "latest:1", "--label", "first=1")
-    with service(cluster, directory, *flags) as port:
+    with service(cluster, directory, "--replicas", "2") as port:
         check_answers(port)
         wait_until(lambda: replicas_of(head) and replicas_of(second))
         with Load(port) as load:
@@ -199,14 +198,13 @@ def test_what_dies_costs_a_client_with_one_more_try_nothing(cluster, tmp_path):
             load.wait_for(200)
         report("versions", load)
         assert set(load.first) == {"ok"}
-        asked = {"instances": [2.0]}
-        path = "/v1/models/m/labels/first:predict"
-        assert once(port, "POST", path, asked) == (200, {"predictions": [2.0]})
+        found = once(port, "POST", "/v1/models/m/versions/2:predict", {"instances": [2.0]})
+        assert found == (200, {"predictions": [4.0]})
 
 
 def check_answers(port):
     """The addresses, JSON and texts of errors are those of `tfdist.serve` without Ray."""
-    for path in ("m", "m/versions/1", "m/labels/first"):
+    for path in ("m", "m/versions/1"):
         found = once(port, "POST", f"/v1/models/{path}:predict", {"instances": [1.0, 2.5]})
         assert found == (200, {"predictions": [1.0, 2.5]})
     found = once(port, "POST", "/v1/models/m:predict", {"inputs": {"x": [3.0]}})
@@ -219,7 +217,6 @@ def check_answers(port):
     for path, body, status, text in (
         ("x", {"instances": [1.0]}, 404, "Servable not found for request: Latest(x)"),
         ("m/versions/7", {"instances": [1.0]}, 404, "Specific(m, 7)"),
-        ("m/labels/y", {"instances": [1.0]}, 400, "Unrecognized servable version label: y"),
         ("m", {"instances": ["a"]}, 400, "is not of expected type: float"),
     ):
         found, answer = once(port, "POST", f"/v1/models/{path}:predict", body)
@@ -233,7 +230,6 @@ def refused_everywhere(port):
         if [(one["version"], one["state"]) for one in states] != [
             ("3", "END"),
             ("2", "AVAILABLE"),
-            ("1", "AVAILABLE"),
         ]:
             return False
     return True

@@ -1,27 +1,28 @@
 """Requests and replicas: histories without a socket."""
 
-from collections import Counter
-
 import pytest
 
-from tfdist.serving.dispatch import Dispatcher, ModelRoute, Outcome, QueueLimits, Ticket
+from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Ticket
 from tfdist.serving.protocol import Code, Frame, Kind, RequestError
 
 
 class Bench:
     """A dispatcher, its clock, the frames that replicas were sent, and outcomes."""
 
-    def __init__(self, *replicas: int, of: Dispatcher | None = None, **limits: float) -> None:
+    def __init__(self, *replicas: int, **limits: float) -> None:
         self.now = 0.0
-        bounds = QueueLimits(**limits)
-        counts, batches = Counter[str](), Counter[int]()
-        self.dispatcher = of or Dispatcher(
-            bounds, lambda: self.now, counts=counts, batches=batches
-        )
+        self.dispatcher = Dispatcher(QueueLimits(**limits), lambda: self.now)
         self.replicas = dict[int, list[Frame]]()
         self.outcomes = dict[bytes, Outcome]()
+        self.update(1, *replicas)
         for id in replicas:
             self.connect(id)
+
+    def update(self, served: int | None, *replicas: int, draining: tuple[int, ...] = ()) -> None:
+        """Send a table of the supervisor."""
+        paths = [[id, "p"] for id in replicas]
+        table = {"served": served, "states": [], "replicas": paths, "draining": [*draining]}
+        self.dispatcher.update(table)
 
     def connect(self, id: int) -> None:
         self.replicas[id] = []
@@ -84,6 +85,7 @@ def test_a_request_whose_client_or_deadline_has_gone_is_not_sent():
     bench.ask(b"gone").abandoned = True
     bench.ask(b"a", b"b", deadline=5.0)
     bench.ask(b"c")
+    bench.update(1, 1)
     bench.connect(1)
     assert bench.has(1) == [[b"a"]]
     bench.now = 6.0
@@ -105,60 +107,37 @@ def test_a_replica_hangs_that_has_requests_and_answers_none_for_too_long():
     assert bench.dispatcher.hanging() == [1]
 
 
-class Route(Bench):
-    """A model of version 1 with a replica, and the supervisor's tables of it."""
-
-    def __init__(self, **limits: int) -> None:
-        self.model, self.limits = ModelRoute(), QueueLimits(**limits)
-        self.update()
-        super().__init__(1, of=self.model.dispatchers[1])
-
-    def update(self, **changes: list[int]) -> None:
-        table = {"served": [1], "labels": {}, "states": [], "draining": []}
-        self.model.update({**table, "replicas": [[1, "p", 1]], **changes}, self.limits)
-
-    def replace(self, *served: int) -> None:
-        """Version 2 has come, the replica of version 1 is draining."""
-        self.update(served=[*served], replicas=[], draining=[1])
-
-
-def test_a_model_is_healthy_while_its_newest_version_has_a_replica():
-    route = Route()
-    assert route.model.is_healthy
-    for changes in ({"replicas": []}, {"served": [1, 2]}, {"served": []}):
-        route.update(**changes)
-        assert not route.model.is_healthy
+def test_what_waits_when_a_version_is_replaced_is_answered_by_the_new_one():
+    """A request for the old version alone gets an error if no replica has it yet."""
+    bench = Bench(1, window=1)
+    bench.ask(b"a", b"b")
+    bench.ask(b"c", version=1)
+    bench.update(2, 2, draining=(1,))
+    assert (bench.has(1), bench.dispatcher.drained()) == ([[b"a"]], set())
+    bench.connect(2)
+    assert bench.has(2) == [[b"b"]]
+    bench.answer(1)
+    assert (bench.has(1), bench.dispatcher.drained()) == ([[]], {1})
+    bench.answer(2)
+    assert bench.outcomes.pop(b"c").code is Code.NOT_FOUND
+    assert bench.outcomes == {b"a": b"re:a", b"b": b"re:b"}
 
 
-def test_a_version_that_goes_answers_first_what_waits_for_it():
-    route = Route(window=1)
-    route.ask(b"a", b"b")
-    route.replace(2)
-    for payload in (b"a", b"b"):
-        assert (route.model.route(), route.has(1)) == (set(), [[payload]])
-        route.answer(1)
-    assert (len(route.outcomes), route.model.route()) == (2, {1})
-    route.dispatcher.lost(1)
-    assert (route.model.route(), set(route.model.dispatchers)) == ({1}, {2})
+def test_a_replica_that_drains_before_it_is_connected_gets_no_request():
+    bench = Bench()
+    bench.update(1, 1)
+    bench.update(2, 2, draining=(1,))
+    bench.connect(1)
+    bench.ask(b"a")
+    bench.connect(2)
+    assert bench.has(1, 2) == [[], [b"a"]]
 
 
-def test_what_waits_where_no_replica_takes_requests_any_more_goes_to_the_version_served():
-    """A version that went comes back, and goes before a new replica of it is there.
-
-    A request of this version alone, which no other one ever answers, is answered with an error.
-    """
-    route = Route()
-    route.ask(b"a")
-    for served in ([2], [1, 2]):
-        route.replace(*served)
-        assert route.model.route() == set()
-    route.ask(b"b")
-    route.ask(b"c", version=1)
-    route.replace(2)
-    assert (route.model.route(), route.dispatcher.waiting) == (set(), 0)
-    assert route.outcomes.pop(b"c").code is Code.NOT_FOUND
-    new = Bench(2, of=route.model.dispatchers[2])
-    assert new.has(2) == [[b"b"]]
-    for bench, id in ((route, 1), (new, 2)):
-        bench.answer(id)
-    assert (route.outcomes, route.model.route()) == ({b"a": b"re:a", b"b": b"re:b"}, {1})
+def test_a_request_for_one_version_is_not_tried_again_by_the_next():
+    bench = Bench(1)
+    bench.ask(b"a", version=1)
+    bench.update(2, 2, draining=(1,))
+    bench.connect(2)
+    bench.dispatcher.lost(1)
+    assert bench.has(2) == [[]]
+    assert bench.outcomes[b"a"].code is Code.NOT_FOUND

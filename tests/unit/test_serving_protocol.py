@@ -29,11 +29,11 @@ def test_frames_come_whole_out_of_a_stream_cut_anywhere(frames, cut):
     [
         ("POST", "/V1/Models/m:predict", (Target(name="m"), Kind.REST_PREDICT)),
         ("POST", "/v1/models/m/versions/3:predict", (Target(name="m", version=3), 1)),
-        ("POST", "/v1/models/m/labels/best:predict", (Target(name="m", label="best"), 1)),
         ("GET", "/v1/models/m", (Target(name="m"), None)),
         ("GET", "/v1/models/m/versions/3", (Target(name="m", version=3), None)),
         ("GET", "/v1/models/m/versions/3/metadata", (Target(name="m", version=3), 2)),
         ("POST", "/v1/models/m:classify", None),
+        ("POST", "/v1/models/m/labels/best:predict", None),
         ("POST", "/v1/models/m", None),
         ("GET", "/v1/models/m:predict", None),
         ("PUT", "/v1/models/m:predict", None),

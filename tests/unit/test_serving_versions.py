@@ -10,10 +10,10 @@ import pytest
 
 from tests.refusals import refusal
 from tfdist import serve
-from tfdist.serving.versions import Model, find_models, find_versions, parse_policy
+from tfdist.serving.versions import Model, find_models, find_versions
 
 # Each line has what happens to a model, and what it does then: the replicas that are started, as
-# VERSION:NUMBER, those that are drained, the versions that are served, or refused.
+# VERSION:NUMBER, those that are drained, the version that is served, or refused.
 HISTORIES = {
     "two_replicas_of_the_newest_version_are_served_when_both_are_ready": """
         scan 1 10 9     | start 10:1 start 10:2
@@ -57,23 +57,6 @@ HISTORIES = {
         ended 1         |
         scan            | serve
     """,
-    "of_two_versions_the_older_one_stays_until_the_new_one_is_ready": """
-        policy latest:2 |
-        scan 1 2        | start 1:1 start 2:2
-        loaded 1        | serve 1
-        loaded 2        | serve 1 2
-        scan 1 2 3      | start 3:3
-        loaded 3        | drain 1 serve 2 3
-    """,
-    "a_label_keeps_its_version_until_the_one_to_which_it_is_moved_is_served": """
-        scan 1 2 3              | start 3:1
-        loaded 1                | serve 3
-        policy latest:1 old=1   | start 1:2 label old=1
-        loaded 2                | serve 1 3
-        policy latest:1 old=2   | start 2:3
-        loaded 3                | drain 2 serve 2 3 label old=2
-        policy latest:1 old=3   | drain 3 serve 3 label old=3
-    """,
 }
 
 
@@ -86,8 +69,6 @@ def test_history(name):
         before = model
         if what == "scan":
             model = model.scanned({int(word.rstrip("b")): word for word in words})
-        elif what == "policy":
-            model = model.with_policy(parse_policy(words[0], words[1:]))
         else:
             model = getattr(model, what)(int(words[0]), *(() if what == "loaded" else ("why",)))
         model, starts, drains = model.plan(ids)
@@ -95,11 +76,9 @@ def test_history(name):
         done += [f"drain {id}" for id in drains]
         status = model.status
         if status.served != before.served:
-            done.append(" ".join(["serve", *map(str, sorted(status.served))]))
+            done.append(f"serve {status.served or ''}".strip())
         ended = {one.version for one in status.states if one.state == "END"}
         done += [f"refuse {version}" for version in ended - before.refused.keys()]
-        if status.labels != before.labels:
-            done += [f"label {label}={version}" for label, version in status.labels.items()]
         assert " ".join(done) == expected, line
 
 
@@ -115,26 +94,6 @@ def test_a_dead_replica_waits_longer_each_time_until_one_has_loaded():
     assert waits[-1] == 30.0
     _, (start,), _ = model.plan(ids)
     assert (start.version, start.wait_s) == (1, 0.05)
-
-
-@pytest.mark.parametrize(
-    ("versions", "labels", "chosen"),
-    [
-        ("latest:1", [], {5}),
-        ("latest:2", [], {4, 5}),
-        ("all", [], {1, 3, 4, 5}),
-        ("3,4,9", [], {3, 4}),
-        ("latest:1", ["stable=3", "old=1"], {1, 3, 5}),
-        ("4", ["stable=3", "gone=2"], {3, 4}),
-        *((versions, [], "not-a-policy") for versions in ("latest:0", "newest", "3,")),
-        *(("all", [label], "not-a-label") for label in ("a", "a/b=1")),
-    ],
-)
-def test_a_policy_chooses_versions(versions, labels, chosen):
-    if isinstance(chosen, str):
-        assert refusal(lambda: parse_policy(versions, labels)).code == chosen
-    else:
-        assert parse_policy(versions, labels).choose([1, 3, 4, 5]) == chosen
 
 
 def make_version(directory: Path, version: str) -> None:
@@ -202,7 +161,6 @@ def test_a_cluster_of_ray_that_is_not_there_is_one_line(tmp_path, capsys, monkey
         ([".", "--on", "ray"], "no-ray"),
         ([".", "--on", "ray", "--token", __file__], "not-on-ray"),
         ([".", "--on", "ray", "--rest_port", "65536"], "port-taken"),
-        ([".", "--versions", "two"], "not-a-policy"),
         ([".", "--max_body_mib", "2048"], "too-large"),
         ([".", "--max_batch", "65536"], "too-large"),
         ([".", "--tls_cert", __file__], "half-tls"),

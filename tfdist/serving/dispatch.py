@@ -1,4 +1,4 @@
-"""The requests of a model: which version and replica gets which, and what is tried again.
+"""The requests of a model: which replica gets which, and what is tried again.
 
 No request is lost with its replica. Those that a dead replica had are sent once more, each alone to
 a replica that has nothing else: so the one that kills replicas is known after the second, and its
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfdist.serving.protocol import (
@@ -32,7 +31,7 @@ MAX_DEATHS = 2  # replicas that end with a request
 class Ticket:
     """One request: its bytes, kept until it is answered, and who waits for the outcome.
 
-    With a `version` no other one answers it, also where it has waited for long.
+    If it names a `version`, no other version answers it.
     """
 
     kind: Kind
@@ -50,7 +49,6 @@ class ReplicaLink:
 
     id: int
     send: Callable[[Frame], None]
-    serving: bool = True
     outstanding: dict[int, Ticket] = dataclasses.field(default_factory=dict)
     alone: bool = False
     since: float = 0.0
@@ -74,24 +72,22 @@ class QueueLimits:
 
 
 class Dispatcher:
-    """The queue of a version and its replicas.
+    """A model as the supervisor describes it, the queue of its requests, and its replicas.
 
-    Args:
-      counts: events of all versions of a model.
-      batches: answers of all versions, by the size of their batch.
+    Attributes:
+      replicas: The replicas that get requests, and the path at which each listens.
+      draining: Replicas that the supervisor kills once they have no request.
+      counts: Events by name.
+      batches: Answers by the size of their batch.
     """
 
-    def __init__(
-        self,
-        limits: QueueLimits,
-        clock: Callable[[], float],
-        *,
-        counts: Counter[str],
-        batches: Counter[int],
-    ) -> None:
+    def __init__(self, limits: QueueLimits, clock: Callable[[], float]) -> None:
+        self.status = ModelStatus()
+        self.replicas: dict[int, str] = {}
+        self.draining: set[int] = set()
         self.links: dict[int, ReplicaLink] = {}
-        self._counts = counts
-        self._batches = batches
+        self.counts: Counter[str] = Counter()
+        self.batches: Counter[int] = Counter()
         self._limits = limits
         self._clock = clock
         self._ids = itertools.count(1)
@@ -105,20 +101,35 @@ class Dispatcher:
         return len(self._waiting) + len(self._suspects)
 
     @property
-    def outstanding(self) -> int:
-        """Requests that replicas have."""
-        return sum(len(link.outstanding) for link in self.links.values())
+    def figures(self) -> Counter[str]:
+        """Current values and counts of events, by name."""
+        now = {
+            "waiting": self.waiting,
+            "outstanding": sum(len(link.outstanding) for link in self.links.values()),
+            "replicas": len(self._serving()),
+            "version": self.status.served or 0,
+        }
+        return Counter({**now, **self.counts})
 
-    @property
-    def replicas(self) -> int:
-        """Replicas that take requests."""
-        return sum(link.serving for link in self.links.values())
+    def update(self, table: Mapping[str, Any]) -> None:
+        """Take the state of the model that the supervisor sends."""
+        states = [VersionState(**state) for state in table["states"]]
+        self.status = ModelStatus(served=table["served"], states=states)
+        self.replicas = dict(table["replicas"])
+        self.draining = set(table["draining"])
+        self.pump()
+
+    def drained(self) -> set[int]:
+        """Return the draining replicas that have no request."""
+        return {
+            id for id in self.draining if id not in self.links or not self.links[id].outstanding
+        }
 
     def submit(self, ticket: Ticket) -> None:
         """Take a request; raise RequestError when there is no room for it."""
         size_bytes = self._size_bytes + len(ticket.payload)
         if self.waiting >= self._limits.requests or size_bytes > self._limits.size_bytes:
-            self._counts["rejected"] += 1
+            self.counts["rejected"] += 1
             message = f"The queue is full: {self.waiting} requests wait, try again later"
             raise RequestError(Code.RESOURCE_EXHAUSTED, message)
         self._size_bytes = size_bytes
@@ -130,27 +141,6 @@ class Dispatcher:
         self.links[id] = ReplicaLink(id=id, send=send)
         self.pump()
 
-    def route(self, ids: Collection[int]) -> None:
-        """Give requests to these replicas alone."""
-        for link in self.links.values():
-            link.serving = link.id in ids
-        self.pump()
-
-    def move_to(self, other: Dispatcher) -> None:
-        """Have another version answer what waits here, but for requests of this one alone."""
-        queues = ((self._suspects, other._suspects), (self._waiting, other._waiting))
-        for queue, target in queues:
-            for ticket in queue:
-                if ticket.version is not None:
-                    message = f"Version {ticket.version} is served no more"
-                    self._end(ticket, RequestError(Code.NOT_FOUND, message))
-                    continue
-                self._size_bytes -= len(ticket.payload)
-                other._size_bytes += len(ticket.payload)
-                target.append(ticket)
-            queue.clear()
-        other.pump()
-
     def received(self, id: int, frame: Frame) -> None:
         """Take an answer of a replica."""
         link = self.links.get(id)
@@ -160,7 +150,7 @@ class Dispatcher:
         link.alone = False
         link.since = self._clock()
         if frame.batch:
-            self._batches[frame.batch] += 1
+            self.batches[frame.batch] += 1
         error = frame.kind is Kind.ERROR
         self._end(ticket, decode_error(frame.payload) if error else frame.payload)
         self.pump()
@@ -173,11 +163,11 @@ class Dispatcher:
         for ticket in link.outstanding.values():
             ticket.deaths += 1
             if ticket.deaths >= MAX_DEATHS:
-                self._counts["poisonous"] += 1
+                self.counts["poisonous"] += 1
                 message = f"{ticket.deaths} replicas ended while they had this request"
                 self._end(ticket, RequestError(Code.INTERNAL, message))
             else:
-                self._counts["retried"] += 1
+                self.counts["retried"] += 1
                 self._suspects.append(ticket)
         self.pump()
 
@@ -192,7 +182,7 @@ class Dispatcher:
         sent = [ticket for link in self.links.values() for ticket in link.outstanding.values()]
         for ticket in [*self._waiting, *self._suspects, *sent]:
             if ticket.deadline <= now and not ticket.abandoned:
-                self._counts["expired"] += 1
+                self.counts["expired"] += 1
                 ticket.abandoned = True
                 ticket.answer(RequestError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded"))
         for queue in (self._waiting, self._suspects):
@@ -211,9 +201,12 @@ class Dispatcher:
         while self._waiting and (free := self._least_busy()):
             self._send(self._waiting.popleft(), free)
 
+    def _serving(self) -> list[ReplicaLink]:
+        return [link for link in self.links.values() if link.id in self.replicas]
+
     def _quarantine(self) -> ReplicaLink | None:
         """Return the replica that gets nothing but requests which another one ended with."""
-        serving = [link for link in self.links.values() if link.serving]
+        serving = self._serving()
         alone = next((link for link in serving if link.alone), None)
         if alone or not self._suspects:
             return alone
@@ -223,8 +216,8 @@ class Dispatcher:
         kept_free, window = self._quarantine(), self._limits.window
         room = [
             link
-            for link in self.links.values()
-            if link.serving and link is not kept_free and len(link.outstanding) < window
+            for link in self._serving()
+            if link is not kept_free and len(link.outstanding) < window
         ]
         return min(room, key=lambda one: len(one.outstanding), default=None)
 
@@ -232,6 +225,10 @@ class Dispatcher:
         """Send a request, unless nobody waits for it any more; return whether it was."""
         if ticket.abandoned:
             self._size_bytes -= len(ticket.payload)
+            return False
+        if ticket.version not in (None, self.status.served):
+            message = f"Version {ticket.version} is served no more"
+            self._end(ticket, RequestError(Code.NOT_FOUND, message))
             return False
         id = next(self._ids)
         if not link.outstanding:
@@ -245,64 +242,3 @@ class Dispatcher:
         if not ticket.abandoned:
             ticket.abandoned = True
             ticket.answer(outcome)
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class ModelRoute:
-    """A model in the words of the supervisor, and its requests.
-
-    Attributes:
-      replicas: those that are to get requests: the path at which they listen, and the version.
-      draining: those that are to end once they have no request.
-      dispatchers: of the versions that are served, or whose replicas are draining.
-    """
-
-    status: ModelStatus = dataclasses.field(default_factory=ModelStatus)
-    replicas: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
-    draining: set[int] = dataclasses.field(default_factory=set)
-    dispatchers: dict[int, Dispatcher] = dataclasses.field(default_factory=dict)
-    counts: Counter[str] = dataclasses.field(default_factory=Counter)
-    batches: Counter[int] = dataclasses.field(default_factory=Counter)
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether requests that name no version have a replica."""
-        return self.status.serving in {version for _, version in self.replicas.values()}
-
-    @property
-    def figures(self) -> Counter[str]:
-        """What is there now, and how often something has happened, by name."""
-        keys = ("waiting", "outstanding", "replicas")
-        now = {key: sum(getattr(one, key) for one in self.dispatchers.values()) for key in keys}
-        return Counter({**now, "version": self.status.serving or 0, **self.counts})
-
-    def update(self, table: Mapping[str, Any], limits: QueueLimits) -> None:
-        """Take the state of the model that the supervisor sends."""
-        states = [VersionState(**state) for state in table["states"]]
-        served, labels = frozenset(table["served"]), table["labels"]
-        self.status = ModelStatus(served=served, labels=labels, states=states)
-        self.replicas = {id: (path, version) for id, path, version in table["replicas"]}
-        self.draining = set(table["draining"])
-        for version in served - self.dispatchers.keys():
-            self.dispatchers[version] = Dispatcher(
-                limits, time.monotonic, counts=self.counts, batches=self.batches
-            )
-
-    def route(self) -> set[int]:
-        """Give requests to the replicas alone; return the draining ones that have none left.
-
-        What waits for a version that is served no more is answered by it, while it has replicas
-        that take requests.
-        """
-        for version, one in list(self.dispatchers.items()):
-            if version in self.status.served:
-                one.route(self.replicas)
-                continue
-            if not one.replicas and self.status.serving is not None:
-                one.move_to(self.dispatchers[self.status.serving])
-            if not one.waiting:
-                one.route(())
-                if not one.links:
-                    del self.dispatchers[version]
-        links = [link for one in self.dispatchers.values() for link in one.links.values()]
-        return self.draining - {link.id for link in links if link.outstanding}

@@ -40,18 +40,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tfdist.launch.guardian import die_with
 from tfdist.serving import protocol
-from tfdist.serving.dispatch import Dispatcher, ModelRoute, Outcome, QueueLimits, Ticket
+from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Ticket
 from tfdist.serving.protocol import (
     HTTP_STATUS,
     Code,
     Frame,
     FrameBuffer,
     Kind,
-    ModelStatus,
     RequestError,
     Target,
 )
-from tfdist.serving.versions import policies_of
 
 _LOG = logging.getLogger("tfdist.serve")
 _TICK_S = 0.1
@@ -75,7 +73,7 @@ _GAUGES = {
     "waiting": "Requests that wait for a replica",
     "outstanding": "Requests that replicas have",
     "replicas": "Replicas that take requests",
-    "version": "The newest version that is served",
+    "version": "The version that is served",
 }
 _COUNTS = {
     "retried": "Requests that were sent again as their replica had ended",
@@ -149,7 +147,7 @@ class ReplicaConnection(asyncio.Protocol):
 class Metrics:
     """What a front counts, for Prometheus: requests by outcome and time, how full queues are."""
 
-    def __init__(self, models: Mapping[str, ModelRoute]) -> None:
+    def __init__(self, models: Mapping[str, Dispatcher]) -> None:
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "tfdist_serving_requests",
@@ -206,7 +204,7 @@ class Front:
 
     def __init__(self, options: FrontOptions, control: asyncio.StreamWriter) -> None:
         self.options = options
-        self.models: dict[str, ModelRoute] = {}
+        self.models: dict[str, Dispatcher] = {}
         self.metrics = Metrics(self.models)
         self.health = health.aio.HealthServicer()
         self._token = Path(options.token).read_text().strip() if options.token else ""
@@ -222,7 +220,9 @@ class Front:
         """Do what the supervisor says until it has ended."""
         while line := await reader.readline():
             for name, table in json.loads(line).items():
-                self.models.setdefault(name, ModelRoute()).update(table, self.options.limits)
+                if name not in self.models:
+                    self.models[name] = Dispatcher(self.options.limits, time.monotonic)
+                self.models[name].update(table)
             known = {id for m in self.models.values() for id in (*m.replicas, *m.draining)}
             self._connected &= known
             for model in self.models.values():
@@ -236,16 +236,15 @@ class Front:
         """Say something to the supervisor."""
         self._control.write(json.dumps(message).encode() + b"\n")
 
-    def _route(self, model: ModelRoute) -> None:
-        """Connect to replicas; give requests to them alone; say which others have none left."""
+    def _route(self, model: Dispatcher) -> None:
+        """Connect to replicas; tell the supervisor which draining ones have no request left."""
         for id in model.replicas.keys() - self._connected:
             self._connected.add(id)
-            path, version = model.replicas[id]
-            connection = ReplicaConnection(id, model.dispatchers[version])
-            task = asyncio.create_task(self._connect(id, path, connection))
+            connection = ReplicaConnection(id, model)
+            task = asyncio.create_task(self._connect(id, model.replicas[id], connection))
             self._connecting.add(task)
             task.add_done_callback(self._connecting.discard)
-        for id in model.route():
+        for id in model.drained():
             self._connected.discard(id)
             model.draining.discard(id)
             self.send(end=id)
@@ -258,20 +257,19 @@ class Front:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether there is a model, and each has a replica of its newest version."""
-        return bool(self.models) and all(model.is_healthy for model in self.models.values())
+        """Whether there is a model, and each has a replica."""
+        return bool(self.models) and all(model.replicas for model in self.models.values())
 
     async def tick(self) -> None:
         """Look every tenth of a second at deadlines, hanging replicas and drained ones."""
         while True:
             await asyncio.sleep(_TICK_S)
             for name, model in self.models.items():
-                for dispatcher in model.dispatchers.values():
-                    dispatcher.expire()
-                    for id in dispatcher.hanging():
-                        _LOG.warning("%s: replica %d hangs; its requests go to others", name, id)
-                        self.send(end=id)
-                        dispatcher.lost(id)
+                model.expire()
+                for id in model.hanging():
+                    _LOG.warning("%s: replica %d hangs; its requests go to others", name, id)
+                    self.send(end=id)
+                    model.lost(id)
                 self._route(model)
 
     # Requests
@@ -289,7 +287,7 @@ class Front:
         A `scope` of HTTP has the ticket meanwhile, which `Connection` answers when the client
         leaves; gRPC cancels this coroutine.
         """
-        version = protocol.version_of(target, self._status(target))
+        protocol.version_of(target, self._status(target))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
         def answer(outcome: Outcome) -> None:
@@ -297,9 +295,9 @@ class Front:
                 future.set_result(outcome)
 
         deadline = time.monotonic() + min(timeout_s, self.options.timeout_s)
-        only = version if target.version is not None or target.label else None
-        ticket = Ticket(kind=kind, payload=payload, deadline=deadline, answer=answer, version=only)
-        self.models[target.name].dispatchers[version].submit(ticket)
+        asked = {"kind": kind, "payload": payload, "version": target.version}
+        ticket = Ticket(deadline=deadline, answer=answer, **asked)
+        self.models[target.name].submit(ticket)
         scope = {} if scope is None else scope
         scope[_TICKET] = ticket
         try:
@@ -311,7 +309,7 @@ class Front:
             raise outcome
         return outcome
 
-    def _status(self, target: Target) -> ModelStatus | None:
+    def _status(self, target: Target) -> protocol.ModelStatus | None:
         model = self.models.get(target.name)
         return model.status if model else None
 
@@ -326,10 +324,7 @@ class Front:
     def grpc_handlers(self) -> list[grpc.GenericRpcHandler]:
         """Return the services; messages stay bytes."""
         ask = {name: functools.partial(self.ask, kind) for name, kind in _GRPC_KINDS.items()}
-        model = {
-            "GetModelStatus": self._grpc_status,
-            "HandleReloadConfigRequest": self._grpc_reload,
-        }
+        model = {"GetModelStatus": self._grpc_status}
         make, unary = grpc.method_handlers_generic_handler, grpc.unary_unary_rpc_method_handler
         return [
             make(service, {name: unary(self._grpc(method)) for name, method in methods.items()})
@@ -339,20 +334,10 @@ class Front:
     async def _grpc_status(self, target: Target, payload: bytes, timeout_s: float) -> bytes:
         return protocol.status_message(protocol.states_of(target, self._status(target)))
 
-    async def _grpc_reload(self, target: Target, payload: bytes, timeout_s: float) -> bytes:
-        """Have the supervisor take policies and labels; the versions follow."""
-        policies = policies_of(payload)
-        for name in policies:
-            if name not in self.models:
-                raise Target(name=name).not_found()
-        self.send(policies={name: dataclasses.asdict(one) for name, one in policies.items()})
-        return b""  # a response without an error
-
     def _grpc(
         self, method: Callable[[Target, bytes, float], Awaitable[bytes]]
     ) -> Callable[[bytes, Any], Awaitable[bytes]]:
         """Return the handler that answers with the method's bytes, or with its error."""
-        is_of_all = method == self._grpc_reload
 
         async def handle(payload: bytes, context: Any) -> bytes:
             start = time.monotonic()
@@ -363,7 +348,7 @@ class Front:
                     self._authorize(str(sent))
                 remaining_s = context.time_remaining()
                 timeout_s = self.options.timeout_s if remaining_s is None else remaining_s
-                target = Target(name="") if is_of_all else protocol.parse_model_spec(payload)
+                target = protocol.parse_model_spec(payload)
                 name = target.name if target.name in self.models else ""
                 answer = await method(target, payload, timeout_s)
                 code = Code.OK
@@ -397,7 +382,7 @@ class Front:
                 status, body = (200, b"{}") if self.is_healthy else (503, b"{}")
             else:
                 self._authorize(headers.get(b"authorization", b"").decode("latin-1"))
-                if path == "/v1/models" and scope["method"] == "GET":  # as KServe's protocol has it
+                if path == "/v1/models" and scope["method"] == "GET":
                     body = json.dumps({"models": sorted(self.models)}).encode()
                 elif path in ("/metrics", "/monitoring/prometheus/metrics"):
                     kind, body = b"text/plain; version=0.0.4; charset=utf-8", self.metrics.text()

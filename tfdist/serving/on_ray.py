@@ -41,20 +41,18 @@ _SCAN_S = 1.0
 
 
 class LoadedModel:
-    """The versions of a model in this process."""
+    """The version of a model that this process serves."""
 
     def __init__(self, name: str, directory: Path, options: ServeOptions) -> None:
-        self.sessions: dict[int, ServedModel] = {}
+        self.session: ServedModel | None = None
         self._name = name
         self._directory = directory
         self._sizes = options.batch_sizes
         self._ids = itertools.count(1)
-        self.versions = Model(replicas_wanted=1, policy=options.policy)
+        self.versions = Model(replicas_wanted=1)
 
     def look(self) -> None:
-        """Load the versions that are to be served; forget those that the look before let go."""
-        for version in self.sessions.keys() - {one.version for one in self.versions.replicas}:
-            del self.sessions[version]
+        """Load the newest version in place of the one before."""
         found = self.versions.scanned(find_versions(self._directory))
         self.versions, starts, _ = found.plan(self._ids)
         for one in starts:
@@ -74,7 +72,7 @@ class LoadedModel:
             _LOG.error("%s: version %d is refused: %s", self._name, version, reason)
             self.versions = self.versions.failed(id, reason)
             return
-        self.sessions[version] = session
+        self.session = session
         self.versions = self.versions.loaded(id)
         _LOG.info("%s: version %d is served", self._name, version)
 
@@ -108,8 +106,10 @@ class RayReplica:
         if kind is None:
             states = protocol.states_of(target, status)
             return json.dumps(protocol.status_json(states), indent=1).encode()
-        version = protocol.version_of(target, status)
-        session = self._models[target.name].sessions[version]
+        protocol.version_of(target, status)
+        session = self._models[target.name].session
+        if session is None or target.version not in (None, session.version):
+            raise target.not_found()  # another version was loaded this moment
         answer = await self._answers((session, kind, await request.body()))
         if isinstance(answer, RequestError):
             raise answer

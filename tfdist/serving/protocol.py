@@ -16,7 +16,7 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from google.protobuf.message import DecodeError
@@ -169,11 +169,10 @@ class FrameBuffer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """The model that a request names: of at most one of version and label."""
+    """The model that a request names, and at most a version of it."""
 
     name: str
     version: int | None = None
-    label: str = ""
 
     def __str__(self) -> str:
         if self.version is None:
@@ -185,7 +184,7 @@ class Target:
         return RequestError(Code.NOT_FOUND, f"Servable not found for request: {self}")
 
 
-_MODEL = r"/v1/models/([^/:]+)(?:/(?:versions/(\d{1,18})|labels/([^/:]+)))?"
+_MODEL = r"/v1/models/([^/:]+)(?:/versions/(\d{1,18}))?"
 _CALL = re.compile(f"(?i:{_MODEL}):(predict)")
 _READ = re.compile(f"(?i:{_MODEL})(?:/(metadata))?")
 
@@ -200,9 +199,8 @@ def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
     match = pattern.fullmatch(path) if pattern else None
     if match is None:
         invalid(f"Malformed request: {method} {path}")
-    name, version, label, what = match.groups()
-    number = None if version is None else int(version)
-    target = Target(name=name, version=number, label=label or "")
+    name, version, what = match.groups()
+    target = Target(name=name, version=None if version is None else int(version))
     return target, Kind[f"REST_{what.upper()}"] if what else None
 
 
@@ -211,19 +209,15 @@ def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
 
 def parse_model_spec(payload: bytes) -> Target:
     """Return the model that a gRPC request names: field 1 of all requests that name one."""
-    spec = first_field(ModelSpec, payload)
-    if not spec.name:
-        invalid("Missing ModelSpec")
-    version = spec.version.value if spec.HasField("version") else None
-    return Target(name=spec.name, version=version, label=spec.version_label)
-
-
-def first_field(message: Any, payload: bytes) -> Any:
-    """Return the message, of a class, in field 1 of a request; raise RequestError."""
     try:
-        return message.FromString(BytesValue.FromString(payload).value)
+        spec = ModelSpec.FromString(BytesValue.FromString(payload).value)
     except DecodeError as error:
         invalid(f"Malformed request: {error}")
+    if not spec.name:
+        invalid("Missing ModelSpec")
+    if spec.version_label:
+        invalid(f"Unrecognized servable version label: {spec.version_label}")
+    return Target(name=spec.name, version=spec.version.value if spec.HasField("version") else None)
 
 
 STATES = {"LOADING": 20, "AVAILABLE": 30, "END": 50}
@@ -249,34 +243,25 @@ class ModelStatus:
     """What clients can ask of a model.
 
     Attributes:
-      served: the versions that get requests.
-      labels: names of versions.
+      served: the version that gets requests.
       states: of all versions.
     """
 
-    served: frozenset[int] = frozenset()
-    labels: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    served: int | None = None
     states: Sequence[VersionState] = ()
-
-    @property
-    def serving(self) -> int | None:
-        """The version for requests that name none: the newest."""
-        return max(self.served, default=None)
 
 
 def version_of(target: Target, status: ModelStatus | None) -> int:
     """Return the version that is to answer; raise RequestError where it is not served."""
     if status is None:
         raise target.not_found()
-    target = _unlabelled(target, status)
-    if status.serving is None:
+    if status.served is None:
         reasons = [f"version {s.version}: {s.message}" for s in status.states if s.message]
         message = "; ".join(reasons) or "it is being loaded"
         raise RequestError(Code.UNAVAILABLE, f"{target.name} is not served yet: {message}")
-    version = status.serving if target.version is None else target.version
-    if version not in status.served:
+    if target.version not in (None, status.served):
         raise target.not_found()
-    return version
+    return status.served
 
 
 def states_of(target: Target, status: ModelStatus | None) -> list[VersionState]:
@@ -284,22 +269,11 @@ def states_of(target: Target, status: ModelStatus | None) -> list[VersionState]:
     if status is None:
         message = f"Could not find any versions of model {target.name}"
         raise RequestError(Code.NOT_FOUND, message)
-    target = _unlabelled(target, status)
     states = [s for s in status.states if target.version in (None, s.version)]
     if not states and target.version is not None:
         message = f"Could not find version {target.version} of model {target.name}"
         raise RequestError(Code.NOT_FOUND, message)
     return sorted(states, key=lambda one: -one.version)
-
-
-def _unlabelled(target: Target, status: ModelStatus) -> Target:
-    """Return the target with the version of its label; raise RequestError for an unknown one."""
-    if not target.label:
-        return target
-    version = status.labels.get(target.label)
-    if version is None:
-        invalid(f"Unrecognized servable version label: {target.label}")
-    return Target(name=target.name, version=version)
 
 
 def status_json(states: Iterable[VersionState]) -> dict[str, Any]:

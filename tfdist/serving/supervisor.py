@@ -33,7 +33,6 @@ from tfdist.serving.front import FrontOptions
 from tfdist.serving.replica import ReplicaOrder
 from tfdist.serving.versions import (
     Model,
-    Policy,
     Replica,
     directory_name,
     find_versions,
@@ -60,8 +59,7 @@ class ServeOptions(FrontOptions):
     Attributes:
       directory: of versions, or of models that have versions; on Ray at the same path on each node.
       name: of the model, where the directory has versions; else the one model to serve.
-      replicas: processes for each version that is served; on Ray processes over all nodes.
-      policy: which versions those are.
+      replicas: processes for the version that is served; on Ray processes over all nodes.
       rest_port, grpc_port: 0 for any that is free.
       spares: processes that have loaded TensorFlow and wait for the version they are to serve.
       pin: give each replica cores of its own.
@@ -70,7 +68,6 @@ class ServeOptions(FrontOptions):
     directory: Path
     name: str | None = None
     replicas: int = 1
-    policy: Policy = dataclasses.field(default_factory=Policy)
     spares: int = 1
     host: str = "127.0.0.1"
     rest_port: int = 8501
@@ -94,8 +91,7 @@ class ServiceSupervisor:
         self._options = options
         self._modules = modules
         self._paths = require_models(options.directory, options.name)
-        model = Model(replicas_wanted=options.replicas, policy=options.policy)
-        self._models = dict.fromkeys(self._paths, model)
+        self._models = dict.fromkeys(self._paths, Model(replicas_wanted=options.replicas))
         with opening_port("--rest_port", f"{options.host}:{options.rest_port}"):
             self._rest = socket.create_server((options.host, options.rest_port), backlog=2048)
         with opening_port("--grpc_port", f"{options.host}:{options.grpc_port}"):
@@ -190,9 +186,6 @@ class ServiceSupervisor:
         """Take a message of the front."""
         if "listening" in message:
             self._grpc.front_listens.set()
-        for name, policy in message.get("policies", {}).items():
-            _LOG.info("%s: versions %s", name, policy)
-            self._set(name, self._models[name].with_policy(Policy(**policy)))
         if (id := message.get("end")) in self._replicas:  # it hangs, or has no request left
             self._replicas[id].kill()
 
@@ -207,13 +200,11 @@ class ServiceSupervisor:
 
     def _table(self, name: str) -> dict[str, Any]:
         model = self._models[name]
-        status = model.status
-        ready = [r for r in model.replicas if r.ready and r.version in model.served]
+        ready = [r for r in model.replicas if r.ready and r.version == model.served]
         return {
-            "served": sorted(status.served),
-            "labels": dict(status.labels),
-            "states": [dataclasses.asdict(state) for state in status.states],
-            "replicas": [[r.id, self._socket_of(r.id), r.version] for r in ready],
+            "served": model.served,
+            "states": [dataclasses.asdict(state) for state in model.status.states],
+            "replicas": [[r.id, self._socket_of(r.id)] for r in ready],
             "draining": [id for id, of in self._draining.items() if of == name],
         }
 
@@ -240,9 +231,9 @@ class ServiceSupervisor:
         before, self._models[name] = self._models[name], model
         for version in model.refused.keys() - before.refused.keys():
             _LOG.error("%s: version %d is refused: %s", name, version, model.refused[version])
-        for version in sorted(model.served - before.served):
-            age = self._age(name, version) if before.served else ""
-            _LOG.info("%s: version %s is served%s", name, version, age)
+        if model.served not in (None, before.served):
+            age = "" if before.served is None else self._age(name, model.served)
+            _LOG.info("%s: version %s is served%s", name, model.served, age)
         self._models[name], starts, drains = model.plan(self._ids)
         self._draining.update({id: name for id in drains if id in self._replicas})
         for replica in starts:
@@ -341,7 +332,7 @@ class ServiceSupervisor:
         """Return whether a version that is not served so far was written while it was loaded."""
         model = self._models[name]
         replica = model.replica(id)
-        if replica is None or replica.version in model.served:
+        if replica is None or replica.version == model.served:
             return False
         with contextlib.suppress(OSError):  # the next look says so
             found = find_versions(self._paths[name]).get(replica.version)

@@ -1,4 +1,4 @@
-"""The versions of a model: which are served, which are loaded beside them, which are refused.
+"""The versions of a model: which is served, which is loaded beside it, which are refused.
 
 Pure: `Model` is what is known, its methods return it changed, and `plan` says what to do next.
 The same twice changes nothing more, so that a lost message is made good by the next look.
@@ -9,89 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
-
-from tfdist.errors import UsageError, require
+from tfdist.errors import require
 from tfdist.files import one_line_errors
-from tfdist.serving.protocol import ModelStatus, VersionState, first_field
+from tfdist.serving.protocol import ModelStatus, VersionState
 
 MAX_DEATHS = 3  # of replicas that end while they load a version that was never served
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 30.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
-    """Which versions of a model are to be served, as TensorFlow Serving's `model_version_policy`.
-
-    Attributes:
-      latest: how many of the newest; None for all.
-      specific: these alone, and none by `latest`.
-      labels: names of versions, which are served beside the others.
-    """
-
-    latest: int | None = 1
-    specific: tuple[int, ...] = ()
-    labels: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-    def choose(self, there: Iterable[int]) -> frozenset[int]:
-        """Return those of the versions that are to be served."""
-        newest_first = sorted(there, reverse=True)
-        named = {*self.specific, *self.labels.values()}
-        count = 0 if self.specific else self.latest
-        return frozenset(newest_first[:count]) | named.intersection(newest_first)
-
-
-def parse_policy(versions: str, labels: Iterable[str] = ()) -> Policy:
-    """Return the policy in ``latest:2``, ``all`` or ``3,5`` and in labels such as ``stable=3``.
-
-    Raises UsageError.
-    """
-    match = re.fullmatch(r"latest:([1-9]\d{0,8})|all|(\d{1,18}(?:,\d{1,18})*)", versions)
-    if match is None:
-        raise UsageError(
-            "--versions",
-            received=repr(versions),
-            expected="latest:COUNT, all, or numbers such as 3,5",
-            fix="pass latest:1, the default, for the newest",
-            code="not-a-policy",
-        )
-    count, numbers = match.groups()
-    return Policy(
-        latest=int(count) if count else None,
-        specific=tuple(map(int, numbers.split(","))) if numbers else (),
-        labels=dict(map(_parse_label, labels)),
-    )
-
-
-def policies_of(payload: bytes) -> dict[str, Policy]:
-    """Return the policies of the models in TensorFlow Serving's ``ReloadConfigRequest``."""
-    policies = {}
-    for model in first_field(ModelServerConfig, payload).model_config_list.config:
-        wanted = model.model_version_policy
-        policies[model.name] = Policy(
-            latest=None if wanted.HasField("all") else max(wanted.latest.num_versions, 1),
-            specific=tuple(wanted.specific.versions),
-            labels=dict(model.version_labels),
-        )
-    return policies
-
-
-def _parse_label(text: str) -> tuple[str, int]:
-    match = re.fullmatch(r"([^/:=]+)=(\d{1,18})", text)
-    if match is None:
-        raise UsageError(
-            "--label",
-            received=repr(text),
-            expected="NAME=VERSION, such as stable=3",
-            fix="name the label and the number of a version",
-            code="not-a-label",
-        )
-    return match[1], int(match[2])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,33 +40,25 @@ class Model:
     """What is known of a model.
 
     Attributes:
-      replicas_wanted: of each version that is served.
-      policy: which versions those are to be.
+      replicas_wanted: of the version that is served.
       found: the versions on the disk, each with the fingerprint of its files.
       refused: versions that do not load, with the reason.
-      served: the versions that get requests.
-      labels: the policy's; one that was moved names its old version until the new one is served.
+      served: the version that gets requests.
       replicas: the living ones that are not draining.
       deaths: ends in a row of replicas by version and index.
     """
 
     replicas_wanted: int
-    policy: Policy = dataclasses.field(default_factory=Policy)
     found: Mapping[int, str] = dataclasses.field(default_factory=dict)
     refused: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    served: frozenset[int] = frozenset()
-    labels: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    served: int | None = None
     replicas: tuple[Replica, ...] = ()
     deaths: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
     @property
-    def targets(self) -> frozenset[int]:
-        """What the policy chooses of what is there and not refused, else what is served."""
-        return self.policy.choose(v for v in self.found if v not in self.refused) or self.served
-
-    def with_policy(self, policy: Policy) -> Model:
-        """Take another policy."""
-        return dataclasses.replace(self, policy=policy)._update_served()
+    def target(self) -> int | None:
+        """The newest version that is there and not refused, else the one that is served."""
+        return max((v for v in self.found if v not in self.refused), default=self.served)
 
     def scanned(self, found: Mapping[int, str]) -> Model:
         """Take what is on the disk now; a version whose files are others is tried again.
@@ -147,11 +66,12 @@ class Model:
         What is being loaded goes first: none would be served where versions come faster than that.
         What has neither files nor a replica is served no more.
         """
-        if self.targets - self.served and self.targets <= found.keys():
+        if self.target != self.served and self.target in found:
             return self
         same = {v for v, fingerprint in self.found.items() if found.get(v) == fingerprint}
         refused = {v: why for v, why in self.refused.items() if v in same}
-        served = self.served & (found.keys() | {one.version for one in self.replicas})
+        there = found.keys() | {one.version for one in self.replicas}
+        served = self.served if self.served in there else None
         model = dataclasses.replace(self, found=dict(found), refused=refused, served=served)
         return model._update_served()
 
@@ -171,7 +91,7 @@ class Model:
     def failed(self, id: int, reason: str) -> Model:
         """Take that a replica could not load its version: it is refused unless it is served."""
         one = self.replica(id)
-        if one is None or one.version in self.served:
+        if one is None or one.version == self.served:
             return self
         return self._refuse(one.version, reason)
 
@@ -184,7 +104,7 @@ class Model:
         deaths = {**self.deaths, key: self.deaths.get(key, 0) + 1}
         model = dataclasses.replace(self.without(id), deaths=deaths)
         count = sum(n for (version, _), n in deaths.items() if version == one.version)
-        if not one.ready and one.version not in self.served and count >= MAX_DEATHS:
+        if not one.ready and one.version != self.served and count >= MAX_DEATHS:
             return model._refuse(one.version, f"its replica {how} while it was loaded, {count}x")
         return model
 
@@ -198,12 +118,12 @@ class Model:
 
         One that is drained gets no more requests, and is ended when it has none left.
         """
-        kept = self.targets | self.served
+        kept = {self.target, self.served} - {None}
         drains = [one.id for one in self.replicas if one.version not in kept]
         there = {(one.version, one.index) for one in self.replicas}
         starts = [
             Replica(id=next(ids), version=version, index=index, wait_s=self._wait_s(version, index))
-            for version in sorted(kept & self.found.keys())
+            for version in sorted(self.found.keys() & kept)
             for index in range(self.replicas_wanted)
             if (version, index) not in there
         ]
@@ -212,15 +132,16 @@ class Model:
 
     @property
     def status(self) -> ModelStatus:
-        """What clients can ask; versions on the disk that are not chosen are left out."""
+        """What clients can ask; older versions on the disk are left out."""
         states = [
             VersionState(version=version, state="END", message=why)
             for version, why in self.refused.items()
         ]
-        states += [VersionState(version=version, state="AVAILABLE") for version in self.served]
-        loading = self.targets - self.served
-        states += [VersionState(version=version, state="LOADING") for version in loading]
-        return ModelStatus(served=self.served, labels=self.labels, states=states)
+        if self.served is not None:
+            states.append(VersionState(version=self.served, state="AVAILABLE"))
+        if self.target is not None and self.target != self.served:
+            states.append(VersionState(version=self.target, state="LOADING"))
+        return ModelStatus(served=self.served, states=states)
 
     def replica(self, id: int) -> Replica | None:
         """Return a living replica that is not draining."""
@@ -230,16 +151,10 @@ class Model:
         return dataclasses.replace(self, refused={**self.refused, version: reason})
 
     def _update_served(self) -> Model:
-        """Serve a target once all of its replicas are ready, and the others until all are."""
-        ready = Counter(one.version for one in self.replicas if one.ready)
-        now = self.served | {v for v in self.targets if ready[v] >= self.replicas_wanted}
-        served = self.targets if self.targets <= now else now
-        old = {name: version for name, version in self.labels.items() if version in served}
-        labels = {
-            name: version if version in served else old.get(name, version)
-            for name, version in self.policy.labels.items()
-        }
-        return dataclasses.replace(self, served=served, labels=labels)
+        """Serve the target once all of its replicas are ready."""
+        ready = sum(one.ready and one.version == self.target for one in self.replicas)
+        served = self.target if ready >= self.replicas_wanted else self.served
+        return dataclasses.replace(self, served=served)
 
     def _wait_s(self, version: int, index: int) -> float:
         deaths = min(self.deaths.get((version, index), 0), 10)
