@@ -36,7 +36,7 @@ from tests.processes import until
 from tfdist.errors import TfdistError
 from tfdist.serving.dispatch import QueueLimits
 from tfdist.serving.protocol import Target
-from tfdist.serving.supervisor import ServeOptions, ServiceSupervisor
+from tfdist.serving.supervisor import GrpcPort, ServeOptions, ServiceSupervisor
 from tfdist.serving.versions import find_versions
 
 DEADLINE_S = 120.0
@@ -657,6 +657,21 @@ def test_a_version_that_is_written_while_it_is_loaded_is_not_served(tmp_path, ca
     assert "version 1 is refused: its files have changed while it was loaded" in caplog.text
     again, starts, _ = supervisor._models["m"].scanned(find_versions(tmp_path / "m")).plan(count(9))
     assert ([one.version for one in starts], again.refused) == ([1], {})
+
+
+def test_the_grpc_port_is_bound_again_beside_closed_connections():
+    """The side that closes a connection first keeps its port in TIME_WAIT for a minute."""
+    port = GrpcPort("127.0.0.1", 0)
+    address = port.address
+    with socket.create_connection(address) as client:
+        accepted, _ = port._listener.accept()
+        accepted.close()
+        assert client.recv(1) == b""
+    port.close()
+    again = GrpcPort(*address)
+    with pytest.raises(OSError, match="already in use"):
+        GrpcPort(*address)
+    again.close()
 
 
 def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path):

@@ -399,6 +399,7 @@ class GrpcPort:
         dual = socket.has_dualstack_ipv6()
         self._listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
         try:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for TIME_WAIT
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if dual:
                 self._listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
