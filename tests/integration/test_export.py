@@ -114,7 +114,14 @@ def test_a_model_of_two_replicas(trained, tmp_path):
 
 
 def test_what_is_in_the_directory_already(trained, tmp_path, monkeypatch):
-    for name in ("m/7", "text/2", "text/3", "unfinished/.partial-1", ".hidden/1"):
+    for name in (
+        "m/7",
+        f"full/{2**63 - 1}",
+        "text/2",
+        "text/3",
+        "unfinished/.partial-1",
+        ".hidden/1",
+    ):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "saved_model.pb").touch()
     (tmp_path / "batching.config").write_text("changed by hand")
@@ -123,6 +130,8 @@ def test_what_is_in_the_directory_already(trained, tmp_path, monkeypatch):
         tfdist.export_model(trained, tmp_path, name="m")
     for options, code in (
         ({"name": "m", "version": 7}, "version-exists"),
+        ({"name": "m", "version": 2**63}, "too-large"),
+        ({"name": "full"}, "too-large"),
         ({"name": "../m"}, "not-a-name"),
     ):
         caught = refusal(lambda words=options: tfdist.export_model(trained, tmp_path, **words))
@@ -131,7 +140,7 @@ def test_what_is_in_the_directory_already(trained, tmp_path, monkeypatch):
     assert tfdist.export_model(trained, tmp_path, name="m").name == "8"
     config = text_format.Parse((tmp_path / "models.config").read_text(), ModelServerConfig())
     listed = [(one.name, one.base_path) for one in config.model_config_list.config]
-    assert listed == [("m", "/models/m"), ("text", "/models/text")]
+    assert listed == [(name, f"/models/{name}") for name in ("full", "m", "text")]
     assert (tmp_path / "batching.config").read_text() == "changed by hand"
 
 

@@ -102,11 +102,12 @@ def make_version(directory: Path, version: str) -> None:
 
 
 def test_versions_are_directories_that_are_numbers_and_hold_a_model(tmp_path):
-    for name in ("1", "20", ".partial-3", "x4", "99999999999999999999"):
+    largest, too_large = str(2**63 - 1), str(2**63)
+    for name in ("1", "020", ".partial-3", "x4", "٣", largest, too_large):
         make_version(tmp_path, name)
     (tmp_path / "5").mkdir()
     (tmp_path / "6").write_text("")
-    assert set(find_versions(tmp_path)) == {1, 20}
+    assert set(find_versions(tmp_path)) == {1, 20, int(largest)}
 
 
 def test_other_files_of_one_version_have_another_mark(tmp_path):

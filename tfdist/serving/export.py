@@ -33,7 +33,7 @@ from tfdist.checkpoint.warm_start import load_model_file, set_weights
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_one_of
 from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.serving.protocol import reason_of
+from tfdist.serving.protocol import reason_of, version_number
 from tfdist.serving.versions import find_models
 from tfdist.strategy import broadcast, job_of
 from tfdist.training import keras_compat
@@ -83,7 +83,7 @@ def export_model(
       model: built; of any strategy.
       directory: made where it does not exist.
       name: of the model; by default the model's own.
-      version: a whole number above 0; by default one above the newest that is there.
+      version: a whole number from 1 to 2**63 - 1; by default one above the newest that is there.
       samples: arrays ``[examples, ...]`` in the nest in which the model takes its inputs, for the
         check and for the server's warm-up; by default drawn at random. A subclassed model needs
         them, as they alone say what its inputs are.
@@ -562,10 +562,18 @@ def _publishing(directory: Path, name: str, version: int | None) -> Iterator[tup
 
 def _new_version(home: Path, version: int | None) -> Path:
     """Return the version directory to make."""
-    there = [int(p.name) for p in home.glob("[0-9]*") if p.name.isdecimal()]
+    there = {version_number(path.name) or 0 for path in home.iterdir()}
     if version is None:
-        return home / str(max(there, default=0) + 1)
+        version = max(there, default=0) + 1
     require_int("version", version, least=1)
+    require(
+        version_number(str(version)),
+        "version",
+        received=version,
+        expected="a number below 2**63, as model servers have it",
+        fix="pass a smaller number",
+        code="too-large",
+    )
     require(
         version not in there,
         "version",

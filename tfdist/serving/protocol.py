@@ -184,7 +184,13 @@ class Target:
         return RequestError(Code.NOT_FOUND, f"Servable not found for request: {self}")
 
 
-_MODEL = r"/v1/models/([^/:]+)(?:/versions/(\d{1,18}))?"
+def version_number(text: str) -> int | None:
+    """Return the version that a text names: the digits of an int64. None for any other text."""
+    number = int(text) if re.fullmatch("[0-9]{1,255}", text) else -1
+    return number if 0 <= number < 1 << 63 else None
+
+
+_MODEL = r"/v1/models/([^/:]+)(?:/versions/([0-9]+))?"
 _CALL = re.compile(f"(?i:{_MODEL}):(predict)")
 _READ = re.compile(f"(?i:{_MODEL})(?:/(metadata))?")
 
@@ -197,7 +203,7 @@ def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
     """
     pattern = {"POST": _CALL, "GET": _READ}.get(method)
     match = pattern.fullmatch(path) if pattern else None
-    if match is None:
+    if match is None or version_number(match[2] or "0") is None:
         invalid(f"Malformed request: {method} {path}")
     name, version, what = match.groups()
     target = Target(name=name, version=None if version is None else int(version))

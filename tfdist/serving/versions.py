@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tfdist.errors import require
 from tfdist.files import one_line_errors
-from tfdist.serving.protocol import ModelStatus, VersionState
+from tfdist.serving.protocol import ModelStatus, VersionState, version_number
 
 MAX_DEATHS = 3  # of replicas that end while they load a version that was never served
 _FIRST_WAIT_S = 0.05
@@ -164,14 +163,15 @@ class Model:
 def find_versions(directory: Path) -> dict[int, str]:
     """Return the fingerprints of the versions in a model's directory.
 
-    A version is a directory whose name is a number and that has a ``saved_model.pb``. Raises
+    A version is a directory with a `version_number` as its name and a ``saved_model.pb``. Raises
     OSError where the directory cannot be read.
     """
     found: dict[int, str] = {}
     for path in directory.iterdir():
-        if re.fullmatch(r"[0-9]{1,18}", path.name) and (path / "saved_model.pb").is_file():
+        version = version_number(path.name)
+        if version is not None and (path / "saved_model.pb").is_file():
             with contextlib.suppress(FileNotFoundError):  # it is being removed
-                found[int(path.name)] = _fingerprint(path)
+                found[version] = _fingerprint(path)
     return found
 
 
