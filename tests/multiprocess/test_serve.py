@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import gzip
 import http.client
+import itertools
 import json
 import os
 import re
@@ -21,7 +22,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -256,12 +256,6 @@ def test_both_protocols_answer(shared):
     zipped = gzip.compress(b'{"instances": [3]}')
     status, answer = shared.send("POST", PREDICT, zipped, {"Content-Encoding": "gzip"})
     assert (status, answer["predictions"]) == (200, [3])
-    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": ""}
-    with contextlib.closing(shared.connect()) as connection:
-        for number in (4, 5):  # the second one over the same connection
-            asked = json.dumps({"instances": [number]})
-            answer = send_once(connection, asked, headers=offer)
-            assert answer["predictions"] == [number]
     body = b"POST \r\nUpgrade: h2c\r\n\r\n"  # no JSON, but not to be changed either
     with socket.create_connection(shared.rest, timeout=DEADLINE_S) as connection:
         head = f"{HEAD}Expect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -278,6 +272,32 @@ def test_both_protocols_answer(shared):
                 call(channel, in_field_1(name.encode()))
             assert error.value.code() is grpc.StatusCode.NOT_FOUND
             assert error.value.details() == str(Target(name=name).not_found())[:500]
+
+
+def of_http(number: int, *headers: str, chunked: bool = False) -> bytes:
+    """A request as it is sent: its answer has the number."""
+    body = json.dumps({"instances": [number]})
+    size = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
+    body = f"{len(body):x}\r\n{body}\r\n0\r\n\r\n" if chunked else body
+    return "\r\n".join([HEAD + "Host: localhost", size, *headers, "", body]).encode()
+
+
+@pytest.mark.parametrize("upgrade", ["h2c", "TLS/1.0", "websocket"])
+def test_a_request_that_offers_an_upgrade_keeps_its_body_in_any_pieces(shared, upgrade):
+    offer = ("Connection: Upgrade, HTTP2-Settings", f"uPGRADE: {upgrade}", "X: " + "t" * 2000)
+    requests = [of_http(1), of_http(2, *offer), of_http(3, *offer, chunked=True), of_http(4)]
+    sent = b"".join(requests)
+    for cuts in ([], [len(requests[0]) + 1448], range(1, len(sent), 97)):
+        with socket.create_connection(shared.rest, timeout=DEADLINE_S) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for start, end in itertools.pairwise([0, *cuts, len(sent)]):
+                connection.sendall(sent[start:end])
+            answers = b""
+            while answers.count(b"}") < len(requests):
+                answers += connection.recv(1 << 16) or pytest.fail(f"closed after {answers!r}")
+            assert re.findall(rb'"predictions": \[(.)\]', answers) == [b"1", b"2", b"3", b"4"]
+    refused = answer_to(shared.rest, b"CONNECT a:1 HTTP/1.1\r\n\r\n")
+    assert refused.startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize(
@@ -655,7 +675,9 @@ def test_a_version_that_is_written_while_it_is_loaded_is_not_served(tmp_path, ca
     found = find_versions(tmp_path / "m")
     follow(supervisor, lambda: supervisor._set("m", supervisor._models["m"].scanned(found)))
     assert "version 1 is refused: its files have changed while it was loaded" in caplog.text
-    again, starts, _ = supervisor._models["m"].scanned(find_versions(tmp_path / "m")).plan(count(9))
+    again, starts, _ = (
+        supervisor._models["m"].scanned(find_versions(tmp_path / "m")).plan(itertools.count(9))
+    )
     assert ([one.version for one in starts], again.refused) == ([1], {})
 
 
@@ -706,14 +728,18 @@ def test_a_request_whose_client_leaves_waits_no_longer_and_sigterm_answers_the_o
         for client, counted in ((stays, "outstanding"), (leaves, "waiting")):
             client.request("POST", PREDICT, '{"instances": [1]}')
             wait_for_metric(running, f'{counted}{{model="m"}} 1.0')
+        pipelines = socket.create_connection(running.rest)
+        pipelines.sendall(of_http(1) + of_http(2))
+        wait_for_metric(running, 'waiting{model="m"} 2.0')
         leaves.close()
+        pipelines.close()
         wait_for_metric(running, 'waiting{model="m"} 0.0')
-        wait_for_metric(running, 'code="499",model="m",via="rest"} 1.0')
+        wait_for_metric(running, 'code="499",model="m",via="rest"} 2.0')
         running.process.send_signal(signal.SIGTERM)
         running.wait_for("stopping")
         os.kill(replica, signal.SIGCONT)
         assert stays.getresponse().status == 200
-    assert "replaced" not in running.said()
+    assert not re.findall("replaced|Traceback", running.said())
     assert not Path(f"/proc/{replica}").exists()
 
 

@@ -20,7 +20,6 @@ import hmac
 import json
 import logging
 import math
-import re
 import resource
 import signal
 import socket
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import grpc
+import httptools
 import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -57,7 +57,6 @@ _MOST_CONNECTIONS = 4096  # of HTTP, at a time
 _MOST_PIPELINED = 256  # requests of a connection that wait for the answer before theirs
 _HEAD_BYTES = 64 << 10  # of a request that is not whole
 _MOST_OF_AN_ERROR = 500  # characters by gRPC, of 12 bytes each in a trailer, which has 8 KiB
-_OFFER = re.compile(rb"(?i)\r\nupgrade:[^\r]*h2c[^\r]*")
 _TICKET = "tfdist.ticket"  # key of the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
 _MODEL = "tensorflow.serving.ModelService"
@@ -467,13 +466,52 @@ def _access_logger(path: str) -> logging.Logger | None:
     return logger
 
 
+class _Parser:
+    """httptools' parser, which reads a request that offers an upgrade as one without the offer.
+
+    httptools skips the body of such a request, which Java's HttpClient sends, for example. A server
+    may ignore the offer (RFC 9110, 7.8).
+    """
+
+    def __init__(self, connection: HttpToolsProtocol) -> None:
+        self._connection = connection
+        self._begin()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    def feed_data(self, data: bytes) -> None:
+        """Take bytes of a connection."""
+        while data:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                data = self._without_offer() + data[offer.args[0] :]
+                self._begin()
+            else:
+                return
+
+    def _begin(self) -> None:
+        self._parser = httptools.HttpRequestParser(self._connection)
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+
+    def _without_offer(self) -> bytes:
+        """Return the head of the request once more, without the offer."""
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        if method == b"CONNECT":  # which is an upgrade by itself
+            raise httptools.HttpParserError("CONNECT is not supported")
+        lines = [method + b" " + self._connection.url + b" HTTP/" + version]
+        headers = self._connection.headers
+        lines += [name + b": " + value for name, value in headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+
 def _connection(silence_s: float) -> type[HttpToolsProtocol]:
     """Return uvicorn's connection, closed when a client takes too long over the head of a request.
 
     Or too much, or sends many requests before it has its answers, or reads nothing of those:
-    uvicorn itself sets no limit to any of it. When a client leaves, its request is answered, so
-    that it is not computed any more. The body of a request that offers HTTP/2, as those of Java's
-    HttpClient do, would be dropped by httptools, so the offer is.
+    uvicorn itself sets no limit to any of it. When a client leaves, its requests are answered, so
+    that they are not computed any more.
     """
 
     class Connection(HttpToolsProtocol):
@@ -482,13 +520,12 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self.parser = _Parser(self)
+            self._unanswered = list[Any]()  # uvicorn itself knows only the last request
             self._wait()
             self._reader = self._timer  # until there is one
 
         def data_received(self, data: bytes) -> None:
-            if self._room < math.inf and data.startswith(b"POST ") and b"h2c" in data:
-                head, end, body = data.partition(b"\r\n\r\n")
-                data = _OFFER.sub(b"", head) + end + body
             self._room -= len(data)
             super().data_received(data)
             if self._room < 0:
@@ -500,9 +537,13 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
             self._wait()
 
         def on_headers_complete(self) -> None:
+            if self.parser.should_upgrade():
+                return  # the parser reads this request again
             self._timer.cancel()
             self._room = math.inf  # for the body, which the app bounds
             super().on_headers_complete()
+            unanswered = [one for one in self._unanswered if not one.response_complete]
+            self._unanswered = [*unanswered, self.cycle]
             if len(self.pipeline) > _MOST_PIPELINED:
                 self.transport.abort()
 
@@ -523,6 +564,8 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
             self._reader = self.loop.call_later(silence_s, self._close_unless_read)
 
         def on_message_complete(self) -> None:
+            if self.parser.should_upgrade():
+                return
             super().on_message_complete()
             self._room = _HEAD_BYTES  # of the next request
 
@@ -530,9 +573,11 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
             self._timer.cancel()
             self._reader.cancel()
             super().connection_lost(exc)
-            scope: Any = self.scope  # of the last request, None before the first
-            if scope and _TICKET in scope:
-                scope[_TICKET].answer(_client_gone())
+            for one in self._unanswered:
+                one.disconnected = True
+                one.message_event.set()
+                if _TICKET in one.scope:
+                    one.scope[_TICKET].answer(_client_gone())
 
         def _wait(self) -> None:
             self._room = _HEAD_BYTES
