@@ -17,6 +17,7 @@ import shutil
 import signal
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import threading
@@ -397,6 +398,82 @@ def test_a_client_that_says_nothing_more_or_too_much_is_let_go(shared):
     assert (small[:13], large) == (b"HTTP/1.1 200 ", b"")
 
 
+def half_a_message() -> bytes:
+    """A call of gRPC whose message has 9 bytes, of which one is sent; with HTTP/2's preface."""
+
+    def text(value: str) -> bytes:
+        return bytes([len(value)]) + value.encode()
+
+    path, size = text("/tensorflow.serving.PredictionService/Predict"), b"\x00\x00\x00\x00\x09"
+    head = b"\x83\x86\x04" + path + b"\x01" + text("localhost")  # POST, http, :path, :authority
+    head += b"\x0f\x10" + text("application/grpc") + b"\x00" + text("te") + text("trailers")
+    frames = ((4, 0, 0, b""), (1, 4, 1, head), (0, 0, 1, size + b"\x0a"))  # settings, headers, data
+    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"".join(
+        struct.pack(">BHBBI", 0, len(body), kind, flags, stream) + body
+        for kind, flags, stream, body in frames
+    )
+
+
+def test_a_grpc_client_that_says_nothing_more_is_let_go(shared):
+    host, port = shared.grpc.split(":")
+    for sent in (b"", half_a_message()[:30], half_a_message()):
+        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+            connection.sendall(sent)
+            with contextlib.suppress(ConnectionError):
+                while connection.recv(1 << 16):
+                    pass
+    with grpc.insecure_channel(shared.grpc) as channel, silent_calls(channel, 1) as (call,):
+        assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert call.details() == "The request did not come within 1 s"
+    wait_for_metric(shared, 'code="DEADLINE_EXCEEDED",model="",via="grpc"} 2.0')
+
+
+@contextlib.contextmanager
+def silent_calls(channel: grpc.Channel, count: int, **options: Any) -> Iterator[list[Any]]:
+    """Begin calls that send no message until the block ends."""
+    ended = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        ended.wait(DEADLINE_S)
+        yield from ()
+
+    method = channel.stream_unary("/tensorflow.serving.PredictionService/Predict")
+    try:
+        yield [method.future(never(), timeout=DEADLINE_S, **options) for _ in range(count)]
+    finally:
+        ended.set()
+
+
+def test_requests_of_both_protocols_share_memory_and_slow_ones_leave_some(tmp_path):
+    """Four requests of the largest size fit; three of gRPC may come slowly."""
+    make_version(tmp_path / "m", 1)
+    options = {"limits": {"size_bytes": 40_000}, "body_bytes": 10_000}
+    with service(tmp_path, replicas=1, **options) as running:
+        with grpc.insecure_channel(running.grpc) as channel:
+            with silent_calls(channel, 4) as calls:
+                (refused,) = running.until(lambda: [one for one in calls if one.done()])
+                assert call_by_grpc(running.grpc) is OK
+                assert running.predict([1])[0] == 200
+            codes = Counter(one.code() for one in calls)
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert codes[grpc.StatusCode.INVALID_ARGUMENT] == 3, "they have ended without a message"
+        body = b'{"instances": [1]}'.ljust(9_999)
+        head = f"{HEAD}Content-Length: 9999\r\nConnection: close\r\n\r\n".encode()
+        with contextlib.ExitStack() as stack:
+            clients = [
+                stack.enter_context(socket.create_connection(running.rest, timeout=DEADLINE_S))
+                for _ in range(4)
+            ]
+            for client in clients:
+                client.sendall(head + body[:-1])
+            running.until(lambda: call_by_grpc(running.grpc) is grpc.StatusCode.RESOURCE_EXHAUSTED)
+            assert running.predict("x" * 1000)[0] == 429
+            for client in clients:
+                client.sendall(body[-1:])
+                assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        assert call_by_grpc(running.grpc) is OK
+
+
 def wait_until_let_go(running: Service, sent: bytes) -> None:
     """Send something, read no answer, and wait until the server closes the connection."""
     with socket.create_connection(running.rest, timeout=DEADLINE_S) as client:
@@ -761,9 +838,8 @@ def test_a_token_is_asked_for_and_both_protocols_are_encrypted(tmp_path):
         assert running.send("POST", PREDICT, '{"instances": [1]}', sent)[0] == 200
         with grpc.secure_channel(running.grpc, credentials) as channel:
             call(channel, metadata=(("authorization", "Bearer secret"),))
-            with pytest.raises(grpc.RpcError) as error:
-                call(channel)
-            assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            with silent_calls(channel, 1) as (asks,):  # before there is a message
+                assert asks.code() is grpc.StatusCode.UNAUTHENTICATED
         (tmp_path / "token").write_text("")  # as it is rotated: the next front lets nobody in
         os.kill(front_of(running.process.pid), signal.SIGKILL)
         wait_until_healthy(running)

@@ -1,8 +1,11 @@
 """Requests and replicas: histories without a socket."""
 
+import asyncio
+
 import pytest
 
-from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Ticket
+from tfdist.serving import dispatch
+from tfdist.serving.dispatch import Dispatcher, Held, Outcome, QueueLimits, Room, Ticket
 from tfdist.serving.protocol import Code, Frame, Kind, RequestError
 
 
@@ -12,6 +15,7 @@ class Bench:
     def __init__(self, *replicas: int, **limits: float) -> None:
         self.now = 0.0
         self.dispatcher = Dispatcher(QueueLimits(**limits), lambda: self.now)
+        self.room = Room(0)
         self.replicas = dict[int, list[Frame]]()
         self.outcomes = dict[bytes, Outcome]()
         self.update(1, *replicas)
@@ -36,7 +40,8 @@ class Bench:
                 self.outcomes[payload] = outcome
 
             same = {"kind": Kind.REST_PREDICT, "deadline": deadline, "version": version}
-            ticket = Ticket(payload=payload, answer=answer, **same)
+            held = Held(self.room, len(payload))
+            ticket = Ticket(payload=payload, held=held, answer=answer, **same)
             self.dispatcher.submit(ticket)
         return ticket
 
@@ -57,13 +62,58 @@ def test_requests_go_to_the_replica_that_has_the_fewest():
     assert bench.has(1, 2) == [[b"a", b"c"], [b"b", b"d"]]
 
 
-def test_bytes_are_bounded_until_they_are_answered():
-    bench = Bench(1, size_bytes=10)
-    bench.ask(b"12345678")
+def test_a_request_holds_its_memory_until_no_replica_and_no_queue_has_it():
+    bench = Bench(1, window=1, requests=1)
+    sent = bench.ask(b"1")
+    waiting = bench.ask(b"22")
     with pytest.raises(RequestError):
-        bench.ask(b"abc")
+        bench.ask(b"4444")
+    assert bench.room.left_bytes == 4, "that of the request that was rejected"
+    waiting.abandoned = sent.abandoned = True
+    bench.dispatcher.expire()
+    assert bench.room.left_bytes == 6
     bench.answer(1)
-    bench.ask(b"1234567890")
+    assert bench.room.left_bytes == 7
+
+
+def test_memory_is_given_to_those_that_wait_for_it(monkeypatch):
+    monkeypatch.setattr(dispatch, "_ROOM_S", 0.01)
+
+    async def run() -> None:
+        room = Room(10)
+        first, second, third = Held(room), Held(room), Held(room)
+        await first.grow(8)
+        with pytest.raises(RequestError, match="try again later") as error:
+            await second.grow(3)
+        assert error.value.code is Code.RESOURCE_EXHAUSTED
+        await third.grow(2)
+        monkeypatch.setattr(dispatch, "_ROOM_S", 60.0)
+        waits, leaves = (asyncio.ensure_future(one.grow(5)) for one in (second, third))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        first.shrink(3)
+        await waits
+        assert (room.left_bytes, leaves.cancelled()) == (0, True)
+        second.move().shrink()
+        for one in (first, second, third):
+            one.shrink()
+        assert room.left_bytes == 10
+
+    asyncio.run(run())
+
+
+def test_memory_that_comes_as_its_request_is_cancelled_is_given_back():
+    async def run() -> None:
+        room = Room(10)
+        await room.take(10)
+        leaves = asyncio.ensure_future(room.take(10))
+        await asyncio.sleep(0)
+        room.give(10)
+        leaves.cancel()
+        await asyncio.wait([leaves])
+        assert (room.left_bytes, leaves.cancelled()) == (10, True)
+
+    asyncio.run(run())
 
 
 def test_what_is_tried_again_has_a_replica_for_itself_and_the_others_work():

@@ -7,6 +7,7 @@ neighbours are answered. Sockets and clock are arguments.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 from collections import Counter, deque
@@ -24,18 +25,80 @@ from tfdist.serving.protocol import (
 )
 
 Outcome = bytes | RequestError
+_ROOM_S = 1.0  # how long a request waits for memory
 MAX_DEATHS = 2  # replicas that end with a request
+
+
+class Room:
+    """The memory that requests of all models and both protocols share."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.left_bytes = size_bytes
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, size_bytes: int) -> None:
+        """Take memory as soon as there is enough; raise RequestError after a second."""
+        if size_bytes <= self.left_bytes:
+            self.left_bytes -= size_bytes
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((size_bytes, turn))
+        try:
+            async with asyncio.timeout(_ROOM_S):
+                await turn
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if turn.cancelled():
+                self._waiting.remove((size_bytes, turn))
+            else:  # it came in the same moment
+                self.give(size_bytes)
+            if isinstance(error, TimeoutError):
+                message = "Requests use all memory that they may have, try again later"
+                raise RequestError(Code.RESOURCE_EXHAUSTED, message) from None
+            raise
+
+    def give(self, size_bytes: int) -> None:
+        """Give memory back, to the first that wait for it."""
+        self.left_bytes += size_bytes
+        for wanted, turn in list(self._waiting):
+            if wanted <= self.left_bytes and not turn.cancelled():
+                self.left_bytes -= wanted
+                self._waiting.remove((wanted, turn))
+                turn.set_result(None)
+
+
+class Held:
+    """The memory that one request has taken of a room."""
+
+    def __init__(self, room: Room, size_bytes: int = 0) -> None:
+        self._room = room
+        self._size_bytes = size_bytes
+
+    async def grow(self, size_bytes: int) -> None:
+        """Take more memory; raise RequestError."""
+        await self._room.take(size_bytes)
+        self._size_bytes += size_bytes
+
+    def shrink(self, size_bytes: int = 0) -> None:
+        """Give back all memory but `size_bytes`."""
+        self._room.give(self._size_bytes - size_bytes)
+        self._size_bytes = size_bytes
+
+    def move(self) -> Held:
+        """Return another owner of the memory; this one has none from then on."""
+        size_bytes, self._size_bytes = self._size_bytes, 0
+        return Held(self._room, size_bytes)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Ticket:
-    """One request: its bytes, kept until it is answered, and who waits for the outcome.
+    """One request: its bytes and their memory until it is answered, and who waits for the outcome.
 
     If it names a `version`, no other version answers it.
     """
 
     kind: Kind
     payload: bytes
+    held: Held
     deadline: float
     answer: Callable[[Outcome], None]
     version: int | None = None
@@ -60,13 +123,13 @@ class QueueLimits:
 
     Attributes:
       requests: that wait for a replica.
-      size_bytes: of all requests that are not answered yet.
+      size_bytes: of all requests of a service, from their first byte to their answer.
       window: requests that a replica may have at a time; those behind its batch are in its socket.
       hang_s: how long a replica that has requests may answer none before it counts as hanging.
     """
 
     requests: int = 1000
-    size_bytes: int = 256 << 20
+    size_bytes: int = 512 << 20
     window: int = 64
     hang_s: float = 15.0
 
@@ -93,7 +156,6 @@ class Dispatcher:
         self._ids = itertools.count(1)
         self._waiting: deque[Ticket] = deque()
         self._suspects: deque[Ticket] = deque()
-        self._size_bytes = 0
 
     @property
     def waiting(self) -> int:
@@ -127,12 +189,11 @@ class Dispatcher:
 
     def submit(self, ticket: Ticket) -> None:
         """Take a request; raise RequestError when there is no room for it."""
-        size_bytes = self._size_bytes + len(ticket.payload)
-        if self.waiting >= self._limits.requests or size_bytes > self._limits.size_bytes:
+        if self.waiting >= self._limits.requests:
+            ticket.held.shrink()
             self.counts["rejected"] += 1
             message = f"The queue is full: {self.waiting} requests wait, try again later"
             raise RequestError(Code.RESOURCE_EXHAUSTED, message)
-        self._size_bytes = size_bytes
         self._waiting.append(ticket)
         self.pump()
 
@@ -186,8 +247,10 @@ class Dispatcher:
                 ticket.abandoned = True
                 ticket.answer(RequestError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded"))
         for queue in (self._waiting, self._suspects):
-            self._size_bytes -= sum(len(ticket.payload) for ticket in queue if ticket.abandoned)
             kept = [ticket for ticket in queue if not ticket.abandoned]
+            for ticket in queue:
+                if ticket.abandoned:
+                    ticket.held.shrink()
             queue.clear()
             queue.extend(kept)
 
@@ -224,7 +287,7 @@ class Dispatcher:
     def _send(self, ticket: Ticket, link: ReplicaLink) -> bool:
         """Send a request, unless nobody waits for it any more; return whether it was."""
         if ticket.abandoned:
-            self._size_bytes -= len(ticket.payload)
+            ticket.held.shrink()
             return False
         if ticket.version not in (None, self.status.served):
             message = f"Version {ticket.version} is served no more"
@@ -238,7 +301,7 @@ class Dispatcher:
         return True
 
     def _end(self, ticket: Ticket, outcome: Outcome) -> None:
-        self._size_bytes -= len(ticket.payload)
+        ticket.held.shrink()
         if not ticket.abandoned:
             ticket.abandoned = True
             ticket.answer(outcome)

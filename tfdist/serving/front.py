@@ -40,7 +40,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tfdist.launch.guardian import die_with
 from tfdist.serving import protocol
-from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Ticket
+from tfdist.serving.dispatch import Dispatcher, Held, Outcome, QueueLimits, Room, Ticket
 from tfdist.serving.protocol import (
     HTTP_STATUS,
     Code,
@@ -56,6 +56,8 @@ _TICK_S = 0.1
 _MOST_CONNECTIONS = 4096  # of HTTP, at a time
 _MOST_PIPELINED = 256  # requests of a connection that wait for the answer before theirs
 _HEAD_BYTES = 64 << 10  # of a request that is not whole
+_UNREAD_BYTES = 64 << 10  # of a gRPC call whose message is not read yet
+_SLOW_S = 0.1  # after which a message counts as one that comes slowly
 _MOST_OF_AN_ERROR = 500  # characters by gRPC, of 12 bytes each in a trailer, which has 8 KiB
 _TICKET = "tfdist.ticket"  # key of the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
@@ -210,7 +212,9 @@ class Front:
         self._control = control
         self._connected: set[int] = set()
         self._connecting: set[asyncio.Task[None]] = set()
-        self._reading_bytes = 0
+        self.most_bytes = min(options.body_bytes, options.limits.size_bytes // 2)
+        self._room = Room(options.limits.size_bytes)
+        self._slow = 0
         self._access = _access_logger(options.access_log)
 
     # The supervisor
@@ -279,9 +283,11 @@ class Front:
         target: Target,
         payload: bytes,
         timeout_s: float,
+        *,
+        held: Held,
         scope: Message | None = None,
     ) -> bytes:
-        """Return a replica's answer to a request; raise RequestError.
+        """Return a replica's answer to a request, whose memory this takes over; raise RequestError.
 
         A `scope` of HTTP has the ticket meanwhile, which `Connection` answers when the client
         leaves; gRPC cancels this coroutine.
@@ -295,7 +301,7 @@ class Front:
 
         deadline = time.monotonic() + min(timeout_s, self.options.timeout_s)
         asked = {"kind": kind, "payload": payload, "version": target.version}
-        ticket = Ticket(deadline=deadline, answer=answer, **asked)
+        ticket = Ticket(deadline=deadline, answer=answer, held=held.move(), **asked)
         self.models[target.name].submit(ticket)
         scope = {} if scope is None else scope
         scope[_TICKET] = ticket
@@ -324,32 +330,37 @@ class Front:
         """Return the services; messages stay bytes."""
         ask = {name: functools.partial(self.ask, kind) for name, kind in _GRPC_KINDS.items()}
         model = {"GetModelStatus": self._grpc_status}
-        make, unary = grpc.method_handlers_generic_handler, grpc.unary_unary_rpc_method_handler
+        # On the wire as unary_unary, which would read a message before it calls the handler.
+        make, handler = grpc.method_handlers_generic_handler, grpc.stream_unary_rpc_method_handler
         return [
-            make(service, {name: unary(self._grpc(method)) for name, method in methods.items()})
+            make(service, {name: handler(self._grpc(method)) for name, method in methods.items()})
             for service, methods in ((_PREDICTION, ask), (_MODEL, model))
         ]
 
-    async def _grpc_status(self, target: Target, payload: bytes, timeout_s: float) -> bytes:
+    async def _grpc_status(
+        self, target: Target, payload: bytes, timeout_s: float, *, held: Held
+    ) -> bytes:
         return protocol.status_message(protocol.states_of(target, self._status(target)))
 
     def _grpc(
-        self, method: Callable[[Target, bytes, float], Awaitable[bytes]]
-    ) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        self, method: Callable[..., Awaitable[bytes]]
+    ) -> Callable[[Any, Any], Awaitable[bytes]]:
         """Return the handler that answers with the method's bytes, or with its error."""
 
-        async def handle(payload: bytes, context: Any) -> bytes:
+        async def handle(_: Any, context: Any) -> bytes:
             start = time.monotonic()
-            name, code = "", Code.CANCELLED  # by the client, unless it is answered
+            name, code, payload = "", Code.CANCELLED, b""  # by the client, unless it is answered
+            held = Held(self._room)
             try:
                 if self.options.token:
                     sent = dict(context.invocation_metadata() or ()).get("authorization", "")
                     self._authorize(str(sent))
+                payload = await self._message(context, held)
                 remaining_s = context.time_remaining()
                 timeout_s = self.options.timeout_s if remaining_s is None else remaining_s
                 target = protocol.parse_model_spec(payload)
                 name = target.name if target.name in self.models else ""
-                answer = await method(target, payload, timeout_s)
+                answer = await method(target, payload, timeout_s, held=held)
                 code = Code.OK
                 return answer
             except RequestError as error:
@@ -357,9 +368,43 @@ class Front:
                 await context.abort(grpc.StatusCode[code.name], str(error)[:_MOST_OF_AN_ERROR])
                 raise  # abort has raised
             finally:
+                held.shrink()
                 self._record("grpc", name, code.name, start, len(payload))
 
         return handle
+
+    async def _message(self, context: Any, held: Held) -> bytes:
+        """Return the message of a call; raise RequestError.
+
+        gRPC tells its size only once it is whole, so that it holds the memory of the largest until
+        then. Messages that come slowly hold at most three quarters of all memory.
+        """
+        loop, options, is_slow, too_many = asyncio.get_running_loop(), self.options, False, False
+        most_slow = options.limits.size_bytes // self.most_bytes * 3 // 4
+
+        def note_slow() -> None:
+            nonlocal is_slow, too_many
+            is_slow, too_many = self._slow < most_slow, self._slow >= most_slow
+            self._slow += is_slow
+            if too_many:
+                limit.reschedule(loop.time())
+
+        await held.grow(self.most_bytes)
+        timer = loop.call_later(_SLOW_S, note_slow)
+        try:
+            async with asyncio.timeout(options.silence_s) as limit:
+                payload = await context.read()
+        except TimeoutError:
+            if too_many:
+                text = "Too many requests are being read, try again later"
+                raise RequestError(Code.RESOURCE_EXHAUSTED, text) from None
+            raise _came_too_slowly(options.silence_s) from None
+        finally:
+            timer.cancel()
+            self._slow -= is_slow
+        payload = b"" if payload is grpc.aio.EOF else bytes(payload)
+        held.shrink(len(payload))
+        return payload
 
     # REST
 
@@ -372,6 +417,7 @@ class Front:
         """Answer a request, as an ASGI application."""
         start = time.monotonic()
         status, kind, target, payload = 200, b"application/json", "", None
+        held = Held(self._room)
         try:
             headers = dict(scope["headers"])
             path = scope["path"]
@@ -388,17 +434,22 @@ class Front:
                 else:
                     wanted, what = protocol.parse_path(scope["method"], path)
                     target = wanted.name if wanted.name in self.models else ""
-                    payload = await self._body(receive)
+                    payload = await self._body(receive, held)
                     if b"gzip" in headers.get(b"content-encoding", b"").lower():
-                        most = self.options.body_bytes
+                        most = self.most_bytes
+                        await held.grow(most)
                         payload = await asyncio.to_thread(protocol.unzipped, payload, most=most)
+                        held.shrink(len(payload))
                     if what is None:
                         states = protocol.states_of(wanted, self._status(wanted))
                         body = json.dumps(protocol.status_json(states), indent=1).encode()
                     else:
-                        body = await self.ask(what, wanted, payload, self.options.timeout_s, scope)
+                        most_s = self.options.timeout_s
+                        body = await self.ask(what, wanted, payload, most_s, held=held, scope=scope)
         except RequestError as error:
             status, body = HTTP_STATUS.get(error.code, 500), protocol.error_body(error)
+        finally:
+            held.shrink()
         sent = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
         if payload is None and scope["method"] == "POST":
             sent.append((b"connection", b"close"))  # the rest of the request is not read
@@ -408,37 +459,36 @@ class Front:
         await send({"type": "http.response.body", "body": body})
         self._record("rest", target, str(status), start, len(payload or b""))
 
-    async def _body(self, receive: Callable[[], Awaitable[Message]]) -> bytes:
-        """Return the body of a request, which is bounded, as are all that are being read.
+    async def _body(self, receive: Callable[[], Awaitable[Message]], held: Held) -> bytes:
+        """Return the body of a request, whose memory it holds; raise RequestError.
 
         What is too much is read too, and dropped: a client that still sends reads no answer.
         """
-        parts, size_bytes, kept_bytes = list[bytes](), 0, 0
-        most, most_of_all = self.options.body_bytes, self.options.limits.size_bytes
+        parts, size_bytes, error, more = list[bytes](), 0, None, True
         try:
             async with asyncio.timeout(self.options.silence_s):
-                more = True
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise _client_gone()
-                    more = message.get("more_body", False)
-                    part = message.get("body", b"")
+                    more, part = message.get("more_body", False), message.get("body", b"")
                     size_bytes += len(part)
-                    if size_bytes <= most and self._reading_bytes + len(part) <= most_of_all:
-                        parts.append(part)
-                        kept_bytes += len(part)
-                        self._reading_bytes += len(part)
+                    if size_bytes > self.most_bytes:
+                        text = f"The request has more than {self.most_bytes} bytes"
+                        error = RequestError(Code.INVALID_ARGUMENT, text)
+                    if error is None:
+                        try:
+                            await held.grow(len(part))
+                            parts.append(part)
+                        except RequestError as full:
+                            error = full
+                    if error is not None:
+                        parts.clear()
+                        held.shrink()
         except TimeoutError:
-            text = f"The request did not come within {self.options.silence_s:g} s"
-            raise RequestError(Code.DEADLINE_EXCEEDED, text) from None
-        finally:
-            self._reading_bytes -= kept_bytes
-        if size_bytes > most:
-            protocol.invalid(f"The request has more than {most} bytes")
-        if kept_bytes < size_bytes:
-            text = "Too many requests are being read, try again later"
-            raise RequestError(Code.RESOURCE_EXHAUSTED, text)
+            raise _came_too_slowly(self.options.silence_s) from None
+        if error is not None:
+            raise error
         return b"".join(parts)
 
     def _record(self, via: str, model: str, code: str, start: float, size_bytes: int) -> None:
@@ -448,6 +498,11 @@ class Front:
             entry = {"via": via, "model": model, "code": code, "bytes": size_bytes}
             stamp = {"time": round(time.time(), 3), "ms": round(seconds * 1e3, 2)}
             self._access.info(json.dumps(stamp | entry))
+
+
+def _came_too_slowly(silence_s: float) -> RequestError:
+    text = f"The request did not come within {silence_s:g} s"
+    return RequestError(Code.DEADLINE_EXCEEDED, text)
 
 
 def _client_gone() -> RequestError:
@@ -617,11 +672,19 @@ def _http_server(front: Front) -> _Http:
 
 async def _grpc_server(front: Front, address: str) -> grpc.aio.Server:
     options = front.options
+    silence_ms = int(options.silence_s * 1000)
     server = grpc.aio.server(
         options=[
             ("grpc.so_reuseport", 1),
-            ("grpc.max_receive_message_length", options.body_bytes),
+            ("grpc.max_receive_message_length", front.most_bytes),
             ("grpc.max_send_message_length", -1),
+            ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
+            ("grpc.http2.bdp_probe", 0),  # which lets calls send more before they are read
+            ("grpc.server_handshake_timeout_ms", silence_ms),
+            ("grpc.keepalive_time_ms", silence_ms),
+            ("grpc.keepalive_timeout_ms", silence_ms),
+            ("grpc.http2.ping_timeout_ms", silence_ms),
+            ("grpc.max_connection_idle_ms", silence_ms * 5 // 2),
         ],
         maximum_concurrent_rpcs=2 * options.limits.requests,
     )
