@@ -48,6 +48,7 @@ def _parser() -> Parser:
     add("--spares", type=int, default=1, help="processes that wait to be replicas; default 1")
     add("--on", choices=["local", "ray"], default="local", help="ray: replicas over its nodes")
     add("--host", default="127.0.0.1", help="address to listen at; default loopback alone")
+    add("--insecure", action="store_true", help="let everyone who reaches --host send requests")
     add("--rest_port", type=int, default=8501, help="0 for any that is free")
     add("--grpc_port", type=int, default=8500, help="0 for any that is free")
     add("--max_batch", type=int, default=32, help="examples in a batch; default 32")
@@ -78,6 +79,8 @@ def _serve(argv: Sequence[str] | None) -> int:
 
 def _check(options: Any) -> None:
     require_packages("tfdist.serve", *_NEEDED, extra="serving")
+    from tfdist.serving.protocol import is_loopback
+
     for flag in ("replicas", "max_batch", "max_queue", "max_queue_mib", "max_body_mib"):
         require_int(f"--{flag}", getattr(options, flag), least=1)
     for flag, most in _MOST.items():
@@ -90,6 +93,14 @@ def _check(options: Any) -> None:
             code="too-large",
         )
     require_int("--spares", options.spares, least=0)
+    require(
+        is_loopback(options.host) or options.token or options.insecure,
+        "--host",
+        received=f"{options.host!r}, at which others can reach the service, without a token",
+        expected="--token FILE or a loopback address",
+        fix="pass --token FILE, or --insecure if everyone may send requests",
+        code="no-token",
+    )
     if options.hang_s is None:  # so that a request has as long again at the next replica
         options.hang_s = max(_SHORTEST_HANG_S, options.timeout_s / 2)
     for flag in ("timeout_s", "hang_s"):

@@ -320,6 +320,19 @@ def test_errors(shared, method, path, body, status, text):
     assert text in answer["error"]
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("localhost:1", "127.0.0.2", "[::1]:1", "a.localhost", "box:1")),
+        *((host, 403) for host in ("example.org", "127.0.0.1.example.org:1", "10.0.0.1", "a.b.")),
+    ],
+)
+def test_a_page_of_another_site_can_send_no_request(shared, host, status):
+    """As that of a name which resolves to this machine."""
+    for path in ("/", "/v1/models"):
+        assert shared.send("GET", path, None, {"Host": host})[0] == status
+
+
 def test_what_is_no_request_costs_nobody_else(shared):
     host, port = shared.grpc.split(":")
     addresses = [shared.rest, (host, int(port))]
@@ -355,7 +368,7 @@ def test_mutated_requests_are_answered_or_let_go_by_rest(shared):
         answer = answer_to(shared.rest, mutated(random.choice(seeds), random, OF_HTTP))
         found = re.match(rb"HTTP/1.1 (\d+) ", answer)
         statuses[found[1].decode() if found else "closed" if not answer else repr(answer)] += 1
-    assert set(statuses) <= {"200", "400", "404", "405", "501", "closed"}, statuses
+    assert set(statuses) <= {"200", "400", "403", "404", "405", "501", "closed"}, statuses
     assert shared.predict([1])[0] == 200
     assert front_of(shared.process.pid) == front, "no front has died of it"
     assert "Traceback" not in shared.said()
@@ -834,7 +847,7 @@ def test_a_token_is_asked_for_and_both_protocols_are_encrypted(tmp_path):
     credentials = grpc.ssl_channel_credentials(KEY_AND_CERTIFICATE.read_bytes())
     with service(tmp_path, tls=tls, replicas=1, **options) as running:
         assert running.predict([1])[0] == 401
-        sent = {"Authorization": "Bearer secret"}
+        sent = {"Authorization": "Bearer secret", "Host": "behind-a-proxy.example.org"}
         assert running.send("POST", PREDICT, '{"instances": [1]}', sent)[0] == 200
         with grpc.secure_channel(running.grpc, credentials) as channel:
             call(channel, metadata=(("authorization", "Bearer secret"),))

@@ -203,8 +203,12 @@ class Metrics:
 class Front:
     """Models, their dispatchers, and the two protocols over them."""
 
-    def __init__(self, options: FrontOptions, control: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, options: FrontOptions, control: asyncio.StreamWriter, *, is_local: bool
+    ) -> None:
+        """Take whether REST listens at loopback alone."""
         self.options = options
+        self._checks_host = is_local and not options.token
         self.models: dict[str, Dispatcher] = {}
         self.metrics = Metrics(self.models)
         self.health = health.aio.HealthServicer()
@@ -421,6 +425,8 @@ class Front:
         try:
             headers = dict(scope["headers"])
             path = scope["path"]
+            if self._checks_host:
+                protocol.require_own_name(headers.get(b"host", b"").decode("latin-1"))
             if path == "/" and scope["method"] in ("GET", "HEAD"):
                 kind, body = b"text/html; charset=utf-8", _PAGE
             elif path == "/healthz":
@@ -703,7 +709,7 @@ async def run(options: FrontOptions, rest: socket.socket, grpc_address: str) -> 
     """Serve until SIGTERM, then answer what has come."""
     control = socket.socket(fileno=sys.stdin.fileno())
     reader, writer = await asyncio.open_connection(sock=control, limit=1 << 24)
-    front = Front(options, writer)
+    front = Front(options, writer, is_local=protocol.is_loopback(rest.getsockname()[0]))
     follower = asyncio.create_task(front.follow(reader))
     ticker = asyncio.create_task(front.tick())
     stop = asyncio.Event()

@@ -8,10 +8,12 @@ written by its field numbers (``tensorflow_serving/apis/get_model_status.proto``
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import gzip
 import io
+import ipaddress
 import json
 import re
 import struct
@@ -51,6 +53,7 @@ HTTP_STATUS = {
     Code.INVALID_ARGUMENT: 400,
     Code.FAILED_PRECONDITION: 400,
     Code.UNAUTHENTICATED: 401,
+    Code.PERMISSION_DENIED: 403,
     Code.NOT_FOUND: 404,
     Code.RESOURCE_EXHAUSTED: 429,
     Code.UNIMPLEMENTED: 501,
@@ -162,6 +165,24 @@ class FrameBuffer:
                 yield Frame(id, Kind(kind), payload, batch)
         finally:
             del self._bytes[:at]
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address, or the name localhost, is of this machine alone."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def require_own_name(host: str) -> None:
+    """Raise RequestError if a Host header has the name of a site, as one that resolves to us has.
+
+    Pages of that site could send requests otherwise. No site has a name of one word.
+    """
+    name = re.sub(r":\d*$", "", host).strip("[]").rstrip(".").lower()
+    if not (is_loopback(name) or "." not in name or name.endswith(".localhost")):
+        text = f"Host {host[:100]!r} is not a name of this machine: ask localhost, or use --token"
+        raise RequestError(Code.PERMISSION_DENIED, text)
 
 
 # Addresses ----------------------------------------------------------------------------------------
