@@ -19,6 +19,7 @@ from tfdist.checkpoint.publish import _written
 from tfdist.errors import TfdistError
 from tfdist.files import FileLock
 from tfdist.serving import export as exports
+from tfdist.serving.export import MANIFEST
 
 layers = keras.layers
 RNG = np.random.RandomState(0)
@@ -195,6 +196,42 @@ def test_inputs_and_outputs_keep_their_names_in_any_order(tmp_path):
         found = call(place, **asked)
         np.testing.assert_array_equal(found["y"], -1)
         np.testing.assert_allclose(found["x"], model([*asked.values()])[1], atol=1e-2)
+
+
+def test_inputs_without_names_have_the_same_names_in_each_export(tmp_path, caplog):
+    """Keras names them by a counter of the process, and by another one in a file."""
+
+    def one():
+        x = keras.Input((3,))
+        return keras.Model(x, layers.Dense(2, name="y")(x), name="one")
+
+    def two():
+        x, z = keras.Input((3,)), keras.Input((3,))
+        named = keras.Input((3,), name="named")
+        return keras.Model([x, named, z], layers.Add(name="y")([x, named, z]), name="two")
+
+    late = keras.Sequential([layers.Dense(2, name="y")], name="late")
+    late.build((None, 3))
+    ended = [keras.Sequential([keras.Input((3,)), layers.Dense(2, name="y")], name="s"), late]
+    for model in (one(), one(), two(), two(), *ended):
+        names = ["inputs_0", "named", "inputs_2"] if model.name == "two" else ["inputs"]
+        model.save(tmp_path / "model.keras")
+        for exported in (model, exports.read_model(tmp_path / "model.keras")[0]):
+            place = tfdist.export_model(exported, tmp_path / "served")
+            assert [*manifest_of(place)["inputs"]] == names
+    assert not caplog.text
+
+
+def test_other_inputs_or_outputs_than_the_version_before_are_a_warning(tmp_path, caplog):
+    tfdist.export_model(line(), tmp_path)
+    (tmp_path / "line" / "1" / MANIFEST).unlink()  # as of a version that others have written
+    for _ in range(2):
+        tfdist.export_model(line(layers.Dense(2, name="z")), tmp_path)
+    assert not caplog.text
+    tfdist.export_model(line(layers.Dense(3, name="z")), tmp_path, version=9)
+    (told,) = caplog.messages
+    before, after = {"z": ["float32", [None, 2]]}, {"z": ["float32", [None, 3]]}
+    assert told.startswith(f"export: version 9 has outputs {after}, version 3 has {before}. ")
 
 
 @pytest.mark.parametrize(

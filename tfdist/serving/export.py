@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import keyword
 import logging
 import os
@@ -51,6 +52,7 @@ _EXAMPLES = 2
 _BATCH = 32  # of the measurement of a lower precision
 _FREE_LENGTH = 16  # of a dimension that the model leaves open
 _WORDS = 8  # of a drawn text, twice as many of the next
+_UNNAMED = re.compile(r"(keras_tensor|input_layer)(_\d+)?")  # by Keras, which counts in a process
 _OTHERS_S = 600.0  # how long another export into the directory may take
 _BATCHING = """\
 # Change it as you like: an export writes it where there is none.
@@ -134,6 +136,7 @@ def export_model(
             if full is not None:
                 manifest["precision"] = {"weights": precision, **_measured(export, full, x, y)}
                 _LOG.info("%s: %s", precision, manifest["precision"])
+            _warn_of_others(target, manifest)
             manifest |= {"weights_sha256": weights_sha256(model), **(origin or {})}
             _write_warm_up(unfinished, name, export.named(samples))
             write_json(unfinished / MANIFEST, manifest)
@@ -271,6 +274,21 @@ def _measured(export: _Export, wanted: Any, x: Any, y: Any) -> dict[str, Any]:
     return found
 
 
+def _warn_of_others(target: Path, manifest: Mapping[str, Any]) -> None:
+    """Warn if the version before has other inputs or outputs, which a take-over would break."""
+    numbers = {version_number(path.name) or 0: path for path in target.parent.iterdir()}
+    before = max((number for number in numbers if number < int(target.name)), default=0)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads((numbers[before] / MANIFEST).read_text())
+        for key in ("inputs", "outputs"):
+            if found[key] != manifest[key]:
+                _LOG.warning(
+                    "export: version %s has %s %s, version %s has %s. Clients of version %s may "
+                    "fail: tell them before a service takes version %s over",
+                    *(target.name, key, manifest[key], before, found[key], before, target.name),
+                )
+
+
 def _inputs_of(model: keras.Model, samples: Any) -> Any:
     """Return the nest of a model's inputs, a `tf.TensorSpec` with a name for each."""
     require(
@@ -294,10 +312,15 @@ def _inputs_of(model: keras.Model, samples: Any) -> Any:
         )
     has_names = nest is not None and not isinstance(nest, dict)
     nest = keras.tree.map_structure(np.asarray, samples) if nest is None else nest
-    specs = [
-        _spec(tensor, tensor.name if has_names else "_".join(map(str, path)) or "inputs")
-        for path, tensor in keras.tree.flatten_with_path(nest)
-    ]
+    flat = keras.tree.flatten_with_path(nest)
+
+    def name_of(at: int) -> str:
+        path, tensor = flat[at]
+        if has_names and _UNNAMED.fullmatch(tensor.name):
+            return "inputs" if len(flat) == 1 else f"inputs_{at}"
+        return str(tensor.name) if has_names else "_".join(map(str, path)) or "inputs"
+
+    specs = [_spec(tensor, name_of(at)) for at, (_, tensor) in enumerate(flat)]
     names = [spec.name for spec in specs]
     wrong = [name for name in names if keyword.iskeyword(name) or re.match("_|self$", name)]
     require(
