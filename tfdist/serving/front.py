@@ -304,8 +304,14 @@ class Front:
                 future.set_result(outcome)
 
         deadline = time.monotonic() + min(timeout_s, self.options.timeout_s)
-        asked = {"kind": kind, "payload": payload, "version": target.version}
-        ticket = Ticket(deadline=deadline, answer=answer, held=held.move(), **asked)
+        ticket = Ticket(
+            kind=kind,
+            payload=payload,
+            held=held.move(),
+            deadline=deadline,
+            answer=answer,
+            version=target.version,
+        )
         self.models[target.name].submit(ticket)
         scope = {} if scope is None else scope
         scope[_TICKET] = ticket
@@ -581,7 +587,7 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self.parser = _Parser(self)
+            self.parser = cast(httptools.HttpRequestParser, _Parser(self))
             self._unanswered = list[Any]()  # uvicorn itself knows only the last request
             self._wait()
             self._reader = self._timer  # until there is one
