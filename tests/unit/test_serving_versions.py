@@ -165,7 +165,7 @@ def test_a_cluster_of_ray_that_is_not_there_is_one_line(tmp_path, capsys, monkey
         *(([".", "--host", host], "no-token") for host in ("0.0.0.0", "", "::", "a.example")),
         ([".", "--host", "0.0.0.0", "--on", "ray"], "no-token"),
         ([".", "--host", "0.0.0.0", "--insecure"], "no-version"),
-        ([".", "--host", "0.0.0.0", "--token", __file__], "no-version"),
+        ([".", "--host", "0.0.0.0", "--token", "secret"], "no-version"),
         ([".", "--host", "localhost"], "no-version"),
         ([".", "--max_body_mib", "2048"], "too-large"),
         ([".", "--max_batch", "65536"], "too-large"),
@@ -180,6 +180,8 @@ def test_a_cluster_of_ray_that_is_not_there_is_one_line(tmp_path, capsys, monkey
 def test_a_service_that_cannot_be_is_refused(words, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "secret").chmod(0o600)
     assert refusal(lambda: serve._serve(words)).code == code
 
 
