@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import stat
-import time
-import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from tfdist.errors import TfdistError, UsageError
 
+if TYPE_CHECKING:
+    import filelock
+
 _RETRY_S = 0.1
+# A link could name any file of this user, and a FIFO would be waited for.
+_UNTRUSTED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def fsync(path: str | os.PathLike[str]) -> None:
@@ -31,10 +35,12 @@ def fsync(path: str | os.PathLike[str]) -> None:
 def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """Yield the path of a file to write, which replaces `path` when the block ends without error.
 
-    It is beside it, with the same suffix, and of one name: what a killed process left there is
-    overwritten. Without `durable` the disk is not waited for: a crash of the machine may lose it.
+    It is beside it, with the same suffix, and of one name. A file or a link that a killed process
+    or another user left there is removed. Without `durable` the disk is not waited for: a crash of
+    the machine may lose it.
     """
     unfinished = path.with_name(f".partial-{path.name}")
+    unfinished.unlink(missing_ok=True)
     try:
         yield unfinished
         if durable:
@@ -51,11 +57,14 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 def write_text(path: Path, text: str, *, durable: bool = True, private: bool = False) -> None:
     """Write a file whole or not at all; raise OSError. A `private` one is for its owner only."""
-    with replacing(path, durable=durable) as unfinished:
-        if private:
-            unfinished.unlink(missing_ok=True)  # an earlier one may be readable, and open
-            unfinished.touch(0o600, exist_ok=False)
-        unfinished.write_text(text, encoding="utf-8")
+    mode = 0o600 if private else 0o666
+    with (
+        replacing(path, durable=durable) as unfinished,
+        open(  # "x" follows no link
+            unfinished, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)
+        ) as file,
+    ):
+        file.write(text)
 
 
 def write_json(path: Path, content: Any, *, durable: bool = True, private: bool = False) -> None:
@@ -79,6 +88,28 @@ def require_private(file: IO[bytes], *, where: str) -> None:
             fix=f"run chmod 600 {file.name} (in a Kubernetes Secret, set defaultMode: 0400)",
             code="readable-by-others",
         )
+
+
+def open_untrusted(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor of a regular file; raise OSError for a link, a directory or a FIFO.
+
+    For files in directories that other users can fill. `open` takes it as its `opener`.
+    """
+    try:
+        descriptor = os.open(path, flags | _UNTRUSTED, 0o666)
+    except OSError as error:
+        raise _named(error) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENXIO, "not a regular file", os.fspath(path))
+    return descriptor
+
+
+def _named(error: OSError) -> OSError:
+    """Return the error, which names a link for what it is."""
+    if error.errno != errno.ELOOP:
+        return error
+    return OSError(errno.ELOOP, "a symbolic link", error.filename)
 
 
 def move_aside(directory: Path, names: Iterable[str]) -> None:
@@ -110,17 +141,18 @@ class Held(TfdistError):
 
 
 class FileLock:
-    """Lock of a file or directory, by `flock`: the kernel releases it when the process ends.
+    """Lock of a file: the kernel releases it when the process ends, however that ends.
 
     Held from `acquire` until `release`, the end of this object, or of the process. A process
     forked meanwhile, such as one that reads data, does not keep it. A file stays there, with the
-    id of the process; only the kernel's lock says whether it is held.
+    id of the process; only the kernel's lock says whether it is held. A link is not followed, and
+    a directory cannot be locked.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._close: weakref.finalize[..., Any] | None = None
-        _locks.add(self)
+        self._lock: filelock.BaseFileLock | None = None
+        self._file: os.stat_result | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -130,93 +162,79 @@ class FileLock:
 
     @property
     def held(self) -> bool:
-        return self._close is not None
+        return self._lock is not None and self._lock.is_locked  # False in a forked process
 
     @property
     def is_in_place(self) -> bool:
         """Whether it is held, and its file is still the one at the path."""
-        found = self._close.peek() if self._close else None
-        return found is not None and _is_at(self.path, found[2][0])
+        with contextlib.suppress(OSError):
+            return self.held and os.path.samestat(os.lstat(self.path), self._file)
+        return False
 
     def acquire(self, *, within_s: float = _RETRY_S) -> Self:
         """Take the lock and return it; raise Held after `within_s`, and OSError.
 
         The default is one more try, because `is_held` in another process takes it for a moment.
         """
-        deadline_s = time.monotonic() + within_s
-        while not self.held:
-            try:
-                self._close = weakref.finalize(self, os.close, _open_locked(self.path))
-            except Held:
-                if time.monotonic() >= deadline_s:
-                    raise
-                time.sleep(_RETRY_S)
+        if self.held:
+            return self
+        import filelock  # here, as this module is loaded by all that must start fast
+
+        os.stat(self.path.parent)  # filelock would make it
+        files: list[os.stat_result] = []
+        lock = filelock.FileLock(
+            self.path,
+            within_s,
+            thread_local=False,  # one thread takes it, and another one may release it
+            fallback_to_soft=False,
+            on_acquired=lambda descriptor: files.append(_sign(descriptor)),
+        )
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            raise Held(self.path, _holder(self.path)) from None
+        except OSError as error:
+            raise _named(error) from None
+        self._lock, self._file = lock, files[-1]
         return self
 
     def release(self) -> None:
-        if self._close is not None:
-            self._close()
-            self._close = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process has the lock of a file or directory; False without one."""
+    """Return whether a process has the lock of a file; False without one."""
     for flags in (os.O_RDWR, os.O_RDONLY):  # NFS locks only a file that is open for writing
-        # It is a directory, another user's, not there, or cannot be locked.
+        # It is another user's, not there, or cannot be locked.
         with contextlib.suppress(OSError):
-            descriptor = os.open(path, flags)
+            descriptor = open_untrusted(path, flags)
             try:
-                return not _lock(descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
             finally:
                 os.close(descriptor)
+            return False
     return False
 
 
-def _open_locked(path: Path) -> int:
-    """Return a descriptor of the locked file."""
-    is_directory = path.is_dir()
-    flags = os.O_RDONLY if is_directory else os.O_RDWR | os.O_CREAT
-    descriptor = os.open(path, flags, 0o666)
-    try:
-        if not _lock(descriptor):
-            raise Held(path, "unknown" if is_directory else _holder(descriptor))
-        if _is_at(path, descriptor):
-            if not is_directory:
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
-            return descriptor
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)  # the last holder has removed it meanwhile
-    return _open_locked(path)
+def _sign(descriptor: int) -> os.stat_result:
+    """Write the id of this process into a lock's file; return its status.
+
+    Raises OSError if that would write into another file: a hard link to it, or a FIFO.
+    """
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        raise OSError(errno.EMLINK, "the lock's file is a link or no regular file")
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+    return found
 
 
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _holder(descriptor: int) -> str:
-    return os.pread(descriptor, 20, 0).decode(errors="replace").strip() or "unknown"
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
-
-
-def _release_all() -> None:
-    for lock in list(_locks):
-        lock.release()
-
-
-os.register_at_fork(after_in_child=_release_all)  # a lock lasts until its last copy is closed
+def _holder(path: Path) -> str:
+    with contextlib.suppress(OSError), os.fdopen(open_untrusted(path), "rb") as file:
+        text = file.read(20).strip()
+        return text.decode() if text.isdigit() else "unknown"
+    return "unknown"

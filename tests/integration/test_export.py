@@ -127,7 +127,10 @@ def test_what_is_in_the_directory_already(trained, tmp_path, monkeypatch):
         (tmp_path / name / "saved_model.pb").touch()
     (tmp_path / "batching.config").write_text("changed by hand")
     monkeypatch.setattr(exports, "_OTHERS_S", 0.0)
-    with FileLock(tmp_path).acquire(), pytest.raises(TfdistError, match="is locked by process"):
+    with (
+        FileLock(tmp_path / ".lock").acquire(),
+        pytest.raises(TfdistError, match="is locked by process"),
+    ):
         tfdist.export_model(trained, tmp_path, name="m")
     for options, code in (
         ({"name": "m", "version": 7}, "version-exists"),

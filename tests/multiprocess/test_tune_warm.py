@@ -163,4 +163,4 @@ def test_nothing_is_left_of_a_trial_whose_launcher_is_killed(tmp_path):
         assert isinstance(trial.run(), Killed)
         pids = [told(trial)["pid"], told(trial)["server"]]
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-        until(lambda: not is_held(trial.run_dir / "logs"))
+        until(lambda: not is_held(trial.run_dir / "logs" / ".lock"))

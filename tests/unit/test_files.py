@@ -19,6 +19,12 @@ from tfdist.files import FileLock, Held, is_held
 # Atomic writes
 
 
+def write_twice(path: Path, text: str) -> None:
+    """Write as a library does that opens the file by its name."""
+    with files.replacing(path) as unfinished:
+        unfinished.write_text(text)
+
+
 def names_in(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
@@ -182,12 +188,55 @@ def test_a_file_that_its_holder_removed_is_not_taken_for_the_lock(tmp_path, monk
         assert is_held(tmp_path / "lock")
 
 
-def test_a_directory_is_locked_too(tmp_path):
-    with FileLock(tmp_path).acquire():
-        assert is_held(tmp_path)
-        with pytest.raises(Held, match="locked by process unknown"):
-            FileLock(tmp_path).acquire(within_s=0)
+@pytest.mark.parametrize("make", [os.symlink, os.link, None])
+def test_a_planted_link_or_fifo_is_no_lock_and_keeps_its_content(tmp_path, make):
+    victim, path = tmp_path / "authorized_keys", tmp_path / "lock"
+    victim.write_text("ssh-ed25519 AAAA\n")
+    make(victim, path) if make else os.mkfifo(path)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="link"):
+        FileLock(path).acquire()
+    assert not is_held(path)
+    assert victim.read_text() == "ssh-ed25519 AAAA\n"
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_lock_neither_makes_its_directory_nor_locks_one(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        FileLock(tmp_path / "no" / "lock").acquire()
+    with pytest.raises(IsADirectoryError):
+        FileLock(tmp_path).acquire()
     assert os.listdir(tmp_path) == []
+
+
+def test_the_holder_in_a_lock_file_is_a_number_or_unknown(tmp_path):
+    with FileLock(tmp_path / "lock").acquire():
+        (tmp_path / "lock").write_text("\x1b[2J")
+        with pytest.raises(Held, match=r"locked by process unknown$"):
+            FileLock(tmp_path / "lock").acquire()
+
+
+@pytest.mark.parametrize("write", [files.write_text, write_twice])
+def test_a_link_beside_a_file_that_is_written_is_not_followed(tmp_path, write):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / ".partial-a").symlink_to(victim)
+    write(tmp_path / "a", "new")
+    assert victim.read_text() == "mine"
+    assert (tmp_path / "a").read_text() == "new"
+    assert not (tmp_path / "a").is_symlink()
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("victim"), os.mkfifo, os.mkdir])
+def test_a_file_that_others_could_plant_is_opened_only_if_it_is_regular(tmp_path, make):
+    (tmp_path / "victim").write_text("mine")
+    make(tmp_path / "planted")
+    for flags in (os.O_RDONLY, os.O_WRONLY | os.O_APPEND):
+        with pytest.raises(OSError, match=r"link|regular|directory|device"):
+            files.open_untrusted(tmp_path / "planted", flags)
+    with open(tmp_path / "victim", "a", opener=files.open_untrusted) as file:
+        file.write(" too")
+    assert (tmp_path / "victim").read_text() == "mine too"
 
 
 def test_what_cannot_be_locked_is_an_error_and_is_not_held(tmp_path, monkeypatch):

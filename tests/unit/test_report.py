@@ -1,9 +1,7 @@
 """The report of a run, from directories that jobs have left: what is shown, and what is refused."""
 
 import dataclasses
-import fcntl
 import json
-import os
 import re
 import shutil
 import stat
@@ -219,12 +217,8 @@ def test_a_run_whose_launcher_was_killed_is_shown_up_to_its_last_word(run_dir):
 
 
 def test_a_run_that_is_going_is_told_by_its_lock(run_dir):
-    fd = os.open(run_dir / "logs", os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    with FileLock(run_dir / "logs" / ".lock").acquire():
         assert 'data-state="going"' in render([read_run(run_dir)], is_followed=True)
-    finally:
-        os.close(fd)
     assert read_run(run_dir).status == "done"
 
 

@@ -81,9 +81,9 @@ def sweep(tmp_path: Path) -> Journal:
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Another process has the lock of a file, or of a directory."""
+    """Another process has the lock of a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch() if path.suffix or path.name.startswith(".") else path.mkdir()
+    path.touch()
     descriptor = os.open(path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     yield
@@ -258,7 +258,7 @@ def test_a_program_with_many_open_files_waits_for_its_trials():
         local_runner().wait([types.SimpleNamespace(pidfd=files[-1].fileno())], 0.0)
 
 
-@pytest.mark.parametrize("locked", ["5/logs", "0/checkpoints/.lock"])
+@pytest.mark.parametrize("locked", ["5/logs/.lock", "0/checkpoints/.lock"])
 def test_a_trial_waits_for_who_still_writes_its_files_and_is_not_run_again(tmp_path, locked):
     """What a killed chief had started ends; hyperband's writes the checkpoints of another trial."""
     run_dir = tmp_path / "5"
@@ -370,7 +370,7 @@ def test_overwrite_moves_an_old_sweep_aside_and_nothing_else(tmp_path):
     assert (tmp_path / "old-2" / "journal.jsonl").exists()
 
 
-@pytest.mark.parametrize("locked", ["logs", "checkpoints/.lock"])
+@pytest.mark.parametrize("locked", ["logs/.lock", "checkpoints/.lock"])
 def test_a_sweep_is_not_moved_aside_while_a_trial_of_it_runs(tmp_path, locked):
     """A runner's trial outlives a chief that was killed, and would write among the new ones."""
     sweep(tmp_path)

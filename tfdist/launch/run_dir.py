@@ -59,9 +59,9 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = FileLock(path / _LOGS)
+        self._lock = FileLock(path / _LOGS / ".lock")
         try:
-            self._lock.path.mkdir(parents=True, exist_ok=True)
+            self._lock.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
         except OSError as error:
             raise not_writable(path, error) from None

@@ -182,7 +182,7 @@ def reading(where: object) -> Iterator[None]:
 
 def is_running(path: Path) -> bool:
     """Return whether a launcher runs a job in a run directory."""
-    return is_held(path / "logs")
+    return is_held(path / "logs" / ".lock")
 
 
 def read_run(path: Path) -> Run:

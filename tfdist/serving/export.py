@@ -565,7 +565,7 @@ def _publishing(directory: Path, name: str, version: int | None) -> Iterator[tup
     )
     home = directory / name
     home.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory) as lock:
+    with FileLock(directory / ".lock") as lock:
         with contextlib.suppress(OSError):  # a file system that has no locks
             lock.acquire(within_s=_OTHERS_S)
         target = _new_version(home, version)

@@ -95,7 +95,7 @@ class TrialJob:
 
 def is_run_in(run_dir: Path) -> bool:
     """Return whether a job holds a trial's directory, or its checkpoints are written."""
-    return is_held(run_dir / "logs") or RunDirectory(run_dir).is_written
+    return is_held(run_dir / "logs" / ".lock") or RunDirectory(run_dir).is_written
 
 
 class RunningTrial(Protocol):
