@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.refusals import refusal
-from tfdist.data import TFRecordSource, tfrecord
+from tfdist.data import TFRecordSource, cache, tfrecord
 from tfdist.data.tfrecord import load_index
 from tfdist.errors import TfdistError
 
@@ -156,3 +156,56 @@ def test_examples_without_a_fixed_form_are_refused(files):
     path = files / "part-0.tfrecord"
     told = refusal(lambda: TFRecordSource(path, ragged, cache_dir=files / "cache"))
     assert told.code == "not-dense"
+
+
+def give_away(path, monkeypatch):
+    """Root can; another user becomes somebody else instead."""
+    if os.geteuid():
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    else:
+        os.chown(path, 4711, -1, follow_symlinks=False)
+
+
+def own_by_another(home, monkeypatch):
+    give_away(home / ".cache" / "tfdist", monkeypatch)
+
+
+def open_to_others(home, monkeypatch):
+    (home / ".cache" / "tfdist").chmod(0o777)
+
+
+def open_above(home, monkeypatch):
+    (home / ".cache").chmod(0o777)
+
+
+def lose_home(home, monkeypatch):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # Python's answer without one
+
+
+@pytest.mark.parametrize("spoil", [None, own_by_another, open_to_others, open_above, lose_home])
+def test_an_index_that_another_user_could_plant_is_not_used(files, monkeypatch, caplog, spoil):
+    monkeypatch.setenv("HOME", str(files))
+    monkeypatch.chdir(files)
+    names = [str(files / "part-0.tfrecord")]
+    assert len(load_index(names).lengths) == RECORDS
+    private = files / ".cache" / "tfdist"
+    assert private.stat().st_mode & 0o777 == 0o700
+    (planted,) = private.glob("*.npz")
+    np.savez(planted, file_numbers=[0], offsets=[0], lengths=[1])
+    before = sorted(os.listdir(files))
+    if spoil:
+        spoil(files, monkeypatch)
+    assert len(load_index(names).lengths) == (RECORDS if spoil else 1)
+    assert ("not private to this user" in caplog.text) is bool(spoil)
+    assert sorted(os.listdir(files)) == before
+    assert cache.private_cache_dir() == (None if spoil else private)
+
+
+def test_a_link_that_another_user_made_is_no_private_cache(tmp_path, monkeypatch):
+    """As in /tmp, if that is HOME: the link is another user's, the directory behind it is mine."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine" / "tfdist").mkdir(parents=True)
+    (tmp_path / ".cache").symlink_to(tmp_path / "mine")
+    assert cache.private_cache_dir() == tmp_path / ".cache" / "tfdist"
+    give_away(tmp_path / ".cache", monkeypatch)
+    assert cache.private_cache_dir() is None

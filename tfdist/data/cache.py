@@ -19,14 +19,25 @@ _REPORT_EVERY_S = 10.0
 _MAKING_S = 3600.0
 
 
-def default_cache_dir() -> Path:
-    """Return `~/.cache/tfdist`, or a folder of this user's in the temporary directory."""
-    home = Path("~/.cache/tfdist").expanduser()
-    with contextlib.suppress(OSError):
-        home.mkdir(parents=True, exist_ok=True)
-        if os.access(home, os.W_OK):
-            return home
-    return Path(tempfile.gettempdir()) / f"tfdist-{os.getuid()}"
+def private_cache_dir() -> Path | None:
+    """Return `~/.cache/tfdist`, or None if another user could have put files there.
+
+    The directory and the one above it belong to this user or root; so do links in their place.
+    """
+    directory = Path("~/.cache/tfdist")
+    with contextlib.suppress(OSError, RuntimeError):  # this user has no home
+        directory = directory.expanduser()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_own(directory.parent, shut=0o002) and _is_own(directory, shut=0o022):
+            directory.chmod(0o700)
+            return directory
+    return None
+
+
+def _is_own(directory: Path, *, shut: int) -> bool:
+    """Return whether a directory is this user's or root's, without the permissions in `shut`."""
+    link, found = directory.lstat(), directory.stat()
+    return {link.st_uid, found.st_uid} <= {0, os.geteuid()} and not found.st_mode & shut
 
 
 @contextlib.contextmanager
@@ -55,6 +66,7 @@ def exclusive(lock_file: Path, *, purpose: str, timeout_s: float) -> Iterator[No
         yield
 
 
+@contextlib.contextmanager
 def cached_file(
     key: str,
     *,
@@ -62,17 +74,27 @@ def cached_file(
     write: Callable[[Path], None],
     cache_dir: Path | None = None,
     purpose: str,
-) -> Path:
-    """Return the file made for `key`, after making it if no process on this machine has yet.
+) -> Iterator[Path]:
+    """Yield the file made for `key`, after making it if no process on this machine has yet.
 
     `write` fills the path it is given; the result appears under its name whole or not at all.
+    Without a directory that only this user can write to, the file lasts as long as the block.
     """
-    directory = cache_dir or default_cache_dir()
+    directory = cache_dir or private_cache_dir()
+    if directory is None:
+        _log.warning(
+            "%s: ~/.cache/tfdist is not private to this user, so each process makes its own. "
+            "Fix: set HOME to a directory of yours, and run chmod go-w ~/.cache ~/.cache/tfdist",
+            purpose,
+        )
+        with tempfile.TemporaryDirectory(prefix="tfdist-") as own:
+            write(target := Path(own, f"file{suffix}"))
+            yield target
+        return
     target = directory / (hashlib.sha256(key.encode()).hexdigest()[:32] + suffix)
-    if target.exists():
-        return target
-    with exclusive(Path(f"{target}.lock"), purpose=purpose, timeout_s=_MAKING_S):
-        if not target.exists():
-            with replacing(target) as unfinished:
-                write(unfinished)
-    return target
+    if not target.exists():
+        with exclusive(Path(f"{target}.lock"), purpose=purpose, timeout_s=_MAKING_S):
+            if not target.exists():
+                with replacing(target) as unfinished:
+                    write(unfinished)
+    yield target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.arrays import ArraySource
-from tfdist.data.cache import default_cache_dir, exclusive
+from tfdist.data.cache import exclusive, private_cache_dir
 from tfdist.data.draws import draws_nothing
 from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import Nest, Source, Transform
@@ -71,7 +72,12 @@ def prepare(
     builder = _builder(name, data_dir=data_dir, file_format=file_format)
     if builder.is_prepared():
         return builder
-    with exclusive(_lock_file(builder), purpose=f"preparing dataset {name}", timeout_s=timeout_s):
+    lock_file, purpose = _lock_file(builder), f"preparing dataset {name}"
+    with (
+        contextlib.nullcontext()
+        if lock_file is None
+        else exclusive(lock_file, purpose=purpose, timeout_s=timeout_s)
+    ):
         # Anew, because a builder reads what is there when it is made.
         builder = _builder(name, data_dir=data_dir, file_format=file_format)
         if not builder.is_prepared():
@@ -109,11 +115,14 @@ def _known_names() -> list[str]:
     return [*_tfds().list_builders(with_community_datasets=False), *_OWN_DATASETS]
 
 
-def _lock_file(builder: Any) -> Path:
-    """Return where the lock is: beside the data, or in the cache for data in a bucket."""
+def _lock_file(builder: Any) -> Path | None:
+    """Return where the lock is: beside the data, or in the cache for data in a bucket.
+
+    None if there is no private cache: processes that prepare data in a bucket then do so at once.
+    """
     root = str(builder.data_dir_root)
-    directory = default_cache_dir() if "://" in root else Path(root)
-    return directory / f".tfdist-{builder.name}.lock"
+    directory = private_cache_dir() if "://" in root else Path(root)
+    return None if directory is None else directory / f".tfdist-{builder.name}.lock"
 
 
 def _require_split(builder: Any, split: str) -> None:

@@ -154,8 +154,10 @@ def load_index(files: Sequence[str], *, cache_dir: Path | None = None) -> Record
             np.savez(output, file_numbers=numbers, offsets=both[:, 0], lengths=both[:, 1])
 
     purpose = f"index of {files[0]}" + (f" and {len(files) - 1} more" if files[1:] else "")
-    path = cached_file(key, suffix=".index.npz", write=write, cache_dir=cache_dir, purpose=purpose)
-    with np.load(path, allow_pickle=False) as saved:
+    cached = cached_file(
+        key, suffix=".index.npz", write=write, cache_dir=cache_dir, purpose=purpose
+    )
+    with cached as path, np.load(path, allow_pickle=False) as saved:
         columns = {name: saved[name].astype(np.int64) for name in saved.files}
     if len(columns["lengths"]) == 0:
         raise _bad_file(files[0], received="no records", fix="check what wrote the files")
