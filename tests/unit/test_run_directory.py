@@ -156,3 +156,44 @@ def test_the_files_of_an_evaluator_go_where_the_checkpoints_go(tmp_path):
     assert (files.is_stop_requested, files.lines(), files.best_file.exists()) == (False, [], False)
     with pytest.raises(TfdistError, match="evaluator, in"):
         files.write([{"step": 1}])
+
+
+def link(path, victim):
+    path.symlink_to(victim)
+
+
+def fifo(path, victim):
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("plant", [link, fifo])
+def test_links_and_fifos_in_a_run_of_a_stranger_are_neither_read_nor_written(directory, plant):
+    """A FIFO would be waited for, and a link could lead to any file of this user."""
+    directory.checkpoints.mkdir(parents=True)
+    evaluations = Evaluations(directory.checkpoints)
+    victim = directory.path / "victim"
+    victim.write_text('{"step": 1}\n')
+    for path in (directory.metrics_file, directory.config_file, evaluations.metrics_file):
+        plant(path, victim)
+    for action in (
+        lambda: directory.append_metrics({"step": 2}),
+        directory.read_metrics,
+        directory.read_config,
+        evaluations.lines,
+    ):
+        with pytest.raises(TfdistError, match=r"(symbolic link|not a regular file|No such device)"):
+            action()
+    assert victim.read_text() == '{"step": 1}\n'
+
+
+def test_odd_values_in_the_lines_of_an_evaluator_are_left_out(tmp_path):
+    files = Evaluations(tmp_path)
+    lines = ['{"step": "1"}', '{"step": 1, "checkpoint": []}', "{}", '{"step": 2}', "[" * 10**5]
+    files.metrics_file.write_text("".join(f"{line}\n" for line in lines))
+    assert files.lines() == [{"step": 2}]
+
+
+def test_a_file_of_many_brackets_is_no_configuration(directory):
+    directory.path.mkdir(parents=True)
+    directory.config_file.write_text("[" * 10**5)
+    assert refusal(directory.read_config).code == "not-json"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError, named, require
-from tfdist.files import is_held, move_aside, one_line_errors, write_text
+from tfdist.files import is_held, move_aside, one_line_errors, open_untrusted, write_text
 
 DONE = "done"
 COUNTERS = frozenset({"step", "examples", "virtual_epoch", "examples_per_second", "worker_steps"})
@@ -120,7 +120,10 @@ class RunDirectory:
 
         It is on the disk then, as the checkpoint will be that a run goes on from after this line.
         """
-        with self._one_line_errors(), open(self.metrics_file, "a", encoding="utf-8") as file:
+        with (
+            self._one_line_errors(),
+            open(self.metrics_file, "a", encoding="utf-8", opener=open_untrusted) as file,
+        ):
             file.write(to_json(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -183,7 +186,11 @@ class Evaluations:
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines, without one that a crash cut short."""
         with self._one_line_errors():
-            return _read_lines(self.metrics_file)
+            return [
+                line
+                for line in _read_lines(self.metrics_file)
+                if isinstance(line.get("step"), int) and isinstance(line.get("checkpoint", ""), str)
+            ]
 
     def with_line(self, line: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Returns the lines with this one and without those of its step and of later ones, which a
@@ -252,12 +259,13 @@ def _plain(value: Any) -> Any:
 def _read_lines(file: Path) -> list[dict[str, Any]]:
     """Return the objects of a file of JSON lines, without one that a crash cut short."""
     try:
-        text = file.read_text(encoding="utf-8", errors="replace")
+        with open(file, encoding="utf-8", errors="replace", opener=open_untrusted) as opened:
+            text = opened.read()
     except FileNotFoundError:
         return []
     lines = []
     for line in text.splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             lines.append(json.loads(line))
     return [line for line in lines if isinstance(line, dict)]
 
@@ -269,12 +277,13 @@ def _write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 def read_json(file: Path) -> dict[str, Any] | None:
     """Return the object in a file, None without the file; UsageError where it is something else."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        with open(file, encoding="utf-8", opener=open_untrusted) as opened:
+            content = json.load(opened)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise TfdistError(f"{file}: {error.strerror}") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
         raise UsageError(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.files import fsync, one_line_errors
+from tfdist.files import fsync, one_line_errors, open_untrusted
 
 JOURNAL, TRIALS, LOCK = "journal.jsonl", "trials", ".chief.lock"
 """In the directory of a sweep: its journal, the run directories of its trials, its chief's lock."""
@@ -43,7 +43,7 @@ class Journal:
         line = {"event": event, "at": round(self._time_of_day(), 3), **fields}
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
         with one_line_errors(self.path):
-            with open(self.path, "ab") as file:
+            with open(self.path, "ab", opener=open_untrusted) as file:
                 file.truncate(self._size)  # what a killed chief or a full disk left of a line
                 file.write(data)
                 file.flush()

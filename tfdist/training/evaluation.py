@@ -330,7 +330,7 @@ def evaluate_checkpoints(
                 is_over = watch.done()  # asked first: what is found now is the last
                 name = store.newest_name()
                 # By what is written: the process before this one may have done it.
-                done = {line["checkpoint"] for line in evaluator.files.lines()} | unread
+                done = {line.get("checkpoint") for line in evaluator.files.lines()} | unread
                 if name is not None and name not in done:
                     checkpoint = store.read_named(name)
                     if checkpoint is None:  # the chief has removed it, and written others
