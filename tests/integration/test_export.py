@@ -79,7 +79,7 @@ def manifest_of(place):
 
 
 def files_in(directory):
-    return [path for path in directory.rglob("*") if path.is_file()]
+    return [path for path in directory.rglob("*") if path.is_file() and path.name != ".lock"]
 
 
 @pytest.fixture(scope="module")

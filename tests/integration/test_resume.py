@@ -3,20 +3,25 @@
 import json
 import random
 import shutil
+import tempfile
+import zipfile
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tfdist
 from tests.models import AtStep, Cut, bits, classifier
+from tests.mutations import JSON, forged, replacing_at
 from tests.refusals import refusal, refused
 from tfdist.checkpoint import CheckpointStore, callback_state
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig
-from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout
-from tfdist.strategy import Job
+from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, TfdistError
+from tfdist.strategy import Job, job_of
 from tfdist.training import resume
 
 EARLIER = Path(__file__).parents[1] / "unit" / "data" / "run" / "checkpoints"
@@ -221,6 +226,125 @@ def test_a_model_checkpoint_that_saves_within_epochs_goes_on_with_its_best(tmp_p
     resumed.on_train_batch_end(0, {"loss": 3.0})
     assert resumed.best == 2.1
     assert not any(tmp_path.iterdir())
+
+
+def listed(tmp_path):
+    return [
+        keras.callbacks.EarlyStopping("loss"),
+        keras.callbacks.ReduceLROnPlateau("loss"),
+        keras.callbacks.ModelCheckpoint(tmp_path / "best.keras", monitor="loss"),
+        keras.callbacks.History(),
+        keras.callbacks.TensorBoard(tmp_path / "board"),
+        keras.callbacks.CSVLogger(tmp_path / "log.csv"),
+        keras.callbacks.RemoteMonitor("https://mine"),
+        keras.callbacks.SwapEMAWeights(),
+        Cut0(),
+    ]
+
+
+class Cut0(keras.callbacks.Callback):
+    """One of the user's own, without a state."""
+
+
+def test_the_state_of_a_stranger_sets_only_what_is_saved(tmp_path):
+    """Not where a callback writes, sends or reads, nor a method of it."""
+    names = ["filepath", "filename", "root", "path", "log_dir", "model", "params", "on_epoch_end"]
+    names += ["headers", "monitor_op", "_summary_module", "save_freq", "__class__", "patience"]
+    mine = listed(tmp_path)
+    before = [dict(vars(callback)) for callback in mine]
+    states = {
+        f"{type(callback).__name__}-0": {name: "/home/me/.ssh/authorized_keys" for name in names}
+        for callback in mine
+    }
+    callback_state.prepare_to_resume(mine[:4], epoch=1, states=states)
+    callback_state.set_states(mine, states)
+    assert [dict(vars(callback)) for callback in mine] == before
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("EarlyStopping", {"wait": "3"}),
+        ("EarlyStopping", {"best": [0.5]}),
+        ("ReduceLROnPlateau", {"cooldown_counter": 1.5}),
+        ("ModelCheckpoint", {"monitor": "loss", "best": "0.5"}),
+        ("History", {"history": {"loss": 0.5}}),
+        ("History", {"epoch": ["0"]}),
+        ("TensorBoard", {"_files_of_others": [0]}),
+        ("CSVLogger", {"keys": "loss"}),
+        ("SwapEMAWeights", {"_ema_weights_in_model": 1}),
+        ("History", [0]),
+    ],
+)
+def test_a_state_of_other_types_is_refused(tmp_path, name, state):
+    mine = listed(tmp_path)
+    told = refusal(lambda: callback_state.set_states(mine, {f"{name}-0": state}))
+    assert (told.where, told.code) == (f"checkpoint: state of {name}", "damaged")
+
+
+@pytest.fixture(scope="module")
+def small(strategies):
+    """The model of the checkpoint in `data`, and its directory."""
+    with strategies[1].scope():
+        layers = keras.layers
+        model = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(2, activation="relu", name="a"), layers.Dropout(0.5),
+             layers.Dense(1, name="b")]
+        )  # fmt: skip
+        model.compile("adam", "mse", metrics=["mae"])
+        model.optimizer.build(model.trainable_variables)
+    tfdist.evaluate(model, X, Y, verbose=0)
+    return model
+
+
+def restored(directory, model, mine):
+    """Resume from a directory as `fit` does."""
+    backup = tfdist.BackupAndRestore(directory)
+    backup.set_model(model)
+    saved = backup.saved()
+    if saved is not None:
+        resume.logs_before_validation(saved)
+        container = keras.callbacks.CallbackList([*mine, backup], model=model)
+        backup.restore(model, job_of(model.distribute_strategy), callbacks=container)
+    return saved
+
+
+def test_a_checkpoint_of_this_model_is_restored(small, tmp_path):
+    assert restored(EARLIER, small, listed(tmp_path)).step == 6
+
+
+@settings(max_examples=150)
+@given(path=st.lists(st.integers(0, 40), min_size=2, max_size=6), value=JSON)
+def test_whatever_a_checkpoint_says_of_a_run_it_is_resumed_or_refused(small, path, value):
+    (earlier,) = EARLIER.glob("step-*")
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(shutil.copytree(earlier, Path(place) / "c" / earlier.name))
+        forged(directory, lambda body: replacing_at(path, value)(body["meta"]))
+        mine, said = listed(Path(place)), ""
+        try:
+            restored(directory.parent, small, mine)
+        except TfdistError as error:
+            said = str(error)
+        assert "\n" not in said
+        assert [mine[2].filepath, mine[5].filename, mine[6].root] == [
+            *(f"{place}/best.keras", f"{place}/log.csv", "https://mine"),
+        ]
+
+
+@pytest.mark.parametrize("name", ["weights/0", "optimizer/2", "callbacks/EarlyStopping-0/0"])
+def test_arrays_of_another_shape_are_refused_before_anything_is_set(small, tmp_path, name):
+    store = CheckpointStore(EARLIER)
+    checkpoint = store.read()
+    arrays = {**checkpoint.arrays, name: np.zeros((5, 4, 2), "float32")}
+    CheckpointStore(tmp_path).write(6, arrays, meta=checkpoint.meta)
+    before = bits(small)
+    with pytest.raises(TfdistError) as caught:
+        restored(tmp_path, small, listed(tmp_path))
+    assert "\n" not in str(caught.value)
+    if name.startswith("callbacks"):
+        assert tfdist.load_weights(small, tmp_path)
+    else:
+        assert bits(small) == before
 
 
 @pytest.fixture(scope="module")

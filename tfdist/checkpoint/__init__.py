@@ -2,6 +2,7 @@
 
     format          the files of one checkpoint
     store           the directory of checkpoints, readable after a crash at any moment
+    saved_run       whether a checkpoint holds a run, whoever wrote it
     state           a model as arrays and back, its digests, and the configuration it belongs to
     callback_state  the state of callbacks as JSON
     backup          `BackupAndRestore`, which saves a run and resumes it; `ModelCheckpoint`; the

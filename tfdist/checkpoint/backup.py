@@ -22,7 +22,8 @@ import tensorflow as tf
 
 from tfdist.checkpoint import callback_state, state
 from tfdist.checkpoint.publish import Publisher
-from tfdist.checkpoint.store import Checkpoint, CheckpointStore, NothingWhole
+from tfdist.checkpoint.saved_run import RunStore
+from tfdist.checkpoint.store import Checkpoint, NothingWhole
 from tfdist.errors import (
     UsageError,
     mutually_exclusive,
@@ -139,7 +140,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                 code="exclusive",
             )
         self._auto = None if every is None else _auto_interval(every, every_s, mtbf_s)
-        self.store = CheckpointStore(directory, keep=keep)
+        self.store = RunStore(directory, keep=keep)
         self.exact = exact
         self.best = best
         self._publisher = (
@@ -273,6 +274,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         checkpoint = self.store.read(self._found_step) if job.is_chief else None
         if checkpoint is not None:
             self._require_same(model, job, checkpoint.meta)
+            state.require_shapes(model, job, checkpoint.arrays, where=self._where)
         state.restore(model, job, checkpoint.arrays if checkpoint else None)
         saved = broadcast(None if checkpoint is None else _of_all_tasks(checkpoint))
         self._saved_run = RunState(**saved["run"])
@@ -309,8 +311,12 @@ class BackupAndRestore(keras.callbacks.Callback):
     def set_state(self, state: Any) -> None:
         self._best.set_state(state)
 
+    @property
+    def _where(self) -> str:
+        return f"checkpoint {self.store.directory}"
+
     def _require_same(self, model: keras.Model, job: Job, meta: Mapping[str, Any]) -> None:
-        where = f"checkpoint {self.store.directory}"
+        where = self._where
         state.require_same_variables(model, meta["variables"], where=where)
         mine = self._configuration or state.configuration_of(model)
         state.require_same_configuration(meta.get("configuration"), mine, where=where)
@@ -532,9 +538,10 @@ class Best:
         return None if self._name is None else {"name": self._name, "value": self._value}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, unless that followed another metric."""
-        if state.get("name") == self._name:
-            self._value = state["value"]
+        """Go on from `state`, unless that followed another metric or is no state."""
+        match state:
+            case {"name": self._name, "value": int() | float() as value}:
+                self._value = value
 
     def _is_in(self, logs: Mapping[str, Any]) -> bool:
         name = self._name

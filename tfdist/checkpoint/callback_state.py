@@ -18,25 +18,31 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
 from tfdist.files import replacing
 
 _EVENT_FILES = "events.out.tfevents.*"
-_ATTRIBUTES: dict[type, tuple[str, ...]] = {
-    keras.callbacks.EarlyStopping: ("monitor", "wait", "best", "best_epoch", "stopped_epoch"),
-    keras.callbacks.ReduceLROnPlateau: ("monitor", "wait", "best", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: (
-        *("monitor", "best"),
-        "_batches_seen_since_last_saving",
-        "_last_batch_seen",
-    ),
-    keras.callbacks.History: ("history", "epoch"),
-    keras.callbacks.TensorBoard: (
-        *("_global_train_batch", "_global_test_batch"),
-        "_files_of_others",  # ours: see `note_event_files`
-    ),
-    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
-    keras.callbacks.CSVLogger: ("keys",),  # its columns, which it takes from its first epoch
+# What is saved of each class, and set again: by attribute an example, which says its type.
+_COUNT, _METRIC, _TEXT = 0, 0.0, ""
+_ATTRIBUTES: dict[type, dict[str, Any]] = {
+    keras.callbacks.EarlyStopping: {
+        **{"monitor": _TEXT, "wait": _COUNT, "best": _METRIC},
+        **{"best_epoch": _COUNT, "stopped_epoch": _COUNT},
+    },
+    keras.callbacks.ReduceLROnPlateau: {
+        **{"monitor": _TEXT, "wait": _COUNT, "best": _METRIC, "cooldown_counter": _COUNT}
+    },
+    keras.callbacks.ModelCheckpoint: {
+        **{"monitor": _TEXT, "best": _METRIC},
+        **{"_batches_seen_since_last_saving": _COUNT, "_last_batch_seen": _METRIC},
+    },
+    keras.callbacks.History: {"history": {}, "epoch": [_COUNT]},
+    keras.callbacks.TensorBoard: {
+        **{"_global_train_batch": _COUNT, "_global_test_batch": _COUNT},
+        "_files_of_others": [_TEXT],  # ours: see `note_event_files`
+    },
+    keras.callbacks.SwapEMAWeights: {"_ema_weights_in_model": False},
+    keras.callbacks.CSVLogger: {"keys": [_TEXT]},  # its columns, as of its first epoch
 }
 
 
@@ -50,19 +56,53 @@ def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
     """Give each callback its state back; to be called after `on_train_begin`, which resets it.
 
     One that monitors another metric than the run did begins anew: what was best is not of it.
+    Nothing is set but what `get_states` saves, as a checkpoint may be another person's; raises
+    UsageError for values of other types.
     """
     for name, callback in _named(callbacks):
-        state = states.get(name)
-        if state is None:
+        if states.get(name) is not None and hasattr(callback, "set_state"):
+            callback.set_state(states[name])
             continue
-        if hasattr(callback, "set_state"):
-            callback.set_state(state)
-        elif "monitor" not in state or state["monitor"] == callback.monitor:
+        state = _saved(name, callback, states)
+        if state and ("monitor" not in state or state["monitor"] == callback.monitor):
             for attribute, value in state.items():
                 setattr(callback, attribute, value)
             _set_direction(callback)
             if isinstance(callback, keras.callbacks.History):
                 callback.history = _with_arrays(callback.history)
+
+
+def _saved(name: str, callback: Any, states: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the attributes of one of Keras' callbacks in the states; none for other callbacks."""
+    state, known = (states or {}).get(name), _attributes_of(callback)
+    if state is None or not known:
+        return {}
+    wrong = [state] if not isinstance(state, dict) else []
+    wrong += [n for n in known if n in state and not _fits(state[n], known[n])] if not wrong else []
+    require(
+        not wrong,
+        f"checkpoint: state of {name.partition('-')[0]}",
+        received=f"{wrong[:1]!r:.80} of another type than was saved",
+        expected="what get_states of tfdist saves",
+        fix="use a checkpoint that is not damaged, or another directory",
+        code="damaged",
+    )
+    return {attribute: state[attribute] for attribute in known if attribute in state}
+
+
+def _attributes_of(callback: Any) -> dict[str, Any]:
+    return next((known for kind, known in _ATTRIBUTES.items() if isinstance(callback, kind)), {})
+
+
+def _fits(value: Any, like: Any) -> bool:
+    """Return whether a value of JSON has the type of an example."""
+    if isinstance(like, list):
+        return value is None or (isinstance(value, list) and all(_fits(v, like[0]) for v in value))
+    if isinstance(like, dict):
+        return isinstance(value, dict) and all(isinstance(v, list) for v in value.values())
+    if isinstance(like, float):
+        return value is None or type(value) in (int, float)
+    return type(value) is type(like)
 
 
 def _with_arrays(history: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
@@ -102,12 +142,22 @@ def best_weights(callbacks: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def set_best_weights(callbacks: Sequence[Any], arrays: Mapping[str, Any]) -> None:
-    """Give EarlyStopping its kept weights back."""
+    """Give EarlyStopping its kept weights back; raise UsageError for weights of another model."""
     for name, callback in _named(callbacks):
         kept: list[Any] = []
         while (key := f"callbacks/{name}/{len(kept)}") in arrays:
             kept.append(arrays[key])
         if kept and isinstance(callback, keras.callbacks.EarlyStopping):
+            shapes = [tuple(weight.shape) for weight in callback.model.weights]
+            require(
+                type(callback) is not keras.callbacks.EarlyStopping
+                or [array.shape for array in kept] == shapes,
+                "checkpoint: best weights of EarlyStopping",
+                received="arrays of other shapes than the model's weights",
+                expected="those of this model",
+                fix="use a checkpoint that is not damaged, or another directory",
+                code="damaged",
+            )
             callback.best_weights = kept
 
 
@@ -143,7 +193,7 @@ def prepare_to_resume(
     """
     for name, callback in _named(callbacks):
         if isinstance(callback, keras.callbacks.TensorBoard):
-            others = ((states or {}).get(name) or {}).get("_files_of_others", ())
+            others = _saved(name, callback, states).get("_files_of_others") or ()
             train, validation = (
                 _last_steps(Path(callback.log_dir, folder), besides=others)
                 for folder in ("train", "validation")
@@ -163,10 +213,8 @@ def _get(callback: Any) -> Any:
         # What it has kept back, the steps after the checkpoint will not give again.
         for writer in getattr(callback, "_writers", {}).values():
             writer.flush()
-    for kind, names in _ATTRIBUTES.items():
-        if isinstance(callback, kind):
-            return {n: _json(getattr(callback, n)) for n in names if hasattr(callback, n)}
-    return None
+    names = _attributes_of(callback)
+    return {n: _json(getattr(callback, n)) for n in names if hasattr(callback, n)} or None
 
 
 def _frozen(name: str, state: Any) -> Any:

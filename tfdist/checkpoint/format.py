@@ -9,8 +9,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import FileIO
@@ -21,7 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from tfdist.errors import TfdistError, UsageError, require
-from tfdist.files import fsync
+from tfdist.files import fsync, open_untrusted
 
 FORMAT = "tfdist-checkpoint"
 VERSION = 1
@@ -31,10 +34,21 @@ _SHARD = "arrays"
 # Offsets are multiples of this, so that a shard can be memory-mapped as any dtype.
 _ALIGNMENT_BYTES = 64
 _CHUNK_BYTES = 16 << 20
+# Many times the manifest of the largest models: it is read whole, and takes some 20 times its size.
+_MANIFEST_BYTES = 256 << 20
+_PLAIN_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
+_NUMBERS = [
+    each
+    for each in vars(ml_dtypes).values()
+    if isinstance(each, type) and issubclass(each, np.generic)
+]
+_CODES = "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
+_DTYPES = {dtype.name: dtype for dtype in map(np.dtype, [*_CODES, *_NUMBERS])}
+_MOST_DIMENSIONS = 64  # NumPy's
 # With these a file is not what was written, and will not be at a second try.
 _DAMAGE = frozenset(
     (
-        *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
+        *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO),
         *(errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA),
     )
 )
@@ -86,15 +100,30 @@ def write_checkpoint(
         "arrays": entries,
     }
     body[_CHECKSUM] = _checksum(body)
-    write_bytes(directory / _MANIFEST, json.dumps(body, indent=1).encode() + b"\n")
+    text = json.dumps(body, indent=1).encode() + b"\n"
+    require(
+        len(text) <= _MANIFEST_BYTES,
+        "checkpoint: metadata",
+        received=f"{len(text)} bytes of JSON",
+        expected=f"at most {_MANIFEST_BYTES}",
+        fix="have get_state of your callbacks return less",
+        code="too-large",
+    )
+    write_bytes(directory / _MANIFEST, text)
     fsync(directory)
 
 
 def read_manifest(directory: Path) -> Manifest:
     """Read that of a checkpoint; raise as `read_arrays`, and UsageError for a later format."""
     file = directory / _MANIFEST
+    if directory.is_symlink():
+        raise Damaged("a symbolic link")
     try:
-        text = file.read_bytes()
+        with FileIO(file, "rb", opener=open_untrusted) as opened:
+            size_bytes = os.fstat(opened.fileno()).st_size
+            if size_bytes > _MANIFEST_BYTES:
+                raise Damaged(f"{_MANIFEST} has {size_bytes} bytes of at most {_MANIFEST_BYTES}")
+            text = opened.read(size_bytes)
     except OSError as error:
         raise _reading_failed(file, error) from error
     try:
@@ -112,28 +141,61 @@ def read_manifest(directory: Path) -> Manifest:
             )
         if checksum != _checksum(body):
             raise Damaged(f"{_MANIFEST} does not match its checksum")
-        return Manifest(
-            step=body["step"],
-            best=body["best"],
-            meta=body["meta"],
-            shard=body["shards"][_SHARD],
-            arrays=body["arrays"],
+        return _checked(
+            Manifest(
+                step=body["step"],
+                best=body["best"],
+                meta=body["meta"],
+                shard=body["shards"][_SHARD],
+                arrays=body["arrays"],
+            )
         )
     except UsageError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{_MANIFEST} is cut short or not JSON") from error
+    except MemoryError as error:
+        raise Unreadable(f"checkpoint {file}: not enough memory to read it") from error
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """Return the manifest; raise as `read_manifest` for a value of another type than is written."""
+    shard = manifest.shard
+    is_valid = (
+        is_count(manifest.step)
+        and isinstance(manifest.best, bool)
+        and isinstance(manifest.meta, dict)
+        and isinstance(manifest.arrays, dict)
+        and is_count(shard["size_bytes"])
+        and isinstance(shard["sha256"], str)
+        and _PLAIN_NAME.fullmatch(shard["file"])
+    )
+    if not is_valid:
+        raise Damaged(f"{_MANIFEST} has a value of another type than was written")
+    return manifest
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value of JSON is a whole number that an int64 holds, and not negative."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def is_counts(value: object) -> bool:
+    """Return whether a value of JSON is a list of such numbers, as a shape is."""
+    return isinstance(value, list) and all(map(is_count, value))
 
 
 def check_size(directory: Path, manifest: Manifest) -> None:
     """Raise Damaged where the shard is missing or not as long as it was written, or TfdistError."""
     path, expected = directory / manifest.shard["file"], manifest.shard["size_bytes"]
     try:
-        size_bytes = path.stat().st_size
+        found = path.lstat()
     except OSError as error:
         raise _reading_failed(path, error) from error
-    if size_bytes != expected:
-        raise Damaged(f"{path.name} has {size_bytes} bytes of {expected}")
+    if not stat.S_ISREG(found.st_mode):
+        raise Damaged(f"{path.name} is not a regular file")
+    if found.st_size != expected:
+        raise Damaged(f"{path.name} has {found.st_size} bytes of {expected}")
 
 
 def read_arrays(directory: Path, manifest: Manifest) -> dict[str, Array]:
@@ -145,24 +207,46 @@ def read_arrays(directory: Path, manifest: Manifest) -> dict[str, Array]:
     check_size(directory, manifest)
     path, digest = directory / manifest.shard["file"], hashlib.sha256()
     arrays: dict[str, Array] = {}
-    position = 0
     try:
-        with FileIO(path, "rb") as file:
-            for name, entry in sorted(manifest.arrays.items(), key=lambda item: item[1]["offset"]):
-                dtype = np.dtype(getattr(ml_dtypes, entry["dtype"], entry["dtype"]))
-                gap = np.empty(entry["offset"] - position, np.uint8)
-                array = np.empty(entry["shape"], dtype.newbyteorder("<"))
+        with FileIO(path, "rb", opener=open_untrusted) as file:
+            for name, gap_bytes, dtype, shape in _layout(manifest):
+                gap = np.empty(gap_bytes, np.uint8)
+                array = np.empty(shape, dtype.newbyteorder("<"))
                 for target in (gap, array.reshape(-1).view(np.uint8)):
                     _read_all(file, target.data, digest)
-                position = entry["offset"] + array.nbytes
                 arrays[name] = array.astype(dtype, copy=False)
     except OSError as error:
         raise _reading_failed(path, error) from error
-    except (ValueError, TypeError, EOFError) as error:
+    except MemoryError as error:  # the file does have so many bytes
+        raise Unreadable(f"checkpoint {path}: not enough memory to read it") from error
+    except (ValueError, EOFError) as error:
         raise Damaged(f"{path.name}: {error}") from error
-    if digest.hexdigest() != manifest.shard["sha256"] or position != manifest.shard["size_bytes"]:
+    if digest.hexdigest() != manifest.shard["sha256"]:
         raise Damaged(f"{path.name} does not match its checksum")
     return {name: arrays[name] for name in manifest.arrays}
+
+
+def _layout(manifest: Manifest) -> list[tuple[str, int, np.dtype[Any], list[int]]]:
+    """Return name, bytes before it, type and shape of each array, in the order of the shard.
+
+    Raises Damaged unless they fill the shard as they were written.
+    """
+    layout, position = [], 0
+    try:
+        for name, entry in sorted(manifest.arrays.items(), key=lambda item: item[1]["offset"]):
+            dtype, shape, start = _DTYPES[entry["dtype"]], entry["shape"], entry["offset"]
+            gap_bytes = start - position
+            if not is_counts(shape) or len(shape) > _MOST_DIMENSIONS:
+                raise ValueError(name)
+            if not is_count(start) or not 0 <= gap_bytes < _ALIGNMENT_BYTES:
+                raise ValueError(name)
+            layout.append((name, gap_bytes, dtype, shape))
+            position = start + math.prod(shape) * dtype.itemsize
+    except (ValueError, TypeError, KeyError) as error:
+        raise Damaged(f"{_MANIFEST} has an array of a type or place that is not written") from error
+    if position != manifest.shard["size_bytes"]:
+        raise Damaged(f"{_MANIFEST} has arrays of {position} bytes in all")
+    return layout
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -24,7 +24,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfdist.checkpoint.format import raw_bytes
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
 from tfdist.strategy import Job
 from tfdist.strategy.group import gathered, part_of, sum_bytes
 
@@ -170,6 +170,21 @@ def require_same_variables(
     )
 
 
+def require_shapes(model: keras.Model, job: Job, arrays: Mapping[str, Any], *, where: str) -> None:
+    """Raise UsageError if `restore` could not set a variable from its array."""
+    for name, variable in variables_of(model).items():
+        whole = tuple((part_of(variable) or variable).shape)
+        found = arrays[name].shape
+        require(
+            found == (found[:1] + whole if _per_replica(variable) else whole),
+            where,
+            received=f"an array of shape {found} for {variable.path}",
+            expected=f"shape {whole}",
+            fix="use a checkpoint that is not damaged, or another directory",
+            code="damaged",
+        )
+
+
 def require_same_configuration(
     saved: Mapping[str, Sequence[Settings]] | None, mine: dict[str, list[Settings]], *, where: str
 ) -> None:
@@ -213,11 +228,16 @@ def _require_none(
         shown = [*differences[:_DIFFERENCES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
         raise UsageError(
             where,
-            received=received + "; ".join(shown),
+            received=received + _printable("; ".join(shown)),
             expected=expected,
             fix="use another directory, or start from its weights with initial_weights",
             code=code,
         )
+
+
+def _printable(text: str) -> str:
+    """Return text without what a terminal would act on: names may be another person's."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _own_of_chief(job: Job, value: Any, variable: Any) -> np.ndarray[Any, Any]:

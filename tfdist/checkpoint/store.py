@@ -68,7 +68,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class _Location:
+class Location:
     serial: int
     step: int
     path: Path
@@ -224,7 +224,7 @@ class CheckpointStore:
         with self._writing:
             self._lock.release()
 
-    def _read(self, location: _Location) -> Checkpoint:
+    def _read(self, location: Location) -> Checkpoint:
         manifest = read_manifest(location.path)
         return Checkpoint(
             step=manifest.step,
@@ -233,7 +233,7 @@ class CheckpointStore:
             best=manifest.best,
         )
 
-    def _locations(self) -> list[_Location]:
+    def _locations(self) -> list[Location]:
         """Return the checkpoints there are, whole or not, oldest first."""
         try:
             names = os.listdir(self.directory)
@@ -243,12 +243,12 @@ class CheckpointStore:
             message = f"checkpoints in {self.directory}: {error.strerror}"
             raise _wrong_path(self.directory, error) or TfdistError(message) from error
         return sorted(
-            _Location(serial=int(match[2]), step=int(match[1]), path=self.directory / name)
+            Location(serial=int(match[2]), step=int(match[1]), path=self.directory / name)
             for name in names
             if (match := _NAME.fullmatch(name))
         )
 
-    def _sound(self) -> list[tuple[_Location, Manifest]]:
+    def _sound(self) -> list[tuple[Location, Manifest]]:
         """Return those whose manifest reads and whose shard has its length, with the bytes unread.
 
         Left out is what has been found damaged when it was read.
@@ -272,7 +272,7 @@ class CheckpointStore:
                 # Out of sight in one move first, so that a crash leaves none half deleted.
                 discarded = self.directory / f"{_DISCARDED}{location.path.name}"
                 os.replace(location.path, discarded)
-                shutil.rmtree(discarded, ignore_errors=True)
+                _remove(discarded)
 
     def _become_the_writer(self) -> None:
         if self._lock.is_in_place:
@@ -292,7 +292,7 @@ class CheckpointStore:
             ) from held
         for leftover in os.listdir(self.directory):
             if leftover.startswith((_UNFINISHED, _DISCARDED)):
-                shutil.rmtree(self.directory / leftover, ignore_errors=True)
+                _remove(self.directory / leftover)
 
     def _nothing_to_read(self, step: int | None) -> UsageError:
         steps = self.steps()
@@ -313,6 +313,13 @@ class CheckpointStore:
         if newest is not None:
             safe = f"earlier checkpoints are untouched, the newest is of step {newest}"
         return TfdistError(f"{where}{self.directory}: {error.strerror or error}; {safe}")
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory with what is in it, or a file or link; errors are left to the next try."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it was no directory
+        path.unlink()
 
 
 def _make_directory(directory: Path) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from tfdist.checkpoint import state
-from tfdist.checkpoint.store import Checkpoint, CheckpointStore
+from tfdist.checkpoint.saved_run import RunStore
+from tfdist.checkpoint.store import Checkpoint
 from tfdist.errors import UsageError, near, require, require_one_of
 from tfdist.strategy import Job, job_of
 
@@ -93,7 +95,7 @@ def _keyed(owner: str, variables: Sequence[Any]) -> dict[str, Any]:
 
 def _read(model: keras.Model, path: str, wanted: dict[str, Any], *, best: bool) -> dict[str, Any]:
     if os.path.isdir(path):
-        store = CheckpointStore(path)
+        store = RunStore(path)
         step = store.best() if best else None
         if best and step is None:
             raise _unreadable(path, "best=True and no checkpoint that was marked best")
@@ -166,8 +168,17 @@ def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> No
     """
     state.require_same_variables(model, checkpoint.meta["variables"], where=where, group="weights")
     for i, variable in enumerate(model.weights):
+        array = checkpoint.arrays[f"weights/{i}"]
         if "seed_generator" not in variable.path:
-            variable.assign(checkpoint.arrays[f"weights/{i}"])
+            require(
+                array.shape == tuple(variable.shape),
+                where,
+                received=f"an array of shape {array.shape} for {variable.path}",
+                expected=f"shape {tuple(variable.shape)}",
+                fix="use a checkpoint that is not damaged",
+                code="damaged",
+            )
+            variable.assign(array)
     state.renew_constants(model)
 
 

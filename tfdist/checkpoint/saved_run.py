@@ -1,0 +1,81 @@
+"""Checks that a checkpoint holds a run, with the types and shapes that `BackupAndRestore` writes.
+
+The checksums of a checkpoint find damage, and anybody can compute them for other content. The rest
+of the package reads metadata without more checks after these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tfdist.checkpoint.format import Array, Damaged, is_count, is_counts
+from tfdist.checkpoint.store import Checkpoint, CheckpointStore, Location
+
+_VARIABLE = re.compile(r"(weights|optimizer|metrics|states)/(0|[1-9]\d{0,8})")
+_TYPES = {"seed": int, "stopped": bool, "fingerprint": dict, "variables": dict, "callbacks": dict}
+_OF_LATER_VERSIONS = {"configuration": dict, "place": dict, "stages": dict}
+
+
+class RunStore(CheckpointStore):
+    """Checkpoints of a run; one that holds something else is damaged."""
+
+    def _read(self, location: Location) -> Checkpoint:
+        checkpoint = super()._read(location)
+        check_run(checkpoint.meta, checkpoint.arrays)
+        return checkpoint
+
+
+def check_run(meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
+    """Raise Damaged unless metadata and arrays are of a run."""
+    for name in ("step", "examples"):
+        _require(is_count(meta.get(name)), name)
+    for name, kind in _TYPES.items():
+        _require(type(meta.get(name)) is kind, name)
+    for name, kind in _OF_LATER_VERSIONS.items():
+        _require(type(meta.get(name, kind())) is kind, name)
+    _require(abs(meta["seed"]) < 1 << 63, "seed")
+    _check_variables(meta["variables"], arrays)
+    for group in meta.get("configuration", {}).values():
+        _require(isinstance(group, list), "configuration")
+        for settings in group:
+            is_one = isinstance(settings, dict) and isinstance(settings.get("class"), str)
+            _require(is_one, "configuration")
+    logs = meta["fingerprint"].get("logs_before_validation", {})
+    _require(isinstance(logs, dict) and all(map(_is_numbers, logs.values())), "fingerprint")
+    stages = meta.get("stages", {})
+    _require(is_counts(stages.get("cut", [])), "stages")
+    _require(is_count(size := stages.get("split_size", 1)) and size > 0, "stages")
+
+
+def _check_variables(variables: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
+    """Raise Damaged unless each variable has its array, and they are numbered from 0 on."""
+    groups = Counter(name.partition("/")[0] for name in variables)
+    for name, entry in variables.items():
+        match = _VARIABLE.fullmatch(name)
+        _require(match is not None and int(match[2]) < groups[match[1]], "variables")
+        _require(isinstance(entry, list) and len(entry) == 3, "variables")
+        path, shape, dtype = entry
+        is_named = isinstance(path, str) and isinstance(dtype, str)
+        _require(is_named and is_counts(shape) and name in arrays, "variables")
+        # One that each replica has its own of has them as its first axis.
+        _require(tuple(shape) in (arrays[name].shape, arrays[name].shape[1:]), "variables")
+    others = [name for name in arrays if not name.startswith("callbacks/")]
+    _require(len(others) == len(variables), "arrays")
+
+
+def _require(condition: object, name: str) -> None:
+    if not condition:
+        raise Damaged(f"manifest.json: {name!r} is not what a run saves")
+
+
+def _is_numbers(value: object) -> bool:
+    """Return whether a value of JSON is a number, or an array of them."""
+    try:
+        return isinstance(value, int | float | list) and np.asarray(value, "float64").ndim < 64
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return False
