@@ -379,3 +379,28 @@ def test_one_that_is_not_installed_is_a_warning(name, monkeypatch, tmp_path, cap
     assert made is None
     (record,) = caplog.records
     assert f"{trackers.TRACKERS[name]} is not installed" in record.message
+
+
+@pytest.mark.parametrize(
+    "state", [[], *({"run": run, "package": "mlflow"} for run in ("../x", "http://h/", [], 1, ""))]
+)
+def test_a_run_of_no_id_in_a_checkpoint_is_not_gone_on_with(monkeypatch, state):
+    resumed = []
+    monkeypatch.setattr(trackers, "_resume", lambda *args: resumed.append(args))
+    monkeypatch.setattr(trackers, "_logged_in_mlflow", lambda *args: {})
+    monkeypatch.setattr(trackers, "run_of", lambda *args: "mine")
+    tracker = trackers.Tracker(keras.callbacks.Callback(), package="mlflow")
+    tracker.resume_run(state)
+    assert not resumed
+    tracker.resume_run({"run": "0a-b_c", "package": "mlflow"})
+    assert [run for *_, run in resumed] == ["0a-b_c"]
+
+
+@pytest.mark.parametrize("text", ["[]", '{"run": "mine"}', '{"run": "mine", "step": "9"}', None])
+def test_an_odd_journal_of_a_tracker_is_passed_by(monkeypatch, tmp_path, text):
+    monkeypatch.setattr(trackers, "run_of", lambda *args: "mine")
+    path = tmp_path / "tracker-0.json"
+    path.write_text(text) if text else os.mkfifo(path)
+    tracker = trackers.Tracker(keras.callbacks.Callback(), package="mlflow")
+    tracker.keep_journal(path)
+    assert tracker._logged == {"step": 0, "epoch": -1}

@@ -142,6 +142,13 @@ def test_what_saves_the_best_epoch_is_resumed_with_the_trial(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         saving.on_epoch_end(2, {"val_accuracy": 0.9})
     assert path.read_text() == "whole"
+    for state in ([], {}, {"trial": "../.."}, {"trial": "/etc"}, {"trial": "a/b"}, {"trial": ".."}):
+        saving.set_state(state)
+        assert saving._before is None
+    saving.set_state({"trial": "trial_1", "best": "much"})
+    assert original.best_value == 0.9
+    saving.set_state({"trial": "trial_0"})
+    assert saving._before == tmp_path / "trial_0" / "x"
 
 
 # The program, and what is refused.

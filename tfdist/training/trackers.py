@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +22,9 @@ from typing import Any
 import keras
 from keras.src.utils.python_utils import is_default
 
+from tfdist.errors import TfdistError
 from tfdist.files import write_json
+from tfdist.outputs.run_directory import read_json
 
 TRACKERS: Mapping[str, str] = {"mlflow": "MLflow", "wandb": "Weights & Biases"}
 """The packages whose callbacks are trackers, and what they are called."""
@@ -94,8 +96,10 @@ class Tracker(keras.callbacks.Callback):
 
     def resume_run(self, state: Mapping[str, Any]) -> None:
         """Go on in the tracker's run of a checkpoint; before `on_train_begin`."""
-        run = state.get("run")
-        if run is None or state.get("package") != self.package:
+        run = state.get("run") if isinstance(state, dict) else None
+        if not isinstance(run, str) or state.get("package") != self.package:
+            return
+        if not re.fullmatch(r"[\w-]+", run):  # no path, nor an address
             return
         with self._warning_of_failure(f"resume its run {run}"):
             _resume(self.package, run)
@@ -226,13 +230,13 @@ class Tracker(keras.callbacks.Callback):
 
     def _noted(self, run: str | None) -> dict[str, int]:
         """Return the last step and epoch of a run that the journal has."""
-        if self._journal is None or not self._journal.exists():
+        noted = None
+        if self._journal is not None:
+            with contextlib.suppress(TfdistError):  # of a machine that lost its power
+                noted = read_json(self._journal)
+        if run is None or noted is None or noted.get("run") != run:
             return {}
-        with contextlib.suppress(ValueError):  # of a machine that lost its power
-            noted = json.loads(self._journal.read_text())
-            if run is not None and noted["run"] == run:
-                return {name: noted[name] for name in ("step", "epoch")}
-        return {}
+        return {n: noted[n] for n in ("step", "epoch") if isinstance(noted.get(n), int)}
 
 
 def warn(what: str, error: Exception) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -177,7 +178,8 @@ class _OwnEpochs(keras.callbacks.Callback):
         return {"trial": self._trial_of_history}
 
     def set_state(self, state: Any) -> None:
-        self._trial_of_history = state["trial"]
+        if isinstance(state, dict):
+            self._trial_of_history = state.get("trial", self._trial)
 
 
 class _MetricLines(keras.callbacks.Callback):
@@ -371,10 +373,13 @@ class SaveBest(keras.callbacks.Callback):
         return {"trial": self._file.parent.name, "best": best}
 
     def set_state(self, state: Any) -> None:
-        if state["trial"] == self._file.parent.name:
-            self._original.best_value = float(state["best"])
-        else:
-            self._before = self._file.parents[1] / state["trial"] / self._file.name
+        state = state if isinstance(state, dict) else {}
+        trial, best = (str(state.get(key, "")) for key in ("trial", "best"))
+        if trial == self._file.parent.name:
+            with contextlib.suppress(ValueError):
+                self._original.best_value = float(best)
+        elif re.fullmatch(r"[\w.-]*\w", trial):  # a directory beside this one, and no other
+            self._before = self._file.parents[1] / trial / self._file.name
 
 
 class EpochHooks(keras.callbacks.Callback):
