@@ -458,6 +458,16 @@ def test_what_a_layer_has_learned_by_adapt_is_published_or_refused(tmp_path):
     found, _ = exports.read_model(tmp_path, make=str(_written(model, tmp_path)))
     np.testing.assert_array_equal(found(values), model(values))
     vocabulary = keras.Model(word, layers.Dense(2)(look_up(word)))
+    for damaged in ("{", "{}", '{"class_name": "Dense", "module": "keras.layers", "config": {}}'):
+        (tmp_path / "damaged.json").write_text(damaged)
+        made = str(tmp_path / "damaged.json")
+        caught = refusal(lambda made=made: exports.read_model(tmp_path, make=made))
+        assert caught.code in ("not-loadable", "not-a-model")
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "model.json").unlink()
+    (tmp_path / "model.json").symlink_to(tmp_path / "victim")  # by whoever made the checkpoints
+    _written(model, tmp_path)
+    assert (tmp_path / "victim").read_text() == "mine"
     caught = refusal(lambda: _written(vocabulary, tmp_path))
     assert (caught.code, caught.received) == (
         "not-a-model",

@@ -30,6 +30,9 @@ X = RNG.randn(90, 4).astype("float32")
 Y = RNG.randint(0, 3, 90)
 
 
+VAST = {"units": 1 << 43, "build_config": {"input_shape": [None, 1 << 10]}}
+
+
 def make(strategy):
     return classifier(strategy, lambda: keras.optimizers.Adam(0.05))
 
@@ -542,8 +545,20 @@ def test_weights_that_cannot_be_loaded_are_refused(strategies, tmp_path):
     model.save(tmp_path / "own.keras")
     for name in ("cut.keras", "cut.weights.h5", "m.other"):
         (tmp_path / name).write_text("half of a file")
+    for name, config in (
+        ("of_64_pib.keras", {"module": "keras.layers", "class_name": "Dense", "config": VAST}),
+        ("without_class.keras", {"module": "keras", "config": {}}),
+        ("of_a_list.keras", [1]),
+        ("without_config.keras", None),
+    ):
+        with zipfile.ZipFile(tmp_path / name, "w") as file:
+            if config is not None:
+                file.writestr("config.json", json.dumps(config))
+            file.writestr("metadata.json", "{}")
+            file.writestr("model.weights.h5", b"")
     CheckpointStore(tmp_path / "run").write(1, {}, meta={})
     for name, code in (
+        *((name.name, "not-loadable") for name in tmp_path.glob("*_*.keras")),
         ("own.keras", "not-loadable"),
         ("cut.keras", "not-loadable"),
         *((name, "no-weights") for name in ("cut.weights.h5", "m.other", "none.keras")),

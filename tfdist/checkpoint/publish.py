@@ -19,7 +19,7 @@ from typing import Any
 import keras
 
 from tfdist.errors import UsageError, require
-from tfdist.files import one_line_errors
+from tfdist.files import one_line_errors, write_text
 
 _LOG = logging.getLogger(__name__)
 _MODEL = "model.json"
@@ -97,7 +97,7 @@ def _written(model: keras.Model, directory: Path) -> Path:
     _require_known(next(_foreign_in(config), None))
     path = directory / _MODEL
     with one_line_errors(f"publish: cannot write {path}"):
-        path.write_text(json.dumps(config))
+        write_text(path, json.dumps(config))
     return path
 
 

@@ -130,14 +130,21 @@ def _values(model: keras.Model) -> dict[str, Any]:
 
 def load_model_file(path: str | os.PathLike[str]) -> keras.Model:
     """Return the model in a `.keras` file, read in Keras' safe mode; raise UsageError."""
-    try:
+    with loading(path, expected="a whole .keras file, of classes that this process knows"):
         return keras.models.load_model(path, compile=False, safe_mode=True)
-    except (OSError, TypeError, ValueError) as error:
-        said = " ".join(str(error).rpartition("Exception encountered: ")[2].split())[:200]
+
+
+@contextlib.contextmanager
+def loading(path: str | os.PathLike[str], *, expected: str) -> Iterator[None]:
+    """Raise UsageError for any error in the block: a damaged file can cause every kind of them."""
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).rpartition("Exception encountered: ")[2].split())
         raise UsageError(
             os.fspath(path),
-            received=f"a file that Keras cannot load ({said})",
-            expected="a whole .keras file, of classes that this process knows",
+            received=f"a file that Keras cannot load ({type(error).__name__}: {said:.200})",
+            expected=expected,
             fix="save it again; use a model with own classes in the program that has them",
             code="not-loadable",
         ) from error
@@ -153,8 +160,8 @@ def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
     try:
         model.load_weights(path, objects_to_skip=optimizers)
         return _values(model)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
+    except Exception as error:  # a damaged file can cause every kind
+        first = f"{type(error).__name__}: {error}".splitlines()[0]
         what = "weights of another model" if isinstance(error, ValueError) else "a damaged file"
         raise _unreadable(path, f"{what} ({first})") from error
     finally:

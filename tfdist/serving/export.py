@@ -27,10 +27,10 @@ from google.protobuf import text_format
 from keras.src.models.functional import Functional
 
 from tfdist.argument_parser import load_function
-from tfdist.checkpoint import CheckpointStore
 from tfdist.checkpoint.publish import saveable
+from tfdist.checkpoint.saved_run import RunStore
 from tfdist.checkpoint.state import weights_sha256
-from tfdist.checkpoint.warm_start import load_model_file, set_weights
+from tfdist.checkpoint.warm_start import load_model_file, loading, set_weights
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_one_of
 from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text
 from tfdist.outputs.run_directory import RunDirectory
@@ -667,7 +667,7 @@ def read_model(
         code="not-a-source",
     )
     served, trained = (_made_by(make),) * 2 if make is not None else _of_run(config or {})
-    store = CheckpointStore(directory)
+    store = RunStore(directory)
     if best:
         step = store.best()
         require(
@@ -691,7 +691,7 @@ def newest_in(source: Path, *, best: bool = False) -> str | None:
         with contextlib.suppress(FileNotFoundError):
             return f"{source.stat().st_ino}:{source.stat().st_mtime_ns}"
         return None
-    store = CheckpointStore(_checkpoints_in(source))
+    store = RunStore(_checkpoints_in(source))
     step = store.best() if best else store.latest()
     written_at = None if step is None else store.written_at(step)
     return None if written_at is None else f"{step}:{written_at}"
@@ -705,8 +705,10 @@ def _checkpoints_in(source: Path) -> Path:
 def _made_by(make: str) -> keras.Model:
     """Call the function that ``file.py:function`` names, or make what a JSON file describes."""
     if make.endswith(".json") and Path(make).is_file():
-        return keras.models.model_from_json(Path(make).read_text())
-    model = load_function(make, functools.partial(_bad_make, make))()
+        with loading(make, expected="the model.json that BackupAndRestore(publish=...) writes"):
+            model = keras.models.model_from_json(Path(make).read_text())
+    else:
+        model = load_function(make, functools.partial(_bad_make, make))()
     if not isinstance(model, keras.Model) or not model.built:
         raise _bad_make(make, f"{type(model).__name__} from it")
     return model
