@@ -168,7 +168,8 @@ class FileLock:
     def is_in_place(self) -> bool:
         """Whether it is held, and its file is still the one at the path."""
         with contextlib.suppress(OSError):
-            return self.held and os.path.samestat(os.lstat(self.path), self._file)
+            found = self._file if self.held else None
+            return found is not None and os.path.samestat(os.lstat(self.path), found)
         return False
 
     def acquire(self, *, within_s: float = _RETRY_S) -> Self:
