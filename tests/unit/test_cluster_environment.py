@@ -72,7 +72,7 @@ def test_the_ports_of_a_job_follow_from_its_number_and_step():
     steps = [read(recorded("slurm_srun_n3", SLURM_STEP_ID=step)[0]) for step in "01"]
     assert not set(steps[0].cluster.worker) & set(steps[1].cluster.worker)
     ranks = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
-    jobs = ({}, {"PALS_APID": "b7a5"}, {"SLURM_JOB_ID": "7"}, {"PBS_JOBID": "7.server"})
+    jobs = ({}, {"SLURM_JOB_ID": "7"}, {"PBS_JOBID": "7.server"})
     assert len({str(read({**ranks, **job})) for job in jobs}) == len(jobs)
 
 
@@ -154,8 +154,6 @@ def test_what_nobody_started_as_one_of_several_is_a_process_by_itself(name, chan
         ),
         ("slurm_salloc_srun", "EVALUATOR=1", "worker-0 worker-1 worker-2 evaluator-0"),
         ("slurm_salloc_srun", "EVALUATOR=1 PS=1", "chief-0 worker-0 ps-0 evaluator-0"),
-        ("slurm_het_srun", "HET_GROUPS=ps,worker", "ps-0 chief-0 worker-0 worker-1"),
-        ("slurm_het_groups", "HET_GROUPS=chief,worker", "chief-0 worker-0 worker-1"),
     ],
 )
 def test_settings_say_which_tasks_of_a_step_are_ps_and_evaluator(name, settings, tasks):
@@ -166,18 +164,6 @@ def test_settings_say_which_tasks_of_a_step_are_ps_and_evaluator(name, settings,
     assert seen == [int(config.task.type == "evaluator") for config in configs]
     assert {config.options.evaluator for config in configs} == {"EVALUATOR" in settings}
     assert {config.options.strategy for config in configs} <= {"ps", "auto"}
-
-
-def test_components_of_a_heterogeneous_job_have_a_type_each():
-    evaluator = read(recorded("slurm_het_srun", TFDIST_HET_GROUPS="evaluator,worker")[0])
-    assert tasks_of([evaluator]) == ["evaluator-0"]
-    cluster = read(recorded("slurm_het_srun", TFDIST_HET_GROUPS="ps,worker")[0]).cluster
-    assert [split_address(address)[0] for address in cluster.worker] == ["gpu1", "gpu2"]
-    # A step of a component under Cray is read from Slurm.
-    own = {"PMI_SIZE": "4", "PMI_RANK": "1", "PMI_JOBID": "11", "PALS_APID": "11.0"}
-    plain = recorded("slurm_het_srun")[1]
-    assert plain["SLURM_JOB_ID"] == "10"
-    assert read({**plain, **own}) == read(plain)
 
 
 RESTARTED = {
@@ -302,7 +288,6 @@ def refusal(environ):
     return error
 
 
-PACK = "SLURM_JOB_NODELIST_PACK_GROUP"
 TWO_WORKERS = tf_config(["a:1", "b:1"])["TF_CONFIG"]
 MULTIWORKER = json.dumps({**json.loads(TWO_WORKERS), "tfdist": {"strategy": "multiworker"}})
 ELSEWHERE = tf_config(["node01:1", "node01:2", "node02:1"], 2)["TF_CONFIG"]
@@ -329,11 +314,9 @@ REFUSED = {
         ({"SLURMD_NODENAME": "node07"}, "SLURMD_NODENAME", "ENV007"),
         ({"SLURM_GTIDS": "0,2"}, "SLURM_GTIDS", "ENV007"),
         ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID", "ENV007"),
-        ({"SLURM_DISTRIBUTION": "plane"}, "SLURM_DIST_PLANESIZE", "ENV007"),
-        ({"SLURM_DISTRIBUTION": "cyclic"}, "SLURM_GTIDS", "ENV007"),
-        ({"SLURM_HET_SIZE": "2"}, "SLURM_JOB_NODELIST_HET_GROUP_0", "ENV007"),
+        ({"SLURM_DISTRIBUTION": "plane"}, "SLURM_DISTRIBUTION", "ENV007"),
+        ({"SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE", "ENV007"),
         ({"SLURM_RESTART_COUNT": "often"}, "SLURM_RESTART_COUNT", "ENV007"),
-        ({"TFDIST_HET_GROUPS": "worker,ps"}, "TFDIST_HET_GROUPS", "ENV007"),
         ({"TFDIST_CLUSTER": "mpi"}, "TFDIST_CLUSTER", "ENV007"),
         ({"TFDIST_CLUSTER": "slrum"}, "TFDIST_CLUSTER", "ENV001"),
         ({"TFDIST_CLUSTER": "none", "TFDIST_STRATEGY": "ps"}, "TFDIST_STRATEGY", "ENV004"),
@@ -354,34 +337,16 @@ REFUSED = {
         ({"TFDIST_EVALUATOR": "1", "TFDIST_PS": "2"}, "TFDIST_PS", "ENV004"),
         ({"TFDIST_EVALUATOR": "1", "TFDIST_STRATEGY": "single"}, "TFDIST_EVALUATOR", "ENV004"),
     ],
-    "slurm_het_srun": [
-        ({"TFDIST_HET_GROUPS": "worker"}, "TFDIST_HET_GROUPS", "ENV007"),
-        ({"TFDIST_HET_GROUPS": "ps,worker,worker"}, "TFDIST_HET_GROUPS", "ENV007"),
-        ({"TFDIST_HET_GROUPS": "wroker,ps"}, "TFDIST_HET_GROUPS", "ENV001"),
-        ({"TFDIST_HET_GROUPS": "ps,ps"}, "TFDIST_HET_GROUPS", "ENV007"),
-        ({"TFDIST_HET_GROUPS": "worker,chief"}, "TFDIST_HET_GROUPS", "ENV007"),
-        # One worker, who is the chief.
-        ({"TFDIST_HET_GROUPS": "worker,ps"}, "TFDIST_HET_GROUPS", "ENV007"),
-        ({"TFDIST_HET_GROUPS": "ps,worker", "TFDIST_PS": "2"}, "TFDIST_PS", "ENV007"),
-        ({"TFDIST_HET_GROUPS": "ps,worker", "TFDIST_EVALUATOR": "1"}, "TFDIST_EVALUATOR", "ENV007"),
-        # The components share a node, or a node is of none.
-        ({f"{PACK}_1": "node01,gpu[1-2]"}, f"{PACK}_1", "ENV007"),
-        ({f"{PACK}_1": "gpu1"}, "SLURM_STEP_NODELIST", "ENV007"),
-    ],
     "slurm_sbatch_plain": [({"SLURM_RESTART_COUNT": "often"}, "SLURM_RESTART_COUNT", "ENV007")],
     "slurm_srun_pmix": [
-        ({"PMIX_RANK": "1"}, "PMIX_RANK", "ENV007"),
         ({"TF_CONFIG": TWO_WORKERS}, "TF_CONFIG", "ENV006"),
     ],
-    "slurm_srun_pmi2": [({"PMI_RANK": "1"}, "PMI_RANK", "ENV007")],
-    "slurm_srun_cray": [({"PMI_RANK": "1"}, "PMI_RANK", "ENV007")],
     "mpi_open_mpi_one_host": [
         ({"OMPI_COMM_WORLD_SIZE": "0"}, "OMPI_COMM_WORLD_SIZE", "ENV007"),
         ({"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK", "ENV007"),
         ({"OMPI_COMM_WORLD_RANK": ""}, "OMPI_COMM_WORLD_RANK", "ENV007"),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "TFDIST_HOSTS", "ENV007"),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, "OMPI_COMM_WORLD_LOCAL_RANK", "ENV007"),
-        ({"TFDIST_HET_GROUPS": "worker,ps"}, "TFDIST_HET_GROUPS", "ENV007"),
     ],
     "mpi_open_mpi_two_hosts": [
         ({"TFDIST_HOSTS": ""}, "TFDIST_HOSTS", "ENV007"),
@@ -400,10 +365,14 @@ REFUSED = {
         ({"MPI_LOCALRANKID": "1"}, "MPI_LOCALRANKID", "ENV007"),
         ({"TF_CONFIG": TWO_WORKERS}, "TF_CONFIG", "ENV006"),
     ],
-    "mpi_pmix_alone": [
-        ({"TFDIST_HOSTS": ""}, "TFDIST_HOSTS", "ENV007"),
-        ({"PMIX_RANK": "2"}, "PMIX_RANK", "ENV007"),
-        ({"PMIX_RANK": "1"}, "PMIX_HOSTNAME", "ENV007"),
+    "skypilot_two_nodes": [
+        ({"SKYPILOT_NODE_RANK": "2"}, "SKYPILOT_NODE_RANK", "ENV007"),
+        ({"SKYPILOT_NODE_RANK": ""}, "SKYPILOT_NODE_RANK", "ENV007"),
+    ],
+    "lws_group_of_three": [({"LWS_GROUP_SIZE": ""}, "LWS_GROUP_SIZE", "ENV007")],
+    "sagemaker_two_hosts": [
+        ({"SM_CURRENT_HOST": "algo-3"}, "SM_HOSTS", "ENV007"),
+        ({"SM_HOSTS": "algo-1"}, "SM_HOSTS", "ENV007"),
     ],
     "hosts_by_hand": [
         ({"TFDIST_NODE_RANK": "3"}, "TFDIST_NODE_RANK", "ENV007"),
@@ -414,7 +383,6 @@ REFUSED = {
         ({"TFDIST_HOSTS": "alpha,"}, "TFDIST_HOSTS", "bad-node-list"),
         ({"TFDIST_HOSTS": "alpha,beta:2x"}, "TFDIST_HOSTS", "bad-hosts"),
         ({"TFDIST_HOSTS": "alpha,beta:22", "TFDIST_NODE_RANK": "2"}, "TFDIST_NODE_RANK", "ENV007"),
-        ({"TFDIST_HET_GROUPS": "worker,ps"}, "TFDIST_HET_GROUPS", "ENV007"),
         ({"TF_CONFIG": TWO_WORKERS}, "TF_CONFIG", "ENV006"),
     ],
     "kubernetes_indexed_job": [
@@ -458,7 +426,8 @@ def test_it_is_refused(name, change, variable, code):
 
 
 def test_a_distribution_that_no_task_can_know_is_refused_in_each_with_the_flag_that_helps():
-    for environ in recorded("refused_slurm_arbitrary"):
+    kinds = ("arbitrary", "srun_cyclic", "srun_plane")
+    for environ in [e for kind in kinds for e in recorded(f"refused_slurm_{kind}")]:
         error = refusal(environ)
         assert error.where == "SLURM_DISTRIBUTION"
         assert "--distribution=block" in error.fix

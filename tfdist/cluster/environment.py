@@ -21,6 +21,7 @@ The rules, which docs/hosts.md has for users:
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,11 +36,10 @@ from tfdist.cluster.address import (
     shown,
     split_address,
 )
-from tfdist.cluster.placement import is_name, one_of, place, port_of_job, same_host, task_types
+from tfdist.cluster.placement import is_name, one_of, place, port_of_job, same_host
 from tfdist.cluster.settings import (
     CLUSTER,
     EVALUATOR,
-    GROUPS,
     HOSTS,
     LOCAL_RANK,
     NODE_RANK,
@@ -63,16 +63,13 @@ from tfdist.errors import UsageError, require_one_of
 #
 # * Open MPI: OMPI_COMM_WORLD_SIZE, _RANK, _LOCAL_SIZE, _LOCAL_RANK
 #   (https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html);
-# * MPICH and Intel MPI (Hydra): PMI_SIZE, PMI_RANK, MPI_LOCALNRANKS, MPI_LOCALRANKID;
-# * PMIx alone (prterun): PMIX_RANK, which has no size beside it
-#   (https://github.com/open-mpi/ompi/issues/9167), and so needs TFDIST_HOSTS.
+# * MPICH and Intel MPI (Hydra): PMI_SIZE, PMI_RANK, MPI_LOCALNRANKS, MPI_LOCALRANKID.
 
 _OMPI = tuple(f"OMPI_COMM_WORLD_{of}" for of in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK"))
 _PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
-_PMIX_RANK = "PMIX_RANK"
 _LOCAL_HOST = "127.0.0.1"
 _JOB_NAMES = (
-    *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID"),
+    *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     *("SLURM_JOB_ID", "PBS_JOBID"),  # of the allocation, where mpirun has no name for its job
 )
 
@@ -109,43 +106,12 @@ def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfi
 def _world(environ: Mapping[str, str]) -> _World | None:
     if _OMPI[0] in environ:
         return _sized(environ, _OMPI)
-    if _is_of_slurm(environ):
-        return None
-    if _PMI[0] in environ and _PMI[1] in environ:
+    # With --mpi=pmi2 srun sets the variables of PMI too, and says more by its own.
+    step = f"{text(environ, 'SLURM_JOB_ID')}.{text(environ, 'SLURM_STEP_ID')}"
+    is_of_slurm = text(environ, "PMI_JOBID") == step
+    if _PMI[0] in environ and _PMI[1] in environ and not is_of_slurm:
         return _sized(environ, _PMI)
-    if _PMIX_RANK in environ:
-        value = text(environ, HOSTS)
-        if not value:
-            expected = "the hosts of the job, as PMIx does not tell a rank how many there are"
-            raise missing(HOSTS, expected)
-        size = len(ranks_of(parse_hosts(value, where=HOSTS)))
-        rank = needed(environ, _PMIX_RANK, most=size - 1)
-        return _World(size, rank, None, None, (HOSTS, _PMIX_RANK))
     return None
-
-
-def _is_of_slurm(environ: Mapping[str, str]) -> bool:
-    """Return whether srun itself set the variables of PMI or PMIx.
-
-    It says the same by its own variables then, and more: with ``--mpi=pmi2`` and ``pmix``, and
-    with ``cray_shasta``, the default of HPE Cray EX, which has the step's number in PALS_APID.
-    """
-    step = text(environ, "SLURM_STEP_ID")
-    steps = (text(environ, name).partition(".") for name in ("PMI_JOBID", "PALS_APID"))
-    # The job's number is that of the component in a heterogeneous job, and SLURM_JOB_ID is not.
-    of_pmi = bool(step) and any(job.isdecimal() and at == step for job, _, at in steps)
-    if not of_pmi and not text(environ, "PMIX_NAMESPACE").startswith("slurm.pmix."):
-        return False
-    name = _PMI[1] if of_pmi else _PMIX_RANK
-    rank, expected = text(environ, name), text(environ, "SLURM_PROCID")
-    if rank not in ("", expected):
-        raise contradiction(
-            name,
-            shown(rank),
-            f"{shown(expected)}, the SLURM_PROCID, as Slurm sets both",
-            "pass Slurm's variables on to the task as they are",
-        )
-    return True
 
 
 def _sized(environ: Mapping[str, str], names: Sequence[str]) -> _World:
@@ -212,16 +178,14 @@ def _check_mpi(environ: Mapping[str, str], world: _World, ranks: Sequence[str], 
 # https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES.
 
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # the batch script, the shell of salloc, and their like
-_NODELISTS = ("SLURM_JOB_NODELIST_HET_GROUP_", "SLURM_JOB_NODELIST_PACK_GROUP_")  # today's, older
 _PASS_ON = "pass Slurm's variables on to the task as they are"
 
 
 class _Node(NamedTuple):
-    """A node of the step, the number of its tasks, and the component of the job it is in."""
+    """A node of the step, and the number of its tasks."""
 
     name: str
     tasks: int
-    group: int
 
 
 class _Step(NamedTuple):
@@ -236,8 +200,7 @@ def from_slurm(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
     """Return this task's part of the job step, or None outside a step of several tasks.
 
     Tasks are taken in order of SLURM_PROCID. Their ports begin at one that follows from the job
-    and step number (`placement.port_of_job`). In a heterogeneous job TFDIST_HET_GROUPS says what
-    each component is for.
+    and step number (`placement.port_of_job`).
 
     Raises:
         UsageError: the variables contradict each other, or do not say on which node a task is.
@@ -245,13 +208,10 @@ def from_slurm(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
     step = _step(environ)
     if step is None:
         return None
-    components = integer(environ, "SLURM_HET_SIZE") or 1
-    groups = [node.group for node in step.of_ranks]
     return place(
         [node.name for node in step.of_ranks],
         rank=step.rank,
         job_settings=job_settings,
-        types=_types(groups, job_settings, components=components),
         job_port=slurm_first_port(environ, job_settings),
     )
 
@@ -292,56 +252,24 @@ def slurm_first_port(environ: Mapping[str, str], job_settings: JobSettings) -> i
     return port_of_job(job, step=step, job_settings=job_settings)
 
 
-def _types(groups: Sequence[int], job_settings: JobSettings, *, components: int) -> list[str]:
-    """Return the type of each rank; `groups` has the component of each."""
-    group_types = job_settings.groups
-    if not group_types:
-        return task_types(len(groups), job_settings=job_settings)
-    listed = ",".join(group_types)
-    if len(group_types) != components:
-        raise contradiction(
-            GROUPS,
-            f"{listed} in a job of {components} component(s)",
-            "a type for each component of the job, from component 0 on",
-            f"write {components} types, or unset it in a job that is not heterogeneous",
-        )
-    if job_settings.evaluator and "evaluator" not in group_types:
-        fix = f"unset {EVALUATOR}, or add the component"
-        received, expected = f"it with {listed}", "a component of that type"
-        raise contradiction(EVALUATOR, received, expected, fix)
-    types = [group_types[group] for group in groups]
-    ps = types.count("ps")
-    if job_settings.ps not in (None, ps):
-        fix = f"unset {PS}: the components say it"
-        expected = f"{ps}, the tasks of the ps components"
-        raise contradiction(PS, f"{job_settings.ps}", expected, fix)
-    if ps and "chief" not in types and "worker" in types:
-        types[types.index("worker")] = "chief"
-    if types.count("chief") > 1 or (ps and "worker" not in types) or ps == len(types):
-        counts = ", ".join(f"{types.count(type_)} {type_}" for type_ in ("chief", "worker", "ps"))
-        raise contradiction(
-            GROUPS,
-            f"{listed}, which makes {counts}",
-            "one chief at most, and a worker besides the chief where there are ps",
-            "correct the types, or the tasks of the components",
-        )
-    return types
-
-
 def _step(environ: Mapping[str, str]) -> _Step | None:
     """Return the step that this process is a task of, or None outside one of several tasks."""
     count = _tasks_of_step(environ)
     if count == 1:
         return None
+    if (integer(environ, "SLURM_HET_SIZE") or 1) > 1:
+        received = f"{environ['SLURM_HET_SIZE']}, a heterogeneous job"
+        fix = "submit a job of one component, or set TF_CONFIG"
+        raise contradiction("SLURM_HET_SIZE", received, "a job of one component", fix)
     nodes = _nodes(environ, count=count)
-    of_ranks = [nodes[index] for index in _node_of_each_rank(environ, nodes)]
+    of_ranks = _node_of_each_rank(environ, nodes)
     step = _Step(nodes, of_ranks, needed(environ, "SLURM_PROCID", most=count - 1))
     _check_self(environ, step)
     return step
 
 
 def _nodes(environ: Mapping[str, str], *, count: int) -> list[_Node]:
-    """Return the nodes of the step, component by component, in order of SLURM_NODEID."""
+    """Return the nodes of the step, in order of SLURM_NODEID."""
     names = _expanded(environ, "SLURM_STEP_NODELIST")
     variable = "SLURM_STEP_TASKS_PER_NODE"
     value = text(environ, variable)
@@ -356,73 +284,25 @@ def _nodes(environ: Mapping[str, str], *, count: int) -> list[_Node]:
             f"SLURM_STEP_NODELIST={shown(environ['SLURM_STEP_NODELIST'])}",
             _PASS_ON,
         )
-    groups = _group_of_each(environ, names)
-    nodes = [_Node(name, n, groups[name]) for name, n in zip(names, tasks, strict=True)]
-    if max(groups.values()):
-        order = {name: at for at, name in enumerate(groups)}
-        nodes.sort(key=lambda node: order[node.name])
-    return nodes
+    return [_Node(name, n) for name, n in zip(names, tasks, strict=True)]
 
 
-def _group_of_each(environ: Mapping[str, str], names: Sequence[str]) -> dict[str, int]:
-    """Return the component of each node, in the order in which the step counts nodes."""
-    size = integer(environ, "SLURM_HET_SIZE") or 0
-    if size < 2:
-        return dict.fromkeys(names, 0)
-    wanted, groups = set(names), dict[str, int]()
-    for group in range(size):
-        variable = next((p for p in _NODELISTS if f"{p}{group}" in environ), _NODELISTS[0])
-        listed = _expanded(environ, f"{variable}{group}")
-        twice = next((name for name in listed if name in groups), None)
-        if twice is not None:
-            raise contradiction(
-                f"{variable}{group}",
-                f"the node {shown(twice)}, which component {groups[twice]} has too",
-                "nodes of its own for each component",
-                "give the components different nodes (sbatch --exclusive)",
-            )
-        groups |= {name: group for name in listed if name in wanted}
-    if len(groups) < len(wanted):
-        unknown = next(name for name in names if name not in groups)
-        expected = f"a node of {_NODELISTS[0]}0 to {size - 1}"
-        raise contradiction("SLURM_STEP_NODELIST", shown(unknown), expected, _PASS_ON)
-    return groups
+def _node_of_each_rank(environ: Mapping[str, str], nodes: Sequence[_Node]) -> list[_Node]:
+    """Return the node of each rank: ``block`` fills node after node.
 
-
-def _node_of_each_rank(environ: Mapping[str, str], nodes: Sequence[_Node]) -> list[int]:
-    """Return the index of the node of each rank, by the step's distribution.
-
-    https://slurm.schedmd.com/srun.html#OPT_distribution: ``block`` fills node after node,
-    ``cyclic`` deals the tasks out one by one, and ``plane`` some at a time. Components of a
-    heterogeneous job have a distribution each, of which a task knows its own only; one with a
-    task a node is the same in all.
+    https://slurm.schedmd.com/srun.html#OPT_distribution
     """
-    tasks = [node.tasks for node in nodes]
     distribution = text(environ, "SLURM_DISTRIBUTION").lower()
     kind = re.split("[:,]", distribution)[0]
-    if kind == "arbitrary":
+    is_even = kind in ("cyclic", "plane") and all(node.tasks == 1 for node in nodes)
+    if kind not in ("", "block") and not is_even:
         raise contradiction(
             "SLURM_DISTRIBUTION",
             shown(distribution),
-            "block, cyclic or plane: an arbitrary one does not say where the rest are",
+            "block, if a node has several tasks",
             "run srun with --distribution=block",
         )
-    het = len({node.group for node in nodes}) > 1
-    if kind == "cyclic" and not het:
-        return _dealt(tasks, 1)
-    if kind == "plane" and not het:
-        return _dealt(tasks, needed(environ, "SLURM_DIST_PLANESIZE", least=1))
-    return [index for index, count in enumerate(tasks) for _ in range(count)]
-
-
-def _dealt(tasks: Sequence[int], at_a_time: int) -> list[int]:
-    left, made = list(tasks), list[int]()
-    while any(left):
-        for index, count in enumerate(left):
-            given = min(at_a_time, count)
-            made += [index] * given
-            left[index] -= given
-    return made
+    return [node for node in nodes for _ in range(node.tasks)]
 
 
 def _check_self(environ: Mapping[str, str], step: _Step) -> None:
@@ -550,6 +430,60 @@ def from_hosts(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
     return one_of(ranks_of(listed), rank=rank, job_settings=job_settings)
 
 
+# Platforms that tell each node all nodes and its own position. Each node is one task.
+
+
+def from_skypilot(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
+    """Return this node's part of a SkyPilot task, or None elsewhere.
+
+    https://docs.skypilot.co/en/stable/running-jobs/distributed-jobs.html
+    """
+    nodes = text(environ, "SKYPILOT_NODE_IPS").split()
+    return _node_of(nodes, environ, rank="SKYPILOT_NODE_RANK", job_settings=job_settings)
+
+
+def from_leader_worker_set(
+    environ: Mapping[str, str], job_settings: JobSettings
+) -> TaskConfig | None:
+    """Return this pod's part of its group in a LeaderWorkerSet, or None elsewhere.
+
+    Pod ``i`` of the group of leader ``NAME.DOMAIN`` is ``NAME-i.DOMAIN``:
+    https://lws.sigs.k8s.io/docs/reference/labels-annotations-and-environment-variables/
+    """
+    leader = text(environ, "LWS_LEADER_ADDRESS")
+    name, _, domain = leader.partition(".")
+    size = needed(environ, "LWS_GROUP_SIZE", least=1) if leader else 0
+    nodes = [leader, *(f"{name}-{index}.{domain}" for index in range(1, size))] if leader else []
+    return _node_of(nodes, environ, rank="LWS_WORKER_INDEX", job_settings=job_settings)
+
+
+def from_sagemaker(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
+    """Return this host's part of a SageMaker training job, or None elsewhere.
+
+    https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
+    """
+    value, own = text(environ, "SM_HOSTS"), text(environ, "SM_CURRENT_HOST")
+    if not value:
+        return None
+    try:
+        nodes = [str(host) for host in json.loads(value)]
+        rank = str(nodes.index(own))
+    except (ValueError, TypeError):
+        expected = f"a JSON list of hosts with SM_CURRENT_HOST={shown(own)}"
+        fix = "pass SageMaker's variables on to the task as they are"
+        raise contradiction("SM_HOSTS", shown(value), expected, fix) from None
+    return _node_of(nodes, {"rank": rank}, rank="rank", job_settings=job_settings)
+
+
+def _node_of(
+    nodes: Sequence[str], environ: Mapping[str, str], *, rank: str, job_settings: JobSettings
+) -> TaskConfig | None:
+    if not nodes:
+        return None
+    number = needed(environ, rank, most=len(nodes) - 1)
+    return one_of(nodes, rank=number, job_settings=job_settings)
+
+
 Reader = Callable[[Mapping[str, str], JobSettings], TaskConfig | None]
 
 
@@ -565,6 +499,9 @@ SOURCES: Mapping[str, Reader] = {
     "slurm": from_slurm,
     "kubernetes": from_kubernetes,
     "hosts": from_hosts,
+    "skypilot": from_skypilot,
+    "lws": from_leader_worker_set,
+    "sagemaker": from_sagemaker,
 }
 """By the name that TFDIST_CLUSTER has for it; in order of precedence."""
 

@@ -33,7 +33,6 @@ def place(
     *,
     rank: int,
     job_settings: JobSettings,
-    types: Sequence[str] | None = None,
     job_port: int | None = None,
 ) -> TaskConfig:
     """Return the TF_CONFIG of the task of `rank`, where `hosts` has the host of each rank.
@@ -44,8 +43,7 @@ def place(
     it the tasks of a host have `DEFAULT_PORT` and the ports after it, or those of the range.
     """
     ports = job_settings.ports
-    if types is None:
-        types = task_types(len(hosts), job_settings=job_settings)
+    types = task_types(len(hosts), job_settings=job_settings)
     first_port = job_port or (DEFAULT_PORT if ports is None else ports.start)
     is_few = len(hosts) <= PORTS_PER_JOB and (ports is None or first_port + len(hosts) - 1 in ports)
     if job_port and is_few:
@@ -79,14 +77,6 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
     Raises:
         UsageError: the job has too few tasks, or too many, for what is set.
     """
-    if job_settings.groups:
-        raise UsageError(
-            settings.GROUPS,
-            received=",".join(job_settings.groups),
-            expected="a heterogeneous job of Slurm",
-            fix=f"unset it, and say how many tasks are ps by {settings.PS}",
-            code="ENV007",
-        )
     if job_settings.evaluator:
         if count == 1 or job_settings.strategy in ("single", "mirrored"):
             raise _unfit(

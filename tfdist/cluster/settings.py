@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 from tfdist.cluster.address import shown
 from tfdist.cluster.ports import parse_ports
-from tfdist.cluster.tf_config import STRATEGIES, TASK_TYPES, JobOptions
+from tfdist.cluster.tf_config import STRATEGIES, JobOptions
 from tfdist.errors import UsageError, require_one_of
 
 LAUNCHED = "TFDIST_JOB"
 """Set by our own launcher in its tasks, whose TF_CONFIG is the whole truth."""
 
 CLUSTER, STRATEGY, PS = "TFDIST_CLUSTER", "TFDIST_STRATEGY", "TFDIST_PS"
-PORTS, GROUPS = "TFDIST_PORTS", "TFDIST_HET_GROUPS"
+PORTS = "TFDIST_PORTS"
 HOSTS, NODE_RANK, LOCAL_RANK = "TFDIST_HOSTS", "TFDIST_NODE_RANK", "TFDIST_LOCAL_RANK"
 
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
@@ -48,7 +48,7 @@ FLAGS = {
 }
 """The variable of each flag of the launcher that ``tfdist.submit`` sets in tasks."""
 
-_OF_CLUSTERS = (CLUSTER, STRATEGY, PS, GROUPS, HOSTS, NODE_RANK, LOCAL_RANK)
+_OF_CLUSTERS = (CLUSTER, STRATEGY, PS, HOSTS, NODE_RANK, LOCAL_RANK)
 NAMES = (*_OF_CLUSTERS, *FLAGS.values(), RESTARTS, UNCOUNTED_RESTARTS)
 
 _MAX = 2**31 - 1
@@ -62,12 +62,10 @@ class JobSettings(JobOptions):
     Attributes:
       ps: how many of the tasks, the last ones, are ps; None for the strategy's default.
       ports: those that tasks may have; None for any.
-      groups: the task type of each component of a heterogeneous job; empty for none.
     """
 
     ps: int | None = None
     ports: range | None = None
-    groups: tuple[str, ...] = ()
 
     def options(self) -> JobOptions:
         """Return the options alone, as TF_CONFIG has them."""
@@ -85,7 +83,7 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
     _refuse_misspelt(environ)
     strategy = text(environ, STRATEGY) or "auto"
     require_one_of(STRATEGY, strategy, STRATEGIES, code="ENV001")
-    groups, ports = text(environ, GROUPS), text(environ, PORTS)
+    ports = text(environ, PORTS)
     stages = integer(environ, STAGES, least=1)
     if stages is not None and strategy != "pipeline":
         raise _wrong(STAGES, f"{stages}", "none without stages", f"set {STRATEGY}=pipeline")
@@ -94,7 +92,6 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
         ps=integer(environ, PS, least=0),
         evaluator=_switch(environ, EVALUATOR),
         ports=parse_ports(ports, where=PORTS) if ports else None,
-        groups=_groups(groups) if groups else (),
         attempt=1 + restarts(environ),
         run_dir=text(environ, RUN_DIR) or None,
         startup_timeout_s=_seconds(environ, STARTUP_TIMEOUT_S),
@@ -176,14 +173,6 @@ def contradiction(where: str, received: str, expected: str, fix: str) -> UsageEr
 
 def _wrong(name: str, value: str, expected: str, fix: str) -> UsageError:
     return UsageError(name, received=shown(value), expected=expected, fix=fix, code="ENV001")
-
-
-def _groups(value: str) -> tuple[str, ...]:
-    types = tuple(part.strip() for part in value.split(","))
-    for type_ in types:
-        fix = "write a type for each component, as in worker,ps"
-        require_one_of(GROUPS, type_, TASK_TYPES, fix=fix, code="ENV001")
-    return types
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
