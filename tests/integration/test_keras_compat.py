@@ -285,6 +285,19 @@ def test_stock_replicas_make_metrics_of_compile_of_their_own(strategies):
             tf.function(functools.partial(built, traced=traced), autograph=False)()
 
 
+@shows("Metric.__getattribute__")
+def test_stock_metrics_are_a_part_in_each_replica_and_count_its_numbers(strategies):
+    with strategies[2].scope():
+        total = keras.metrics.Sum()
+
+    def step():
+        total.update_state(tf.ones([]))
+        return total.result()
+
+    assert per_replica(strategies[2], step) == [1.0, 1.0]
+    assert float(total.result()) == 2.0
+
+
 @shows("BaseOptimizer.apply")
 def test_stock_clips_before_it_reduces(strategies):
     clipped = functools.partial(keras.optimizers.SGD, 0.1, global_clipnorm=1.0)

@@ -25,7 +25,7 @@ from tfdist.strategy import Job
 from tfdist.strategy.group import require_same_place, sum_over_tasks
 from tfdist.training.agreement import data_ended
 from tfdist.training.keras_compat import compiled
-from tfdist.training.program import Engine, StepProgram, as_number, flat_logs
+from tfdist.training.program import Engine, StepProgram, as_number, flat_logs, with_metric_logs
 from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
 
 _BLOCK_S = 1.0
@@ -185,7 +185,8 @@ class BlockRunner:
             return metrics
         # What a step says of a metric is what its replica, or one worker's last block, has seen.
         seen = {name for name, moved in updated.items() if moved.numpy()}
-        return {**logs, **{name: metrics[name] for name in logs if name in seen & set(metrics)}}
+        of_metrics = {name: metrics[name] for name in logs if name in seen & set(metrics)}
+        return with_metric_logs({**logs, **of_metrics}, self.program, self.job)
 
     def reset_metrics(self) -> None:
         """Set every metric to zero, on every replica."""

@@ -37,6 +37,7 @@ from tfdist.training.program import (
     flat_logs,
     plain,
     program_of,
+    with_metric_logs,
 )
 from tfdist.training.stop_requests import StopRequests
 
@@ -327,13 +328,16 @@ class StepLoop:
     def run(self, steps: int) -> dict[str, Any]:
         """Run the next `steps` steps; return what the last one returned, over all replicas.
 
-        Scalars come as floats, other tensors as arrays.
+        A result of a metric is over all steps since the metric was reset. Scalars come as floats,
+        other tensors as arrays.
         """
         require_int("steps", steps, least=1)
         with naming_bad_data(self._program.feed):
             logs = self._engine.run(self._program, self.step, self.step + steps)
         self.step += steps
-        return logs
+        if self._program.metric_logs:
+            self._engine.publish_metrics(self._program)
+        return with_metric_logs(logs, self._program, self._job)
 
     @naming_a_lost_server()
     def results(self, *, reset: bool = True) -> dict[str, Any]:

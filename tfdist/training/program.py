@@ -41,6 +41,7 @@ class StepProgram:
       max_staleness: under ps, steps of others that may come between one's reading and its writing.
       observers: note in graph which examples a step consumes; none by default.
       batch_axes: which losses of the step have an axis of the batch.
+      metric_logs: logs of `function` that are computed from metrics, found when it is traced.
     """
 
     function: Callable[[Any], Any]
@@ -54,6 +55,9 @@ class StepProgram:
     exact: bool = False
     max_staleness: int | None = None
     batch_axes: keras_compat.BatchAxes = dataclasses.field(default_factory=keras_compat.BatchAxes)
+    metric_logs: keras_compat.MetricLogs = dataclasses.field(
+        default_factory=keras_compat.MetricLogs
+    )
 
     @property
     def metrics(self) -> list[Any]:
@@ -230,15 +234,22 @@ def run_replica(
         at_hook=at_hook,
         counts=counts,
         batch_axes=program.batch_axes,
+        sources={} if program.keep_logs and (num_replicas > 1 or local is not None) else None,
     )
     guarded = [v.value for v in program.metrics] if program.feed.may_be_empty else []
     before = [tf.identity(v) for v in guarded]
     with keras_compat.tracing(trace):
         outputs = program.function(part.data)
+        if program.keep_logs:
+            outputs = _logs_of(outputs)
+            program.metric_logs.note(outputs, trace)
     for variable, old in zip(guarded, before, strict=True):
         variable.assign(tf.where(part.count > 0, tf.convert_to_tensor(variable), old))
-    if not program.keep_logs:
-        return outputs
+    return keras_compat.logs_by_fraction(outputs, trace) if program.keep_logs else outputs
+
+
+def _logs_of(outputs: Any) -> dict[str, Any]:
+    """Return the logs that a step function returned, by name."""
     require(
         isinstance(outputs, dict) and outputs,
         "step",
@@ -247,7 +258,7 @@ def run_replica(
         fix='return {"loss": loss}, for example',
         code="no-logs",
     )
-    return keras_compat.logs_by_fraction(flat_logs(outputs), trace)
+    return flat_logs(outputs)
 
 
 def find_batch_axes(program: StepProgram, job: Job) -> None:
@@ -322,6 +333,15 @@ def as_number(value: tf.Tensor) -> Any:
     """Return a scalar as a float, and another tensor as an array."""
     array = value.numpy()
     return float(array) if array.ndim == 0 else array
+
+
+def with_metric_logs(logs: dict[str, Any], program: StepProgram, job: Job) -> dict[str, Any]:
+    """Return a step's logs, in which those computed from metrics are over all replicas and steps.
+
+    A collective, after `Engine.publish_metrics`: every task calls it alike.
+    """
+    found = program.metric_logs.read(job.strategy)
+    return {**logs, **{name: as_number(value) for name, value in found.items()}}
 
 
 def flat_logs(logs: dict[str, Any]) -> dict[str, Any]:

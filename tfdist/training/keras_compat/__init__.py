@@ -14,6 +14,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     kernels     sums are made in one order, pools have the gradient of oneDNN's kernel, and where
                 `fit` is asked to, normalization, GELU and attention take fewer kernels
     losses      a replica's loss counts by its fraction of the global batch; means count examples
+    metrics     results in logs are those of all replicas
     variables   statistics travel with the gradients; additions and updates are one operation each;
                 draws come from (seed, step, replica)
 
@@ -42,6 +43,7 @@ from tfdist.training.keras_compat.losses import (
     logs_by_fraction,
     warn_of_parts,
 )
+from tfdist.training.keras_compat.metrics import MetricLogs
 from tfdist.training.keras_compat.reduction import (
     reduce_statistics,
     sum_over_replicas,
@@ -58,6 +60,7 @@ from tfdist.training.keras_compat.variables import random_key
 __all__ = [
     "REPLACEMENTS",
     "BatchAxes",
+    "MetricLogs",
     "StepTrace",
     "added_in_part",
     "adding_in_order",

@@ -8,7 +8,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -72,6 +72,9 @@ class StepTrace:
       counts: what optimizers have for their counts of updates; None for what is in the variable.
       updated: parts of variables that a sharded optimizer updates, in the order of its gradients.
       whole_sums: names of operations that give sums over the batch, which count as such.
+      sources: functions that return whole values, by the names of the operations that give the
+        step's values of metrics; None if the step's values are whole.
+      hides_sources: True if a condition, a loop or a function in the step has a metric's result.
       layers: what holds the losses that layers have added, by the `id` of the layer.
       updates: False if optimizers change nothing, as in a trace that builds or looks at shapes.
       losses: shapes of the losses that gradients are taken of or layers add, in their order.
@@ -101,6 +104,8 @@ class StepTrace:
     in_losses: bool = False
     statistics: list[Variable] = dataclasses.field(default_factory=list)
     whole_sums: set[str] = dataclasses.field(default_factory=set)
+    sources: dict[str, Callable[[], Any]] | None = None
+    hides_sources: bool = False
     layers: dict[int, Any] = dataclasses.field(default_factory=dict)
     updates: bool = True
     losses: list[tf.TensorShape] = dataclasses.field(default_factory=list)
@@ -157,15 +162,18 @@ def warn_once(line: str) -> None:
         _LOG.warning("%s", line)
 
 
-def ops_behind(values: Sequence[Any]) -> Iterator[tf.Operation]:
-    """Yield the operations that tensors were computed by."""
+def ops_behind(
+    values: Sequence[Any], until: Collection[str] = frozenset()
+) -> Iterator[tf.Operation]:
+    """Yield the operations that tensors were computed by, back to those of the names `until`."""
     seen = set()
     waiting = [value.op for value in values]
     while waiting:
         operation = waiting.pop()
         if operation.name not in seen:
             seen.add(operation.name)
-            waiting += [tensor.op for tensor in operation.inputs]
+            if operation.name not in until:
+                waiting += [tensor.op for tensor in operation.inputs]
             yield operation
 
 

@@ -30,6 +30,7 @@ from tensorflow.python.distribute import values as tf_values
 
 from tfdist.errors import UsageError
 from tfdist.strategy.devices import server_of
+from tfdist.training.keras_compat.metrics import note_source
 from tfdist.training.keras_compat.trace import (
     Original,
     StepTrace,
@@ -109,7 +110,11 @@ def _local_value(original: Original, trace: StepTrace, self: Any) -> Any:
         found = taken(self, trace)
     if found is None and trace.counts is not None:
         found = trace.counts.value(self)
-    return original(self) if found is None else found
+    found = original(self) if found is None else found
+    of_metric = trace.sources is not None and self.synchronization == "on_read"
+    if not of_metric or not trace.is_in_step() or in_stateless_scope():
+        return found
+    return note_source(found, lambda: self, trace)
 
 
 # Keras adds by reading, adding and assigning, which loses updates under a parameter server.
