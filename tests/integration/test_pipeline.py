@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.graphs import MODELS, OPEN, data_of, ragged, residual, several, tagger
+from tests.multiprocess.programs.figures import Own
 from tests.refusals import refusal
 from tests.tools.ledger import Ledger, differences
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
@@ -373,6 +374,30 @@ def with_means():
     return model
 
 
+class Counts(L.Layer):
+    """Passes on what it gets, of which it gives numbers to metrics."""
+
+    def build(self, shape):
+        kinds = {"mean": keras.metrics.Mean, "sum": keras.metrics.Sum, "own": Own}
+        self.trackers = [kind(name=name) for name, kind in kinds.items()]
+        self.examples = keras.metrics.Sum(name="examples")
+
+    def call(self, x):
+        for tracker in self.trackers:
+            tracker.update_state(keras.ops.mean(x))
+        self.examples.update_state(keras.ops.shape(x)[0])
+        return x
+
+
+def counted():
+    """Metrics of a layer, which see a number of each micro-batch."""
+    keras.utils.set_random_seed(1)
+    layers = [L.Dense(8, activation="relu"), Counts(), L.Dense(3, activation="softmax")]
+    model = keras.Sequential([keras.Input((5,)), *layers])
+    model.compile(keras.optimizers.SGD(0.01), SPARSE())
+    return model
+
+
 SPARSE = keras.losses.SparseCategoricalCrossentropy
 
 
@@ -424,8 +449,14 @@ def scaled():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: model_with(lambda: Centres(0.1)), lambda: model_with(scaled), summed, with_means],
-    ids=["a method of its own", "scaled, clipped and accumulated", "summed", "means"],
+    [
+        lambda: model_with(lambda: Centres(0.1)),
+        lambda: model_with(scaled),
+        summed,
+        with_means,
+        counted,
+    ],
+    ids=["a method of its own", "scaled, clipped and accumulated", "summed", "means", "counted"],
 )
 def test_micro_batches_end_with_the_weights_and_logs_of_whole_batches(strategies, one_stage, make):
     expected = fitted(strategies[1], make)

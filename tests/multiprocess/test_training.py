@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.models import written
-from tests.multiprocess.programs import zoo
+from tests.multiprocess.programs import figures, zoo
 from tests.multiprocess.trainings import PROGRAMS, launch
 
 
@@ -114,6 +114,12 @@ def test_a_step_of_the_users_own_runs_on_all_workers(synchronous):
     _, step, results, _ = synchronous[1][0]["own step"]
     assert step == 8
     assert results == {"examples": 64.0}
+
+
+def test_metrics_of_a_step_equal_one_device_under_any_key(synchronous):
+    expected = figures.by_keras()
+    for task in synchronous[1]:
+        figures.require_equal(task["figures"], expected)
 
 
 def assert_exported(seen, out):

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.multiprocess.programs import zoo
+from tests.multiprocess.programs import figures, zoo
 from tests.multiprocess.test_training import (
     assert_as_on_one_device,
     assert_left_no_trace,
@@ -133,6 +133,10 @@ def test_ps_puts_metrics_of_every_kind_together(parameter_server):
 
 def test_ps_refuses_what_was_made_outside_the_scope(parameter_server):
     assert parameter_server[1]["made outside"] == [["model", "another-scope"]] * 4
+
+
+def test_ps_metrics_of_a_step_equal_one_device_under_any_key(parameter_server):
+    figures.require_equal(parameter_server[1]["figures"], figures.by_keras())
 
 
 def test_ps_optimizers_go_by_the_step_that_was_dispatched(parameter_server):

@@ -17,6 +17,7 @@ from tfdist.ps.workers import worker_pool_of
 strategy = tfdist.make_strategy()
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import figures  # noqa: E402
 import zoo  # noqa: E402
 from without_call import AutoEncoder  # noqa: E402
 
@@ -193,6 +194,7 @@ def metrics():
         model, zoo.IMAGES, zoo.JUDGED, batch_size=7, verbose=0, return_dict=True
     )
     SEEN["judged"] = {name: np.asarray(value).tolist() for name, value in found.items()}
+    SEEN["figures"] = figures.by_tfdist(strategy)
     for metric in (Least, Most):
         with strategy.scope():
             model = zoo.dense()

@@ -12,6 +12,7 @@ import tfdist
 strategy = tfdist.make_strategy()
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import figures  # noqa: E402
 import zoo  # noqa: E402
 
 OUT = pathlib.Path(sys.argv[1])
@@ -92,6 +93,10 @@ def own_step():
     SEEN["own step"] = [loop.run(3)["loss"], loop.step, loop.results(), zoo.sha(model)]
 
 
+def metrics():
+    SEEN["figures"] = figures.by_tfdist(strategy)
+
+
 def find():
     SEEN["range test"] = zoo.range_tested(strategy)
 
@@ -118,6 +123,7 @@ for part in (
     callbacks,
     sources,
     own_step,
+    metrics,
     find,
     export,
     native_calls,

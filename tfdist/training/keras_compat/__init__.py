@@ -14,7 +14,7 @@ and Keras' code of August 2026, to become 3.16, reads the same in these places.
     kernels     sums are made in one order, pools have the gradient of oneDNN's kernel, and where
                 `fit` is asked to, normalization, GELU and attention take fewer kernels
     losses      a replica's loss counts by its fraction of the global batch; means count examples
-    metrics     results in logs are those of all replicas
+    metrics     results in logs are those of all replicas; a number of the step counts once
     variables   statistics travel with the gradients; additions and updates are one operation each;
                 draws come from (seed, step, replica)
 

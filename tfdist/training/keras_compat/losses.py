@@ -23,7 +23,6 @@ from keras.src.backend.tensorflow import nn
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.layers.layer import Layer
 from keras.src.losses import loss as keras_loss
-from keras.src.metrics.reduction_metrics import Mean
 from keras.src.trainers.compile_utils import CompileLoss
 
 from tfdist.errors import UsageError
@@ -87,6 +86,7 @@ def _sums_by_fraction(
         return _by_fraction(mean, trace)
     reduced = original(values, sample_weight, reduction)
     if reduction != "sum":
+        trace.means.add(reduced.op.name)
         return reduced
     whole = _by_fraction(reduced, trace)
     trace.whole_sums.add(whole.op.name)
@@ -95,7 +95,9 @@ def _sums_by_fraction(
 
 def _by_fraction(value: tf.Tensor, trace: StepTrace) -> tf.Tensor:
     """Return a sum over the examples such that its part by the batch fraction is the sum."""
-    return tf.math.divide_no_nan(value, tf.cast(trace.share * trace.part, value.dtype))
+    mean = tf.math.divide_no_nan(value, tf.cast(trace.share * trace.part, value.dtype))
+    trace.means.add(mean.op.name)
+    return mean
 
 
 # What TensorFlow's guide to custom training writes divides by the number of replicas.
@@ -376,12 +378,10 @@ def _on_lists_of_the_step(
 
 # Means and synchronized statistics count the examples that count.
 #
-# A mean of numbers, one a step, counts numbers and not the examples behind them. A tracker of the
-# user's own that is fed with the step's loss gets it as one device has it, weighted by the batch
-# fraction, or by a micro-batch's part of the step. The loss of each of several outputs is a mean
-# over batches where the size of a batch is not known when the step is traced, and a small last
-# batch would count too much: examples are counted. The padding example of a replica whose batch
-# fraction is empty counts neither in a mean nor in synchronized statistics.
+# The loss of each of several outputs is a mean over batches where the size of a batch is not known
+# when the step is traced, and a small last batch would count too much: examples are counted, in
+# `metrics` of this package. The padding example of a replica whose batch fraction is empty counts
+# neither in a mean nor in synchronized statistics.
 
 
 @replaces(CompileLoss, "call", issue=f"{_KERAS}/trainers/compile_utils.py#L836")
@@ -399,18 +399,6 @@ def _noting_losses(original: Original, trace: StepTrace, self: Any, *args: Any, 
                 "pass the axes of an example, as axis=(1, 2, 3)"
             )
     return total
-
-
-@replaces(Mean, "update_state", issue=f"{_KERAS}/metrics/reduction_metrics.py#L138")
-def _mean_of_examples(
-    original: Original, trace: StepTrace, self: Any, values: Any, sample_weight: Any = None
-) -> Any:
-    if trace.in_losses and sample_weight is None:
-        return original(self, values, trace.examples)
-    is_whole = trace.num_replicas == 1 and not tf.is_tensor(trace.part)
-    if is_whole or sample_weight is not None or tf.convert_to_tensor(values).shape.rank != 0:
-        return original(self, values, sample_weight)
-    return original(self, values, trace.share * trace.part)
 
 
 @replaces(nn, "_compute_moments_sync", issue=f"{_KERAS}/backend/tensorflow/nn.py#L1515")

@@ -1,9 +1,10 @@
-"""Metrics in a step: their results in its logs are those of all replicas and steps.
+"""Metrics in a step: results count over all replicas and steps, a number of the step counts once.
 
 On one device the result of a metric in the logs of a step is that of the whole epoch. On several
 replicas, and in a work unit under ps, a step sees a part of the metric's state. Here the step notes
 which of its tensors are results, and what it computes from them is computed again from the whole
-state. Ended by: no release, Keras 3.15.1 included.
+state. A metric that is given a number of the step, such as a loss, sees it on each replica; it is
+to count once. Ended by: no release, Keras 3.15.1 included.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable
 from keras.src.metrics.metric import Metric
+from keras.src.metrics.reduction_metrics import Mean, Sum
 
 from tfdist.errors import require
 from tfdist.training.keras_compat.kernels import compiled
+from tfdist.training.keras_compat.losses import _by_fraction
+from tfdist.training.keras_compat.reduction import sum_over_replicas
 from tfdist.training.keras_compat.trace import (
     Original,
     StepTrace,
     ops_behind,
     replaces,
+    warn_once,
 )
 
 _SOURCE = "value_of_a_metric"
@@ -33,10 +39,12 @@ _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 
 @replaces(Metric, "__getattribute__", issue=f"{_KERAS}/metrics/metric.py#L167")
 def _in_a_step(original: Original, trace: StepTrace, self: Any, name: str) -> Any:
-    """Return an attribute; the `result` of any class notes what it returns."""
+    """Return an attribute; `result` and `update_state` of whichever class take the step's part."""
     found = original(self, name)
     if name == "result" and trace.sources is not None:
         return functools.partial(_noted_result, found, trace)
+    if name == "update_state":
+        return functools.partial(_update_once, found, trace, self)
     return found
 
 
@@ -174,3 +182,198 @@ def _hides_source(operation: tf.Operation) -> bool:
         for function in filter(None, found)
         for inner in function.graph.get_operations()
     )
+
+
+# Numbers of the step that metrics are given.
+#
+# A number is taken for what one device has: a mean over the examples is weighted by the batch
+# fraction, or by a micro-batch's part of the step, and a sum over the examples is added up. What a
+# metric does with a mean is linear for `Mean` and `Sum`. Any other metric is given the number of
+# the whole batch on one replica, so that it may also square it or count in whole numbers.
+
+
+@replaces(Mean, "update_state", issue=f"{_KERAS}/metrics/reduction_metrics.py#L138")
+def _mean_of_examples(
+    original: Original, trace: StepTrace, self: Any, values: Any, sample_weight: Any = None
+) -> Any:
+    if trace.in_losses and sample_weight is None:
+        return original(self, values, trace.examples)
+    if sample_weight is not None or not _is_partial(trace) or not _is_number(values):
+        return original(self, values, sample_weight)
+    if _is_sum(values, trace):
+        values = _by_fraction(tf.cast(values, self.dtype), trace)
+    return original(self, values, trace.share * trace.part)
+
+
+@replaces(Sum, "update_state", issue=f"{_KERAS}/metrics/reduction_metrics.py#L84")
+def _sum_of_steps(
+    original: Original, trace: StepTrace, self: Any, values: Any, sample_weight: Any = None
+) -> Any:
+    if sample_weight is not None or not _is_partial(trace) or not _is_number(values):
+        return original(self, values, sample_weight)
+    if _is_sum(values, trace):
+        return original(self, values)
+    return original(self, values, trace.share * trace.part)
+
+
+def _is_partial(trace: StepTrace) -> bool:
+    """Return whether a metric of this replica or micro-batch sees a part of the step."""
+    return not trace.in_update and (trace.num_replicas > 1 or tf.is_tensor(trace.part))
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether an argument is None or one number."""
+    if value is None or isinstance(value, bool | int | float | np.number):
+        return True
+    return (tf.is_tensor(value) or isinstance(value, Variable)) and value.shape.rank == 0
+
+
+def _update_once(
+    update: Callable[..., Any], trace: StepTrace, metric: Metric, *args: Any, **kwargs: Any
+) -> Any:
+    """Update a metric; one of the user's own that is given numbers of the step, once a step."""
+    numbers = keras.tree.flatten([args, kwargs])
+    is_own = not type(metric).update_state.__module__.startswith("keras.src.")
+    if not is_own or not _is_partial(trace) or not all(map(_is_number, numbers)):
+        return update(*args, **kwargs)
+    if not trace.is_in_step():
+        warn_once(
+            f"metric {metric.name!r}: an update in a loop or condition of the step counts once on "
+            f"each of {trace.num_replicas} replicas. Fix: update the metric in the step itself"
+        )
+        return update(*args, **kwargs)
+    wholes, counts_here = _of_whole_batch(numbers, trace)
+    args, kwargs = keras.tree.pack_sequence_as([args, kwargs], wholes)
+    before = [tf.identity(v) for v in metric.variables]
+    trace.in_update = True
+    try:
+        returned = update(*args, **kwargs)
+    finally:
+        trace.in_update = False
+    for variable, old in zip(metric.variables, before, strict=True):
+        new = tf.convert_to_tensor(variable)
+        if trace.num_replicas > 1:
+            variable.assign(tf.where(counts_here, new, old))
+        elif new.dtype.is_floating:  # of micro-batches, which follow each other
+            variable.assign(old + (new - old) * tf.cast(trace.part, new.dtype))
+    return returned
+
+
+def _of_whole_batch(numbers: list[Any], trace: StepTrace) -> tuple[list[Any], Any]:
+    """Return numbers of the whole batch, and whether this replica is the first with examples."""
+    wholes = [tf.convert_to_tensor(n) if isinstance(n, Variable) else n for n in numbers]
+    sums = [_is_sum(number, trace) for number in wholes]
+    if trace.num_replicas == 1:
+        pairs = zip(wholes, sums, strict=True)
+        return [
+            _by_fraction(tf.cast(n, tf.float32), trace) if is_sum else n for n, is_sum in pairs
+        ], True
+    places = [i for i, number in enumerate(wholes) if sums[i] or _is_computed(number)]
+    has_examples = tf.cast(tf.convert_to_tensor(trace.examples) > 0, tf.float64)
+    share = tf.cast(trace.share, tf.float64)
+    mine = [
+        tf.math.multiply_no_nan(tf.cast(wholes[i], tf.float64), has_examples if sums[i] else share)
+        for i in places
+    ]
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    place = tf.one_hot(replica, trace.num_replicas, dtype=tf.float64)
+    *totals, filled = sum_over_replicas([*mine, place * has_examples])
+    for i, total in zip(places, totals, strict=True):
+        kind = tf.convert_to_tensor(wholes[i]).dtype
+        wholes[i] = tf.cast(total if kind.is_floating else tf.round(total), kind)
+    return wholes, tf.equal(tf.cast(tf.argmax(filled), tf.int32), replica)
+
+
+def _is_computed(number: Any) -> bool:
+    """Return whether a number may be another one on each replica."""
+    return tf.is_symbolic_tensor(number) and number.dtype != tf.bool and number.op.type != "Const"
+
+
+# Sums over the examples, told from means by the operations that a number was computed by.
+
+
+_ELEMENTWISE = frozenset(
+    ("Abs", "Cast", "Identity", "Neg", "PreventGradient", "Reshape", "Squeeze", "StopGradient")
+)
+_SUMS = frozenset(("Add", "AddN", "AddV2", "Maximum", "Minimum", "SelectV2", "Sub"))
+_QUOTIENTS = frozenset(("DivNoNan", "RealDiv"))
+_REDUCTIONS = frozenset(("All", "Any", "Max", "Mean", "Min", "Prod", "Sum"))
+
+
+def _is_sum(value: Any, trace: StepTrace) -> bool:
+    """Return whether a number of the step is a sum over the replica's examples, or their number.
+
+    A number that grows in another way is taken for a mean.
+    """
+    if isinstance(value, int) and value == trace.rows() and value > 1:
+        warn_once(
+            f"a metric gets the number {value}, which is taken for the number of examples on a "
+            "replica. Fix: to count examples, pass tf.shape(x)[0]"
+        )
+        return True
+    if not tf.is_symbolic_tensor(value):
+        return False
+    return _growth(value, trace) == 1
+
+
+def _growth(tensor: tf.Tensor, trace: StepTrace) -> int:
+    """Return the power of the number of examples by which a tensor without their axis grows."""
+    operation = tensor.op
+    kind, inputs = operation.type, list(operation.inputs)
+    if operation.name in trace.means or not inputs:
+        return 0
+    if kind == "Sum" and _has_their_axis(inputs[0], trace):
+        return 1
+    if kind == "StridedSlice":
+        return int(_is_size(inputs[0], inputs[1], trace))
+    if kind in ("Size", "Prod"):
+        shaped = inputs[0].op.inputs[0] if inputs[0].op.type == "Shape" else inputs[0]
+        is_size = kind == "Size" or shaped is not inputs[0]
+        return int(is_size and _has_their_axis(shaped, trace))
+    if kind in _ELEMENTWISE or kind == "Sum":
+        return _growth(inputs[0], trace)
+    if kind == "Mul":
+        return sum(_growth(factor, trace) for factor in inputs)
+    if kind in _QUOTIENTS:
+        return _growth(inputs[0], trace) - _growth_of_divisor(inputs[0], inputs[1], trace)
+    if kind in _SUMS:
+        terms = inputs[1:] if kind == "SelectV2" else inputs
+        return min((_growth(t, trace) for t in terms if t.op.type != "Const"), default=0)
+    return 0
+
+
+def _growth_of_divisor(dividend: tf.Tensor, divisor: tf.Tensor, trace: StepTrace) -> int:
+    """Return the growth of a divisor; a size that was known is a constant."""
+    number = tf.get_static_value(divisor)
+    if number is None:
+        return _growth(divisor, trace)
+    sums = [op.inputs[0].shape for op in ops_behind([dividend]) if op.type == "Sum"]
+    sizes = {trace.rows(), *(shape.num_elements() for shape in sums)}
+    return int(bool(np.isin(number, [size for size in sizes if size])))
+
+
+def _is_size(shape: tf.Tensor, begin: tf.Tensor, trace: StepTrace) -> bool:
+    """Return whether an element of a shape is the number of examples."""
+    first = tf.get_static_value(begin)
+    if first is None or first[0] != 0:
+        return False
+    if shape.op.type == "Shape":
+        return _has_their_axis(shape.op.inputs[0], trace)
+    known = tf.get_static_value(shape)
+    return known is not None and bool(known[0] == trace.rows())
+
+
+def _has_their_axis(tensor: tf.Tensor, trace: StepTrace) -> bool:
+    """Return whether a tensor has the axis of the examples, by its shape and its operations."""
+    if tensor.shape.is_fully_defined() and trace.rows() not in tuple(tensor.shape):
+        return False
+    ends = {operation.name for operation in ops_behind([tensor]) if _reduces_first_axis(operation)}
+    batch = {part.op.name for part in trace.parts()}
+    return any(operation.name in batch for operation in ops_behind([tensor], until=ends))
+
+
+def _reduces_first_axis(operation: tf.Operation) -> bool:
+    if operation.type not in _REDUCTIONS:
+        return False
+    rank, axes = operation.inputs[0].shape.rank, tf.get_static_value(operation.inputs[1])
+    return bool(rank) and axes is not None and 0 in np.ravel(axes) % rank

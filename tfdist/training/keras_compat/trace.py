@@ -72,9 +72,11 @@ class StepTrace:
       counts: what optimizers have for their counts of updates; None for what is in the variable.
       updated: parts of variables that a sharded optimizer updates, in the order of its gradients.
       whole_sums: names of operations that give sums over the batch, which count as such.
+      means: names of operations that give losses, whose parts by the batch fraction add up.
       sources: functions that return whole values, by the names of the operations that give the
         step's values of metrics; None if the step's values are whole.
       hides_sources: True if a condition, a loop or a function in the step has a metric's result.
+      in_update: True while a metric is updated by numbers of the whole batch.
       layers: what holds the losses that layers have added, by the `id` of the layer.
       updates: False if optimizers change nothing, as in a trace that builds or looks at shapes.
       losses: shapes of the losses that gradients are taken of or layers add, in their order.
@@ -104,8 +106,10 @@ class StepTrace:
     in_losses: bool = False
     statistics: list[Variable] = dataclasses.field(default_factory=list)
     whole_sums: set[str] = dataclasses.field(default_factory=set)
+    means: set[str] = dataclasses.field(default_factory=set)
     sources: dict[str, Callable[[], Any]] | None = None
     hides_sources: bool = False
+    in_update: bool = False
     layers: dict[int, Any] = dataclasses.field(default_factory=dict)
     updates: bool = True
     losses: list[tf.TensorShape] = dataclasses.field(default_factory=list)

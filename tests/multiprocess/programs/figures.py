@@ -1,0 +1,245 @@
+"""Logs that steps compute from metrics, by key, and metrics that steps give numbers to."""
+
+import functools
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+
+RNG = np.random.default_rng(1)
+X = RNG.normal(size=(50, 6)).astype("float32")
+Y = np.eye(3, dtype="float32")[RNG.integers(0, 3, 50)]
+FITS = {
+    # Replicas have 8 and 7 examples, and one of two has none of the last step.
+    "batches of several sizes": {"examples": 46, "batch_size": 15},
+    # A replica of two has as many examples as an example has features.
+    "batches of one size": {"examples": 48, "batch_size": 12},
+}
+
+
+class Own(keras.metrics.Metric):
+    """The mean over steps of a function of the number that each step gives."""
+
+    adds_up = True
+
+    def __init__(self, function=tf.identity, dtype_of_count="float32", name=None):
+        super().__init__(name=name)
+        self.function = function
+        self.total = self.add_weight(name="total", initializer="zeros")
+        self.steps = self.add_weight(name="steps", initializer="zeros", dtype=dtype_of_count)
+
+    def update_state(self, value):
+        self.total.assign_add(self.function(tf.cast(value, tf.float32)))
+        self.steps.assign(self.steps + tf.ones([], self.steps.dtype))
+
+    def result(self):
+        steps = tf.cast(self.steps, tf.float32)
+        return tf.cond(steps > 0, lambda: self.total / steps, lambda: tf.zeros([]))
+
+
+class OfTwoNumbers(keras.metrics.Metric):
+    """A mean over examples, of a mean and a count; a dict of two results."""
+
+    adds_up = True
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.metrics.Sum()
+        self.count = self.add_weight(name="count", initializer="zeros")
+
+    def update_state(self, mean, *, count):
+        self.inner.update_state(mean * tf.cast(count, tf.float32))
+        self.count.assign_add(tf.cast(count, tf.float32))
+
+    def result(self):
+        return {"mean of two": self.inner.result() / self.count, "count of two": self.count}
+
+
+class Steps(keras.metrics.Metric):
+    """Counts updates, which are given nothing."""
+
+    adds_up = True
+
+    def __init__(self):
+        super().__init__()
+        self.steps = self.add_weight(name="steps", initializer="zeros", dtype="int32")
+
+    def update_state(self):
+        self.steps.assign_add(1)
+
+    def result(self):
+        return self.steps
+
+
+def mistakes(y, predicted):
+    return tf.reduce_sum(tf.cast(tf.argmax(y, 1) != tf.argmax(predicted, 1), tf.float32))
+
+
+def squares(y, predicted):
+    return tf.reduce_sum((predicted - y) ** 2)
+
+
+M = keras.metrics
+# The metrics of the step, and the numbers that each step gives them.
+FED = {
+    "loss_mean": (M.Mean, lambda x, y, p, loss: loss),
+    "loss_sum": (M.Sum, lambda x, y, p, loss: loss),
+    "loss_own": (Own, lambda x, y, p, loss: loss),
+    "loss_own_squared": (functools.partial(Own, tf.square, "int32"), lambda x, y, p, loss: loss),
+    "loss_and_a_penalty_sum": (M.Sum, lambda x, y, p, loss: loss + 0.1 * tf.nn.l2_loss(W)),
+    "mean_by_hand_sum": (M.Sum, lambda x, y, p, loss: squares(y, p) / tf.cast(len_of(x), p.dtype)),
+    "mean_by_Python_sum": (M.Sum, lambda x, y, p, loss: squares(y, p) / (x.shape[0] or len_of(x))),
+    "mean_by_columns_sum": (M.Sum, lambda x, y, p, loss: tf.reduce_sum(tf.reduce_mean(x, 0))),
+    "mean_by_columns_own": (Own, lambda x, y, p, loss: tf.reduce_sum(tf.reduce_mean(x, 0))),
+    "sum_by_hand_mean": (M.Mean, lambda x, y, p, loss: squares(y, p)),
+    "sum_by_hand_own": (Own, lambda x, y, p, loss: squares(y, p)),
+    "examples_sum": (M.Sum, lambda x, y, p, loss: len_of(x)),
+    "examples_own": (Own, lambda x, y, p, loss: len_of(x)),
+    "examples_by_Python_sum": (M.Sum, lambda x, y, p, loss: keras.ops.shape(x)[0]),
+    "examples_by_Python_own": (Own, lambda x, y, p, loss: keras.ops.shape(x)[0]),
+    "mistakes_sum": (M.Sum, lambda x, y, p, loss: mistakes(y, p)),
+    "steps_sum": (M.Sum, lambda x, y, p, loss: 1),
+    "a_variable_sum": (M.Sum, lambda x, y, p, loss: RATE),
+}
+W, RATE = tf.constant(np.ones((6, 3), "float32")), tf.constant(0.5)
+
+
+def len_of(x):
+    return tf.cast(tf.shape(x)[0], tf.float32)
+
+
+# Logs by their keys, of a model's metrics.
+LOGGED = {
+    "another name": lambda m: m.accuracy.result(),
+    "a product": lambda m: 2 * m.error.result(),
+    "a root": lambda m: tf.sqrt(m.error.result()),
+    "a sum of two": lambda m: m.accuracy.result() + m.error.result(),
+    "a ratio of two": lambda m: m.fed["loss_sum"].result() / m.fed["steps_sum"].result(),
+    "not linear": lambda m: m.auc.result(),
+    "a vector": lambda m: m.f1.result(),
+    "an element": lambda m: m.f1.result()[1],
+    "parts": lambda m: {f"part {i}": part for i, part in enumerate(tf.unstack(m.f1.result()))},
+    "a dict": lambda m: m.of_two.result(),
+    "an item": lambda m: -m.of_two.result()["mean of two"],
+    "a choice": lambda m: choice(m.accuracy.result()),
+    "a variable of a metric": lambda m: m.counting.steps,
+    "variables of a metric": lambda m: m.error.total / m.error.count,
+    "an array": lambda m: keras.ops.stack([m.accuracy.result(), m.error.result()]),
+    "nobody lists": lambda m: m.unlisted["metric"].result(),
+}
+# Under these keys a step returns what is computed from metrics and from something else.
+MIXED = {
+    "with a loss": lambda m, loss, x: m.accuracy.result() + loss,
+    "with the batch": lambda m, loss, x: m.accuracy.result() * tf.reduce_mean(x),
+    "with a variable": lambda m, loss, x: m.accuracy.result() * m.optimizer.learning_rate,
+    "with a draw": lambda m, loss, x: m.accuracy.result() + tf.random.uniform([]),
+    "in a condition": lambda m, loss, x: tf.cond(loss > 0, m.accuracy.result, lambda: 0.0),
+    "in a function": lambda m, loss, x: tf.function(lambda: m.accuracy.result())(),
+}
+
+
+def choice(value):
+    return tf.cond(value > 0.9, lambda: value, lambda: value + 1.0)
+
+
+class Figures(keras.Model):
+    """Steps of its own, which return `LOGGED`, results of `FED`, and one of `MIXED`, if any."""
+
+    def __init__(self, mixed=None):
+        super().__init__()
+        self.net = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")])
+        self.criterion = keras.losses.CategoricalCrossentropy()
+        self.accuracy, self.error, self.auc = M.CategoricalAccuracy(), M.MeanSquaredError(), M.AUC()
+        self.f1 = M.F1Score()
+        self.f1._build((None, 3), (None, 3))
+        self.of_two, self.counting = OfTwoNumbers(), Steps()
+        self.fed = {name: make(name=name) for name, (make, _) in FED.items()}
+        self.unlisted = {"metric": M.Mean()}
+        self.mixed = mixed
+
+    @property
+    def metrics(self):
+        judging = [self.accuracy, self.error, self.auc, self.f1]
+        return [*judging, self.of_two, self.counting, *self.fed.values()]
+
+    def call(self, x):
+        return self.net(x)
+
+    def logs_of(self, x, y):
+        p = self.net(x)
+        loss = self.criterion(y, p)
+        for metric in (self.accuracy, self.error, self.auc, self.f1):
+            metric.update_state(y, p)
+        self.unlisted["metric"].update_state(loss)
+        self.of_two.update_state(tf.reduce_mean((y - p) ** 2), count=tf.shape(x)[0])
+        self.counting.update_state()
+        for name, (_, number) in FED.items():
+            self.fed[name].update_state(number(x, y, p, loss))
+        if self.mixed is not None:
+            return {self.mixed: MIXED[self.mixed](self, loss, x)}
+        logs = {key: log(self) for key, log in LOGGED.items()}
+        return {**logs, **{name: metric.result() for name, metric in self.fed.items()}}
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.criterion(data[1], self.net(data[0]))
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return self.logs_of(*data)
+
+    def test_step(self, data):
+        return self.logs_of(*data)
+
+
+def figures(mixed=None):
+    """A model whose weights stay as they are, so that the order of steps does not matter."""
+    keras.utils.set_random_seed(3)
+    model = Figures(mixed)
+    model.build((None, 6))
+    model.compile(keras.optimizers.SGD(0.0))
+    return model
+
+
+def logged(model, fit, evaluate, *, examples, batch_size):
+    """History of a fit, and the logs of an evaluation after it, by keys."""
+    x, y = X[:examples], Y[:examples]
+    options = {"batch_size": batch_size, "verbose": 0}
+    found = fit(model, x, y, epochs=2, shuffle=False, validation_data=(x[:33], y[:33]), **options)
+    evaluated = evaluate(model, x, y, return_dict=True, **options)
+    return keras.tree.map_structure(
+        lambda value: np.asarray(value).tolist(), {**found.history, "evaluated": evaluated}
+    )
+
+
+def by_tfdist(strategy):
+    """What `logged` finds under a strategy, by the fits."""
+    found = {}
+    for name, options in FITS.items():
+        with strategy.scope():
+            model = figures()
+        found[name] = logged(model, tfdist.fit, tfdist.evaluate, **options)
+    return found
+
+
+def by_keras():
+    """What Keras' own fit and evaluate find on one device, by the fits."""
+    return {
+        name: logged(figures(), keras.Model.fit, keras.Model.evaluate, **options)
+        for name, options in FITS.items()
+    }
+
+
+def require_equal(found, expected):
+    """Fail where figures are not what one device has."""
+    for fit, wanted in expected.items():
+        evaluated = wanted["evaluated"].keys()
+        assert found[fit].keys() == {*evaluated, *(f"val_{key}" for key in evaluated), "evaluated"}
+        assert found[fit]["evaluated"].keys() == evaluated
+        for key, value in wanted.items():
+            where = {} if key == "evaluated" else {"": value}
+            for inner, number in (where or value).items():
+                seen = found[fit][key] if where else found[fit][key][inner]
+                message = f"{fit}: {key} {inner}"
+                np.testing.assert_allclose(seen, number, rtol=1e-4, err_msg=message)
