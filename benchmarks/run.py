@@ -33,7 +33,6 @@ import save_overhead
 import sharded_optimizer
 import single_cnn
 import single_dense
-import sweep_chief
 import sweep_digits
 import tracker_overhead
 
@@ -58,7 +57,6 @@ ROWS = tuple(
         launcher_help,
         launcher_tasks,
         sweep_digits,
-        sweep_chief,
     )
 )
 LEAST_PAIRS = 5

@@ -14,7 +14,7 @@ import pytest
 from tests import forked_python
 
 JOBS = (
-    *("test_training_ps", "test_hosts", "test_training", "test_tune_hosts", "test_ps_job"),
+    *("test_training_ps", "test_hosts", "test_training", "test_ps_job"),
     *("test_worker_pool", "test_tune", "test_deadlocks", "test_tune_python", "test_placement"),
     *("test_pipeline_jobs", "test_sharded_optimizer", "test_serve_exported", "test_notebook"),
     *("test_hangs", "test_preemption", "test_launcher", "test_evaluator", "test_missing_peer"),

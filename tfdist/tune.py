@@ -16,9 +16,8 @@ from tfdist.argument_parser import run_program
 from tfdist.configs import command_line
 from tfdist.errors import EXIT_OK
 from tfdist.tuning import sweep
-from tfdist.tuning.config_sweep import ConfigSweep, program_of
+from tfdist.tuning.config_sweep import ConfigSweep
 from tfdist.tuning.options import SweepOptions, parse
-from tfdist.tuning.protocol import apply_tf_config
 from tfdist.tuning.results import show
 
 
@@ -34,15 +33,13 @@ def _run(options: SweepOptions | Path) -> int:
     if isinstance(options, Path):
         show(options)
         return EXIT_OK
-    options, environ = apply_tf_config(options, os.environ)
-    if options.join is not None:  # a runner, which needs no KerasTuner
-        return sweep.join(options, program_of(options), environ)
+    sweep.require_alone("tfdist.tune", os.environ)
     config = command_line.parse([f"--config={options.config}", *options.config_flags]).config
     # KerasTuner loads TensorFlow, of which the chief uses nothing: it is to take no GPU's memory
     # from the trials, and to say nothing.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    exit_code, _ = sweep.run(ConfigSweep(options, config, environ))
+    exit_code, _ = sweep.run(ConfigSweep(options, config, os.environ))
     return exit_code
 
 

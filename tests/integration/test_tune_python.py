@@ -228,7 +228,6 @@ WORKERS = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "in
         (hyperband, {"strategy": tfdist}, "--strategy", "unknown-value"),
         (hyperband, {"paralell_trials": 2}, SEARCH, "unknown-argument"),
         (with_a_fit_of_its_own, {"epochs": 2}, SEARCH, "unknown-argument"),
-        (hyperband, {"reconnect_s": "60"}, "--reconnect_s", "not-a-number"),
         (used_up, {}, SEARCH, "tuner-has-searched"),
         (lambda: build, {}, SEARCH, "no-tuner"),
         (lambda: build, {"sweep_dir": "s"}, SEARCH, "no-tuner"),

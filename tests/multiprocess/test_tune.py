@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests import forked_python, processes
-from tfdist.cluster import HeldPort, hold_ports
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import SweepState, fold, read
 from tfdist.tuning.trial_job import Completed, Failed, Goal, LauncherRunner, Outcome, TrialJob
@@ -122,15 +121,6 @@ def test_a_trial_is_put_aside_at_its_virtual_epoch_and_goes_on_later(tmp_path):
         outcome = trial.run(budget=budget)
         assert isinstance(outcome, Completed)
         assert outcome.score == score
-
-
-def free_address() -> str:
-    """An address for a chief; nobody else is given its port while the tests run."""
-    _held.extend(hold_ports(1))
-    return _held[-1].address
-
-
-_held: list[HeldPort] = []
 
 
 TUNE = """

@@ -27,7 +27,7 @@ LINES = {
     "checkpoint": 2_496,
     "training": 7_612,
     "ps, pipeline": 5_664,
-    "tuning": 4_660,
+    "tuning": 3_475,
     "serving": 3_815,
     "around": 7_031,  # report, outputs, app, find, ops, audit, configs and the programs
 }

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.refusals import refused
 from tests.unit.sweep_world import BEGUN, FAILED, FakeSearch, Slots, World, flags_of, trials_in
 from tfdist.errors import UsageError
 from tfdist.outputs.sweep_journal import Journal, Trial, fold, read
@@ -23,7 +22,6 @@ from tfdist.tuning.trial_job import (
     Failed,
     Goal,
     Killed,
-    LauncherRunner,
     TrialJob,
     medians_of,
     outcome_of,
@@ -167,14 +165,6 @@ def test_the_time_of_a_trial_leaves_out_the_time_without_a_chief(tmp_path):
     second = trial.ended_at - again["at"]
     assert trial.seconds == pytest.approx(4.0 + second)
     assert trial.ended_at - trial.began_at > 1000.0
-
-
-def test_a_chief_that_does_not_serve_leaves_trials_elsewhere_alone(tmp_path):
-    runner = LauncherRunner(
-        program=(), launch_flags=(), gpus=(), slots=1, environ={}, timeout_s=1.0
-    )
-    job = TrialJob(run_dir=tmp_path, flags=(), goal=GOAL, trial="0")
-    assert refused(lambda: runner.take_over(job)) == ("--serve", "trial-elsewhere")
 
 
 # Hopeless trials.

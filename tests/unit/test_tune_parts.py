@@ -120,11 +120,6 @@ def test_the_command_line_of_the_page_is_read():
         ("--trial_timeout_s=0", "--trial_timeout_s", "not-a-number"),
         ("--trial_timeout_s=nan", "--trial_timeout_s", "not-a-number"),
         ("--workers=2", "--workers", "workers-of-one-process"),
-        ("--serve=a", "--serve", "TFC010"),
-        ("--join=a:99999", "--join", "TFC011"),
-        ("--serve=a:1 --join=a:1", "--join", "exclusive"),
-        ("--join=a:1 --parallel_trials=0", "--parallel_trials", "not-an-int"),
-        ("--join=a:1 --reconnect_s=0", "--reconnect_s", "not-a-number"),
     ],
 )
 def test_a_wrong_flag_is_refused(flags, where, code):
@@ -281,7 +276,7 @@ def test_a_trial_waits_for_who_still_writes_its_files_and_is_not_run_again(tmp_p
     ended = trial.poll()
     assert isinstance(ended, Completed)
     assert ended.score == 0.5
-    assert trial.pid is None
+    assert trial.pidfd is None
 
 
 def test_a_trial_that_cannot_be_written_is_one_line(tmp_path):

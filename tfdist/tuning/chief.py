@@ -71,8 +71,8 @@ class Chief:
         self._stop_requests = stop_requests
         self.state = fold(journal.lines)
         self._running: dict[str, tuple[TrialJob, RunningTrial]] = {}
-        begun = (trial for trial in self.state.trials.values() if trial.status == BEGUN)
-        self._left = {trial.id for trial in begun if trial.slot and trial.slot.runner == HERE}
+        trials = self.state.trials.values()
+        self._left = {trial.id for trial in trials if trial.status == BEGUN}
         """Trials whose jobs an earlier chief has started, and which ended with it."""
         self._no_more = False
         self._ask_again = True
@@ -84,7 +84,6 @@ class Chief:
 
         After a stop the same command goes on.
         """
-        self._take_over()
         try:
             while not self._is_to_stop() and not self._too_many_failed():
                 self._fill()
@@ -114,14 +113,6 @@ class Chief:
         can_ask = self._ask_again and not self._no_more
         return not (self._running or can_ask or self._waiting())
 
-    def _take_over(self) -> None:
-        """Wait for the runners to which a chief before has given trials."""
-        for trial in self.state.trials.values():
-            slot = trial.slot
-            if trial.status == BEGUN and slot is not None and slot.runner != HERE:
-                job = self._job(trial, slot=slot, lease=trial.starts)
-                self._running[trial.id] = job, self._runner.take_over(job)
-
     def _fill(self) -> None:
         """Start trials in all places that are free, once it is on disk that they are."""
         jobs: dict[str, TrialJob] = {}
@@ -144,7 +135,7 @@ class Chief:
             if trial is None:
                 return None
             try:
-                job = self._job(trial, slot=slot, lease=trial.starts + 1)
+                job = self._job(trial, slot=slot)
             except UsageError as error:
                 self._end(trial, Failed(reason=str(error)))
                 continue
@@ -214,7 +205,7 @@ class Chief:
         past = self.state.trials.get(values.get("tuner/trial_id") or "")
         return past.run if past else name, until if is_cut else None
 
-    def _job(self, trial: Trial, *, slot: Slot, lease: int) -> TrialJob:
+    def _job(self, trial: Trial, *, slot: Slot) -> TrialJob:
         goal = Goal(
             objective=self.state.begun["objective"],
             direction=self.state.begun["direction"],
@@ -229,7 +220,6 @@ class Chief:
             goal=goal,
             slot=slot,
             trial=trial.id,
-            lease=lease,
         )
 
     def _run_dir(self, trial: Trial) -> Path:
@@ -247,26 +237,23 @@ class Chief:
         )
 
     def _wait_for_ends(self, *, is_stopping: bool = False) -> None:
-        """Wait a moment and write down what has ended meanwhile.
+        """Wait a moment and record the trials that have ended meanwhile.
 
-        Of what ends as it is stopped that is what has come to its goal, and what its runner has
-        given back, so that the next chief need not wait for it.
+        Of trials that end as they are stopped, record those that have reached their goal.
         """
         self._runner.wait([running for _, running in self._running.values()], POLL_S)
         for name, (_, running) in list(self._running.items()):
             if outcome := running.poll():
                 del self._running[name]
-                is_given_back = isinstance(outcome, Killed) and not outcome.counts
-                if isinstance(outcome, Completed) or is_given_back or not is_stopping:
+                if isinstance(outcome, Completed) or not is_stopping:
                     self._record(self.state.trials[name], outcome)
-                    running.taken()
 
     def _record(self, trial: Trial, outcome: Outcome) -> None:
         if not isinstance(outcome, Killed):
             self._end(trial, outcome)
             return
         reached = len(self._runner.metrics(self._run_dir(trial)))
-        kills = (trial.kills if reached <= trial.reached else 0) + outcome.counts
+        kills = (trial.kills if reached <= trial.reached else 0) + 1
         if kills > KILLS_AT_MOST:
             reason = f"killed {kills} times without progress; the last time: {outcome.reason}"
             self._end(trial, Failed(reason=reason))

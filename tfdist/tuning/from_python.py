@@ -14,7 +14,6 @@ from typing import Any
 import keras_tuner
 import numpy as np
 
-from tfdist.cluster import read_environment
 from tfdist.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -27,7 +26,7 @@ from tfdist.errors import (
 from tfdist.launch.options import Program, imports_tensorflow
 from tfdist.outputs.sweep_journal import JOURNAL, TRIALS, SweepState, Trial, read
 from tfdist.tuning import sweep
-from tfdist.tuning.options import NONE, RECONNECT_S, RunOptions, require_no_rule
+from tfdist.tuning.options import NONE, RunOptions, require_no_rule
 from tfdist.tuning.oracle import (
     PROJECT,
     Search,
@@ -141,19 +140,6 @@ def _is_installed(module: Any) -> bool:
     return "site-packages" in parts or "dist-packages" in parts
 
 
-def require_alone(environ: Mapping[str, str]) -> None:
-    """Raise UsageError in one of several tasks, each of which would search."""
-    config = read_environment(environ)
-    if config is not None and len(config.cluster.tasks()) > 1:
-        raise UsageError(
-            "tfdist.tuning.search",
-            received=f"a call in a {config.cluster.kind} job of several tasks",
-            expected="one process, which starts a job for each trial",
-            fix="start the program by itself, and name the strategy in search(strategy=...)",
-            code="search-in-a-job",
-        )
-
-
 # The sweep.
 
 _SETTINGS = ("max_epochs", "factor", "hyperband_iterations", "num_initial_points", "alpha", "beta")
@@ -182,10 +168,6 @@ def search(
     early_stop: str = NONE,
     retrain_best: bool = False,
     overwrite: bool = False,
-    serve: str | None = None,
-    join: str | None = None,
-    rendezvous_token_file: str | None = None,
-    reconnect_s: float = RECONNECT_S,
     **fit_kwargs: Any,
 ) -> None:
     """Do what ``tuner.search(*fit_args, **fit_kwargs)`` does; every trial is a job of its own.
@@ -206,16 +188,11 @@ def search(
       retrain_best: train the best values anew in the end, and save ``best/model.keras``.
       overwrite: move an earlier sweep in `sweep_dir` aside. The tuner's own `overwrite` concerns
         what KerasTuner itself has written, and so nothing here.
-      serve: ``host:port`` of this machine, where runners on other hosts come.
-      join: ``host:port`` of a sweep's chief: this program is a runner of its, and ends here.
-      rendezvous_token_file: the secret of chief and runners; else TFDIST_RENDEZVOUS_TOKEN.
-      reconnect_s: for how long a runner looks for its chief.
 
     Raises:
       UsageError: before anything is started.
       TfdistError: too many trials have failed.
-      StartupTimeout: a runner has not found its chief.
-      SystemExit: in a trial, which is done; in a runner; in a sweep that was asked to stop.
+      SystemExit: in a trial, which is done; in a sweep that was asked to stop.
     """
     options = RunOptions(
         sweep_dir=sweep_dir_of(tuner, sweep_dir),
@@ -230,10 +207,6 @@ def search(
         early_stop=early_stop,
         retrain_best=retrain_best,
         overwrite=overwrite,
-        serve=serve,
-        join=join,
-        rendezvous_token_file=rendezvous_token_file,
-        reconnect_s=reconnect_s,
     )
     if isinstance(tuner.oracle, keras_tuner.oracles.HyperbandOracle):
         require_no_rule(early_stop)
@@ -257,9 +230,7 @@ def search(
         sys.exit(EXIT_OK)
     require_fresh(tuner)
     if assignment is None:  # else a search before the one whose trial this is: it is finished
-        require_alone(os.environ)
-        if join is not None:
-            sys.exit(sweep.join(options, _trial_program(), os.environ))
+        sweep.require_alone("tfdist.tuning.search", os.environ)
         fitting = {f"argument {n}": arg for n, arg in enumerate(fit_args, 1)} | fit_kwargs
         exit_code, state = sweep.run(TunerSweep(tuner, options, _trial_program(), fitting))
         _raise_unless_done(exit_code, state, options.sweep_dir)

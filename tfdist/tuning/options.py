@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist.argument_parser import Parser
-from tfdist.cluster.address import check_address
 from tfdist.errors import (
     UsageError,
-    mutually_exclusive,
     require,
     require_int,
     require_number,
@@ -24,7 +22,6 @@ OBJECTIVES = {"val_accuracy": "max", "val_loss": "min", "accuracy": "max", "loss
 """What a trial reports, and which way is better."""
 DEFAULT_MAX_TRIALS = 20
 NONE, MEDIAN = "none", "median"
-RECONNECT_S = 300.0
 EARLY_STOPS = (NONE, MEDIAN)
 """Whether a trial may be stopped as hopeless, and by which rule."""
 
@@ -48,31 +45,15 @@ class RunOptions:
     early_stop: str = NONE
     retrain_best: bool = False
     overwrite: bool = False
-    serve: str | None = None
-    """Where runners on other hosts come to this sweep, ``host:port``."""
-    join: str | None = None
-    """Where the chief is for which this is a runner."""
-    rendezvous_token_file: str | None = None
-    reconnect_s: float = RECONNECT_S
-    """For how long a runner looks for its chief."""
     backup_every_steps: int | None = None
     """How often a trial of `tfdist.tuning.search` saves; a configuration says it by itself."""
 
     def __post_init__(self) -> None:
         require_one_of("--strategy", self.strategy, STRATEGIES)
         require_one_of("--early_stop", self.early_stop, EARLY_STOPS)
-        _require_least(0 if self.serve else 1, parallel_trials=self.parallel_trials)
-        names = ("workers", "ps", "max_failed_trials", "devices_per_worker", "backup_every_steps")
+        names = ("parallel_trials", "workers", "ps", "max_failed_trials", "devices_per_worker")
+        names += ("backup_every_steps",)
         _require_least(1, **{name: getattr(self, name) for name in names})
-        mutually_exclusive(
-            {"--join": self.join, "--serve": self.serve},
-            fix="give --serve to the sweep's chief, and --join to its runners",
-        )
-        for flag, address in (("--serve", self.serve), ("--join", self.join)):
-            if address is not None:
-                check_address(address, where=flag)
-        fix = "leave it out for 300"
-        require_number("--reconnect_s", self.reconnect_s, above=0, unit="seconds", fix=fix)
         if self.trial_timeout_s != math.inf:
             fix = "leave it out to wait for ever"
             require_number(
@@ -177,10 +158,6 @@ def _parser() -> Parser:
     add("--trial_timeout_s", type=float, metavar="S", help="end a trial without progress (never)")
     add("--early_stop", metavar="|".join(EARLY_STOPS), help="end hopeless trials (none)")
     add("--retrain_best", action="store_true", help="train the best anew and save the model")
-    add("--serve", metavar="HOST:PORT", help="let runners come to this sweep, there")
-    add("--join", metavar="HOST:PORT", help="be a runner of the sweep that is served there")
-    add("--rendezvous_token_file", metavar="F", help="of --serve and --join: what they share")
-    add("--reconnect_s", type=float, metavar="S", help="a runner waits so for its chief (300)")
     add("--overwrite", action="store_true", help="move an earlier sweep aside, into old-1, ...")
     add("--show", metavar="DIR", help="print the sweep in DIR and do nothing else")
     return parser

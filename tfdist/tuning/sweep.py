@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import random
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
@@ -14,22 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist import files
+from tfdist.cluster import read_environment
 from tfdist.cluster.settings import restarts
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError, require
 from tfdist.files import FileLock, Held, one_line_errors
 from tfdist.launch.events import SignalPipe
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.machine import Machine, this_machine
-from tfdist.launch.multihost.hosts import environment_of_tasks
 from tfdist.outputs.run_directory import RunDirectory, differences
 from tfdist.outputs.sweep_journal import JOURNAL, LOCK, TRIALS, Journal, SweepState, Trial, fold
 from tfdist.tuning.chief import KILLS_AT_MOST, POLL_S, Chief, StopRequests
-from tfdist.tuning.guard import LeaseGuardClient
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.protocol import listener_of, sweep_address_of, write_ownership
-from tfdist.tuning.remote_runner import ChiefClient, RemoteRunner
 from tfdist.tuning.results import SweepScreen, export_hparams, leaderboard, variables_of_trials
-from tfdist.tuning.serving import RunnerServer, ServingRunner
 from tfdist.tuning.trial_job import (
     Completed,
     Failed,
@@ -52,10 +47,7 @@ RETRAINED = "best"
 
 
 class Sweep(ABC):
-    """A sweep as requested: the search that chooses its trials, and the program these run.
-
-    Raises UsageError for an address at which there is no token.
-    """
+    """A sweep as requested: the search that chooses its trials, and the program these run."""
 
     first_seed: int | None = None
     """Of a sweep that begins and whose description has none; None to draw one."""
@@ -71,7 +63,6 @@ class Sweep(ABC):
         self.tracked: Mapping[str, str] = {}
         """Variables by which the trials' runs there are of this sweep, once it has begun."""
         self.options = options
-        self.address = sweep_address_of(options, program, environ)
         self.runner = runner_of(options, program, environ)
 
     @abstractmethod
@@ -152,39 +143,22 @@ def _run_trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
         logger.info("the sweep in %s is finished; overwrite runs it again", sweep_dir)
         leaderboard(state, sweep_dir)
         return EXIT_FAILED if state.has_failed else EXIT_OK, state
-    serving, exit_code = _serving(sweep), None
-    try:
-        search = sweep.search(journal.lines[0])
-        search.replay(journal.lines)
-        search.publish()
-        with SweepScreen(sweep_dir, export=export_hparams) as screen, SignalPipe() as signals:
-            chief = Chief(
-                sweep,
-                search=search,
-                journal=journal,
-                runner=serving or sweep.runner,
-                observer=screen,
-                stop_requests=signals.stop_requests,
-            )
-            screen.begin(chief.state)
-            exit_code = chief.run()
-            screen.end(chief.state)
-    finally:
-        if serving is not None:
-            serving.close(exit_code)
+    search = sweep.search(journal.lines[0])
+    search.replay(journal.lines)
+    search.publish()
+    with SweepScreen(sweep_dir, export=export_hparams) as screen, SignalPipe() as signals:
+        chief = Chief(
+            sweep,
+            search=search,
+            journal=journal,
+            runner=sweep.runner,
+            observer=screen,
+            stop_requests=signals.stop_requests,
+        )
+        screen.begin(chief.state)
+        exit_code = chief.run()
+        screen.end(chief.state)
     return exit_code, chief.state
-
-
-def _serving(sweep: Sweep) -> ServingRunner | None:
-    """Listen for runners, and report in the directory where; None where none may come."""
-    where = sweep.address
-    if where is None:
-        return None
-    listener = listener_of(where.address)
-    ownership = write_ownership(sweep.options.sweep_dir, address=where.address)
-    server = RunnerServer(listener, token=where.token, terms=where.terms)
-    logger.info("runners may come to %s", where.address)
-    return ServingRunner(sweep.runner, server, ownership=ownership)
 
 
 def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> None:
@@ -199,27 +173,13 @@ def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> No
         journal.add("extended", max_trials=now["max_trials"])
 
 
-# What runs the trials on this host, for the chief and its runners.
-
-
-def join(options: RunOptions, program: TrialProgram, environ: Mapping[str, str]) -> int:
-    """Run trials for the chief of a sweep; return the exit code. Raises as `RemoteRunner.run`."""
-    where = sweep_address_of(options, program, environ)
-    assert where is not None, "no --join"
-    lease_guard = LeaseGuardClient()
-    chief = ChiefClient(where, sweep_dir=options.sweep_dir, renew=lease_guard.renew)
-    here = runner_of(options, program, environ)
-    try:
-        return RemoteRunner(options, here, chief=chief, lease_guard=lease_guard).run()
-    finally:
-        here.close()
+# The runner of the trials on this host.
 
 
 def runner_of(
     options: RunOptions, program: TrialProgram, environ: Mapping[str, str]
 ) -> LauncherRunner:
     """Return the runner of trials on this machine."""
-    environ = environment_of_tasks(environ)
     machine = this_machine(environ)
     return LauncherRunner(
         program=program.command,
@@ -238,15 +198,12 @@ def _fork_template(
     """Return the process that imports once for all trials; None where a fork would break a GPU."""
     if program.imports is None or machine.gpus or machine.has_gpu_driver:
         return None
-    log = FORK_LOG
-    if options.join is not None:
-        log = log.replace(".", f"-{socket.gethostname()}.", 1)
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": "-1"}  # as the launcher has it
     return ForkTemplate(
         ("tensorflow", "keras", *program.imports),
         more=program.more_imports,
         environ={**quiet, **environ},
-        log_path=options.sweep_dir / log,
+        log_path=options.sweep_dir / FORK_LOG,
     )
 
 
@@ -316,6 +273,19 @@ def retrain(runner: Runner, job: TrialJob, *, stop_requests: StopRequests) -> in
     return EXIT_OK
 
 
+def require_alone(where: str, environ: Mapping[str, str]) -> None:
+    """Raise UsageError in one of several tasks, each of which would run the sweep."""
+    config = read_environment(environ)
+    if config is not None and len(config.cluster.tasks()) > 1:
+        raise UsageError(
+            where,
+            received=f"a call in a {config.cluster.kind} job of several tasks",
+            expected="one process, which starts a job for each trial",
+            fix="start it by itself, and name the strategy of the trials (--strategy, strategy=)",
+            code="search-in-a-job",
+        )
+
+
 # The directory of a sweep: whose it is, and whether a command may go on with it.
 
 FORK_LOG = "fork-server.log"
@@ -364,9 +334,9 @@ def _require_at_rest(path: Path) -> None:
         require(
             not is_run_in(run_dir),
             "--overwrite",
-            received=f"it while {run_dir} is written, as by a runner whose chief was killed",
+            received=f"it while {run_dir} is written, as by a trial whose chief was killed",
             expected="a sweep at rest",
-            fix="end the runners of the earlier sweep, wait a moment for the save, try again",
+            fix="end the trials of the earlier sweep, wait a moment for the save, try again",
             code="sweep-runs",
         )
 

@@ -23,7 +23,6 @@ from tfdist.errors import (
     EXIT_PEER_MISSING,
     EXIT_STOPPED,
     TfdistError,
-    UsageError,
 )
 from tfdist.files import is_held, one_line_errors
 from tfdist.launch.fork_server import ForkTemplate
@@ -82,8 +81,6 @@ class TrialJob:
     variables: Mapping[str, str] = field(default_factory=dict)
     """Added to its environment."""
     trial: str = ""
-    lease: int = 0
-    """Which start of the trial it is."""
 
     @property
     def is_written(self) -> bool:
@@ -107,9 +104,6 @@ class RunningTrial(Protocol):
     def stop(self) -> None:
         """Ask it to save and end; `poll` goes on until it has."""
 
-    def taken(self) -> None:
-        """What `poll` has returned is written down: nobody needs to keep it any more."""
-
 
 class Runner(Protocol):
     """Interface of what runs the chief's trials."""
@@ -125,9 +119,6 @@ class Runner(Protocol):
 
     def start(self, job: TrialJob) -> RunningTrial:
         """Start a trial, or go on with it where it stood."""
-
-    def take_over(self, job: TrialJob) -> RunningTrial:
-        """Return a trial that another runner has, whose chief has been killed."""
 
     def wait(self, running: Sequence[Any], timeout_s: float) -> None:
         """Return when a trial may have ended, after `timeout_s` at the latest."""
@@ -191,8 +182,6 @@ class Killed:
     """Something outside ended it, and not the trial itself: it is worth another start."""
 
     reason: str
-    counts: bool = True
-    """Whether it may have been for the trial, and so the next time too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -382,15 +371,6 @@ class LauncherRunner:
     def start(self, job: TrialJob) -> LaunchedTrial:
         return LaunchedTrial(self, job)
 
-    def take_over(self, job: TrialJob) -> RunningTrial:
-        raise UsageError(
-            "--serve",
-            received=f"nothing, while trial {job.trial} is with a runner",
-            expected="HOST:PORT, as before",
-            fix="give it, so that the runner comes back or loses the trial",
-            code="trial-elsewhere",
-        )
-
     def wait(self, running: Sequence[Any], timeout_s: float) -> None:
         ends_of(running).poll(timeout_s * 1000)
 
@@ -463,20 +443,6 @@ class LaunchedTrial:
     def stop(self) -> None:
         self._is_unwanted = True
         self._end()
-
-    def taken(self) -> None:
-        """Nothing is kept."""
-
-    def kill(self) -> None:
-        """End it without the save; `poll` goes on until it has."""
-        self._is_unwanted = True
-        self._kill_at_s = time.monotonic()
-        self._signal(signal.SIGKILL)
-
-    @property
-    def pid(self) -> int | None:
-        """Return the launcher's process id; None before it is started."""
-        return self._process.pid if self._process else None
 
     def _outcome(self, status: int) -> Outcome:
         if outcome := self._runner.outcome(self._job):

@@ -79,11 +79,9 @@ if __name__ == "__main__":
         callbacks=[Mishaps(sweep_dir)],
         strategy=strategy,
         workers=workers,
-        parallel_trials=0 if "SERVE" in os.environ else 2,
+        parallel_trials=2,
         sweep_dir=sweep_dir / "sweep",
         retrain_best=True,
-        serve=os.environ.get("SERVE"),
-        join=os.environ.get("JOIN"),
     )
     best = tuner.oracle.get_best_trials()[0]
     model = tuner.get_best_models()[0]
