@@ -1,17 +1,14 @@
 #!/usr/bin/env bash
-# The digits on several hosts, TASKS (1) workers on each. On each of them, at about the same time:
+# The digits on several hosts, TASKS (1) workers on each, started by ssh from one of them:
 #
-#   host a:  ./multiworker.sh 0 a b
-#   host b:  ./multiworker.sh 1 a b
+#   ./multiworker.sh a b
 #
-# All need the same checkout, the same token (see README.md), and a network in which only they are.
+# All need the same checkout on a shared file system, and a network in which only they are.
 set -euo pipefail
-if (($# < 3)); then
-    echo "usage: $0 RANK HOST0 HOST1 [HOST...] [-- flags of tfdist.train]" >&2
+if (($# < 2)); then
+    echo "usage: $0 HOST0 HOST1 [HOST...] [-- flags of tfdist.train]" >&2
     exit 2
 fi
-rank=$1
-shift
 hosts=()
 while (($#)) && [[ $1 != -- ]]; do
     hosts+=("$1:${TASKS:-1}")
@@ -21,6 +18,6 @@ cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
 
 exec "$PYTHON" -m tfdist.launch --strategy multiworker \
-    --hosts "$(IFS=,; echo "${hosts[*]}")" --node_rank "$rank" --max_restarts 3 \
+    --hosts "$(IFS=,; echo "${hosts[*]}")" --max_restarts 3 \
     --run_dir "${RUN_DIR:-runs/hosts}" \
     -m tfdist.train --config configs/digits_multiworker.py "${@:2}"

@@ -1,17 +1,17 @@
-"""Jobs of two launchers, on two addresses of this machine as two hosts, without TensorFlow."""
+"""Jobs on two hosts, which are two addresses of this machine, without TensorFlow."""
 
 import json
 import os
 import re
 import signal
-import socket
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.jobs import DEADLINE_S, PAUSE, ROOT, STARTS, report
+from tests.multiprocess.jobs import DEADLINE_S, PAUSE, ROOT, STARTS, children, report
 from tests.multiprocess.test_live import SOURCE as PHASES
 from tests.multiprocess.test_live import metrics_with
 from tests.ports import in_a_row
@@ -21,12 +21,10 @@ from tfdist.launch.events import SAME_REQUEST_S
 from tfdist.report.run import read_run
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
-TOKEN = "a secret that nobody must see"
 TELL = """
 import json, os, sys
 told = json.loads(os.environ["TF_CONFIG"])
 os.write(1, b"told %s\\n" % json.dumps(told).encode())
-assert "TFDIST_RENDEZVOUS_TOKEN" not in os.environ
 """
 INDEX = 'import json, os\nindex = json.loads(os.environ["TF_CONFIG"])["task"]["index"]\n'
 ATTEMPT = INDEX + 'attempt = json.loads(os.environ["TF_CONFIG"])["tfdist"]["attempt"]\n'
@@ -42,78 +40,85 @@ SAVE = INDEX + (
 
 
 @pytest.fixture
-def port():
-    """Returns a port that is free, and stays so unless somebody insists on it."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((HOSTS[0], 0))
-        yield held.getsockname()[1]
+def job(launch):
+    """Starts a job on two hosts, of which the second one has an agent."""
 
-
-@pytest.fixture
-def host(launch, port):
-    """Starts the launcher of a host."""
-
-    def start(rank, source, *flags, slots=1, **more):
-        listed = ",".join(f"{name}:{slots}" for name in HOSTS)
-        usual = {"--hosts": listed, "--rendezvous_port": str(port)}
+    def start(source, *flags, slots=1, rsh=None, **more):
+        hosts = ",".join(f"{name}:{slots}" for name in HOSTS)
+        usual = {"--hosts": hosts, "--on": "local"}
+        if rsh is not None:
+            usual |= {"--on": "ssh", "--rsh": rsh}
         words = [word for flag in usual if flag not in flags for word in (flag, usual[flag])]
-        return launch(
-            source, *words, *("--node_rank", str(rank), "--run_dir", "run"), *flags, **more
-        )
+        return launch(source, *words, "--run_dir", "run", *flags, **more)
 
     return start
 
 
-@pytest.fixture
-def both(host):
-    return lambda source, *flags, **more: [host(rank, source, *flags, **more) for rank in (1, 0)]
-
-
-def codes(jobs):
-    return [job.end() for job in jobs]
+def agent_of(job):
+    """Returns the process id of the agent, once it runs."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        for pid, line in children(job.process.pid).items():
+            if "bootstrap.py\0agent" in line and line.startswith(sys.executable):
+                return pid
+    raise AssertionError("no agent")
 
 
 @STARTS
-def test_each_launcher_starts_its_own_tasks_of_one_cluster(both, command, tmp_path):
+def test_an_agent_starts_its_hosts_tasks_of_one_cluster(job, command, tmp_path):
     (tmp_path / "site").mkdir()  # with a disk that is busy
     (tmp_path / "site" / "sitecustomize.py").write_text(
-        "import os, time; os.fsync = lambda fd: time.sleep(6)"
+        "import os, time; os.fsync = lambda fd: time.sleep(9)"
     )
-    env = {"TFDIST_RENDEZVOUS_TOKEN": TOKEN, "PYTHONPATH": f"{ROOT}:{tmp_path / 'site'}"}
-    jobs = both(TELL, slots=2, env=env, command=command)
-    assert codes(jobs) == [0, 0]
-    told = [[json.loads(line) for line in re.findall("told (.*)", job.text)] for job in jobs]
-    here = [sorted(config["task"]["index"] for config in configs) for configs in told]
-    assert here == [[2, 3], [0, 1]]
-    clusters = {json.dumps(config["cluster"]) for configs in told for config in configs}
-    assert len(clusters) == 1
-    addresses = json.loads(clusters.pop())["worker"]
+    env = {"OWN": "x", "PYTHONPATH": f"{ROOT}:{tmp_path / 'site'}"}
+    env |= {"KERAS_THIS": "k", "NOT_PASSED": "no"}
+    running = job(TELL, "--env", "OWN", slots=2, env=env, command=command)
+    assert running.end() == 0
+    told = [json.loads(line) for line in re.findall("told (.*)", running.text)]
+    assert sorted(config["task"]["index"] for config in told) == [0, 1, 2, 3]
+    assert len({json.dumps(config["cluster"]) for config in told}) == 1
+    addresses = told[0]["cluster"]["worker"]
     assert [address.partition(":")[0] for address in addresses] == [*HOSTS[:1] * 2, *HOSTS[1:] * 2]
-    assert len(jobs[1].text.split("2 hosts, all with tfdist ")) == 2
-    assert re.search(r"configuration \w{12}: 127\.0\.0\.1 at \S+, 127\.0\.0\.2 at", jobs[1].text)
+    assert "2 hosts, all with tfdist " in running.text
+    assert re.search(r"configuration \w{12}: 127\.0\.0\.1 at \S+, 127\.0\.0\.2 at", running.text)
     tasks = report("run")["attempts"][0]["tasks"]
     assert [task["host"] for task in tasks] == [*HOSTS[:1] * 2, *HOSTS[1:] * 2]
     assert all(task["exit_code"] == 0 for task in tasks)
     logs = {path.name for path in (tmp_path / "run/logs/attempt-1").glob("worker-*.log")}
     assert len(logs) == 4
-    written = [job.text for job in jobs]
-    written += [path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert not any(TOKEN in text for text in written)
 
 
-def test_host_0_shows_the_tasks_of_all_hosts(host):
+def test_a_remote_shell_gets_variables_by_name_and_its_own_lines_are_skipped(job, tmp_path):
+    """It prints a banner, and starts with another environment, as sshd does."""
+    shell = tmp_path / "shell"
+    shell.write_text(
+        "#!/bin/sh\necho Welcome to $1; echo '{}'; echo motd >&2; "
+        "exec env -i PATH=$PATH HOME=$HOME sh -c \"$2\"\n"
+    )
+    shell.chmod(0o755)
+    names = ("OWN", "ALSO", "KERAS_THIS", "NOT_PASSED")
+    seen = f"print('seen', *map(os.environ.get, {names}))"
+    env = {"OWN": "x", "ALSO": "y", "KERAS_THIS": "k", "NOT_PASSED": "no"}
+    running = job(
+        INDEX + "import os\nif index: " + seen, "--env", "OWN", "--env=ALSO",
+        rsh=f"{shell} {{host}}", env=env,
+    )  # fmt: skip
+    assert running.end() == 0
+    assert "seen x y k None" in running.text
+    assert "Welcome" not in running.text
+
+
+def test_the_launcher_shows_the_tasks_of_all_hosts(job):
     (held,) = hold_ports(1)
-    jobs = [host(1, PHASES), host(0, PHASES, f"--metrics_port={held.port}")]
-    for job in jobs:
-        job.ready(1)
+    running = job(PHASES, f"--metrics_port={held.port}")
+    running.ready(2)
     metrics_with(held.port, f'tfdist_step{{host="{HOSTS[1]}",task="worker-1"}} 8.0')
     task, at = 'task="worker-0"', f'host="{HOSTS[0]}"'
     text = metrics_with(held.port, f'tfdist_task_phase{{{at},phase="step",{task}}} 1.0')
     assert f"tfdist_memory_bytes{{{at},{task}}}" in text
     assert f'tfdist_memory_bytes{{host="{HOSTS[1]}",task="worker-1"}}' not in text
-    jobs[0].signal(signal.SIGTERM)
-    assert codes(jobs) == [143, 143]
+    running.signal(signal.SIGTERM)
+    assert running.end() == 143
     (attempt,) = read_run(Path("run")).attempts
     assert {span.task: span.host for span in attempt.tasks} == {
         **{"worker-0": HOSTS[0], "worker-1": HOSTS[1]}
@@ -121,48 +126,46 @@ def test_host_0_shows_the_tasks_of_all_hosts(host):
     assert set(attempt.history) == {"worker-0", "worker-1"}
 
 
-def test_all_ports_are_of_the_range_that_was_given_and_taken_ones_are_skipped(both):
+def test_all_ports_are_of_the_range_that_was_given_and_taken_ones_are_skipped(job):
     row = in_a_row(10)
     with row[2] as taken:
         for port in row[:2] + row[3:]:
             port.release()
         first = row[0].port
-        # The launchers of both hosts are on this machine: they share the range.
-        ports = ("--ports", f"{first}-{first + 9}", "--rendezvous_port", str(first))
-        jobs = both(TELL, *ports, slots=2)
-        assert codes(jobs) == [0, 0], [job.text for job in jobs]
+        # Both hosts are this machine: they share the range.
+        running = job(TELL, "--ports", f"{first}-{first + 9}", slots=2)
+        assert running.end() == 0, running.text
         (workers,) = {
             tuple(json.loads(line)["cluster"]["worker"])
-            for job in jobs
-            for line in re.findall("told (.*)", job.text)
+            for line in re.findall("told (.*)", running.text)
         }
         numbers = {int(worker.rpartition(":")[2]) for worker in workers}
         assert len(numbers) == 4
-        assert numbers <= {*range(first + 1, first + 10)} - {taken.port}
+        assert numbers <= {*range(first, first + 10)} - {taken.port}
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_on_one_host_ends_the_job_on_all_and_is_reported_with_its_host(both, failing):
+def test_a_failure_on_one_host_ends_the_job_on_all_and_is_reported_with_its_host(job, failing):
     source = INDEX + f"if index == {failing}: print('about to'); raise ValueError('boom')\n" + PAUSE
-    jobs = both(source)
-    assert codes(jobs) == [1, 1]
-    for job in jobs:
-        assert f"worker-{failing} on {HOSTS[failing]} failed first: ValueError: boom" in job.text
+    running = job(source)
+    assert running.end() == 1
+    said = f"worker-{failing} on {HOSTS[failing]} failed first: ValueError: boom"
+    assert running.text.count(said) == 1
     failure = report("run")["attempts"][0]["first_failure"]
     assert (failure["task"], failure["host"]) == (f"worker-{failing}", HOSTS[failing])
     assert "about to" in failure["last_lines"]
 
 
-def test_a_job_that_failed_is_started_again_on_all_hosts(both):
+def test_a_job_that_failed_is_started_again_on_all_hosts(job):
     source = ATTEMPT + "if attempt == 1:\n  if index: raise ValueError('boom')\n  else: " + PAUSE
     said = "print('attempt', attempt, 'started again', os.environ['TFDIST_RESTARTS'])"
-    jobs = both(f"{source}\n{said}\n", "--max_restarts", "1")
-    assert codes(jobs) == [0, 0]
+    running = job(f"{source}\n{said}\n", "--max_restarts", "1")
+    assert running.end() == 0
     assert [attempt["exit_code"] for attempt in report("run")["attempts"]] == [1, 0]
-    assert all("attempt 2 started again 1\n" in job.text for job in jobs)
+    assert running.text.count("attempt 2 started again 1\n") == 2
 
 
-def test_a_worker_of_a_ps_job_is_started_again_alone_on_its_host(host, tmp_path):
+def test_a_worker_of_a_ps_job_is_started_again_alone_on_its_host(job, tmp_path):
     source = (
         "import json, os, pathlib, signal, time\n"
         'task = json.loads(os.environ["TF_CONFIG"])["task"]\n'
@@ -179,9 +182,8 @@ def test_a_worker_of_a_ps_job_is_started_again_alone_on_its_host(host, tmp_path)
     )
     flags = ("--strategy", "ps", "--max_restarts", "1")
     # The chief on host 0, the worker and the ps on host 1.
-    other = ("--hosts", "127.0.0.1:1,127.0.0.2:2")
-    jobs = [host(rank, source, *flags, *other) for rank in (1, 0)]
-    assert codes(jobs) == [0, 0]
+    running = job(source, *flags, "--hosts", "127.0.0.1:1,127.0.0.2:2")
+    assert running.end() == 0
     (attempt,) = report("run")["attempts"]
     assert [(past["task"], past["host"]) for past in attempt["restarts"]] == [
         ("worker-0", HOSTS[1])
@@ -189,49 +191,52 @@ def test_a_worker_of_a_ps_job_is_started_again_alone_on_its_host(host, tmp_path)
     assert (tmp_path / "run/logs/attempt-1/worker-0.restart-1.log").exists()
 
 
-@pytest.mark.parametrize("asked", [(0,), (1,), (0, 1)], ids=["first", "second", "both at once"])
-def test_a_signal_to_any_launcher_stops_the_job_on_all_with_the_save(both, asked):
-    other, first = jobs = both(SAVE)
-    for job in jobs:
-        job.ready(1)
+@pytest.mark.parametrize("asked", [(0,), (1,), (0, 1)], ids=["launcher", "agent", "both"])
+def test_a_signal_to_the_launcher_or_an_agent_stops_the_job_on_all_with_the_save(job, asked):
+    running = job(SAVE)
+    running.ready(2)
+    agent = agent_of(running)
     for rank in asked:  # as a scheduler does it, to all at once
-        (first, other)[rank].signal(signal.SIGTERM)
-    assert codes(jobs) == [143, 143]
-    assert all("saved" in job.text for job in jobs)
+        os.kill((running.process.pid, agent)[rank], signal.SIGTERM)
+    assert running.end() == 143
+    assert running.text.count("saved") == 2
     assert report("run")["exit_code"] == 143
-    for job in jobs:
-        job.assert_gone()
+    running.assert_gone()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_output_that_is_closed_stops_the_job_on_all_with_the_save(both, rank):
+def test_ctrl_c_is_for_the_launcher_which_has_all_hosts_end(job):
+    running = job(SAVE.replace("SIGTERM", "SIGINT"), stdout=os.openpty(), own_terminal=True)
+    running.read_until(r"ready \d+\r", count=2)
+    os.killpg(running.process.pid, signal.SIGINT)
+    assert running.end() == 130
+    assert running.text.count("saved") == 2
+
+
+def test_an_output_that_is_closed_stops_the_job_on_all_with_the_save(job):
     prints = "    print('here', flush=True); select.select([], [], [], 0.01)\n"
     source = "import select\n" + SAVE.replace(" signal.pause()\n", "\n" + prints)
     source = source.replace(
         "    print('saved'", "    select.select([], [], [], 0.5)\n    print('saved'"
     )
-    other, first = jobs = both(source, "--grace_s", "60")
-    for job in jobs:
-        job.ready(1)
-    os.close((first, other)[rank].fd)
-    assert [job.process.wait(DEADLINE_S) for job in jobs] == [141, 141]
+    running = job(source, "--grace_s", "60")
+    running.ready(2)
+    os.close(running.fd)
+    assert running.process.wait(DEADLINE_S) == 141
     for index in range(2):
         log = Path(f"run/logs/attempt-1/worker-{index}.log")
         assert log.read_text().endswith("saved\n")
 
 
-def test_a_second_signal_to_the_same_launcher_kills_on_all(both):
+def test_a_second_signal_kills_on_all(job):
     source = "import signal; signal.signal(15, signal.SIG_IGN)\n" + PAUSE
-    other, first = jobs = both(source, "--grace_s", "100")
-    for job in jobs:
-        job.ready(1)
-    other.signal(signal.SIGTERM)
-    first.read_until("SIGTERM: ending 2 tasks")
+    running = job(source, "--grace_s", "100")
+    running.ready(2)
+    running.signal(signal.SIGTERM)
+    running.read_until("SIGTERM: ending 2 tasks")
     time.sleep(2 * SAME_REQUEST_S)
-    other.signal(signal.SIGTERM)
-    assert codes(jobs) == [143, 143]
-    for job in jobs:
-        job.assert_gone()
+    running.signal(signal.SIGTERM)
+    assert running.end() == 143
+    running.assert_gone()
 
 
 STOPS = "os.kill(os.getpid(), signal.SIGSTOP)"
@@ -241,10 +246,10 @@ HOLDS = "import ctypes; [ctypes.PyDLL(None).sleep(600) for _ in range(9)]"  # wi
 @pytest.mark.parametrize(
     ("what", "cause"), [(STOPS, "SIGSTOP"), (HOLDS, "does not answer")], ids=["stopped", "silent"]
 )
-def test_a_task_that_hangs_on_another_host_is_found(both, what, cause):
+def test_a_task_that_hangs_on_another_host_is_found(job, what, cause):
     source = INDEX + f"import signal, time\ntime.sleep(5)\nif index: {what}\nelse: {PAUSE}"
-    jobs = both(source, "--hang_timeout_s", "3", "--startup_timeout_s", "10", "--grace_s", "1")
-    assert codes(jobs) == [1, 1]
+    running = job(source, "--hang_timeout_s", "3", "--startup_timeout_s", "10", "--grace_s", "1")
+    assert running.end() == 1
     failure = report("run")["attempts"][0]["first_failure"]
     assert (failure["task"], failure["host"]) == ("worker-1", HOSTS[1])
     assert failure["cause"].startswith("hangs: ")
@@ -259,156 +264,191 @@ def test_a_task_that_hangs_on_another_host_is_found(both, what, cause):
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("signum", "why"),
-    [(signal.SIGKILL, "it has closed the connection"), (signal.SIGSTOP, "no word for 4 s")],
+    [
+        (signal.SIGKILL, "its agent or remote shell was ended by signal 9"),
+        (signal.SIGSTOP, "no message for 8 s"),
+    ],
     ids=["killed", "silent"],
 )
-def test_a_host_that_vanishes_is_a_failure_that_names_it(both, signum, why):
-    other, first = both(PAUSE, "--host_timeout_s", "4")
-    other.ready(1)
-    first.ready(1)
+def test_a_host_whose_agent_is_lost_is_a_failure_that_names_it(job, signum, why):
+    running = job(PAUSE)
+    running.ready(2)
     began_s = time.monotonic()
-    other.signal(signum)
-    assert first.end() == EXIT_PEER_MISSING
-    assert time.monotonic() - began_s < 30  # long before its task would be missed
-    assert f"worker-1 on 127.0.0.2 failed first: host 127.0.0.2 is gone: {why}" in first.text
+    agent = agent_of(running)
+    os.kill(agent, signum)
+    running.read_until("is gone")
+    assert time.monotonic() - began_s < 10  # long before its task would be missed
+    assert running.end() == EXIT_PEER_MISSING
+    assert f"worker-1 on 127.0.0.2 failed first: host 127.0.0.2 is gone: {why}" in running.text
     assert report("run")["attempts"][0]["first_failure"]["host"] == HOSTS[1]
-    other.signal(signal.SIGCONT)
-    assert other.end() in (EXIT_PEER_MISSING, -signal.SIGKILL)
-    other.assert_gone()
-    first.assert_gone()
+    running.assert_gone()
 
 
-def test_without_host_0_the_others_end_and_say_so(both):
-    other, first = both(PAUSE)
-    other.ready(1)
-    first.ready(1)
-    first.process.kill()
-    assert other.end() == EXIT_PEER_MISSING
-    assert "the launcher of 127.0.0.1 is gone: it has closed the connection" in other.text
-    other.assert_gone()
-    first.end()
-    first.assert_gone()
+@pytest.mark.parametrize("flags", [(), ("--max_restarts", "3")], ids=["once", "restarts"])
+def test_without_the_launcher_all_tasks_of_agents_have_the_whole_grace_to_save(job, flags):
+    slow = SAVE.replace("    print('saved'", "    import time; time.sleep(3)\n    print('saved'")
+    running = job(slow, *flags)
+    running.ready(2)
+    running.process.kill()
+    running.end()
+    running.assert_gone()
+    assert Path("run/logs/attempt-1/worker-1.log").read_text().endswith("saved\n")
 
 
 RESUMES = ATTEMPT + "if attempt == 1: " + PAUSE + "\nprint('attempt', attempt, index)\n"
 
 
+def test_a_host_whose_agent_is_killed_is_in_the_next_attempt(job):
+    running = job(RESUMES, "--max_restarts", "1")
+    running.ready(2)
+    os.kill(agent_of(running), signal.SIGKILL)
+    assert running.end() == 0
+    assert "attempt 2 1" in running.text
+    attempts = report("run")["attempts"]
+    assert [attempt["exit_code"] for attempt in attempts] == [75, 0]
+    assert len(attempts[1]["tasks"]) == 2
+    running.assert_gone()
+
+
+def test_a_new_agent_waits_for_the_tasks_of_one_that_is_stopped_and_then_kills_it(job):
+    """So no two tasks write to one run directory."""
+    writes = (
+        ATTEMPT + "import os, pathlib, time\nsteps = pathlib.Path(f'steps-{index}')\n"
+        "os.write(1, b'ready %d\\n' % os.getpid())\n"
+        "deadline = time.monotonic() + (600 if attempt == 1 else 1)\n"
+        "while time.monotonic() < deadline:\n"
+        "    with steps.open('a') as file: file.write(f'{attempt}\\n')\n"
+        "    time.sleep(0.01)\n"
+    )
+    running = job(writes, "--max_restarts", "1", "--grace_s", "2")
+    running.ready(2)
+    os.kill(agent_of(running), signal.SIGSTOP)
+    assert running.end() == 0
+    written = Path("steps-1").read_text().split()
+    assert written == sorted(written)
+    assert {*written} == {"1", "2"}
+
+
+# Shells of hosts that do not come back, or do not come at all.
+
+
 @pytest.fixture
-def running(both):
-    """Starts the launchers of a job that goes on in its second attempt; its tasks are ready."""
+def shell(tmp_path):
+    """Writes a remote shell that does something else at its second start and after."""
 
-    def start(*flags):
-        jobs = both(RESUMES, "--max_restarts", "1", *flags)
-        for job in jobs:
-            job.ready(1)
-        return jobs
+    def write(later=None, first='exec sh -c "$1"'):
+        later = later or first
+        path = tmp_path / "shell"
+        path.write_text(
+            f"#!/bin/sh\nif [ -e came ]; then {later}; else touch came; {first}; fi\n"
+        )
+        path.chmod(0o755)
+        return f"env HOST={{host}} {path}"
 
-    return start
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_host_that_comes_back_is_in_the_next_attempt(host, running, rank):
-    other, first = running()
-    gone, left = (other, first) if rank else (first, other)
-    gone.process.kill()
-    left.read_until("is gone")
-    again = host(rank, RESUMES, "--max_restarts", "1")
-    assert codes([left, again]) == [0, 0]
-    assert "attempt 2 1" in (again if rank else other).text
-    if rank:
-        attempts = report("run")["attempts"]
-        assert [attempt["exit_code"] for attempt in attempts] == [75, 0]
-        assert len(attempts[1]["tasks"]) == 2
-        gone.assert_gone()
+    return write
 
 
-def test_without_a_host_that_does_not_come_back_the_others_go_on_where_that_was_asked_for(running):
-    other, first = running("--min_workers", "1", "--startup_timeout_s", "6")
-    other.process.kill()
-    assert first.end() == 0
-    assert "going on without 127.0.0.2 (rank 1), with 1 worker" in first.text
-    assert "attempt 2 0" in first.text
+UNREACHABLE = "ssh: connect to host b port 22: No route to host"
+
+
+def test_without_a_host_that_does_not_come_back_the_others_go_on_where_that_was_asked_for(
+    job, shell
+):
+    rsh = shell(f"echo '{UNREACHABLE}' >&2; exit 255")
+    flags = ("--min_workers", "1", "--startup_timeout_s", "3", "--max_restarts", "1")
+    running = job(RESUMES, *flags, rsh=rsh)
+    running.ready(2)
+    os.kill(agent_of(running), signal.SIGKILL)
+    assert running.end() == 0
+    assert "going on without 127.0.0.2 (rank 1), with 1 worker" in running.text
+    assert "attempt 2 0" in running.text
     assert [task["task"] for task in report("run")["attempts"][1]["tasks"]] == ["worker-0"]
 
 
-def test_a_host_that_does_not_come_back_ends_the_job(running):
-    other, first = running("--startup_timeout_s", "6")
-    other.process.kill()
-    assert first.end() == EXIT_PEER_MISSING
-    assert "not started again: 1 of 2 hosts are there: waited 6 s for 127.0.0.2" in first.text
-
-
-# hosts that never meet
+def test_a_host_that_does_not_come_back_ends_the_job(job, shell):
+    rsh = shell(f"echo '{UNREACHABLE}' >&2; exit 255")
+    running = job(RESUMES, "--max_restarts", "1", "--startup_timeout_s", "3", rsh=rsh)
+    running.ready(2)
+    os.kill(agent_of(running), signal.SIGKILL)
+    assert running.end() == EXIT_PEER_MISSING
+    assert "not started again: 1 of 2 hosts are there: waited 3 s for 127.0.0.2" in running.text
+    assert f"(127.0.0.2: {UNREACHABLE})" in running.text
 
 
 def lines(job):
     return job.text.strip().splitlines()
 
 
-def test_a_host_that_does_not_come_is_named(host, port):
-    first = host(0, PAUSE, "--startup_timeout_s", "1")
-    assert first.end() == EXIT_PEER_MISSING
-    (line,) = lines(first)
-    assert line.startswith("1 of 2 hosts are there: waited 1 s for 127.0.0.2 (rank 1)")
-    assert f"127.0.0.1:{port}" in line
+@pytest.mark.parametrize(
+    ("does", "code", "said"),
+    [
+        ("sleep 60", EXIT_PEER_MISSING, r"1 of 2 hosts are there: waited 2 s for 127.0.0.2"),
+        (f"echo '{UNREACHABLE}'; exit 255", EXIT_PEER_MISSING, rf"1 of 2 .*: {UNREACHABLE}\)"),
+        ("echo Host key verification failed.; exit 255", EXIT_USAGE, r"127.0.0.2: .*known_hosts"),
+        ("echo 'a@b: Permission denied (publickey,password).'; exit 255", EXIT_USAGE,
+         r"127.0.0.2: .*authorized_keys"),
+        ("echo ssh: Could not resolve hostname b; exit 255", EXIT_USAGE, r"127.0.0.2: .*name"),
+        ("exec sh -c 'exec /no/python x'", EXIT_USAGE, r"127.0.0.2: .*same path"),
+        ("exit 3", EXIT_USAGE, r"127.0.0.2: .*exit code 3"),
+    ],
+    ids=["silent", "no route", "host key", "password", "name", "python", "other"],
+)  # fmt: skip
+def test_a_host_on_which_no_agent_starts_is_one_line(job, shell, does, code, said):
+    running = job(PAUSE, "--startup_timeout_s", "2", rsh=shell(first=f"({does}) >&2"))
+    assert running.end() == code
+    assert re.search(said, lines(running)[-1]), running.text
+    assert len(lines(running)) == 1 + (UNREACHABLE in does)
     assert not os.path.exists("run")
 
 
-def test_hosts_that_differ_are_told_in_what_and_start_nothing(host, tmp_path):
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("KERAS_BACKEND=jax", "127.0.0.2 (rank 1) with KERAS_BACKEND jax there, nothing here"),
+        ("PYTHONPATH={site}", f"keras 9.9.9 there, {version('keras')} here"),
+    ],
+    ids=["variable", "version"],
+)
+def test_hosts_that_differ_are_told_in_what_and_start_nothing(job, shell, does, said, tmp_path):
     metadata = tmp_path / "other" / "keras-9.9.9.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: keras\nVersion: 9.9.9\n")
-    path = {"PYTHONPATH": f"{tmp_path / 'other'}:{ROOT}"}
-    first = host(0, PAUSE, "--max_restarts", "1", args=("--lr", "1"))
-    other = host(1, PAUSE, "--max_restarts", "2", args=("--lr", "2"), env=path)
-    assert codes([other, first]) == [EXIT_USAGE, EXIT_USAGE]
-    for job in (first, other):
-        (line,) = lines(job)
-        assert f"keras 9.9.9 there, {version('keras')} here; " in line
-        assert "--max_restarts 2 there, 1 here; argument 2 2 there, 1 here" in line
-    assert first.text.startswith("hosts: received 127.0.0.2 (rank 1) with ")
+    does = does.format(site=tmp_path / "other")
+    running = job(PAUSE, rsh=shell(first=f'exec env {does} sh -c "$1"'))
+    assert running.end() == EXIT_USAGE
+    (line,) = lines(running)
+    assert said in line
     assert not os.path.exists("run")
 
 
-def test_a_wrong_token_is_told_to_both(host):
-    other = host(1, PAUSE, env={"TFDIST_RENDEZVOUS_TOKEN": TOKEN + "!"})
-    first = host(0, PAUSE, "--startup_timeout_s", "6", env={"TFDIST_RENDEZVOUS_TOKEN": TOKEN})
-    assert codes([other, first]) == [EXIT_USAGE, EXIT_PEER_MISSING]
-    assert other.text.startswith("token: received one that 127.0.0.1:")
-    assert "(turned away: 127.0.0.2: a wrong token)" in first.text
-    assert TOKEN not in first.text + other.text
+def test_a_run_directory_that_is_not_shared_is_one_line(job, shell, tmp_path):
+    """The other host has another directory at its path."""
+    rsh = shell(first=f'exec unshare -rm sh -c "mount -t tmpfs none {tmp_path}/run; $1"')
+    (tmp_path / "run").mkdir()
+    running = job(PAUSE, "--max_restarts", "1", rsh=rsh)
+    assert running.end() == EXIT_USAGE
+    said = f"worker-1 on 127.0.0.2 failed first: {tmp_path}/run is not shared"
+    assert sum(said in line for line in lines(running)) == 1
 
 
-def test_a_port_that_is_taken_and_an_address_of_another_machine_are_one_line(host, launch):
-    with socket.create_server((HOSTS[0], 0)) as taken:
-        place = f"127.0.0.1:{taken.getsockname()[1]}"
-        job = host(0, PAUSE, "--rendezvous_port", place.partition(":")[2])
-        assert job.end() == EXIT_USAGE
-        assert lines(job)[0].startswith(f"--rendezvous_port: received {place} (Address already in")
-    job = launch(
-        PAUSE, "--hosts", "127.0.0.1,192.0.2.1", "--node_rank", "1",
-        env={"TFDIST_RENDEZVOUS_TOKEN": TOKEN},
-    )  # fmt: skip
-    assert job.end() == EXIT_USAGE
-    assert lines(job)[0].startswith("--hosts: received '192.0.2.1' for this machine")
+def test_a_directory_that_another_host_does_not_have_is_one_line(job, shell, tmp_path):
+    (tmp_path / "work").mkdir()
+    rsh = shell(first=f'exec unshare -rm sh -c "mount -t tmpfs none {tmp_path}; cd /; $1"')
+    running = job(PAUSE, rsh=rsh, directory=tmp_path / "work")
+    assert running.end() == EXIT_USAGE
+    (line,) = lines(running)
+    assert line.startswith(f"127.0.0.2: received working directory: received {tmp_path}/work")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ctrl_c_while_waiting_for_the_others(host, port, rank):
-    job = host(rank, PAUSE, "--startup_timeout_s", "50")
-    if not rank:
-        job.read_until(r"waiting for 127\.0\.0\.2 \(rank 1\), for 50 s in all")
-    else:  # it says nothing while it tries
-        with socket.create_server((HOSTS[0], port)) as server:
-            server.settimeout(DEADLINE_S)
-            server.accept()[0].close()
-    job.signal(signal.SIGINT)
-    assert job.end() == 130
+def test_ctrl_c_while_waiting_for_an_agent(job, shell):
+    running = job(PAUSE, "--startup_timeout_s", "50", rsh=shell(first="exec sleep 60"))
+    running.read_until(r"waiting for 127\.0\.0\.2 \(rank 1\), for 50 s in all")
+    running.signal(signal.SIGINT)
+    assert running.end() == 130
 
 
-def test_what_this_host_would_start_can_be_looked_at(host):
-    job = host(1, PAUSE, "--dry_run", slots=2, env={"TFDIST_RENDEZVOUS_TOKEN": TOKEN})
-    assert job.end() == 0
-    assert re.findall("# (worker-.)", job.text) == ["worker-2", "worker-3"]
-    assert "host 127.0.0.2 (rank 1 of 2)" in job.text
-    assert TOKEN not in job.text
+def test_what_all_hosts_would_start_can_be_looked_at(job):
+    running = job(PAUSE, "--dry_run", slots=2)
+    assert running.end() == 0
+    assert re.findall("# (worker-.)", running.text) == [f"worker-{index}" for index in range(4)]
+    assert "# on 127.0.0.1, 127.0.0.2" in running.text

@@ -28,10 +28,10 @@ from tfdist.launch.events import (
     encode_action,
     encode_event,
 )
+from tfdist.launch.multihost.agents import Differs, Lost, MessageReceived, PeerJoined
 from tfdist.launch.multihost.hosts import decided_group
 from tfdist.launch.multihost.leader import Team
 from tfdist.launch.multihost.node import Node
-from tfdist.launch.multihost.rendezvous import Differs, Lost, MessageReceived, PeerJoined
 from tfdist.launch.options import parse
 from tfdist.phases import PendingWork
 
@@ -176,7 +176,7 @@ def test_it_wakes_in_time_for_the_beats_of_the_hosts(world):
     assert [call.args for call in world.local.wait.call_args_list] == [(0.5,), (0.2,), (0.5,)]
 
 
-def test_the_other_hosts_are_told_that_the_launcher_of_host_0_has_failed(monkeypatch):
+def test_the_agents_are_told_that_the_launcher_has_failed(monkeypatch):
     team = Mock()
     team.gather.return_value = None
     team.roll_call.side_effect = OSError("a disk that is full")
@@ -184,7 +184,7 @@ def test_the_other_hosts_are_told_that_the_launcher_of_host_0_has_failed(monkeyp
     monkeypatch.setattr(job, "_hub", Mock())
     with pytest.raises(OSError, match="full"):
         job._lead(Mock())
-    team.end.assert_called_once_with(EXIT_FAILED, why="the launcher of host 0 has failed")
+    team.end.assert_called_once_with(EXIT_FAILED)
 
 
 def test_a_request_to_stop_counts_while_a_host_that_has_lost_host_0_ends_its_tasks():
@@ -193,7 +193,7 @@ def test_a_request_to_stop_counts_while_a_host_that_has_lost_host_0_ends_its_tas
     request, ended = StopRequest(signum=signal.SIGTERM), Ended(task=W1, status=-15, at_s=NOW_S)
     part.processes.wait.side_effect = [[request], [ended]]
     type(part.processes).running = PropertyMock(side_effect=[[W1], [W1], [W1], [], [], []])
-    host = Node(part)
+    host = Node(part, Mock())
     host._is_in_attempt = True
     host._end_attempt()
     assert host._stop_signal == signal.SIGTERM
@@ -201,16 +201,16 @@ def test_a_request_to_stop_counts_while_a_host_that_has_lost_host_0_ends_its_tas
 
 
 def test_a_host_that_cannot_make_its_tasks_or_has_no_port_for_the_next_attempt_says_so():
-    host = Node(MagicMock())
+    host = Node(MagicMock(), Mock())
     host._cause = "/logs: read-only"
     ended = host._perform(Start(W1))
     assert (ended.task, ended.status, ended.cause) == (W1, EXIT_USAGE, "/logs: read-only")
     error = UsageError("ports", received="", expected="", fix="", code="no-free-port")
-    part, member = MagicMock(), Mock(lost="")
+    part, pipe = MagicMock(), Mock(lost="")
     part.ports.renewed.side_effect = [[], error]
-    member.take_messages.side_effect = [[{"finish": True}]]
+    pipe.take_messages.side_effect = [[{"finish": True}]]
     with pytest.raises(UsageError) as caught:
-        Node(part)._serve(member)
+        Node(part, pipe).run()
     assert caught.value is error
 
 
@@ -242,10 +242,7 @@ RESTARTS = ("--max_restarts 2 there, 1 here",)
 
 def gather(*parts):
     """Gathers the hosts a to e while the hub has these news; returns how long it took."""
-    environ = {"TFDIST_RENDEZVOUS_TOKEN": "a secret that nobody must see"}
-    options, group = decided_group(
-        parse(["--hosts", "a,b,c,d,e", "--node_rank", "0", "x.py"]), environ
-    )
+    options, group = decided_group(parse(["--on", "local", "--hosts", "a,b,c,d,e", "x.py"]), {})
     hub, clock, coming = Mock(turned_away=(), next_s=0.0, present=frozenset()), Mock(), list(parts)
     clock.now_s = 0.0
 
@@ -285,16 +282,12 @@ def test_all_hosts_that_are_there_may_begin():
             f"b (rank 1) with {RESTARTS[0]}; d (rank 3) with {'; '.join(OLD_NUMPY)}; "
             f"e (rank 4) with {'; '.join(OLD_NUMPY)}",
         ),
-        (  # a rank that no host has
-            [[Differs(rank=7, what=RESTARTS), *(PeerJoined(rank=rank) for rank in range(1, 5))]],
-            f"a host (rank 7) with {RESTARTS[0]}",
-        ),
         (  # who is late is not waited for
             [[Differs(rank=1, what=RESTARTS)], [], [PeerJoined(rank=2)]],
             f"b (rank 1) with {RESTARTS[0]}",
         ),
     ],
-    ids=["each once", "no rank", "late"],
+    ids=["each once", "late"],
 )
 def test_every_host_that_differs_is_named_with_what_it_differs_in(news, named):
     error = refusal(lambda: gather(*news))

@@ -108,7 +108,7 @@ def test_the_report_has_versions_the_machine_and_the_variables_that_matter():
 
 def test_the_report_shows_the_name_of_a_secret_alone():
     secrets = {
-        "TFDIST_RENDEZVOUS_TOKEN": "hunter2",
+        "TFDIST_API_TOKEN": "hunter2",
         "https_proxy": "http://me:hunter2@proxy:80",
         "KERAS_API_KEY": "hunter2",
         "XLA_AUTH": "hunter2",

@@ -224,32 +224,17 @@ def _tasks_of_step(environ: Mapping[str, str]) -> int:
     return integer(environ, "SLURM_STEP_NUM_TASKS", least=1) or 1
 
 
-def slurm_nodes(environ: Mapping[str, str]) -> tuple[list[str], int] | None:
-    """Return the hosts of the step and the position of this one, or None as `from_slurm` does.
-
-    For a launcher that ``srun`` starts once on each node.
-
-    Raises:
-        UsageError: the step has several tasks on a node, or its variables are wrong.
-    """
-    step = _step(environ)
-    if step is None:
-        return None
-    if any(node.tasks != 1 for node in step.nodes):
-        raise contradiction(
-            "SLURM_STEP_TASKS_PER_NODE",
-            shown(text(environ, "SLURM_STEP_TASKS_PER_NODE")),
-            "1 for each node: a launcher starts the tasks of its node itself",
-            f"run srun with --ntasks-per-node=1, or in a shell of srun --pty set {CLUSTER}=none",
-        )
-    return [node.name for node in step.of_ranks], step.rank
-
-
 def slurm_first_port(environ: Mapping[str, str], job_settings: JobSettings) -> int:
     """Return the port of the first task of the step."""
     step = needed(environ, "SLURM_STEP_ID")
     job = str(needed(environ, "SLURM_JOB_ID"))
     return port_of_job(job, step=step, job_settings=job_settings)
+
+
+def num_slurm_tasks(environ: Mapping[str, str]) -> int:
+    """Return how many tasks the step has in which srun started this process; 1 without one."""
+    step = _step(environ)
+    return 1 if step is None else sum(node.tasks for node in step.nodes)
 
 
 def _step(environ: Mapping[str, str]) -> _Step | None:

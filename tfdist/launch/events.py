@@ -2,30 +2,26 @@
 
 Signals are events too: `SignalPipe`. What the processes of a job send each other are JSON objects.
 
-What a task tells its launcher, and a fork server too, is an event. Between the launchers of several
-hosts there are, from a host that comes and from host 0 when it has come::
+What a task tells its launcher, and a fork server too, is an event. The launcher sends its agents,
+one on each other host::
 
-    {"hello": Hello}                           its first message
-    {"welcome": rank}                          it is in
-    {"refused": reason, "differs": bool}       it is not; where it differs it need not try again
-
-from host 0 to another::
-
+    {"module": name, ...}               first: what the agent runs, and with what
     {"attempt": Attempt}                the next attempt; its tasks are not started yet
     {"action": kind, ...}               what to do with a task
     {"finish": true}                    end what the attempt has left
-    {"end": exit code, "why": text}     the job is over
+    {"end": exit code}                  the job is over
 
-and from another to host 0::
+and an agent sends the launcher::
 
+    {"hello": address, "terms": {...}}        first: its host's address, and its versions
+    {"refused": text}                         instead: why the job cannot run on its host
     {"ready": ports}                          ready for an attempt
     {"event": kind, ..., "lines": [...]}      what has happened; of a task's end, its last lines
     {"states": {task: state}, "full": bool}   states of the tasks' processes, and whether these
                                               wait, as nobody reads the output of this host
     {"lines": [...], "task": task}            the stacks that were asked for
 
-`encode` and `decode` are for any frozen dataclass, and check every type; the doctor sends its
-facts by them too. A `Task` goes by its name.
+`encode` and `decode` are for any frozen dataclass, and check every type. A `Task` goes by its name.
 """
 
 from __future__ import annotations
@@ -266,15 +262,6 @@ def _several(inside: tuple[Any, ...], value: object) -> tuple[object, ...]:
     if len(value) != len(inside):
         raise ValueError(f"{len(value)} parts of {len(inside)}")
     return tuple(_one(kind, item) for kind, item in zip(inside, value, strict=True))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hello:
-    """First message of a host, about itself."""
-
-    rank: int
-    terms: dict[str, str]
-    """What must be the same on all hosts, the version of tfdist among it."""
 
 
 _EVENTS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}

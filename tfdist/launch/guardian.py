@@ -90,8 +90,16 @@ class GuardianClient:
     `check` starts it. A guardian that is killed is replaced, and `say` tells.
     """
 
-    def __init__(self, mark: str, *, environ: Mapping[str, str], say: Callable[[str], None]):
+    def __init__(
+        self,
+        mark: str,
+        *,
+        environ: Mapping[str, str],
+        say: Callable[[str], None],
+        hold: Collection[int] = (),
+    ) -> None:
         self.mark = mark
+        self._hold = tuple(hold)
         self._environ = environ
         self._say = say
         self._sessions: set[int] = set()
@@ -161,6 +169,7 @@ class GuardianClient:
             stderr=subprocess.DEVNULL,
             env={k: v for k, v in self._environ.items() if k != MARK},
             cwd="/",
+            pass_fds=self._hold,
             start_new_session=True,
             bufsize=0,
         )

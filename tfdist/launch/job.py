@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import socket
 import sys
 import time
 from collections import Counter
@@ -13,34 +14,38 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tfdist.cluster import Task, settings, tf_config
-from tfdist.cluster.address import join
 from tfdist.cluster.ports import PortPool, as_text, parse_ports
-from tfdist.errors import EXIT_FAILED, TfdistError, UsageError, opening_port
+from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.files import write_json
+from tfdist.launch.agent import lock_host
 from tfdist.launch.diagnosis import Watchdog
 from tfdist.launch.enclosure import enclose
 from tfdist.launch.events import (
     STOP_CODES,
+    Message,
     SignalPipe,
     StopRequest,
+    decode,
+    encode,
     exit_code_for,
     request_name,
 )
 from tfdist.launch.isolation import isolate, reach
 from tfdist.launch.live import LIVE_FILE, LiveStatus, metrics_server
 from tfdist.launch.machine import raise_file_limit, this_machine
+from tfdist.launch.multihost.agents import Hub, PipeAgent, shell_of
+from tfdist.launch.multihost.agreement import passed_variables
 from tfdist.launch.multihost.hosts import (
     Group,
     HostPart,
     decided_group,
-    environment_of_tasks,
     group_alone,
     own_address,
     terms,
 )
 from tfdist.launch.multihost.leader import Team
 from tfdist.launch.multihost.node import Node
-from tfdist.launch.multihost.rendezvous import Hub, listen
+from tfdist.launch.multihost.pipe import Pipe
 from tfdist.launch.options import (
     LaunchOptions,
     Program,
@@ -93,33 +98,81 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
     if unread:
         _remark(f"{', '.join(unread)}: not used, as the launcher goes by its flags")
     options, group = decided_group(with_variables(options, environ), environ)
-    machine = this_machine(environ)
-    strategy = decided_strategy(options, machine)
-    group = group or group_alone(options, strategy)
-    job = JobDescription(
-        options=options,
-        strategy=strategy,
-        ports=ports_of_tasks(options, group),
-        machine=machine,
-        environ=environment_of_tasks(environ),
-        run_dir=chosen_run_dir(options.run_dir),
-        start=start_method(
-            options,
-            machine,
-            imports_tensorflow=imports_tensorflow(options.program, search=search),
-        ),
-        is_terminal=shows_in_place(1, environ),
-    )
-    raise_file_limit(
-        group.num_tasks(group.rank) * _FILES_PER_TASK + len(group.hosts) + _OTHER_FILES
+    job, group = _described(
+        options, group, environ, run_dir=chosen_run_dir(options.run_dir), search=search
     )
     if options.dry_run or not group.others:
         specs = _stand_in_specs(job, group)  # refuses what this machine cannot do
         if options.dry_run:
             return _show(job, group, specs)
         return _run(job, group, terms={})
-    program_file = file_of_program(options.program, search=search)
-    return _run(job, group, terms=terms(options, environ, group=group, program_file=program_file))
+    return _run(job, group, terms=_terms(job, search))
+
+
+def serve(first: Message, pipe: Pipe) -> int:
+    """Run the tasks of this host as an agent; `first` is the launcher's first message.
+
+    Raises:
+        UsageError: the job cannot run on this host.
+    """
+    options, group = decode(LaunchOptions, first["options"]), decode(Group, first["group"])
+    environ, search = dict(os.environ), sys.path
+    check_program(options.program, search=search)
+    lock = lock_host(first["run_dir"], group.hosts[group.rank], within_s=options.grace_s, pipe=pipe)
+    job, group = _described(options, group, environ, run_dir=Path(first["run_dir"]), search=search)
+    own = _address_of_agent(group.hosts[group.rank], environ, launcher=first["from"])
+    return _run(job, group, own=own, terms=_terms(job, search), pipe=pipe, hold=(lock,))
+
+
+def _described(
+    options: LaunchOptions,
+    group: Group | None,
+    environ: Mapping[str, str],
+    *,
+    run_dir: Path,
+    search: Sequence[str],
+) -> tuple[JobDescription, Group]:
+    """Return the part of a job on this host, and the hosts."""
+    machine = this_machine(environ)
+    strategy = decided_strategy(options, machine)
+    group = group or group_alone(options, strategy)
+    has_tasks = group.num_tasks(group.rank) > 0 or not group.others
+    is_imported = has_tasks and imports_tensorflow(options.program, search=search)
+    start = start_method(options, machine, imports_tensorflow=is_imported)
+    job = JobDescription(
+        options=options,
+        strategy=strategy,
+        ports=ports_of_tasks(options, group),
+        machine=machine,
+        environ=environ,
+        run_dir=run_dir,
+        start=start if has_tasks else "exec",
+        is_terminal=shows_in_place(1, environ),
+    )
+    raise_file_limit(
+        group.num_tasks(group.rank) * _FILES_PER_TASK + 4 * len(group.hosts) + _OTHER_FILES
+    )
+    return job, group
+
+
+def _terms(job: JobDescription, search: Sequence[str]) -> dict[str, str]:
+    program = job.options.program
+    program_file = file_of_program(program, search=search)
+    return terms(job.environ, program=program, program_file=program_file)
+
+
+def _address_of_agent(host: str, environ: Mapping[str, str], *, launcher: str) -> str:
+    """Return the address of this host: of its name, or the one to which ssh has connected.
+
+    A name of ~/.ssh/config is one that this host does not know.
+    """
+    client, _, server, *_ = [*environ.get("SSH_CONNECTION", "").split(), "", "", ""][:4]
+    try:
+        return own_address(host, other=client or launcher)
+    except UsageError:
+        if server:
+            return server
+        raise
 
 
 def _check_tf_config(program: Program, environ: Mapping[str, str]) -> None:
@@ -177,8 +230,6 @@ def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> Launch
 def ports_of_tasks(options: LaunchOptions, group: Group) -> Sequence[int] | None:
     """Return the ports that tasks may have on any host of the job; None for all.
 
-    That of the rendezvous is none of them.
-
     Raises:
         UsageError: they are fewer than the tasks of some host.
     """
@@ -186,61 +237,73 @@ def ports_of_tasks(options: LaunchOptions, group: Group) -> Sequence[int] | None
     if ports is None:
         return None
     needed = max(group.num_tasks(rank) for rank in range(len(group.hosts)))
-    left = [port for port in ports if port != group.port]
-    if len(left) >= needed:
-        return left
-    also = ", and one for the rendezvous of the launchers" * (len(left) < len(ports))
+    if len(ports) >= needed:
+        return ports
     raise UsageError(
         "--ports",
         received=f"{as_text(ports)}, {len(ports)} ports",
-        expected=f"{needed} or more for the tasks of a host{also}",
+        expected=f"{needed} or more for the tasks of a host",
         fix="give a larger range: a port that is taken by something else is left out as well",
         code="too-few-ports",
     )
 
 
 def _stand_in_specs(job: JobDescription, group: Group) -> Sequence[ProcessSpec]:
-    """Return the processes of this host, at addresses that stand for those of the run."""
+    """Return the processes of all hosts, at addresses that stand for those of the run."""
     ports = job.ports
     if job.options.dry_run and not group.others:  # of use to who starts them by hand
         with PortPool(group.num_tasks(0), among=job.ports) as pool:
             ports = [held.port for held in pool.renewed()]
     cluster = group.stand_in_cluster(ports)
-    here = group.tasks(range(len(group.hosts)))[group.rank]
     number, run_dir = next_attempt(job.run_dir), str(job.run_dir)
-    return job.specs(Attempt(number=number, run_dir=run_dir, cluster=cluster, tasks=here))
+    return [
+        spec
+        for tasks in group.tasks(range(len(group.hosts))).values()
+        for spec in job.specs(Attempt(number=number, run_dir=run_dir, cluster=cluster, tasks=tasks))
+    ]
 
 
 def _show(job: JobDescription, group: Group, specs: Sequence[ProcessSpec]) -> int:
     head = f"# strategy {job.strategy}, run directory {job.run_dir}\n"
     if group.others:
-        head += (
-            f"# host {group.hosts[group.rank]} (rank {group.rank} of {len(group.hosts)}); names "
-            "and ports stand for those that the launchers agree on\n"
-        )
+        hosts = ", ".join(h for h, n in zip(group.hosts, group.slots, strict=True) if n)
+        head += f"# on {hosts}; names and ports stand for those that the agents choose\n"
     print(f"{head}\n{render(specs)}", flush=True)
     return 0
 
 
-def _run(job: JobDescription, group: Group, *, terms: Mapping[str, str]) -> int:
+def _run(
+    job: JobDescription,
+    group: Group,
+    *,
+    terms: Mapping[str, str],
+    own: str = "",
+    pipe: Pipe | None = None,
+    hold: Sequence[int] = (),
+) -> int:
     """Run this host's part of a job and return the exit code of the whole.
 
-    `terms` must be the same on all hosts.
+    Args:
+      terms: must be the same on all hosts.
+      own: address of this host; found if empty.
+      pipe: connection of an agent to its launcher; None in the launcher.
+      hold: descriptors that are closed once no task is left.
 
     Raises:
-        TfdistError: the hosts do not come together, or not alike; no task has been started.
+        TfdistError: hosts are missing or differ; no task has been started.
     """
     network = ""
     if job.options.isolate:
         network = isolate(job.environ)
         enclose()
-    screen, own = standard_screen(job.environ), group.hosts[group.rank]
-    if group.others:
-        own = own_address(own, other=group.others[0])
+    screen, own = standard_screen(job.environ), own or group.hosts[0]
+    if group.others and pipe is None:
+        is_here = group.num_tasks(0) > 0
+        own = own_address(own, other=group.others[0]) if is_here else socket.gethostname()
     with (
         PortPool(group.num_tasks(group.rank), host=own, among=job.ports) as ports,
         SignalPipe() as signals,
-        JobProcesses(job, screen=screen, signals=signals) as processes,
+        JobProcesses(job, screen=screen, signals=signals, hold=hold) as processes,
     ):
         if not network and not group.others and job.strategy in ("multiworker", "ps"):
             network = reach(port.port for port in ports.renewed())
@@ -255,15 +318,15 @@ def _run(job: JobDescription, group: Group, *, terms: Mapping[str, str]) -> int:
             screen=screen,
             processes=processes,
         )
-        code = Node(part).run() if group.rank else _lead(part)
-    screen.drain(is_hurried=code in STOP_CODES)
+        code = _lead(part) if pipe is None else Node(part, pipe).run()
+    screen.drain(is_hurried=pipe is not None or code in STOP_CODES)
     return code
 
 
 def _lead(part: HostPart) -> int:
-    """Run the job, as host 0; the other hosts are told how it has ended."""
+    """Run the job, as host 0; the agents are told how it has ended."""
     team, screen, run_path = Team(part, _hub(part)), part.screen, part.job.run_dir
-    code, why = EXIT_FAILED, "the launcher of host 0 has failed"
+    code = EXIT_FAILED
     try:
         if (stop_signal := team.gather()) is not None:
             code = exit_code_for(stop_signal)
@@ -273,27 +336,47 @@ def _lead(part: HostPart) -> int:
             with RunDir(run_path) as run_dir:
                 screen.announce(f"run directory {run_path}")
                 code = JobRun(part, team, run_dir).run()
-        why = ""
     except TfdistError as error:
-        code, why = error.exit_code, str(error)
+        code = error.exit_code
         raise
     finally:
-        team.end(code, why=why)
+        team.end(code)
     return code
 
 
 def _hub(part: HostPart) -> Hub:
-    group, listener = part.group, None
-    if group.others:
-        with opening_port("--rendezvous_port", join(part.own, group.port)):
-            listener = listen(part.own, group.port)
-    return Hub(
-        listener,
-        token=group.token,
-        terms=part.terms,
-        num_ranks=len(group.hosts),
-        timeout_s=part.job.options.host_timeout_s,
-    )
+    """Return the agents of the other hosts."""
+    job, group, out = part.job, part.group, part.screen.out
+    options, environ = job.options, job.environ
+    hosts = {rank: host for rank, host in enumerate(group.hosts) if rank}
+    shell = shell_of(options.where, options.rsh)
+    names = options.env.split(",") if options.env else ()
+
+    def first(rank: int) -> Message:
+        return {
+            "module": __name__,
+            "cwd": os.getcwd(),
+            "env": passed_variables(environ, names),
+            "run_dir": str(job.run_dir),
+            "options": encode(options),
+            "group": encode(dataclasses.replace(group, rank=rank)),
+            "from": part.own,
+        }
+
+    def start(rank: int) -> PipeAgent:
+        agent = PipeAgent(
+            hosts[rank],
+            shell,
+            first(rank),
+            startup_timeout_s=options.startup_timeout_s,
+            show=out.pass_on,
+            say=part.screen.say,
+            may_read=lambda: not out.is_full,
+        )
+        part.processes.agents.add(agent.child.pid)
+        return agent
+
+    return Hub(hosts, start, terms=part.terms, say=part.screen.say)
 
 
 class JobRun:

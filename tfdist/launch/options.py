@@ -28,14 +28,13 @@ from tfdist.errors import UsageError, mutually_exclusive, near, require_one_of
 StartMethod = Literal["exec", "fork"]
 
 STARTS = ("auto", "exec", "fork")
+PLACES = ("local", "ssh", "slurm")
 OF_OTHERS = {
     **dict.fromkeys(("n", "np", "nproc", "nproc_per_node", "num_proc", "num_processes"), "workers"),
     **dict.fromkeys(("num_workers", "num_processes_per_node"), "workers"),
     **dict.fromkeys(
         ("nnodes", "num_machines", "H", "host", "master_addr", "rdzv_endpoint"), "hosts"
     ),
-    **dict.fromkeys(("machine_rank", "rank"), "node_rank"),
-    **dict.fromkeys(("master_port", "rdzv_port", "main_process_port"), "rendezvous_port"),
 }
 """How other launchers call what ours has a flag for."""
 DEFAULT_MODULE = "tfdist.train"
@@ -113,25 +112,25 @@ class LaunchOptions:
     metrics_port: int | None = _option(
         None, "P", "serve the job's metrics to Prometheus, on loopback (none)"
     )
-    hosts: str | None = _option(
+    on: str | None = _option(
         None,
-        "a:2,b:2",
-        "the hosts of the job and how many tasks each has; start the same line on all of them",
+        "local|ssh|slurm",
+        "how the agents of other hosts are started: as processes here, by ssh, or by srun in a "
+        "Slurm allocation (local; with --hosts ssh)",
     )
-    node_rank: int | None = _option(
-        None, "R", "which of --hosts this one is, from 0 on (found by its name or address)"
+    hosts: str | None = _option(
+        None, "a:2,b:2", "the hosts of the job and how many tasks each has; implies --on ssh"
     )
-    rendezvous_port: int | None = _option(
-        None, "P", "where the launcher of host 0 listens for the others (2222)"
+    rsh: str | None = _option(
+        None, "CMD", "the command of --on ssh that runs a shell command on {host} (ssh {host})"
     )
-    rendezvous_token_file: str | None = _option(
-        None, "F", "the secret that the hosts share (TFDIST_RENDEZVOUS_TOKEN in the environment)"
+    env: str | None = _option(
+        None,
+        "NAME,NAME",
+        "variables that the other hosts get, besides TF_, KERAS_, TFDIST_ and the like",
     )
     ports: str | None = _option(
         None, "20000-20100", "the ports that the job may have, on each host (TFDIST_PORTS; any)"
-    )
-    host_timeout_s: float = _option(
-        5.0, "S", "after how long without a word a host counts as gone (5)"
     )
     start: str = _option(
         "auto",
@@ -164,6 +163,8 @@ class LaunchOptions:
     def __post_init__(self) -> None:
         _check_name("strategy", self.strategy, STRATEGIES)
         _check_name("start", self.start, STARTS)
+        if self.on is not None:
+            _check_name("on", self.on, PLACES)
         _check_numbers(self)
         if self.stages is not None and self.strategy == "auto":
             object.__setattr__(self, "strategy", "pipeline")
@@ -178,6 +179,11 @@ class LaunchOptions:
             fix = "leave --keep_fds out; tfdist.spawn gives it"
             _refuse("keep_fds", repr(self.keep_fds), "numbers of descriptors, 5,6", fix)
         _check_together(self)
+
+    @property
+    def where(self) -> str:
+        """Return how the agents of other hosts are started."""
+        return self.on or ("ssh" if self.hosts is not None else "local")
 
     @property
     def port_range(self) -> range | None:
@@ -204,12 +210,11 @@ def _check_name(flag: str, value: str, choices: Sequence[str]) -> None:
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("workers", "ps", "stages", "min_workers"), (1, _MAX_TASKS)),
     **dict.fromkeys(("devices_per_worker", "threads_per_task"), (1, _MAX_TASKS)),
-    **dict.fromkeys(("rendezvous_port", "metrics_port"), (1, 65_535)),
+    **dict.fromkeys(("metrics_port",), (1, 65_535)),
     **dict.fromkeys(("startup_timeout_s", "restart_window_s"), (0.001, _MAX_SECONDS)),
     "split_bytes": (1, math.inf),
     "max_restarts": (0, 1_000_000),
     "grace_s": (0, _MAX_SECONDS),
-    "host_timeout_s": (2, _MAX_SECONDS),  # hosts show every second that they live
     "hang_timeout_s": (0, _MAX_SECONDS),
 }
 """The least and the most of each number."""
@@ -233,7 +238,7 @@ def _check_together(options: LaunchOptions) -> None:
         ("stages", strategy == "pipeline", "pipeline", "out-of-range"),
         ("split_bytes", is_ps, "ps", "LCH001"),
         ("profile_ps", is_ps, "ps", "LCH001"),
-        ("min_workers", is_ps or hosts is not None, "ps", "no-ps"),
+        ("min_workers", is_ps or hosts is not None or options.on is not None, "ps", "no-ps"),
     ):
         value = getattr(options, flag)
         if value not in (None, False) and not is_of_use:
@@ -250,17 +255,28 @@ def _check_together(options: LaunchOptions) -> None:
         fix = "make --workers a multiple of --stages, or leave it out"
         expected = "a task for each stage of each pipeline"
         _refuse("stages", f"{stages} with --workers {workers}", expected, fix)
-    if fewest is not None and fewest > workers and hosts is None:
+    if fewest is not None and fewest > workers and options.where == "local" and not hosts:
         received = f"{fewest} of --workers {workers}"
         _refuse("min_workers", received, f"at most {workers}", f"use --min_workers {workers}")
     if strategy == "single" and devices is not None and devices > 1:
         received = f"{devices} with --strategy single"
         fix = "use --strategy mirrored"
         _refuse("devices_per_worker", received, "1", fix, code="exclusive")
-    if options.node_rank is not None and hosts is None:
-        fix = "give --hosts too, or leave --node_rank out"
-        received = f"{options.node_rank} without --hosts"
-        _refuse("node_rank", received, "a list of hosts", fix, code="no-hosts")
+    if options.on == "slurm" and hosts is not None:
+        received, fix = f"{hosts} with --on {options.on}", "leave --hosts out, or use --on ssh"
+        _refuse("hosts", received, "the nodes that the scheduler gives", fix, code="exclusive")
+    if options.on == "ssh" and hosts is None:
+        fix = "give --hosts a:2,b:2"
+        _refuse("on", "ssh without --hosts", "a list of hosts", fix, code="no-hosts")
+    on = options.where
+    for flag, is_of_use in (("rsh", on == "ssh"), ("env", on != "local" or hosts is not None)):
+        if getattr(options, flag) is not None and not is_of_use:
+            fix = f"leave --{flag} out, or give --hosts"
+            received = f"{getattr(options, flag)} with --on {on}"
+            _refuse(flag, received, f"no --{flag}", fix, code="no-hosts")
+    if options.keep_fds is not None and options.where != "local":
+        fix = "leave --hosts and --on out; tfdist.spawn runs on one machine"
+        _refuse("keep_fds", options.where, "a job on this machine", fix, code="exclusive")
     isolate, server = {"--isolate": options.isolate}, {"--fork_server": options.fork_server}
     mutually_exclusive({"--keep_fds": options.keep_fds, **server})
     mutually_exclusive({**server, **isolate})
@@ -323,6 +339,8 @@ def parse(argv: Sequence[str]) -> LaunchOptions | None:
     if "--help" in (word.partition("=")[0] for word in words):
         return None
     values = vars(_parser().parse_args(words))
+    if "env" in values:
+        values["env"] = ",".join(values["env"])
     if "hosts" in values and "workers" in values:
         raise UsageError(
             "--workers",
@@ -357,6 +375,8 @@ def _parser() -> Parser:
         value: dict[str, Any] = {"type": switch, "nargs": "?", "const": True}
         if flag.read is not None:
             value = {"type": flag.read}
+        if flag.name == "env":
+            value["action"] = "append"
         parser.add_argument(f"--{flag.name}", metavar=flag.shown, **value)
     return parser
 

@@ -121,7 +121,9 @@ class JobProcesses:
         screen: JobScreen,
         signals: SignalPipe,
         clock: Callable[[], float] = time.monotonic,
+        hold: Collection[int] = (),
     ) -> None:
+        """Make it; the guardian keeps the descriptors `hold` open while a task may live."""
         self._job = job
         self._screen = screen
         self.signals = signals
@@ -139,6 +141,8 @@ class JobProcesses:
         self._logs = Path()
         self._news: list[Event] = []
         self._running: dict[Task, int | None] = {}
+        self.agents: set[int] = set()
+        """Processes that the caller starts and waits for."""
         self._pids: dict[Task, int] = {}  # of the last process of each task, also when it is over
         self._owed: dict[Task, int] = {}
         self._pipes: dict[int, tuple[Task, TaskOutput]] = {}
@@ -152,7 +156,7 @@ class JobProcesses:
         self.watch(signals.fd, self._on_signals)
         self.watch(self._notes_fd, self._on_notes)
         mark = secrets.token_hex(8)
-        self._guard = GuardianClient(mark, environ=job.environ, say=screen.say)
+        self._guard = GuardianClient(mark, environ=job.environ, say=screen.say, hold=hold)
 
     def __enter__(self) -> JobProcesses:
         return self
@@ -355,9 +359,10 @@ class JobProcesses:
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with contextlib.suppress(ChildProcessError):
             while child := os.waitid(os.P_ALL, 0, flags):
-                if self._starter.owns(child.si_pid) or self._guard.owns(child.si_pid):
+                pid = child.si_pid
+                if pid in self.agents or self._starter.owns(pid) or self._guard.owns(pid):
                     return  # its own signal comes, or has come
-                os.waitpid(child.si_pid, 0)
+                os.waitpid(pid, 0)
 
     def _collect(self) -> None:
         fd = self._starter.fileno()

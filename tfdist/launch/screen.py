@@ -59,6 +59,11 @@ class Console:
         self.last_lines = (name, count + 1 if name == before else 1)
         self._put(self._prefix(name, hue) + text)
 
+    def pass_on(self, line: bytes) -> None:
+        """Add a line as an agent has shown it."""
+        self.last_lines = ("", 0)
+        self._put(line)
+
     def progress(self, name: str, text: bytes, *, hue: int = 0) -> None:
         """Show a line that the next one replaces; only a terminal can."""
         if not self.is_terminal:
@@ -270,10 +275,14 @@ class JobScreen:
 
     def show_failure(self, task: Task, cause: str) -> None:
         """Show what failed first and its last lines; from now on nothing of other tasks."""
-        for other, output in self._outputs.items():
-            output.muted = other != task
+        self.mute_others(task)
         failed = self._outputs.get(task)
         self.say(self._failure_block(task, failed, cause))
+
+    def mute_others(self, task: Task) -> None:
+        """Show nothing of the other tasks from now on."""
+        for other, output in self._outputs.items():
+            output.muted = other != task
 
     def last_lines(self, task: Task) -> tuple[str, ...]:
         """Return the last lines of a task's output."""

@@ -49,7 +49,7 @@ _ONLY = {
 }
 """The flags that one scheduler alone has."""
 
-_LAUNCHER = {flag.name: flag for flag in launcher.FLAGS if flag.name != "help"}
+_LAUNCHER = {flag.name: flag for flag in launcher.FLAGS if flag.name not in ("help", "env")}
 _SWITCHES = {name for name, flag in _LAUNCHER.items() if flag.read is None}
 
 # A cluster's tasks come at different times, and a place in it is lost for longer than a moment.
@@ -72,7 +72,7 @@ NOT_HERE: Mapping[str, str] = {
     ),
     "independent": "a flag that a scheduler has a use for",
     **dict.fromkeys(
-        ("hosts", "node_rank", "rendezvous_port", "rendezvous_token_file", "host_timeout_s"),
+        ("hosts", "on", "rsh"),
         "no hosts: the scheduler knows them, and each task finds itself",
     ),
 }

@@ -51,9 +51,9 @@ class RunOptions:
     def __post_init__(self) -> None:
         require_one_of("--strategy", self.strategy, STRATEGIES)
         require_one_of("--early_stop", self.early_stop, EARLY_STOPS)
-        names = ("parallel_trials", "workers", "ps", "max_failed_trials", "devices_per_worker")
-        names += ("backup_every_steps",)
-        _require_least(1, **{name: getattr(self, name) for name in names})
+        counts = ("parallel_trials", "workers", "ps", "max_failed_trials")
+        for name in (*counts, "devices_per_worker", "backup_every_steps"):
+            _require_least(1, **{name: getattr(self, name)})
         if self.trial_timeout_s != math.inf:
             fix = "leave it out to wait for ever"
             require_number(

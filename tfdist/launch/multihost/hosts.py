@@ -1,7 +1,7 @@
-"""Hosts of a job: their list, this host's index, and the tasks of each.
+"""Hosts of a job: their list, and the tasks of each.
 
-Pure, but for the name and the addresses of this machine. Each host has a launcher of its own; that
-of host 0 leads.
+Pure, but for the name and the addresses of this machine. Host 0 is the launcher's own; each other
+host has an agent. If the launcher's host is not in the list, host 0 has no tasks.
 """
 
 from __future__ import annotations
@@ -14,51 +14,49 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist.cluster import ClusterSpec, Task, environment, placement, settings
-from tfdist.cluster.address import join, parse_hosts, shown
+from tfdist.cluster.address import expand_hosts, is_loopback, join, parse_hosts, shown
 from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.cluster.ports import PortPool
 from tfdist.cluster.settings import JobSettings
 from tfdist.errors import UsageError, require
 from tfdist.launch.multihost import agreement
-from tfdist.launch.multihost.agreement import without_secrets
-from tfdist.launch.multihost.rendezvous import resolve
-from tfdist.launch.options import LaunchOptions
+from tfdist.launch.options import LaunchOptions, Program
 from tfdist.launch.plan import JobDescription
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
 
 _ANY_PORT = 9  # nothing is sent to it
-_OWN_FLAGS = (
-    *("node_rank", "rendezvous_token_file", "start", "fork_server", "dry_run", "program"),
-    *("host_timeout_s", "keep_fds", "metrics_port"),
-)
+LAUNCHER = "launcher"
+"""Name of host 0 if it has no tasks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """The hosts of a job by rank, how many tasks each has, and which of them this is.
 
-    An evaluator is not counted in `slots`: it is one task more, on the chief's host, where the
-    checkpoints are. Nor is the task of a job of one process, which needs no address.
+    An evaluator is not counted in `slots`: it is one task more, on the chief's host. Nor is the
+    task of a job of one process, which needs no address.
     """
 
     hosts: tuple[str, ...]
     slots: tuple[int, ...]
     rank: int
-    port: int
-    """Where the launcher of host 0 listens; 0 without others."""
     num_ps: int = 0
     has_evaluator: bool = False
-    token: bytes = dataclasses.field(default=b"", repr=False)
 
     @property
     def others(self) -> tuple[str, ...]:
         """Return the hosts but this one."""
         return self.hosts[: self.rank] + self.hosts[self.rank + 1 :]
 
+    @property
+    def chief_rank(self) -> int:
+        """Return the first host that has tasks."""
+        return next((rank for rank, count in enumerate(self.slots) if count), 0)
+
     def num_tasks(self, rank: int) -> int:
         """Return how many tasks with an address a host has."""
-        return self.slots[rank] + (self.has_evaluator and not rank)
+        return self.slots[rank] + (self.has_evaluator and rank == self.chief_rank)
 
     def tasks(self, ranks: Sequence[int]) -> dict[int, tuple[Task, ...]]:
         """Return the tasks of each of the hosts `ranks`, numbered host after host.
@@ -72,8 +70,8 @@ class Group:
         tasks: dict[int, tuple[Task, ...]] = dict.fromkeys(ranks, ())
         for number, (rank, type_) in enumerate(zip(of_slot, types, strict=True)):
             tasks[rank] += (Task(type_, types[:number].count(type_)),)
-        if self.has_evaluator and 0 in tasks:
-            tasks[0] += (Task("evaluator", 0),)
+        if self.has_evaluator and self.chief_rank in tasks:
+            tasks[self.chief_rank] += (Task("evaluator", 0),)
         return tasks
 
     def cluster(self, at: Mapping[int, Sequence[str]]) -> ClusterSpec:
@@ -90,7 +88,7 @@ class Group:
         )
 
     def stand_in_cluster(self, ports: Sequence[int] | None = None) -> ClusterSpec:
-        """Return the cluster with ports in a row, as nobody knows them before the rendezvous.
+        """Return the cluster with ports in a row, as the hosts have not chosen theirs yet.
 
         They are the first ones of `ports` on each host, where these are given.
         """
@@ -129,24 +127,23 @@ def decided_group(
 ) -> tuple[LaunchOptions, Group | None]:
     """Return the options with the numbers that follow from the hosts, and the hosts.
 
-    They are those of --hosts, or the nodes of a Slurm step that has one launcher on each. A list
-    of one host is a job on this machine.
+    They are those of --hosts, or the nodes of a Slurm allocation. The group is
+    None for a job on this machine.
 
     Raises:
-        UsageError: this machine is not in the list, there is no token, or the numbers do not fit.
+        UsageError: the numbers do not fit, or there is no allocation.
     """
+    on = options.where
     if options.hosts is not None:
         listed = parse_hosts(options.hosts)
         hosts, slots = tuple(host for host, _ in listed), tuple(n for _, n in listed)
-        options = _with_counts(options, total=sum(slots))
-        rank = rank_of(hosts, node_rank=options.node_rank)
-        port = (options.port_range or [DEFAULT_PORT])[0]
+    elif on == "local":
+        _refuse_launchers_in_a_step(environ)
+        return options, None
     else:
-        found = _slurm_nodes(options, environ)
-        if found is None:
-            return options, None
-        hosts, rank, port = found
-        options, slots = _divided(options, num_hosts=len(hosts))
+        hosts = _slurm_nodes(environ)
+        slots = _divided(options, num_hosts=len(hosts))
+    options = _with_counts(options, total=sum(slots))
     require(
         options.min_workers is None or options.min_workers <= options.workers,
         "--min_workers",
@@ -155,8 +152,9 @@ def decided_group(
         fix=f"use --min_workers {options.workers}",
         code="out-of-range",
     )
-    if len(hosts) == 1:
-        return dataclasses.replace(options, hosts=None, node_rank=None), None
+    is_here = on == "local" or is_this_host(hosts[0], environ)
+    if len(hosts) == 1 and is_here:
+        return dataclasses.replace(options, hosts=None, on=None), None
     require(
         not options.isolate,
         "--isolate",
@@ -166,14 +164,16 @@ def decided_group(
         fix="leave it out, and see that only the hosts of the job reach its ports",
         code="exclusive",
     )
+    if not is_here:
+        hosts, slots = (LAUNCHER, *hosts), (0, *slots)
+    if options.strategy == "auto":  # one task, on another host
+        options = dataclasses.replace(options, strategy="multiworker")
     group = Group(
         hosts=hosts,
         slots=slots,
-        rank=rank,
-        port=options.rendezvous_port or port,
+        rank=0,
         num_ps=options.num_ps if options.strategy == "ps" else 0,
         has_evaluator=options.evaluator,
-        token=agreement.read_token(environ, path=options.rendezvous_token_file, hosts=hosts),
     )
     return options, group
 
@@ -189,32 +189,17 @@ def group_alone(options: LaunchOptions, strategy: str) -> Group:
         hosts=("127.0.0.1",),
         slots=(tasks,),
         rank=0,
-        port=0,
         num_ps=num_ps,
         has_evaluator=options.evaluator,
     )
 
 
-def terms(
-    options: LaunchOptions, environ: Mapping[str, str], *, group: Group, program_file: str
-) -> dict[str, str]:
-    """Return what must be the same on all hosts of the job."""
-    flags = {
-        f"--{name}": str(value)
-        for name, value in dataclasses.asdict(options).items()
-        if name not in _OWN_FLAGS and value is not None
-    }
-    program = options.program
-    # Of a function the arguments are descriptors, whose numbers are each host's own.
-    args = () if options.keep_fds else without_secrets(program.args, key=group.token)
+def terms(environ: Mapping[str, str], *, program: Program, program_file: str) -> dict[str, str]:
+    """Return what must be the same on all hosts of the job, as found on this one."""
     return {
         **agreement.versions(),
-        "hosts": ",".join(f"{h}:{n}" for h, n in zip(group.hosts, group.slots, strict=True)),
-        **flags,
-        "program": program.target,
-        "its text": agreement.digest(program_file),
+        f"the text of {program.name}": agreement.digest(program_file),
         **{f"the text of {path}": agreement.digest(path) for path in _config_files(program.args)},
-        **{f"argument {number}": arg for number, arg in enumerate(args, 1)},
         **agreement.variables(environ),
     }
 
@@ -247,14 +232,14 @@ def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
     return dataclasses.replace(options, strategy=strategy, workers=total - others)
 
 
-def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[LaunchOptions, tuple[int, ...]]:
-    """Return the options of a job without a list, and how many tasks each host has."""
+def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[int, ...]:
+    """Return how many tasks each of the hosts of a scheduler has."""
     require(
         options.strategy not in ("single", "mirrored"),
         "--strategy",
-        received=f"{options.strategy} in a step of {num_hosts} launchers",
+        received=f"{options.strategy} on {num_hosts} nodes",
         expected="multiworker or ps: together they run one job",
-        fix=f"use one, or set {settings.CLUSTER}=none for {num_hosts} jobs on their own",
+        fix="use one, or leave --on out for a job on this node",
         code="strategy-of-one-host",
     )
     is_ps = options.strategy == "ps" or options.ps is not None
@@ -270,59 +255,50 @@ def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[LaunchOptions, 
         code="too-few-tasks",
     )
     each, more = divmod(total, num_hosts)
-    slots = tuple(each + (rank < more) for rank in range(num_hosts))
-    return _with_counts(options, total=total), slots
+    return tuple(each + (rank < more) for rank in range(num_hosts))
 
 
-def _slurm_nodes(
-    options: LaunchOptions, environ: Mapping[str, str]
-) -> tuple[tuple[str, ...], int, int] | None:
-    if settings.text(environ, settings.CLUSTER) not in ("", "auto", "slurm"):
-        return None
-    found = environment.slurm_nodes(environ)
-    if found is None:
-        return None
-    hosts, rank = found
-    job_settings = settings.from_environ(environ)
-    if options.port_range is not None:
-        job_settings = dataclasses.replace(job_settings, ports=options.port_range)
-    return tuple(hosts), rank, environment.slurm_first_port(environ, job_settings)
-
-
-def rank_of(hosts: Sequence[str], *, node_rank: int | None) -> int:
-    """Return which of the hosts this one is, by the flag or by its name or address.
-
-    Raises:
-        UsageError: it is none of them, or several.
-    """
-    if node_rank is not None:
-        require(
-            0 <= node_rank < len(hosts),
-            "--node_rank",
-            received=node_rank,
-            expected=f"0 to {len(hosts) - 1}: the list has {len(hosts)} hosts",
-            fix="give each host its position in the list, from 0 on",
-            code="out-of-range",
-        )
-        return node_rank
-    name = socket.gethostname()
-    is_here = [placement.same_host(host, name) or is_own_address(host) for host in hosts]
-    ranks = [rank for rank, here in enumerate(is_here) if here]
+def _slurm_nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the nodes of this Slurm allocation."""
+    nodes = environ.get("SLURM_JOB_NODELIST", "")
     require(
-        len(ranks) == 1,
-        "--hosts",
-        received=f"a list in which this host, {name}, is "
-        f"{'more than once' if ranks else 'not there'}",
-        expected="each host once, by its name or address",
-        fix="say which one this is by --node_rank, from 0 on, or correct the list",
-        code="host-not-found",
+        nodes,
+        "--on slurm",
+        received="no allocation (SLURM_JOB_NODELIST is not set)",
+        expected="a shell or a batch script of a Slurm job",
+        fix="start the launcher in a script of sbatch, or after salloc -N2",
+        code="no-allocation",
     )
-    return ranks[0]
+    _refuse_launchers_in_a_step(environ)
+    return tuple(expand_hosts(nodes, where="SLURM_JOB_NODELIST"))
 
 
-def environment_of_tasks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what the tasks get of the environment: not the secret of the launchers."""
-    return {name: value for name, value in environ.items() if name != agreement.TOKEN_VARIABLE}
+def _refuse_launchers_in_a_step(environ: Mapping[str, str]) -> None:
+    """Raise UsageError in one of several launchers that srun has started."""
+    if settings.text(environ, settings.CLUSTER) not in ("", "auto", "slurm"):
+        return
+    count = environment.num_slurm_tasks(environ)
+    require(
+        count < 2,
+        "srun",
+        received=f"a launcher in each of the {count} tasks of a step",
+        expected="one launcher, which starts an agent on each node",
+        fix="in the batch script, write python -m tfdist.launch --on slurm without srun; or set "
+        f"{settings.CLUSTER}=none for {count} jobs",
+        code="launchers-in-a-step",
+    )
+
+
+def is_this_host(host: str, environ: Mapping[str, str]) -> bool:
+    """Return whether a name or an address is of this machine."""
+    names = (socket.gethostname(), environ.get("SLURMD_NODENAME", ""))
+    if any(placement.same_host(host, name) for name in names if name):
+        return True
+    try:
+        _, (address, _) = resolve(host)
+    except OSError:  # such as a name of ~/.ssh/config
+        address = host
+    return is_loopback(address) or is_own_address(address)
 
 
 def own_address(host: str, *, other: str) -> str:
@@ -348,9 +324,16 @@ def own_address(host: str, *, other: str) -> str:
         "--hosts",
         received=f"{shown(host)} for this machine, which {what}",
         expected="a name that leads to this machine",
-        fix="correct the name, --node_rank, or what resolves names (/etc/hosts, DNS)",
+        fix="correct the name, or what resolves names (/etc/hosts, DNS)",
         code="not-this-host",
     )
+
+
+def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    """Return family and address of a host, of IPv4 if it has both; raise OSError."""
+    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, (str(address[0]), int(address[1]))
 
 
 def is_own_address(host: str) -> bool:

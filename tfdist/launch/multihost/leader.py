@@ -1,7 +1,7 @@
 """Host 0's view of a job on several hosts: the other hosts and their tasks.
 
-The supervisor decides about all tasks here. The launchers of the other hosts do what is
-decided, and report what happens (`tfdist.launch.multihost.node`).
+The supervisor decides about all tasks here. The agents of the other hosts do what is decided, and
+report what happens (`tfdist.launch.multihost.node`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tfdist.launch.events import (
     encode_action,
     task_of,
 )
+from tfdist.launch.multihost.agents import CannotStart, Differs, Hub, Lost, MessageReceived
 from tfdist.launch.multihost.agreement import fingerprint, summary
 from tfdist.launch.multihost.hosts import HostPart
-from tfdist.launch.multihost.rendezvous import Differs, Hub, Lost, MessageReceived
 from tfdist.launch.plan import Attempt
 
 _ANNOUNCE_S = 5.0  # before it is announced who is being waited for
@@ -51,7 +51,8 @@ class Team:
         self._clock = clock
         self._ports: dict[int, list[int]] = {}  # of each host that is ready for an attempt
         self._others = tuple(range(1, len(part.group.hosts)))
-        self._differing: dict[int, tuple[str, ...]] = {}  # who was sent away since, and why
+        self._differing: dict[int, tuple[str, ...]] = {}  # agents sent away since, and why
+        self._errors: dict[int, UsageError] = {}  # why no agent can be started on a host
         self._began = False
         self.host_of: dict[Task, int] = {}
         """The rank of the host of each task of this attempt, in the order of their start."""
@@ -72,15 +73,16 @@ class Team:
 
         Raises:
             StartupTimeout: too few have come in time; the message names the others.
-            UsageError: some of them differ from this one; who has not come by a moment later is
-                not waited for to say whether it does, too.
+            UsageError: some of them differ from this one, or no agent can be started there. Hosts
+                that have not come a moment later are not waited for.
         """
         began_s, is_announced = self._clock(), False
         limit_s = self._options.startup_timeout_s
         self._differing.clear()
+        self._errors.clear()
         while missing := self._missing():
             waited_s = self._clock() - began_s
-            if self._differing:
+            if self._differing or self._errors:
                 limit_s = min(limit_s, waited_s + _ANNOUNCE_S)
             if waited_s >= limit_s:
                 break
@@ -91,6 +93,8 @@ class Team:
             for event in self.wait(None):
                 if isinstance(event, StopRequest):
                     return event.signum
+        for error in self._errors.values():
+            raise error
         if self._differing:
             raise self._differ()
         if missing:
@@ -100,9 +104,8 @@ class Team:
     def roll_call(self) -> str:
         """Return who is there, at which addresses, and what all of them have in common."""
         terms = self._part.terms
-        at = {0: self._part.own} | {
-            rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)
-        }
+        at = {0: self._part.own} if self._group.num_tasks(0) else {}
+        at |= {rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)}
         versions = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
         return (
             f"{len(at)} hosts, all with {', '.join(versions)}, configuration {fingerprint(terms)}: "
@@ -145,14 +148,15 @@ class Team:
         if isinstance(ports, list) and len(ports) == self._group.num_tasks(rank):
             self._ports[rank] = [int(port) for port in ports]
 
-    def end(self, exit_code: int, *, why: str = "") -> None:
-        """Tell all hosts that the job is over, and close the connections."""
+    def end(self, exit_code: int) -> None:
+        """Tell all agents that the job is over, and wait until they have ended."""
         self._local.unwatch(self.hub.fileno())
-        self.hub.end({"end": exit_code, "why": why})
+        within_s = self._options.grace_s if self._began else 0.0
+        self.hub.end({"end": exit_code}, within_s=within_s)
 
     def _do_without(self, missing: Sequence[int]) -> None:
         """Go on with the hosts that are there, where that was asked for; else give up."""
-        there = 1 + len(self._others) - len(missing)
+        listed = len(self._others) + bool(self._group.num_tasks(0))
         fewest = self._options.min_workers
         workers = sum(self._group.slots) - sum(self._group.slots[rank] for rank in missing)
         can_go_on = self._began and self._strategy == "multiworker"
@@ -163,28 +167,29 @@ class Team:
         waited = f"waited {self._options.startup_timeout_s:g} s"
         turned_away = "; ".join(self.hub.turned_away)
         raise StartupTimeout(
-            f"{there} of {len(self._group.hosts)} hosts are there: {waited} for "
-            f"{self._named(missing)} at {join(self.name(0), self._group.port)}"
-            + (f" (turned away: {turned_away})" if turned_away else "")
-            + ". Fix: start the launcher on each host, with the same line but for --node_rank, or "
-            "raise --startup_timeout_s"
+            f"{listed - len(missing)} of {listed} hosts are there: {waited} for "
+            f"{self._named(missing)}"
+            + (f" ({turned_away})" if turned_away else "")
+            + ". Fix: see that the hosts are up and that the launcher reaches them, or raise "
+            "--startup_timeout_s"
         )
 
     def _missing(self) -> list[int]:
         """Return who is not ready; where some differ, who has not come."""
-        known = self._differing.keys() | self.hub.present if self._differing else self._ports.keys()
+        known = set(self._ports)
+        if self._differing or self._errors:
+            known = self._differing.keys() | self._errors.keys() | self.hub.present
         return [rank for rank in self._others if rank not in known]
 
     def _differ(self) -> UsageError:
         found = []
         for rank, what in sorted(self._differing.items()):
-            name = self.name(rank) if rank in self._others else "a host"
-            found.append(f"{name} (rank {rank}) with {summary(what)}")
+            found.append(f"{self.name(rank)} (rank {rank}) with {summary(what)}")
         return UsageError(
             "hosts",
             received=summary(found),
-            expected=f"the same as on {self.name(0)} (rank 0)",
-            fix="start the same line, of the same installation, on all hosts",
+            expected="the same as on this host",
+            fix="install the same versions there, and share the program's files",
             code="hosts-differ",
         )
 
@@ -253,6 +258,8 @@ class Team:
                     self._lost_host(rank, cause)
                 case Differs(rank=rank, what=what):
                     self._differing[rank] = what
+                case CannotStart(rank=rank, error=error):
+                    self._errors[rank] = error
 
     def _lost_host(self, rank: int, cause: str) -> None:
         self._ports.pop(rank, None)

@@ -1,8 +1,4 @@
-"""Launcher of a host other than 0: starts and ends tasks on request, reports events.
-
-It runs its own program with its own environment and nothing else, whoever tells it: what comes from
-host 0 are the addresses of the job and the names of tasks.
-"""
+"""Part of an agent that starts and ends the tasks of its host on request, and reports events."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Sequence
-from functools import partial
+from typing import Protocol
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
@@ -29,11 +25,8 @@ from tfdist.launch.events import (
     decode,
     decode_action,
     encode_event,
-    exit_code_for,
-    request_name,
 )
 from tfdist.launch.multihost.hosts import HostPart
-from tfdist.launch.multihost.rendezvous import Joining, Member
 from tfdist.launch.plan import Attempt
 from tfdist.launch.state import RESTART_GRACE_S
 
@@ -43,22 +36,26 @@ _STATES_EVERY_S = 1.0
 _GIVE_UP_S = 10.0
 
 
-class Node:
-    """The part of a host other than 0; `run` returns the exit code of the whole job."""
+class Connection(Protocol):
+    """Connection of an agent to its launcher; see `tfdist.launch.multihost.pipe.Pipe`."""
 
-    def __init__(self, part: HostPart) -> None:
+    lost: str
+
+    def fileno(self) -> int: ...
+    def turn(self) -> None: ...
+    def send(self, message: Message) -> None: ...
+    def take_messages(self) -> list[Message]: ...
+
+
+class Node:
+    """The part of a host with an agent; `run` returns the exit code of the whole job."""
+
+    def __init__(self, part: HostPart, pipe: Connection) -> None:
         self._job, self._group = part.job, part.group
+        self._own, self._terms = part.own, part.terms
         self._screen, self._processes = part.screen, part.processes
         self._ports = part.ports
-        self._joining = Joining(
-            part.group.hosts[0],
-            part.group.port,
-            source=part.own,
-            token=part.group.token,
-            rank=part.group.rank,
-            terms=part.terms,
-            timeout_s=part.job.options.host_timeout_s,
-        )
+        self._pipe = pipe
         self._clock = time.monotonic
         self._stop_signal: int | None = None
         self._is_in_attempt = False
@@ -69,30 +66,19 @@ class Node:
         """What was sent of the output of each task whose stacks were asked for."""
 
     def run(self) -> int:
-        """Come to host 0, as often as it is lost and the job may be started again."""
-        options = self._job.options
-        while True:
-            member = self._joining.join(
-                within_s=options.startup_timeout_s,
-                wake_fds=[self._processes.signals.fd],
-                is_over=self._is_stop_requested,
-            )
-            if member is None:
-                return exit_code_for(self._stop_signal or signal.SIGTERM)
-            try:
-                code = self._serve(member)
-            finally:
-                member.close()
-                self._end_attempt()
-            if code is not None:
-                return code
-            self._screen.say(f"the launcher of {self._group.hosts[0]} is gone: {member.lost}")
-            if not options.max_restarts and not self._is_stop_requested():
-                return EXIT_PEER_MISSING
-
-    def _is_stop_requested(self) -> bool:
-        self._wait(0)
-        return self._stop_signal is not None
+        """Do what the launcher says, until it ends the job or is gone; end all tasks then."""
+        self._processes.watch(self._pipe.fileno(), self._turn)
+        try:
+            self._pipe.send({"hello": self._own, "terms": dict(self._terms)})
+            self._say_ready()
+            while not self._pipe.lost:
+                code = self._serve()
+                if code is not None:
+                    return code
+            return EXIT_PEER_MISSING
+        finally:
+            self._processes.unwatch(self._pipe.fileno())
+            self._end_attempt(is_last=True)
 
     def _wait(self, timeout_s: float) -> Sequence[Event]:
         """Return what has happened here; remember the first request to stop."""
@@ -102,73 +88,60 @@ class Node:
                 self._stop_signal = event.signum
         return events
 
-    def _serve(self, member: Member) -> int | None:
-        """Do what host 0 says; return the job's exit code, None if host 0 is lost."""
-        self._processes.watch(member.fileno(), partial(self._turn, member))
-        try:
-            self._say_ready(member)
-            while not member.lost:
-                for event in self._wait(LOOK_EVERY_S):
-                    self._tell(member, event)
-                member.turn()
-                for message in member.take_messages():
-                    if "end" in message:
-                        return self._ended(message)
-                    if "finish" in message:
-                        self._end_attempt()
-                        self._say_ready(member)
-                        continue
-                    with contextlib.suppress(*NO_SENSE):
-                        self._execute(member, message)
-                self._report_to(member)
-        finally:
-            self._processes.unwatch(member.fileno())
+    def _serve(self) -> int | None:
+        """Report what has happened and do what the launcher says; return the job's exit code."""
+        for event in self._wait(LOOK_EVERY_S):
+            self._tell(event)
+        self._pipe.turn()
+        for message in self._pipe.take_messages():
+            if "end" in message:
+                code = message["end"]
+                return code if isinstance(code, int) and 0 <= code < 256 else EXIT_FAILED
+            if "finish" in message:
+                self._end_attempt()
+                self._say_ready()
+                continue
+            with contextlib.suppress(*NO_SENSE):
+                self._execute(message)
+        self._report()
         return None
 
-    def _turn(self, member: Member) -> None:
-        member.turn()
-        if member.lost:  # it can be read for ever
-            self._processes.unwatch(member.fileno())
+    def _turn(self) -> None:
+        self._pipe.turn()
+        if self._pipe.lost:  # it can be read for ever
+            self._processes.unwatch(self._pipe.fileno())
 
-    def _ended(self, message: Message) -> int:
-        if why := str(message.get("why", "")):
-            self._screen.say(why)
-        code = message["end"]
-        return code if isinstance(code, int) and 0 <= code < 256 else EXIT_FAILED
-
-    def _tell(self, member: Member, event: Event) -> None:
-        if isinstance(event, StopRequest):
-            self._screen.say(f"{request_name(event.signum)}: {self._group.hosts[0]} ends the job")
+    def _tell(self, event: Event) -> None:
         lines = self._screen.last_lines(event.task) if isinstance(event, Ended) else ()
-        member.send({**encode_event(event, now_s=self._clock()), "lines": lines})
+        self._pipe.send({**encode_event(event, now_s=self._clock()), "lines": lines})
 
-    def _report_to(self, member: Member) -> None:
+    def _report(self) -> None:
         """Tell the stacks that were asked for as they come, and once a second the tasks' states."""
         for task, sent in self._stacks.items():
             if (lines := self._screen.last_lines(task)) != sent:
                 self._stacks[task] = lines
-                member.send({"lines": lines, "task": str(task)})
+                self._pipe.send({"lines": lines, "task": str(task)})
         now_s = self._clock()
         if (running := self._processes.running) and now_s >= self._states_sent_s + _STATES_EVERY_S:
             self._states_sent_s = now_s
             states = {str(task): self._processes.state_of(task) for task in running}
-            member.send({"states": states, "full": self._screen.out.is_full})
+            self._pipe.send({"states": states, "full": self._screen.out.is_full})
 
-    def _execute(self, member: Member, message: Message) -> None:
+    def _execute(self, message: Message) -> None:
         match message:
             case {"attempt": attempt}:
                 self._end_attempt()
                 self._begin(decode(Attempt, attempt))
             case {"action": _} if self._is_in_attempt:
                 if (ended := self._perform(decode_action(message))) is not None:
-                    self._tell(member, ended)
+                    self._tell(ended)
             case _:
                 pass
 
     def _perform(self, action: TaskAction) -> Ended | None:
         """Do something with a task; return its end where it cannot be started."""
         if isinstance(action, ShowFailure):
-            self._screen.show_failure(action.task, action.cause)
+            self._screen.mute_others(action.task)  # the launcher shows the failure
         elif isinstance(action, Start) and self._cause:
             now_s = self._clock()
             return Ended(task=action.task, status=EXIT_USAGE, at_s=now_s, cause=self._cause)
@@ -179,6 +152,13 @@ class Node:
     def _begin(self, attempt: Attempt) -> None:
         """Plan this host's tasks of an attempt, as the whole cluster is known now."""
         self._cause = ""
+        if not attempt.logs.is_dir():
+            self._cause = (
+                f"{attempt.run_dir} is not shared: the launcher made {attempt.logs}, which is "
+                "missing here. Fix: give --run_dir on a file system that all hosts share"
+            )
+            self._is_in_attempt = True
+            return
         try:
             self._processes.begin(attempt, fork_log=f"fork-server-{self._group.rank}.log")
         except OSError as error:
@@ -186,19 +166,18 @@ class Node:
         except UsageError as error:
             self._cause = str(error)
         self._is_in_attempt = True
-        tasks = ", ".join(map(str, attempt.tasks))
-        self._screen.announce(f"attempt {attempt.number}: {tasks} in {attempt.run_dir}")
 
-    def _say_ready(self, member: Member) -> None:
-        member.send({"ready": [port.port for port in self._ports.renewed()]})
+    def _say_ready(self) -> None:
+        self._pipe.send({"ready": [port.port for port in self._ports.renewed()]})
 
-    def _end_attempt(self) -> None:
-        """End what still runs: host 0 is lost, or done with it."""
+    def _end_attempt(self, *, is_last: bool = False) -> None:
+        """End what still runs: the launcher is gone, or done with it."""
         if not self._is_in_attempt:
             return
         self._is_in_attempt = False
         options, processes = self._job.options, self._processes
-        grace_s = min(options.grace_s, RESTART_GRACE_S if options.max_restarts else math.inf)
+        is_hurried = options.max_restarts and not is_last
+        grace_s = min(options.grace_s, RESTART_GRACE_S if is_hurried else math.inf)
         for signum, within_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _GIVE_UP_S)):
             for task in processes.running:
                 processes.perform(Signal(task, signum))

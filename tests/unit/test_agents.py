@@ -1,0 +1,187 @@
+"""Agents without a remote shell: the pipe to one, and the hub that keeps one on each host."""
+
+import contextlib
+import os
+
+import pytest
+
+from tfdist.launch.multihost.agents import (
+    CannotStart,
+    Differs,
+    Hub,
+    Lost,
+    MessageReceived,
+    PeerJoined,
+)
+from tfdist.launch.multihost.pipe import BEAT_EVERY_S, SILENT_S, Pipe
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def pipes():
+    """The launcher's end and the agent's, by a clock that only the test sets."""
+    (there, to_here), (here, to_there) = os.pipe(), os.pipe()
+    clock = Clock()
+    launcher = Pipe(there, to_there, timeout_s=SILENT_S, awaits_greeting=True, clock=clock)
+    agent = Pipe(here, to_here, timeout_s=SILENT_S, clock=clock)
+    yield launcher, agent, clock
+    for fd in (there, to_here, here, to_there):
+        with contextlib.suppress(OSError):  # a test has closed it
+            os.close(fd)
+
+
+def heard(pipe):
+    pipe.turn()
+    return pipe.take_messages()
+
+
+def test_lines_of_the_shell_before_the_greeting_are_skipped_and_messages_are_whole(pipes):
+    launcher, agent, _ = pipes
+    os.write(agent._write_fd, b'Welcome!\r\n{"hello": "no"}\n')
+    agent.greet()
+    agent.send({"hello": "x"})
+    long = {"lines": ["y" * 300_000]}
+    agent.send(long)
+    assert heard(launcher) == [{"hello": "x"}]
+    for _ in range(20):
+        agent.turn()
+        if messages := heard(launcher):
+            break
+    assert messages == [long]
+    launcher.send({"end": 0})
+    assert heard(agent) == [{"end": 0}]
+
+
+def test_a_silent_peer_is_lost_and_time_in_which_nobody_looked_does_not_count(pipes):
+    launcher, agent, clock = pipes
+    for _ in range(20):
+        clock.now_s += BEAT_EVERY_S
+        agent.turn()
+        launcher.turn()
+    assert launcher.lost == ""
+    clock.now_s += 100
+    launcher.turn()
+    assert launcher.lost == ""
+    for _ in range(int(SILENT_S) + 1):
+        clock.now_s += BEAT_EVERY_S
+        launcher.turn()
+    assert launcher.lost == "no message for 8 s"
+
+
+@pytest.mark.parametrize("line", [b"\xff{", b"[" * 100_000, b"7"])
+def test_what_is_no_message_ends_the_connection(line, pipes):
+    launcher, agent, _ = pipes
+    os.set_blocking(agent._write_fd, True)
+    agent.greet()
+    rest = line + b"\n"
+    while rest and not launcher.lost:
+        rest = rest[os.write(agent._write_fd, rest[:4096]) :]
+        launcher.turn()
+    assert launcher.lost == "a line that is no message arrived"
+
+
+def test_the_end_of_the_other_side_is_seen(pipes):
+    launcher, agent, _ = pipes
+    os.close(agent._write_fd)
+    assert heard(launcher) == []
+    assert launcher.lost == "the connection was closed"
+
+
+class FakeAgent:
+    heard_s = 7.0
+
+    def __init__(self):
+        self.lost, self.incoming, self.sent, self.ending = "", [], [], ("it ended", "")
+        self.fd = os.eventfd(0)
+
+    def filenos(self):
+        return (self.fd,)
+
+    def turn(self):
+        """Nothing."""
+
+    def joined(self):
+        """Nothing."""
+
+    def send(self, message):
+        self.sent.append(message)
+        if "end" in message:
+            self.lost = "ended"
+
+    def take_messages(self):
+        taken, self.incoming = self.incoming, []
+        return taken
+
+    def close(self):
+        os.close(self.fd)
+        return self.ending
+
+
+@pytest.fixture
+def world():
+    clock, agents, said = Clock(), [], []
+
+    def start(rank):
+        agents.append(FakeAgent())
+        return agents[-1]
+
+    hub = Hub({1: "b"}, start, terms={"keras": "3"}, say=said.append, clock=clock)
+    hub.turn()
+    yield hub, agents, clock, said
+    hub.end({"end": 0})
+
+
+def news(hub, agent=None, *messages):
+    if agent is not None:
+        agent.incoming += messages
+    hub.turn()
+    return hub.take_news()
+
+
+HELLO = {"hello": "10.0.0.2", "terms": {"keras": "3"}}
+
+
+def test_an_agent_joins_is_lost_with_its_reason_and_is_started_again(world):
+    hub, agents, clock, _ = world
+    assert news(hub, agents[0], HELLO, {"ready": [1]}) == [
+        PeerJoined(rank=1),
+        MessageReceived(rank=1, message={"ready": [1]}),
+    ]
+    assert (hub.present, hub.address_of(1)) == ({1}, "10.0.0.2")
+    agents[0].lost = "closed"
+    assert news(hub) == [Lost(rank=1, cause="it ended")]
+    assert (hub.present, hub.turned_away) == (set(), ("b: it ended",))
+    assert len(agents) == 1
+    clock.now_s += 0.5
+    assert news(hub) == []
+    assert news(hub, agents[1], HELLO) == [PeerJoined(rank=1)]
+
+
+def test_an_agent_that_differs_is_told_and_not_started_again(world):
+    hub, agents, clock, _ = world
+    there = {**HELLO, "terms": {"keras": "2"}}
+    assert news(hub, agents[0], there) == [Differs(rank=1, what=("keras 2 there, 3 here",))]
+    assert agents[0].sent == [{"end": 2}]
+    clock.now_s += 100
+    assert news(hub) == []
+    assert len(agents) == 1
+
+
+def test_a_refusal_of_the_agent_and_one_of_the_shell_are_errors_with_their_fix(world):
+    hub, agents, clock, said = world
+    agents[0].lost, agents[0].ending = "closed", ("no route", "")
+    assert news(hub) == []
+    assert said == ["b: no route; trying again"]
+    clock.now_s += 1
+    hub.turn()
+    agents[1].lost, agents[1].ending = "closed", ("Permission denied", "add a key")
+    (first,) = news(hub)
+    assert isinstance(first, CannotStart)
+    assert str(first.error).startswith("b: received Permission denied;")
+    assert str(first.error).endswith("Fix: add a key")

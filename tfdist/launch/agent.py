@@ -1,0 +1,121 @@
+"""``python -m tfdist.launch.agent``: the agent of a job on one host.
+
+The launcher starts it through a remote shell and talks to it by lines on its standard input and
+output; see `tfdist.launch.multihost.pipe`. The first message names a module, whose `serve` does the
+rest. The output of tasks goes to the standard error of the agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+from tfdist.errors import EXIT_PEER_MISSING, TfdistError, UsageError
+from tfdist.launch.events import Message
+from tfdist.launch.multihost.pipe import BEAT_EVERY_S, SILENT_S, Pipe
+
+_FIRST_S = 60.0
+_RETRY_S = 0.1
+MODULES = ("tfdist.launch.job",)
+"""Modules with a `serve` that an agent may run."""
+
+
+def main(argv: Sequence[str] = ()) -> None:
+    """Serve the launcher at the other end of standard input and output; exit with its code."""
+    pipe = Pipe(os.dup(0), os.dup(1), timeout_s=_FIRST_S)
+    # No task reaches the messages: its output goes where the agent's own lines go.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    pipe.greet()
+    try:
+        code = _serve(pipe)
+    except TfdistError as error:
+        pipe.send({"refused": str(error)})
+        code = error.exit_code
+    sys.exit(code)
+
+
+def _serve(pipe: Pipe) -> int:
+    first = _first_message(pipe)
+    if first is None:
+        return EXIT_PEER_MISSING
+    try:
+        os.chdir(first["cwd"])
+    except OSError as error:
+        raise UsageError(
+            "working directory",
+            received=f"{first['cwd']}, which cannot be entered here ({error.strerror})",
+            expected="the directory of the launcher at the same path on all hosts",
+            fix="share it between the hosts, or start the job in a directory that is shared",
+            code="no-directory",
+        ) from None
+    os.environ.update(first["env"])
+    sys.path[:0] = [first["cwd"], *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    assert first["module"] in MODULES, first["module"]
+    from importlib import import_module
+
+    code: int = import_module(first["module"]).serve(first, pipe)
+    return code
+
+
+def _first_message(pipe: Pipe) -> Message | None:
+    while not pipe.lost:
+        select.select([pipe], [], [], BEAT_EVERY_S)
+        pipe.turn()
+        if messages := pipe.take_messages():
+            pipe.timeout_s = SILENT_S
+            return messages[0]
+    return None
+
+
+def lock_host(run_dir: str, host: str, *, within_s: float, pipe: Pipe) -> int:
+    """Return a descriptor that holds the lock of this host and run directory.
+
+    An earlier agent, which its launcher lost, has `within_s` to have its tasks save and end. Then
+    it is killed, and its guardian kills the tasks: no two agents write to one run directory.
+
+    Raises:
+        UsageError: the file of the lock cannot be opened.
+    """
+    name = hashlib.sha256(f"{run_dir}\0{host}".encode()).hexdigest()[:16]
+    path = os.path.join(tempfile.gettempdir(), f"tfdist-{os.getuid()}-{name}.lock")
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(
+            path,
+            received=f"a file that cannot be opened ({error.strerror})",
+            expected="a file of this user",
+            fix="remove it, or set TMPDIR on this host to a directory of your own",
+            code="not-writable",
+        ) from None
+    deadline_s = time.monotonic() + within_s
+    while not pipe.lost:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, os.pwrite(fd, b"%d" % os.getpid(), 0))
+            return fd
+        if time.monotonic() > deadline_s:
+            _kill_agent(os.pread(fd, 20, 0))
+        select.select([pipe], [], [], _RETRY_S)
+        pipe.turn()
+    return fd
+
+
+def _kill_agent(pid: bytes) -> None:
+    """Kill a process if it is still an agent."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(pid)}/cmdline", "rb") as file:
+        if b"bootstrap.py\0agent" in file.read():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

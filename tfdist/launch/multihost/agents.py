@@ -1,0 +1,392 @@
+"""Agents of a job: the launcher starts one on each other host, through a remote shell.
+
+`PipeAgent` is an agent behind a command such as ``ssh HOST``; `Hub` keeps one agent on each host,
+and starts it again if it is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import selectors
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tfdist.errors import EXIT_USAGE, UsageError
+from tfdist.launch.events import Message
+from tfdist.launch.guardian import bootstrap_command
+from tfdist.launch.multihost.agreement import differences
+from tfdist.launch.multihost.pipe import SILENT_S, Pipe
+
+SHELLS = {
+    "local": ("sh", "-c"),
+    "ssh": ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "{host}"),
+    "slurm": (
+        *("srun", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--quiet"),
+        *("--nodelist={host}", "sh", "-c"),
+    ),
+}
+"""Commands that run a shell's command line, the word after them, on a host."""
+
+
+def shell_of(where: str, rsh: str | None) -> list[str]:
+    """Return the command of a remote shell: that of `where`, or the user's own."""
+    if rsh is None:
+        return list(SHELLS[where])
+    words = shlex.split(rsh)
+    return words if any("{host}" in word for word in words) else [*words, "{host}"]
+
+
+LOOK_EVERY_S = 0.5
+_AGAIN_S, _AGAIN_MOST_S = 0.5, 10.0
+_EXIT_S = 0.2
+_GOODBYE_S = 5.0
+_READ_BYTES = 1 << 16
+_PROBLEMS = (
+    (
+        r"Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "run ssh {host} once by hand and check its key, or add it to ~/.ssh/known_hosts",
+    ),
+    (
+        r"Permission denied",
+        "let ssh {host} log in without a question: a key in its authorized_keys, and ssh-agent for "
+        "a key with a passphrase",
+    ),
+    (r"Could not resolve hostname", "correct the name in --hosts, or enter it in ~/.ssh/config"),
+    (r"Invalid node name|Invalid job id|not in this job", "list nodes of this allocation"),
+    (
+        r"[Nn]o such file or directory|not found|can't open file",
+        "install Python and tfdist at the same path on {host} as here",
+    ),
+)
+"""Lines of a remote shell that another try will not change, and what the user can do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerJoined:
+    """An agent is there, with the same versions as here."""
+
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Differs:
+    """An agent differs from this host; its host takes no part."""
+
+    rank: int
+    what: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CannotStart:
+    """No agent can be started on a host, and another try would not help."""
+
+    rank: int
+    error: UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MessageReceived:
+    """A message from an agent."""
+
+    rank: int
+    message: Message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lost:
+    """The loss of an agent that had joined."""
+
+    rank: int
+    cause: str
+    heard_s: float = field(default=0.0, compare=False)
+    """When its last message arrived."""
+
+
+News = PeerJoined | Differs | CannotStart | MessageReceived | Lost
+
+
+class PipeAgent:
+    """An agent behind a remote shell: a child process, its pipes, and the lines that it prints.
+
+    Args:
+      shell: the command of the remote shell, with ``{host}`` for the host.
+      first: the first message.
+      startup_timeout_s: Seconds that the agent may take to join.
+      show: shows a line of the host's tasks.
+      say: shows a line of the remote shell or of the agent itself.
+      may_read: returns whether there is room to show more lines.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        shell: Sequence[str],
+        first: Message,
+        *,
+        startup_timeout_s: float,
+        show: Callable[[bytes], None],
+        say: Callable[[str], None],
+        may_read: Callable[[], bool],
+    ) -> None:
+        self._host, self._show, self._say, self._may_read = host, show, say, may_read
+        words = [word.replace("{host}", host.strip("[]")) for word in shell]
+        command = "exec " + shlex.join(bootstrap_command("agent"))
+        # A process group of its own: Ctrl-C is for the launcher, which has all hosts save first.
+        self.child = subprocess.Popen(
+            [*words, command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+        )
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        assert self.child.stderr is not None
+        self._errors = self.child.stderr
+        os.set_blocking(self._errors.fileno(), False)
+        self._rest, self._last_line, self._has_joined = b"", "", False
+        self._pipe = Pipe(
+            self.child.stdout.fileno(),
+            self.child.stdin.fileno(),
+            timeout_s=startup_timeout_s,
+            awaits_greeting=True,
+        )
+        self.send, self.take_messages = self._pipe.send, self._pipe.take_messages
+        self.send(first)
+
+    @property
+    def lost(self) -> str:
+        """Return why the agent is gone; empty while it is there."""
+        return self._pipe.lost
+
+    @property
+    def heard_s(self) -> float:
+        """Return when its last message arrived."""
+        return self._pipe.heard_s
+
+    def filenos(self) -> Sequence[int]:
+        """Return the descriptors to watch."""
+        return self._pipe.fileno(), self._errors.fileno()
+
+    def turn(self) -> None:
+        """Read and write."""
+        self._read_lines()
+        self._pipe.turn()
+
+    def joined(self) -> None:
+        """From now on show the lines of its tasks, and expect heartbeats."""
+        self._has_joined = True
+        self._pipe.timeout_s = SILENT_S
+
+    def close(self) -> tuple[str, str]:
+        """End the connection. Return why the agent ended, and a fix if another try is useless."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(_EXIT_S)  # it has ended, or it is silent
+        self._read_lines()
+        code = self.child.poll()
+        self.child.kill()  # its end closes the standard input of the agent
+        self.child.wait()
+        for file in (self.child.stdin, self.child.stdout, self._errors):
+            with contextlib.suppress(OSError):
+                file.close()  # type: ignore[union-attr]  # all are pipes
+        if code is None:
+            return self._pipe.lost, ""
+        why = f"its agent ended with exit code {code}"
+        if code < 0:
+            why = f"its agent or remote shell was ended by signal {-code}"
+        if self._last_line and not self._has_joined:
+            why = self._last_line
+        fixes = (fix for pattern, fix in _PROBLEMS if re.search(pattern, self._last_line))
+        fix = "" if self._has_joined else next(fixes, "")
+        if not fix and not self._has_joined and 0 < code < 128:
+            fix = "see that {host} has the same Python and tfdist at the same path"
+        return why, fix.replace("{host}", self._host)
+
+    def _read_lines(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            while self._may_read() and (data := os.read(self._errors.fileno(), _READ_BYTES)):
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                for line in lines:
+                    self._take_line(line.removesuffix(b"\r"))
+
+    def _take_line(self, line: bytes) -> None:
+        """Show a line of a task as it is, and one of the shell or the agent with the host."""
+        if self._has_joined and line.startswith(b"[") and not line.startswith(b"[launch] "):
+            self._show(line)
+            return
+        text = line.removeprefix(b"[launch] ").decode(errors="backslashreplace")
+        if self._has_joined:
+            self._say(f"{self._host}: {text}")
+        elif text.strip() and not re.search(r"^@|^Warning: Permanently added", text):
+            self._last_line = _clear(self._last_line, text)
+
+
+def _clear(before: str, now: str) -> str:
+    """Return the one of two lines that says more about why a remote shell failed."""
+    known = [text for text in (before, now) if any(re.search(p, text) for p, _ in _PROBLEMS)]
+    return known[0] if known else now
+
+
+class Hub:
+    """The agents of a job by rank, from 1 on. `turn` does not wait.
+
+    Args:
+      hosts: the name of each agent's host.
+      start: starts the agent of a rank.
+      terms: what each agent must have in common with this host.
+      say: shows a line of the launcher's own.
+    """
+
+    def __init__(
+        self,
+        hosts: Mapping[int, str],
+        start: Callable[[int], PipeAgent],
+        *,
+        terms: Mapping[str, str],
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._hosts, self._start, self._terms = hosts, start, terms
+        self._say, self._clock = say, clock
+        self._agents: dict[int, PipeAgent] = {}
+        self._addresses: dict[int, str] = {}
+        self._known: set[int] = set()
+        self._refused: set[int] = set()
+        self._again = dict.fromkeys(hosts, 0.0)
+        self._wait_s = dict.fromkeys(hosts, _AGAIN_S)
+        self._why: dict[int, str] = {}
+        self._news: list[News] = []
+        self._selector = selectors.EpollSelector()
+        self._next_s = 0.0
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there is something to do."""
+        return self._selector.fileno()
+
+    @property
+    def present(self) -> frozenset[int]:
+        """Return the ranks of the agents that have joined."""
+        return frozenset(self._addresses)
+
+    @property
+    def turned_away(self) -> tuple[str, ...]:
+        """Return why the agents that are not there are not."""
+        return tuple(
+            f"{self._hosts[rank]}: {why}"
+            for rank, why in sorted(self._why.items())
+            if rank not in self._addresses
+        )
+
+    def address_of(self, rank: int) -> str:
+        """Return the address of a host whose agent has joined."""
+        return self._addresses[rank]
+
+    @property
+    def next_s(self) -> float:
+        """Return when `turn` is to be called at the latest."""
+        return self._next_s
+
+    def turn(self) -> None:
+        """Start agents, read, write, and drop those that are gone."""
+        now_s = self._clock()
+        self._next_s = now_s + LOOK_EVERY_S
+        for rank in [rank for rank, at_s in self._again.items() if now_s >= at_s]:
+            del self._again[rank]
+            try:
+                agent = self._agents[rank] = self._start(rank)
+            except OSError as error:
+                self._cannot_start(rank, f"{error.filename}: {error.strerror}", "install it here")
+                continue
+            for fd in agent.filenos():
+                self._selector.register(fd, selectors.EVENT_READ)
+        for rank, agent in list(self._agents.items()):
+            agent.turn()
+            for message in agent.take_messages():
+                self._receive(rank, agent, message)
+            if agent.lost:
+                self._drop(rank)
+
+    def take_news(self) -> list[News]:
+        """Return what has happened since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send a message to an agent; do nothing if it is gone."""
+        if rank in self._addresses:
+            self._agents[rank].send(message)
+
+    def end(self, message: Message, *, within_s: float = 0.0) -> None:
+        """Send a last message to all agents, wait until they have ended, and close everything."""
+        for agent in self._agents.values():
+            agent.send(message)
+        deadline_s = self._clock() + within_s + _GOODBYE_S
+        while self._agents and self._clock() < deadline_s:
+            self._again.clear()
+            self._selector.select(0.1)
+            self.turn()
+        self._again.clear()
+        for rank in list(self._agents):
+            self._drop(rank)
+        self._selector.close()
+
+    def _receive(self, rank: int, agent: PipeAgent, message: Message) -> None:
+        match message:
+            case _ if rank in self._addresses:
+                self._news.append(MessageReceived(rank=rank, message=message))
+            case {"refused": str(text)}:
+                error = UsageError(
+                    self._hosts[rank],
+                    received=text.partition(". Fix: ")[0],
+                    expected="a host on which the job can run",
+                    fix=text.partition(". Fix: ")[2] or "correct it there",
+                    code="cannot-start-agent",
+                )
+                self._news.append(CannotStart(rank=rank, error=error))
+                self._refused.add(rank)
+            case {"hello": str(address), "terms": dict(terms)}:
+                if found := differences(self._terms, terms):
+                    self._news.append(Differs(rank=rank, what=tuple(found)))
+                    agent.send({"end": EXIT_USAGE})
+                    self._refused.add(rank)
+                    return
+                self._addresses[rank] = address
+                self._known.add(rank)
+                self._wait_s[rank] = _AGAIN_S
+                agent.joined()
+                self._news.append(PeerJoined(rank=rank))
+
+    def _drop(self, rank: int) -> None:
+        agent = self._agents.pop(rank)
+        lost, heard_s = agent.lost, agent.heard_s
+        for fd in agent.filenos():
+            self._selector.unregister(fd)
+        why, fix = agent.close()
+        if self._addresses.pop(rank, None) is not None:
+            self._news.append(Lost(rank=rank, cause=why or lost, heard_s=heard_s))
+        elif rank in self._refused:
+            return
+        elif fix and rank not in self._known:
+            self._cannot_start(rank, why, fix)
+            return
+        elif self._why.get(rank) != why:
+            self._say(f"{self._hosts[rank]}: {why or lost}; trying again")
+        self._why[rank] = why or lost
+        self._again[rank] = self._clock() + self._wait_s[rank]
+        self._wait_s[rank] = min(_AGAIN_MOST_S, 2 * self._wait_s[rank])
+
+    def _cannot_start(self, rank: int, why: str, fix: str) -> None:
+        self._why[rank] = why
+        error = UsageError(
+            self._hosts[rank],
+            received=why,
+            expected="a host on which an agent starts without a question",
+            fix=fix,
+            code="cannot-start-agent",
+        )
+        self._news.append(CannotStart(rank=rank, error=error))
