@@ -45,13 +45,13 @@ def agents(network):
 
 @pytest.mark.timeout(1000)
 def test_a_slow_link_that_goes_down_and_comes_back_gives_the_weights_of_an_undisturbed_job(
-    job, network
+    job, launch, network
 ):
     first = train(job)
     assert first.end() == 0
     undisturbed = summary()
     Path("run").rename("undisturbed")
-    alone = job(TRAIN, *LAUNCH, "--on", "local", hosts="alpha:2", args=FLAGS)
+    alone = launch(TRAIN, *LAUNCH, "--workers", "2", "--run_dir", "run", args=FLAGS)
     assert alone.end() == 0
     assert summary()["weights_sha256"] == undisturbed["weights_sha256"]
     Path("run").rename("alone")
@@ -76,6 +76,7 @@ def test_a_slow_link_that_goes_down_and_comes_back_gives_the_weights_of_an_undis
 
 @pytest.mark.timeout(600)
 def test_an_agent_and_an_ssh_that_are_killed_change_no_weights(job, network):
+    network.slow_down(rate="20mbit")
     first = train(job)
     assert first.end() == 0
     undisturbed = summary()

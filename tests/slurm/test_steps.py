@@ -1,23 +1,55 @@
-"""Programs in a step of srun: launchers that find each other, checks, and mistakes."""
+"""Jobs in an allocation: agents started by srun, programs in a step, and what is wrong."""
 
+import contextlib
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.multiprocess.jobs import children
 from tests.slurm.cluster import NODES
-from tests.slurm.jobs import PROGRAM
+from tests.slurm.jobs import CONFIG, DEADLINE_S, PROGRAM, assert_same, launched, summary_of
 
 TELL = "import os; os.write(1, b'told %s\\n' % os.environ['TF_CONFIG'].encode())"
 FAIL = "import json, os, sys; sys.exit(7 * json.loads(os.environ['TF_CONFIG'])['task']['index'])"
-STEP = ("srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "tfdist.launch")
+LAUNCH = (sys.executable, "-m", "tfdist.launch")
+STEP = ("srun", "--nodes=2", "--ntasks-per-node=1", *LAUNCH)
 
 
-def test_launchers_of_a_step_find_each_other_without_a_flag(slurm):
+@pytest.fixture
+def allocation(slurm):
+    """Returns the variables of an allocation of two nodes, which ends with the test."""
+    made = slurm.run("salloc", "--nodes=2", "--no-shell", "--job-name=agents")
+    job_id = re.search(r"Granted job allocation (\d+)", made.stderr)
+    assert job_id, made.stderr
+    nodes = slurm.cluster.ask("squeue", "--noheader", "--format=%N", f"--jobs={job_id[1]}")
+    listed = {"SLURM_JOB_NODELIST": nodes.stdout.strip(), "SLURMD_NODENAME": NODES[0]}
+    yield {"SLURM_JOB_ID": job_id[1], "SLURM_JOBID": job_id[1], **listed}
+    slurm.cluster.ask("scancel", job_id[1])
+
+
+def agents(slurm):
+    """Returns the process ids of the agents of this cluster."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line = (path / "cmdline").read_bytes()
+            is_of_cluster = str(slurm.cluster.folder).encode() in (path / "environ").read_bytes()
+            if is_of_cluster and line.startswith(sys.executable.encode()):
+                found += [int(path.name)] * (b"bootstrap.py\0agent" in line)
+    return found
+
+
+def test_one_launcher_runs_a_job_on_all_nodes_of_an_allocation(slurm, allocation):
     program = slurm.folder / "program.py"
     program.write_text(TELL)
-    done = slurm.run(*STEP, "--workers", "3", "--run_dir", "run", str(program))
+    command = (*LAUNCH, "--on", "slurm")
+    done = slurm.run(*command, "--workers", "3", "--run_dir", "run", str(program), **allocation)
     assert done.returncode == 0, done.stdout + done.stderr
     told = [json.loads(line) for line in re.findall("told (.*)", done.stdout)]
     assert sorted(config["task"]["index"] for config in told) == [0, 1, 2]
@@ -26,16 +58,44 @@ def test_launchers_of_a_step_find_each_other_without_a_flag(slurm):
     assert hosts == [NODES[0], NODES[0], NODES[1]]
 
     program.write_text(FAIL)
-    done = slurm.run(*STEP, "--run_dir", "failed", str(program))
+    done = slurm.run(*command, "--run_dir", "failed", str(program), **allocation)
     assert done.returncode == 7, done.stdout + done.stderr
     report = json.loads((slurm.folder / "failed/report.json").read_text())
     failure = report["attempts"][0]["first_failure"]
     assert (failure["task"], failure["host"]) == ("worker-1", NODES[1])
 
 
-def test_launchers_that_are_to_know_nothing_of_each_other_do_not(slurm):
+@pytest.mark.parametrize("killed", ["agent", "srun"])
+def test_a_node_whose_agent_is_killed_is_named_and_changes_no_weights(slurm, allocation, killed):
+    expected = launched(slurm.folder / "expected", "--strategy", "multiworker", "--workers", "2")
+    command = (*LAUNCH, "--on", "slurm", "--threads_per_task", "1", "--max_restarts", "1")
+    run_dir = slurm.folder / "run"
+    with open(slurm.folder / "launch.out", "wb") as out:
+        process = subprocess.Popen(
+            [*command, "--run_dir", str(run_dir), PROGRAM, *CONFIG],
+            env=slurm.environ(**allocation),
+            cwd=slurm.folder,
+            stdout=out,
+            stderr=out,
+        )
+    said = slurm.folder / "launch.out"
+    slurm.cluster.until(lambda: "step 1" in said.read_text(), "a step", within_s=DEADLINE_S)
+    if killed == "agent":
+        (pid,) = agents(slurm)
+    else:
+        (pid,) = (p for p, line in children(process.pid).items() if line.startswith("srun"))
+    os.kill(pid, signal.SIGKILL)
+    assert process.wait(DEADLINE_S) == 0, said.read_text()
+    assert f"worker-1 on {NODES[1]} failed first: host {NODES[1]} is gone" in said.read_text()
+    assert_same(summary_of(run_dir), expected)
+
+
+def test_several_launchers_in_a_step_are_refused_unless_each_is_to_run_a_job(slurm):
     program = slurm.folder / "program.py"
     program.write_text(TELL)
+    done = slurm.run(*STEP, str(program))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "--on slurm" in done.stderr
     done = slurm.run(*STEP, str(program), TFDIST_CLUSTER="none")
     assert done.returncode == 0, done.stdout + done.stderr
     told = [json.loads(line) for line in re.findall("told (.*)", done.stdout)]
