@@ -36,17 +36,18 @@ def main(argv: Sequence[str] = ()) -> None:
     os.dup2(2, 1)
     pipe.greet()
     try:
-        code = _serve(pipe)
+        code = _serve(pipe, address=argv[0] if argv else "")
     except TfdistError as error:
         pipe.send({"refused": str(error)})
         code = error.exit_code
     sys.exit(code)
 
 
-def _serve(pipe: Pipe) -> int:
+def _serve(pipe: Pipe, *, address: str) -> int:
     first = _first_message(pipe)
     if first is None:
         return EXIT_PEER_MISSING
+    first["at"] = address
     try:
         os.chdir(first["cwd"])
     except OSError as error:

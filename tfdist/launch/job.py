@@ -120,7 +120,8 @@ def serve(first: Message, pipe: Pipe) -> int:
     check_program(options.program, search=search)
     lock = lock_host(first["run_dir"], group.hosts[group.rank], within_s=options.grace_s, pipe=pipe)
     job, group = _described(options, group, environ, run_dir=Path(first["run_dir"]), search=search)
-    own = _address_of_agent(group.hosts[group.rank], environ, launcher=first["from"])
+    host = group.hosts[group.rank]
+    own = first["at"] or _address_of_agent(host, environ, launcher=first["from"])
     return _run(job, group, own=own, terms=_terms(job, search), pipe=pipe, hold=(lock,))
 
 

@@ -28,7 +28,7 @@ from tfdist.errors import UsageError, mutually_exclusive, near, require_one_of
 StartMethod = Literal["exec", "fork"]
 
 STARTS = ("auto", "exec", "fork")
-PLACES = ("local", "ssh", "slurm")
+PLACES = ("local", "ssh", "slurm", "ray")
 OF_OTHERS = {
     **dict.fromkeys(("n", "np", "nproc", "nproc_per_node", "num_proc", "num_processes"), "workers"),
     **dict.fromkeys(("num_workers", "num_processes_per_node"), "workers"),
@@ -114,9 +114,9 @@ class LaunchOptions:
     )
     on: str | None = _option(
         None,
-        "local|ssh|slurm",
-        "how the agents of other hosts are started: as processes here, by ssh, or by srun in a "
-        "Slurm allocation (local; with --hosts ssh)",
+        "local|ssh|slurm|ray",
+        "how the agents of other hosts are started: as processes here, by ssh, by srun in a Slurm "
+        "allocation, or as actors of a Ray cluster (local; with --hosts ssh)",
     )
     hosts: str | None = _option(
         None, "a:2,b:2", "the hosts of the job and how many tasks each has; implies --on ssh"
@@ -262,14 +262,15 @@ def _check_together(options: LaunchOptions) -> None:
         received = f"{devices} with --strategy single"
         fix = "use --strategy mirrored"
         _refuse("devices_per_worker", received, "1", fix, code="exclusive")
-    if options.on == "slurm" and hosts is not None:
+    if options.on in ("slurm", "ray") and hosts is not None:
         received, fix = f"{hosts} with --on {options.on}", "leave --hosts out, or use --on ssh"
         _refuse("hosts", received, "the nodes that the scheduler gives", fix, code="exclusive")
     if options.on == "ssh" and hosts is None:
         fix = "give --hosts a:2,b:2"
         _refuse("on", "ssh without --hosts", "a list of hosts", fix, code="no-hosts")
     on = options.where
-    for flag, is_of_use in (("rsh", on == "ssh"), ("env", on != "local" or hosts is not None)):
+    has_agents = on != "local" or hosts is not None
+    for flag, is_of_use in (("rsh", on in ("ssh", "ray")), ("env", has_agents)):
         if getattr(options, flag) is not None and not is_of_use:
             fix = f"leave --{flag} out, or give --hosts"
             received = f"{getattr(options, flag)} with --on {on}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import itertools
+import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.cluster.ports import PortPool
 from tfdist.cluster.settings import JobSettings
 from tfdist.errors import UsageError, require
-from tfdist.launch.multihost import agreement
+from tfdist.launch.multihost import agreement, on_ray
 from tfdist.launch.options import LaunchOptions, Program
 from tfdist.launch.plan import JobDescription
 from tfdist.launch.processes import JobProcesses
@@ -127,7 +128,7 @@ def decided_group(
 ) -> tuple[LaunchOptions, Group | None]:
     """Return the options with the numbers that follow from the hosts, and the hosts.
 
-    They are those of --hosts, or the nodes of a Slurm allocation. The group is
+    They are those of --hosts, or the nodes of a Slurm allocation or a Ray cluster. The group is
     None for a job on this machine.
 
     Raises:
@@ -140,6 +141,11 @@ def decided_group(
     elif on == "local":
         _refuse_launchers_in_a_step(environ)
         return options, None
+    elif on == "ray":
+        (total,) = _divided(options, num_hosts=1)
+        name, slots = on_ray.reserve(total, within_s=options.startup_timeout_s)
+        options = dataclasses.replace(options, rsh=shlex.join(on_ray.shell(name)))
+        hosts = tuple(f"node-{number}" for number in range(1, len(slots) + 1))
     else:
         hosts = _slurm_nodes(environ)
         slots = _divided(options, num_hosts=len(hosts))
@@ -152,7 +158,7 @@ def decided_group(
         fix=f"use --min_workers {options.workers}",
         code="out-of-range",
     )
-    is_here = on == "local" or is_this_host(hosts[0], environ)
+    is_here = on == "local" or (on != "ray" and is_this_host(hosts[0], environ))
     if len(hosts) == 1 and is_here:
         return dataclasses.replace(options, hosts=None, on=None), None
     require(

@@ -1,0 +1,169 @@
+"""Agents on the nodes of a Ray cluster: the remote shell of ``--on ray``.
+
+`reserve` has a process that holds a place for each agent, on a node of its own. A relay is started
+in the place of ``ssh HOST``: its actor runs the agent in such a place, and the relay passes on what
+comes over the pipes. The launcher itself does not import Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from tfdist.errors import StartupTimeout, UsageError
+from tfdist.launch.guardian import bootstrap_command
+
+MODULE = "multihost.on_ray"
+
+_READ_BYTES = 1 << 16
+_TURN_S = 0.5
+_EXIT_LOST = 75
+_HOLDERS: list[subprocess.Popen[str]] = []  # each ends with this process
+
+
+def reserve(num_tasks: int, *, within_s: float) -> tuple[str, tuple[int, ...]]:
+    """Hold places for a job's tasks; return the name of the places, and the tasks of each node.
+
+    Raises:
+        UsageError: there is no Ray here, or no cluster.
+        StartupTimeout: the cluster has no room in time.
+    """
+    name = f"tfdist-{os.getpid()}"
+    words = bootstrap_command(MODULE, "hold", name, str(num_tasks), str(within_s))
+    holder = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+    )
+    _HOLDERS.append(holder)
+    assert holder.stdout is not None
+    answer = json.loads(holder.stdout.readline() or '{"error": "the process ended"}')
+    if "waited" in answer:
+        raise StartupTimeout(
+            f"--on ray: the cluster had no room for {num_tasks} tasks in {within_s:g} s. Fix: use "
+            "fewer --workers, add nodes, or raise --startup_timeout_s"
+        )
+    if "error" in answer:
+        raise UsageError(
+            "--on ray",
+            received=answer["error"],
+            expected="a Ray cluster (ray start; RAY_ADDRESS)",
+            fix="install ray, start the cluster, and set RAY_ADDRESS if it is not on this machine",
+            code="no-ray",
+        )
+    return name, tuple(answer["slots"])
+
+
+def shell(name: str) -> list[str]:
+    """Return the command of a relay, as that of another remote shell."""
+    return [*bootstrap_command(MODULE, "relay", name), "{host}"]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Hold places, or relay an agent's pipes; run by `bootstrap.py`."""
+    kind, name, *rest = argv
+    if kind == "hold":
+        _hold(name, int(rest[0]), float(rest[1]))
+    else:
+        sys.exit(_relay(name, int(rest[0].rpartition("-")[2]), rest[1]))
+
+
+def _ray() -> Any:
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    ray.init(address=address, namespace="tfdist", log_to_driver=False, logging_level="ERROR")
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no node needs to find it
+    return ray
+
+
+def _hold(name: str, num_tasks: int, within_s: float) -> None:
+    try:
+        ray = _ray()
+        from ray.util import placement_group
+    except Exception as error:  # Ray has many
+        print(json.dumps({"error": f"{type(error).__name__}: {error}".splitlines()[0]}), flush=True)
+        return
+    able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    each, more = divmod(num_tasks, max(1, min(num_tasks, len(able))))
+    slots = [each + (rank < more) for rank in range(num_tasks // each if each else 0)]
+    slots = slots[: len(able)]
+    places = placement_group([{"CPU": n} for n in slots], strategy="STRICT_SPREAD", name=name)
+    is_ready = places.wait(within_s)
+    print(json.dumps({"slots": slots} if is_ready else {"waited": within_s}), flush=True)
+    sys.stdin.read()  # until the launcher has ended
+
+
+class Runner:
+    """Actor that runs an agent, and has its pipes."""
+
+    def __init__(self, command: str, address: str) -> None:
+        # Ray hides the GPUs of a node from actors that ask for none.
+        env = {n: v for n, v in os.environ.items() if n != "CUDA_VISIBLE_DEVICES" or v}
+        self._child = subprocess.Popen(
+            ["sh", "-c", f"{command} {address}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=env,
+            bufsize=0,
+            start_new_session=True,
+        )
+
+    def write(self, data: bytes) -> None:
+        """Pass on what the launcher sends; nothing is its end."""
+        assert self._child.stdin is not None
+        if data:
+            self._child.stdin.write(data)
+        else:
+            self._child.stdin.close()
+
+    def read(self, within_s: float) -> tuple[bytes, bytes, int | None]:
+        """Return what the agent has written to both outputs, and its exit code at the end."""
+        out, err = self._child.stdout, self._child.stderr
+        assert out is not None
+        assert err is not None
+        ready = select.select([out, err], [], [], within_s)[0]
+        data = [os.read(f.fileno(), _READ_BYTES) if f in ready else b"" for f in (out, err)]
+        is_over = len(ready) == 2 and not any(data)
+        return data[0], data[1], self._child.wait() if is_over else None
+
+
+def _relay(name: str, number: int, command: str) -> int:
+    ray = _ray()
+    from ray.util import get_node_ip_address, get_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    place = PlacementGroupSchedulingStrategy(
+        placement_group=get_placement_group(name), placement_group_bundle_index=number - 1
+    )
+
+    def address() -> str:
+        return str(get_node_ip_address())
+
+    here = ray.remote(address).options(num_cpus=0, scheduling_strategy=place)
+    at = ray.get(here.remote())
+    actor_class = ray.remote(max_restarts=0, max_concurrency=2)(Runner)
+    actor = actor_class.options(num_cpus=1, scheduling_strategy=place).remote(command, at)
+
+    def send() -> None:
+        while data := os.read(0, _READ_BYTES):
+            ray.get(actor.write.remote(data))
+        ray.get(actor.write.remote(b""))
+
+    threading.Thread(target=send, daemon=True).start()
+    try:
+        while True:
+            out, err, code = ray.get(actor.read.remote(_TURN_S))
+            for fd, data in ((1, out), (2, err)):
+                while data:
+                    data = data[os.write(fd, data) :]
+            if code is not None:
+                return int(code)
+    except ray.exceptions.RayError as error:
+        os.write(2, f"Ray lost the node: {type(error).__name__}\n".encode())
+        return _EXIT_LOST
