@@ -216,7 +216,7 @@ def from_slurm(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
     )
 
 
-def _tasks_of_step(environ: Mapping[str, str]) -> int:
+def num_slurm_tasks(environ: Mapping[str, str]) -> int:
     """Return how many tasks ``srun`` started this process among; 1 if it did not."""
     step = integer(environ, "SLURM_STEP_ID", most=2**32 - 1)
     if step is None or step >= _FIRST_SPECIAL_STEP or not text(environ, "SLURM_PROCID"):
@@ -231,15 +231,9 @@ def slurm_first_port(environ: Mapping[str, str], job_settings: JobSettings) -> i
     return port_of_job(job, step=step, job_settings=job_settings)
 
 
-def num_slurm_tasks(environ: Mapping[str, str]) -> int:
-    """Return how many tasks the step has in which srun started this process; 1 without one."""
-    step = _step(environ)
-    return 1 if step is None else sum(node.tasks for node in step.nodes)
-
-
 def _step(environ: Mapping[str, str]) -> _Step | None:
     """Return the step that this process is a task of, or None outside one of several tasks."""
-    count = _tasks_of_step(environ)
+    count = num_slurm_tasks(environ)
     if count == 1:
         return None
     if (integer(environ, "SLURM_HET_SIZE") or 1) > 1:
@@ -578,7 +572,7 @@ def _check_size(config: TaskConfig, environ: Mapping[str, str]) -> None:
     if _OMPI[0] in environ or _PMI[1] in environ:  # PMIx alone does not count its ranks
         world = _world(environ)
         sizes |= {world.names[0]: world.size} if world else {}
-    sizes["SLURM_STEP_NUM_TASKS"] = _tasks_of_step(environ)
+    sizes["SLURM_STEP_NUM_TASKS"] = num_slurm_tasks(environ)
     if text(environ, HOSTS):
         sizes[HOSTS] = len(ranks_of(parse_hosts(environ[HOSTS], where=HOSTS)))
     source, other = next(((name, size) for name, size in sizes.items() if size > 1), ("", count))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ from tfdist.launch.guardian import bootstrap_command
 MODULE = "multihost.on_ray"
 
 _READ_BYTES = 1 << 16
-_TURN_S = 0.5
+_TURN_S, _CONNECT_S = 0.5, 10.0
 _EXIT_LOST = 75
 _HOLDERS: list[subprocess.Popen[str]] = []  # each ends with this process
 
@@ -76,6 +77,9 @@ def _ray() -> Any:
     import ray
 
     address = os.environ.get("RAY_ADDRESS", "auto")
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "/" not in host:  # Ray tries for minutes
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
     ray.init(address=address, namespace="tfdist", log_to_driver=False, logging_level="ERROR")
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no node needs to find it
     return ray
