@@ -359,7 +359,7 @@ def _hub(part: HostPart) -> Hub:
             "cwd": os.getcwd(),
             "env": passed_variables(environ, names),
             "run_dir": str(job.run_dir),
-            "options": encode(options),
+            "options": encode(dataclasses.replace(options, fork_server=None)),
             "group": encode(dataclasses.replace(group, rank=rank)),
             "from": part.own,
         }
