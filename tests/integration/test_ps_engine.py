@@ -377,6 +377,7 @@ def test_whatever_reads_a_ps_that_has_died_names_it(act, monkeypatch, gone):
     monkeypatch.setattr(building, "job_for", lost)
     monkeypatch.setattr(building, "require_compiled_functions", lost)
     loop = object.__new__(tfdist.StepLoop)
+    loop._job = SimpleNamespace(ring=None)
     loop._engine = SimpleNamespace(run=lost, publish_metrics=lost)
     loop._program, loop.step = SimpleNamespace(feed=SimpleNamespace(failure=None)), 0
     acts = {"run": lambda: loop.run(1), "results": loop.results}

@@ -344,9 +344,7 @@ def test_fit_refuses_what_is_not_exact_before_any_step(strategies, tmp_path):
     for data, named in (((X, Y), "RandomStandardNormal ("), ((stream,), "stream")):
         backup = tfdist.BackupAndRestore(tmp_path / "exact", exact=True)
         told = refusal(
-            lambda data=data, backup=backup: tfdist.fit(
-                model, *data, verbose=0, callbacks=[backup]
-            )
+            lambda data=data, backup=backup: tfdist.fit(model, *data, verbose=0, callbacks=[backup])
         )
         assert told.code == "not-exact"
         assert named in told.received

@@ -62,9 +62,7 @@ def test_what_cannot_be_divided_is_refused(job, optimizer, others, named):
     model = keras.Sequential([keras.Input((3,)), dense])
     model.compile(optimizer(), "mse")
     variables, callbacks = model.trainable_variables, others.get("callbacks")
-    told = refusal(
-        lambda: building.shards(model.optimizer, variables, job, callbacks=callbacks)
-    )
+    told = refusal(lambda: building.shards(model.optimizer, variables, job, callbacks=callbacks))
     assert told.code == "not-sharded"
     assert named in told.received
 

@@ -93,7 +93,7 @@ def test_a_remote_shell_gets_variables_by_name_and_its_own_lines_are_skipped(job
     shell = tmp_path / "shell"
     shell.write_text(
         "#!/bin/sh\necho Welcome to $1; echo '{}'; echo motd >&2; "
-        "exec env -i PATH=$PATH HOME=$HOME sh -c \"$2\"\n"
+        'exec env -i PATH=$PATH HOME=$HOME sh -c "$2"\n'
     )
     shell.chmod(0o755)
     names = ("OWN", "ALSO", "KERAS_THIS", "NOT_PASSED")
@@ -339,9 +339,7 @@ def shell(tmp_path):
     def write(later=None, first='exec sh -c "$1"'):
         later = later or first
         path = tmp_path / "shell"
-        path.write_text(
-            f"#!/bin/sh\nif [ -e came ]; then {later}; else touch came; {first}; fi\n"
-        )
+        path.write_text(f"#!/bin/sh\nif [ -e came ]; then {later}; else touch came; {first}; fi\n")
         path.chmod(0o755)
         return f"env HOST={{host}} {path}"
 

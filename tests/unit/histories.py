@@ -19,8 +19,7 @@ def tasks(names: str) -> list[Task]:
 
 
 def parsed(history: str) -> tuple[str, dict[str, str], list[str]]:
-    """The job of a history, its options by name, and what happens: ``JOB name=value: this; that``.
-    """
+    """The job of a history, options by name, and what happens: ``JOB name=value: this; that``."""
     head, _, text = history.partition(":")
     job, *words = head.split()
     return job, dict(word.split("=") for word in words), [p for p in text.strip().split("; ") if p]

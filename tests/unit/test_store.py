@@ -258,6 +258,7 @@ FORGED: dict[str, Callable[[Any], None]] = {
     "layers of another type": _set("meta", "configuration", "layer", [1]),
     "logs of another type": _set("meta", "fingerprint", "logs_before_validation", {"a": [[1], 2]}),
     "cut of another type": _set("meta", "stages", {"cut": ["a"]}),
+    "cuts of another type": _set("meta", "stages", {"cuts": {"model": ["a"]}}),
     "no micro-batches": _set("meta", "stages", {"split_size": 0}),
 }
 
@@ -286,6 +287,15 @@ def test_a_forged_checkpoint_is_damaged_and_takes_no_memory(foreign, change):
     tracemalloc.stop()
     assert "is damaged (manifest.json" in said or "arrays.bin has 1348 bytes" in said
     assert peak < 32 << 20
+
+
+@pytest.mark.parametrize("size", [None, 8])
+def test_choices_of_a_pipeline_are_read_whoever_chose_the_split_size(foreign, size):
+    choices = {"cuts": {"model of 4 layers": [1, 3]}, "split_size": size}
+    forged(foreign, _set("meta", "stages", choices))
+    found = RunStore(foreign.parent).read()
+    assert found is not None
+    assert found.meta["stages"] == choices
 
 
 def link(path: Path) -> None:

@@ -48,8 +48,11 @@ def check_run(meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
     logs = meta["fingerprint"].get("logs_before_validation", {})
     _require(isinstance(logs, dict) and all(map(_is_numbers, logs.values())), "fingerprint")
     stages = meta.get("stages", {})
-    _require(is_counts(stages.get("cut", [])), "stages")
-    _require(is_count(size := stages.get("split_size", 1)) and size > 0, "stages")
+    cuts = stages.get("cuts", {})
+    _require(isinstance(cuts, dict), "stages")
+    _require(all(map(is_counts, [*cuts.values(), stages.get("cut", [])])), "stages")
+    size = stages.get("split_size")  # None: an option gives it
+    _require(size is None or (is_count(size) and size > 0), "stages")
 
 
 def _check_variables(variables: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
