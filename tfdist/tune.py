@@ -34,12 +34,13 @@ def _run(options: SweepOptions | Path) -> int:
         show(options)
         return EXIT_OK
     sweep.require_alone("tfdist.tune", os.environ)
+    environ = dict(os.environ)
     config = command_line.parse([f"--config={options.config}", *options.config_flags]).config
     # KerasTuner loads TensorFlow, of which the chief uses nothing: it is to take no GPU's memory
     # from the trials, and to say nothing.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    exit_code, _ = sweep.run(ConfigSweep(options, config, os.environ))
+    exit_code, _ = sweep.run(ConfigSweep(options, config, environ))
     return exit_code
 
 

@@ -158,3 +158,17 @@ def test_no_room_and_no_cluster_are_one_line(cluster, tmp_path):
     job = Job(nowhere, tmp_path, program=("program.py",))
     assert job.end() == 2
     assert job.text.splitlines()[-1].startswith("--on ray: received ")
+
+
+def test_trials_of_a_sweep_run_on_the_nodes_that_ray_gives(cluster, tmp_path):
+    sweep = ("--config", str(ROOT / "configs/digits_sweep.py"), "--config.total_examples=960")
+    flags = ("--config.checkpoints=3", "--max_trials", "3", "--seed", "2", "--sweep_dir", "sweep")
+    command = [sys.executable, "-m", "tfdist.tune", "--on", "ray", "--parallel_trials", "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": cluster.address}
+    done = subprocess.run(
+        [*command, *sweep, *flags], env=env, cwd=tmp_path, timeout=DEADLINE_S, capture_output=True
+    )
+    logs = [log.read_text() for log in (tmp_path / "sweep").rglob("launch.log")]
+    assert done.returncode == 0, (done.stderr.decode(), logs)
+    assert len(logs) == 3
+    assert all(" node-1 at " in log for log in logs), logs

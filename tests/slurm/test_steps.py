@@ -13,7 +13,8 @@ import pytest
 
 from tests.multiprocess.jobs import children
 from tests.slurm.cluster import NODES
-from tests.slurm.jobs import CONFIG, DEADLINE_S, PROGRAM, assert_same, launched, summary_of
+from tests.slurm.jobs import CONFIG, DEADLINE_S, PROGRAM, ROOT, assert_same, launched, summary_of
+from tfdist.outputs.sweep_journal import fold, read
 
 TELL = "import os; os.write(1, b'told %s\\n' % os.environ['TF_CONFIG'].encode())"
 FAIL = "import json, os, sys; sys.exit(7 * json.loads(os.environ['TF_CONFIG'])['task']['index'])"
@@ -63,6 +64,18 @@ def test_one_launcher_runs_a_job_on_all_nodes_of_an_allocation(slurm, allocation
     report = json.loads((slurm.folder / "failed/report.json").read_text())
     failure = report["attempts"][0]["first_failure"]
     assert (failure["task"], failure["host"]) == ("worker-1", NODES[1])
+
+
+def test_the_trials_of_a_sweep_run_on_all_nodes_of_an_allocation(slurm, allocation):
+    space = ("--config", str(ROOT / "configs/digits_sweep.py"), "--config.total_examples=960")
+    flags = ("--config.checkpoints=3", "--max_trials", "3", "--seed", "2", "--sweep_dir", "sweep")
+    tune = (sys.executable, "-m", "tfdist.tune", "--on", "slurm")
+    done = slurm.run(*tune, *space, *flags, **allocation)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trials = fold(read(slurm.folder / "sweep" / "journal.jsonl")).trials.values()
+    assert [trial.status for trial in trials] == ["completed"] * 3
+    logs = [(slurm.folder / "sweep/trials" / t.run / "launch.log").read_text() for t in trials]
+    assert any(f" {NODES[1]} at " in log for log in logs), logs
 
 
 @pytest.mark.parametrize("killed", ["agent", "srun"])

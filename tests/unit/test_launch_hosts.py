@@ -107,7 +107,7 @@ def test_own_addresses_are_bound_to_and_others_refused(monkeypatch):
         ("--hosts a,b --strategy ps", "--hosts", "too-few-tasks"),
         ("--hosts a,b --min_workers 3", "--min_workers", "out-of-range"),
         ("--hosts a,b --isolate", "--isolate", "exclusive"),
-        ("--hosts a,b --on slurm", "--hosts", "exclusive"),
+        ("--hosts a,b --on ray", "--hosts", "exclusive"),
         ("--hosts a,b --on rsh", "--on", "unknown-value"),
         ("--hosts a,b --on local --rsh x", "--rsh", "no-hosts"),
         ("--hosts a,b --keep_fds 5", "--keep_fds", "exclusive"),
@@ -189,6 +189,12 @@ def step(nodes):
         SLURM_STEP_TASKS_PER_NODE=f"1(x{nodes})",
         SLURM_PROCID="0",
     )
+
+
+def test_a_list_of_this_host_alone_is_a_job_without_a_remote_shell():
+    options, group = decided("--hosts a:2 --rsh x --env HOME")
+    assert group is None
+    assert (options.where, options.workers, options.rsh, options.env) == ("local", 2, None, None)
 
 
 def test_an_allocation_of_slurm_says_the_hosts():

@@ -19,10 +19,11 @@ import pytest
 from rich.console import Console
 
 from tests.refusals import refusal, refused
-from tfdist.errors import TfdistError, UsageError
+from tfdist import tune
+from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE, TfdistError, UsageError
 from tfdist.files import is_held
 from tfdist.launch.machine import raise_file_limit
-from tfdist.outputs.sweep_journal import LOCK, Journal, fold, read
+from tfdist.outputs.sweep_journal import LOCK, Journal, Slot, fold, read
 from tfdist.tuning import results
 from tfdist.tuning import sweep as sweep_module
 from tfdist.tuning.options import RunOptions, parse
@@ -34,6 +35,7 @@ from tfdist.tuning.trial_job import (
     Goal,
     Killed,
     LauncherRunner,
+    TrialHosts,
     TrialJob,
     TrialProgram,
     failure_of,
@@ -244,6 +246,85 @@ def local_runner() -> LauncherRunner:
         environ={},
         timeout_s=60.0,
     )
+
+
+# Trials on other hosts.
+
+
+def runner_on(line: str, **environ: str) -> LauncherRunner:
+    options = parse(["--config", "configs/digits_sweep.py", *line.split()])
+    assert not isinstance(options, Path)
+    return sweep_module.runner_of(options, TrialProgram(command=(), name="", file=""), environ)
+
+
+def slots_and_flags(runner: LauncherRunner) -> Iterator[str]:
+    for slot in runner.free_slots(()):
+        job = TrialJob(
+            run_dir=Path("d"), flags=(), goal=GOAL, slot=slot, variables={"B": "", "A": ""}
+        )
+        yield " ".join(runner.command(job)[5:])
+
+
+def test_each_trial_has_its_host_and_gets_its_variables_by_name():
+    found = list(slots_and_flags(runner_on("--hosts a:2,b --rsh x --env C --env D")))
+    last = "--env A,B --on ssh --rsh x --env C,D --strategy multiworker --devices_per_worker 1"
+    assert [line.split(" --threads")[0] for line in found] == [
+        f"--hosts {host}:1 {last}" for host in ("a", "b", "a")
+    ]
+    ps = list(slots_and_flags(runner_on("--hosts [::1] --strategy ps --workers 2 --ps 2")))
+    assert ps[0].startswith("--hosts [::1]:5 --env A,B --on ssh --strategy ps --ps 2 --threads")
+
+
+def test_slurm_gives_its_nodes_to_trials_and_ray_chooses_them():
+    slurm = runner_on("--on slurm --parallel_trials 2", SLURM_JOB_NODELIST="n[1-2]")
+    hosts = [line.split()[1] for line in slots_and_flags(slurm)]
+    assert hosts == ["n1:1", "n2:1", "n1:1", "n2:1"]
+    ray = list(slots_and_flags(runner_on("--on ray --parallel_trials 2 --strategy mirrored")))
+    assert ray == ["--env A,B --on ray --strategy multiworker --workers 1"] * 2
+    assert refused(lambda: runner_on("--on slurm")) == ("--on slurm", "no-allocation")
+
+
+@pytest.mark.parametrize(
+    ("line", "where", "code"),
+    [
+        ("--hosts a:2 --parallel_trials 2", "--parallel_trials", "exclusive"),
+        ("--hosts a --on ray", "--hosts", "exclusive"),
+        ("--on ssh", "--on", "no-hosts"),
+        ("--rsh x", "--rsh", "no-hosts"),
+        ("--env HOME", "--env", "no-hosts"),
+        ("--on moon", "--on", "unknown-value"),
+    ],
+)
+def test_hosts_of_trials_are_refused_as_those_of_jobs(line, where, code):
+    assert refused(lambda: runner_on(line)) == (where, code)
+
+
+def test_a_host_on_which_no_trial_can_start_gets_no_more(monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    hosts = TrialHosts(hosts=[("a", 1), ("b", 1)], tasks=1)
+    a, b = hosts.slots()
+    assert hosts.close(b, EXIT_PEER_MISSING, "host b is gone")
+    assert hosts.slots() == [a]
+    now_s += 61
+    assert hosts.slots() == [a, b]
+    assert hosts.close(a, EXIT_USAGE, "a: Permission denied")
+    now_s += 1e6
+    assert hosts.slots() == [b]
+    assert hosts.flags(Slot()) == ["--hosts", "b:1"]
+    assert not hosts.close(b, EXIT_USAGE, "b: Permission denied")  # then it is what trials do
+    assert hosts.slots() == [b] == [Slot(runner=2)]
+
+
+def test_trials_have_the_gpus_that_the_sweep_itself_hides_from_tensorflow(monkeypatch):
+    seen: list[LauncherRunner] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(
+        sweep_module, "run", lambda sweep: (seen.append(sweep.runner), (0, None))[1]
+    )
+    assert tune.main(["--config", "configs/digits_sweep.py", "--parallel_trials", "2"]) == 0
+    job = TrialJob(run_dir=Path("d"), flags=(), goal=GOAL, slot=Slot(number=1))
+    assert seen[0].environ_of(job)["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def test_a_program_with_many_open_files_waits_for_its_trials():

@@ -262,9 +262,9 @@ def _check_together(options: LaunchOptions) -> None:
         received = f"{devices} with --strategy single"
         fix = "use --strategy mirrored"
         _refuse("devices_per_worker", received, "1", fix, code="exclusive")
-    if options.on in ("slurm", "ray") and hosts is not None:
-        received, fix = f"{hosts} with --on {options.on}", "leave --hosts out, or use --on ssh"
-        _refuse("hosts", received, "the nodes that the scheduler gives", fix, code="exclusive")
+    if options.on == "ray" and hosts is not None:
+        received, fix = f"{hosts} with --on ray", "leave --hosts out, or use --on ssh"
+        _refuse("hosts", received, "the nodes that Ray gives", fix, code="exclusive")
     if options.on == "ssh" and hosts is None:
         fix = "give --hosts a:2,b:2"
         _refuse("on", "ssh without --hosts", "a list of hosts", fix, code="no-hosts")

@@ -162,6 +162,8 @@ def search(
     devices_per_worker: int | None = None,
     parallel_trials: int = 1,
     sweep_dir: str | os.PathLike[str] | None = None,
+    hosts: str | None = None,
+    on: str | None = None,
     backup_every_steps: int | None = None,
     max_failed_trials: int | None = None,
     trial_timeout_s: float = math.inf,
@@ -180,6 +182,8 @@ def search(
       tuner: of any class of KerasTuner's or derived from one.
       strategy, workers, ps, devices_per_worker: of every trial, as in `tfdist.launch`.
       parallel_trials: trials at once; the CPUs and the GPUs are divided among them.
+      hosts, on: where trials run, as ``--hosts`` and ``--on`` of `tfdist.tune`; by default on this
+        machine.
       sweep_dir: by default the tuner's directory and project name with ``-sweep`` added.
       backup_every_steps: how often a trial saves, beside the end of each epoch.
       max_failed_trials: end the sweep at so many; it raises TfdistError then.
@@ -200,6 +204,8 @@ def search(
         workers=workers,
         ps=ps,
         devices_per_worker=devices_per_worker,
+        hosts=hosts,
+        on=on,
         parallel_trials=parallel_trials,
         backup_every_steps=backup_every_steps,
         max_failed_trials=max_failed_trials,

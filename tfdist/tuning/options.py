@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist.argument_parser import Parser
+from tfdist.cluster.address import parse_hosts
 from tfdist.errors import (
     UsageError,
     require,
@@ -15,6 +16,7 @@ from tfdist.errors import (
     require_number,
     require_one_of,
 )
+from tfdist.launch.options import PLACES, LaunchOptions
 
 TUNERS = ("random", "grid", "bayesian", "hyperband")
 STRATEGIES = ("single", "mirrored", "multiworker", "ps")
@@ -40,6 +42,12 @@ class RunOptions:
     workers: int = 1
     ps: int = 1
     devices_per_worker: int | None = None
+    on: str | None = None
+    hosts: str | None = None
+    """Those that trials run on, each on one of them, and how many at once: ``a:2,b:2``."""
+    rsh: str | None = None
+    env: str | None = None
+    """Variables that trials on other hosts get, with commas between."""
     max_failed_trials: int | None = None
     trial_timeout_s: float = math.inf
     early_stop: str = NONE
@@ -67,6 +75,18 @@ class RunOptions:
             fix="use --strategy multiworker; --parallel_trials runs several trials at once",
             code="workers-of-one-process",
         )
+        # They mean what they mean to the launcher of each trial, which refuses the same.
+        LaunchOptions(on=self.on, hosts=self.hosts, rsh=self.rsh, env=self.env)
+        require(
+            self.hosts is None or self.parallel_trials == 1,
+            "--parallel_trials",
+            received=f"{self.parallel_trials} with --hosts {self.hosts}",
+            expected="the trials at once in the list of hosts",
+            fix="leave it out, and write a:2,b:2 for two trials at once on each host",
+            code="exclusive",
+        )
+        if self.hosts is not None:
+            parse_hosts(self.hosts)
 
     @property
     def tasks_per_trial(self) -> int:
@@ -115,6 +135,8 @@ def parse(argv: Sequence[str]) -> SweepOptions | Path:
     config_flags = tuple(word for word in argv if word.startswith("--config."))
     values = _parser().parse_args([word for word in argv if word not in config_flags])
     given = {name: value for name, value in vars(values).items() if value is not None}
+    if "env" in given:
+        given["env"] = ",".join(given["env"])
     show = given.pop("show", None)
     if show is not None:
         return Path(show)
@@ -153,6 +175,10 @@ def _parser() -> Parser:
     add("--workers", type=int, metavar="W", help="of every trial (1)")
     add("--ps", type=int, metavar="P", help="parameter servers of every trial (1)")
     add("--devices_per_worker", type=int, metavar="D", help="of every trial (GPUs, or one CPU)")
+    add("--hosts", metavar="A:K,B:K", help="hosts of the trials, K at once on each (this machine)")
+    add("--on", metavar="|".join(PLACES), help="how trials are started there (ssh)")
+    add("--rsh", metavar="CMD", help="the remote shell (ssh)")
+    add("--env", metavar="NAME", action="append", help="pass a variable to trials on other hosts")
     add("--sweep_dir", metavar="D", help="where the sweep writes (runs/<config>-<tuner>)")
     add("--max_failed_trials", type=int, metavar="N", help="end at so many failed trials (never)")
     add("--trial_timeout_s", type=float, metavar="S", help="end a trial without progress (never)")

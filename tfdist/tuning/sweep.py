@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist import files
 from tfdist.cluster import read_environment
+from tfdist.cluster.address import parse_hosts
 from tfdist.cluster.settings import restarts
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError, require
 from tfdist.files import FileLock, Held, one_line_errors
 from tfdist.launch.events import SignalPipe
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.machine import Machine, this_machine
+from tfdist.launch.multihost.hosts import slurm_nodes
 from tfdist.outputs.run_directory import RunDirectory, differences
 from tfdist.outputs.sweep_journal import JOURNAL, LOCK, TRIALS, Journal, SweepState, Trial, fold
 from tfdist.tuning.chief import KILLS_AT_MOST, POLL_S, Chief, StopRequests
@@ -32,6 +34,7 @@ from tfdist.tuning.trial_job import (
     LauncherRunner,
     Outcome,
     Runner,
+    TrialHosts,
     TrialJob,
     TrialProgram,
     is_run_in,
@@ -173,23 +176,70 @@ def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> No
         journal.add("extended", max_trials=now["max_trials"])
 
 
-# The runner of the trials on this host.
+# The runner of the trials.
 
 
 def runner_of(
     options: RunOptions, program: TrialProgram, environ: Mapping[str, str]
 ) -> LauncherRunner:
-    """Return the runner of trials on this machine."""
+    """Return the runner of trials on this machine, or on the hosts of the sweep."""
     machine = this_machine(environ)
+    is_here = options.on in (None, "local") and options.hosts is None
+    if is_here:
+        flags = launch_flags(options, cpus=machine.cpus)
+        elsewhere = None
+    else:
+        elsewhere = _hosts_of(options, environ)
+        flags = flags_elsewhere(options, elsewhere, cpus=machine.cpus)
     return LauncherRunner(
         program=program.command,
-        launch_flags=(*launch_flags(options, cpus=machine.cpus), *program.launch_flags),
-        gpus=machine.gpus,
+        launch_flags=(*flags, *program.launch_flags),
+        gpus=machine.gpus if is_here else (),
         slots=options.parallel_trials,
         environ=environ,
         timeout_s=options.trial_timeout_s,
-        warm=_fork_template(options, program, machine=machine, environ=environ),
+        elsewhere=elsewhere,
+        passes_variables=not is_here,
+        warm=_fork_template(options, program, machine=machine, environ=environ)
+        if is_here
+        else None,
     )
+
+
+def _hosts_of(options: RunOptions, environ: Mapping[str, str]) -> TrialHosts | None:
+    """Return the hosts of the trials; None where Ray chooses them.
+
+    Raises UsageError without the allocation of Slurm that --on slurm means.
+    """
+    if options.on == "ray":
+        return None
+    if options.hosts is not None:
+        hosts = parse_hosts(options.hosts)
+    else:
+        hosts = [(node, options.parallel_trials) for node in slurm_nodes(environ)]
+    chief = options.strategy == "ps"
+    return TrialHosts(hosts=hosts, tasks=options.tasks_per_trial + chief)
+
+
+def flags_elsewhere(options: RunOptions, elsewhere: TrialHosts | None, *, cpus: int) -> list[str]:
+    """Return the launcher's flags of every trial on other hosts, which have as many CPUs.
+
+    Tasks there need an address: a trial of one process is a multiworker job of one.
+    """
+    flags = ["--on", options.on or "ssh"]
+    for flag, value in (("--rsh", options.rsh), ("--env", options.env)):
+        flags += [flag, value] if value is not None else []
+    strategy, devices = options.strategy, options.devices_per_worker
+    if strategy in ("single", "mirrored"):
+        devices = 1 if strategy == "single" else devices
+        strategy = "multiworker"
+    flags += ["--strategy", strategy]
+    flags += ["--ps", str(options.ps)] if strategy == "ps" else []
+    flags += ["--devices_per_worker", str(devices)] if devices is not None else []
+    if elsewhere is None:
+        return [*flags, "--workers", str(options.workers)]
+    most = max(count for _, count in elsewhere.hosts) * options.tasks_per_trial
+    return [*flags, "--threads_per_task", str(max(1, cpus // most))]
 
 
 def _fork_template(

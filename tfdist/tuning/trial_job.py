@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import select
@@ -17,18 +18,22 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from tfdist.cluster.address import join
 from tfdist.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_PEER_MISSING,
     EXIT_STOPPED,
+    EXIT_USAGE,
     TfdistError,
 )
 from tfdist.files import is_held, one_line_errors
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.guardian import bound_command
 from tfdist.outputs.run_directory import COUNTERS, DONE, RunDirectory, read_json
-from tfdist.outputs.sweep_journal import Slot
+from tfdist.outputs.sweep_journal import HERE, Slot
+
+logger = logging.getLogger(__name__)
 
 # Early stopping of trials: the median rule of Golovin et al., "Google Vizier", 2017.
 #
@@ -314,6 +319,7 @@ LOG = "launch.log"
 
 _GRACE_S = 20.0  # more than the launcher gives its tasks
 _LOCKED_AT_MOST_S = 60.0
+_LOST_HOST_S = 60.0
 _LAST_LINES = 20
 _TAIL_BYTES = 16_384
 
@@ -338,6 +344,54 @@ class TrialProgram:
 
 
 @dataclass(kw_only=True)
+class TrialHosts:
+    """The hosts that trials run on, each on one of them, by the launcher's agents.
+
+    A host on which no job can start gets no more trials, and one that was lost none for a while:
+    otherwise it would be the first that is free, and use up the trials of the sweep.
+    """
+
+    hosts: Sequence[tuple[str, int]]
+    """Names, and how many trials each has at once."""
+    tasks: int
+    """Of a trial."""
+    _closed_until: dict[int, float] = field(default_factory=dict)
+
+    def slots(self) -> list[Slot]:
+        """Return those of the hosts that are open, the first of each host before the second."""
+        now_s = time.monotonic()
+        slots = [
+            Slot(number=number, runner=1 + rank)
+            for rank, (_, count) in enumerate(self.hosts)
+            if self._closed_until.get(1 + rank, 0.0) <= now_s
+            for number in range(count)
+        ]
+        return sorted(slots, key=lambda slot: slot.number)
+
+    def flags(self, slot: Slot) -> list[str]:
+        """Return the launcher's flags that start a trial on its host."""
+        if slot.runner == HERE:  # the best, trained again: it has the first host that is open
+            slot = next(iter(self.slots()), Slot(runner=1))
+        host, _ = self.hosts[slot.runner - 1]
+        return ["--hosts", join(host, self.tasks)]
+
+    def close(self, slot: Slot, exit_code: int, why: str) -> bool:
+        """Close a host after a launcher's exit code; return False if no other is left."""
+        others = {1 + rank for rank in range(len(self.hosts))} - {slot.runner}
+        host, _ = self.hosts[slot.runner - 1]
+        if exit_code == EXIT_PEER_MISSING:
+            self._closed_until[slot.runner] = time.monotonic() + _LOST_HOST_S
+            logger.warning("%s gets no trials for %g s: %s", host, _LOST_HOST_S, why)
+            return True
+        if all(self._closed_until.get(other, 0.0) == math.inf for other in others):
+            return False
+        if self._closed_until.get(slot.runner) != math.inf:
+            self._closed_until[slot.runner] = math.inf
+            logger.warning("%s gets no more trials: %s", host, why)
+        return True
+
+
+@dataclass(kw_only=True)
 class LauncherRunner:
     """Runs `python -m tfdist.launch` for every trial."""
 
@@ -352,6 +406,10 @@ class LauncherRunner:
     """Of the trials."""
     timeout_s: float
     """A trial that does no virtual epoch for so long is ended."""
+    elsewhere: TrialHosts | None = None
+    """None: trials run on this machine, or where `launch_flags` say."""
+    passes_variables: bool = False
+    """Whether trials run on other machines, which get variables by name."""
     warm: ForkTemplate | None = None
     """What the tasks are forked from, None to start each job with imports of its own."""
 
@@ -365,7 +423,8 @@ class LauncherRunner:
         return RunDirectory(run_dir).read_metrics()
 
     def free_slots(self, taken: Collection[Slot]) -> Iterable[Slot]:
-        slots = (Slot(number=number) for number in range(self.slots))
+        here = [Slot(number=number) for number in range(self.slots)]
+        slots = here if self.elsewhere is None else self.elsewhere.slots()
         return [slot for slot in slots if slot not in taken]
 
     def start(self, job: TrialJob) -> LaunchedTrial:
@@ -389,6 +448,10 @@ class LauncherRunner:
         launcher = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(job.run_dir)]
         if fork_server is not None:
             launcher += ["--fork_server", str(fork_server)]
+        if self.elsewhere is not None:
+            launcher += self.elsewhere.flags(job.slot)
+        if self.passes_variables and job.variables:
+            launcher += ["--env", ",".join(sorted(job.variables))]
         return [*launcher, *self.launch_flags, *self.program, *job.flags]
 
     def environ_of(self, job: TrialJob) -> dict[str, str]:
@@ -455,6 +518,12 @@ class LaunchedTrial:
             return Killed(reason="the sweep was asked to stop")
         report = self._read_report()
         is_new = report != self._report_before
+        elsewhere, slot = self._runner.elsewhere, self._job.slot
+        is_lost = status == EXIT_PEER_MISSING or (status == EXIT_USAGE and not is_new)
+        if elsewhere is not None and slot.runner != HERE and is_lost:
+            why = last_lines[-1] if last_lines else f"exit code {status}"
+            if elsewhere.close(slot, status, why):
+                return Killed(reason=why)
         return failure_of(status, report=report if is_new else None, last_lines=last_lines)
 
     def _wait_for_directory(self) -> Outcome | None:

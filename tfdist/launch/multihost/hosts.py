@@ -147,7 +147,7 @@ def decided_group(
         options = dataclasses.replace(options, rsh=shlex.join(on_ray.shell(name)))
         hosts = tuple(f"node-{number}" for number in range(1, len(slots) + 1))
     else:
-        hosts = _slurm_nodes(environ)
+        hosts = slurm_nodes(environ)
         slots = _divided(options, num_hosts=len(hosts))
     options = _with_counts(options, total=sum(slots))
     require(
@@ -158,9 +158,12 @@ def decided_group(
         fix=f"use --min_workers {options.workers}",
         code="out-of-range",
     )
-    is_here = on == "local" or (on != "ray" and is_this_host(hosts[0], environ))
+    if on == "slurm" and (node := environ.get("SLURMD_NODENAME")):
+        is_here = placement.same_host(hosts[0], node)
+    else:
+        is_here = on == "local" or (on != "ray" and is_this_host(hosts[0], environ))
     if len(hosts) == 1 and is_here:
-        return dataclasses.replace(options, hosts=None, on=None), None
+        return dataclasses.replace(options, hosts=None, on=None, rsh=None, env=None), None
     require(
         not options.isolate,
         "--isolate",
@@ -264,7 +267,7 @@ def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[int, ...]:
     return tuple(each + (rank < more) for rank in range(num_hosts))
 
 
-def _slurm_nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
+def slurm_nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the nodes of this Slurm allocation."""
     nodes = environ.get("SLURM_JOB_NODELIST", "")
     require(

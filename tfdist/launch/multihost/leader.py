@@ -108,7 +108,8 @@ class Team:
         at |= {rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)}
         versions = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
         return (
-            f"{len(at)} hosts, all with {', '.join(versions)}, configuration {fingerprint(terms)}: "
+            f"{len(at)} host{'s' * (len(at) > 1)}, all with {', '.join(versions)}, "
+            f"configuration {fingerprint(terms)}: "
             + named(f"{self.name(rank)} at {address}" for rank, address in at.items())
         )
 
