@@ -304,16 +304,16 @@ def test_a_host_on_which_no_trial_can_start_gets_no_more(monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     hosts = TrialHosts(hosts=[("a", 1), ("b", 1)], tasks=1)
     a, b = hosts.slots()
-    assert hosts.close(b, EXIT_PEER_MISSING, "host b is gone")
+    hosts.close(b, EXIT_PEER_MISSING, "host b is gone")
     assert hosts.slots() == [a]
     now_s += 61
     assert hosts.slots() == [a, b]
-    assert hosts.close(a, EXIT_USAGE, "a: Permission denied")
+    hosts.close(a, EXIT_USAGE, "a: Permission denied")
     now_s += 1e6
     assert hosts.slots() == [b]
     assert hosts.flags(Slot()) == ["--hosts", "b:1"]
-    assert not hosts.close(b, EXIT_USAGE, "b: Permission denied")  # then it is what trials do
-    assert hosts.slots() == [b] == [Slot(runner=2)]
+    hosts.close(b, EXIT_USAGE, "b: Permission denied")
+    assert refused(hosts.slots) == ("--hosts", "no-host-left")
 
 
 def test_trials_have_the_gpus_that_the_sweep_itself_hides_from_tensorflow(monkeypatch):

@@ -26,6 +26,7 @@ from tfdist.errors import (
     EXIT_STOPPED,
     EXIT_USAGE,
     TfdistError,
+    UsageError,
 )
 from tfdist.files import is_held, one_line_errors
 from tfdist.launch.fork_server import ForkTemplate
@@ -356,9 +357,21 @@ class TrialHosts:
     tasks: int
     """Of a trial."""
     _closed_until: dict[int, float] = field(default_factory=dict)
+    _why: str = ""
 
     def slots(self) -> list[Slot]:
-        """Return those of the hosts that are open, the first of each host before the second."""
+        """Return those of the hosts that are open, the first of each host before the second.
+
+        Raises UsageError if trials can start on none of them; the sweep goes on later.
+        """
+        if list(self._closed_until.values()).count(math.inf) == len(self.hosts):
+            raise UsageError(
+                "--hosts",
+                received=f"no host on which a trial can start ({self._why})",
+                expected="one or more",
+                fix="correct that, and run the same command again: the sweep goes on",
+                code="no-host-left",
+            )
         now_s = time.monotonic()
         slots = [
             Slot(number=number, runner=1 + rank)
@@ -375,20 +388,17 @@ class TrialHosts:
         host, _ = self.hosts[slot.runner - 1]
         return ["--hosts", join(host, self.tasks)]
 
-    def close(self, slot: Slot, exit_code: int, why: str) -> bool:
-        """Close a host after a launcher's exit code; return False if no other is left."""
-        others = {1 + rank for rank in range(len(self.hosts))} - {slot.runner}
+    def close(self, slot: Slot, exit_code: int, why: str) -> None:
+        """Close a host after a launcher's exit code: for a while, or for good."""
         host, _ = self.hosts[slot.runner - 1]
+        if self._closed_until.get(slot.runner) == math.inf:
+            return
         if exit_code == EXIT_PEER_MISSING:
             self._closed_until[slot.runner] = time.monotonic() + _LOST_HOST_S
             logger.warning("%s gets no trials for %g s: %s", host, _LOST_HOST_S, why)
-            return True
-        if all(self._closed_until.get(other, 0.0) == math.inf for other in others):
-            return False
-        if self._closed_until.get(slot.runner) != math.inf:
-            self._closed_until[slot.runner] = math.inf
+        else:
+            self._closed_until[slot.runner], self._why = math.inf, why
             logger.warning("%s gets no more trials: %s", host, why)
-        return True
 
 
 @dataclass(kw_only=True)
@@ -522,8 +532,8 @@ class LaunchedTrial:
         is_lost = status == EXIT_PEER_MISSING or (status == EXIT_USAGE and not is_new)
         if elsewhere is not None and slot.runner != HERE and is_lost:
             why = last_lines[-1] if last_lines else f"exit code {status}"
-            if elsewhere.close(slot, status, why):
-                return Killed(reason=why)
+            elsewhere.close(slot, status, why)
+            return Killed(reason=why)
         return failure_of(status, report=report if is_new else None, last_lines=last_lines)
 
     def _wait_for_directory(self) -> Outcome | None:
