@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import api_pb2, metadata
 
 from tests.refusals import refusal, refused
-from tests.unit.sweep_world import FAILED, Mishaps, World, trials_in
+from tests.unit.sweep_world import FAILED, World, trials_in
 from tfdist.configs import base
 from tfdist.errors import TfdistError
 from tfdist.outputs.sweep_journal import Journal, fold, read
@@ -148,18 +149,31 @@ def test_an_oracle_that_is_brought_to_any_line_of_a_journal_answers_as_the_one_b
 
 @pytest.mark.parametrize("tuner", ["bayesian", "hyperband"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_trials_with_runners_are_those_of_the_oracle_each_once(
+def test_trials_that_are_killed_are_those_of_the_oracle_each_once(
     tuner, seed, tmp_path, monkeypatch, caplog
 ):
-    """Whatever happens to the chief and its runners, as in `test_tune_serving`."""
+    """Whatever happens to the chief and to the jobs of the trials, two of them at once."""
     monkeypatch.setattr("tfdist.tuning.chief.KILLS_AT_MOST", 99)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     whole = world_of(tuner, tmp_path / "whole")
-    torn = world_of(tuner, tmp_path / "torn", seed=seed, slots=0, ticks=3)
+    torn = world_of(tuner, tmp_path / "torn", seed=seed, slots=2, ticks=3)
     if tuner == "hyperband":  # which goes on in place of one that fails, whichever that is
         torn.fate_of = whole.fate_of = lambda run: None
-    torn.add_host()
-    Mishaps(torn, count=25)
+    left = iter(range(25))
+
+    def mishap() -> None:
+        if torn.random.random() > 0.12 or next(left, None) is None:
+            return
+        match torn.random.randrange(4):
+            case 0 if torn.chief is not None:
+                torn.kill_chief()
+            case 1 if torn.chief is not None:
+                torn.signals.append(signal.SIGTERM)
+            case _:
+                for process in torn.processes[-1:]:
+                    process.kill()
+
+    torn.events = mishap
     whole.run()
     trials = torn.run(pause=30).state.trials
     assert torn.chiefs > 1

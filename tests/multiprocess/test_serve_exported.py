@@ -24,9 +24,9 @@ from tensorflow_serving.apis import (
 from tensorflow_serving.apis.get_model_status_pb2 import GetModelStatusRequest
 
 import tfdist
+from benchmarks import load
 from tests import forked_python
 from tests.multiprocess.test_serve import DEADLINE_S, Service, wait_until_healthy
-from tfdist import bench
 
 pytestmark = pytest.mark.slow
 
@@ -114,8 +114,8 @@ def test_an_export_and_then_the_next_one_is_served(tmp_path):
         np.testing.assert_allclose(found, second, atol=1e-6)
         assert [one.version for one in states] == [2]
         url = "http://{}:{}/v1/models/m".format(*running.rest)
-        words = ["serve", url, "--grpc", running.grpc, "--seconds", "0.5", "--warm_up_s", "0"]
-        assert bench.main(words) == 0, "a request made from the signature is answered"
+        words = [url, "--grpc", running.grpc, "--seconds", "0.5", "--warm_up_s", "0"]
+        assert load.main(words) == 0, "a request made from the signature is answered"
         running.process.terminate()
         assert running.process.wait(DEADLINE_S) == 0
         assert not re.findall("deprecat|replaced", running.said(), re.IGNORECASE)

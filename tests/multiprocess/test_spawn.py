@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from tests.multiprocess.jobs import ROOT, children
-from tfdist.cluster import hold_ports
 
 pytestmark = pytest.mark.slow
 
@@ -43,16 +42,6 @@ def test_results_errors_and_restarts_come_back(start, method):
 def test_a_job_trains_from_a_process_that_has_used_tensorflow(start):
     job = start("train", light="")
     assert job.end() == 0, job.text
-
-
-def test_the_host_of_the_chief_gets_the_result(start):
-    with hold_ports(1)[0] as held:
-        jobs = [start("host", rank, str(held.port)) for rank in "10"]
-        assert [job.end() for job in jobs] == [0, 0]
-    assert [re.findall("^found .*", job.text, re.MULTILINE) for job in jobs] == [
-        ["found None"],
-        ["found (7, 'worker-0')"],
-    ]
 
 
 def test_an_interrupt_stops_the_job_and_is_raised_when_it_has_stopped(start):

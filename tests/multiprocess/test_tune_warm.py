@@ -157,7 +157,7 @@ def test_nothing_is_left_of_a_trial_whose_launcher_is_killed(tmp_path):
         def kill() -> None:
             if (trial.run_dir / "metrics.jsonl").exists():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(trial.running.pid, signal.SIGKILL)
+                    os.kill(trial.running._process.pid, signal.SIGKILL)
 
         trial.meanwhile = kill
         assert isinstance(trial.run(), Killed)

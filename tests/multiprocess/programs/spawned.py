@@ -127,13 +127,6 @@ if __name__ == "__main__":
             tfdist.spawn(wait, strategy="single", start="exec")
         except KeyboardInterrupt as error:
             print("interrupted:", error)
-    elif sys.argv[1] == "host":
-        rank, port = map(int, sys.argv[2:])
-        for _ in range(rank):
-            os.open(os.devnull, os.O_RDONLY)  # so that descriptors have other numbers
-        where = {"hosts": "127.0.0.1,127.0.0.2", "node_rank": rank, "rendezvous_port": port}
-        found = tfdist.spawn(answer, 4, start="exec", run_dir="run", **where)
-        print("found", found and (found.value, found.task))
     elif sys.argv[1] == "train":
         training()
     else:
