@@ -327,14 +327,14 @@ _TAIL_BYTES = 16_384
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialProgram:
-    """The program that each trial runs, on the chief's host and on those of its runners."""
+    """The program that each trial runs."""
 
     command: tuple[str, ...]
     """What comes after the launcher's flags, such as ``-m tfdist.train --config FILE``."""
     name: str
     file: str
     args: tuple[str, ...] = ()
-    """Compared, with the name and the text of the file, when a runner joins."""
+    """Arguments of the program."""
     launch_flags: tuple[str, ...] = ()
     """Beside those that the options of the sweep give."""
     imports: tuple[str, ...] | None = None

@@ -1,1 +1,1 @@
-"""Jobs on several hosts: rendezvous and cooperation of their launchers."""
+"""Jobs on several hosts: one launcher, and an agent on each other host."""
