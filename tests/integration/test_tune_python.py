@@ -77,7 +77,7 @@ def make_tuner(
 
 
 def sweep_of(tuner: Any, sweep_dir: Path, **fitting: Any) -> TunerSweep:
-    program = TrialProgram(command=(), name="program", file=__file__)
+    program = TrialProgram(command=())
     return TunerSweep(tuner, RunOptions(sweep_dir=sweep_dir), program, fitting)
 
 

@@ -27,7 +27,7 @@ LINES = {
     "checkpoint": 2_499,
     "training": 7_612,
     "ps, pipeline": 5_664,
-    "tuning": 3_637,
+    "tuning": 3_627,
     "serving": 3_815,
     "around": 7_029,  # report, outputs, app, find, ops, audit, configs and the programs
 }

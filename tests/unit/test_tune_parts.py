@@ -254,7 +254,7 @@ def local_runner() -> LauncherRunner:
 def runner_on(line: str, **environ: str) -> LauncherRunner:
     options = parse(["--config", "configs/digits_sweep.py", *line.split()])
     assert not isinstance(options, Path)
-    return sweep_module.runner_of(options, TrialProgram(command=(), name="", file=""), environ)
+    return sweep_module.runner_of(options, TrialProgram(command=()), environ)
 
 
 def slots_and_flags(runner: LauncherRunner) -> Iterator[str]:
@@ -384,7 +384,7 @@ class ImpossibleSweep(Sweep):
     """A sweep that cannot be, with a runner that says what it is told."""
 
     def __init__(self, path: Path, said: list[str], *, overwrite: bool) -> None:
-        program = TrialProgram(command=(), name="none", file=__file__)
+        program = TrialProgram(command=())
         super().__init__(RunOptions(sweep_dir=path, overwrite=overwrite), program, {})
         self.said = said
         self.runner = types.SimpleNamespace(

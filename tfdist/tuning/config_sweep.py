@@ -25,9 +25,6 @@ def program_of(options: SweepOptions) -> TrialProgram:
     """Return the program that each trial runs."""
     return TrialProgram(
         command=("-m", "tfdist.train", f"--config={options.config}", *options.config_flags),
-        name=options.config,
-        file=options.config,
-        args=options.config_flags,
         imports=("tfdist.app.run",),
     )
 

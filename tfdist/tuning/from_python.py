@@ -338,9 +338,6 @@ def _trial_program() -> TrialProgram:
     source = Path(main.__file__).read_text(encoding="utf-8") if can_fork else ""
     return TrialProgram(
         command=("-m", "tfdist.tuning.trial", *program.python_args),
-        name=program.target,
-        file=main.__file__,
-        args=program.args,
         launch_flags=("--start", "auto" if can_fork else "exec"),
         imports=IMPORTS_OF_TRIALS if can_fork else None,
         more_imports=tuple(imports_of(source)),

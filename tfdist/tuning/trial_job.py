@@ -331,10 +331,6 @@ class TrialProgram:
 
     command: tuple[str, ...]
     """What comes after the launcher's flags, such as ``-m tfdist.train --config FILE``."""
-    name: str
-    file: str
-    args: tuple[str, ...] = ()
-    """Arguments of the program."""
     launch_flags: tuple[str, ...] = ()
     """Beside those that the options of the sweep give."""
     imports: tuple[str, ...] | None = None
