@@ -119,16 +119,16 @@ ps: 5 w0 ends 0
 > 5 failed w0: ended before the chief (exit code 0); SIGTERM c0 w1 p0; 5.5 SIGTERM w1 p0; exit 1
 # workers that go on long after their chief
 3: 10 w0 ends 0; 12 w1 ends 0
-> 70 failed w2: still running 60 s after w0 was done: w2; SIGTERM w2; 70.5 exit 1
+> 70 stacks w2; 70.5 failed w2: still running 60 s after w0 was done: w2; SIGTERM w2; 71 exit 1
 # workers and an evaluator that go on long after
 3+e: 10 w0 ends 0; 12 w1 ends 0
-> 70 failed w2: still running 60 s after w0 was done: w2; SIGTERM e0 w2; 70.5 exit 1
+> 70 stacks w2; 70.5 failed w2: still running 60 s after w0 was done: w2; SIGTERM e0 w2; 71 exit 1
 # workers that end after their chief, without grace
 2 grace_s=0: 10 w0 ends 0; 12 w1 ends 0
 > 12 exit 0
 # workers that go on long after their chief, with a long grace
 2 grace_s=20: 10 w0 ends 0
-> 130 failed w1: still running 120 s after w0 was done: w1; SIGTERM w1; 130.5 exit 1
+> 130 stacks w1; 130.5 failed w1: still running 120 s after w0 was done: w1; SIGTERM w1; 131 exit 1
 # a task that cannot be started
 3 broken=w1:
 > 0 failed w1: cannot be started: no room; SIGTERM w0; 0.5 exit 1

@@ -222,8 +222,12 @@ class _Decision:
         failure, stuck = self._dated(failure), hang.stuck
         if self._can_go_on(failure):  # the others go on, and are not disturbed
             stuck = tuple(task for task in stuck if task == failure.task)
+        self._fail_after_stacks(failure, stuck)
+
+    def _fail_after_stacks(self, failure: Failure, stuck: tuple[Task, ...]) -> None:
+        """Ask the stuck tasks for their Python stacks, and fail once they are printed."""
         due_s = self._now_s + (STACKS_S if stuck else 0.0)
-        state.hang = PendingHang(failure=failure, stuck=stuck, due_s=due_s)
+        self._state.hang = PendingHang(failure=failure, stuck=stuck, due_s=due_s)
         if stuck:
             self._say(f"{failure.task}: {failure.cause}; the stacks of {named(stuck)}:")
         for task in stuck:
@@ -382,7 +386,7 @@ class _Decision:
         task = late[0] if late else EVALUATOR
         failure = Failure(task=task, cause=cause, exit_code=1, at_s=self._now_s, detect_s=waited_s)
         if late:
-            self._fail(failure)
+            self._fail_after_stacks(failure, tuple(late))
         else:
             self._lose(failure)
             self._end_served()
