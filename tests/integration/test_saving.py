@@ -438,3 +438,17 @@ def test_the_interval_is_chosen_by_what_a_save_costs(strategies, tmp_path, monke
     tfdist.fit(model, X, Y, batch_size=2, verbose=0, callbacks=[backup, Step()])
     # After the first minute one that tells the cost, then at 1 % of the time, then the epoch's.
     assert CheckpointStore(tmp_path / "b").steps() == [7, 28, 30]
+
+
+def test_names_of_a_saved_model_are_shown_without_control_characters():
+    model = classifier(tfdist.make_strategy(), keras.optimizers.Adam)
+    saved = state.names_of(model)
+    saved["metrics/99"] = ["kernel\x1b[2J\u202e", [], "float32"]
+    with pytest.raises(tfdist.UsageError, match=r"kernel\\x1b\[2J\\u202e") as caught:
+        state.require_same_variables(model, saved, where="checkpoint")
+    assert str(caught.value).isprintable()
+    mine = state.configuration_of(model)
+    others = {"optimizer": [{**mine["optimizer"][0], "class": "Adam\x1b[2J"}]}
+    with pytest.raises(tfdist.UsageError, match=r"Adam\\x1b\[2J") as caught:
+        state.require_same_configuration(others, mine, where="checkpoint")
+    assert str(caught.value).isprintable()
