@@ -1,5 +1,6 @@
 """Every kind of data, on one device and several: the same examples, the same weights."""
 
+import gc
 import itertools
 import sys
 import threading
@@ -264,6 +265,24 @@ def test_evaluate_and_predict_see_every_example_once(kind, strategies):
     data = make()[0] if kind != "arrays" else X
     predicted = tfdist.predict(model, data, verbose=0, **arguments)
     np.testing.assert_allclose(predicted, model(X).numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["pydataset", "dataset", "unknown_length"])
+def test_no_call_leaves_an_iterator_behind(kind, strategies):
+    def iterators():
+        return [x for x in gc.get_objects() if type(x).__name__ == "OwnedIterator"]
+
+    (data,) = KINDS[kind][0]()
+    gc.collect()
+    before = list(map(id, iterators()))
+    gc.disable()
+    try:
+        model, _ = train(strategies[2], data, validation_data=data)
+        tfdist.evaluate(model, data, verbose=0)
+        tfdist.predict(model, data, verbose=0)
+        assert [x for x in iterators() if id(x) not in before] == []
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ it reads what the chief has saved, and asks it to stop by a file.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import random
@@ -65,7 +66,8 @@ def evaluate(
     listed = callback_list(
         callbacks, job=job, model=model, verbose=verbose, epochs=1, steps=evaluation.steps
     )
-    logs = pythonify_logs(evaluation.run(listed))
+    with contextlib.closing(evaluation.feed):
+        logs = pythonify_logs(evaluation.run(listed))
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
 
@@ -99,14 +101,15 @@ def predict(
     by_batch = _goes_by_batch(listed, mode="predict", stop=model.stop_predicting)
     batches: list[Any] = []
     computed = engine_for(job).outputs(program, 0, total)
-    while len(batches) < total:
-        step = len(batches)
-        if by_batch and step and any_task(job, model.stop_predicting, of="requests to stop"):
-            break
-        listed.on_predict_batch_begin(step)
-        with naming_bad_data(feed):
-            batches.append(next(computed))
-        listed.on_predict_batch_end(step, {"outputs": batches[-1]})
+    with contextlib.closing(feed):
+        while len(batches) < total:
+            step = len(batches)
+            if by_batch and step and any_task(job, model.stop_predicting, of="requests to stop"):
+                break
+            listed.on_predict_batch_begin(step)
+            with naming_bad_data(feed):
+                batches.append(next(computed))
+            listed.on_predict_batch_end(step, {"outputs": batches[-1]})
     listed.on_predict_end()
     return keras.tree.map_structure(lambda *parts: joined(parts), *batches)
 

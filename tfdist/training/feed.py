@@ -295,7 +295,7 @@ class PythonFeed(Feed):
             lambda: self._read_noting(int(first), int(last)), output_signature=signature
         )
         packed = _plain(lambda *parts: tuple(map(self._packed, parts)))
-        return raw.map(packed).prefetch(_AHEAD_STEPS)
+        return raw.map(packed).prefetch(_AHEAD_STEPS).with_options(lean_options())
 
     @abc.abstractmethod
     def _batch(self, step: int) -> tuple[int, Callable[[int, int], tuple[Any, Any, Any]]]:
