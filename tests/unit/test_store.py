@@ -246,6 +246,8 @@ FORGED: dict[str, Callable[[Any], None]] = {
     "type that is a name of a package": _set(*KERNEL, "dtype", "finfo"),
     "array without entry": _set("arrays", {}),
     "step of another type": _set("step", "6"),
+    "step of another checkpoint": _set("step", 5),
+    "step of another run": _set("meta", "step", 5),
     "step that no int64 holds": _set("meta", "step", 1 << 63),
     "no variables": lambda body: body["meta"].pop("variables"),
     "variable without number": _set("meta", "variables", "weights/x", ["a", [2], "float32"]),

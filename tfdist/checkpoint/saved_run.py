@@ -27,6 +27,7 @@ class RunStore(CheckpointStore):
     def _read(self, location: Location) -> Checkpoint:
         checkpoint = super()._read(location)
         check_run(checkpoint.meta, checkpoint.arrays)
+        _require(checkpoint.meta["step"] == checkpoint.step, "step")
         return checkpoint
 
 

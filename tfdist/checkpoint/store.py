@@ -140,6 +140,7 @@ class CheckpointStore:
                 except BaseException:
                     shutil.rmtree(unfinished, ignore_errors=True)
                     raise
+                self._known_damaged.discard(self.directory / name)  # of a directory that was moved
                 fsync(self.directory)
             except OSError as error:
                 raise self._failed(f"checkpoint of step {step} in ", error) from error
@@ -225,7 +226,7 @@ class CheckpointStore:
             self._lock.release()
 
     def _read(self, location: Location) -> Checkpoint:
-        manifest = read_manifest(location.path)
+        manifest = _manifest_of(location)
         return Checkpoint(
             step=manifest.step,
             arrays=read_arrays(location.path, manifest),
@@ -256,7 +257,7 @@ class CheckpointStore:
         sound = []
         for location in self._locations():
             with contextlib.suppress(Damaged):
-                manifest = read_manifest(location.path)
+                manifest = _manifest_of(location)
                 check_size(location.path, manifest)
                 if location.path not in self._known_damaged:
                     sound.append((location, manifest))
@@ -313,6 +314,13 @@ class CheckpointStore:
         if newest is not None:
             safe = f"earlier checkpoints are untouched, the newest is of step {newest}"
         return TfdistError(f"{where}{self.directory}: {error.strerror or error}; {safe}")
+
+
+def _manifest_of(location: Location) -> Manifest:
+    manifest = read_manifest(location.path)
+    if manifest.step != location.step:
+        raise Damaged(f"manifest.json is of step {manifest.step}")
+    return manifest
 
 
 def _remove(path: Path) -> None:
