@@ -4,17 +4,13 @@ Kill -9 at each write, full and read-only disks, damage, and second writers incl
 """
 
 import errno
-import itertools
-import logging
 import os
 import random
 import shutil
-import signal
 import tempfile
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.mutations import JSON, forged, mutated, replacing_at
-from tests.processes import python
 from tests.refusals import refusal
 from tfdist.checkpoint import Checkpoint, CheckpointStore
 from tfdist.checkpoint import format as format_module
@@ -59,10 +54,6 @@ def assert_is(checkpoint: Checkpoint, step: int) -> None:
     for name, array in expected.items():
         assert checkpoint.arrays[name].dtype == array.dtype
         assert checkpoint.arrays[name].tobytes() == array.tobytes()
-
-
-def hidden_leftovers(directory: Path) -> list[str]:
-    return [name for name in os.listdir(directory) if name.startswith(".") and name != ".lock"]
 
 
 @pytest.fixture
@@ -128,7 +119,6 @@ def test_metadata_is_json_and_arrays_are_numbers(store):
         told = refusal(lambda array=array: store.write(3, {"name": array}, meta={}))
         assert told.code == "unsupported-dtype"
     assert store.steps() == [1, 2]
-    assert hidden_leftovers(store.directory) == []
 
 
 def test_reading_needs_the_arrays_once(store):
@@ -141,76 +131,6 @@ def test_reading_needs_the_arrays_once(store):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1.05 * size
-
-
-# What is kept
-
-
-def test_the_best_is_kept_until_a_better_one(store):
-    for step in range(1, 7):
-        write(store, step, best=step in (2, 5))
-        assert store.best() == (None if step < 2 else 2 if step < 5 else 5)
-    assert store.steps() == [5, 6]
-    for step in range(7, 10):
-        write(store, step)
-    assert store.steps() == [5, 8, 9]
-    assert store.read(5).best
-
-
-def test_a_step_written_again_replaces_the_old_one(store):
-    write(store, 5)
-    store.write(5, {"x": np.ones(3)}, meta={})
-    assert list(store.read(5).arrays) == ["x"]
-    write(store, 3)  # gone back: the newest is the one written last
-    assert store.latest() == 3
-    assert_is(CheckpointStore(store.directory).read(), 3)
-
-
-# Damage
-
-
-def _change(path: Path, file: str, change: Callable[[bytes], bytes | None]) -> None:
-    """Change what is in a file of a checkpoint; None removes it."""
-    changed = change((path / file).read_bytes())
-    (path / file).unlink()
-    if changed is not None:
-        (path / file).write_bytes(changed)
-
-
-def _flipped(data: bytes, position: int) -> bytes:
-    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
-
-
-DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
-    "shard cut short": ("arrays.bin", lambda data: data[:40]),
-    "shard longer": ("arrays.bin", lambda data: data + b"x"),
-    "shard gone": ("arrays.bin", lambda data: None),
-    "shard empty": ("arrays.bin", lambda data: b""),
-    "bit in an array": ("arrays.bin", lambda data: _flipped(data, 8)),
-    "bit in the padding": ("arrays.bin", lambda data: _flipped(data, 37 * 11 * 4 + 1)),
-    "manifest cut short": ("manifest.json", lambda data: data[:200]),
-    "manifest empty": ("manifest.json", lambda data: b""),
-    "manifest gone": ("manifest.json", lambda data: None),
-    "manifest edited": ("manifest.json", lambda data: data.replace(b'": 0.5', b'": 0.4')),
-    "manifest not JSON": ("manifest.json", lambda data: b"\x00\xff{"),
-    "manifest of a list": ("manifest.json", lambda data: b"[1]"),
-    "manifest of something else": ("manifest.json", lambda data: b'{"format": "x"}'),
-}
-
-
-@pytest.mark.parametrize(("file", "change"), DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_newest_is_named_and_the_one_before_used(store, caplog, file, change):
-    write(store, 1)
-    path = write(store, 2)
-    _change(path, file, change)
-    with caplog.at_level(logging.WARNING):
-        assert_is(store.read(), 1)
-    assert path.name in caplog.text
-    assert "using the one before" in caplog.text
-    with pytest.raises(TfdistError, match=rf"{path.name} is damaged"):
-        store.read(2)
-    write(store, 3)
-    assert store.steps() == [1, 3]  # the damaged one does not count among those kept
 
 
 # A checkpoint of a stranger, whose checksums are right
@@ -433,16 +353,6 @@ def test_one_that_its_writer_removes_meanwhile_is_not_called_damaged(tmp_path, m
             reader.read(step)
 
 
-def test_all_damaged_names_each(store):
-    paths = [write(store, 1), write(store, 2)]
-    for path in paths:
-        os.truncate(path / "arrays.bin", 3)
-    with pytest.raises(NothingWhole) as caught:
-        store.read()
-    assert all(path.name in str(caught.value) for path in paths)
-    assert "\n" not in str(caught.value)
-
-
 def test_nothing_to_read_is_refused(store, tmp_path):
     assert store.latest() is None
     assert refusal(store.read).code == "no-checkpoint"
@@ -463,28 +373,6 @@ def test_a_newer_format_is_refused_and_left_alone(store, monkeypatch):
     assert [name for name in os.listdir(store.directory) if name.startswith("step")] == [path.name]
 
 
-# One writer
-
-
-def test_a_second_writer_is_refused_until_the_first_closes_or_its_directory_is_moved(tmp_path):
-    first, second, third = (CheckpointStore(tmp_path / "run") for _ in range(3))
-    write(first, 1)
-    told = refusal(lambda: write(second, 2))
-    assert told.code == "second-writer"
-    assert f"process {os.getpid()} writes" in str(told)
-    first.close()
-    write(second, 2)
-    os.rename(tmp_path / "run", tmp_path / "aside")
-    write(third, 3)
-    assert refusal(lambda: write(second, 4)).code == "second-writer"
-    assert third.steps() == [3]
-    third.close()
-    write(second, 4)
-    second.close()
-    assert CheckpointStore(tmp_path / "aside").steps() == [1, 2]
-    assert CheckpointStore(tmp_path / "run").steps() == [3, 4]
-
-
 def test_threads_may_write_at_once(tmp_path):
     store = CheckpointStore(tmp_path, keep=10)
     with ThreadPoolExecutor(6) as pool:
@@ -493,176 +381,6 @@ def test_threads_may_write_at_once(tmp_path):
     for step in store.steps():
         assert_is(store.read(step), step)
     store.close()
-
-
-# Errors and kills at every point of a write
-
-CHANGES = ("mkdir", "replace", "rename", "unlink", "rmdir", "fsync", "ftruncate", "pwrite")
-
-
-def act_at(
-    monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None], *, after: bool
-) -> list[int]:
-    """Act once at the point with this number; return the count of points, kept up to date.
-
-    Points are before each call that changes the disk, `after` it too, and in the middle of writes.
-    """
-    count = [0]
-
-    def point() -> None:
-        count[0] += 1
-        if count[0] == number:
-            act()
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            point()
-            result = function(*args, **kwargs)
-            if after:
-                point()
-            return result
-
-        return call
-
-    for name in CHANGES:
-        monkeypatch.setattr(os, name, counted(getattr(os, name)))
-
-    class File(FileIO):
-        def write(self, data: Any) -> int:
-            point()
-            half = super().write(data[: len(data) // 2])
-            point()
-            written = half + super().write(data[half:])
-            point()
-            return written
-
-    monkeypatch.setattr(format_module, "FileIO", File)
-    return count
-
-
-def _failing_at(point: int, number: int, call: Callable[[], Any]) -> tuple[bool, str]:
-    """Fail at a point; return whether the call has so many, and what was raised."""
-
-    def fail() -> None:
-        raise OSError(number, os.strerror(number))
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        count = act_at(monkeypatch, point, fail, after=True)
-        said = ""
-        try:
-            call()
-        except TfdistError as error:
-            said = str(error)
-            assert os.strerror(number) in said
-            assert "\n" not in said
-    return count[0] >= point, said
-
-
-def test_an_error_at_any_point_of_a_write_is_one_line_and_loses_nothing(tmp_path):
-    """As of a disk that is full."""
-    numbers, whole = itertools.cycle((errno.ENOSPC, errno.EROFS, errno.EIO)), 0
-    for point, number in zip(range(1, 200), numbers, strict=False):
-        store = CheckpointStore(tmp_path / str(point), keep=2)
-        for step in (1, 2):
-            write(store, step)
-        failed, said = _failing_at(point, number, lambda store=store: write(store, 3))
-        if not failed:
-            break
-        if said:
-            assert said.startswith(f"checkpoint of step 3 in {store.directory}: ")
-            assert "the newest is of step" in said
-            assert not list(store.directory.glob(".unfinished-*"))
-            whole += store.read().step == 3
-        else:  # what is no longer kept could not be removed
-            assert_is(store.read(), 3)
-        assert store.read().step in (2, 3)
-        assert_is(store.read(2), 2)
-        write(store, 4)
-        assert_is(store.read(), 4)
-        store.close()
-    assert 30 < point < 199
-    assert whole == 3  # errors after the rename, and before and after its directory is synced
-
-
-def test_an_error_at_any_point_of_preparing_is_one_line_and_lets_others_write(tmp_path):
-    """Before any training: a disk that is full, or where this user may not write."""
-    numbers, seen = itertools.cycle((errno.ENOSPC, errno.EROFS, errno.EACCES)), ""
-    for point, number in zip(range(1, 100), numbers, strict=False):
-        store = CheckpointStore(tmp_path / str(point) / "checkpoints")
-        failed, said = _failing_at(point, number, store.prepare)
-        if not failed:
-            break
-        if said:
-            other = CheckpointStore(store.directory)
-            other.prepare()
-            other.close()
-        store.close()
-        seen += said
-    assert 10 < point < 99
-    assert "No space left on device; none was saved before" in seen
-    for refused in ("directory that can be made and written", "does not rename a directory"):
-        assert refused in seen
-
-
-def killed_in_a_save(directory: Path, step: int, *, at: int) -> bool:
-    """Saves in a child that is killed at the point; False where the save has fewer points."""
-    child = os.fork()
-    if child == 0:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            act_at(monkeypatch, at, lambda: os.kill(os.getpid(), signal.SIGKILL), after=False)
-            store = CheckpointStore(directory, keep=2)
-            store.prepare()
-            write(store, step)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    assert code in (0, -signal.SIGKILL)
-    return code != 0
-
-
-def newest_whole(directory: Path) -> int:
-    """The step of the newest readable checkpoint, whose every byte is right."""
-    checkpoint = CheckpointStore(directory).read()
-    assert_is(checkpoint, checkpoint.step)
-    return checkpoint.step
-
-
-def test_a_kill_at_each_write_of_a_save_leaves_the_old_or_the_new(tmp_path):
-    """In a process without TensorFlow, of which a hundred copies cost little."""
-    program = (
-        "import sys; from tests.unit import test_store as t; t.kill_at_each_write(sys.argv[1])"
-    )
-    done = python("-c", program, tmp_path, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-
-
-def kill_at_each_write(path: str) -> None:
-    seen = []
-    for point in range(1, 200):
-        directory = Path(path) / str(point)
-        before = CheckpointStore(directory, keep=2)
-        for step in (1, 2):
-            write(before, step)
-        before.close()
-        killed = killed_in_a_save(directory, 3, at=point)
-        seen.append(newest_whole(directory))
-        if not killed:
-            break
-        # The next process is killed too, somewhere in its cleaning up or writing.
-        killed_in_a_save(directory, 4, at=point * 7 % 40 + 1)
-        assert newest_whole(directory) in (seen[-1], 4)
-        after = CheckpointStore(directory, keep=2)
-        after.prepare()
-        assert hidden_leftovers(directory) == []
-        write(after, 5)
-        assert newest_whole(directory) == 5
-        assert hidden_leftovers(directory) == []
-        assert len(after.steps()) == 2
-        after.close()
-    assert not killed
-    assert seen == sorted(seen)  # the old one up to the rename, the new one from there on
-    assert set(seen) == {2, 3}
-    assert len(seen) > 30
 
 
 def test_nothing_is_renamed_before_it_is_on_the_disk_with_the_directories_above(
