@@ -46,10 +46,10 @@ def board(note):
 
 
 def steps_in_events(directory, tag):
-    """The steps under the one tag of TensorBoard that ends so, in order.
+    """The steps under the one tag of TensorBoard that ends so, in order, each once.
 
     Files of one second are read by a number in their names as a text, the tenth before the ninth.
     """
     events = EventAccumulator(str(directory), size_guidance={"tensors": 0}).Reload()
     (found,) = [name for name in events.Tags()["tensors"] if name.endswith(tag)]
-    return sorted(event.step for event in events.Tensors(found))
+    return sorted({event.step for event in events.Tensors(found)})

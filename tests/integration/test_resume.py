@@ -259,7 +259,7 @@ def test_the_state_of_a_stranger_sets_only_what_is_saved(tmp_path):
         f"{type(callback).__name__}-0": {name: "/home/me/.ssh/authorized_keys" for name in names}
         for callback in mine
     }
-    callback_state.prepare_to_resume(mine[:4], epoch=1, states=states)
+    callback_state.prepare_to_resume(mine[:4], epoch=1)
     callback_state.set_states(mine, states)
     assert [dict(vars(callback)) for callback in mine] == before
 
@@ -273,7 +273,7 @@ def test_the_state_of_a_stranger_sets_only_what_is_saved(tmp_path):
         ("ModelCheckpoint", {"monitor": "loss", "best": "0.5"}),
         ("History", {"history": {"loss": 0.5}}),
         ("History", {"epoch": ["0"]}),
-        ("TensorBoard", {"_files_of_others": [0]}),
+        ("TensorBoard", {"_global_train_batch": [0]}),
         ("CSVLogger", {"keys": "loss"}),
         ("SwapEMAWeights", {"_ema_weights_in_model": 1}),
         ("History", [0]),

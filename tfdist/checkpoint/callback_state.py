@@ -10,18 +10,16 @@ import csv
 import json
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tfdist.errors import UsageError, require
 from tfdist.files import replacing
 
-_EVENT_FILES = "events.out.tfevents.*"
 # What is saved of each class, and set again: by attribute an example, which says its type.
 _COUNT, _METRIC, _TEXT = 0, 0.0, ""
 _ATTRIBUTES: dict[type, dict[str, Any]] = {
@@ -37,19 +35,33 @@ _ATTRIBUTES: dict[type, dict[str, Any]] = {
         **{"_batches_seen_since_last_saving": _COUNT, "_last_batch_seen": _METRIC},
     },
     keras.callbacks.History: {"history": {}, "epoch": [_COUNT]},
-    keras.callbacks.TensorBoard: {
-        **{"_global_train_batch": _COUNT, "_global_test_batch": _COUNT},
-        "_files_of_others": [_TEXT],  # ours: see `note_event_files`
-    },
+    keras.callbacks.TensorBoard: {**{"_global_train_batch": _COUNT, "_global_test_batch": _COUNT}},
     keras.callbacks.SwapEMAWeights: {"_ema_weights_in_model": False},
     keras.callbacks.CSVLogger: {"keys": [_TEXT]},  # its columns, as of its first epoch
 }
 
 
 def get_states(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """The states of those that have one, as JSON, by name: the class, and which one of it."""
-    found = ((name, _get(callback)) for name, callback in _named(callbacks))
-    return {name: _frozen(name, state) for name, state in found if state is not None}
+    """Return the states of those that have one, by name: the class, and which one of it.
+
+    They are copies, which a callback does not change while a checkpoint is written. Raises
+    UsageError for a state that JSON cannot hold.
+    """
+    states = {}
+    for name, callback in _named(callbacks):
+        try:
+            state = json.loads(json.dumps(_get(callback), default=_plain))
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"{name.partition('-')[0]}.get_state",
+                received=f"a state that JSON cannot hold ({error})",
+                expected="numbers, strings, lists, arrays, and dicts of them",
+                fix="return only these",
+                code="not-json",
+            ) from error
+        if state is not None:
+            states[name] = state
+    return states
 
 
 def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
@@ -72,9 +84,9 @@ def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
                 callback.history = _with_arrays(callback.history)
 
 
-def _saved(name: str, callback: Any, states: Mapping[str, Any] | None) -> dict[str, Any]:
+def _saved(name: str, callback: Any, states: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes of one of Keras' callbacks in the states; none for other callbacks."""
-    state, known = (states or {}).get(name), _attributes_of(callback)
+    state, known = states.get(name), _attributes_of(callback)
     if state is None or not known:
         return {}
     wrong = [state] if not isinstance(state, dict) else []
@@ -171,35 +183,12 @@ def _named(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
     return named
 
 
-def note_event_files(callbacks: Sequence[Any]) -> None:
-    """Have each TensorBoard know the event files that other runs have left in its directory.
+def prepare_to_resume(callbacks: Sequence[Any], *, epoch: int) -> None:
+    """Cut CSV logs before `epoch`, whose lines the run will write again.
 
-    Before a run begins, and before the callbacks get its model, as that writes the first file.
+    To be called before `on_train_begin`. TensorBoard itself shows the last event of a step.
     """
     for callback in callbacks:
-        if isinstance(callback, keras.callbacks.TensorBoard):
-            files = Path(callback.log_dir).glob(f"*/{_EVENT_FILES}")
-            callback._files_of_others = [file.name for file in files]
-
-
-def prepare_to_resume(
-    callbacks: Sequence[Any], *, epoch: int, states: Mapping[str, Any] | None = None
-) -> None:
-    """Keep what is logged already, or will be again, from being there twice.
-
-    Before `on_train_begin`. TensorBoard writes only what comes after the last step of each tag in
-    its event files, without those that `states` says are of other runs; the CSV log loses its lines
-    from `epoch` on, which the run will write again.
-    """
-    for name, callback in _named(callbacks):
-        if isinstance(callback, keras.callbacks.TensorBoard):
-            others = _saved(name, callback, states).get("_files_of_others") or ()
-            train, validation = (
-                _last_steps(Path(callback.log_dir, folder), besides=others)
-                for folder in ("train", "validation")
-            )
-            both = {tag: min(train[tag], validation[tag]) for tag in train.keys() & validation}
-            callback._summary_module = _OnceOnly({**train, **validation, **both})
         if isinstance(callback, keras.callbacks.CSVLogger) and os.path.exists(callback.filename):
             if epoch or not callback.append:  # else the lines may all be of another run
                 _cut(callback.filename, separator=callback.sep, epoch=epoch)
@@ -214,31 +203,14 @@ def _get(callback: Any) -> Any:
         for writer in getattr(callback, "_writers", {}).values():
             writer.flush()
     names = _attributes_of(callback)
-    return {n: _json(getattr(callback, n)) for n in names if hasattr(callback, n)} or None
+    return {n: getattr(callback, n) for n in names if hasattr(callback, n)} or None
 
 
-def _frozen(name: str, state: Any) -> Any:
-    """Return a copy, which the callback does not change while a checkpoint is written."""
-    try:
-        return json.loads(json.dumps(state))
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{name.partition('-')[0]}.get_state",
-            received=f"a state that JSON cannot say ({error})",
-            expected="numbers, strings, lists and dicts of them",
-            fix="turn arrays into lists with .tolist(), NumPy numbers into int or float",
-            code="not-json",
-        ) from error
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json(item) for item in value]
+def _plain(value: Any) -> Any:
+    """Return NumPy arrays and numbers as JSON has them."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    return value
+    raise TypeError(type(value).__name__)
 
 
 def _cut(path: str, *, separator: str, epoch: int) -> None:
@@ -257,34 +229,3 @@ def _epoch_of(row: Sequence[str]) -> float:
         return float(row[0])
     except ValueError:
         return math.inf
-
-
-class _OnceOnly:
-    """`tf.summary`, of which a step that is there already writes nothing."""
-
-    def __init__(self, last: Mapping[str, int]) -> None:
-        self._last = last
-
-    def __getattr__(self, name: str) -> Any:
-        write = getattr(tf.summary, name)
-
-        def write_if_new(name: str, data: Any, *, step: Any, **options: Any) -> Any:
-            is_new = int(step) > self._last.get(name, -1)
-            return write(name, data, step=step, **options) if is_new else False
-
-        return write_if_new if name in ("scalar", "histogram", "image") else write
-
-
-def _last_steps(directory: Path, *, besides: Collection[str]) -> dict[str, int]:
-    """Return the last step of each tag in event files, of which a kill may have cut the last."""
-    last: dict[str, int] = {}
-    for path in directory.glob(_EVENT_FILES):
-        if path.name in besides:
-            continue
-        try:
-            for event in tf.compat.v1.train.summary_iterator(os.fspath(path)):
-                for value in event.summary.value:
-                    last[value.tag] = max(event.step, last.get(value.tag, -1))
-        except tf.errors.DataLossError:
-            continue
-    return last

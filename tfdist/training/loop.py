@@ -95,8 +95,6 @@ class TrainLoop:
         self._requests = requests
         self._saved_step = None if plan.saved is None else plan.saved.step
         self._warned = not self._job.is_chief
-        if plan.saved is None and plan.backups:
-            callback_state.note_event_files(keras.tree.flatten(plan.callbacks))
         self._callbacks = callback_list(
             plan.callbacks,
             job=self._job,
@@ -121,9 +119,7 @@ class TrainLoop:
         self.step, start = resume.first_step_and_epoch(self._plan)
         self._prepare_trackers()
         if self._plan.saved is not None:
-            callback_state.prepare_to_resume(
-                self._callbacks.callbacks, epoch=start, states=self._plan.backups[0].found_states
-            )
+            callback_state.prepare_to_resume(self._callbacks.callbacks, epoch=start)
         model.stop_training = False
         with phases.entered("callback"):
             self._callbacks.on_train_begin()
