@@ -160,15 +160,3 @@ def test_a_run_publishes_its_best_checkpoints_by_itself(tmp_path):
     served = tf.saved_model.load(tmp_path / "served" / "m" / str(len(steps)))
     found = served.signatures["serving_default"](features=tf.constant(X))["scores"]
     np.testing.assert_allclose(found, model.predict(X, verbose=0), atol=1e-6)
-
-
-def test_a_model_that_no_other_process_can_make_is_refused_before_training(tmp_path):
-    class Own(keras.layers.Dense):
-        pass
-
-    model = keras.Sequential([keras.Input((4,)), Own(2)])
-    model.compile("sgd", "mse")
-    backup = tfdist.BackupAndRestore(tmp_path / "backup", publish=tmp_path / "served")
-    with pytest.raises(tfdist.UsageError, match="publish: received a model with Own"):
-        tfdist.fit(model, X, X[:, :2], callbacks=[backup], verbose=0)
-    assert not (tmp_path / "served").exists()

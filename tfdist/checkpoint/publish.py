@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import keras
 
@@ -23,7 +22,6 @@ from tfdist.files import one_line_errors, write_text
 
 _LOG = logging.getLogger(__name__)
 _MODEL = "model.json"
-_OF_FUNCTIONS = (keras.activations, keras.losses, keras.metrics)
 _END_S = 120.0  # for the last export
 
 
@@ -85,46 +83,23 @@ class Publisher:
 
 def _written(model: keras.Model, directory: Path) -> Path:
     """Write down what the model is made of, for another process; return the file."""
-    for layer in [model, *model._flatten_layers()]:
-        name, is_foreign = type(layer).__name__, type(layer).__module__.partition(".")[0] != "keras"
-        # It is no weight, and Keras has it in the configuration only where it was given.
-        learned = hasattr(layer, "get_vocabulary") and layer.get_config()["vocabulary"] is None
-        vocabulary = f"a vocabulary that {name} has learned by adapt" if learned else None
-        _require_known(name if is_foreign else vocabulary)
+    for layer in model._flatten_layers():
+        # A learned vocabulary is no weight: Keras has it in the configuration if it was given.
+        require(
+            not hasattr(layer, "get_vocabulary") or layer.get_config()["vocabulary"] is not None,
+            "publish",
+            received=f"a model with a vocabulary that {layer.name} has learned by adapt",
+            expected="a vocabulary that is given to the layer",
+            fix="pass publish_model='file.py:function', which returns the model as it is here",
+            code="not-a-model",
+        )
     with saveable(model, where="publish", fix="pass publish_model='file.py:function'"):
         config = keras.saving.serialize_keras_object(model)
     config.pop("compile_config", None)
-    _require_known(next(_foreign_in(config), None))
     path = directory / _MODEL
     with one_line_errors(f"publish: cannot write {path}"):
         write_text(path, json.dumps(config))
     return path
-
-
-def _require_known(foreign: str | None) -> None:
-    """Raise UsageError for what another process would not know."""
-    require(
-        foreign is None,
-        "publish",
-        received=f"a model with {foreign}",
-        expected="what another process can make of its description and checkpoints",
-        fix="pass publish_model='file.py:function', which returns the model as it is here",
-        code="not-a-model",
-    )
-
-
-def _foreign_in(config: Any) -> Iterator[str]:
-    """Yield the functions and classes in a configuration that are not Keras' own."""
-    if isinstance(config, dict) and "class_name" in config:
-        name, module = config["class_name"], f"{config.get('module')}".partition(".")[0]
-        if name == "function":  # which Keras looks for by its name
-            if not any(hasattr(place, config["config"]) for place in _OF_FUNCTIONS):
-                yield config["config"]
-        elif name == "__lambda__" or ("registered_name" in config and module != "keras"):
-            yield name.strip("_")
-    for part in config.values() if isinstance(config, dict) else config:
-        if isinstance(part, dict | list | tuple):
-            yield from _foreign_in(part)
 
 
 @contextlib.contextmanager
