@@ -286,19 +286,15 @@ def test_whatever_is_in_a_checkpoint_it_is_read_or_damaged(path, value, number, 
 
 
 @pytest.mark.parametrize("file", ["arrays.bin", "manifest.json"])
-@pytest.mark.parametrize(
-    ("number", "raised"),
-    [(errno.EACCES, UsageError), (errno.ESTALE, TfdistError), (errno.EMFILE, TfdistError)],
-)
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EMFILE])
 def test_one_that_may_be_whole_and_cannot_be_read_is_no_damage(
-    store, monkeypatch, caplog, file, number, raised
+    store, monkeypatch, caplog, file, number
 ):
     """A run that took it for damaged would start over, and remove it."""
     paths = [write(store, 1), write(store, 2)]
     _refuse_reading(monkeypatch, paths[1] / file, number)
     with pytest.raises(TfdistError, match=rf"{paths[1].name}/{file}.*{os.strerror(number)}") as got:
         store.read()
-    assert isinstance(got.value, UsageError) is (raised is UsageError)
     assert not isinstance(got.value, NothingWhole)
     write(store, 3)
     assert ("an old checkpoint was not removed" in caplog.text) is (file == "manifest.json")
@@ -408,7 +404,8 @@ def test_nothing_is_renamed_before_it_is_on_the_disk_with_the_directories_above(
 def test_a_path_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "checkpoints"):
-        assert refusal(CheckpointStore(path).prepare).code == "unwritable"
+        with pytest.raises(TfdistError, match=r"(Not a directory|File exists); none was saved"):
+            CheckpointStore(path).prepare()
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:

@@ -201,8 +201,7 @@ def check_size(directory: Path, manifest: Manifest) -> None:
 def read_arrays(directory: Path, manifest: Manifest) -> dict[str, Array]:
     """Read the arrays and verify their checksum; hold them once.
 
-    Raises Damaged; UsageError where this user may not read them; and Unreadable where they may be
-    whole and cannot be read now.
+    Raises Damaged, and Unreadable if they may be whole and cannot be read now.
     """
     check_size(directory, manifest)
     path, digest = directory / manifest.shard["file"], hashlib.sha256()
@@ -313,14 +312,6 @@ def _reading_failed(path: Path, error: OSError) -> Exception:
     """
     if error.errno in _DAMAGE:
         return Damaged(f"{path.name}: {error.strerror}")
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return UsageError(
-            f"checkpoint {path}",
-            received=error.strerror,
-            expected="a file that can be read",
-            fix="give this user the right to read it, or choose another directory",
-            code="no-permission",
-        )
     return Unreadable(f"checkpoint {path}: {error.strerror or error}")
 
 

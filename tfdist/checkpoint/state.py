@@ -24,11 +24,12 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfdist.checkpoint.format import raw_bytes
-from tfdist.errors import UsageError, require
+from tfdist.errors import named, require
 from tfdist.strategy import Job
 from tfdist.strategy.group import gathered, part_of, sum_bytes
 
 _DIFFERENCES_SHOWN = 4
+_ANOTHER = "use another directory, or start from its weights with initial_weights"
 _FREE = frozenset(["name", "seed", "learning_rate", "trainable", "dtype", "initial_scale"])
 _BY_CLASS = ("_regularizer", "_constraint")
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -161,11 +162,12 @@ def require_same_variables(
         for name, role in roles.items()
         if before.get(name, role) != role
     ]
-    _require_none(
-        differences,
-        where=where,
-        received="a checkpoint of another model: ",
+    require(
+        not differences,
+        where,
+        received=f"a checkpoint of another model: {_named(differences)}",
         expected="the variables of this model and optimizer",
+        fix=_ANOTHER,
         code="another-model",
     )
 
@@ -190,11 +192,12 @@ def require_same_configuration(
 ) -> None:
     """Raise UsageError that names the settings in which a saved run differs; None passes."""
     differences = [] if saved is None else list(_differences(saved, mine))
-    _require_none(
-        differences,
-        where=where,
-        received="a checkpoint of another configuration: ",
+    require(
+        not differences,
+        where,
+        received=f"a checkpoint of another configuration: {_named(differences)}",
         expected="the optimizer and the layers it was saved with",
+        fix=_ANOTHER,
         code="another-configuration",
     )
 
@@ -220,23 +223,9 @@ def _roles(names: Mapping[str, Any]) -> dict[str, str]:
     return roles
 
 
-def _require_none(
-    differences: Sequence[str], *, where: str, received: str, expected: str, code: str
-) -> None:
-    if differences:
-        more = len(differences) - _DIFFERENCES_SHOWN
-        shown = [*differences[:_DIFFERENCES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
-        raise UsageError(
-            where,
-            received=received + _printable("; ".join(shown)),
-            expected=expected,
-            fix="use another directory, or start from its weights with initial_weights",
-            code=code,
-        )
-
-
-def _printable(text: str) -> str:
-    """Return text without what a terminal would act on: names may be another person's."""
+def _named(differences: Sequence[str]) -> str:
+    """Return the first ones without what a terminal would act on: names may be a stranger's."""
+    text = named(differences, most=_DIFFERENCES_SHOWN)
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

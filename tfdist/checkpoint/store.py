@@ -9,7 +9,6 @@ again. TensorFlow is not needed to read or write one.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
@@ -40,13 +39,6 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d+)\.(\d+)")
 _LOCK = ".lock"
 _UNFINISHED, _DISCARDED, _PROBE = ".unfinished-", ".discarded-", "probe"
-# What a second try with the same path cannot cure.
-_WRONG_PATH = frozenset(
-    (
-        *(errno.EACCES, errno.EPERM, errno.EROFS),
-        *(errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT),
-    )
-)
 
 
 class SecondWriter(UsageError):
@@ -94,8 +86,8 @@ class CheckpointStore:
         Makes the directory, takes the lock, removes what a crash left, and writes and renames a
         directory of one byte. Called by the task that writes.
 
-        Raises UsageError for a second writer, a later format, a path that cannot be written or a
-        file system that does not rename directories, and TfdistError for a disk that is full.
+        Raises UsageError for a second writer, a later format or a file system that does not rename
+        directories, and TfdistError for a disk that is full or a path that cannot be written.
         """
         with self._writing:
             held = self._lock.held
@@ -107,8 +99,7 @@ class CheckpointStore:
                     self._lock.release()
                 if not isinstance(error, OSError):
                     raise
-                refusal = _wrong_path(self.directory, error)
-                raise refusal or self._failed("checkpoints in ", error) from error
+                raise self._failed("checkpoints in ", error) from error
 
     def write(
         self,
@@ -182,9 +173,9 @@ class CheckpointStore:
         A damaged newest one is named in a warning and the one before it used; a damaged one that
         was asked for by its step is an error. Holds no more than the arrays once.
 
-        Raises UsageError where there is none, its format is newer than this tfdist, or this user
-        may not read it; Unreadable, a TfdistError, where it may be whole and cannot be read now;
-        and NothingWhole, another, where all are damaged.
+        Raises UsageError if there is none or its format is newer than this tfdist; Unreadable, a
+        TfdistError, if it may be whole and cannot be read now; and NothingWhole, a TfdistError, if
+        all are damaged.
         """
         locations = [
             each for each in reversed(self._locations()) if step is None or each.step == step
@@ -205,10 +196,9 @@ class CheckpointStore:
         raise NothingWhole(f"{self.directory}: no readable checkpoint: {'; '.join(problems)}")
 
     def read_named(self, name: str) -> Checkpoint | None:
-        """Return the checkpoint in the directory of that name; None where it cannot be read.
+        """Return the checkpoint in the directory of that name; None if it cannot be read.
 
-        As when the writer removes it meanwhile. Raises UsageError for a newer format, or one that
-        this user may not read.
+        As when the writer removes it meanwhile. Raises UsageError for a newer format.
         """
         try:
             return self._read(next(p for p in self._locations() if p.path.name == name))
@@ -241,8 +231,7 @@ class CheckpointStore:
         except FileNotFoundError:
             return []
         except OSError as error:
-            message = f"checkpoints in {self.directory}: {error.strerror}"
-            raise _wrong_path(self.directory, error) or TfdistError(message) from error
+            raise Unreadable(f"checkpoints in {self.directory}: {error.strerror}") from error
         return sorted(
             Location(serial=int(match[2]), step=int(match[1]), path=self.directory / name)
             for name in names
@@ -366,16 +355,3 @@ def _try_out(directory: Path) -> None:
     finally:
         for leftover in (source, target):
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _wrong_path(directory: Path, error: OSError) -> UsageError | None:
-    """Return what to raise for an error that the choice of `directory` brings, else None."""
-    if error.errno not in _WRONG_PATH:
-        return None
-    return UsageError(
-        f"checkpoints in {directory}",
-        received=error.strerror,
-        expected="a directory that can be made and written",
-        fix="choose another directory, or give this user the right to write there",
-        code="unwritable",
-    )
