@@ -30,9 +30,11 @@ class ArraySource(GraphSource):
     `x`, `y` and `sample_weight` are arrays, tensors, pandas frames, or tuples or dicts of them.
     They are packed and converted as Keras does it: floating point becomes `keras.config.floatx()`,
     everything else keeps its type, and `y` of shape `(n,)` stays so. An `np.memmap` is mapped from
-    its own file where that can be; of the others ps workers are sent up to `memory_limit_bytes`
-    together. Raises `UsageError` for what is not an array and for lengths that differ.
+    its own file if that is possible. Raises `UsageError` for a value that is not an array and for
+    lengths that differ.
     """
+
+    kind = "arrays"
 
     def __init__(
         self,
@@ -41,7 +43,6 @@ class ArraySource(GraphSource):
         *,
         sample_weight: Nest = None,
         transform: Transform | None = None,
-        memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
     ) -> None:
         # Of a list, TensorFlow's datasets would make one tensor.
         x, y, sample_weight = keras.tree.lists_to_tuples((x, y, sample_weight))
@@ -57,21 +58,15 @@ class ArraySource(GraphSource):
         self._columns = _map_present(_column, packed)
         self._present = [column for column in tf.nest.flatten(self._columns) if column is not None]
         self.element_spec = _map_present(lambda column: column.spec, self._columns)
-        self._memory_limit_bytes = memory_limit_bytes
-
-    @property
-    def size_bytes(self) -> int:
-        """The bytes of all arrays, as they are kept."""
-        return sum(column.size_bytes for column in self._present)
 
     def require_sendable(self) -> None:
         """Raise `UsageError` for more in memory than ps workers can be sent."""
         size_bytes = sum(column.size_bytes for column in self._present if column.file is None)
         require(
-            size_bytes <= self._memory_limit_bytes,
+            size_bytes <= MEMORY_LIMIT_BYTES,
             "data under the ps strategy",
             received=f"arrays of {size_bytes / 1e9:,.2f} GB in memory",
-            expected=f"up to {self._memory_limit_bytes / 1e9:,.2f} GB, which workers can be sent",
+            expected=f"up to {MEMORY_LIMIT_BYTES / 1e9:,.2f} GB, which workers can be sent",
             fix="np.save them where each worker has them, and pass np.load(file, mmap_mode='r')",
             code="too-large",
         )
@@ -95,14 +90,6 @@ class ArraySource(GraphSource):
     def arrays(self) -> Nest:
         """Return the arrays as tensors; in a graph, a mapped file as what maps it there."""
         return _map_present(lambda column: column.sent(), self._columns)
-
-    def describe(self) -> str:
-        """Return one line for the log."""
-        files = sum(column.file is not None for column in self._present)
-        of = len(self._present)
-        place = f"{files} of {of} arrays mapped from files" if files else "in memory"
-        size = f"{self.num_examples:,} examples, {self.size_bytes / 1e6:,.1f} MB"
-        return f"graph-indexed arrays: {size}, {place}"
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -134,28 +121,19 @@ class _Column:
 
 
 def _column(leaf: Any) -> _Column:
-    """Return an array as it is kept: mapped from its file where that can be, else in memory."""
-    spec = _spec(leaf)
+    """Return an array as it is kept: mapped from its file if that is possible, else in memory."""
+    dtype = dtype_of(leaf)
+    if dtype.is_floating:
+        dtype = tf.as_dtype(keras.config.floatx())
+    spec = tf.TensorSpec(leaf.shape[1:], dtype)
     file = of_memmap(leaf) if isinstance(leaf, np.memmap) else None
     if file is not None:
         return _Column(file=file, spec=spec)
     with tf.init_scope(), tf.device("/CPU:0"):
-        return _Column(tensor=_to_tensor(leaf, spec.dtype), spec=spec)
-
-
-def _spec(leaf: Any) -> tf.TensorSpec:
-    """Return the spec of one example; floating point of any other type becomes Keras' floatx."""
-    dtype = dtype_of(leaf, where="data")
-    if dtype.is_floating:
-        dtype = tf.as_dtype(keras.config.floatx())
-    return tf.TensorSpec(leaf.shape[1:], dtype)
-
-
-def _to_tensor(leaf: Any, dtype: tf.DType) -> tf.Tensor:
-    if isinstance(leaf, np.ndarray):
+        if not isinstance(leaf, np.ndarray):
+            return _Column(tensor=tf.cast(tf.identity(leaf), dtype), spec=spec)
         array = leaf if dtype == tf.string else leaf.astype(dtype.as_numpy_dtype, copy=False)
-        return tf.constant(array, dtype)
-    return tf.cast(tf.identity(leaf), dtype)
+        return _Column(tensor=tf.constant(array, dtype), spec=spec)
 
 
 def _map_present(function: Callable[[Any], Any], nest: Nest) -> Nest:
@@ -170,16 +148,7 @@ def _weight_per_output(y: Nest, sample_weight: Nest) -> Nest:
     is_nested = tf.nest.is_nested(sample_weight)
     if not is_nested and tuple(getattr(sample_weight, "shape", ()))[1:] in ((), (1,)):
         return tf.nest.map_structure(lambda _: sample_weight, y)
-    try:
-        tf.nest.assert_same_structure(y, sample_weight)
-    except (TypeError, ValueError):
-        raise UsageError(
-            "sample_weight",
-            received="a structure that is not that of y, or one array of several columns",
-            expected="an array for each output in y, or one with a weight for each example",
-            fix="name the outputs alike in y and sample_weight",
-            code="structures-differ",
-        ) from None
+    tf.nest.assert_same_structure(y, sample_weight)
     return sample_weight
 
 
@@ -224,34 +193,13 @@ def _as_column(value: Any, *, where: str) -> Any:
             fix="wrap it in np.asarray(...), with an entry for each example",
             code="not-an-array",
         )
-    if isinstance(array, np.ndarray) and array.dtype.kind == "O":
-        kinds = {type(item).__name__ for item in array.flat if not isinstance(item, str | bytes)}
-        require(
-            not kinds,
-            where,
-            received=f"an array of Python objects ({', '.join(sorted(kinds))})",
-            expected="numbers, or strings throughout",
-            fix="convert the columns to one number type (.astype), or pass them as a dict",
-            code="mixed-objects",
-        )
-    dtype_of(array, where=where)
     return array
 
 
-def dtype_of(array: Any, *, where: str) -> tf.DType:
-    """Return the type as TensorFlow has it; raise `UsageError`, which begins with `where`."""
-    if isinstance(array, np.ndarray) and array.dtype.kind in "OUS":
-        return tf.string
-    try:
-        return tf.as_dtype(array.dtype)
-    except TypeError:
-        raise UsageError(
-            where,
-            received=f"an array of {array.dtype}",
-            expected="numbers or strings",
-            fix="convert it, times as by .astype('datetime64[s]').astype('int64')",
-            code="not-numbers",
-        ) from None
+def dtype_of(array: Any) -> tf.DType:
+    """Return the type as TensorFlow has it."""
+    is_text = isinstance(array, np.ndarray) and array.dtype.kind in "OUS"
+    return tf.string if is_text else tf.as_dtype(array.dtype)
 
 
 def require_dense(value: Any, *, where: str) -> None:
@@ -306,7 +254,14 @@ class MappedFile:
         # A type of one byte is mapped as it is: nothing can be cast bit by bit to bool.
         stored = self.dtype if item_bytes == 1 else tf.uint8
         size_bytes = math.prod(self.shape) * item_bytes
-        whole = _immutable_const(self.path, dtype=stored, shape=(self.offset_bytes + size_bytes,))
+        end = self.offset_bytes + size_bytes
+        whole = tf.raw_ops.ImmutableConst(dtype=stored, shape=(end,), memory_region_name=self.path)
+        # Constant folding evaluates the operation and keeps a copy of the whole file in memory,
+        # only to find it too large to fold. It passes over operations that carry this attribute,
+        # which an empty list leaves without any other effect. Seen in TensorFlow 2.21; a test tells
+        # when the copy is no longer made.
+        empty = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=[]))
+        whole.op._set_attr("_scoped_allocator", empty)
         # int64 bounds: TensorFlow would take Python integers as int32 and overflow past 2 GB.
         begin = tf.constant([self.offset_bytes], tf.int64)
         data = tf.slice(whole, begin, tf.constant([size_bytes], tf.int64))
@@ -332,17 +287,6 @@ def of_memmap(array: np.memmap[Any, Any]) -> MappedFile | None:
     path = os.path.abspath(os.fspath(array.filename))
     dtype = tf.as_dtype(array.dtype)
     return MappedFile(path=path, dtype=dtype, shape=array.shape, offset_bytes=offset)
-
-
-def _immutable_const(path: str, *, dtype: tf.DType, shape: tuple[int, ...]) -> tf.Tensor:
-    tensor = tf.raw_ops.ImmutableConst(dtype=dtype, shape=shape, memory_region_name=path)
-    # Constant folding evaluates the operation and keeps a copy of the whole file in memory, only
-    # to find it too large to fold. It passes over operations that carry this attribute, which an
-    # empty list leaves without any other effect. Seen in TensorFlow 2.21; a test tells when the
-    # copy is no longer made.
-    empty = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=[]))
-    tensor.op._set_attr("_scoped_allocator", empty)
-    return tensor
 
 
 def _file_offset(array: np.memmap[Any, Any]) -> int | None:

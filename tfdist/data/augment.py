@@ -78,20 +78,12 @@ class RandomCrop(_Own):
         available = line.shape[1] or tf.shape(line)[1]
         length = available if length is None else length
         places = available + 2 * self.padding - length + 1
-        if isinstance(places, int) and places < 1:
-            raise UsageError(
-                "RandomCrop",
-                received=f"images of {available} pixels for a window of {length}",
-                expected=f"a window of at most {available + 2 * self.padding} pixels",
-                fix="make size smaller or padding larger",
-                code="window-too-large",
-            )
-        if not isinstance(places, int):
-            enough = tf.debugging.assert_positive(
-                places, message=f"RandomCrop: images smaller than a window of {length}"
-            )
-            with tf.control_dependencies([enough]):
-                places = tf.identity(places)
+        # Raises at once for images of a known size.
+        enough = tf.debugging.assert_positive(
+            places, message=f"RandomCrop: images smaller than a window of {length}"
+        )
+        with tf.control_dependencies([] if enough is None else [enough]):
+            places = tf.identity(places)
         first = draws.below(places, index=index) - self.padding
         wanted = first[:, None] + tf.range(length)
         inside = (wanted >= 0) & (wanted < available)
@@ -165,7 +157,10 @@ class Compose:
     """
 
     def __init__(self, transforms: Sequence[Transform], *, key: str | int | None = None) -> None:
-        self.transforms = tuple(_flattened(transforms))
+        flat: list[Transform] = []
+        for each in transforms:
+            flat += each.transforms if isinstance(each, Compose) and each.key is None else [each]
+        self.transforms = tuple(flat)
         self.key = key
 
     @tf.autograph.experimental.do_not_convert
@@ -185,9 +180,6 @@ class Compose:
                 for position, transform in members:
                     batch = transform(batch, **{**by, "seed": mix(seed + position)})
         return batch
-
-    def __repr__(self) -> str:
-        return f"Compose({list(self.transforms)!r}, key={self.key!r})"
 
     def _images(self, batch: Nest) -> tf.Tensor:
         x = unpack(batch)[0]
@@ -235,14 +227,6 @@ def for_evaluation(transform: Transform | None) -> Transform | None:
         kept = [each for each in map(for_evaluation, transform.transforms) if each is not None]
         return Compose(kept, key=transform.key)
     return transform
-
-
-def _flattened(transforms: Sequence[Transform]) -> list[Transform]:
-    flat: list[Transform] = []
-    for transform in transforms:
-        nested = isinstance(transform, Compose) and transform.key is None
-        flat.extend(transform.transforms if nested else [transform])  # type: ignore[attr-defined]
-    return flat
 
 
 def _kind_of(numbered: tuple[int, Transform]) -> tuple[type, ...] | None:

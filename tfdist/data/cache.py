@@ -80,21 +80,12 @@ def cached_file(
     `write` fills the path it is given; the result appears under its name whole or not at all.
     Without a directory that only this user can write to, the file lasts as long as the block.
     """
-    directory = cache_dir or private_cache_dir()
-    if directory is None:
-        _log.warning(
-            "%s: ~/.cache/tfdist is not private to this user, so each process makes its own. "
-            "Fix: set HOME to a directory of yours, and run chmod go-w ~/.cache ~/.cache/tfdist",
-            purpose,
-        )
-        with tempfile.TemporaryDirectory(prefix="tfdist-") as own:
-            write(target := Path(own, f"file{suffix}"))
-            yield target
-        return
-    target = directory / (hashlib.sha256(key.encode()).hexdigest()[:32] + suffix)
-    if not target.exists():
-        with exclusive(Path(f"{target}.lock"), purpose=purpose, timeout_s=_MAKING_S):
-            if not target.exists():
-                with replacing(target) as unfinished:
-                    write(unfinished)
-    yield target
+    with tempfile.TemporaryDirectory(prefix="tfdist-") as own:
+        directory = cache_dir or private_cache_dir() or Path(own)
+        target = directory / (hashlib.sha256(key.encode()).hexdigest()[:32] + suffix)
+        if not target.exists():
+            with exclusive(Path(f"{target}.lock"), purpose=purpose, timeout_s=_MAKING_S):
+                if not target.exists():
+                    with replacing(target) as unfinished:
+                        write(unfinished)
+        yield target

@@ -5,7 +5,6 @@ These are 1,797 real scans of 8 x 8 pixels that need no download.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,12 +35,12 @@ class TfdistDigits(tfds.core.GeneratorBasedBuilder):
             builder=self,
             description=(
                 "Handwritten digits of 43 people, scanned and reduced to 8 x 8 pixels of 0 to 16: "
-                "the test part of the UCI data set that scikit-learn installs."
+                "the test part of the UCI data set that scikit-learn installs (E. Alpaydin and C. "
+                "Kaynak, Optical Recognition of Handwritten Digits, 1998, doi:10.24432/C50P49)."
             ),
             features=features,
             supervised_keys=("image", "label"),
             homepage="https://archive.ics.uci.edu/dataset/80",
-            citation=_CITATION,
         )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
@@ -63,16 +62,6 @@ class TfdistDigits(tfds.core.GeneratorBasedBuilder):
             yield index, {"image": images[index], "label": int(labels[index])}
 
 
-_CITATION = """\
-@misc{alpaydin1998optdigits,
-  author = {Alpaydin, E. and Kaynak, C.},
-  title = {Optical Recognition of Handwritten Digits},
-  year = {1998},
-  publisher = {UCI Machine Learning Repository},
-  doi = {10.24432/C50P49}
-}"""
-
-
 def _load_digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return images uint8[1797, 8, 8, 1] and labels int64[1797]."""
     try:
@@ -91,9 +80,7 @@ def _load_digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 def _every_nth_of_each_label(labels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return bool[n]: true for the fifth, tenth, ... example of each label in the data's order."""
-    seen: Counter[int] = Counter()
     chosen = np.zeros(len(labels), bool)
-    for index, label in enumerate(labels.tolist()):
-        seen[label] += 1
-        chosen[index] = seen[label] % _TEST_STRIDE == 0
+    for label in np.unique(labels):
+        chosen[np.flatnonzero(labels == label)[_TEST_STRIDE - 1 :: _TEST_STRIDE]] = True
     return chosen

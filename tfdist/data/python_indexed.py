@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -17,18 +17,10 @@ from tfdist.errors import UsageError, require
 _NUMBER = int | float | str | bytes | np.generic
 
 
-class Indexable(Protocol):
-    """A collection of examples, each a nest of arrays and numbers."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
 class PythonSource(Source):
     """Anything with `__len__` and `__getitem__` that gives one example: ``(x, y)`` or a dict.
 
-    `__getitems__(indices)` is used where there is one (TFDS `array_record`, torch style).
+    `__getitems__(indices)` is used where there is one (TFDS `as_data_source`, torch style).
     `convert` makes ``(x, y)`` of what the collection holds. Examples must have one shape. Floating
     point becomes `keras.config.floatx()`. Reads happen in threads of this process, several at
     once.
@@ -36,19 +28,12 @@ class PythonSource(Source):
 
     def __init__(
         self,
-        examples: Indexable,
+        examples: Sequence[Any],
         *,
         convert: Callable[[Any], Nest] | None = None,
         transform: Transform | None = None,
     ) -> None:
-        require(
-            len(examples),
-            type(examples).__name__,
-            received="no examples",
-            expected="at least one",
-            fix="check the split or the files it reads",
-            code="no-examples",
-        )
+        self.kind = f"Python-indexed, {type(examples).__name__}"
         self._examples = examples
         self._convert = convert or (lambda example: example)
         self.num_examples: int = len(examples)
@@ -70,11 +55,6 @@ class PythonSource(Source):
         ]
         return tf.nest.pack_sequence_as(self.element_spec, stacked)
 
-    def describe(self) -> str:
-        """Return one line for the log."""
-        name = type(self._examples).__name__
-        return f"Python-indexed, {name}: {self.num_examples:,} examples"
-
     def _example(self, item: Any) -> Nest:
         example = self._convert(item)
         return _without_lists(tuple(example) if isinstance(example, list) else example)
@@ -90,6 +70,7 @@ class PyDatasetSource(Source):
     def __init__(
         self, dataset: keras.utils.PyDataset, *, transform: Transform | None = None
     ) -> None:
+        self.kind = f"Python-indexed, {type(dataset).__name__}"
         self._dataset = dataset
         self.transform = transform
         count = self.num_batches
@@ -140,7 +121,14 @@ class PyDatasetSource(Source):
             _require_structure(batch, self.element_spec, where=where)
             for leaf, spec in zip(*map(tf.nest.flatten, (batch, self.element_spec)), strict=True):
                 if leaf is not None and spec is not None:
-                    _require_rows(leaf, where=where)
+                    require(
+                        leaf.ndim and len(leaf),
+                        where,
+                        received="a batch without an example",
+                        expected="at least one example in every batch",
+                        fix="leave the empty batch out of __len__ (or num_batches)",
+                        code="no-examples",
+                    )
                     _require_type(leaf, _numpy_dtype(spec), where=where)
         return batch
 
@@ -161,11 +149,6 @@ class PyDatasetSource(Source):
             code="lengths-differ",
         )
 
-    def describe(self) -> str:
-        """Return one line for the log."""
-        count = "endless" if self.num_batches is None else f"{self.num_batches:,}"
-        return f"Python-indexed, {type(self._dataset).__name__}: {count} batches"
-
 
 def _without_lists(nest: Any) -> Any:
     """Make a list of numbers an array, and one of arrays a tuple: tf.data would stack these."""
@@ -183,22 +166,11 @@ def _as_array(leaf: Any, *, where: str) -> np.ndarray[Any, Any] | None:
     return None if leaf is None else np.asarray(leaf)
 
 
-def _require_rows(leaf: np.ndarray[Any, Any], *, where: str) -> None:
-    require(
-        leaf.ndim and len(leaf),
-        where,
-        received="a batch without an example",
-        expected="at least one example in every batch",
-        fix="leave the empty batch out of __len__ (or num_batches)",
-        code="no-examples",
-    )
-
-
 def _leaf_spec(leaf: Any) -> tf.TensorSpec | None:
     if leaf is None:
         return None
     array = np.asarray(leaf)
-    dtype = dtype_of(array, where="example 0")
+    dtype = dtype_of(array)
     return tf.TensorSpec(array.shape, keras.config.floatx() if dtype.is_floating else dtype)
 
 
@@ -208,7 +180,7 @@ def _batch_leaf_spec(*leaves: np.ndarray[Any, Any] | None) -> tf.TensorSpec | No
         return None
     shapes = [tf.TensorShape(leaf.shape[1:]) for leaf in leaves if leaf is not None]
     shape = functools.reduce(tf.TensorShape.most_specific_compatible_shape, shapes)
-    return tf.TensorSpec(shape, dtype_of(first, where="batch 0"))
+    return tf.TensorSpec(shape, dtype_of(first))
 
 
 def _numpy_dtype(spec: tf.TensorSpec) -> Any:
@@ -237,7 +209,6 @@ def _stack(
 
 
 def _require_structure(nest: Nest, first: Nest, *, where: str) -> None:
-    """Raise UsageError for an example or batch with other parts than the first."""
     try:
         tf.nest.assert_same_structure(nest, first)
     except (TypeError, ValueError):

@@ -36,7 +36,9 @@ def as_source(x: Nest, y: Nest = None, *, sample_weight: Nest = None) -> Source:
     Raises `UsageError` for what is none of the accepted kinds, and for `y` or `sample_weight`
     beside something that brings its own.
     """
-    if _all_arrays(x):
+    leaves = tf.nest.flatten(x) if isinstance(x, dict | list | tuple) else [x]
+    present = [leaf for leaf in leaves if leaf is not None]
+    if present and all(map(is_array, present)):
         return ArraySource(x, y, sample_weight=sample_weight)
     source, kind = _source_of(x)
     for argument, value in (("y", y), ("sample_weight", sample_weight)):
@@ -70,7 +72,7 @@ def check_supported(source: Source, strategy_kind: str) -> None:
         return
     if isinstance(source, ArraySource):
         source.require_sendable()
-    what = source.describe().partition(":")[0]
+    what = source.kind
     operation, holds = None, False
     if isinstance(source, StreamSource | InputFunctionSource):
         dataset = source.dataset_for()
@@ -106,40 +108,21 @@ def _source_of(x: Any) -> tuple[Source, str]:
         return StreamSource(x), "tf.data.Dataset"
     if isinstance(x, keras.utils.PyDataset):
         return PyDatasetSource(x), "PyDataset"
-    _refuse_foreign(x)
-    if hasattr(type(x), "__len__") and hasattr(type(x), "__getitem__"):
-        return PythonSource(x), "collection of examples"
-    if callable(x):
-        return InputFunctionSource(x), "function of InputContext"
-    raise _not_accepted(x, fix=_INSTEAD_OF_ITERATORS)
-
-
-def _all_arrays(x: Nest) -> bool:
-    leaves = tf.nest.flatten(x) if isinstance(x, dict | list | tuple) else [x]
-    present = [leaf for leaf in leaves if leaf is not None]
-    return bool(present) and all(is_array(leaf) for leaf in present)
-
-
-def _refuse_foreign(x: Any) -> None:
-    """Raise UsageError for what is no collection of examples, and no function of a context."""
-    if isinstance(x, str):
-        raise _not_accepted(x, fix="pass tfdist.data.load(name, split) for a dataset of TFDS")
-    if x is None or isinstance(x, dict | list | tuple | bytes):
-        raise _not_accepted(x, fix="convert each part with np.asarray(...)")
-    if inspect.isgeneratorfunction(x):
-        raise _not_accepted(x, fix=_INSTEAD_OF_ITERATORS)
+    if x is None or isinstance(x, dict | list | tuple | str | bytes):
+        fix = "convert each part with np.asarray(...); tfdist.data.load(name, split) reads TFDS"
+        raise _not_accepted(x, fix=fix)
     if any(parent.__module__.startswith("grain.") for parent in type(x).__mro__):
         # Keras takes a grain dataset as batches; ours would take its items as examples.
         fix = "pass tfdist.data.PythonSource(dataset) with one example per item"
         raise _not_accepted(x, fix=fix)
+    if hasattr(type(x), "__len__") and hasattr(type(x), "__getitem__"):
+        return PythonSource(x), "collection of examples"
+    if callable(x) and not inspect.isgeneratorfunction(x):
+        return InputFunctionSource(x), "function of InputContext"
+    raise _not_accepted(x, fix=_INSTEAD_OF_ITERATORS)
 
 
 def _not_accepted(x: Any, *, fix: str) -> UsageError:
-    return UsageError("x", received=_short(x), expected=_ACCEPTED, fix=fix, code="unsupported-data")
-
-
-def _short(x: Any) -> str:
-    if x is None:
-        return "None"
-    text = " ".join(repr(x).split())
-    return f"{type(x).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    text = "" if x is None else " ".join(repr(x).split())[:60]
+    received = f"{type(x).__name__} {text}"
+    return UsageError("x", received=received, expected=_ACCEPTED, fix=fix, code="unsupported-data")

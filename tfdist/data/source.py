@@ -32,15 +32,17 @@ class Transform(Protocol):
 class Source(abc.ABC):
     """Examples and where they come from; `transform` is applied to each batch after it is read."""
 
+    kind = "data"
     transform: Transform | None = None
     num_examples: int | None = None
     """The number of examples in one pass, or None where it is not known."""
     element_spec: Nest
     """Nest of `tf.TensorSpec` of one example, before the transform; None where y is absent."""
 
-    @abc.abstractmethod
     def describe(self) -> str:
-        """Return one line for the log: the kind, the number of examples, where they are."""
+        """Return one line for the log: the kind and the number of examples."""
+        count = "" if self.num_examples is None else f": {self.num_examples:,} examples"
+        return f"{self.kind}{count}"
 
     def transformed(
         self, batch: Nest, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int

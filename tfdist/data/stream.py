@@ -119,19 +119,15 @@ class StreamSource(_BatchSource):
     the same batches each time. Raises `UsageError` where its elements are not batches.
     """
 
+    kind = "stream, tf.data.Dataset"
+
     def __init__(self, dataset: tf.data.Dataset, *, transform: Transform | None = None) -> None:
         self._whole = _of_batches(dataset)
         self.transform = transform
 
     def dataset_for(self, context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
         """Return the dataset; every task gets the whole of it and takes its share of a batch."""
-        del context
         return self._whole
-
-    def describe(self) -> str:
-        """Return one line for the log."""
-        count = "endless" if self.is_endless else f"{self.num_batches or 'an unknown number of'}"
-        return f"stream, tf.data.Dataset: {count} batches; resumes by reading again"
 
 
 class InputFunctionSource(_BatchSource):
@@ -148,6 +144,8 @@ class InputFunctionSource(_BatchSource):
         transform: Transform | None = None,
     ) -> None:
         self._function = function
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self.kind = f"stream, input function {self._name}"
         self.transform = transform
 
     def dataset_for(self, context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
@@ -162,14 +160,6 @@ class InputFunctionSource(_BatchSource):
                 code="unsupported-data",
             )
         return dataset
-
-    def describe(self) -> str:
-        """Return one line for the log."""
-        return f"stream, input function {self._name}: resumes by reading again"
-
-    @property
-    def _name(self) -> str:
-        return getattr(self._function, "__name__", type(self._function).__name__)
 
     @functools.cached_property
     def _whole(self) -> tf.data.Dataset:
@@ -523,7 +513,6 @@ def _leave_out_caches(body: _Body) -> None:
 
 
 def _guard_caches(body: _Body, library: Any) -> None:
-    """Feed each cache and snapshot through `_guarded`."""
     for cache in [node for node in body.nodes if node.op in _CACHES]:
         types, shapes = cache.attr["output_types"].list, cache.attr["output_shapes"].list
         functions = _guarded(

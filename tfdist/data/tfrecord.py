@@ -68,6 +68,8 @@ class TFRecordSource(GraphSource):
     are missing, compressed or cut short.
     """
 
+    kind = "TFRecord files"
+
     def __init__(
         self,
         files: str | Path | Sequence[str | Path],
@@ -102,12 +104,6 @@ class TFRecordSource(GraphSource):
         graph runs.
         """
         return self._held_arrays() if tf.executing_eagerly() else self._make_arrays()
-
-    def describe(self) -> str:
-        """Return one line for the log."""
-        place = "in memory" if self._in_memory else "read by offset"
-        size = f"{sum(self.index.sizes_bytes) / 1e6:,.1f} MB in {len(self.index.files)} files"
-        return f"graph-indexed TFRecords: {self.num_examples:,} examples, {size}, {place}"
 
     def _held_arrays(self) -> dict[str, tf.Tensor]:
         if self._held is None:
