@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,8 @@ from tfdist.errors import (
     require_one_of,
 )
 from tfdist.files import one_line_errors, replacing
-from tfdist.strategy import Job, broadcast, current_job, is_chief
+from tfdist.strategy import Job, broadcast, is_chief
 from tfdist.strategy.devices import threads_of_an_operation
-from tfdist.strategy.stages import Stages
 
 _LOG = logging.getLogger(__name__)
 _LESS = ("loss", "error")
@@ -75,10 +73,9 @@ class BackupAndRestore(keras.callbacks.Callback):
       directory: of the checkpoints; nothing else should write there.
       every_steps: save after each so many steps.
       every_s: save when so many seconds have passed since the last time.
-      every: "auto" chooses the seconds, from how long a save blocks the training and how often the
-        run fails; see `tfdist.checkpoint.backup`.
-      mtbf_s: with "auto", mean time between failures in seconds; by default that of this run's
-        attempts, as the launcher reports them.
+      every: "auto" chooses the seconds, from how long a save blocks the training and `mtbf_s`; see
+        `tfdist.checkpoint.backup`.
+      mtbf_s: with "auto", mean time between failures in seconds (default: a day).
       keep: how many checkpoints are kept, beside the best.
       best: name of a metric of the logs, like "val_loss"; the checkpoint at the end of the epoch
         in which it was best is kept too.
@@ -236,9 +233,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         )
         self._writer.shutdown(wait=False)  # its thread ends with the write
         if self._auto:
-            now_s = self._clock()
-            chosen = self._auto.saved(blocked_s=now_s - began_s, now_s=now_s)
-            _LOG.info("%s: %s", self.store.directory, chosen)
+            self._auto.saved(blocked_s=self._clock() - began_s)
+            _LOG.info("%s: next save in %.3g s", self.store.directory, self._auto.interval_s)
 
     def pass_over(self) -> None:
         """Note that this state, of an epoch's end maybe, is not saved, and so not the best."""
@@ -246,23 +242,19 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def wait(self) -> None:
         """Return when everything saved is on the disk; raise what went wrong, once."""
-        if error := self._error_of_write():
-            raise error
-
-    def _error_of_write(self) -> BaseException | None:
-        """Return once no write is under way: what went wrong and was not raised yet, or None."""
-        if self._written is None:
-            return None
-        self._writer.shutdown()
-        written, self._written = self._written, None
-        return written.exception()
+        if self._written is not None:
+            self._writer.shutdown()
+            written, self._written = self._written, None
+            written.result()
 
     def close(self) -> None:
         """Wait for a write under way and let another run write; `save` takes it again.
 
         An error that nobody has waited for is logged: something else is being raised.
         """
-        if error := self._error_of_write():
+        try:
+            self.wait()
+        except Exception as error:
             _LOG.error("%s", error)
         if self._publisher:
             self._publisher.close()
@@ -293,11 +285,6 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._publisher.start(self.model, self.store.directory, best=bool(self.best))
         if self._auto:
             self._saved_at = self._clock()
-            job = current_job()
-            run_dir = job.config.options.run_dir if job and job.config else None
-            self._auto.begin(run_dir, now_s=self._saved_at)
-            first_s = self._auto.interval_s
-            _LOG.info('every="auto": no save measured yet; the first in %g s', first_s)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._best.epoch_begins()
@@ -348,23 +335,20 @@ def _auto_interval(every: str, every_s: float | None, mtbf_s: float | None) -> A
 
 def _place(job: Job) -> dict[str, Any]:
     """On what the last bits of a run depend beside the run itself, as far as it is known."""
-    return {
+    place = {
         "strategy": job.kind,
         "replicas": job.num_replicas,
         "threads": threads_of_an_operation(),
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
-        **({} if job.stages is None else _stages_of(job.stages)),
     }
-
-
-def _stages_of(place: Stages) -> dict[str, Any]:
-    """Return what bits of a pipeline depend on; all schedules sum gradients in one order."""
-    options = place.options
+    if job.stages is None:
+        return place
+    options = job.stages.options  # all schedules sum gradients in one order
     cut = "auto" if options.cut is None else options.cut
-    return {
-        "stages": place.count,
-        "pipelines": place.pipelines,
+    return place | {
+        "stages": job.stages.count,
+        "pipelines": job.stages.pipelines,
         "split_size": options.split_size,
         "keep": options.keep,
         "cut": json.loads(json.dumps(dict(cut) if isinstance(cut, Mapping) else cut)),
@@ -402,7 +386,7 @@ MOST_COST = 0.01
 FIRST_S = 60.0
 """Until the first save, when nothing is known of its cost."""
 DEFAULT_MTBF_S = 86_400.0
-"""Of a run that has not failed yet and is younger."""
+"""A day, if the user gives no mean time between failures."""
 _NEWEST = 0.5
 
 
@@ -425,27 +409,6 @@ def interval_for(save_s: float, mtbf_s: float) -> float:
     return max(daly(save_s, mtbf_s), save_s * (1 / MOST_COST - 1))
 
 
-def failures_in(run_dir: str | Path | None) -> tuple[int, float]:
-    """Return the failures of a run before this attempt and the seconds that it ran, by its report.
-
-    None and 0 s where the launcher's report cannot be read. An attempt that was stopped by a signal
-    counts by its time, and not as a failure: it saved.
-    """
-    failures, ran_s = 0, 0.0
-    if run_dir is None:
-        return failures, ran_s
-    try:
-        for attempt in json.loads(Path(run_dir, "report.json").read_text())["attempts"]:
-            times = [task[at] for task in attempt["tasks"] for at in ("started_at", "ended_at")]
-            seconds = [datetime.fromisoformat(time).timestamp() for time in times if time]
-            ran_s += max(seconds, default=0.0) - min(seconds, default=0.0)
-            failed = attempt["first_failure"] is not None
-            failures += failed and attempt["exit_code"] not in (130, 143)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 0, 0.0
-    return failures, ran_s
-
-
 class AutoInterval:
     """Interval of one run, chosen anew after each save; of the chief.
 
@@ -455,39 +418,14 @@ class AutoInterval:
 
     def __init__(self, *, mtbf_s: float | None = None) -> None:
         self.interval_s = FIRST_S
-        self._given_mtbf_s = mtbf_s
-        self._failures, self._ran_s = 0, 0.0
-        self._began_s = 0.0
+        self._mtbf_s = DEFAULT_MTBF_S if mtbf_s is None else mtbf_s
         self._save_s: float | None = None
 
-    def begin(self, run_dir: str | Path | None, *, now_s: float) -> None:
-        """Take in the run's attempts so far, at the beginning of this one."""
-        self._failures, self._ran_s = failures_in(run_dir)
-        self._began_s = now_s
-
-    def saved(self, *, blocked_s: float, now_s: float) -> str:
-        """Take in what a save has cost; return what is chosen for the next, in words."""
+    def saved(self, *, blocked_s: float) -> None:
+        """Choose the next interval after a save that blocked the training for so long."""
         before = blocked_s if self._save_s is None else self._save_s
-        self._save_s = save_s = before + _NEWEST * (blocked_s - before)
-        mtbf_s = self._given_mtbf_s or self.mtbf_s(now_s)
-        self.interval_s = every_s = interval_for(save_s, mtbf_s)
-        return (
-            f"a save every {_shown(every_s)} (one blocks for {_shown(save_s)}, mean time between "
-            f"failures {_shown(mtbf_s)}): saving takes {save_s / (every_s + save_s):.2%} of the "
-            f"time, a failure loses {_shown(every_s / 2 + save_s)} of work"
-        )
-
-    def mtbf_s(self, now_s: float) -> float:
-        """Return the mean time between failures: the time that the run took, by its failures.
-
-        A run without any is taken to fail no more often than once in `DEFAULT_MTBF_S`.
-        """
-        ran_s = self._ran_s + now_s - self._began_s
-        return max(ran_s / self._failures, 1e-3) if self._failures else max(ran_s, DEFAULT_MTBF_S)
-
-
-def _shown(seconds: float) -> str:
-    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
+        self._save_s = before + _NEWEST * (blocked_s - before)
+        self.interval_s = interval_for(self._save_s, self._mtbf_s)
 
 
 # The best checkpoint by one metric, at an epoch's end or by an evaluator's lines.

@@ -81,7 +81,8 @@ def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
                 setattr(callback, attribute, value)
             _set_direction(callback)
             if isinstance(callback, keras.callbacks.History):
-                callback.history = _with_arrays(callback.history)
+                logged = callback.history.items()
+                callback.history = {name: list(map(_as_array, values)) for name, values in logged}
 
 
 def _saved(name: str, callback: Any, states: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,11 +116,6 @@ def _fits(value: Any, like: Any) -> bool:
     if isinstance(like, float):
         return value is None or type(value) in (int, float)
     return type(value) is type(like)
-
-
-def _with_arrays(history: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return a History's values as `fit` has logged them: those of a metric by class as arrays."""
-    return {name: list(map(_as_array, values)) for name, values in history.items()}
 
 
 def _as_array(value: Any) -> Any:

@@ -28,7 +28,7 @@ from tfdist.files import fsync, open_untrusted
 
 FORMAT = "tfdist-checkpoint"
 VERSION = 1
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 _CHECKSUM = "manifest_sha256"
 _SHARD = "arrays"
 # Offsets are multiples of this, so that a shard can be memory-mapped as any dtype.
@@ -109,20 +109,22 @@ def write_checkpoint(
         fix="have get_state of your callbacks return less",
         code="too-large",
     )
-    write_bytes(directory / _MANIFEST, text)
+    with FileIO(directory / MANIFEST, "xb") as file:
+        _write_all(file, memoryview(text), hashlib.sha256())
+        os.fsync(file.fileno())
     fsync(directory)
 
 
 def read_manifest(directory: Path) -> Manifest:
     """Read that of a checkpoint; raise as `read_arrays`, and UsageError for a later format."""
-    file = directory / _MANIFEST
+    file = directory / MANIFEST
     if directory.is_symlink():
         raise Damaged("a symbolic link")
     try:
         with FileIO(file, "rb", opener=open_untrusted) as opened:
             size_bytes = os.fstat(opened.fileno()).st_size
             if size_bytes > _MANIFEST_BYTES:
-                raise Damaged(f"{_MANIFEST} has {size_bytes} bytes of at most {_MANIFEST_BYTES}")
+                raise Damaged(f"{MANIFEST} has {size_bytes} bytes of at most {_MANIFEST_BYTES}")
             text = opened.read(size_bytes)
     except OSError as error:
         raise _reading_failed(file, error) from error
@@ -130,7 +132,7 @@ def read_manifest(directory: Path) -> Manifest:
         body = json.loads(text)
         checksum = body.pop(_CHECKSUM, None)
         if body["format"] != FORMAT:
-            raise Damaged(f"{_MANIFEST} is not of a tfdist checkpoint")
+            raise Damaged(f"{MANIFEST} is not of a tfdist checkpoint")
         if body["version"] > VERSION:
             raise UsageError(
                 f"checkpoint {directory}",
@@ -140,39 +142,32 @@ def read_manifest(directory: Path) -> Manifest:
                 code="newer-format",
             )
         if checksum != _checksum(body):
-            raise Damaged(f"{_MANIFEST} does not match its checksum")
-        return _checked(
-            Manifest(
-                step=body["step"],
-                best=body["best"],
-                meta=body["meta"],
-                shard=body["shards"][_SHARD],
-                arrays=body["arrays"],
-            )
+            raise Damaged(f"{MANIFEST} does not match its checksum")
+        shard = body["shards"][_SHARD]
+        is_valid = (
+            is_count(body["step"])
+            and isinstance(body["best"], bool)
+            and isinstance(body["meta"], dict)
+            and isinstance(body["arrays"], dict)
+            and is_count(shard["size_bytes"])
+            and isinstance(shard["sha256"], str)
+            and _PLAIN_NAME.fullmatch(shard["file"])
+        )
+        if not is_valid:
+            raise Damaged(f"{MANIFEST} has a value of another type than was written")
+        return Manifest(
+            step=body["step"],
+            best=body["best"],
+            meta=body["meta"],
+            shard=shard,
+            arrays=body["arrays"],
         )
     except UsageError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{_MANIFEST} is cut short or not JSON") from error
+        raise Damaged(f"{MANIFEST} is cut short or not JSON") from error
     except MemoryError as error:
         raise Unreadable(f"checkpoint {file}: not enough memory to read it") from error
-
-
-def _checked(manifest: Manifest) -> Manifest:
-    """Return the manifest; raise as `read_manifest` for a value of another type than is written."""
-    shard = manifest.shard
-    is_valid = (
-        is_count(manifest.step)
-        and isinstance(manifest.best, bool)
-        and isinstance(manifest.meta, dict)
-        and isinstance(manifest.arrays, dict)
-        and is_count(shard["size_bytes"])
-        and isinstance(shard["sha256"], str)
-        and _PLAIN_NAME.fullmatch(shard["file"])
-    )
-    if not is_valid:
-        raise Damaged(f"{_MANIFEST} has a value of another type than was written")
-    return manifest
 
 
 def is_count(value: object) -> bool:
@@ -242,17 +237,10 @@ def _layout(manifest: Manifest) -> list[tuple[str, int, np.dtype[Any], list[int]
             layout.append((name, gap_bytes, dtype, shape))
             position = start + math.prod(shape) * dtype.itemsize
     except (ValueError, TypeError, KeyError) as error:
-        raise Damaged(f"{_MANIFEST} has an array of a type or place that is not written") from error
+        raise Damaged(f"{MANIFEST} has an array of a type or place that is not written") from error
     if position != manifest.shard["size_bytes"]:
-        raise Damaged(f"{_MANIFEST} has arrays of {position} bytes in all")
+        raise Damaged(f"{MANIFEST} has arrays of {position} bytes in all")
     return layout
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a new small file and fsync; raise OSError."""
-    with FileIO(path, "xb") as file:
-        _write_all(file, memoryview(data), hashlib.sha256())
-        os.fsync(file.fileno())
 
 
 def _write_shard(path: Path, arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

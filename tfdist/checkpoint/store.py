@@ -22,23 +22,23 @@ from typing import Any
 import numpy as np
 
 from tfdist.checkpoint.format import (
+    MANIFEST,
     Damaged,
     Manifest,
     Unreadable,
     check_size,
     read_arrays,
     read_manifest,
-    write_bytes,
     write_checkpoint,
 )
-from tfdist.errors import TfdistError, UsageError, require, require_int
+from tfdist.errors import TfdistError, UsageError, require_int
 from tfdist.files import FileLock, Held, fsync
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d+)\.(\d+)")
 _LOCK = ".lock"
-_UNFINISHED, _DISCARDED, _PROBE = ".unfinished-", ".discarded-", "probe"
+_UNFINISHED, _DISCARDED = ".unfinished-", ".discarded-"
 
 
 class SecondWriter(UsageError):
@@ -81,24 +81,15 @@ class CheckpointStore:
         self._known_damaged: set[Path] = set()
 
     def prepare(self) -> None:
-        """Become the writer, and find out now whether a checkpoint can be written.
+        """Become the writer: make the directory, take the lock, remove what a crash left.
 
-        Makes the directory, takes the lock, removes what a crash left, and writes and renames a
-        directory of one byte. Called by the task that writes.
-
-        Raises UsageError for a second writer, a later format or a file system that does not rename
-        directories, and TfdistError for a disk that is full or a path that cannot be written.
+        Called by the task that writes. Raises UsageError for a second writer or a later format,
+        and TfdistError for a path that cannot be written.
         """
         with self._writing:
-            held = self._lock.held
             try:
                 self._become_the_writer()
-                _try_out(self.directory)
-            except BaseException as error:
-                if not held:
-                    self._lock.release()
-                if not isinstance(error, OSError):
-                    raise
+            except OSError as error:
                 raise self._failed("checkpoints in ", error) from error
 
     def write(
@@ -128,6 +119,8 @@ class CheckpointStore:
                 try:
                     write_checkpoint(unfinished, arrays, step=step, best=best, meta=meta)
                     os.replace(unfinished, self.directory / name)
+                    # Not every file system renames a directory together with its files.
+                    os.stat(self.directory / name / MANIFEST)
                 except BaseException:
                     shutil.rmtree(unfinished, ignore_errors=True)
                     raise
@@ -181,7 +174,14 @@ class CheckpointStore:
             each for each in reversed(self._locations()) if step is None or each.step == step
         ]
         if not locations:
-            raise self._nothing_to_read(step)
+            steps = self.steps()
+            raise UsageError(
+                f"checkpoints in {self.directory}",
+                received="no checkpoint" if step is None else f"step {step}",
+                expected=f"one of {steps}" if steps else "a directory with a checkpoint",
+                fix="check the path and the step",
+                code="no-checkpoint",
+            )
         problems = []
         for location in locations:
             try:
@@ -284,16 +284,6 @@ class CheckpointStore:
             if leftover.startswith((_UNFINISHED, _DISCARDED)):
                 _remove(self.directory / leftover)
 
-    def _nothing_to_read(self, step: int | None) -> UsageError:
-        steps = self.steps()
-        return UsageError(
-            f"checkpoints in {self.directory}",
-            received="no checkpoint" if step is None else f"step {step}",
-            expected=f"one of {steps}" if steps else "a directory with a checkpoint",
-            fix="check the path and the step",
-            code="no-checkpoint",
-        )
-
     def _failed(self, where: str, error: OSError) -> TfdistError:
         """Return what is wrong and what is safe, in one line."""
         newest = None
@@ -325,33 +315,3 @@ def _make_directory(directory: Path) -> None:
         _make_directory(directory.parent)
         directory.mkdir(exist_ok=True)
         fsync(directory.parent)
-
-
-def _try_out(directory: Path) -> None:
-    """Write, rename and remove a small directory as a checkpoint is.
-
-    Raises OSError where that cannot be done, and UsageError on a file system that takes the files
-    and does not rename their directory as a whole.
-    """
-    source, target = directory / f"{_UNFINISHED}{_PROBE}", directory / f"{_DISCARDED}{_PROBE}"
-    try:
-        os.mkdir(source)
-        write_bytes(source / _PROBE, b"\0")
-        fsync(source)
-        try:
-            os.replace(source, target)
-            moved = not source.exists() and (target / _PROBE).read_bytes() == b"\0"
-            problem = "" if moved else "the files did not come along"
-        except OSError as error:
-            problem = error.strerror or str(error)
-        require(
-            not problem,
-            f"checkpoints in {directory}",
-            received=f"a file system that does not rename a directory ({problem})",
-            expected="one on which a directory is renamed at once, as a local one does",
-            fix="write checkpoints to a local disk, and copy them",
-            code="no-rename",
-        )
-    finally:
-        for leftover in (source, target):
-            shutil.rmtree(leftover, ignore_errors=True)
