@@ -121,7 +121,7 @@ def test_examples_of_no_fixed_shape_are_refused(data_dir):
     [
         ("tfdist_digit", "train", "tfdist_digit"),
         ("tfdist_digits", "tran", "tran"),
-        ("tfdist_digits", "test[:0]", ""),
+        ("tfdist_digits", "test[:0]", None),
     ],
 )
 def test_tfds_names_what_it_does_not_have(data_dir, name, split, said):

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def load(
     """
     builder = prepare(name, data_dir=data_dir, timeout_s=prepare_timeout_s)
     convert = convert or _supervised_pair(builder)
-    tfds = import_module("tensorflow_datasets")
+    tfds = _tfds()
     # One file after the other: the order of the examples is that of the files.
     reading = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
     dataset = builder.as_dataset(split=split, shuffle_files=False, read_config=reading)
@@ -94,17 +93,21 @@ def prepare(name: str, *, data_dir: str | Path | None = None, timeout_s: float =
         if not builder.is_prepared():
             _log.info("preparing dataset %s in %s", name, builder.data_dir)
             if not sys.stderr.isatty():
-                import_module("tensorflow_datasets").disable_progress_bar()
+                _tfds().disable_progress_bar()
             builder.download_and_prepare()
     return builder
+
+
+def _tfds() -> Any:
+    import tensorflow_datasets
+
+    return tensorflow_datasets
 
 
 def _builder(name: str, data_dir: str | Path | None) -> Any:
     if name.partition("/")[0].partition(":")[0] in _OWN_DATASETS:
         import tfdist.data.digits  # noqa: F401  (registers the builder)
-    return import_module("tensorflow_datasets").builder(
-        name, data_dir=None if data_dir is None else str(data_dir)
-    )
+    return _tfds().builder(name, data_dir=None if data_dir is None else str(data_dir))
 
 
 def _supervised_pair(builder: Any) -> Callable[[dict[str, Any]], Nest]:
