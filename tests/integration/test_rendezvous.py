@@ -111,7 +111,7 @@ def test_a_chief_that_has_met_a_task_and_misses_its_questions_is_given_time(monk
     assert asked_s[-1] > 35
 
 
-def test_whoever_else_comes_does_not_have_stages_wait_for_longer():
+def test_whoever_else_comes_does_not_have_stages_wait_for_longer(monkeypatch):
     ports = hold_ports(2)
     cluster = ClusterSpec(worker=tuple(port.address for port in ports))
     config = TaskConfig(cluster=cluster, task=Task("worker", 0))
@@ -120,6 +120,8 @@ def test_whoever_else_comes_does_not_have_stages_wait_for_longer():
         for _ in range(5):  # who say nothing
             address = ("127.0.0.1", ports[0].port)
             stack.enter_context(socket.create_connection(address, DEADLINE_S))
+        monkeypatch.setattr(rendezvous, "answering", lambda _: contextlib.nullcontext(listener))
+        meeting = stages.meeting(config, timeout_s=1.0)
         with pytest.raises(StartupTimeout, match="worker-1"):
-            stages._accepted(listener, config, deadline_s=began_s + 1, timeout_s=1.0)
+            stack.enter_context(meeting)
     assert time.monotonic() - began_s < 6

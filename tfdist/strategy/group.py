@@ -18,7 +18,7 @@ from tensorflow.python.trackable.base import CheckpointInitialValue
 
 from tfdist import phases
 from tfdist.cluster import read_environment, resolved_strategy
-from tfdist.errors import PeerLost, UsageError
+from tfdist.errors import PeerLost, UsageError, require
 from tfdist.strategy.job import Job, current_job
 
 _PIECE_WORDS = 2**22
@@ -66,12 +66,13 @@ def broadcast(value: Any = None) -> Any:
       UsageError: the value cannot be sent as it is: a dict has keys that are not text, of which
         JSON would make some; or the task has no strategy yet.
     """
-    job = _own_job("broadcast")
-    if job is None or job.is_chief:
-        _require_sendable(value)
+    job, payload = _own_job("broadcast"), b""
+    arrays: list[np.ndarray[Any, Any]] = []
+    if job is None or job.is_chief:  # a program is tried out by itself: refuse there, too
+        payload = json.dumps(_encoded(value, arrays)).encode()
     if job is None or job.kind not in ("multiworker", "pipeline"):
         return value
-    return _broadcast(job, value)
+    return _broadcast(job, payload, arrays)
 
 
 def _own_job(collective: str) -> Job | None:
@@ -256,18 +257,8 @@ def _summer(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor
     return total
 
 
-def _broadcast(job: Job, value: Any) -> Any:
+def _broadcast(job: Job, payload: bytes, arrays: list[np.ndarray[Any, Any]]) -> Any:
     """Send JSON, and then the arrays in it one after the other, each in its own type."""
-    arrays: list[np.ndarray[Any, Any]] = []
-
-    def encode(item: Any) -> Any:
-        if isinstance(item, np.generic):
-            return item.item()
-        array = _array_of(item)
-        arrays.append(array)
-        # To NumPy itself bfloat16 and the like are so many bytes: they go by their names.
-        dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
-        return {"__array__": [dtype, array.shape]}
 
     def decode(found: dict[str, Any]) -> Any:
         if "__array__" not in found:
@@ -276,7 +267,6 @@ def _broadcast(job: Job, value: Any) -> Any:
         mine = arrays.pop(0) if job.is_chief else np.zeros(shape, np.dtype(dtype))
         return sum_bytes(job, mine, of="an array of the chief's")
 
-    payload = json.dumps(value, default=encode).encode() if job.is_chief else b""
     size = np.array([float(len(payload))])
     length = int(sum_over_tasks(job, size, of="the size of a value of the chief")[0])
     text = np.frombuffer(payload, np.uint8) if job.is_chief else np.zeros(length, np.uint8)
@@ -284,37 +274,38 @@ def _broadcast(job: Job, value: Any) -> Any:
     return json.loads(message.tobytes(), object_hook=decode)
 
 
-def _require_sendable(value: Any) -> None:
-    """Under every strategy: a program is tried out where there is one task."""
+def _encoded(value: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
+    """Return a value as JSON has it; add its arrays to `arrays` in the order of their places."""
     if isinstance(value, dict):
         for key in value:
-            if not isinstance(key, str):
-                raise UsageError(
-                    "broadcast",
-                    received=f"a dict with the key {key!r}",
-                    expected="text as keys, as JSON has them",
-                    fix="send a list of pairs, and make a dict of it again",
-                    code="broadcast-key",
-                )
-        value = list(value.values())
+            require(
+                isinstance(key, str),
+                "broadcast",
+                received=f"a dict with the key {key!r}",
+                expected="text as keys, as JSON has them",
+                fix="send a list of pairs, and make a dict of it again",
+                code="broadcast-key",
+            )
+        return {key: _encoded(item, arrays) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        for item in value:
-            _require_sendable(item)
-    elif not isinstance(value, str | int | float | None):
-        _array_of(value)
-
-
-def _array_of(value: Any) -> np.ndarray[Any, Any]:
+        return [_encoded(item, arrays) for item in value]
+    if isinstance(value, str | int | float | None):
+        return value
     array = np.asarray(value)
-    if array.dtype == object or array.dtype.names or isinstance(value, bytes):
-        raise UsageError(
-            "broadcast",
-            received=f"a {type(value).__name__}" + " with fields" * bool(array.dtype.names),
-            expected="what JSON can say, and NumPy arrays of numbers or text in it",
-            fix="send what it is made of, as numbers, text, lists and arrays",
-            code="broadcast-value",
-        )
-    return array
+    require(
+        not (array.dtype == object or array.dtype.names or isinstance(value, bytes)),
+        "broadcast",
+        received=f"a {type(value).__name__}{' with fields' if array.dtype.names else ''}",
+        expected="what JSON can say, and NumPy arrays of numbers or text in it",
+        fix="send what it is made of, as numbers, text, lists and arrays",
+        code="broadcast-value",
+    )
+    if isinstance(value, np.generic):
+        return value.item()
+    arrays.append(array)
+    # To NumPy itself bfloat16 and the like are so many bytes: they go by their names.
+    dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
+    return {"__array__": [dtype, array.shape]}
 
 
 # Parts of variables: of each, a worker keeps a run of its flat elements alone.

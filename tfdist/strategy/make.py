@@ -218,7 +218,7 @@ def _multiworker(
         strategy = tf.distribute.MultiWorkerMirroredStrategy(
             cluster_resolver=_resolver(config), communication_options=communication_options
         )
-    local = _devices_of_a_worker("multiworker")
+    local = len(gpus) or 1
     expected = local * config.cluster.num_replica_tasks
     require(
         strategy.num_replicas_in_sync == expected,
@@ -277,19 +277,15 @@ def _sum_untraced(strategy: tf.distribute.Strategy, values: np.ndarray) -> np.nd
     return total
 
 
-def _devices_of_a_worker(kind: str) -> int:
-    """Return on how many devices a worker computes.
+def _require_devices(options: JobOptions, kind: str) -> None:
+    """Raise UsageError for another number of devices than those on which a worker computes.
 
     Under multiworker TensorFlow takes all visible GPUs, and exactly one CPU. Under ps Keras'
     optimizers have no updates for what TensorFlow makes of several.
     """
-    gpus = tf.config.list_physical_devices("GPU")
-    return len(gpus) or 1 if kind == "multiworker" else 1
-
-
-def _require_devices(options: JobOptions, kind: str) -> None:
-    count = _devices_of_a_worker(kind)
-    each = "each visible GPU, or one CPU" if kind == "multiworker" else "one device"
+    is_group = kind == "multiworker"
+    count = len(tf.config.list_physical_devices("GPU")) or 1 if is_group else 1
+    each = "each visible GPU, or one CPU" if is_group else "one device"
     require(
         options.devices_per_worker in (None, count),
         "make_strategy",

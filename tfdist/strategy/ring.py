@@ -32,7 +32,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -352,12 +352,7 @@ _rings: weakref.WeakSet[Ring] = weakref.WeakSet()
 @functools.cache
 def _close_in_children() -> None:
     """Have forked children close their copies: neighbours see an end once the last is closed."""
-    os.register_at_fork(after_in_child=_close_all)
-
-
-def _close_all() -> None:
-    for ring in list(_rings):
-        ring.close()
+    os.register_at_fork(after_in_child=lambda: [ring.close() for ring in list(_rings)])
 
 
 # Setup: workers connect to their neighbours, or agree not to use a ring.
@@ -374,14 +369,6 @@ _BUFFER_BYTES = 4 * 2**20
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 Sum = Callable[[np.ndarray], np.ndarray]
-
-
-class _Row(NamedTuple):
-    """A worker, as the others have to know it."""
-
-    port: int
-    secret: bytes
-    versions: str
 
 
 def connect(
@@ -410,20 +397,24 @@ def connect(
     size, secret = len(addresses), secrets.token_bytes(_SECRET_BYTES)
     hosts = [split_address(address)[0] for address in addresses]
     with contextlib.ExitStack() as stack:
-        near = _listen_locally(secret)
+        near = socket.socket(socket.AF_UNIX)
+        near.bind(_local_name(secret))
+        near.listen()
         far = _listen_for_others(ports, only_local=are_local(addresses))
         listeners = [stack.enter_context(one) for one in (near, far) if one]
-        mine = _Row(far.getsockname()[1] if far else 0, secret, rendezvous.own_versions())
-        table = _exchanged(mine, rank, size, total=total)
-        for name, row in zip(names, table, strict=True):
-            rendezvous.require_same_versions(
-                row.versions, task=name, own=mine.versions, own_task=names[rank]
-            )
+        own, port = rendezvous.own_versions(), far.getsockname()[1] if far else 0
+        table = np.zeros((size, _ROW.size // 4), np.int32)
+        table[rank] = np.frombuffer(_ROW.pack(port, secret, own.encode()), np.int32)
+        table = total(table.reshape(-1)).reshape(table.shape)
+        workers = [_ROW.unpack(row.tobytes()) for row in table]  # port, secret and versions of each
+        for name, (_, _, versions) in zip(names, workers, strict=True):
+            theirs = versions.rstrip(b"\0").decode()
+            rendezvous.require_same_versions(theirs, task=name, own=own, own_task=names[rank])
         after = (rank + stride) % size
+        port, its_secret, _ = workers[after]
         deadline_s = time.monotonic() + timeout_s
-        place = f"{hosts[after]}:{table[after].port}"
-        hello = _HELLO.pack(table[after].secret, rank)
-        to_next = _connect(hosts[after], table[after].port, hello, deadline_s)
+        place = f"{hosts[after]}:{port}"
+        to_next = _connect(hosts[after], port, _HELLO.pack(its_secret, rank), deadline_s)
         expected = _HELLO.pack(secret, (rank - stride) % size)
         from_previous = accepted(listeners, [expected], deadline_s).get(expected)
     reached = np.zeros(size, np.int32)
@@ -439,29 +430,12 @@ def connect(
     return None
 
 
-def _exchanged(mine: _Row, rank: int, size: int, *, total: Sum) -> list[_Row]:
-    """Return the row of each worker. A collective."""
-    table = np.zeros((size, _ROW.size // 4), np.int32)
-    packed = _ROW.pack(mine.port, mine.secret, mine.versions.encode())
-    table[rank] = np.frombuffer(packed, np.int32)
-    rows = [_ROW.unpack(row.tobytes()) for row in total(table.reshape(-1)).reshape(table.shape)]
-    return [_Row(port, secret, text.rstrip(b"\0").decode()) for port, secret, text in rows]
-
-
 def _listen_for_others(ports: range | None, *, only_local: bool = False) -> socket.socket | None:
     """Listen for workers in other network namespaces or machines; None if no port is free."""
     for port in ports or (0,):
         with contextlib.suppress(OSError):
             return listen(port, only_local=only_local)
     return None
-
-
-def _listen_locally(secret: bytes) -> socket.socket:
-    """Listen at a socket of this machine."""
-    near = socket.socket(socket.AF_UNIX)
-    near.bind(_local_name(secret))
-    near.listen()
-    return near
 
 
 def _local_name(secret: bytes) -> bytes:

@@ -172,11 +172,28 @@ def join(
     count = config.options.stages or len(tasks)
     rank, pipelines = tasks.index(config.task), len(tasks) // count
     pipeline, index = divmod(rank, count)
-    names = tuple(_name(str(task), i, count, pipelines) for i, task in enumerate(tasks))
+    places = [f" of pipeline {i // count}" if pipelines > 1 else "" for i in range(len(tasks))]
+    names = tuple(
+        f"{task} (stage {i % count}{place})"
+        for i, (task, place) in enumerate(zip(tasks, places, strict=True))
+    )
     if len(tasks) == 1:
         return Stages(index=0, count=1, names=names, options=options), None
-    strides = (1, 1, count) if pipelines > 1 else (1, 1)
-    of_all, (after, before), *of_peers = _connected(config, rank, strides, names, timeout_s, ports)
+    addresses = [config.cluster.address(task) for task in tasks]
+    with meeting(config, timeout_s=timeout_s) as total:
+        found = [
+            connect(
+                rank, addresses, names, total=total, timeout_s=timeout_s, ports=ports, stride=stride
+            )
+            for stride in ((1, 1, count) if pipelines > 1 else (1, 1))
+        ]
+    ends = [pair for pair in found if pair is not None]
+    if len(ends) < len(found):
+        raise StartupTimeout(
+            f"{config.task}: not every stage reaches the next one. Fix: open the ports between the"
+            " tasks' hosts (--ports names a range)"
+        )
+    of_all, (after, before), *of_peers = ends
     peers = [Ring(pipeline, names[index::count], ends) for ends in of_peers]
     for end, is_used in ((before, index > 0), (after, index < count - 1)):
         if not is_used:
@@ -195,54 +212,25 @@ def join(
     return place, Ring(rank, names, of_all)
 
 
-def _connected(
-    config: TaskConfig,
-    rank: int,
-    strides: Sequence[int],
-    names: Sequence[str],
-    timeout_s: float,
-    ports: range | None,
-) -> list[tuple[socket.socket, socket.socket]]:
-    """Return connections to the tasks so many places after this one, and before it."""
-    addresses = [config.cluster.address(task) for task in config.cluster.training_tasks()]
-    with meeting(config, timeout_s=timeout_s) as total:
-        found = [
-            connect(
-                rank, addresses, names, total=total, timeout_s=timeout_s, ports=ports, stride=stride
-            )
-            for stride in strides
-        ]
-    ends = [pair for pair in found if pair is not None]
-    if len(ends) < len(found):
-        raise StartupTimeout(
-            f"{config.task}: not every stage reaches the next one. Fix: open the ports between the"
-            " tasks' hosts (--ports names a range)"
-        )
-    return ends
-
-
-def _name(task: str, rank: int, count: int, pipelines: int) -> str:
-    of = f" of pipeline {rank // count}" if pipelines > 1 else ""
-    return f"{task} (stage {rank % count}{of})"
-
-
 @contextlib.contextmanager
 def meeting(config: TaskConfig, *, timeout_s: float) -> Iterator[Sum]:
     """Yield what sums an int32 vector over the tasks, by way of the chief. Every task calls it."""
     deadline_s = time.monotonic() + timeout_s
-    tasks = config.cluster.training_tasks()
+    tasks, is_chief = config.cluster.training_tasks(), config.task == config.cluster.chief_task
     with contextlib.ExitStack() as stack:
-        if config.task == config.cluster.chief_task:
+        if is_chief:
             listener = stack.enter_context(rendezvous.answering(config))
-            ends = _accepted(listener, config, deadline_s=deadline_s, timeout_s=timeout_s)
+            others = {_HELLO.pack(_MAGIC, i): t for i, t in enumerate(tasks) if t != config.task}
+            found = accepted([listener], others, deadline_s)
         else:
-            ends = [_at_chief(config, tasks.index(config.task), deadline_s, timeout_s)]
+            found = {b"": _at_chief(config, tasks.index(config.task), deadline_s, timeout_s)}
+        ends = [stack.enter_context(end) for end in found.values()]
+        if is_chief and (missing := [task for hello, task in others.items() if hello not in found]):
+            raise StartupTimeout(rendezvous.waited_for(config, missing, timeout_s, timeout_s))
         for end in ends:
-            stack.enter_context(end)
             end.settimeout(timeout_s)
-        chief = config.task == config.cluster.chief_task
         try:
-            yield lambda values: _total(values, ends, chief=chief)
+            yield lambda values: _total(values, ends, chief=is_chief)
         except OSError as error:
             raise StartupTimeout(f"{config.task}: a task left the meeting: {error}") from error
 
@@ -257,20 +245,6 @@ def _total(values: np.ndarray, ends: Sequence[socket.socket], *, chief: bool) ->
     for end in ends:
         end.sendall(whole.tobytes())
     return whole
-
-
-def _accepted(
-    listener: socket.socket, config: TaskConfig, *, deadline_s: float, timeout_s: float
-) -> list[socket.socket]:
-    """Return the connections of all other tasks; who says something else is let go."""
-    tasks = config.cluster.training_tasks()
-    others = {_HELLO.pack(_MAGIC, i): t for i, t in enumerate(tasks) if t != config.task}
-    ends = accepted([listener], others, deadline_s)
-    if missing := [task for hello, task in others.items() if hello not in ends]:
-        for end in ends.values():
-            end.close()
-        raise StartupTimeout(rendezvous.waited_for(config, missing, timeout_s, timeout_s))
-    return list(ends.values())
 
 
 def _at_chief(config: TaskConfig, index: int, deadline_s: float, timeout_s: float) -> socket.socket:
