@@ -207,8 +207,8 @@ def _timed_backup(args: argparse.Namespace, *, marks: Marks, faults: InTask) -> 
             faults.at_phase("save")
             return super().save(*args, **options)
 
-    if args.variant == "auto":  # the mean time between failures is that of the kills
-        return Backup(args.checkpoints, every="auto")
+    if args.variant == "auto":
+        return Backup(args.checkpoints, every="auto", mtbf_s=10.0)
     return Backup(args.checkpoints, every_steps=6, every_s=0.2, exact=args.variant == "exact")
 
 

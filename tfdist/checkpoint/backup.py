@@ -136,7 +136,15 @@ class BackupAndRestore(keras.callbacks.Callback):
                 fix=f"add {other}, or leave {name} out",
                 code="exclusive",
             )
-        self._auto = None if every is None else _auto_interval(every, every_s, mtbf_s)
+        if every is not None:
+            fix = 'write every="auto", every_steps=500 or every_s=600'
+            require_one_of("BackupAndRestore: every", every, ["auto"], fix=fix)
+            mutually_exclusive({"every": every, "every_s": every_s}, fix="leave every_s out")
+        if mtbf_s is not None:
+            name = "BackupAndRestore: mtbf_s"
+            fix = "give the mean time between two failures of the job"
+            mtbf_s = require_number(name, mtbf_s, above=0, unit="seconds", fix=fix)
+        self._auto = None if every is None else AutoInterval(mtbf_s=mtbf_s)
         self.store = RunStore(directory, keep=keep)
         self.exact = exact
         self.best = best
@@ -188,12 +196,12 @@ class BackupAndRestore(keras.callbacks.Callback):
 
         Where there are some and none is whole, a warning says so and the run starts over.
         """
+        if self.store.newest_name() is None:
+            return None
         try:
-            checkpoint = self.store.read_newest()
+            checkpoint = self.store.read()
         except NothingWhole as error:
             _LOG.warning("%s; the run starts from its beginning", error)
-            return None
-        if checkpoint is None:
             return None
         self._found_step = checkpoint.step
         self.found_states = checkpoint.meta["callbacks"]
@@ -321,16 +329,6 @@ class BackupAndRestore(keras.callbacks.Callback):
             )
         if differences:
             _LOG.info("resumed with %s: the same run, not the same bits", ", ".join(differences))
-
-
-def _auto_interval(every: str, every_s: float | None, mtbf_s: float | None) -> AutoInterval:
-    fix = 'write every="auto", every_steps=500 or every_s=600'
-    require_one_of("BackupAndRestore: every", every, ["auto"], fix=fix)
-    mutually_exclusive({"every": every, "every_s": every_s}, fix="leave every_s out")
-    if mtbf_s is not None:
-        fix, name = "give the mean time between two failures of the job", "BackupAndRestore: mtbf_s"
-        mtbf_s = require_number(name, mtbf_s, above=0, unit="seconds", fix=fix)
-    return AutoInterval(mtbf_s=mtbf_s)
 
 
 def _place(job: Job) -> dict[str, Any]:

@@ -175,16 +175,22 @@ def require_same_variables(
 def require_shapes(model: keras.Model, job: Job, arrays: Mapping[str, Any], *, where: str) -> None:
     """Raise UsageError if `restore` could not set a variable from its array."""
     for name, variable in variables_of(model).items():
-        whole = tuple((part_of(variable) or variable).shape)
-        found = arrays[name].shape
-        require(
-            found == (found[:1] + whole if _per_replica(variable) else whole),
-            where,
-            received=f"an array of shape {found} for {variable.path}",
-            expected=f"shape {whole}",
-            fix="use a checkpoint that is not damaged, or another directory",
-            code="damaged",
-        )
+        shape = tuple((part_of(variable) or variable).shape)
+        if _per_replica(variable):
+            shape = arrays[name].shape[:1] + shape
+        require_shape(arrays[name], shape, variable, where=where)
+
+
+def require_shape(array: Any, shape: tuple[int, ...], variable: Any, *, where: str) -> None:
+    """Raise UsageError for an array of a checkpoint that has another shape."""
+    require(
+        array.shape == shape,
+        where,
+        received=f"an array of shape {array.shape} for {variable.path}",
+        expected=f"shape {shape}",
+        fix="use a checkpoint that is not damaged, or another directory",
+        code="damaged",
+    )
 
 
 def require_same_configuration(

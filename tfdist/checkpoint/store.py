@@ -206,10 +206,6 @@ class CheckpointStore:
             logger.info("%s: %s was not read: %s", self.directory, name, error or "it is gone")
             return None
 
-    def read_newest(self) -> Checkpoint | None:
-        """As `read`, but None where the directory has no checkpoint at all."""
-        return self.read() if self._locations() else None
-
     def close(self) -> None:
         """Let another writer in."""
         with self._writing:

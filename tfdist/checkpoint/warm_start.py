@@ -105,7 +105,8 @@ def _read(model: keras.Model, path: str, wanted: dict[str, Any], *, best: bool) 
     elif not os.path.exists(path):
         raise _unreadable(path, "no such file or directory")
     elif path.endswith(".keras"):
-        values = _values(load_model_file(path))
+        saved = _wanted(load_model_file(path), None)
+        values = {key: variable.numpy() for key, variable in saved.items()}
     elif path.endswith(".weights.h5"):
         values = _from_weights_file(model, path)
     else:
@@ -122,10 +123,6 @@ def _read(model: keras.Model, path: str, wanted: dict[str, Any], *, best: bool) 
                 code="another-model",
             )
     return values
-
-
-def _values(model: keras.Model) -> dict[str, Any]:
-    return {key: variable.numpy() for key, variable in _wanted(model, None).items()}
 
 
 def load_model_file(path: str | os.PathLike[str]) -> keras.Model:
@@ -159,7 +156,7 @@ def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
     optimizers = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
     try:
         model.load_weights(path, objects_to_skip=optimizers)
-        return _values(model)
+        return {key: variable.numpy() for key, variable in _wanted(model, None).items()}
     except Exception as error:  # a damaged file can cause every kind
         first = f"{type(error).__name__}: {error}".splitlines()[0]
         what = "weights of another model" if isinstance(error, ValueError) else "a damaged file"
@@ -177,14 +174,7 @@ def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> No
     for i, variable in enumerate(model.weights):
         array = checkpoint.arrays[f"weights/{i}"]
         if "seed_generator" not in variable.path:
-            require(
-                array.shape == tuple(variable.shape),
-                where,
-                received=f"an array of shape {array.shape} for {variable.path}",
-                expected=f"shape {tuple(variable.shape)}",
-                fix="use a checkpoint that is not damaged",
-                code="damaged",
-            )
+            state.require_shape(array, tuple(variable.shape), variable, where=where)
             variable.assign(array)
     state.renew_constants(model)
 
