@@ -145,7 +145,11 @@ def written(folder):
         elif path.is_dir():
             events = EventAccumulator(str(path), size_guidance={"tensors": 0}).Reload()
             for tag in events.Tags()["tensors"]:
-                points = [(e.step, tf.make_ndarray(e.tensor_proto)) for e in events.Tensors(tag)]
+                points: list[tuple[int, np.ndarray]] = []
+                for event in events.Tensors(tag):
+                    # As TensorBoard: events of a resumed run replace those from their step on.
+                    points = [point for point in points if point[0] < event.step]
+                    points.append((event.step, tf.make_ndarray(event.tensor_proto)))
                 scalars = [(s, float(v)) for s, v in points if v.dtype == "f" and v.ndim == 0]
                 found |= {f"{name} {tag}": scalars} if scalars else {}
     return found

@@ -372,9 +372,11 @@ def test_what_the_chief_tells_comes_in_its_type(dtype, monkeypatch):
     arrays = {"matrix": np.arange(9).reshape(3, 3).astype(dtype), "number": np.ones([], dtype)}
     told, sums = {"step": 3, "arrays": arrays, "none": np.zeros((0, 2), dtype)}, []
     monkeypatch.setattr(group, "sum_over_tasks", lambda _, mine, of: sums.append(mine + 0) or mine)
-    group._broadcast(worker(is_chief=True), told)
+    monkeypatch.setattr(group, "_own_job", lambda _: worker(is_chief=True))
+    group.broadcast(told)
     monkeypatch.setattr(group, "sum_over_tasks", lambda _, mine, of: mine + sums.pop(0))
-    came = group._broadcast(worker(is_chief=False), None)
+    monkeypatch.setattr(group, "_own_job", lambda _: worker(is_chief=False))
+    came = group.broadcast()
     assert came.keys() == told.keys()
     assert (came["step"], came["none"].shape) == (3, (0, 2))
     for name, array in arrays.items():

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.draws import Draws, draws_for, mix
-from tfdist.data.source import Nest, Transform, replace_x, unpack
+from tfdist.data.source import Nest, Transform, unpack
 from tfdist.errors import UsageError, require
 
 _Numbers = np.float64 | np.ndarray[Any, Any]
@@ -198,14 +198,15 @@ class Compose:
         return images
 
     def _with_images(self, batch: Nest, images: tf.Tensor) -> Nest:
-        x = unpack(batch)[0]
+        x: Any = unpack(batch)[0]
         if self.key is None:
-            return replace_x(batch, images)
-        if isinstance(x, dict):
-            return replace_x(batch, {**x, self.key: images})
-        parts = list(x)
-        parts[int(self.key)] = images
-        return replace_x(batch, tuple(parts))
+            x = images
+        elif isinstance(x, dict):
+            x = {**x, self.key: images}
+        else:
+            at = int(self.key)
+            x = (*x[:at], images, *x[at:][1:])
+        return (x, *batch[1:]) if isinstance(batch, tuple) else x
 
     def _moved(self, batch: Nest, members: list[tuple[int, Any]], by: Mapping[str, Any]) -> Nest:
         """Return the batch after what moves pixels; `by` is what each draw depends on."""

@@ -44,7 +44,6 @@ class TfdistDigits(tfds.core.GeneratorBasedBuilder):
         )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
-        del dl_manager  # nothing is downloaded
         images, labels = _load_digits()
         is_test = _every_nth_of_each_label(labels)
         return {

@@ -73,9 +73,8 @@ class PyDatasetSource(Source):
         self.kind = f"Python-indexed, {type(dataset).__name__}"
         self._dataset = dataset
         self.transform = transform
-        count = self.num_batches
         require(
-            count != 0,
+            self.num_batches != 0,
             type(dataset).__name__,
             received="no batches",
             expected="at least one",
@@ -83,7 +82,7 @@ class PyDatasetSource(Source):
             code="no-examples",
         )
         self.element_spec = None
-        first = [self.fetch_batch(index) for index in range(min(2, count or 2))]
+        first = [self.fetch_batch(index) for index in range(min(2, self.num_batches or 2))]
         if len(first) > 1:
             _require_structure(first[1], first[0], where=f"{type(dataset).__name__}[1]")
         self.element_spec = tf.nest.map_structure(_batch_leaf_spec, *first)

@@ -154,8 +154,3 @@ def lean_options() -> tf.data.Options:
 def unpack(batch: Nest) -> tuple[Nest, Nest, Nest]:
     """Return `(x, y, sample_weight)` of a batch, None for what it does not have."""
     return keras.utils.unpack_x_y_sample_weight(batch)
-
-
-def replace_x(batch: Nest, x: Nest) -> Nest:
-    """Return the batch with other inputs, in the same packing."""
-    return (x, *batch[1:]) if isinstance(batch, tuple) else x

@@ -16,13 +16,10 @@ from tfdist.data.arrays import ArraySource
 from tfdist.data.cache import exclusive
 from tfdist.data.draws import draws_nothing
 from tfdist.data.source import Nest, Source, Transform
-from tfdist.data.tfrecord import TFRecordSource
-from tfdist.errors import UsageError, require
+from tfdist.data.tfrecord import MEMORY_LIMIT_BYTES, TFRecordSource
+from tfdist.errors import TfdistError, UsageError, near, require
 
 _log = logging.getLogger(__name__)
-MEMORY_LIMIT_BYTES = 2**30
-_READ_BATCH = 4096
-_OWN_DATASETS = ("tfdist_digits",)
 
 
 def load(
@@ -40,19 +37,19 @@ def load(
     `name` and `split` are as in `tfds.load` ("mnist", "train[:90%]"). `convert` makes one example
     of the dict of features in graph operations, by default the dataset's supervised pair. TFRecords
     of more than `memory_limit_bytes` are read by index; other splits are held in memory. Raises
-    `UsageError` for examples without one fixed shape, `StartupTimeout` if another task prepares for
-    too long, and the errors of TFDS for unknown names and splits.
+    `UsageError` for unknown names and for examples without one fixed shape, `TfdistError` for
+    unknown splits, and `StartupTimeout` if another task prepares for too long.
     """
     builder = prepare(name, data_dir=data_dir, timeout_s=prepare_timeout_s)
-    convert = convert or _supervised_pair(builder)
-    tfds = _tfds()
     # One file after the other: the order of the examples is that of the files.
-    reading = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
-    dataset = builder.as_dataset(split=split, shuffle_files=False, read_config=reading)
+    reading = _tfds().ReadConfig(interleave_cycle_length=1, try_autocache=False)
+    try:
+        dataset = builder.as_dataset(split=split, shuffle_files=False, read_config=reading)
+    except ValueError as error:  # a split that the dataset does not have
+        raise TfdistError(f"dataset {name}: {error}") from error
+    convert = convert or _supervised_pair(builder)
     dataset = dataset.map(convert, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    spec = dataset.element_spec
-    leaves = [leaf for leaf in tf.nest.flatten(spec) if leaf is not None]
-    for leaf in leaves:
+    for leaf in (leaves := tf.nest.flatten(dataset.element_spec)):
         require(
             leaf.shape.is_fully_defined(),
             f"dataset {builder.name}",
@@ -64,8 +61,8 @@ def load(
     example_bytes = sum(leaf.shape.num_elements() * (leaf.dtype.size or 64) for leaf in leaves)
     size_bytes = int(dataset.cardinality()) * example_bytes
     if size_bytes > memory_limit_bytes and builder.info.file_format.value == "tfrecord":
-        return _from_tfrecords(builder, split, convert, spec, transform)
-    batches = list(dataset.batch(_READ_BATCH).as_numpy_iterator())
+        return _from_tfrecords(builder, split, convert, dataset.element_spec, transform)
+    batches = list(dataset.batch(4096).as_numpy_iterator())
     arrays = tf.nest.map_structure(lambda *parts: np.concatenate(parts), *batches)
     parts = arrays if isinstance(arrays, tuple) else (arrays,)
     x, y, sample_weight = (*parts, None, None)[:3]
@@ -105,9 +102,20 @@ def _tfds() -> Any:
 
 
 def _builder(name: str, data_dir: str | Path | None) -> Any:
-    if name.partition("/")[0].partition(":")[0] in _OWN_DATASETS:
+    if name.partition("/")[0].partition(":")[0] == "tfdist_digits":
         import tfdist.data.digits  # noqa: F401  (registers the builder)
-    return _tfds().builder(name, data_dir=None if data_dir is None else str(data_dir))
+    tfds = _tfds()
+    try:
+        return tfds.builder(name, data_dir=None if data_dir is None else str(data_dir))
+    except tfds.core.registered.DatasetNotFoundError:
+        known = [*tfds.list_builders(with_community_datasets=False), "tfdist_digits"]
+        raise UsageError(
+            "dataset",
+            received=repr(name) + near(name, known),
+            expected="a name that tfds.list_builders() knows",
+            fix="check the name, or import the module that defines the builder",
+            code="unknown-value",
+        ) from None
 
 
 def _supervised_pair(builder: Any) -> Callable[[dict[str, Any]], Nest]:
