@@ -43,11 +43,11 @@ POINTS = st.integers(1, 90)  # a save that discards one checkpoint has about 80
 
 
 class Killed(BaseException):
-    """The process ends here: no line of it runs any more."""
+    """The process is dead: no further line of it runs."""
 
 
 class Disk:
-    """Calls that change a disk, one of which fails; and files that a loss of power would lose.
+    """Watches calls that change a disk, makes one fail, and knows what a loss of power would lose.
 
     Args:
       point: number of the point to act at, from 1 on.
@@ -307,8 +307,7 @@ class CheckpointDirectory(RuleBasedStateMachine):
             assert (found is None) == bool(saved.damage)
             if found is not None:
                 assert_is(found, saved)
-        known = [saved.step for saved in sound if not saved.is_known]
-        assert self.store.steps() == known
+        assert self.store.steps() == [saved.step for saved in sound if not saved.is_known]
 
     def _assert_reads(self, store: CheckpointStore) -> None:
         newest = next((saved for saved in reversed(self.there) if not saved.damage), None)
@@ -331,7 +330,7 @@ class CheckpointDirectory(RuleBasedStateMachine):
     def _save_with(
         self, disk: Disk, step: int, best: bool, *, then: Callable[[Path], None] | None = None
     ) -> None:
-        """Save, of which something may fail: the new checkpoint is there as a whole, or not."""
+        """Save with a fault: the new checkpoint is there as a whole, or not."""
         before = {saved.name for saved in self.there}
         with self._told(disk) as told:
             self._write(step, best)
