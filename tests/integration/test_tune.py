@@ -13,6 +13,7 @@ import keras_tuner
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
+from tensorboard.util.tensor_util import make_ndarray
 
 from tests.refusals import refusal, refused
 from tests.unit.sweep_world import FAILED, World, trials_in
@@ -394,7 +395,8 @@ def test_tensorboard_reads_values_scores_and_ends_and_only_what_is_missing_is_wr
     assert values == {"lr": "number_value", "opt": "string_value", "flip": "bool_value"}
     assert start.hparams["lr"].number_value == 0.5
     assert start.group_name == "0"
-    scores = [(e.step, float(e.tensor_proto.float_val[0])) for e in events.Tensors("val_accuracy")]
+    tensors = events.Tensors("val_accuracy")
+    scores = [(e.step, float(make_ndarray(e.tensor_proto))) for e in tensors]
     assert scores == [(1, 0.5), (2, 0.75)]
     for name, status in (("0", api_pb2.STATUS_SUCCESS), ("1", api_pb2.STATUS_FAILURE)):
         _, content = hparams_in(board / name)

@@ -553,8 +553,7 @@ def test_what_is_no_terminal_gets_a_line_for_each_change(tmp_path):
     assert out.getvalue() == "trial 0 completed: 0.5000; best 0.3000 (trial 1)\n"
 
 
-def test_what_a_user_names_is_shown_as_it_is(tmp_path, capsys, caplog):
-    """No name and no value is markup of a table or a formula of a picture."""
+def test_names_and_values_of_a_user_are_no_markup_of_a_table(tmp_path, capsys):
     book = journal(tmp_path)
     objective = "$val$ [/b]"
     book.add("begun", tuner="[/i]", objective=objective, direction="max", seed=1, max_trials=2)
@@ -563,13 +562,3 @@ def test_what_a_user_names_is_shown_as_it_is(tmp_path, capsys, caplog):
     results.show(tmp_path)
     said = capsys.readouterr().out
     assert all(text in said for text in ("[/i]: 2 of 2", objective, "$_$ [/c]=[/b] $^", "[relu]"))
-    path = results.draw_plot(fold(book.lines), tmp_path)
-    assert path is not None, caplog.text
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_that_cannot_be_does_not_fail_the_sweep(tmp_path, caplog):
-    (tmp_path / results.PLOT).mkdir()
-    assert results.draw_plot(fold(sweep(tmp_path).lines), tmp_path) is None
-    assert "no plot: IsADirectoryError" in caplog.text
-    assert results.draw_plot(fold([]), tmp_path) is None, "there is no trial"
