@@ -14,10 +14,10 @@ from unittest.mock import Mock
 
 from tfdist.errors import EXIT_OK, EXIT_STOPPED
 from tfdist.outputs import sweep_journal
-from tfdist.outputs.sweep_journal import JOURNAL, Journal, Slot, Trial
+from tfdist.outputs.sweep_journal import JOURNAL, Journal, Trial
 from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.trial_job import Completed, Failed, Killed, Outcome, TrialJob
+from tfdist.tuning.trial_job import Completed, Failed, Killed, Outcome, Slot, TrialJob
 
 TICK_S = 0.5
 LONGEST_S = 9000.0

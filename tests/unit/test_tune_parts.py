@@ -23,7 +23,7 @@ from tfdist import tune
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE, TfdistError, UsageError
 from tfdist.files import is_held
 from tfdist.launch.machine import raise_file_limit
-from tfdist.outputs.sweep_journal import LOCK, Journal, Slot, fold, read
+from tfdist.outputs.sweep_journal import LOCK, Journal, fold, read
 from tfdist.tuning import results
 from tfdist.tuning import sweep as sweep_module
 from tfdist.tuning.options import RunOptions, parse
@@ -35,6 +35,7 @@ from tfdist.tuning.trial_job import (
     Goal,
     Killed,
     LauncherRunner,
+    Slot,
     TrialHosts,
     TrialJob,
     TrialProgram,
@@ -266,7 +267,7 @@ def slots_and_flags(runner: LauncherRunner) -> Iterator[str]:
 
 
 def test_each_trial_has_its_host_and_gets_its_variables_by_name():
-    found = list(slots_and_flags(runner_on("--hosts a:2,b --rsh x --env C --env D")))
+    found = list(slots_and_flags(runner_on("--hosts a,b,a --rsh x --env C --env D")))
     last = "--env A,B --on ssh --rsh x --env C,D --strategy multiworker --devices_per_worker 1"
     assert [line.split(" --threads")[0] for line in found] == [
         f"--hosts {host}:1 {last}" for host in ("a", "b", "a")
@@ -302,17 +303,17 @@ def test_hosts_of_trials_are_refused_as_those_of_jobs(line, where, code):
 def test_a_host_on_which_no_trial_can_start_gets_no_more(monkeypatch):
     now_s = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
-    hosts = TrialHosts(hosts=[("a", 1), ("b", 1)], tasks=1)
+    hosts = TrialHosts(hosts={"a": 1, "b": 1}, tasks=1)
     a, b = hosts.slots()
-    hosts.close(b, EXIT_PEER_MISSING, "host b is gone")
+    hosts.close("b", EXIT_PEER_MISSING, "host b is gone")
     assert hosts.slots() == [a]
     now_s += 61
     assert hosts.slots() == [a, b]
-    hosts.close(a, EXIT_USAGE, "a: Permission denied")
+    hosts.close("a", EXIT_USAGE, "a: Permission denied")
     now_s += 1e6
     assert hosts.slots() == [b]
     assert hosts.flags(Slot()) == ["--hosts", "b:1"]
-    hosts.close(b, EXIT_USAGE, "b: Permission denied")
+    hosts.close("b", EXIT_USAGE, "b: Permission denied")
     assert refused(hosts.slots) == ("--hosts", "no-host-left")
 
 

@@ -134,8 +134,6 @@ class Trial:
     """Seconds for which its jobs have run, up to the last one that ended."""
     asked: Mapping[str, Any] | None = None
     """Values that its program asks for, fixed ones among them; None if that is not known yet."""
-    slot: Slot | None = None
-    """Where it was started last."""
     measured_by: tuple[str, ...] | None = None
     """The trials that had been completed when it was first started; None before that."""
 
@@ -264,14 +262,12 @@ def _changed(trial: Trial, line: Mapping[str, Any]) -> Trial:
         trial = replace(trial, ran_s=ran_s, started_at=None)
     if line["event"] == "started":
         began_at = trial.began_at if trial.began_at is not None else line["at"]
-        slot = Slot(number=line.get("place", 0), runner=line.get("runner", HERE))
         return replace(
             trial,
             status=RUNNING,
             starts=trial.starts + 1,
             began_at=began_at,
             started_at=line["at"],
-            slot=slot,
         )
     if line["event"] == "killed":
         return replace(
@@ -293,18 +289,3 @@ def _changed(trial: Trial, line: Mapping[str, Any]) -> Trial:
         ended_at=line["at"],
         asked=line.get("hyperparameters") or trial.asked,
     )
-
-
-# Slot: where a trial runs.
-
-HERE = 0
-"""The sweep's own machine; other runners have numbers of their own."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
-    """A slot for one trial at a time."""
-
-    number: int = 0
-    """From 0 on; says whose share of the GPUs it is."""
-    runner: int = HERE

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError
 from tfdist.launch.live import LIVE_FILE
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.outputs.sweep_journal import HERE, TRIALS, Journal, Slot, Trial, fold
 from tfdist.outputs.sweep_journal import RUNNING as BEGUN
+from tfdist.outputs.sweep_journal import TRIALS, Journal, Trial, fold
 from tfdist.tuning.options import MEDIAN
 from tfdist.tuning.trial_job import (
     Completed,
@@ -30,6 +30,7 @@ from tfdist.tuning.trial_job import (
     Outcome,
     Runner,
     RunningTrial,
+    Slot,
     TrialJob,
     medians_of,
     values_of,
@@ -142,9 +143,8 @@ class Chief:
             if outcome := self._runner.outcome(job):
                 self._end(trial, outcome)
                 continue
-            where = {} if slot.runner == HERE else {"runner": slot.runner, "place": slot.number}
-            fields = {**where, **self._ran_until(trial)}
-            line = self._journal.add("started", durable=False, trial=trial.id, **fields)
+            ran_until = self._ran_until(trial)
+            line = self._journal.add("started", durable=False, trial=trial.id, **ran_until)
             self.state.apply(line)
             return job
         return None

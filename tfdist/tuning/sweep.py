@@ -8,6 +8,7 @@ import os
 import random
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,9 +215,12 @@ def _hosts_of(options: RunOptions, environ: Mapping[str, str]) -> TrialHosts | N
     if options.on == "ray":
         return None
     if options.hosts is not None:
-        hosts = parse_hosts(options.hosts)
+        listed = parse_hosts(options.hosts)
     else:
-        hosts = [(node, options.parallel_trials) for node in slurm_nodes(environ)]
+        listed = [(node, options.parallel_trials) for node in slurm_nodes(environ)]
+    hosts = Counter[str]()
+    for host, trials in listed:  # a host may be listed twice
+        hosts[host] += trials
     chief = options.strategy == "ps"
     return TrialHosts(hosts=hosts, tasks=options.tasks_per_trial + chief)
 
@@ -238,7 +242,7 @@ def flags_elsewhere(options: RunOptions, elsewhere: TrialHosts | None, *, cpus: 
     flags += ["--devices_per_worker", str(devices)] if devices is not None else []
     if elsewhere is None:
         return [*flags, "--workers", str(options.workers)]
-    most = max(count for _, count in elsewhere.hosts) * options.tasks_per_trial
+    most = max(elsewhere.hosts.values()) * options.tasks_per_trial
     return [*flags, "--threads_per_task", str(max(1, cpus // most))]
 
 

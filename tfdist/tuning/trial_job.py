@@ -32,7 +32,6 @@ from tfdist.files import is_held, one_line_errors
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.guardian import bound_command
 from tfdist.outputs.run_directory import COUNTERS, DONE, RunDirectory, read_json
-from tfdist.outputs.sweep_journal import HERE, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +74,16 @@ class TrialFailed(BaseException):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """Room for one trial."""
+
+    number: int = 0
+    """From 0 on each host; selects the share of the GPUs."""
+    host: str | None = None
+    """Name in the list of hosts; None on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrialJob:
     """Everything needed to run or resume a trial."""
 
@@ -83,7 +92,6 @@ class TrialJob:
     """``--config.field=value``."""
     goal: Goal
     slot: Slot = field(default_factory=Slot)
-    """Who runs it, and whose GPUs it takes."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Added to its environment."""
     trial: str = ""
@@ -348,11 +356,11 @@ class TrialHosts:
     otherwise it would be the first that is free, and use up the trials of the sweep.
     """
 
-    hosts: Sequence[tuple[str, int]]
-    """Names, and how many trials each has at once."""
+    hosts: Mapping[str, int]
+    """How many trials each has at once, by its name."""
     tasks: int
     """Of a trial."""
-    _closed_until: dict[int, float] = field(default_factory=dict)
+    _closed_until: dict[str, float] = field(default_factory=dict)
     _why: str = ""
 
     def slots(self) -> list[Slot]:
@@ -370,30 +378,29 @@ class TrialHosts:
             )
         now_s = time.monotonic()
         slots = [
-            Slot(number=number, runner=1 + rank)
-            for rank, (_, count) in enumerate(self.hosts)
-            if self._closed_until.get(1 + rank, 0.0) <= now_s
+            Slot(number=number, host=host)
+            for host, count in self.hosts.items()
+            if self._closed_until.get(host, 0.0) <= now_s
             for number in range(count)
         ]
         return sorted(slots, key=lambda slot: slot.number)
 
     def flags(self, slot: Slot) -> list[str]:
         """Return the launcher's flags that start a trial on its host."""
-        if slot.runner == HERE:  # the best, trained again: it has the first host that is open
-            slot = next(iter(self.slots()), Slot(runner=1))
-        host, _ = self.hosts[slot.runner - 1]
+        host = slot.host
+        if host is None:  # the best, trained again: it has the first host that is open
+            host = next((slot.host for slot in self.slots()), None) or next(iter(self.hosts))
         return ["--hosts", join(host, self.tasks)]
 
-    def close(self, slot: Slot, exit_code: int, why: str) -> None:
+    def close(self, host: str, exit_code: int, why: str) -> None:
         """Close a host after a launcher's exit code: for a while, or for good."""
-        host, _ = self.hosts[slot.runner - 1]
-        if self._closed_until.get(slot.runner) == math.inf:
+        if self._closed_until.get(host) == math.inf:
             return
         if exit_code == EXIT_PEER_MISSING:
-            self._closed_until[slot.runner] = time.monotonic() + _LOST_HOST_S
+            self._closed_until[host] = time.monotonic() + _LOST_HOST_S
             logger.warning("%s gets no trials for %g s: %s", host, _LOST_HOST_S, why)
         else:
-            self._closed_until[slot.runner], self._why = math.inf, why
+            self._closed_until[host], self._why = math.inf, why
             logger.warning("%s gets no more trials: %s", host, why)
 
 
@@ -524,11 +531,11 @@ class LaunchedTrial:
             return Killed(reason="the sweep was asked to stop")
         report = self._read_report()
         is_new = report != self._report_before
-        elsewhere, slot = self._runner.elsewhere, self._job.slot
+        elsewhere, host = self._runner.elsewhere, self._job.slot.host
         is_lost = status == EXIT_PEER_MISSING or (status == EXIT_USAGE and not is_new)
-        if elsewhere is not None and slot.runner != HERE and is_lost:
+        if elsewhere is not None and host is not None and is_lost:
             why = last_lines[-1] if last_lines else f"exit code {status}"
-            elsewhere.close(slot, status, why)
+            elsewhere.close(host, status, why)
             return Killed(reason=why)
         return failure_of(status, report=report if is_new else None, last_lines=last_lines)
 
