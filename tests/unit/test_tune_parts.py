@@ -105,7 +105,7 @@ def test_the_command_line_of_the_page_is_read():
     assert options.sweep_dir == Path("runs/digits_sweep-bayesian")
     assert options.tasks_per_trial == 5
     assert parse(["--show", "runs/x"]) == Path("runs/x")
-    assert refused(lambda: parse(["--tuner", "grid"])) == ("--config", "missing")
+    assert "--config is required" in str(refusal(lambda: parse(["--tuner", "grid"])))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_command_line_of_the_page_is_read():
         ("--seed=0", "--seed", "not-an-int"),
         ("--trial_timeout_s=0", "--trial_timeout_s", "not-a-number"),
         ("--trial_timeout_s=nan", "--trial_timeout_s", "not-a-number"),
-        ("--workers=2", "--workers", "workers-of-one-process"),
+        ("--workers=2", "--workers", "exclusive"),
     ],
 )
 def test_a_wrong_flag_is_refused(flags, where, code):
@@ -388,9 +388,10 @@ class ImpossibleSweep(Sweep):
         program = TrialProgram(command=())
         super().__init__(RunOptions(sweep_dir=path, overwrite=overwrite), program, {})
         self.said = said
-        self.runner = types.SimpleNamespace(
-            warm_up=lambda: said.append("imports"), close=lambda: said.append("closed")
+        imports = types.SimpleNamespace(
+            start=lambda: said.append("imports"), close=lambda: said.append("closed")
         )
+        self.runner = types.SimpleNamespace(warm=imports)
 
     def describe(self) -> Any:
         self.said.append("described")

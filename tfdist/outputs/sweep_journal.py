@@ -35,11 +35,8 @@ class Journal:
         self.lines = read(path)
         self._size = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
-    def add(self, event: str, *, durable: bool = True, **fields: Any) -> dict[str, Any]:
-        """Write a line and return it; when this returns, the line is on disk.
-
-        Without `durable` it is there with the next one that is, or with `sync`.
-        """
+    def add(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Write a line and return it; when this returns, the line is on disk."""
         line = {"event": event, "at": round(self._time_of_day(), 3), **fields}
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
         with one_line_errors(self.path):
@@ -47,18 +44,12 @@ class Journal:
                 file.truncate(self._size)  # what a killed chief or a full disk left of a line
                 file.write(data)
                 file.flush()
-                if durable:
-                    os.fsync(file.fileno())
+                os.fsync(file.fileno())
             if not self.lines:
                 fsync(self.path.parent)
         self._size += len(data)
         self.lines.append(line)
         return line
-
-    def sync(self) -> None:
-        """Return when all lines are on disk."""
-        with one_line_errors(self.path):
-            fsync(self.path)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

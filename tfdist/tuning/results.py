@@ -6,6 +6,7 @@ parent run in a tracker.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -47,7 +48,7 @@ _SHOWN = 10
 _REFRESH_S = 1.0
 
 
-class SweepScreen:
+class SweepScreen(contextlib.ExitStack):
     """The chief's observer: shows each change; `tick` writes `sweep.json` and calls `export`."""
 
     def __init__(
@@ -55,25 +56,15 @@ class SweepScreen:
         sweep_dir: Path,
         *,
         console: Console | None = None,
-        export: Callable[[SweepState, Path], None] | None = None,
+        export: Callable[[SweepState, Path], None] = lambda state, sweep_dir: None,
     ) -> None:
+        super().__init__()
         self._sweep_dir = sweep_dir
         self._console = console or _console()
         self._live: Live | None = None
         self._shown_at_s = 0.0
         self._export = export
         self._has_changed = False
-
-    def __enter__(self) -> SweepScreen:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop_live()
-
-    def _stop_live(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
     def begin(self, state: SweepState) -> None:
         """The sweep starts, or goes on."""
@@ -82,20 +73,17 @@ class SweepScreen:
             left = len(state.trials) - done
             self._say(f"going on: {done} trials have ended, {left} go on where they stood")
         if self._console.is_terminal:
-            self._live = Live(console=self._console, auto_refresh=False)
-            self._live.start()
+            self._live = self.enter_context(Live(console=self._console, auto_refresh=False))
         self._write(state)
 
     def changed(self, state: SweepState, trial: Trial) -> None:
-        """Report what has become of a trial, where nothing shows it."""
+        """Print the change of a trial, if no live table shows it."""
         self._has_changed = True
-        if self._live is None and (
-            trial.status != WAITING or trial.reason
-        ):  # not that it was asked for: it starts next
+        if self._live is None and (trial.status != WAITING or trial.reason):  # a new one starts
             self._say(change_line(state, trial))
 
     def tick(self, state: SweepState) -> None:
-        """Bring the files and the live table up to date, once for all that has changed."""
+        """Bring the files and the live table up to date, once for all changes."""
         is_time = time.monotonic() - self._shown_at_s >= _REFRESH_S
         if self._live is not None and (self._has_changed or is_time):
             self._shown_at_s = time.monotonic()
@@ -105,7 +93,7 @@ class SweepScreen:
 
     def end(self, state: SweepState) -> None:
         """The sweep has ended or was asked to stop: the leaderboard."""
-        self._stop_live()
+        self.close()
         self._write(state)
         leaderboard(state, self._sweep_dir, console=self._console)
 
@@ -114,8 +102,7 @@ class SweepScreen:
         path = self._sweep_dir / SWEEP
         with one_line_errors(path):
             files.write_json(path, as_json(state), durable=False)
-        if self._export is not None:
-            self._export(state, self._sweep_dir)
+        self._export(state, self._sweep_dir)
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, emoji=False)
@@ -145,7 +132,10 @@ def table(state: SweepState, sweep_dir: Path, *, is_final: bool = False) -> Tabl
     ranked = state.ranked() if is_final else state.ranked()[:_SHOWN]
     failed = [t for t in state.trials.values() if t.status == FAILED]
     for trial in [*running, *ranked, *failed[-_SHOWN:]]:
-        line = {} if trial.is_over else _last_line(trial, sweep_dir)
+        line: Mapping[str, Any] = {}
+        if not trial.is_over:
+            lines = RunDirectory(sweep_dir / TRIALS / trial.run).read_metrics()
+            line = lines[-1] if lines else {}
         score = line.get(objective) if line else trial.score
         drawn.add_row(
             trial.id,
@@ -190,28 +180,14 @@ def as_json(state: SweepState) -> dict[str, Any]:
 
 
 def _trial_json(trial: Trial) -> dict[str, Any]:
+    names = ("status", "score", "best_virtual_epoch", "stopped_at", "hyperparameters", "starts")
+    more = ("reason", "last_lines", "began_at", "ended_at", "seconds")
     return {
         "trial": trial.id,
-        "status": trial.status,
-        "score": trial.score,
-        "best_virtual_epoch": trial.best_virtual_epoch,
         "virtual_epochs": trial.until,
-        "stopped_at": trial.stopped_at,
-        "hyperparameters": trial.hyperparameters,
         "run_dir": f"{TRIALS}/{trial.run}",
-        "starts": trial.starts,
-        "reason": trial.reason,
-        "last_lines": list(trial.last_lines),
-        "began_at": trial.began_at,
-        "ended_at": trial.ended_at,
-        "seconds": trial.seconds,
+        **{name: getattr(trial, name) for name in (*names, *more)},
     }
-
-
-def _last_line(trial: Trial, sweep_dir: Path) -> Mapping[str, Any]:
-    """Return the metrics of the last virtual epoch that a trial has done so far."""
-    lines = RunDirectory(sweep_dir / TRIALS / trial.run).read_metrics()
-    return lines[-1] if lines else {}
 
 
 def _progress(trial: Trial, state: SweepState, line: Mapping[str, Any]) -> str:
@@ -309,13 +285,7 @@ MLFLOW_FILE = "mlflow-run"
 def variables_of_trials(
     packages: Collection[str], sweep_dir: Path, *, begun: Mapping[str, Any]
 ) -> Mapping[str, str]:
-    """Return the variables that make the runs of trials children of one, also after a restart.
-
-    Args:
-      packages: the trackers that the trials log to, of which ``mlflow`` and ``wandb`` can.
-      sweep_dir: of the sweep.
-      begun: the first line of its journal.
-    """
+    """Return the variables that make the runs of trials children of one, also after a restart."""
     variables = {}
     if "wandb" in packages:
         digest = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()

@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tfdist.cluster.address import join
 from tfdist.errors import (
@@ -109,35 +109,6 @@ def is_run_in(run_dir: Path) -> bool:
     return is_held(run_dir / "logs" / ".lock") or RunDirectory(run_dir).is_written
 
 
-class RunningTrial(Protocol):
-    """A trial that was started."""
-
-    def poll(self) -> Outcome | None:
-        """Return its outcome, None while it runs."""
-
-    def stop(self) -> None:
-        """Ask it to save and end; `poll` goes on until it has."""
-
-
-class Runner(Protocol):
-    """Interface of what runs the chief's trials."""
-
-    def outcome(self, job: TrialJob) -> Completed | Failed | None:
-        """Return the outcome of a trial that has come to its goal already."""
-
-    def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
-        """Return a line for each virtual epoch that a trial has done."""
-
-    def free_slots(self, taken: Collection[Slot]) -> Iterable[Slot]:
-        """Return where trials can be started now, if they run in the places that are taken."""
-
-    def start(self, job: TrialJob) -> RunningTrial:
-        """Start a trial, or go on with it where it stood."""
-
-    def wait(self, running: Sequence[Any], timeout_s: float) -> None:
-        """Return when a trial may have ended, after `timeout_s` at the latest."""
-
-
 # Assignment of a trial to the user's program: one variable, as JSON.
 
 VARIABLE = "TFDIST_TRIAL"
@@ -224,9 +195,6 @@ class Goal:
 
         It is hopeless where its best so far is worse than the median of the others' averages so
         far; that comes before `until`, also for a trial that went further.
-
-        Args:
-          metrics: a line for each virtual epoch that the trial has done.
         """
         values, is_max = values_of(metrics, self.objective), self.direction == "max"
         for done in range(LEAST_EPOCHS, min(len(values), len(self.medians)) + 1):
@@ -427,6 +395,7 @@ class LauncherRunner:
     """What the tasks are forked from, None to start each job with imports of its own."""
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
+        """Return the outcome of a trial that has reached its goal already."""
         directory = RunDirectory(job.run_dir)
         return outcome_of(
             job.goal, summary=directory.read_summary(), metrics=directory.read_metrics()
@@ -435,7 +404,7 @@ class LauncherRunner:
     def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
         return RunDirectory(run_dir).read_metrics()
 
-    def free_slots(self, taken: Collection[Slot]) -> Iterable[Slot]:
+    def free_slots(self, taken: Collection[Slot]) -> list[Slot]:
         here = [Slot(number=number) for number in range(self.slots)]
         slots = here if self.elsewhere is None else self.elsewhere.slots()
         return [slot for slot in slots if slot not in taken]
@@ -443,18 +412,13 @@ class LauncherRunner:
     def start(self, job: TrialJob) -> LaunchedTrial:
         return LaunchedTrial(self, job)
 
-    def wait(self, running: Sequence[Any], timeout_s: float) -> None:
-        ends_of(running).poll(timeout_s * 1000)
-
-    def warm_up(self) -> None:
-        """Begin with the imports that all trials share, where there is anything to begin with."""
-        if self.warm is not None and self.slots:
-            self.warm.start()
-
-    def close(self) -> None:
-        """End what it keeps between trials."""
-        if self.warm is not None:
-            self.warm.close()
+    def wait(self, running: Iterable[Any], timeout_s: float) -> None:
+        """Return when a trial's launcher has exited, after `timeout_s` at the latest."""
+        poll = select.poll()  # a program may have more files open than `select` can watch
+        for trial in running:
+            if trial.pidfd is not None:
+                poll.register(trial.pidfd, select.POLLIN)
+        poll.poll(timeout_s * 1000)
 
     def command(self, job: TrialJob, *, fork_server: int | None = None) -> list[str]:
         """Return the launcher's command line for a trial."""
@@ -474,15 +438,6 @@ class LauncherRunner:
             mine = gpus[number :: max(1, self.slots)] or gpus[number % len(gpus) :][:1]
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         return environ
-
-
-def ends_of(running: Iterable[Any]) -> select.poll:
-    """Return a poll object that wakes when a trial here ends."""
-    poll = select.poll()  # a program may have more files open than `select` can tell of
-    for trial in running:
-        if trial.pidfd is not None:
-            poll.register(trial.pidfd, select.POLLIN)
-    return poll
 
 
 class LaunchedTrial:
@@ -505,6 +460,7 @@ class LaunchedTrial:
             self._start()
 
     def poll(self) -> Outcome | None:
+        """Return its outcome, None while it runs."""
         if self._process is None:
             return self._wait_for_directory()
         status = self._process.poll()
@@ -517,6 +473,7 @@ class LaunchedTrial:
         return self._outcome(status)
 
     def stop(self) -> None:
+        """Ask it to save and exit; `poll` returns None until it has."""
         self._is_unwanted = True
         self._end()
 
