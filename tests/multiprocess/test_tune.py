@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import forked_python, processes
+from tests.multiprocess.jobs import report
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import SweepState, fold, read
 from tfdist.tuning.trial_job import Completed, Failed, Goal, LauncherRunner, Outcome, TrialJob
@@ -176,11 +177,19 @@ def weights(sweep_dir: Path) -> list[Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An undisturbed sweep on one machine."""
+    sweep = Sweep(tmp_path_factory.mktemp("undisturbed") / "whole")
+    with sweep.started() as chief:
+        assert chief.wait(SWEEP_DEADLINE_S) == 0, sweep.log.read_text()
+    return sweep
+
+
 @pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(tmp_path, monkeypatch):
-    whole = Sweep(tmp_path / "whole")
-    with whole.started() as chief:
-        assert chief.wait(SWEEP_DEADLINE_S) == 0, whole.log.read_text()
+def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(
+    whole, tmp_path, monkeypatch
+):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "ml"))
     torn = Sweep(tmp_path / "torn", "--config.tracker=mlflow")
@@ -198,6 +207,35 @@ def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(tmp_pa
     assert weights(torn.path) == weights(whole.path)
     of_trials = {trial: ("torn", [0, 1, 2]) for trial in "01"}
     assert runs_in_mlflow(tmp_path / "ml") == {"torn": (None, []), **of_trials}
+
+
+SHELL = """#!/bin/sh
+echo $$ > "$0.$1"
+export SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22"  # as of names that ssh alone knows
+exec sh -c "$2"
+"""
+
+
+@pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
+def test_a_trial_whose_agent_is_killed_continues_on_the_next_host_with_the_same_weights(
+    whole, tmp_path
+):
+    shell = tmp_path / "shell"
+    shell.write_text(SHELL)
+    shell.chmod(0o755)
+    torn = Sweep(tmp_path / "torn", "--hosts", "near:1,far:1", "--rsh", str(shell))
+    checkpoints = torn.path / "trials" / "0" / "checkpoints"
+    with torn.started() as chief:
+        until(lambda: any(checkpoints.glob("step-*")), within_s=SWEEP_DEADLINE_S)
+        os.kill(int((tmp_path / "shell.near").read_text()), signal.SIGKILL)
+        assert chief.wait(SWEEP_DEADLINE_S) == 0, torn.log.read_text()
+    assert "near gets no trials for 60 s: " in torn.log.read_text()
+    assert torn.state().trials["0"].starts == 2
+    summary = RunDirectory(torn.path / "trials" / "0").read_summary() or {}
+    assert summary["resumed_from_step"], "it began anew"
+    (attempt,) = report(torn.path / "trials" / "0")["attempts"][-1:]
+    assert {task["host"] for task in attempt["tasks"]} == {"far"}
+    assert weights(torn.path) == weights(whole.path)
 
 
 def runs_in_mlflow(store: Path) -> dict[str, tuple[str | None, list[int]]]:

@@ -34,7 +34,7 @@ def warmed(tmp_path: Path, source: str, *, more: Sequence[str] = ()) -> Iterator
     try:
         yield trial
     finally:
-        trial.runner.close()
+        trial.runner.warm.close()
 
 
 def told(trial: Trial) -> dict[str, int]:
@@ -54,7 +54,7 @@ def test_what_imports_once_stays_keeps_nothing_of_the_trials_and_ends_with_its_o
     """It imports before anything is asked of it."""
     with warmed(tmp_path, "x = bytearray(os.urandom(1)) * 50_000_000; done(1); finish()") as trial:
         assert trial.runner.warm.pid is None
-        trial.runner.warm_up()
+        trial.runner.warm.start()
         seen, memory, pid = [], [], pid_of(trial)
         for number in range(5):
             trial.run_dir = tmp_path / "trials" / str(number)
@@ -70,7 +70,7 @@ def test_what_imports_once_stays_keeps_nothing_of_the_trials_and_ends_with_its_o
         assert memory[-1] - memory[0] < 1024
     assert not Path(f"/proc/{pid}").exists(), "it outlives the sweep"
     with warmed(tmp_path, "") as trial:
-        trial.runner.warm_up()
+        trial.runner.warm.start()
         pid = pid_of(trial)
     assert not Path(f"/proc/{pid}").exists(), "it goes on importing for nobody"
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 from tfdist.errors import EXIT_OK, EXIT_STOPPED
 from tfdist.outputs import sweep_journal
-from tfdist.outputs.sweep_journal import JOURNAL, Journal, Slot, Trial
+from tfdist.outputs.sweep_journal import JOURNAL, Journal, Trial
 from tfdist.tuning.chief import IDLE, RUNNING, STOPPED, Chief, NextTrial
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.trial_job import Completed, Failed, Killed, Outcome, TrialJob
+from tfdist.tuning.trial_job import Completed, Failed, Killed, Outcome, Slot, TrialJob
 
 TICK_S = 0.5
 LONGEST_S = 9000.0
@@ -40,22 +40,17 @@ class CrashingJournal(Journal):
             self.add("begun", **{**BEGUN, **world.begun})
         self._left = math.inf if at is None else at
 
-    def add(self, event: str, *, durable: bool = True, **fields: Any) -> dict[str, Any]:
+    def add(self, event: str, **fields: Any) -> dict[str, Any]:
         self._left -= 1
-        self._world.is_on_disk = durable
         line = {}
         if self._left >= 0 or self._how != "before":
-            line = super().add(event, durable=durable, **fields)
+            line = super().add(event, **fields)
         if self._left < 0:
             if self._how == "within":
                 os.truncate(self.path, self.path.stat().st_size - 5)
             self._world.is_dead = True
             raise Crash
         return line
-
-    def sync(self) -> None:
-        super().sync()
-        self._world.is_on_disk = True
 
 
 @dataclass
@@ -109,7 +104,6 @@ class Process:
         self.run = job.run_dir.name
         self.outcome: Outcome | None = None
         self.is_asked = False
-        assert world.is_on_disk, "a trial is started before the disk has the line that says so"
         world.started.append(self.run)
         world.processes.append(self)
         self.pid = len(world.processes)
@@ -218,7 +212,6 @@ class World:
         """Under the last chief."""
         self.chief: Chief | None = None
         self.is_dead = False
-        self.is_on_disk = True
         """Whether the chief was killed just now: what it does on its way out does not happen."""
         self.chiefs = 0
 
@@ -264,7 +257,7 @@ class World:
             self.sweep,
             search=search,
             journal=journal,
-            runner=Slots(self, self.slots),
+            runner=cast(Any, Slots(self, self.slots)),
             observer=Mock(),
             stop_requests=lambda: self.signals,
         )

@@ -10,11 +10,13 @@ import ast
 import collections
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import tfdist
 from tfdist.configs import FIELDS
 from tfdist.launch.options import LaunchOptions
+from tfdist.tuning.options import SweepOptions
 
 PACKAGE = Path(tfdist.__file__).parent
 SURFACE = Path(__file__).parent / "data" / "surface.txt"
@@ -58,6 +60,7 @@ def surface() -> list[str]:
     lines += [f"name data.{name}" for name in public_names(PACKAGE / "data" / "__init__.py")]
     lines += [f"launch --{name}" for name in LaunchOptions.__dataclass_fields__]
     lines += [f"config {field.name}" for field in FIELDS]
+    lines += [f"tune --{field.name}" for field in fields(SweepOptions) if field.metadata]
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text()
         lines += [f"variable {name}" for name in re.findall(r"\bTFDIST_[A-Z_]*[A-Z]\b", text)]

@@ -35,11 +35,8 @@ class Journal:
         self.lines = read(path)
         self._size = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
-    def add(self, event: str, *, durable: bool = True, **fields: Any) -> dict[str, Any]:
-        """Write a line and return it; when this returns, the line is on disk.
-
-        Without `durable` it is there with the next one that is, or with `sync`.
-        """
+    def add(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Write a line and return it; when this returns, the line is on disk."""
         line = {"event": event, "at": round(self._time_of_day(), 3), **fields}
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
         with one_line_errors(self.path):
@@ -47,18 +44,12 @@ class Journal:
                 file.truncate(self._size)  # what a killed chief or a full disk left of a line
                 file.write(data)
                 file.flush()
-                if durable:
-                    os.fsync(file.fileno())
+                os.fsync(file.fileno())
             if not self.lines:
                 fsync(self.path.parent)
         self._size += len(data)
         self.lines.append(line)
         return line
-
-    def sync(self) -> None:
-        """Return when all lines are on disk."""
-        with one_line_errors(self.path):
-            fsync(self.path)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -134,8 +125,6 @@ class Trial:
     """Seconds for which its jobs have run, up to the last one that ended."""
     asked: Mapping[str, Any] | None = None
     """Values that its program asks for, fixed ones among them; None if that is not known yet."""
-    slot: Slot | None = None
-    """Where it was started last."""
     measured_by: tuple[str, ...] | None = None
     """The trials that had been completed when it was first started; None before that."""
 
@@ -264,14 +253,12 @@ def _changed(trial: Trial, line: Mapping[str, Any]) -> Trial:
         trial = replace(trial, ran_s=ran_s, started_at=None)
     if line["event"] == "started":
         began_at = trial.began_at if trial.began_at is not None else line["at"]
-        slot = Slot(number=line.get("place", 0), runner=line.get("runner", HERE))
         return replace(
             trial,
             status=RUNNING,
             starts=trial.starts + 1,
             began_at=began_at,
             started_at=line["at"],
-            slot=slot,
         )
     if line["event"] == "killed":
         return replace(
@@ -293,18 +280,3 @@ def _changed(trial: Trial, line: Mapping[str, Any]) -> Trial:
         ended_at=line["at"],
         asked=line.get("hyperparameters") or trial.asked,
     )
-
-
-# Slot: where a trial runs.
-
-HERE = 0
-"""The sweep's own machine; other runners have numbers of their own."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slot:
-    """A slot for one trial at a time."""
-
-    number: int = 0
-    """From 0 on; says whose share of the GPUs it is."""
-    runner: int = HERE

@@ -10,26 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError
 from tfdist.launch.live import LIVE_FILE
-from tfdist.outputs.run_directory import RunDirectory
-from tfdist.outputs.sweep_journal import HERE, TRIALS, Journal, Slot, Trial, fold
 from tfdist.outputs.sweep_journal import RUNNING as BEGUN
+from tfdist.outputs.sweep_journal import TRIALS, Journal, Trial, fold
 from tfdist.tuning.options import MEDIAN
 from tfdist.tuning.trial_job import (
     Completed,
     Failed,
     Goal,
     Killed,
+    LaunchedTrial,
+    LauncherRunner,
     Medians,
     Outcome,
-    Runner,
-    RunningTrial,
+    Slot,
     TrialJob,
     medians_of,
     values_of,
@@ -59,7 +59,7 @@ class Chief:
         *,
         search: Search,
         journal: Journal,
-        runner: Runner,
+        runner: LauncherRunner,
         observer: SweepScreen,
         stop_requests: StopRequests = tuple,
     ) -> None:
@@ -70,7 +70,7 @@ class Chief:
         self._observer = observer
         self._stop_requests = stop_requests
         self.state = fold(journal.lines)
-        self._running: dict[str, tuple[TrialJob, RunningTrial]] = {}
+        self._running: dict[str, tuple[TrialJob, LaunchedTrial]] = {}
         trials = self.state.trials.values()
         self._left = {trial.id for trial in trials if trial.status == BEGUN}
         """Trials whose jobs an earlier chief has started, and which ended with it."""
@@ -114,24 +114,19 @@ class Chief:
         return not (self._running or can_ask or self._waiting())
 
     def _fill(self) -> None:
-        """Start trials in all places that are free, once it is on disk that they are."""
-        jobs: dict[str, TrialJob] = {}
+        """Start trials in all free slots, each after the journal says so."""
         for slot in self._runner.free_slots({job.slot for job, _ in self._running.values()}):
-            job = self._prepare(slot, besides=jobs)
+            job = self._prepare(slot)
             if job is None:
                 break
-            jobs[job.trial] = job
-        if jobs:
-            self._journal.sync()
-        for name, job in jobs.items():
-            self._running[name] = job, self._runner.start(job)
-            self._changed(name)
-        self._unpublished += jobs
+            self._running[job.trial] = job, self._runner.start(job)
+            self._unpublished.append(job.trial)
+            self._changed(job.trial)
 
-    def _prepare(self, slot: Slot, *, besides: Collection[str]) -> TrialJob | None:
+    def _prepare(self, slot: Slot) -> TrialJob | None:
         """Journal the start of the next trial and return it; one that is over only ends here."""
         while not self._too_many_failed():
-            trial = self._waiting(besides) or self._next_trial()
+            trial = self._waiting() or self._next_trial()
             if trial is None:
                 return None
             try:
@@ -142,9 +137,7 @@ class Chief:
             if outcome := self._runner.outcome(job):
                 self._end(trial, outcome)
                 continue
-            where = {} if slot.runner == HERE else {"runner": slot.runner, "place": slot.number}
-            fields = {**where, **self._ran_until(trial)}
-            line = self._journal.add("started", durable=False, trial=trial.id, **fields)
+            line = self._journal.add("started", trial=trial.id, **self._ran_until(trial))
             self.state.apply(line)
             return job
         return None
@@ -154,18 +147,15 @@ class Chief:
         if trial.id not in self._left or trial.started_at is None:
             return {}
         self._left.discard(trial.id)
-        directory = RunDirectory(self._run_dir(trial))
-        files = (directory.path / LIVE_FILE, directory.metrics_file, directory.summary_file)
-        signs = [trial.started_at]
-        for file in files:
-            with contextlib.suppress(OSError):
-                signs.append(file.stat().st_mtime)
-        return {"ran_until": round(max(signs), 3)}
+        sign = trial.started_at
+        with contextlib.suppress(OSError):  # which the launcher writes all the time
+            sign = max(sign, (self._run_dir(trial) / LIVE_FILE).stat().st_mtime)
+        return {"ran_until": round(sign, 3)}
 
-    def _waiting(self, besides: Collection[str] = ()) -> Trial | None:
+    def _waiting(self) -> Trial | None:
         """Return a trial that was asked for and does not run, as an earlier chief leaves it."""
         left = (trial for trial in self.state.trials.values() if not trial.is_over)
-        return next((t for t in left if t.id not in self._running and t.id not in besides), None)
+        return next((trial for trial in left if trial.id not in self._running), None)
 
     def _next_trial(self) -> Trial | None:
         """Ask for another trial; after IDLE not before one has ended."""
@@ -173,17 +163,9 @@ class Chief:
             return None
         answer = self._search.ask()
         run, until = self._run_and_budget(answer.trial, answer.values or {})
-        line = self._journal.add(
-            "asked",
-            durable=False,
-            status=answer.status,
-            trial=answer.trial,
-            values=answer.values,
-            run=run,
-            until=until,
-            hyperparameters=self._sweep.asked_for(answer.values) if answer.values else None,
-        )
-        self.state.apply(line)
+        more: dict[str, Any] = {"run": run, "until": until}
+        more["hyperparameters"] = answer.values and self._sweep.asked_for(answer.values)
+        self.state.apply(self._journal.add("asked", **answer._asdict(), **more))
         self._no_more = answer.status == STOPPED
         self._ask_again = answer.status != IDLE
         if answer.status != RUNNING or answer.trial is None:
@@ -304,15 +286,12 @@ class Chief:
         self.state.apply(self._journal.add("finished", reason=reason, is_complete=is_complete))
 
 
-# What a search answers; without KerasTuner.
-
 RUNNING, IDLE, STOPPED = "RUNNING", "IDLE", "STOPPED"
 """KerasTuner's words."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NextTrial:
-    """A trial to run; or IDLE, ask again when one has ended; or STOPPED, there is none left."""
+class NextTrial(NamedTuple):
+    """A trial to run; or IDLE: ask again when a trial has ended; or STOPPED: no trial is left."""
 
     status: str
     trial: str | None = None

@@ -21,29 +21,16 @@ if TYPE_CHECKING:  # they load KerasTuner, and with it TensorFlow
     from tfdist.tuning.oracle import Search, SearchSpace
 
 
-def program_of(options: SweepOptions) -> TrialProgram:
-    """Return the program that each trial runs."""
-    return TrialProgram(
-        command=("-m", "tfdist.train", f"--config={options.config}", *options.config_flags),
-        imports=("tfdist.app.run",),
-    )
-
-
 class ConfigSweep(sweep.Sweep):
-    """A sweep over the fields of a config file.
-
-    Args:
-      config: what the file and ``--config.FIELD`` say, before the search space.
-      environ: of the trials.
-
-    Raises UsageError for options that do not go together with the configuration.
-    """
+    """A sweep over the fields of a config file; `config` is without the search space's values."""
 
     options: SweepOptions
 
     def __init__(self, options: SweepOptions, config: Any, environ: Mapping[str, str]) -> None:
         _check(options, config)
-        super().__init__(options, program_of(options), environ)
+        program = ("-m", "tfdist.train", f"--config={options.config}", *options.config_flags)
+        imports = ("tfdist.app.run",)
+        super().__init__(options, TrialProgram(command=program, imports=imports), environ)
         self._config = config
         self.max_epochs = config.checkpoints
         self.trackers = {config.tracker} - {"none"}
@@ -122,26 +109,10 @@ def _check(options: SweepOptions, config: Any) -> None:
         code="publish-in-a-sweep",
     )
     require(
-        config.strategy in ("auto", options.strategy),
-        "--strategy",
-        received=f"{options.strategy} with config.strategy={config.strategy!r}",
-        expected="the same, or 'auto' in the config file",
-        fix=f"use --strategy {config.strategy}, or leave config.strategy out",
-        code="exclusive",
-    )
-    require(
         config.validation_split or not options.objective.startswith("val_"),
         "--objective",
         received=f"{options.objective} without a validation_split",
         expected="what a trial reports: accuracy, loss",
         fix="name a validation_split, or use --objective loss",
         code="no-validation",
-    )
-    require(
-        options.tuner != "hyperband" or config.checkpoints >= options.factor,
-        "config.checkpoints",
-        received=f"{config.checkpoints} with --tuner hyperband --factor {options.factor}",
-        expected=f"{options.factor} or more: trials are judged after some of them",
-        fix=f"use --config.checkpoints={options.factor**2}",
-        code="too-few-checkpoints",
     )

@@ -20,7 +20,6 @@ from tfdist.errors import (
     EXIT_STOPPED,
     TfdistError,
     UsageError,
-    near,
     require,
 )
 from tfdist.launch.options import Program, imports_tensorflow
@@ -42,15 +41,7 @@ from tfdist.tuning.trial_job import Assignment, TrialFailed, TrialProgram, read_
 
 
 def sweep_dir_of(tuner: Any, given: str | os.PathLike[str] | None) -> Path:
-    """Return where a sweep with this tuner writes; raise UsageError for what is no tuner."""
-    require(
-        isinstance(tuner, keras_tuner.Tuner),
-        "tfdist.tuning.search",
-        received=f"a {type(tuner).__name__}",
-        expected="a keras_tuner.Tuner, such as RandomSearch",
-        fix="make one from the build function",
-        code="no-tuner",
-    )
+    """Return where a sweep with this tuner writes; refuse the tuner's own directory."""
     if given is None:
         return default_dir(tuner)
     theirs = Path(tuner.directory, tuner.project_name).resolve()
@@ -78,25 +69,10 @@ def require_fresh(tuner: Any) -> None:
 
 
 def require_known(tuner: Any, fit_kwargs: Mapping[str, Any]) -> None:
-    """Raise UsageError for an argument that neither `search` nor the fit of the tuner has.
-
-    What a fit of the user's own that takes any does with them its first trial tells.
-    """
+    """Raise TypeError for an argument that neither `search` nor the fit of the tuner has."""
     from tfdist.training.fitting import fit  # which a program that imports `search` may not need
 
-    known = inspect.signature(own_fit(tuner) or fit).parameters
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
-        return
-    names = [*known, *inspect.signature(search).parameters]
-    for name in fit_kwargs:
-        require(
-            name in known,
-            "tfdist.tuning.search",
-            received=f"argument {name!r}{near(name, names)}",
-            expected="one of its own, or of the fit",
-            fix="correct the name",
-            code="unknown-argument",
-        )
+    inspect.signature(own_fit(tuner) or fit).bind_partial(**fit_kwargs)
 
 
 # Command line of the program that calls `search`, started again for each trial.
@@ -249,19 +225,10 @@ def search(
 
 
 class TunerSweep(Sweep):
-    """A sweep over what a tuner of KerasTuner's searches.
-
-    Args:
-      program: this one, which each trial runs again.
-      fitting: the arguments of the fit.
-    """
+    """A sweep over the space of a KerasTuner tuner; `fitting` has the arguments of the fit."""
 
     def __init__(
-        self,
-        tuner: Any,
-        options: RunOptions,
-        program: TrialProgram,
-        fitting: Mapping[str, Any],
+        self, tuner: Any, options: RunOptions, program: TrialProgram, fitting: Mapping[str, Any]
     ) -> None:
         super().__init__(options, program, os.environ)
         self.first_seed = int(tuner.oracle.seed)
@@ -288,6 +255,8 @@ class TunerSweep(Sweep):
         names = ("strategy", "workers", "ps", "early_stop")
         settings = {n: str(getattr(oracle, n)) for n in _SETTINGS if hasattr(oracle, n)}
         settings["executions_per_trial"] = str(tuner.executions_per_trial)
+        kinds = (bool, int, float, str)
+        plain = {k: v for k, v in self._fitting.items() if isinstance(v, kinds) and k != "verbose"}
         return {
             "tuner": type(tuner).__name__,
             "objective": oracle.objective.name,
@@ -297,7 +266,7 @@ class TunerSweep(Sweep):
             # the other tuners it cannot be told whether one was given.
             "seed": (tuner.seed or None) if isinstance(tuner, _TELL_THEIR_SEED) else None,
             "max_trials": oracle.max_trials,
-            "config": {"tuner": settings, **_plain(self._fitting)},
+            "config": {"tuner": settings, **plain},
             "space": space,
         }
 
@@ -342,12 +311,6 @@ def _trial_program() -> TrialProgram:
         imports=IMPORTS_OF_TRIALS if can_fork else None,
         more_imports=tuple(imports_of(source)),
     )
-
-
-def _plain(fitting: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of fit that JSON has and that change a trial."""
-    kinds = (bool, int, float, str)
-    return {k: v for k, v in fitting.items() if isinstance(v, kinds) and k != "verbose"}
 
 
 def search_of(tuner: Any, sweep_dir: Path, begun: Mapping[str, Any]) -> Search:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from tfdist.argument_parser import Parser
 from tfdist.cluster.address import parse_hosts
 from tfdist.errors import (
-    UsageError,
     require,
     require_int,
     require_number,
@@ -28,33 +29,40 @@ EARLY_STOPS = (NONE, MEDIAN)
 """Whether a trial may be stopped as hopeless, and by which rule."""
 
 
+def _flag(default: Any, shown: str, about: str) -> Any:
+    """Return a field that is a flag: its default, and the texts of ``--help``."""
+    return field(default=default, metadata={"metavar": shown, "help": about})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """How the trials of a sweep are run, whoever chooses them.
+    """Options for the jobs of a sweep's trials.
 
     Raises:
-      UsageError: a value out of its range, or values that do not go together.
+      UsageError: a value is out of its range, or values exclude each other.
     """
 
-    sweep_dir: Path
-    parallel_trials: int = 1
-    strategy: str = "single"
-    workers: int = 1
-    ps: int = 1
-    devices_per_worker: int | None = None
-    on: str | None = None
-    hosts: str | None = None
-    """Those that trials run on, each on one of them, and how many at once: ``a:2,b:2``."""
-    rsh: str | None = None
-    env: str | None = None
-    """Variables that trials on other hosts get, with commas between."""
-    max_failed_trials: int | None = None
-    trial_timeout_s: float = math.inf
-    early_stop: str = NONE
-    retrain_best: bool = False
-    overwrite: bool = False
+    sweep_dir: Path = field(
+        metadata={"metavar": "D", "help": "where the sweep writes (runs/<config>-<tuner>)"}
+    )
+    parallel_trials: int = _flag(1, "K", "trials at once (1)")
+    strategy: str = _flag("single", "|".join(STRATEGIES), "of every trial (single)")
+    workers: int = _flag(1, "W", "of every trial (1)")
+    ps: int = _flag(1, "P", "parameter servers of every trial (1)")
+    devices_per_worker: int | None = _flag(None, "D", "of every trial (GPUs, or one CPU)")
+    hosts: str | None = _flag(
+        None, "A:K,B:K", "hosts of the trials, K at once on each (this machine)"
+    )
+    on: str | None = _flag(None, "|".join(PLACES), "how trials are started there (ssh)")
+    rsh: str | None = _flag(None, "CMD", "the remote shell (ssh)")
+    env: str | None = _flag(None, "NAME", "pass a variable to trials on other hosts")
+    max_failed_trials: int | None = _flag(None, "N", "end at so many failed trials (never)")
+    trial_timeout_s: float = _flag(math.inf, "S", "end a trial without progress (never)")
+    early_stop: str = _flag(NONE, "|".join(EARLY_STOPS), "end hopeless trials (none)")
+    retrain_best: bool = _flag(False, "", "train the best anew and save the model")
+    overwrite: bool = _flag(False, "", "move an earlier sweep aside, into old-1, ...")
     backup_every_steps: int | None = None
-    """How often a trial of `tfdist.tuning.search` saves; a configuration says it by itself."""
+    """How often a trial of `tfdist.tuning.search` saves; a configuration has its own field."""
 
     def __post_init__(self) -> None:
         require_one_of("--strategy", self.strategy, STRATEGIES)
@@ -67,16 +75,14 @@ class RunOptions:
             require_number(
                 "--trial_timeout_s", self.trial_timeout_s, above=0, unit="seconds", fix=fix
             )
-        require(
-            self.workers == 1 or self.strategy in ("multiworker", "ps"),
-            "--workers",
-            received=f"{self.workers} with --strategy {self.strategy}",
-            expected="one process, 1",
-            fix="use --strategy multiworker; --parallel_trials runs several trials at once",
-            code="workers-of-one-process",
+        LaunchOptions(  # each trial's launcher would refuse the same values
+            strategy=self.strategy if self.hosts is None else "auto",
+            workers=self.workers,
+            on=self.on,
+            hosts=self.hosts,
+            rsh=self.rsh,
+            env=self.env,
         )
-        # They mean what they mean to the launcher of each trial, which refuses the same.
-        LaunchOptions(on=self.on, hosts=self.hosts, rsh=self.rsh, env=self.env)
         require(
             self.hosts is None or self.parallel_trials == 1,
             "--parallel_trials",
@@ -89,6 +95,11 @@ class RunOptions:
             parse_hosts(self.hosts)
 
     @property
+    def is_here(self) -> bool:
+        """Return whether all trials run on this machine."""
+        return self.on in (None, "local") and self.hosts is None
+
+    @property
     def tasks_per_trial(self) -> int:
         """Return how many processes compute in each trial; a ps job's chief only waits."""
         return self.workers + (self.ps if self.strategy == "ps" else 0)
@@ -96,17 +107,18 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOptions(RunOptions):
-    """What `tfdist.tune` was asked for; raises as `RunOptions`."""
+    """Options of `tfdist.tune`; raises as `RunOptions`."""
 
-    config: str
+    config: str = field(
+        metadata={"metavar": "FILE", "help": "a config file with space(hp, config)"}
+    )
+    tuner: str = _flag("random", "|".join(TUNERS), "who chooses (random)")
+    objective: str = _flag("val_accuracy", "|".join(OBJECTIVES), "what is best (val_accuracy)")
+    max_trials: int | None = _flag(None, "N", "of random and bayesian 20; others to the end")
+    factor: int = _flag(3, "F", "hyperband: one in F trials is continued (3)")
+    seed: int | None = _flag(None, "S", "of the search and of every trial (drawn)")
     config_flags: tuple[str, ...] = ()
     """``--config.field=value``, of every trial, before the search space sets its own."""
-    tuner: str = "random"
-    objective: str = "val_accuracy"
-    max_trials: int | None = None
-    factor: int = 3
-    """Of hyperband: one in so many trials is continued, for so many times as long."""
-    seed: int | None = None
 
     def __post_init__(self) -> None:
         RunOptions.__post_init__(self)  # super() does not know the class that slots made anew
@@ -126,28 +138,13 @@ class SweepOptions(RunOptions):
 
 
 def parse(argv: Sequence[str]) -> SweepOptions | Path:
-    """Return the options of the command line, or the directory of the sweep to show.
-
-    ``--help`` prints and raises SystemExit(0).
-
-    Raises UsageError for anything that cannot be.
-    """
+    """Return the options of the command line, or the directory of the sweep to show."""
     config_flags = tuple(word for word in argv if word.startswith("--config."))
-    values = _parser().parse_args([word for word in argv if word not in config_flags])
-    given = {name: value for name, value in vars(values).items() if value is not None}
+    given = vars(_parser().parse_args([word for word in argv if word not in config_flags]))
     if "env" in given:
         given["env"] = ",".join(given["env"])
-    show = given.pop("show", None)
-    if show is not None:
-        return Path(show)
-    if "config" not in given:
-        raise UsageError(
-            "--config",
-            received="nothing",
-            expected="a config file",
-            fix="write --config configs/digits_sweep.py, or --show DIR",
-            code="missing",
-        )
+    if "show" in given:
+        return Path(given["show"])
     tuner = given.get("tuner", "random")
     sweep_dir = Path(given.pop("sweep_dir", f"runs/{Path(given['config']).stem}-{tuner}"))
     if "max_trials" not in given and tuner in ("random", "bayesian"):
@@ -162,30 +159,19 @@ def _parser() -> Parser:
         "command again goes on with a sweep that was broken off.",
         epilog="--config.FIELD=VALUE changes a field of every trial. "
         "--show DIR prints a sweep that is finished or running.",
+        argument_default=argparse.SUPPRESS,
     )
-    add = parser.add_argument
-    add("--config", metavar="FILE", help="a config file with space(hp, config)")
-    add("--tuner", metavar="|".join(TUNERS), help="who chooses (random)")
-    add("--objective", metavar="|".join(OBJECTIVES), help="what is best (val_accuracy)")
-    add("--max_trials", type=int, metavar="N", help="of random and bayesian 20; others to the end")
-    add("--factor", type=int, metavar="F", help="hyperband: one in F trials is continued (3)")
-    add("--seed", type=int, metavar="S", help="of the search and of every trial (drawn)")
-    add("--parallel_trials", type=int, metavar="K", help="trials at once (1)")
-    add("--strategy", metavar="|".join(STRATEGIES), help="of every trial (single)")
-    add("--workers", type=int, metavar="W", help="of every trial (1)")
-    add("--ps", type=int, metavar="P", help="parameter servers of every trial (1)")
-    add("--devices_per_worker", type=int, metavar="D", help="of every trial (GPUs, or one CPU)")
-    add("--hosts", metavar="A:K,B:K", help="hosts of the trials, K at once on each (this machine)")
-    add("--on", metavar="|".join(PLACES), help="how trials are started there (ssh)")
-    add("--rsh", metavar="CMD", help="the remote shell (ssh)")
-    add("--env", metavar="NAME", action="append", help="pass a variable to trials on other hosts")
-    add("--sweep_dir", metavar="D", help="where the sweep writes (runs/<config>-<tuner>)")
-    add("--max_failed_trials", type=int, metavar="N", help="end at so many failed trials (never)")
-    add("--trial_timeout_s", type=float, metavar="S", help="end a trial without progress (never)")
-    add("--early_stop", metavar="|".join(EARLY_STOPS), help="end hopeless trials (none)")
-    add("--retrain_best", action="store_true", help="train the best anew and save the model")
-    add("--overwrite", action="store_true", help="move an earlier sweep aside, into old-1, ...")
-    add("--show", metavar="DIR", help="print the sweep in DIR and do nothing else")
+    shown = parser.add_mutually_exclusive_group(required=True)
+    shown.add_argument("--show", metavar="DIR", help="print the sweep in DIR, do nothing else")
+    kinds: dict[str, dict[str, Any]]
+    kinds = {"int": {"type": int}, "float": {"type": float}, "bool": {"action": "store_true"}}
+    of_runs = RunOptions.__dataclass_fields__
+    for one in sorted(fields(SweepOptions), key=lambda one: one.name in of_runs):
+        how = {"action": "append"} if one.name == "env" else kinds.get(str(one.type).split()[0], {})
+        words = {name: text for name, text in one.metadata.items() if text}
+        if words:
+            add = shown.add_argument if one.name == "config" else parser.add_argument
+            add(f"--{one.name}", **words, **how)
     return parser
 
 
@@ -202,10 +188,7 @@ def require_no_rule(early_stop: str) -> None:
 
 
 def _require_least(least: int, **options: int | None) -> None:
-    """Raise UsageError for an option that is neither None nor a whole number of at least so many.
-
-    From Python it may be anything.
-    """
+    """Raise UsageError for an option that is no whole number of at least `least` and not None."""
     for name, value in options.items():
         if value is not None:
             require_int(f"--{name}", value, least=least, fix=f"write --{name} {least}, for example")

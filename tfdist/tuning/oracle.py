@@ -71,9 +71,7 @@ class SearchSpace:
         check(config)
         before, after = flat(self._config), flat(config)
         return tuple(
-            f"--config.{name}={_text(value)}"
-            for name, value in after.items()
-            if value != before[name]
+            f"--config.{name}={value}" for name, value in after.items() if value != before[name]
         )
 
     def asked(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,13 +115,7 @@ def record_asked(hp: Any) -> dict[str, Any]:
 
 
 def describe_space(hyperparameters: Any, *, where: str, function: str) -> list[dict[str, Any]]:
-    """Return a space as JSON has it, to be written down and compared; refuse an empty one.
-
-    Args:
-      hyperparameters: a `keras_tuner.HyperParameters`.
-      where: names the space in an error.
-      function: names the function that is to ask for hyperparameters.
-    """
+    """Return a space as JSON, to be journaled and compared; refuse an empty one."""
     space: list[dict[str, Any]] = json.loads(json.dumps(hyperparameters.get_config()["space"]))
     require(
         space,
@@ -147,10 +139,6 @@ def _load(path: str) -> _Build:
         code="no-space",
     )
     return build
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # Search-space discovery: all hyperparameters, before the first trial.
@@ -315,7 +303,10 @@ class Search:
                 metrics = {key: value for key, value in line.items() if key != "virtual_epoch"}
                 for metric in metrics:
                     if metric != objective and not tracker.exists(metric):
-                        _register(tracker, metric)
+                        try:  # makes Keras' metric of this name to find which way is better
+                            tracker.register(metric)
+                        except Exception:  # such as a MeanIoU, which needs arguments (1.4.8)
+                            tracker.register(metric, direction="min")
                 # KerasTuner counts steps from 0: its users train `best_step + 1` epochs.
                 self._oracle.update_trial(name, metrics, step=int(line["virtual_epoch"]) - 1)
         trial = self._oracle.trials[name]
@@ -431,18 +422,6 @@ def _take_as_if_asked(oracle: Any) -> tuple[Any, Any]:
     oracle._random_state.uniform(size=(50, len(oracle._get_hp_bounds())))
     x, y = (np.nan_to_num(one, posinf=0, neginf=0) for one in oracle._vectorize_trials())
     return x, y
-
-
-def _register(tracker: Any, metric: str) -> None:
-    """Have KerasTuner keep a metric.
-
-    To find which way is better it makes the metric of Keras' that has this name, and fails where
-    that needs arguments, as that of ``mean_io_u`` does (1.4.8).
-    """
-    try:
-        tracker.register(metric)
-    except Exception:
-        tracker.register(metric, direction="min")
 
 
 def _not_yet(*_: object) -> None:

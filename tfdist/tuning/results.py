@@ -1,11 +1,12 @@
 """Results of a sweep: what it shows on the console, and what it leaves for others to read.
 
-A live table or a line per change, the leaderboard, `sweep.json`, a plot, TensorBoard's HParams, and
-a parent run in a tracker.
+A live table or a line per change, the leaderboard, `sweep.json`, TensorBoard's HParams, and a
+parent run in a tracker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -13,7 +14,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,15 @@ from tfdist.outputs.sweep_journal import (
     fold,
     read,
 )
-from tfdist.report.sweep import coordinates
 
 logger = logging.getLogger(__name__)
 
 SWEEP = "sweep.json"
-PLOT = "sweep.png"
 _SHOWN = 10
 _REFRESH_S = 1.0
 
 
-class SweepScreen:
+class SweepScreen(contextlib.ExitStack):
     """The chief's observer: shows each change; `tick` writes `sweep.json` and calls `export`."""
 
     def __init__(
@@ -57,25 +56,15 @@ class SweepScreen:
         sweep_dir: Path,
         *,
         console: Console | None = None,
-        export: Callable[[SweepState, Path], None] | None = None,
+        export: Callable[[SweepState, Path], None] = lambda state, sweep_dir: None,
     ) -> None:
+        super().__init__()
         self._sweep_dir = sweep_dir
         self._console = console or _console()
         self._live: Live | None = None
         self._shown_at_s = 0.0
         self._export = export
         self._has_changed = False
-
-    def __enter__(self) -> SweepScreen:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop_live()
-
-    def _stop_live(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
     def begin(self, state: SweepState) -> None:
         """The sweep starts, or goes on."""
@@ -84,20 +73,17 @@ class SweepScreen:
             left = len(state.trials) - done
             self._say(f"going on: {done} trials have ended, {left} go on where they stood")
         if self._console.is_terminal:
-            self._live = Live(console=self._console, auto_refresh=False)
-            self._live.start()
+            self._live = self.enter_context(Live(console=self._console, auto_refresh=False))
         self._write(state)
 
     def changed(self, state: SweepState, trial: Trial) -> None:
-        """Report what has become of a trial, where nothing shows it."""
+        """Print the change of a trial, if no live table shows it."""
         self._has_changed = True
-        if self._live is None and (
-            trial.status != WAITING or trial.reason
-        ):  # not that it was asked for: it starts next
+        if self._live is None and (trial.status != WAITING or trial.reason):  # a new one starts
             self._say(change_line(state, trial))
 
     def tick(self, state: SweepState) -> None:
-        """Bring the files and the live table up to date, once for all that has changed."""
+        """Bring the files and the live table up to date, once for all changes."""
         is_time = time.monotonic() - self._shown_at_s >= _REFRESH_S
         if self._live is not None and (self._has_changed or is_time):
             self._shown_at_s = time.monotonic()
@@ -106,21 +92,17 @@ class SweepScreen:
             self._write(state)
 
     def end(self, state: SweepState) -> None:
-        """The sweep has ended or was asked to stop: the leaderboard, and the picture."""
-        self._stop_live()
+        """The sweep has ended or was asked to stop: the leaderboard."""
+        self.close()
         self._write(state)
-        path = draw_plot(state, self._sweep_dir)
         leaderboard(state, self._sweep_dir, console=self._console)
-        if path is not None:
-            self._say(f"plot: {path}")
 
     def _write(self, state: SweepState) -> None:
         self._has_changed = False
         path = self._sweep_dir / SWEEP
         with one_line_errors(path):
             files.write_json(path, as_json(state), durable=False)
-        if self._export is not None:
-            self._export(state, self._sweep_dir)
+        self._export(state, self._sweep_dir)
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, emoji=False)
@@ -150,7 +132,10 @@ def table(state: SweepState, sweep_dir: Path, *, is_final: bool = False) -> Tabl
     ranked = state.ranked() if is_final else state.ranked()[:_SHOWN]
     failed = [t for t in state.trials.values() if t.status == FAILED]
     for trial in [*running, *ranked, *failed[-_SHOWN:]]:
-        line = {} if trial.is_over else _last_line(trial, sweep_dir)
+        line: Mapping[str, Any] = {}
+        if not trial.is_over:
+            lines = RunDirectory(sweep_dir / TRIALS / trial.run).read_metrics()
+            line = lines[-1] if lines else {}
         score = line.get(objective) if line else trial.score
         drawn.add_row(
             trial.id,
@@ -195,28 +180,14 @@ def as_json(state: SweepState) -> dict[str, Any]:
 
 
 def _trial_json(trial: Trial) -> dict[str, Any]:
+    names = ("status", "score", "best_virtual_epoch", "stopped_at", "hyperparameters", "starts")
+    more = ("reason", "last_lines", "began_at", "ended_at", "seconds")
     return {
         "trial": trial.id,
-        "status": trial.status,
-        "score": trial.score,
-        "best_virtual_epoch": trial.best_virtual_epoch,
         "virtual_epochs": trial.until,
-        "stopped_at": trial.stopped_at,
-        "hyperparameters": trial.hyperparameters,
         "run_dir": f"{TRIALS}/{trial.run}",
-        "starts": trial.starts,
-        "reason": trial.reason,
-        "last_lines": list(trial.last_lines),
-        "began_at": trial.began_at,
-        "ended_at": trial.ended_at,
-        "seconds": trial.seconds,
+        **{name: getattr(trial, name) for name in (*names, *more)},
     }
-
-
-def _last_line(trial: Trial, sweep_dir: Path) -> Mapping[str, Any]:
-    """Return the metrics of the last virtual epoch that a trial has done so far."""
-    lines = RunDirectory(sweep_dir / TRIALS / trial.run).read_metrics()
-    return lines[-1] if lines else {}
 
 
 def _progress(trial: Trial, state: SweepState, line: Mapping[str, Any]) -> str:
@@ -266,166 +237,43 @@ def show(path: Path) -> None:
     leaderboard(fold(lines), path, is_running=is_held(path / LOCK))
 
 
-# Plot of a sweep: scores, the effect of each hyperparameter, parallel coordinates.
-
-_POINTS, _BEST = "#1f5fa8", "#d1661a"
-_COLUMNS = 4
-_MOST_EFFECTS = 8
-
-
-def draw_plot(state: SweepState, sweep_dir: Path) -> Path | None:
-    """Draw the completed trials of a sweep as a PNG in its directory; return its path.
-
-    Returns None, and says so in the log, where matplotlib is not installed, no trial is there, or
-    the picture cannot be drawn or written: it is no reason for a sweep that is done to fail.
-    """
-    path = sweep_dir / PLOT
-    if not state.scores:
-        logger.info("no plot: no trial was completed")
-        return None
-    try:
-        _figure(state).savefig(path)
-    except ImportError:
-        logger.info("no plot: matplotlib is missing; pip install 'tfdist[plots]'")
-        return None
-    except Exception as error:
-        logger.warning("no plot: %s: %s", type(error).__name__, error)
-        return None
-    return path
-
-
-def _figure(state: SweepState) -> Any:
-    from matplotlib.figure import Figure  # made by hand: neither pyplot nor a display is touched
-
-    names = state.varied[:_MOST_EFFECTS]
-    rows = -(-len(names) // _COLUMNS)
-    figure = Figure(figsize=(13.0, 6.8 + 2.7 * rows), dpi=130, layout="constrained")
-    grid = figure.add_gridspec(rows + 2, _COLUMNS, height_ratios=[1.2, *[1.0] * rows, 1.2])
-    _draw_scores(figure.add_subplot(grid[0, :]), state)
-    for number, name in enumerate(names):
-        place = grid[1 + number // _COLUMNS, number % _COLUMNS]
-        _draw_effect(figure.add_subplot(place), state, name)
-    _draw_parallel(figure.add_subplot(grid[rows + 1, :]), state)
-    title = f"{_literal(state.begun['tuner'])} search, {len(state.scores)} trials"
-    figure.suptitle(title, fontsize=12)
-    return figure
-
-
-def _draw_scores(axes: Any, state: SweepState) -> None:
-    best, numbers = state.best_so_far, range(1, len(state.scores) + 1)
-    axes.plot(numbers, state.scores, "o", color=_POINTS, ms=5, label="trial")
-    axes.step(numbers, best, where="post", color=_BEST, label=f"best so far, {best[-1]:.4g}")
-    axes.set_xlabel("completed trials, in the order in which they were asked for")
-    axes.set_ylabel(_literal(state.begun["objective"]))
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(frameon=False, fontsize=9)
-    _plain_axes(axes)
-
-
-def _draw_effect(axes: Any, state: SweepState, name: str) -> None:
-    known = [trial for trial in state.ranked() if name in trial.hyperparameters]
-    values = [trial.hyperparameters[name] for trial in known]
-    scores = [trial.score for trial in known]
-    if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
-        pairs = sorted(zip(map(_literal, values), scores, strict=True))
-        values, scores = map(list, zip(*pairs, strict=True))
-    axes.plot(values, scores, "o", color=_POINTS, ms=4.5, alpha=0.8)
-    if name in state.on_log_scale:
-        axes.set_xscale("log")
-    axes.set_xlabel(_literal(name))
-    axes.set_ylabel(_literal(state.begun["objective"]))
-    _plain_axes(axes)
-
-
-def _draw_parallel(axes: Any, state: SweepState) -> None:
-    """Draw a line for each trial through its values, the better the stronger, the best on top."""
-    found, lines = coordinates(state, most=_MOST_EFFECTS)
-    for number, axis in enumerate(found):
-        axes.axvline(number, color="#bbbbbb", lw=0.8, zorder=0)
-        for height, text in axis.ticks:
-            where = {"va": "center", "fontsize": 7, "color": "#444444"}
-            axes.text(number + 0.02, height, _literal(text), **where)
-    for rank, line in reversed([*enumerate(lines)]):
-        look = {"color": _POINTS if rank else _BEST, "alpha": 1.0 - 0.7 * rank / len(lines)}
-        points = [(x, height) for x, height in enumerate(line) if height is not None]
-        axes.plot(*zip(*points, strict=True), "-o", ms=4, lw=1.3, **look)
-    axes.set_xticks(range(len(found)), [_literal(axis.name) for axis in found])
-    axes.set_yticks([])
-    axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _literal(text: object) -> str:
-    """Return a text as matplotlib shows it as it is, and no formula."""
-    return str(text).replace("$", r"\$")
-
-
-def _plain_axes(axes: Any) -> None:
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 # HParams export for TensorBoard: ``tensorboard --logdir SWEEP_DIR/tensorboard``.
-#
-# A directory for each trial that has ended, with its values, its end, and the objective at each
-# virtual epoch. Written with what TensorBoard ships, so no operation of TensorFlow's is run.
 
 HPARAMS = "tensorboard"
 
 
 def export_hparams(state: SweepState, sweep_dir: Path) -> None:
-    """Write the trials that have ended; what is there already is left as it is.
+    """Write a directory for each trial that has ended: its values, scores and end.
 
-    Raises TfdistError where it cannot be written.
+    A directory that exists stays as it is. Raises TfdistError if a directory cannot be written.
     """
-    path = sweep_dir / HPARAMS
-    ended = [trial for trial in state.trials.values() if trial.is_over]
-    objective = str(state.begun.get("objective"))
-    with one_line_errors(path):
-        for trial in ended:
-            if not (path / trial.id).exists():
-                summaries = _summaries(trial, objective)
-                _write_events(path, trial.id, summaries, at=trial.ended_at or time.time())
+    board = sweep_dir / HPARAMS
+    with one_line_errors(board):
+        for trial in state.trials.values():
+            if trial.is_over and not (board / trial.id).exists():
+                unfinished = board / f".{trial.id}.unfinished"
+                shutil.rmtree(unfinished, ignore_errors=True)
+                _write_hparams(trial, str(state.begun.get("objective")), unfinished)
+                os.replace(unfinished, board / trial.id)
 
 
-def _write_events(path: Path, name: str, summaries: Iterable[tuple[int, Any]], at: float) -> None:
-    """Write an event file in a directory that appears whole."""
-    from tensorboard.compat.proto import event_pb2
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    unfinished = path / f".{name}.unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    writer = EventFileWriter(str(unfinished))
-    for step, summary in summaries:
-        event = event_pb2.Event(wall_time=at, step=step)
-        event.summary.ParseFromString(summary.SerializeToString())  # TensorFlow's, maybe
-        writer.add_event(event)
-    writer.close()
-    os.replace(unfinished, path / name)
-
-
-def _summaries(trial: Trial, objective: str) -> list[tuple[int, Any]]:
+def _write_hparams(trial: Trial, objective: str, path: Path) -> None:
+    import tensorflow as tf  # the chief has loaded it, with KerasTuner
     from tensorboard.plugins.hparams import api, api_pb2, summary
-    from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
     is_done = trial.status == COMPLETED
     status = api_pb2.STATUS_SUCCESS if is_done else api_pb2.STATUS_FAILURE
-    return [
-        (
-            0,
-            api.hparams_pb(trial.hyperparameters, trial.id, trial.began_at),
-        ),
-        *(
-            (int(line["virtual_epoch"]), scalar_pb(objective, line[objective]))
-            for line in trial.history
-            if objective in line
-        ),
-        (0, summary.session_end_pb(status, _end_of_session(trial))),
-    ]
-
-
-def _end_of_session(trial: Trial) -> float | None:
-    """Return the end of a trial without breaks; TensorBoard shows the time since its begin."""
-    return trial.ended_at if trial.began_at is None else trial.began_at + trial.ran_s
+    # TensorBoard shows the time since the begin, which may have had breaks.
+    end = trial.ended_at if trial.began_at is None else trial.began_at + trial.ran_s
+    writer = tf.summary.create_file_writer(str(path))
+    with writer.as_default():
+        api.hparams(trial.hyperparameters, trial.id, trial.began_at)
+        for line in trial.history:
+            if objective in line:
+                tf.summary.scalar(objective, line[objective], step=int(line["virtual_epoch"]))
+        session_end = summary.session_end_pb(status, end).SerializeToString()
+        tf.summary.experimental.write_raw_pb(session_end, step=0)
+    writer.close()
 
 
 # One run of a tracker above those of a sweep's trials, by variables that MLflow and W&B read.
@@ -437,13 +285,7 @@ MLFLOW_FILE = "mlflow-run"
 def variables_of_trials(
     packages: Collection[str], sweep_dir: Path, *, begun: Mapping[str, Any]
 ) -> Mapping[str, str]:
-    """Return the variables that make the runs of trials children of one, also after a restart.
-
-    Args:
-      packages: the trackers that the trials log to, of which ``mlflow`` and ``wandb`` can.
-      sweep_dir: of the sweep.
-      begun: the first line of its journal.
-    """
+    """Return the variables that make the runs of trials children of one, also after a restart."""
     variables = {}
     if "wandb" in packages:
         digest = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()

@@ -8,6 +8,7 @@ import os
 import random
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,6 @@ from tfdist.tuning.trial_job import (
     Goal,
     LauncherRunner,
     Outcome,
-    Runner,
     TrialHosts,
     TrialJob,
     TrialProgram,
@@ -118,8 +118,9 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
     require_own(sweep_dir)
     with contextlib.ExitStack() as stack:
         stack.enter_context(chief_lock(sweep_dir))
-        stack.callback(sweep.runner.close)
-        sweep.runner.warm_up()
+        if sweep.runner.warm is not None:
+            stack.callback(sweep.runner.warm.close)
+            sweep.runner.warm.start()
         description = sweep.describe()
         if sweep.options.overwrite and restarts(os.environ):
             logger.info("started again: --overwrite was for the first start, the sweep goes on")
@@ -184,69 +185,40 @@ def runner_of(
 ) -> LauncherRunner:
     """Return the runner of trials on this machine, or on the hosts of the sweep."""
     machine = this_machine(environ)
-    is_here = options.on in (None, "local") and options.hosts is None
-    if is_here:
-        flags = launch_flags(options, cpus=machine.cpus)
-        elsewhere = None
-    else:
-        elsewhere = _hosts_of(options, environ)
-        flags = flags_elsewhere(options, elsewhere, cpus=machine.cpus)
+    elsewhere = None if options.is_here else _hosts_of(options, environ)
+    flags = launch_flags(options, cpus=machine.cpus, elsewhere=elsewhere)
     return LauncherRunner(
         program=program.command,
         launch_flags=(*flags, *program.launch_flags),
-        gpus=machine.gpus if is_here else (),
+        gpus=machine.gpus if options.is_here else (),
         slots=options.parallel_trials,
         environ=environ,
         timeout_s=options.trial_timeout_s,
         elsewhere=elsewhere,
-        passes_variables=not is_here,
-        warm=_fork_template(options, program, machine=machine, environ=environ)
-        if is_here
-        else None,
+        passes_variables=not options.is_here,
+        warm=_fork_template(options, program, machine=machine, environ=environ),
     )
 
 
 def _hosts_of(options: RunOptions, environ: Mapping[str, str]) -> TrialHosts | None:
-    """Return the hosts of the trials; None where Ray chooses them.
-
-    Raises UsageError without the allocation of Slurm that --on slurm means.
-    """
+    """Return the hosts of the trials; None if Ray chooses them."""
     if options.on == "ray":
         return None
     if options.hosts is not None:
-        hosts = parse_hosts(options.hosts)
+        listed = parse_hosts(options.hosts)
     else:
-        hosts = [(node, options.parallel_trials) for node in slurm_nodes(environ)]
-    chief = options.strategy == "ps"
-    return TrialHosts(hosts=hosts, tasks=options.tasks_per_trial + chief)
-
-
-def flags_elsewhere(options: RunOptions, elsewhere: TrialHosts | None, *, cpus: int) -> list[str]:
-    """Return the launcher's flags of every trial on other hosts, which have as many CPUs.
-
-    Tasks there need an address: a trial of one process is a multiworker job of one.
-    """
-    flags = ["--on", options.on or "ssh"]
-    for flag, value in (("--rsh", options.rsh), ("--env", options.env)):
-        flags += [flag, value] if value is not None else []
-    strategy, devices = options.strategy, options.devices_per_worker
-    if strategy in ("single", "mirrored"):
-        devices = 1 if strategy == "single" else devices
-        strategy = "multiworker"
-    flags += ["--strategy", strategy]
-    flags += ["--ps", str(options.ps)] if strategy == "ps" else []
-    flags += ["--devices_per_worker", str(devices)] if devices is not None else []
-    if elsewhere is None:
-        return [*flags, "--workers", str(options.workers)]
-    most = max(count for _, count in elsewhere.hosts) * options.tasks_per_trial
-    return [*flags, "--threads_per_task", str(max(1, cpus // most))]
+        listed = [(node, options.parallel_trials) for node in slurm_nodes(environ)]
+    hosts = Counter[str]()
+    for host, trials in listed:  # a host may be listed twice
+        hosts[host] += trials
+    return TrialHosts(hosts=hosts, tasks=options.tasks_per_trial + (options.strategy == "ps"))
 
 
 def _fork_template(
     options: RunOptions, program: TrialProgram, *, machine: Machine, environ: Mapping[str, str]
 ) -> ForkTemplate | None:
-    """Return the process that imports once for all trials; None where a fork would break a GPU."""
-    if program.imports is None or machine.gpus or machine.has_gpu_driver:
+    """Return the process that imports once for all trials; None if a fork would break a GPU."""
+    if not options.is_here or program.imports is None or machine.gpus or machine.has_gpu_driver:
         return None
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": "-1"}  # as the launcher has it
     return ForkTemplate(
@@ -257,20 +229,33 @@ def _fork_template(
     )
 
 
-def launch_flags(options: RunOptions, *, cpus: int) -> list[str]:
-    """Return the launcher's flags of every trial; warn where there are more tasks than CPUs."""
-    tasks = max(1, options.parallel_trials) * options.tasks_per_trial
+def launch_flags(
+    options: RunOptions, *, cpus: int, elsewhere: TrialHosts | None = None
+) -> list[str]:
+    """Return the launcher's flags of every trial; warn if there are more tasks than CPUs.
+
+    All hosts count as having as many CPUs as this one. A task on another host needs an address: a
+    trial of one process is a multiworker job of one worker there.
+    """
+    flags, strategy, devices = list[str](), options.strategy, options.devices_per_worker
+    if not options.is_here:
+        flags += ["--on", options.on or "ssh"]
+        for flag, value in (("--rsh", options.rsh), ("--env", options.env)):
+            flags += [flag, value] if value is not None else []
+        if strategy in ("single", "mirrored"):
+            devices = 1 if strategy == "single" else devices
+            strategy = "multiworker"
+    flags += ["--strategy", strategy]
+    flags += ["--workers", str(options.workers)] if elsewhere is None else []
+    flags += ["--ps", str(options.ps)] if strategy == "ps" else []
+    flags += ["--devices_per_worker", str(devices)] if devices is not None else []
+    if options.on == "ray":  # each node has CPUs of its own
+        return flags
+    at_once = max(elsewhere.hosts.values()) if elsewhere else options.parallel_trials
+    tasks = at_once * options.tasks_per_trial
     if tasks > cpus:
-        logger.warning(
-            "%d trials at once are %d processes that compute, on %d CPUs: they share them",
-            options.parallel_trials,
-            tasks,
-            cpus,
-        )
-    flags = ["--strategy", options.strategy, "--workers", str(options.workers)]
-    flags += ["--ps", str(options.ps)] if options.strategy == "ps" else []
-    if options.devices_per_worker is not None:
-        flags += ["--devices_per_worker", str(options.devices_per_worker)]
+        text = "%d parallel trials run %d processes on %d CPUs (oversubscribed)"
+        logger.warning(text, at_once, tasks, cpus)
     return [*flags, "--threads_per_task", str(max(1, cpus // tasks))]
 
 
@@ -293,7 +278,7 @@ def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, be
     state.apply(journal.add("retrained", trial=best))
 
 
-def retrain(runner: Runner, job: TrialJob, *, stop_requests: StopRequests) -> int:
+def retrain(runner: LauncherRunner, job: TrialJob, *, stop_requests: StopRequests) -> int:
     """Run the job that trains the best trial anew; return the exit code, and log how it went.
 
     It goes on where it stood when it is killed, or the same command is run again.

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tfdist.errors import EXIT_OK, UsageError
+from tfdist.errors import EXIT_OK
 from tfdist.outputs.sweep_journal import JOURNAL
 from tfdist.strategy import current_job, make_strategy
 from tfdist.tuning.trial_job import Assignment, TrialFailed, read_assignment
@@ -47,13 +47,6 @@ def main(argv: Sequence[str]) -> None:
     except TrialFailed as passed:
         error: Any = passed.__cause__
         raise error from None
-    raise UsageError(
-        argv[0],
-        received="a run that ended before it came to its tfdist.tuning.search",
-        expected="the same path to it in every run: each trial runs the program again",
-        fix="call it wherever the sweep itself has called it",
-        code="no-search",
-    )
 
 
 def have_tuners_overwrite_nothing() -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tfdist.cluster.address import join
 from tfdist.errors import (
@@ -32,7 +32,6 @@ from tfdist.files import is_held, one_line_errors
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.guardian import bound_command
 from tfdist.outputs.run_directory import COUNTERS, DONE, RunDirectory, read_json
-from tfdist.outputs.sweep_journal import HERE, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +74,16 @@ class TrialFailed(BaseException):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """Room for one trial."""
+
+    number: int = 0
+    """From 0 on each host; selects the share of the GPUs."""
+    host: str | None = None
+    """Name in the list of hosts; None on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrialJob:
     """Everything needed to run or resume a trial."""
 
@@ -83,7 +92,6 @@ class TrialJob:
     """``--config.field=value``."""
     goal: Goal
     slot: Slot = field(default_factory=Slot)
-    """Who runs it, and whose GPUs it takes."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Added to its environment."""
     trial: str = ""
@@ -99,35 +107,6 @@ class TrialJob:
 def is_run_in(run_dir: Path) -> bool:
     """Return whether a job holds a trial's directory, or its checkpoints are written."""
     return is_held(run_dir / "logs" / ".lock") or RunDirectory(run_dir).is_written
-
-
-class RunningTrial(Protocol):
-    """A trial that was started."""
-
-    def poll(self) -> Outcome | None:
-        """Return its outcome, None while it runs."""
-
-    def stop(self) -> None:
-        """Ask it to save and end; `poll` goes on until it has."""
-
-
-class Runner(Protocol):
-    """Interface of what runs the chief's trials."""
-
-    def outcome(self, job: TrialJob) -> Completed | Failed | None:
-        """Return the outcome of a trial that has come to its goal already."""
-
-    def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
-        """Return a line for each virtual epoch that a trial has done."""
-
-    def free_slots(self, taken: Collection[Slot]) -> Iterable[Slot]:
-        """Return where trials can be started now, if they run in the places that are taken."""
-
-    def start(self, job: TrialJob) -> RunningTrial:
-        """Start a trial, or go on with it where it stood."""
-
-    def wait(self, running: Sequence[Any], timeout_s: float) -> None:
-        """Return when a trial may have ended, after `timeout_s` at the latest."""
 
 
 # Assignment of a trial to the user's program: one variable, as JSON.
@@ -216,9 +195,6 @@ class Goal:
 
         It is hopeless where its best so far is worse than the median of the others' averages so
         far; that comes before `until`, also for a trial that went further.
-
-        Args:
-          metrics: a line for each virtual epoch that the trial has done.
         """
         values, is_max = values_of(metrics, self.objective), self.direction == "max"
         for done in range(LEAST_EPOCHS, min(len(values), len(self.medians)) + 1):
@@ -348,11 +324,11 @@ class TrialHosts:
     otherwise it would be the first that is free, and use up the trials of the sweep.
     """
 
-    hosts: Sequence[tuple[str, int]]
-    """Names, and how many trials each has at once."""
+    hosts: Mapping[str, int]
+    """How many trials each has at once, by its name."""
     tasks: int
     """Of a trial."""
-    _closed_until: dict[int, float] = field(default_factory=dict)
+    _closed_until: dict[str, float] = field(default_factory=dict)
     _why: str = ""
 
     def slots(self) -> list[Slot]:
@@ -370,30 +346,29 @@ class TrialHosts:
             )
         now_s = time.monotonic()
         slots = [
-            Slot(number=number, runner=1 + rank)
-            for rank, (_, count) in enumerate(self.hosts)
-            if self._closed_until.get(1 + rank, 0.0) <= now_s
+            Slot(number=number, host=host)
+            for host, count in self.hosts.items()
+            if self._closed_until.get(host, 0.0) <= now_s
             for number in range(count)
         ]
         return sorted(slots, key=lambda slot: slot.number)
 
     def flags(self, slot: Slot) -> list[str]:
         """Return the launcher's flags that start a trial on its host."""
-        if slot.runner == HERE:  # the best, trained again: it has the first host that is open
-            slot = next(iter(self.slots()), Slot(runner=1))
-        host, _ = self.hosts[slot.runner - 1]
+        host = slot.host
+        if host is None:  # the best, trained again: it has the first host that is open
+            host = next((slot.host for slot in self.slots()), None) or next(iter(self.hosts))
         return ["--hosts", join(host, self.tasks)]
 
-    def close(self, slot: Slot, exit_code: int, why: str) -> None:
+    def close(self, host: str, exit_code: int, why: str) -> None:
         """Close a host after a launcher's exit code: for a while, or for good."""
-        host, _ = self.hosts[slot.runner - 1]
-        if self._closed_until.get(slot.runner) == math.inf:
+        if self._closed_until.get(host) == math.inf:
             return
         if exit_code == EXIT_PEER_MISSING:
-            self._closed_until[slot.runner] = time.monotonic() + _LOST_HOST_S
+            self._closed_until[host] = time.monotonic() + _LOST_HOST_S
             logger.warning("%s gets no trials for %g s: %s", host, _LOST_HOST_S, why)
         else:
-            self._closed_until[slot.runner], self._why = math.inf, why
+            self._closed_until[host], self._why = math.inf, why
             logger.warning("%s gets no more trials: %s", host, why)
 
 
@@ -420,6 +395,7 @@ class LauncherRunner:
     """What the tasks are forked from, None to start each job with imports of its own."""
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
+        """Return the outcome of a trial that has reached its goal already."""
         directory = RunDirectory(job.run_dir)
         return outcome_of(
             job.goal, summary=directory.read_summary(), metrics=directory.read_metrics()
@@ -428,7 +404,7 @@ class LauncherRunner:
     def metrics(self, run_dir: Path) -> Sequence[Mapping[str, Any]]:
         return RunDirectory(run_dir).read_metrics()
 
-    def free_slots(self, taken: Collection[Slot]) -> Iterable[Slot]:
+    def free_slots(self, taken: Collection[Slot]) -> list[Slot]:
         here = [Slot(number=number) for number in range(self.slots)]
         slots = here if self.elsewhere is None else self.elsewhere.slots()
         return [slot for slot in slots if slot not in taken]
@@ -436,18 +412,13 @@ class LauncherRunner:
     def start(self, job: TrialJob) -> LaunchedTrial:
         return LaunchedTrial(self, job)
 
-    def wait(self, running: Sequence[Any], timeout_s: float) -> None:
-        ends_of(running).poll(timeout_s * 1000)
-
-    def warm_up(self) -> None:
-        """Begin with the imports that all trials share, where there is anything to begin with."""
-        if self.warm is not None and self.slots:
-            self.warm.start()
-
-    def close(self) -> None:
-        """End what it keeps between trials."""
-        if self.warm is not None:
-            self.warm.close()
+    def wait(self, running: Iterable[Any], timeout_s: float) -> None:
+        """Return when a trial's launcher has exited, after `timeout_s` at the latest."""
+        poll = select.poll()  # a program may have more files open than `select` can watch
+        for trial in running:
+            if trial.pidfd is not None:
+                poll.register(trial.pidfd, select.POLLIN)
+        poll.poll(timeout_s * 1000)
 
     def command(self, job: TrialJob, *, fork_server: int | None = None) -> list[str]:
         """Return the launcher's command line for a trial."""
@@ -467,15 +438,6 @@ class LauncherRunner:
             mine = gpus[number :: max(1, self.slots)] or gpus[number % len(gpus) :][:1]
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         return environ
-
-
-def ends_of(running: Iterable[Any]) -> select.poll:
-    """Return a poll object that wakes when a trial here ends."""
-    poll = select.poll()  # a program may have more files open than `select` can tell of
-    for trial in running:
-        if trial.pidfd is not None:
-            poll.register(trial.pidfd, select.POLLIN)
-    return poll
 
 
 class LaunchedTrial:
@@ -498,6 +460,7 @@ class LaunchedTrial:
             self._start()
 
     def poll(self) -> Outcome | None:
+        """Return its outcome, None while it runs."""
         if self._process is None:
             return self._wait_for_directory()
         status = self._process.poll()
@@ -510,6 +473,7 @@ class LaunchedTrial:
         return self._outcome(status)
 
     def stop(self) -> None:
+        """Ask it to save and exit; `poll` returns None until it has."""
         self._is_unwanted = True
         self._end()
 
@@ -524,11 +488,11 @@ class LaunchedTrial:
             return Killed(reason="the sweep was asked to stop")
         report = self._read_report()
         is_new = report != self._report_before
-        elsewhere, slot = self._runner.elsewhere, self._job.slot
+        elsewhere, host = self._runner.elsewhere, self._job.slot.host
         is_lost = status == EXIT_PEER_MISSING or (status == EXIT_USAGE and not is_new)
-        if elsewhere is not None and slot.runner != HERE and is_lost:
+        if elsewhere is not None and host is not None and is_lost:
             why = last_lines[-1] if last_lines else f"exit code {status}"
-            elsewhere.close(slot, status, why)
+            elsewhere.close(host, status, why)
             return Killed(reason=why)
         return failure_of(status, report=report if is_new else None, last_lines=last_lines)
 
