@@ -195,7 +195,7 @@ def test_why_the_kernel_killed_a_fork_server_is_told(tmp_path, monkeypatch):
 
 
 def test_a_sign_of_life_is_an_event(processes):
-    said = {"phase": "step", "step": 7, "since_s": 4.0, "first_step_s": None, "rest_s": 4.25}
+    said = {"phase": "step", "step": 7, "since_s": 4.0, "first_step_s": None}
     waits = {"awaited": {"task": "worker-0", "since_s": 3.0, "is_first": False}}
     note = {"event": "beat", "task": "worker-0", "at_s": 4.5, **said, **waits}
     stray, bad = {**note, "task": "worker-9"}, {**note, "phase": 7}

@@ -105,7 +105,7 @@ def test_an_action_arrives_as_it_was_sent(action):
         Raised(task=W1, exit_code=3, cause="ValueError: ü", at_s=90, step=7),
         Raised(task=W1, exit_code=3, cause="", at_s=90),
         Beat(task=W1, phase="step", step=12, since_s=80, first_step_s=50, at_s=90),
-        Beat(task=W1, phase="import", step=None, since_s=80, first_step_s=None, at_s=90, rest_s=85),
+        Beat(task=W1, phase="import", step=None, since_s=80, first_step_s=None, at_s=90),
         Beat(
             task=W1,
             phase="step",

@@ -86,8 +86,6 @@ class Beat:
     """When this process had done its first steps."""
     at_s: float
     awaited: PendingWork | None = None
-    rest_s: float | None = None
-    """Since when each of its threads waits for another of them; None where one does not."""
     is_alone: bool = False
     """Whether it trains with Keras and has joined no job; see `tfdist.launch.alone`."""
 
