@@ -4,6 +4,7 @@ Of one task, and of one of two: the jobs wait for their limits side by side.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -33,9 +34,10 @@ def started(run_dir, workers):
     flags = [f"--strategy={strategy}", f"--workers={workers}", f"--run_dir={run_dir}"]
     flags += ["--hang_timeout_s=10", "--startup_timeout_s=120", "--grace_s=1", "--max_restarts=9"]
     program = [str(PROGRAM), *PLACES[workers], "nowhere"]
-    with forked() as (start, fds), run_dir.with_suffix(".log").open("w") as said:
+    with forked() as (start, fds, env), run_dir.with_suffix(".log").open("w") as said:
         command = [sys.executable, "-m", "tfdist.launch", *flags, *start, *program]
-        return subprocess.Popen(command, stdout=said, stderr=said, pass_fds=fds)
+        env = {**os.environ, **env}
+        return subprocess.Popen(command, stdout=said, stderr=said, pass_fds=fds, env=env)
 
 
 def test_a_deadlock_is_found_wherever_it_is(tmp_path):

@@ -110,7 +110,6 @@ def test_own_addresses_are_bound_to_and_others_refused(monkeypatch):
         ("--hosts a,b --on ray", "--hosts", "exclusive"),
         ("--hosts a,b --on rsh", "--on", "unknown-value"),
         ("--hosts a,b --on local --rsh x", "--rsh", "no-hosts"),
-        ("--hosts a,b --keep_fds 5", "--keep_fds", "exclusive"),
         ("--on ssh", "--on", "no-hosts"),
         ("--env HOME", "--env", "no-hosts"),
         ("--on slurm", "--on slurm", "no-allocation"),

@@ -83,14 +83,18 @@ _FILES_PER_TASK = 6  # port, pipe, log, and three more while it is started
 _OTHER_FILES = 128
 
 
-def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
+def run_job(
+    options: LaunchOptions, *, environ: Mapping[str, str], fork_server: int | None = None
+) -> int:
     """Run a job and return its exit code; with ``dry_run`` prints its plan.
+
+    Tasks that are forked come from the server at the socket `fork_server`, if there is one.
 
     Raises:
         UsageError: it cannot be run as asked; nothing has been started.
     """
     search = [_working_directory(), *sys.path]
-    check_program(options.program, search=search)
+    check_program(options.program)
     _check_tf_config(options.program, environ)
     if line := settings.legacy_keras(environ):
         _remark(line)
@@ -105,6 +109,8 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
         specs = _stand_in_specs(job, group)  # refuses what this machine cannot do
         if options.dry_run:
             return _show(job, group, specs)
+        if not options.isolate:  # a server that exists is outside of the job's network
+            job = dataclasses.replace(job, fork_server=fork_server)
         return _run(job, group, terms={})
     return _run(job, group, terms=_terms(job, search))
 
@@ -117,7 +123,7 @@ def serve(first: Message, pipe: Pipe) -> int:
     """
     options, group = decode(LaunchOptions, first["options"]), decode(Group, first["group"])
     environ, search = dict(os.environ), sys.path
-    check_program(options.program, search=search)
+    check_program(options.program)
     lock = lock_host(first["run_dir"], group.hosts[group.rank], within_s=options.grace_s, pipe=pipe)
     job, group = _described(options, group, environ, run_dir=Path(first["run_dir"]), search=search)
     host = group.hosts[group.rank]
@@ -359,7 +365,7 @@ def _hub(part: HostPart) -> Hub:
             "cwd": os.getcwd(),
             "env": passed_variables(environ, names),
             "run_dir": str(job.run_dir),
-            "options": encode(dataclasses.replace(options, fork_server=None)),
+            "options": encode(options),
             "group": encode(dataclasses.replace(group, rank=rank)),
             "from": part.own,
         }

@@ -85,6 +85,8 @@ class JobDescription:
     python: str = sys.executable
     start: StartMethod = "exec"
     """How the tasks are started."""
+    fork_server: int | None = None
+    """Socket of a fork server that another process keeps."""
     is_terminal: bool = False
     """Whether what the tasks print is shown on a terminal."""
     ports: Sequence[int] | None = None

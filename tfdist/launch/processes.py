@@ -48,16 +48,9 @@ _MAX_READS = 64  # of one task's pipe at its end, which a child of its own may k
 class Starter:
     """Starter of tasks as new Pythons, without a helper process of its own."""
 
-    def __init__(
-        self,
-        *,
-        clock: Callable[[], float],
-        open_files: tuple[int, int],
-        keep_fds: Collection[int] = (),
-    ) -> None:
+    def __init__(self, *, clock: Callable[[], float], open_files: tuple[int, int]) -> None:
         self._clock = clock
         self._open_files = open_files
-        self._keep_fds = tuple(keep_fds)
         self._children: dict[Task, subprocess.Popen[bytes]] = {}
 
     def start(
@@ -68,7 +61,7 @@ class Starter:
             bootstrap_command("task", str(notes_fd), *spec.words),
             env=env,
             output_fd=output_fd,
-            keep_fds=(notes_fd, *self._keep_fds),
+            keep_fds=(notes_fd,),
             open_files=self._open_files,
         )
         self._children[spec.task] = child
@@ -129,11 +122,9 @@ class JobProcesses:
         self.signals = signals
         self._clock = clock
         self._evidence = KillEvidence()
-        self._starter: Starter | ForkStarter = Starter(
-            clock=clock, open_files=job.open_files, keep_fds=job.options.kept_fds
-        )
+        self._starter: Starter | ForkStarter = Starter(clock=clock, open_files=job.open_files)
         self._given: socket.socket | None = None
-        if (descriptor := job.options.fork_server) is not None:
+        if (descriptor := job.fork_server) is not None:
             os.set_inheritable(descriptor, False)  # no task is to keep it open
             self._given = socket.socket(fileno=descriptor)
         self._specs: dict[Task, ProcessSpec] = {}
@@ -208,7 +199,6 @@ class JobProcesses:
             clock=self._clock,
             cause_of_kill=self._evidence.of_kill,
             server=given,
-            keep_fds=self._job.options.kept_fds,
         )
         if (fd := server.fileno()) is not None:
             self.watch(fd, self._collect)

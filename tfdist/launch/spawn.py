@@ -1,8 +1,8 @@
 """Functions as jobs: `tfdist.spawn`, from a program or from the cell of a notebook.
 
-The function and what it returns are pickled, by value where they are of ``__main__``. They are in
-memory without a name (memfd), whose descriptors the launcher and the tasks inherit: nothing is
-unpickled but what this process and the tasks it has started have written.
+The function and what it returns are pickled, by value where they are of ``__main__``, in files of a
+directory that only this user can enter: nothing is unpickled but what this process and the tasks it
+has started have written.
 
 Run as a module it is the program of each task.
 """
@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import fcntl
 import linecache
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import CodeType, FrameType, FunctionType
-from typing import IO, Any, cast
+from typing import Any
 
 from tfdist.cluster import read_environment
 from tfdist.errors import EXIT_FAILED, JobFailed, TfdistError, UsageError, near
@@ -33,9 +34,10 @@ from tfdist.launch.options import FLAGS, parse
 from tfdist.launch.run_dir import chosen_run_dir, earlier_attempts
 
 _MODULE = "tfdist.launch.spawn"
-_OPTIONS = tuple(f.name for f in FLAGS if f.name not in ("help", "fork_server", "keep_fds"))
+_OF_HOSTS = ("on", "hosts", "rsh", "env")
+_OPTIONS = tuple(flag.name for flag in FLAGS if flag.name not in _OF_HOSTS)
 _READ_BYTES = 1 << 16
-_END_BYTES = 8
+_FUNCTION, _ANSWERS = "function", "answers"
 _LINES_KEPT = 20
 
 
@@ -77,17 +79,13 @@ def spawn(
     flags = _flags(strategy, workers, ps, {**options, "run_dir": str(run_dir)})
     parse([*flags, "-m", _MODULE])
     payload = _pickled(fn, args)
-    with _memory("function") as function_fd, _memory("answers") as answers_fd:
-        with _opened(function_fd, "wb") as file:
-            file.write(payload)
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(function_fd, fcntl.F_ADD_SEALS, seals)
-        fds = (function_fd, answers_fd)
-        keep = f"--keep_fds={function_fd},{answers_fd}"
-        command = [*flags, keep, "-m", _MODULE, *map(str, fds)]
+    with tempfile.TemporaryDirectory(prefix="tfdist-spawn-") as name:
+        folder = Path(name)
+        (folder / _FUNCTION).write_bytes(payload)
+        (folder / _ANSWERS).mkdir()
         before = len(earlier_attempts(run_dir))
-        code, is_interrupted, lines = _run(command, keep_fds=fds)
-        answers = _answers(answers_fd)
+        code, is_interrupted, lines = _run([*flags, "-m", _MODULE, name])
+        answers = _answers(folder)
     if entries := earlier_attempts(run_dir)[before:]:
         answers = [answer for answer in answers if answer["attempt"] == entries[-1]["attempt"]]
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # the kernel keeps the code to itself
@@ -125,7 +123,7 @@ def _flags(
                 fix="see python -m tfdist.launch --help; arguments of the function come before",
                 code="unknown-option",
             )
-    several = strategy in ("multiworker", "ps") and "hosts" not in options
+    several = strategy in ("multiworker", "ps")
     given = {
         "strategy": strategy,
         "workers": 2 if workers is None and several else workers,
@@ -136,20 +134,6 @@ def _flags(
 
 
 # What goes to the tasks, and comes back.
-
-
-@contextlib.contextmanager
-def _memory(name: str) -> Iterator[int]:
-    fd = os.memfd_create(f"tfdist {name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _opened(fd: int, mode: str) -> IO[bytes]:
-    """Return memory that other processes have open too as a file with a position of its own."""
-    return cast("IO[bytes]", open(f"/proc/self/fd/{fd}", mode))
 
 
 def _pickled(fn: Any, args: Sequence[Any]) -> bytes:
@@ -221,19 +205,13 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _answers(fd: int) -> list[dict[str, Any]]:
-    """Return what tasks have written, without what one was killed over."""
-    answers = []
-    with _opened(fd, "rb") as file:
-        end = _end_of_answers(file)
-        while file.tell() < end:
-            answers.append(pickle.load(file))
-    return answers
-
-
-def _end_of_answers(file: IO[bytes]) -> int:
-    """Return where the last whole answer ends, which the file says first; go to the first one."""
-    return int.from_bytes(file.read(_END_BYTES)) or file.seek(_END_BYTES)
+def _answers(folder: Path) -> list[dict[str, Any]]:
+    """Return the answers of tasks, the last one of each task in each attempt."""
+    return [
+        pickle.loads(path.read_bytes())
+        for path in sorted((folder / _ANSWERS).iterdir())
+        if not path.suffix  # a task was killed while it wrote the others
+    ]
 
 
 def _failed(
@@ -262,7 +240,7 @@ def _failed(
 # The launcher, as this process's child.
 
 
-def _run(flags: Sequence[str], *, keep_fds: tuple[int, ...]) -> tuple[int, bool, Sequence[str]]:
+def _run(flags: Sequence[str]) -> tuple[int, bool, Sequence[str]]:
     """Run the launcher; return its exit code, whether it was interrupted, and its last lines."""
     process: subprocess.Popen[bytes] | None = None
     requests: list[int] = []
@@ -279,7 +257,6 @@ def _run(flags: Sequence[str], *, keep_fds: tuple[int, ...]) -> tuple[int, bool,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            pass_fds=keep_fds,
             start_new_session=True,  # a terminal's or a kernel's Ctrl-C comes through this process
         )
         try:
@@ -336,13 +313,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve(argv: Sequence[str]) -> None:
-    """Call the function as this task's program: the descriptors of function and answers."""
-    function_fd, answers_fd = map(int, argv)
-    for fd in (function_fd, answers_fd):
-        os.set_inheritable(fd, False)
-    with _opened(function_fd, "rb") as file:
-        given = pickle.load(file)
-    os.close(function_fd)
+    """Call the function as this task's program; the argument is the directory of its files."""
+    folder = Path(argv[0])
+    given = pickle.loads((folder / _FUNCTION).read_bytes())
     sys.path[:], sys.argv[:] = given["path"], given["argv"]
     for name, lines in given["cells"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
@@ -353,13 +326,13 @@ def serve(argv: Sequence[str]) -> None:
         fn, args = pickle.loads(given["call"])
         value = fn(*args)
         if config is None or config.task == config.cluster.chief_task:
-            _answer(answers_fd, {"kind": "result", **me, "value": _value(value)})
+            _answer(folder, {"kind": "result", **me, "value": _value(value)})
     except Exception as error:
         trace = "" if isinstance(error, TfdistError) else _traceback(error)
         pickled: bytes | None = None
         with contextlib.suppress(Exception):  # one that cannot be pickled: its text is there
             pickled = _value(error)
-        _answer(answers_fd, {"kind": "error", **me, "traceback": trace, "value": pickled})
+        _answer(folder, {"kind": "error", **me, "traceback": trace, "value": pickled})
         raise
 
 
@@ -387,15 +360,10 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 
 
-def _answer(fd: int, record: Mapping[str, Any]) -> None:
-    """Append a record in one piece: no other task writes meanwhile."""
-    with _opened(fd, "r+b") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)  # until it is closed
-        file.seek(_end_of_answers(file))
-        file.write(pickle.dumps(dict(record)))
-        end = file.tell()
-        file.flush()
-        os.pwrite(file.fileno(), end.to_bytes(_END_BYTES), 0)
+def _answer(folder: Path, record: Mapping[str, Any]) -> None:
+    path = folder / _ANSWERS / f"{record['attempt']}-{record['task']}"
+    path.with_suffix(".part").write_bytes(pickle.dumps(dict(record)))
+    path.with_suffix(".part").rename(path)
 
 
 if __name__ == "__main__":
