@@ -23,7 +23,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 from tfdist.cluster import read_environment
@@ -148,13 +148,11 @@ def _pickled(fn: Any, args: Sequence[Any]) -> bytes:
     try:
         call = cloudpickle.dumps((fn, tuple(args)))
     except Exception as error:
-        given = {f"argument {number}": value for number, value in enumerate(args, 1)}
-        name = _unpicklable({**_variables(fn), **given}, seen=set()) or "the function"
         raise UsageError(
             "tfdist.spawn",
-            received=f"{name}, which cannot be pickled ({_first_line(error)})",
+            received=f"a function or arguments that cannot be pickled ({_first_line(error)})",
             expected="a function that uses what can be sent to another process",
-            fix=f"make {name} inside the function",
+            fix="make such objects inside the function",
             code="not-picklable",
         ) from None
     of_caller = {"path": list(sys.path), "argv": list(sys.argv), "cells": _cells()}
@@ -165,40 +163,6 @@ def _cells() -> dict[str, list[str]]:
     """Return the lines of code that are of no file, as those of a notebook's cells."""
     known: Mapping[str, Any] = linecache.cache
     return {name: e[2] for name, e in known.items() if len(e) == 4 and e[1] is None}
-
-
-def _unpicklable(variables: Mapping[str, Any], *, seen: set[int]) -> str | None:
-    """Return the name of the variable that cannot be pickled, as far inside as there is one."""
-    import cloudpickle
-
-    for name, value in variables.items():
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        try:
-            cloudpickle.dumps(value)
-        except Exception:
-            return _unpicklable(_variables(value), seen=seen) or name
-    return None
-
-
-def _variables(fn: Any) -> dict[str, Any]:
-    """Return the variables outside of a function that it uses; none for what is no function."""
-    if not isinstance(fn, FunctionType):
-        return {}
-    names = [name for name in _names(fn.__code__) if name in fn.__globals__]
-    outside = {name: fn.__globals__[name] for name in names}
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not filled yet
-            outside[name] = cell.cell_contents
-    return outside
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def _first_line(error: BaseException) -> str:

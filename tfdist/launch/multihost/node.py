@@ -7,7 +7,6 @@ import math
 import signal
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
@@ -27,6 +26,7 @@ from tfdist.launch.events import (
     encode_event,
 )
 from tfdist.launch.multihost.hosts import HostPart
+from tfdist.launch.multihost.pipe import Pipe
 from tfdist.launch.plan import Attempt
 from tfdist.launch.state import RESTART_GRACE_S
 
@@ -36,21 +36,10 @@ _STATES_EVERY_S = 1.0
 _GIVE_UP_S = 10.0
 
 
-class Connection(Protocol):
-    """Connection of an agent to its launcher; see `tfdist.launch.multihost.pipe.Pipe`."""
-
-    lost: str
-
-    def fileno(self) -> int: ...
-    def turn(self) -> None: ...
-    def send(self, message: Message) -> None: ...
-    def take_messages(self) -> list[Message]: ...
-
-
 class Node:
     """The part of a host with an agent; `run` returns the exit code of the whole job."""
 
-    def __init__(self, part: HostPart, pipe: Connection) -> None:
+    def __init__(self, part: HostPart, pipe: Pipe) -> None:
         self._job, self._group = part.job, part.group
         self._own, self._terms = part.own, part.terms
         self._screen, self._processes = part.screen, part.processes
