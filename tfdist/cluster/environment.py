@@ -429,7 +429,8 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
     """Return the task of this process; None for a process by itself, without settings."""
     job_settings = settings.from_environ(environ)
     named = text(environ, CLUSTER)
-    check_source(named)
+    fix = "name one of them, or unset it"
+    require_one_of(CLUSTER, named or "auto", ("auto", "none", *SOURCES), fix=fix, code="ENV001")
     if named == "none":
         return _alone(job_settings)
     if named not in ("", "auto"):
@@ -449,12 +450,6 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
             _check_agreement(name, config, environ)
             return config
     return _alone(job_settings)
-
-
-def check_source(name: str) -> None:
-    """Refuse a value of TFDIST_CLUSTER that names no source."""
-    fix = "name one of them, or unset it"
-    require_one_of(CLUSTER, name or "auto", ("auto", "none", *SOURCES), fix=fix, code="ENV001")
 
 
 def _alone(job_settings: JobSettings) -> TaskConfig | None:

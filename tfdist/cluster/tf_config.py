@@ -322,7 +322,9 @@ class TaskConfig:
             object.__setattr__(self, "options", replace(self.options, evaluator=True))
         if self.task.type != "evaluator":
             object.__setattr__(self, "cluster", self.cluster.without_evaluator())
-        _check_membership(self)
+        is_alone = self.cluster.kind == "single" and self.task == Task("worker", 0)
+        if not is_alone and self.task != Task("evaluator", 0):
+            self.cluster.address(self.task)
         _check_agreement(self)
 
 
@@ -397,15 +399,6 @@ def resolved_strategy(config: TaskConfig) -> str:
     if strategy != "auto" or config.cluster.kind == "single":
         return strategy
     return config.cluster.kind
-
-
-def _check_membership(config: TaskConfig) -> None:
-    cluster, task = config.cluster, config.task
-    if cluster.kind == "single" and task == Task("worker", 0):
-        return
-    if task == Task("evaluator", 0):
-        return
-    cluster.address(task)
 
 
 def _check_agreement(config: TaskConfig) -> None:

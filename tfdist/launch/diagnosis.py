@@ -85,7 +85,8 @@ class RootCause:
         it failed.
         """
         self._ended[event.task] = event
-        self._moments.setdefault(event.task, since_s if _was_killed(event) else event.at_s)
+        was_killed = event.status < 0 and event.status != -signal.SIGABRT
+        self._moments.setdefault(event.task, since_s if was_killed else event.at_s)
         self._first_seen_s = min(self._first_seen_s, now_s)
 
     def forget(self, task: Task) -> None:
@@ -147,10 +148,6 @@ class RootCause:
 def is_lost_peer(cause: str) -> bool:
     """Return whether an error says that its task has lost another one."""
     return bool(_LOST.search(cause))
-
-
-def _was_killed(ended: Ended) -> bool:
-    return ended.status < 0 and ended.status != -signal.SIGABRT
 
 
 def _cause(raised: Raised | None, ended: Ended | None) -> str:
@@ -384,7 +381,11 @@ class Watchdog:
         if now_s > due_s + LATE_S or self._is_held_up():
             self._excused_s = now_s
         self._checked_s = now_s
-        self._look_at_silent(now_s)
+        for task in self._tasks():
+            is_silent = self._silence_s(task, now_s) >= self._suspect_s
+            task.state = self._state_of(task.task) if is_silent else "R"
+            if task.state == "":  # it is not expected to report
+                self.ended(task.task)
         is_overdue = any(self._is_overdue(task, now_s) for task in self._tasks())
         if not is_overdue and not self._overdue_work(now_s):
             self._noticed_s = None
@@ -408,17 +409,7 @@ class Watchdog:
     def _tasks(self) -> list[Watched]:
         return list(self._watched.values())
 
-    def _look_at_silent(self, now_s: float) -> None:
-        for task in self._tasks():
-            task.state = "R"
-            if self._silence_s(task, now_s) < self._suspect_s:
-                continue
-            task.state = self._state_of(task.task)
-            if task.state == "":  # it is not expected to report
-                self.ended(task.task)
-
     def _is_too_silent(self, task: Watched, now_s: float) -> bool:
-        """Return whether a task has been silent for too long."""
         limit_s = self._hang_timeout_s
         if not task.is_stopped and (not task.has_spoken or task.phase in ("import", "rendezvous")):
             limit_s += self._startup_timeout_s  # libraries may hold up all else while they load

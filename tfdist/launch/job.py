@@ -149,7 +149,7 @@ def _described(
     job = JobDescription(
         options=options,
         strategy=strategy,
-        ports=ports_of_tasks(options, group),
+        ports=options.port_range,
         machine=machine,
         environ=environ,
         run_dir=run_dir,
@@ -209,7 +209,6 @@ def _check_tf_config(program: Program, environ: Mapping[str, str]) -> None:
 
 
 def _remark(line: str) -> None:
-    """Show a line of the launcher's own before it has a screen."""
     print(f"[launch] {line}", file=sys.stderr, flush=True)
 
 
@@ -234,30 +233,9 @@ def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> Launch
     return dataclasses.replace(options, ports=as_text(parse_ports(ports, where=settings.PORTS)))
 
 
-def ports_of_tasks(options: LaunchOptions, group: Group) -> Sequence[int] | None:
-    """Return the ports that tasks may have on any host of the job; None for all.
-
-    Raises:
-        UsageError: they are fewer than the tasks of some host.
-    """
-    ports = options.port_range
-    if ports is None:
-        return None
-    needed = max(group.num_tasks(rank) for rank in range(len(group.hosts)))
-    if len(ports) >= needed:
-        return ports
-    raise UsageError(
-        "--ports",
-        received=f"{as_text(ports)}, {len(ports)} ports",
-        expected=f"{needed} or more for the tasks of a host",
-        fix="give a larger range: a port that is taken by something else is left out as well",
-        code="too-few-ports",
-    )
-
-
 def _stand_in_specs(job: JobDescription, group: Group) -> Sequence[ProcessSpec]:
     """Return the processes of all hosts, at addresses that stand for those of the run."""
-    ports = job.ports
+    ports = None
     if job.options.dry_run and not group.others:  # of use to who starts them by hand
         with PortPool(group.num_tasks(0), among=job.ports) as pool:
             ports = [held.port for held in pool.renewed()]
@@ -331,7 +309,6 @@ def _run(
 
 
 def _lead(part: HostPart) -> int:
-    """Run the job, as host 0; the agents are told how it has ended."""
     team, screen, run_path = Team(part, _hub(part)), part.screen, part.job.run_dir
     code = EXIT_FAILED
     try:
@@ -352,7 +329,6 @@ def _lead(part: HostPart) -> int:
 
 
 def _hub(part: HostPart) -> Hub:
-    """Return the agents of the other hosts."""
     job, group, out = part.job, part.group, part.screen.out
     options, environ = job.options, job.environ
     hosts = {rank: host for rank, host in enumerate(group.hosts) if rank}

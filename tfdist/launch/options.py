@@ -236,13 +236,6 @@ def _check_together(options: LaunchOptions) -> None:
     if options.on == "ssh" and hosts is None:
         fix = "give --hosts a:2,b:2"
         _refuse("on", "ssh without --hosts", "a list of hosts", fix, code="no-hosts")
-    on = options.where
-    has_agents = on != "local" or hosts is not None
-    for flag, is_of_use in (("rsh", on in ("ssh", "ray")), ("env", has_agents)):
-        if getattr(options, flag) is not None and not is_of_use:
-            fix = f"leave --{flag} out, or give --hosts"
-            received = f"{getattr(options, flag)} with --on {on}"
-            _refuse(flag, received, f"no --{flag}", fix, code="no-hosts")
     fix = "leave one of them out; live.json in the run directory says the same"
     given = {"--metrics_port": options.metrics_port, "--isolate": options.isolate}
     mutually_exclusive(given, fix=fix)

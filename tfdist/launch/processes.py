@@ -38,7 +38,7 @@ from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient, bootstrap_command, start_process
 from tfdist.launch.machine import KillEvidence, proc_state
 from tfdist.launch.plan import Attempt, JobDescription, ProcessSpec
-from tfdist.launch.screen import Console, JobScreen, TaskOutput
+from tfdist.launch.screen import JobScreen, TaskOutput
 from tfdist.launch.task import STACK_SIGNAL
 
 _READ_BYTES = 1 << 16
@@ -225,7 +225,8 @@ class JobProcesses:
             case KillOne(task=task):
                 self._kill_one(task)
             case AskForStacks(task=task):
-                self._ask_for_stacks(task)
+                if pid := self._running.get(task):
+                    _send(pid, STACK_SIGNAL)
             case _:
                 pass
         return None
@@ -267,10 +268,6 @@ class JobProcesses:
             self._owed[task] = signum
             if signum == signal.SIGKILL:
                 self._starter.give_up()
-
-    def _ask_for_stacks(self, task: Task) -> None:
-        if pid := self._running.get(task):
-            _send(pid, STACK_SIGNAL)
 
     def _kill_one(self, task: Task) -> None:
         if task in self._running and self._running[task] is None:
@@ -424,7 +421,11 @@ class JobProcesses:
             console.write()
             if console.is_full and not self._is_patient:
                 console.forget_backlog()
-            self._watch_console(console)
+            is_watched = console.fd in self._selector.get_map()
+            if console.is_waiting and not is_watched:
+                self.watch(console.fd, console.write, events=selectors.EVENT_WRITE)
+            elif is_watched and not console.is_waiting:
+                self.unwatch(console.fd)
         out = self._screen.out
         if out.is_closed and self._is_patient and not self._is_closed:
             self._is_closed = True  # once: a second request would kill
@@ -436,13 +437,6 @@ class JobProcesses:
                     self.unwatch(fd)
                 else:
                     self.watch(fd, self._read, fd)
-
-    def _watch_console(self, console: Console) -> None:
-        watched = console.fd in self._selector.get_map()
-        if console.is_waiting and not watched:
-            self.watch(console.fd, console.write, events=selectors.EVENT_WRITE)
-        elif watched and not console.is_waiting:
-            self.unwatch(console.fd)
 
 
 def _send(pid: int, signum: int) -> None:

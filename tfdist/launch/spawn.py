@@ -74,7 +74,14 @@ def spawn(
         as the cause.
       KeyboardInterrupt: it was interrupted, and the job has stopped.
     """
-    _require_outside(os.environ)
+    if MARK in os.environ:
+        raise UsageError(
+            "tfdist.spawn",
+            received="a call inside a task of a job",
+            expected="a call outside of any job: it starts the tasks itself",
+            fix="call the function itself here",
+            code="nested-spawn",
+        )
     run_dir = chosen_run_dir(options.pop("run_dir", None))
     flags = _flags(strategy, workers, ps, {**options, "run_dir": str(run_dir)})
     parse([*flags, "-m", _MODULE])
@@ -99,21 +106,9 @@ def spawn(
     raise _failed(code, failure, answers, lines)
 
 
-def _require_outside(environ: Mapping[str, str]) -> None:
-    if MARK in environ:
-        raise UsageError(
-            "tfdist.spawn",
-            received="a call inside a task of a job",
-            expected="a call outside of any job: it starts the tasks itself",
-            fix="call the function itself here",
-            code="nested-spawn",
-        )
-
-
 def _flags(
     strategy: str, workers: int | None, ps: int, options: Mapping[str, Any]
 ) -> Sequence[str]:
-    """Return the command line for keywords."""
     for name in options:
         if name not in _OPTIONS:
             raise UsageError(

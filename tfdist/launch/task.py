@@ -14,7 +14,7 @@ import sys
 import time
 from _json import encode_basestring  # not `json`: a program may have a module of that name
 from importlib.machinery import SourceFileLoader
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -129,7 +129,9 @@ def run_program(
         else:
             _run_script(target, args)
     except SystemExit as ended:
-        code = _exit_code(ended)
+        code = 0 if ended.code is None else 1
+        if isinstance(ended.code, int):
+            code = ended.code & 0xFF
         if code:
             said = isinstance(ended.code, str) or hasattr(ended, "signum")  # tfdist.Stopped
             failed(code, str(ended) if said else f"exit code {code}")
@@ -173,12 +175,6 @@ def _fresh_main() -> ModuleType:
     return main
 
 
-def _exit_code(ended: SystemExit) -> int:
-    if ended.code is None:
-        return 0
-    return ended.code & 0xFF if isinstance(ended.code, int) else 1
-
-
 def _explain(error: BaseException, *, failed: Callable[[int, str], None]) -> int:
     """Print what went wrong, a line for a mistake, a traceback for a bug; return the exit code."""
     from tfdist.errors import TfdistError
@@ -188,7 +184,9 @@ def _explain(error: BaseException, *, failed: Callable[[int, str], None]) -> int
         _line(str(error))
         return error.exit_code
     failed(1, f"{type(error).__name__}: {_gist(str(error))}".removesuffix(": "))
-    trace = _users_part(error.__traceback__)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+        trace = trace.tb_next
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     return 1
 
@@ -203,12 +201,6 @@ def _gist(message: str) -> str:
     if len(lines) > 1 and lines[0].endswith(":"):
         return f"{lines[0]} {lines[-1]}"
     return lines[0] if lines else ""
-
-
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
-        trace = trace.tb_next
-    return trace
 
 
 def _line(text: str) -> None:

@@ -64,6 +64,7 @@ _PROBLEMS = (
     ),
 )
 """Lines of a remote shell that another try will not change, and what the user can do."""
+_HARMLESS = r"^@|^Warning: Permanently added"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,8 +180,7 @@ class PipeAgent:
             why = f"its agent or remote shell was ended by signal {-code}"
         if self._last_line and not self._has_joined:
             why = self._last_line
-        fixes = (fix for pattern, fix in _PROBLEMS if re.search(pattern, self._last_line))
-        fix = "" if self._has_joined else next(fixes, "")
+        fix = next(iter(_fixes(self._last_line)), "") if not self._has_joined else ""
         if not fix and not self._has_joined and 0 < code < 128:
             fix = "see that {host} has the same Python and tfdist at the same path"
         return why, fix.replace("{host}", self._host)
@@ -200,14 +200,12 @@ class PipeAgent:
         text = line.removeprefix(b"[launch] ").decode(errors="backslashreplace")
         if self._has_joined:
             self._say(f"{self._host}: {text}")
-        elif text.strip() and not re.search(r"^@|^Warning: Permanently added", text):
-            self._last_line = _clear(self._last_line, text)
+        elif text.strip() and not re.search(_HARMLESS, text) and not _fixes(self._last_line):
+            self._last_line = text
 
 
-def _clear(before: str, now: str) -> str:
-    """Return the one of two lines that says more about why a remote shell failed."""
-    known = [text for text in (before, now) if any(re.search(p, text) for p, _ in _PROBLEMS)]
-    return known[0] if known else now
+def _fixes(line: str) -> list[str]:
+    return [fix for pattern, fix in _PROBLEMS if re.search(pattern, line)]
 
 
 class Hub:
