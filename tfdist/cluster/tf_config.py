@@ -360,8 +360,14 @@ def decode(text: str | bytes) -> TaskConfig:
     with _place(VARIABLE):
         fields = _object(fields, "")
         _refuse_misspelt_options(fields)
-        cluster = ClusterSpec.from_dict(_section(fields, "cluster", '{"worker": ["host:port"]}'))
-        task = _task(_section(fields, "task", '{"type": "worker", "index": 0}'))
+        example = '{"worker": ["host:port"]}'
+        lists = _present(fields, "cluster", where="cluster", example=example)
+        cluster = ClusterSpec.from_dict(_object(lists, "cluster"))
+        example = '{"type": "worker", "index": 0}'
+        place = _object(_present(fields, "task", where="task", example=example), "task")
+        type_ = _present(place, "type", where="task", example='"worker"')
+        index = _present(place, "index", where="task", example="0")
+        task = Task(type_, index)  # type: ignore[arg-type]  # it checks them
         options = JobOptions.from_dict(_object(fields.get("tfdist", {}), "tfdist"))
         return TaskConfig(cluster=cluster, task=task, options=options)
 
@@ -448,10 +454,6 @@ def _refuse_misspelt_options(fields: Mapping[str, object]) -> None:
             raise UsageError("key", received=shown(key), expected=expected, fix=fix, code="TFC021")
 
 
-def _section(fields: Mapping[str, object], key: str, example: str) -> dict[str, object]:
-    return _object(_present(fields, key, where=key, example=example), key)
-
-
 def _present(fields: Mapping[str, object], key: str, *, where: str, example: str) -> object:
     if key in fields:
         return fields[key]
@@ -471,12 +473,6 @@ def _object(value: object, key: str) -> dict[str, object]:
         return value
     fix = f'write "{key}": {{...}}' if key else 'write {"cluster": {...}, "task": {...}}'
     raise UsageError(key, received=shown(value), expected="an object", fix=fix, code="TFC007")
-
-
-def _task(fields: Mapping[str, object]) -> Task:
-    type_ = _present(fields, "type", where="task", example='"worker"')
-    index = _present(fields, "index", where="task", example="0")
-    return Task(type_, index)  # type: ignore[arg-type]  # it checks them
 
 
 @contextlib.contextmanager

@@ -67,7 +67,10 @@ def main(argv: Sequence[str]) -> None:
     modules, more = argv[1:dashes], argv[dashes + 1 :]
     gc.disable()  # as `import_once` has it
     for name in more:
-        _import_if_it_can_be(name)
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            _log(f"{name} is left to the tasks: {type(error).__name__}: {error}")
     if more and count_threads() > 1:
         _log(f"threads after importing {', '.join(more)}: begun anew without")
         command = _command(control, modules)
@@ -80,13 +83,6 @@ def main(argv: Sequence[str]) -> None:
 def _command(control: socket.socket, modules: Sequence[str], more: Sequence[str] = ()) -> list[str]:
     """Return the command of a server: its socket, what to import, and what else where it can be."""
     return bootstrap_command("fork_server", str(control.fileno()), *modules, "--", *more)
-
-
-def _import_if_it_can_be(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        _log(f"{name} is left to the tasks: {type(error).__name__}: {error}")
 
 
 def _log(text: str) -> None:

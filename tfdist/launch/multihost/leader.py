@@ -132,7 +132,6 @@ class Team:
         self._local.begin(plan, fork_log="fork-server.log")
 
     def _ready(self, rank: int, message: Message) -> None:
-        """Record that a host is ready for an attempt, with these ports."""
         ports = message.get("ready")
         if isinstance(ports, list) and len(ports) == self._group.num_tasks(rank):
             self._ports[rank] = [int(port) for port in ports]
@@ -236,7 +235,6 @@ class Team:
             self._end(task, cause)
 
     def _end(self, task: Task, why: str) -> None:
-        """Have a task end with its host."""
         rank = self._alive.pop(task)
         cause = f"host {self.name(rank)} is gone: {why}"
         now_s = self._clock()
