@@ -386,7 +386,6 @@ REFUSED = {
         ({"HOSTNAME": "other-0"}, "HOSTNAME", "ENV007"),
         ({"HOSTNAME": ""}, "HOSTNAME", "ENV007"),
         ({"HOSTNAME": "example-job-3"}, "HOSTNAME", "ENV007"),
-        ({"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX", "ENV007"),
         ({"TFDIST_HOSTS": "example-job-[0-2"}, "TFDIST_HOSTS", "bad-node-list"),
         ({"TFDIST_HOSTS": "example-job-[0-2]:2"}, "TFDIST_HOSTS", "ENV007"),
         ({"TFDIST_HOSTS": "example-job-0.svc,example-job-0.other"}, "HOSTNAME", "ENV007"),

@@ -120,7 +120,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("target", ["trian.py", "jobs", "/dev/stdin", "x" * 300, "", " "])
-def test_a_script_that_is_not_there_is_refused(folder, target):
+def test_missing_scripts_are_refused(folder, target):
     assert refused(lambda: check_program(Program(target=target, is_module=False))) == (
         "program",
         "no-file",
@@ -128,7 +128,7 @@ def test_a_script_that_is_not_there_is_refused(folder, target):
 
 
 @pytest.mark.parametrize("target", ["jobs/train_big.py", "-m package.train", "-m not_there"])
-def test_a_script_that_is_there_is_accepted_and_modules_are_left_to_python(folder, target):
+def test_existing_scripts_and_all_modules_are_accepted(folder, target):
     program = Program(target=target.removeprefix("-m "), is_module=target.startswith("-m "))
     check_program(program)
 

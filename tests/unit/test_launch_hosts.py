@@ -139,7 +139,7 @@ def test_the_values_of_secrets_are_marked():
 # Ports
 
 
-def test_the_flag_goes_before_the_variable():
+def test_the_ports_flag_overrides_the_variable():
     environ = {"TFDIST_PORTS": "20000-20003"}
     for line, ports in (("", range(20000, 20004)), ("--ports 7-9", range(7, 10))):
         assert with_variables(parse(line.split()), environ).port_range == ports

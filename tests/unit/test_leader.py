@@ -265,7 +265,7 @@ def test_all_hosts_that_are_there_may_begin():
     assert gather(ready(2), ready(1, 3), ready(4)) == 2.0
 
 
-def test_the_first_host_that_cannot_take_part_ends_the_job_at_once():
+def test_the_first_refused_host_ends_the_job():
     errors = [
         UsageError("x", received=name, expected="y", fix="z", code="cannot-start-agent")
         for name in "ab"

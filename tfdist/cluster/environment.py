@@ -305,14 +305,6 @@ def _rank_of_pod(environ: Mapping[str, str], pods: Sequence[str]) -> int:
             f"one of {shown(environ[HOSTS])}, each once",
             f"write the names of the job's pods into {HOSTS}, with the Service's name",
         )
-    index = integer(environ, POD_INDEX)
-    if index is not None and name.split(".")[0].rpartition("-")[2] != str(index):
-        raise contradiction(
-            POD_INDEX,
-            f"{index} in the pod {shown(name)}",
-            "the number at the end of the pod's name",
-            f"leave {POD_INDEX} and HOSTNAME as Kubernetes sets them",
-        )
     return ranks[0]
 
 

@@ -391,7 +391,7 @@ def check_program(program: Program) -> None:
         from tfdist.configs import command_line  # not for other programs: it takes a moment
 
         command_line.parse(program.args)
-    # What is in /dev or /proc is something else in each process.
+    # Files in /dev and /proc differ from process to process.
     is_file = os.path.isfile(program.target) and not re.match("/(dev|proc)/", program.target)
     if not program.is_module and not is_file:
         raise UsageError(

@@ -68,8 +68,9 @@ def spawn(
       What `fn` returned in the chief; None where it ended by `sys.exit`.
 
     Raises:
-      UsageError: an option that the launcher would refuse; a function that cannot be pickled; a
-        call inside a task of a job. Nothing has been started.
+      UsageError: an option that the launcher would refuse; a call inside a task of a job. Nothing
+        has been started.
+      TypeError, pickle.PicklingError: the function cannot be pickled. Nothing has been started.
       JobFailed: the job failed. It has the first failure's task and traceback, and its exception
         as the cause.
       KeyboardInterrupt: it was interrupted, and the job has stopped.
@@ -135,21 +136,7 @@ def _pickled(fn: Any, args: Sequence[Any]) -> bytes:
     """Return the function, and what a task needs to load it and to show its lines."""
     import cloudpickle
 
-    if not callable(fn):
-        received, fix = f"a {type(fn).__name__}", "pass the function, without calling it"
-        raise UsageError(
-            "tfdist.spawn", received=received, expected="a function", fix=fix, code="no-function"
-        )
-    try:
-        call = cloudpickle.dumps((fn, tuple(args)))
-    except Exception as error:
-        raise UsageError(
-            "tfdist.spawn",
-            received=f"a function or arguments that cannot be pickled ({_first_line(error)})",
-            expected="a function that uses what can be sent to another process",
-            fix="make such objects inside the function",
-            code="not-picklable",
-        ) from None
+    call = cloudpickle.dumps((fn, tuple(args)))
     of_caller = {"path": list(sys.path), "argv": list(sys.argv), "cells": _cells()}
     return pickle.dumps({**of_caller, "call": call})
 
@@ -158,10 +145,6 @@ def _cells() -> dict[str, list[str]]:
     """Return the lines of code that are of no file, as those of a notebook's cells."""
     known: Mapping[str, Any] = linecache.cache
     return {name: e[2] for name, e in known.items() if len(e) == 4 and e[1] is None}
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _answers(folder: Path) -> list[dict[str, Any]]:
@@ -273,6 +256,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def serve(argv: Sequence[str]) -> None:
     """Call the function as this task's program; the argument is the directory of its files."""
+    import cloudpickle
+
     folder = Path(argv[0])
     given = pickle.loads((folder / _FUNCTION).read_bytes())
     sys.path[:], sys.argv[:] = given["path"], given["argv"]
@@ -285,31 +270,14 @@ def serve(argv: Sequence[str]) -> None:
         fn, args = pickle.loads(given["call"])
         value = fn(*args)
         if config is None or config.task == config.cluster.chief_task:
-            _answer(folder, {"kind": "result", **me, "value": _value(value)})
+            _answer(folder, {"kind": "result", **me, "value": cloudpickle.dumps(value)})
     except Exception as error:
         trace = "" if isinstance(error, TfdistError) else _traceback(error)
         pickled: bytes | None = None
         with contextlib.suppress(Exception):  # one that cannot be pickled: its text is there
-            pickled = _value(error)
+            pickled = cloudpickle.dumps(error)
         _answer(folder, {"kind": "error", **me, "traceback": trace, "value": pickled})
         raise
-
-
-def _value(value: Any) -> bytes:
-    import cloudpickle
-
-    try:
-        pickled: bytes = cloudpickle.dumps(value)
-    except Exception as error:
-        raise UsageError(
-            "tfdist.spawn",
-            received=f"a {type(value).__name__} as the result, which cannot be pickled "
-            f"({_first_line(error)})",
-            expected="a result that can be sent to another process",
-            fix="return numbers, arrays or a path",
-            code="not-picklable",
-        ) from None
-    return pickled
 
 
 def _traceback(error: BaseException) -> str:
