@@ -6,7 +6,6 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Sequence
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
@@ -19,7 +18,6 @@ from tfdist.launch.events import (
     ShowFailure,
     Signal,
     Start,
-    StopRequest,
     TaskAction,
     decode,
     decode_action,
@@ -46,7 +44,6 @@ class Node:
         self._ports = part.ports
         self._pipe = pipe
         self._clock = time.monotonic
-        self._stop_signal: int | None = None
         self._is_in_attempt = False
         self._cause = ""
         """Why none of the tasks of the attempt can be started, where that is so."""
@@ -69,17 +66,9 @@ class Node:
             self._processes.unwatch(self._pipe.fileno())
             self._end_attempt(is_last=True)
 
-    def _wait(self, timeout_s: float) -> Sequence[Event]:
-        """Return what has happened here; remember the first request to stop."""
-        events = self._processes.wait(timeout_s)
-        for event in events:
-            if isinstance(event, StopRequest) and self._stop_signal is None:
-                self._stop_signal = event.signum
-        return events
-
     def _serve(self) -> int | None:
         """Report what has happened and do what the launcher says; return the job's exit code."""
-        for event in self._wait(LOOK_EVERY_S):
+        for event in self._processes.wait(LOOK_EVERY_S):
             self._tell(event)
         self._pipe.turn()
         for message in self._pipe.take_messages():
@@ -172,6 +161,6 @@ class Node:
                 processes.perform(Signal(task, signum))
             deadline_s = self._clock() + within_s
             while processes.running and (left_s := deadline_s - self._clock()) > 0:
-                self._wait(left_s)
+                processes.wait(left_s)
         processes.finish()
         self._stacks.clear()
