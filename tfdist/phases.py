@@ -7,7 +7,6 @@ it, and entering a phase costs a microsecond.
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -78,7 +77,6 @@ class PendingWork:
 _state = PhaseState(since_s=time.monotonic())
 _lock = threading.Lock()
 _awaited: PendingWork | None = None
-_of_runtime: frozenset[int] = frozenset()
 _is_at_sum = False
 
 
@@ -108,32 +106,6 @@ def reported() -> str:
     """Return the phase that heartbeats carry: a sum over tasks is one; safe in any thread."""
     phase = _state.phase
     return SUM if _is_at_sum and phase in _WITH_SUMS else phase
-
-
-def of_runtime() -> frozenset[int]:
-    """Return the ids of the threads that `starting_runtime` noted; safe in any thread."""
-    return _of_runtime
-
-
-@contextmanager
-def starting_runtime() -> Iterator[None]:
-    """Note the threads that a runtime starts meanwhile, but for those that run Python.
-
-    They wake up for ever, to hear peers or by the clock: whether this process gets on is not to be
-    told from that.
-    """
-    global _of_runtime
-    before = _threads()
-    yield
-    python = {thread.native_id for thread in threading.enumerate()}
-    _of_runtime |= _threads() - before - python
-
-
-def _threads() -> frozenset[int]:
-    try:
-        return frozenset(map(int, os.listdir("/proc/self/task")))
-    except OSError:  # then nothing is known of its threads anyway
-        return frozenset()
 
 
 def enter(phase: str, *, step: int | None = None) -> None:

@@ -701,7 +701,7 @@ def said_by(program, **variables):
         (
             ALL,
             [
-                *("unknown-value", "no-cluster", "no-cluster", "devices", "devices", "TFC002"),
+                *("unknown-value", "no-cluster", "no-cluster", "devices", "devices", "TFC001"),
                 *("other-strategy", "TFC019", "too-many-workers", "devices", "TFC019", "TFC019"),
                 *("made", "made", "second-strategy", *["another-scope"] * 6),
             ],

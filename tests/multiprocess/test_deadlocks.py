@@ -1,9 +1,10 @@
-"""A deadlock is found wherever a real training has one: in it, before and after it.
+"""A deadlock is found in a real training, in each place where a program may have one.
 
 Of one task, and of one of two: the jobs wait for their limits side by side.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,17 +18,14 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parent / "programs" / "deadlock.py"
 DEADLINE_S = 400
-AT_REST = "and all its threads wait for each other for"
 CAUSES = {
-    "before": f"hangs: not in its training yet, {AT_REST} ",
     "data": r"hangs: in a step after \d+ steps for ",
     "callback": "hangs: in a callback after 20 steps for ",
     "py_function": r"hangs: in a step after \d+ steps for ",
-    "after": f"hangs: done with its training after 40 steps, {AT_REST} ",
 }
 
 
-PLACES = {1: ["data", "after"], 2: [*CAUSES]}
+PLACES = {1: ["data"], 2: [*CAUSES]}
 """Where tasks deadlock, one attempt after the other, by the number of workers."""
 
 
@@ -36,9 +34,10 @@ def started(run_dir, workers):
     flags = [f"--strategy={strategy}", f"--workers={workers}", f"--run_dir={run_dir}"]
     flags += ["--hang_timeout_s=10", "--startup_timeout_s=120", "--grace_s=1", "--max_restarts=9"]
     program = [str(PROGRAM), *PLACES[workers], "nowhere"]
-    with forked() as (start, fds), run_dir.with_suffix(".log").open("w") as said:
+    with forked() as (start, fds, env), run_dir.with_suffix(".log").open("w") as said:
         command = [sys.executable, "-m", "tfdist.launch", *flags, *start, *program]
-        return subprocess.Popen(command, stdout=said, stderr=said, pass_fds=fds)
+        env = {**os.environ, **env}
+        return subprocess.Popen(command, stdout=said, stderr=said, pass_fds=fds, env=env)
 
 
 def test_a_deadlock_is_found_wherever_it_is(tmp_path):

@@ -80,7 +80,7 @@ def test_an_agent_starts_its_hosts_tasks_of_one_cluster(job, command, tmp_path):
     addresses = told[0]["cluster"]["worker"]
     assert [address.partition(":")[0] for address in addresses] == [*HOSTS[:1] * 2, *HOSTS[1:] * 2]
     assert "2 hosts, all with tfdist " in running.text
-    assert re.search(r"configuration \w{12}: 127\.0\.0\.1 at \S+, 127\.0\.0\.2 at", running.text)
+    assert re.search(r"keras \S+: 127\.0\.0\.1 at \S+, 127\.0\.0\.2 at", running.text)
     tasks = report("run")["attempts"][0]["tasks"]
     assert [task["host"] for task in tasks] == [*HOSTS[:1] * 2, *HOSTS[1:] * 2]
     assert all(task["exit_code"] == 0 for task in tasks)
@@ -402,7 +402,7 @@ def test_a_host_on_which_no_agent_starts_is_one_line(job, shell, does, code, sai
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        ("KERAS_BACKEND=jax", "127.0.0.2 (rank 1) with KERAS_BACKEND jax there, nothing here"),
+        ("KERAS_BACKEND=jax", "127.0.0.2: received KERAS_BACKEND jax there, nothing here"),
         ("PYTHONPATH={site}", f"keras 9.9.9 there, {version('keras')} here"),
     ],
     ids=["variable", "version"],

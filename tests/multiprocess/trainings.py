@@ -31,14 +31,14 @@ def ended(
 ) -> tuple[int, str]:
     """Runs a job to its end; returns its exit code and what it said, of all tasks."""
     command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(run_dir)]
-    with start() as (flags, fds):
+    with start() as (flags, fds, variables):
         process = subprocess.Popen(
             [*command, *flags, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             pass_fds=fds,
-            env={**os.environ, **env},
+            env={**os.environ, **variables, **env},
         )
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -69,13 +69,14 @@ class TrainingJob:
         self.run_dir = run_dir
         self.directory = RunDirectory(run_dir)
         command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(run_dir), *launch]
-        with start() as (flags, fds):
+        with start() as (flags, fds, variables):
             self.process = subprocess.Popen(
                 [*command, *flags, "--grace_s", "60", *program],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
                 pass_fds=fds,
+                env={**os.environ, **variables},
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             )
         self.said: list[str] = []

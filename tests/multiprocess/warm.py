@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tests.forked_python import SharedTemplate
+from tfdist.launch.fork_server import FORK_SERVER
 
-Started = tuple[tuple[str, ...], tuple[int, ...]]
-"""Flags of the launcher, and what it has to inherit for them (`pass_fds`)."""
+Started = tuple[tuple[str, ...], tuple[int, ...], dict[str, str]]
+"""Flags and variables of the launcher, and in between its `pass_fds`."""
 Start = Callable[[], AbstractContextManager[Started]]
 
 
@@ -22,19 +23,20 @@ Start = Callable[[], AbstractContextManager[Started]]
 def forked() -> Iterator[Started]:
     """Has the launcher fork the tasks from the process that has imported."""
     with SharedTemplate().connect() as control:
-        yield ("--start", "fork", "--fork_server", str(control.fileno())), (control.fileno(),)
+        fd = control.fileno()
+        yield ("--start", "fork"), (fd,), {FORK_SERVER: str(fd)}
 
 
 @contextlib.contextmanager
 def executed() -> Iterator[Started]:
     """Has the launcher start a new Python for each task."""
-    yield ("--start", "exec"), ()
+    yield ("--start", "exec"), (), {}
 
 
 @contextlib.contextmanager
 def as_it_comes() -> Iterator[Started]:
     """Leaves it to the launcher."""
-    yield (), ()
+    yield (), (), {}
 
 
 def tasks_of(launcher: int) -> dict[int, str]:

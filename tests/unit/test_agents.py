@@ -5,14 +5,7 @@ import os
 
 import pytest
 
-from tfdist.launch.multihost.agents import (
-    CannotStart,
-    Differs,
-    Hub,
-    Lost,
-    MessageReceived,
-    PeerJoined,
-)
+from tfdist.launch.multihost.agents import CannotStart, Hub, Lost, MessageReceived
 from tfdist.launch.multihost.pipe import BEAT_EVERY_S, SILENT_S, Pipe
 
 
@@ -94,8 +87,6 @@ def test_the_end_of_the_other_side_is_seen(pipes):
 
 
 class FakeAgent:
-    heard_s = 7.0
-
     def __init__(self):
         self.lost, self.incoming, self.sent, self.ending = "", [], [], ("it ended", "")
         self.fd = os.eventfd(0)
@@ -150,7 +141,6 @@ HELLO = {"hello": "10.0.0.2", "terms": {"keras": "3"}}
 def test_an_agent_joins_is_lost_with_its_reason_and_is_started_again(world):
     hub, agents, clock, _ = world
     assert news(hub, agents[0], HELLO, {"ready": [1]}) == [
-        PeerJoined(rank=1),
         MessageReceived(rank=1, message={"ready": [1]}),
     ]
     assert (hub.present, hub.address_of(1)) == ({1}, "10.0.0.2")
@@ -160,13 +150,15 @@ def test_an_agent_joins_is_lost_with_its_reason_and_is_started_again(world):
     assert len(agents) == 1
     clock.now_s += 0.5
     assert news(hub) == []
-    assert news(hub, agents[1], HELLO) == [PeerJoined(rank=1)]
+    assert news(hub, agents[1], HELLO) == []
+    assert hub.present == {1}
 
 
 def test_an_agent_that_differs_is_told_and_not_started_again(world):
     hub, agents, clock, _ = world
     there = {**HELLO, "terms": {"keras": "2"}}
-    assert news(hub, agents[0], there) == [Differs(rank=1, what=("keras 2 there, 3 here",))]
+    (refused,) = news(hub, agents[0], there)
+    assert str(refused.error).startswith("b: received keras 2 there, 3 here; ")
     assert agents[0].sent == [{"end": 2}]
     clock.now_s += 100
     assert news(hub) == []

@@ -6,20 +6,17 @@ import pytest
 
 from tests.refusals import refused
 from tfdist.cluster import Task
-from tfdist.launch.job import ports_of_tasks, with_variables
-from tfdist.launch.machine import Machine
+from tfdist.launch.job import with_variables
 from tfdist.launch.multihost.agents import shell_of
-from tfdist.launch.multihost.agreement import fingerprint, passed_variables, without_secrets
+from tfdist.launch.multihost.agreement import passed_variables, without_secrets
 from tfdist.launch.multihost.hosts import (
     decided_group,
-    group_alone,
     is_own_address,
     is_this_host,
     own_address,
     terms,
 )
 from tfdist.launch.options import parse
-from tfdist.launch.plan import decided_strategy
 
 SECRET = "a secret that nobody must see"
 CHIEF, EVALUATOR, PS = Task("chief", 0), Task("evaluator", 0), Task("ps", 0)
@@ -109,10 +106,7 @@ def test_own_addresses_are_bound_to_and_others_refused(monkeypatch):
         ("--hosts a,b --isolate", "--isolate", "exclusive"),
         ("--hosts a,b --on ray", "--hosts", "exclusive"),
         ("--hosts a,b --on rsh", "--on", "unknown-value"),
-        ("--hosts a,b --on local --rsh x", "--rsh", "no-hosts"),
-        ("--hosts a,b --keep_fds 5", "--keep_fds", "exclusive"),
         ("--on ssh", "--on", "no-hosts"),
-        ("--env HOME", "--env", "no-hosts"),
         ("--on slurm", "--on slurm", "no-allocation"),
     ],
 )
@@ -145,31 +139,11 @@ def test_the_values_of_secrets_are_marked():
 # Ports
 
 
-def ports_of(line, environ=None):
-    options = with_variables(parse(line.split()), environ or {})
-    options, group = decided_group(options, environ or {})
-    group = group or group_alone(options, decided_strategy(options, Machine(cpus=2)))
-    return ports_of_tasks(options, group)
-
-
-def test_tasks_have_ports_of_the_range():
-    assert ports_of("--hosts a:2,b --ports 20000-20003") == range(20000, 20004)
-    assert ports_of("--workers 2") is None
+def test_the_ports_flag_overrides_the_variable():
     environ = {"TFDIST_PORTS": "20000-20003"}
-    assert ports_of("--workers 2", environ) == range(20000, 20004)
-    assert ports_of("--workers 2 --ports 7-9", environ) == range(7, 10)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--workers 3 --ports 20000-20001",
-        "--hosts a:1,b:2 --ports 7-7",
-        "--hosts a:2,b:1 --evaluator --ports 7-8",
-    ],
-)
-def test_a_range_that_is_too_small_is_refused(line):
-    assert refused(lambda: ports_of(line)) == ("--ports", "too-few-ports")
+    for line, ports in (("", range(20000, 20004)), ("--ports 7-9", range(7, 10))):
+        assert with_variables(parse(line.split()), environ).port_range == ports
+    assert with_variables(parse([]), {}).port_range is None
 
 
 # Slurm
@@ -261,4 +235,3 @@ def test_a_config_file_of_another_text_differs(args, tmp_path):
     same, again, other = found
     assert same == again
     assert {name for name in same if same[name] != other[name]} == {f"the text of {config}"}
-    assert fingerprint(same) == fingerprint(again) != fingerprint(other)

@@ -118,7 +118,7 @@ def processes(world, tmp_path, monkeypatch):
         monkeypatch.setattr(f"tfdist.launch.processes.{name}", Mock(return_value=part))
     console = Console(os.open(os.devnull, os.O_WRONLY))
     screen = JobScreen(out=console, err=console)
-    job = Mock(start="exec", options=Mock(fork_server=None))
+    job = Mock(start="exec", fork_server=None)
     job.specs.return_value = [SPEC, dataclasses.replace(SPEC, task=W1)]
     attempt = Attempt(number=1, run_dir=str(tmp_path), cluster=ClusterSpec(), tasks=(W0, W1))
     with JobProcesses(job, screen=screen, signals=world, clock=lambda: 5.0) as made:
@@ -195,7 +195,7 @@ def test_why_the_kernel_killed_a_fork_server_is_told(tmp_path, monkeypatch):
 
 
 def test_a_sign_of_life_is_an_event(processes):
-    said = {"phase": "step", "step": 7, "since_s": 4.0, "first_step_s": None, "rest_s": 4.25}
+    said = {"phase": "step", "step": 7, "since_s": 4.0, "first_step_s": None}
     waits = {"awaited": {"task": "worker-0", "since_s": 3.0, "is_first": False}}
     note = {"event": "beat", "task": "worker-0", "at_s": 4.5, **said, **waits}
     stray, bad = {**note, "task": "worker-9"}, {**note, "phase": 7}

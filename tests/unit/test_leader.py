@@ -28,7 +28,7 @@ from tfdist.launch.events import (
     encode_action,
     encode_event,
 )
-from tfdist.launch.multihost.agents import Differs, Lost, MessageReceived, PeerJoined
+from tfdist.launch.multihost.agents import CannotStart, Lost, MessageReceived
 from tfdist.launch.multihost.hosts import decided_group
 from tfdist.launch.multihost.leader import Team
 from tfdist.launch.multihost.node import Node
@@ -105,7 +105,7 @@ def test_an_action_arrives_as_it_was_sent(action):
         Raised(task=W1, exit_code=3, cause="ValueError: ü", at_s=90, step=7),
         Raised(task=W1, exit_code=3, cause="", at_s=90),
         Beat(task=W1, phase="step", step=12, since_s=80, first_step_s=50, at_s=90),
-        Beat(task=W1, phase="import", step=None, since_s=80, first_step_s=None, at_s=90, rest_s=85),
+        Beat(task=W1, phase="import", step=None, since_s=80, first_step_s=None, at_s=90),
         Beat(
             task=W1,
             phase="step",
@@ -234,10 +234,7 @@ def test_what_makes_no_sense_changes_nothing(message):
     assert (Ended in heard) != bool(world.hears(ended()))  # its end still counts, once
 
 
-# While the other hosts come: who is not like host 0 is told so once, and in one line.
-
-OLD_NUMPY = ("numpy 1.0 there, 2.4 here", "argument 1 --a there, --b here")
-RESTARTS = ("--max_restarts 2 there, 1 here",)
+# While the other hosts come.
 
 
 def gather(*parts):
@@ -251,9 +248,7 @@ def gather(*parts):
         return []
 
     def take_news():
-        news = coming.pop(0) if coming else []
-        hub.present |= {event.rank for event in news if isinstance(event, PeerJoined)}
-        return news
+        return coming.pop(0) if coming else []
 
     hub.take_news = take_news
     job = SimpleNamespace(options=options, strategy="ps")
@@ -270,25 +265,10 @@ def test_all_hosts_that_are_there_may_begin():
     assert gather(ready(2), ready(1, 3), ready(4)) == 2.0
 
 
-@pytest.mark.parametrize(
-    ("news", "named"),
-    [
-        (
-            [
-                [Differs(rank=3, what=OLD_NUMPY)],
-                [Differs(rank=1, what=RESTARTS)],
-                [Differs(rank=4, what=OLD_NUMPY), PeerJoined(rank=2)],
-            ],
-            f"b (rank 1) with {RESTARTS[0]}; d (rank 3) with {'; '.join(OLD_NUMPY)}; "
-            f"e (rank 4) with {'; '.join(OLD_NUMPY)}",
-        ),
-        (  # who is late is not waited for
-            [[Differs(rank=1, what=RESTARTS)], [], [PeerJoined(rank=2)]],
-            f"b (rank 1) with {RESTARTS[0]}",
-        ),
-    ],
-    ids=["each once", "late"],
-)
-def test_every_host_that_differs_is_named_with_what_it_differs_in(news, named):
-    error = refusal(lambda: gather(*news))
-    assert (error.where, error.received, error.code) == ("hosts", named, "hosts-differ")
+def test_the_first_refused_host_ends_the_job():
+    errors = [
+        UsageError("x", received=name, expected="y", fix="z", code="cannot-start-agent")
+        for name in "ab"
+    ]
+    news = [CannotStart(rank=rank, error=error) for rank, error in zip((3, 1), errors, strict=True)]
+    assert refusal(lambda: gather(ready(2), news)) is errors[0]

@@ -1,8 +1,5 @@
 """What a process says that it is doing."""
 
-import _thread
-import threading
-
 import pytest
 
 from tfdist import phases
@@ -53,25 +50,6 @@ def test_to_wait_for_all_is_a_phase_of_its_own_where_a_program_may_take_its_time
             now = phases.current().phase
         assert now == ("barrier" if phase in ("import", "done") else phase)
         assert phases.current().phase == phase
-
-
-def test_the_threads_that_a_runtime_starts_are_known_but_for_those_of_python(monkeypatch):
-    monkeypatch.setattr(phases, "_of_runtime", frozenset())
-    begun, ended, ids = threading.Event(), threading.Event(), []
-
-    def of_runtime():
-        ids.append(_thread.get_native_id())
-        begun.set()
-        ended.wait()
-
-    with phases.starting_runtime():
-        thread = threading.Thread(target=ended.wait)
-        thread.start()
-        _thread.start_new_thread(of_runtime, ())  # of which `threading` does not know
-        begun.wait()
-    ended.set()
-    thread.join()
-    assert phases.of_runtime() == set(ids)
 
 
 def test_after_a_phase_within_another_the_other_goes_on(clock):

@@ -67,7 +67,7 @@ def test_what_names_no_program_is_the_launchers(tmp_path, monkeypatch, capsys):
     ("program", "words", "said"),
     [
         (programs, ["lauch", "--workers", "2"], "received 'lauch' (did you mean 'launch'?)"),
-        (programs, ["train.py"], "train.py, which does not exist"),
+        (programs, ["train.py"], "'train.py', which is no file"),
         (top, ["a", "b"], "tfdist.top: command line: received "),
     ],
 )

@@ -3,11 +3,11 @@
 import io
 import json
 import linecache
-import os
 import pickle
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -42,24 +42,14 @@ def refusal(fn, *args, **options):
 
 
 @pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        ("def fn(): return LOCK", "LOCK"),
-        ("def fn(): return [LOCK for _ in range(2)]", "LOCK"),
-        ("def helper(): return LOCK\ndef fn(): return helper()", "LOCK"),
-        ("def make(inner):\n    return lambda: inner\nfn = make(LOCK)", "inner"),
-        ("rows = (row for row in ())\ndef fn(): return rows", "rows"),
-        ("def fn(a, b): pass", "argument 2"),
-    ],
+    ("source", "args"), [("def fn(): return LOCK", ()), ("def fn(a, b): pass", (1, LOCK))]
 )
-def test_what_cannot_be_pickled_is_named(source, name):
-    error = refusal(by_value(source), *[1, LOCK] * (name == "argument 2"))
-    assert error.code == "not-picklable"
-    assert str(error.received).startswith(f"{name}, which cannot be pickled")
+def test_nothing_is_started_if_the_function_cannot_be_pickled(source, args):
+    with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
+        tfdist.spawn(by_value(source), *args)
 
 
-def test_what_is_no_function_and_a_spawn_within_a_task_are_refused(monkeypatch):
-    assert refusal(3).code == "no-function"
+def test_a_spawn_within_a_task_is_refused(monkeypatch):
     monkeypatch.setenv(MARK, "0123")
     assert refusal(len).code == "nested-spawn"
 
@@ -68,7 +58,7 @@ def test_what_is_no_function_and_a_spawn_within_a_task_are_refused(monkeypatch):
     ("options", "where", "code"),
     [
         ({"max_restart": 3}, "tfdist.spawn", "unknown-option"),
-        ({"keep_fds": "3"}, "tfdist.spawn", "unknown-option"),
+        ({"hosts": "a:2"}, "tfdist.spawn", "unknown-option"),
         ({"workers": 0}, "--workers", "out-of-range"),
         ({"workers": "two"}, "--workers", None),
         ({"strategy": "multi"}, "--strategy", "unknown-value"),
@@ -96,22 +86,18 @@ def test_keywords_become_flags():
     ]  # fmt: skip
 
 
-@pytest.fixture
-def memory():
-    with spawning._memory("test") as fd:
-        yield fd
+def test_the_last_whole_answer_of_each_task_is_read(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spawned")
+    (folder / "answers").mkdir()
 
+    def answer(task, attempt, size):
+        spawning._answer(folder, record := {"task": task, "attempt": attempt, "value": bytes(size)})
+        return record
 
-def test_answers_come_back_in_order_and_one_cut_short_is_left_out(memory):
-    records = [{"kind": "result", "value": bytes(n)} for n in (0, 10, 300_000)]
-    for record in records:
-        spawning._answer(memory, record)
-    assert spawning._answers(memory) == records
-    os.lseek(memory, 0, os.SEEK_END)
-    os.write(memory, pickle.dumps(records[2])[:1000])  # the task is killed
-    assert spawning._answers(memory) == records
-    spawning._answer(memory, records[1])  # of the next attempt
-    assert spawning._answers(memory) == [*records, records[1]]
+    answer("worker-0", 1, 10)
+    records = [answer("worker-0", 1, 300_000), answer("worker-1", 1, 0), answer("worker-0", 2, 1)]
+    (folder / "answers" / "2-worker-1.part").write_bytes(b"half")  # the task is killed
+    assert spawning._answers(folder) == records
 
 
 def test_a_task_that_was_killed_is_told_by_the_last_it_printed():
@@ -127,7 +113,7 @@ def test_a_failure_is_told_to_who_ignores_the_ends_of_processes(tmp_path_factory
     """The kernel gives such a program no exit code, and Python 0 for it."""
     run_dir = tmp_path_factory.mktemp("run")
 
-    def run(flags, *, keep_fds):
+    def run(flags):
         entry = {"exit_code": 3, "first_failure": None}
         (run_dir / "report.json").write_text(json.dumps({"attempts": [entry]}))
         return 0, False, ["said"]
@@ -144,13 +130,13 @@ def test_a_failure_is_told_to_who_ignores_the_ends_of_processes(tmp_path_factory
 def test_answers_of_attempts_that_failed_do_not_count(tmp_path_factory, monkeypatch):
     run_dir = tmp_path_factory.mktemp("run")
     error = {"kind": "error", "task": "worker-0", "attempt": 1, "traceback": "of 1", "value": None}
-    result = {"kind": "result", "task": "worker-0", "attempt": 1, "value": pickle.dumps("of 1")}
+    result = {"kind": "result", "task": "worker-1", "attempt": 1, "value": pickle.dumps("of 1")}
     last = {"attempt": 2, "first_failure": {"task": "worker-0", "cause": "killed by SIGKILL"}}
 
     def ended_with(code):
-        def run(flags, *, keep_fds):
+        def run(flags):
             for answer in (error, result):
-                spawning._answer(keep_fds[1], answer)
+                spawning._answer(Path(flags[-1]), answer)
             (run_dir / "report.json").write_text(json.dumps({"attempts": [{"attempt": 1}, last]}))
             return code, False, []
 
@@ -170,7 +156,7 @@ def test_what_the_callers_output_has_no_letters_for_does_not_end_the_job(monkeyp
     monkeypatch.setattr(sys, "stdout", output)
     text = r"printf '\342\226\210 \303\274 \374'; kill -9 $$"
     monkeypatch.setattr(spawning, "bound_command", lambda command, signum: ["sh", "-c", text])
-    assert RUN([], keep_fds=()) == (137, False, ["\u2588 \xfc \ufffd"])
+    assert RUN([]) == (137, False, ["\u2588 \xfc \ufffd"])
     assert output.buffer.getvalue() == b"\\u2588 \xfc \\ufffd"
 
 

@@ -70,9 +70,7 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("to", [SLURM, PODS], ids=["slurm", "kubernetes"])
-@pytest.mark.parametrize(
-    "flag", [f.name for f in LAUNCHER if f.name not in ("help", "dry_run", "env")]
-)
+@pytest.mark.parametrize("flag", [f.name for f in LAUNCHER if f.name not in ("dry_run", "env")])
 def test_a_flag_of_the_launcher_reaches_the_job_or_is_refused(flag, to):
     others, value = EXAMPLES.get(flag, ("", "7"))
     to += "--kind jobset " * (to == PODS and flag == "evaluator")

@@ -213,27 +213,14 @@ def test_auto_is_resolved_by_the_cluster(cluster, asked, resolved):
 # Mistakes
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(str(json.loads(GOOD)), f"'{GOOD}'", f'"{GOOD}"', json.dumps(GOOD)),
-        *(GOOD.replace('"', '\\"'), str({**json.loads(GOOD), "x": None})),
-    ],
-)
-def test_usual_mistakes_of_quoting_are_shown_repaired(text):
-    error = refusal(lambda: decode(text))
-    assert (error.where, error.code) == ("TF_CONFIG", "TFC002")
-    assert error.fix.startswith(f"TF_CONFIG='{GOOD[:-1]}")
-
-
 UNFIT = (({}, "ps"), ({}, "multiworker"), (WORKERS, "single"), (PS, "mirrored"))
 OF_INDEX = '{"cluster": {}, "task": {"type": "worker", "index": %s}}'
 OF_CLUSTER = '{"cluster": %s, "task": {}}'
 MISTAKES: dict[str, tuple[str | bytes, ...]] = {
-    "TFC001": ("nonsense", b"\xff\xfe", '{"a": ' + "9" * 5000 + "}"),
-    "TFC004": ("3", "null", "[null, true, NaN, 0.5]", '{"a":' * 100_000),
-    "TFC002": (GOOD.replace('"', "'"),),
-    "TFC003": ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}, "task": {}}',),
+    "TFC001": (
+        *("nonsense", b"\xff\xfe", '{"a": ' + "9" * 5000 + "}", '{"a":' * 100_000),
+        GOOD.replace('"', "'"),
+    ),
     "TFC005": ("{}", '{"clusters": {}, "task": {"type": "worker", "index": 0}}'),
     "TFC008": (OF_CLUSTER % '{"wroker": ["a.example:2222"]}',),
     "TFC011": (OF_CLUSTER % '{"worker": ["a.example:0"]}',),
@@ -244,7 +231,13 @@ MISTAKES: dict[str, tuple[str | bytes, ...]] = {
     "TFC019": (f'{GOOD[:-1]}, "tfdist": {{"startup_timeout_s": "60"}}}}',),
     "TFC021": (f'{GOOD[:-1]}, "tf_dist": {{"strategy": "ps"}}}}',),
     "TFC006": ('{"cluster": {}, "task": {"typ": "ps", "index": 0}}',),
-    "TFC007": (OF_CLUSTER % "null", '{"cluster": {}, "task": []}'),
+    "TFC007": (
+        "3",
+        "null",
+        "[null, true, NaN, 0.5]",
+        OF_CLUSTER % "null",
+        '{"cluster": {}, "task": []}',
+    ),
     "TFC009": (
         *(OF_CLUSTER % '{"worker": null}', OF_CLUSTER % '{"worker": {"0": "a:1"}}'),
         OF_CLUSTER % '{"ps": [], "chief": []}',
@@ -295,7 +288,7 @@ def test_the_fix_for_a_name_of_an_older_platform_says_what_to_write(fields, code
         *(("startup_timeout_s", value) for value in (0, -1.5, True, float("nan"), 10**400)),
         *(("attempt", None), ("attempt", 1.0), ("devices_per_worker", 0)),
         *(("devices_per_worker", "2"), ("threads_per_task", True), ("terminal", 1)),
-        *(("run_dir", ""), ("run_dir", "a\0b")),
+        *(("run_dir", ""), ("run_dir", 3)),
         *(("strategy", value) for value in ("Mirrored", None, ["ps"])),
     ],
 )

@@ -124,40 +124,6 @@ ps: c0 step 7; 1; w0 owes; 30
 3: all step 3; launcher waits; 200; launcher reads; 30
 > 320 w0 (w0 w1 w2) since 100: all 3 tasks are in a step after 3 steps for 220 s, none of them
 > behind
-# one that can never go on, before its training
-1: 60; w0 rests; 30
-> 180 w0 (w0) since 100: not in its training yet, and all its threads wait for each other for 20 s
-# one that can never go on, after its training
-1: w0 done 30; 60; w0 rests; 30
-> 180 w0 (w0) since 100: done with its training after 30 steps, and all its threads wait for each
-> other for 20 s
-# one that goes on after a rest
-1: w0 rests; 18; w0 rests; 18; w0 goes; 60
-> nobody
-# who rests while another works may wait for it
-3: w0,w2 rests; 60; w1 rests; 30
-> 180 w0 (w0 w1 w2) since 100: not in its training yet, and all its threads wait for each other
-> for 80 s
-# one that rests while others wait at a barrier
-3: w0,w2 barrier; 180; w1 rests; 30
-> 300 w1 (w1 w0 w2) since 100: not in its training yet, and all its threads wait for each other
-> for 20 s; w0, w2 wait for it
-# one that rests while others wait for it to start
-3: w0,w2 rendezvous; w1 rests; 30
-> 120 w1 (w1 w0 w2) since 100: not in its training yet, and all its threads wait for each other
-> for 20 s; w0, w2 wait for it
-# one that rests before its training, not one after
-2: w0 done 30; w0,w1 rests; 30
-> 120 w1 (w1 w0) since 100: not in its training yet, and all its threads wait for each other for
-> 20 s
-# servers rest as long as they like
-ps: w0,w1,p0 serve; w0,w1,p0 rests; 60; c0 rests; 30
-> 180 c0 (c0 w0 w1 p0) since 100: not in its training yet, and all its threads wait for each other
-> for 20 s
-# a rest while the launcher slept
-1: w0 rests; 10; asleep 200; 30
-> 330 w0 (w0) since 100: not in its training yet, and all its threads wait for each other for 230
-> s
 """
 HANG_S, STARTUP_S = 20.0, 60.0
 WORKERS = tuple(tasks(JOBS["3"]))
@@ -174,7 +140,6 @@ class Job:
         self.doing = {}
         self.enter("import", *self.tasks)
         self.silent, self.stepping = set(), set()
-        self.resting = {}
         self.awaited = None
         self.steps = itertools.count(4)
         self.watchdog = Watchdog(
@@ -215,10 +180,6 @@ class Job:
             case "silent":
                 self.silent.add(task)
                 self.states[task] = {"gone": None, "another": ""}.get(*more, more[0])
-            case "rests":
-                self.resting[task] = self.now_s
-            case "goes":
-                del self.resting[task]
             case "owes":
                 is_first = more == ["first"]
                 self.awaited = PendingWork(task=str(task), since_s=self.now_s, is_first=is_first)
@@ -236,7 +197,7 @@ class Job:
             self.watchdog.beat(
                 Beat(
                     task=task, phase=phase, step=step, since_s=since_s, first_step_s=None,
-                    at_s=self.now_s, awaited=awaited, rest_s=self.resting.get(task),
+                    at_s=self.now_s, awaited=awaited,
                 )
             )  # fmt: skip
 

@@ -150,14 +150,13 @@ def _check_mpi(environ: Mapping[str, str], world: _World, ranks: Sequence[str], 
     """Compare where this rank should be with its own variables."""
     host = ranks[world.rank]
     here = [rank for rank, other in enumerate(ranks) if other == host]
-    local = here.index(world.rank)
-    found = (world.local_size, world.local_rank)
-    for index, (value, follows) in enumerate(zip(found, (len(here), local), strict=True)):
-        if value not in (None, follows):
+    follows = {2: (world.local_size, len(here)), 3: (world.local_rank, here.index(world.rank))}
+    for index, (value, expected) in follows.items():
+        if value not in (None, expected):
             raise contradiction(
-                world.names[2 + index],
+                world.names[index],
                 f"{value} for rank {world.rank}",
-                f"{follows}, as {where} puts ranks {here[0]} to {here[-1]} on {host}",
+                f"{expected}, as {where} puts ranks {here[0]} to {here[-1]} on {host}",
                 f"map ranks by slot (mpirun --map-by slot), with the slots of {HOSTS}",
             )
     own_host = text(environ, "PMIX_HOSTNAME")
@@ -178,22 +177,6 @@ def _check_mpi(environ: Mapping[str, str], world: _World, ranks: Sequence[str], 
 # https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES.
 
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # the batch script, the shell of salloc, and their like
-_PASS_ON = "pass Slurm's variables on to the task as they are"
-
-
-class _Node(NamedTuple):
-    """A node of the step, and the number of its tasks."""
-
-    name: str
-    tasks: int
-
-
-class _Step(NamedTuple):
-    """A step of several tasks: its nodes, the one of each rank, and this rank."""
-
-    nodes: Sequence[_Node]
-    of_ranks: Sequence[_Node]
-    rank: int
 
 
 def from_slurm(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
@@ -205,15 +188,22 @@ def from_slurm(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
     Raises:
         UsageError: the variables contradict each other, or do not say on which node a task is.
     """
-    step = _step(environ)
-    if step is None:
+    count = num_slurm_tasks(environ)
+    if count == 1:
         return None
-    return place(
-        [node.name for node in step.of_ranks],
-        rank=step.rank,
-        job_settings=job_settings,
-        job_port=slurm_first_port(environ, job_settings),
-    )
+    if (integer(environ, "SLURM_HET_SIZE") or 1) > 1:
+        received = f"{environ['SLURM_HET_SIZE']}, a heterogeneous job"
+        fix = "submit a job of one component, or set TF_CONFIG"
+        raise contradiction("SLURM_HET_SIZE", received, "a job of one component", fix)
+    node_of_ranks = _nodes_of_ranks(environ, count=count)
+    rank = needed(environ, "SLURM_PROCID", most=count - 1)
+    name, node = text(environ, "SLURMD_NODENAME"), node_of_ranks[rank]
+    if name and node != name:
+        expected = f"{node} for SLURM_PROCID={rank}"
+        fix = "run srun with --distribution=block, and pass Slurm's variables on as they are"
+        raise contradiction("SLURMD_NODENAME", shown(name), expected, fix)
+    first_port = slurm_first_port(environ, job_settings)
+    return place(node_of_ranks, rank=rank, job_settings=job_settings, job_port=first_port)
 
 
 def num_slurm_tasks(environ: Mapping[str, str]) -> int:
@@ -231,86 +221,36 @@ def slurm_first_port(environ: Mapping[str, str], job_settings: JobSettings) -> i
     return port_of_job(job, step=step, job_settings=job_settings)
 
 
-def _step(environ: Mapping[str, str]) -> _Step | None:
-    """Return the step that this process is a task of, or None outside one of several tasks."""
-    count = num_slurm_tasks(environ)
-    if count == 1:
-        return None
-    if (integer(environ, "SLURM_HET_SIZE") or 1) > 1:
-        received = f"{environ['SLURM_HET_SIZE']}, a heterogeneous job"
-        fix = "submit a job of one component, or set TF_CONFIG"
-        raise contradiction("SLURM_HET_SIZE", received, "a job of one component", fix)
-    nodes = _nodes(environ, count=count)
-    of_ranks = _node_of_each_rank(environ, nodes)
-    step = _Step(nodes, of_ranks, needed(environ, "SLURM_PROCID", most=count - 1))
-    _check_self(environ, step)
-    return step
-
-
-def _nodes(environ: Mapping[str, str], *, count: int) -> list[_Node]:
-    """Return the nodes of the step, in order of SLURM_NODEID."""
-    names = _expanded(environ, "SLURM_STEP_NODELIST")
-    variable = "SLURM_STEP_TASKS_PER_NODE"
-    value = text(environ, variable)
-    if not value:
-        raise missing(variable, "how many tasks each node has, as in 2(x3),1")
-    tasks = expand_counts(value, where=variable)
-    if len(tasks) != len(names) or sum(tasks) != count:
-        raise contradiction(
-            variable,
-            f"{shown(value)}: {sum(tasks)} tasks on {len(tasks)} nodes",
-            f"SLURM_STEP_NUM_TASKS={count} tasks on the {len(names)} nodes of "
-            f"SLURM_STEP_NODELIST={shown(environ['SLURM_STEP_NODELIST'])}",
-            _PASS_ON,
-        )
-    return [_Node(name, n) for name, n in zip(names, tasks, strict=True)]
-
-
-def _node_of_each_rank(environ: Mapping[str, str], nodes: Sequence[_Node]) -> list[_Node]:
+def _nodes_of_ranks(environ: Mapping[str, str], *, count: int) -> list[str]:
     """Return the node of each rank: ``block`` fills node after node.
 
     https://slurm.schedmd.com/srun.html#OPT_distribution
     """
+    variables = {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
+    for variable, example in variables.items():
+        if not text(environ, variable):
+            raise missing(variable, f"a list, as in {example}")
+    listed, per_node = (text(environ, variable) for variable in variables)
+    names = expand_hosts(listed, where="SLURM_STEP_NODELIST")
+    tasks = expand_counts(per_node, where="SLURM_STEP_TASKS_PER_NODE")
+    if len(tasks) != len(set(names)) or sum(tasks) != count:
+        raise contradiction(
+            "SLURM_STEP_TASKS_PER_NODE",
+            f"{shown(per_node)}: {sum(tasks)} tasks on {len(tasks)} nodes",
+            f"SLURM_STEP_NUM_TASKS={count} tasks on the {len(names)} nodes of "
+            f"SLURM_STEP_NODELIST={shown(listed)}",
+            "pass Slurm's variables on to the task as they are",
+        )
     distribution = text(environ, "SLURM_DISTRIBUTION").lower()
     kind = re.split("[:,]", distribution)[0]
-    is_even = kind in ("cyclic", "plane") and all(node.tasks == 1 for node in nodes)
-    if kind not in ("", "block") and not is_even:
+    if kind not in ("", "block") and (kind not in ("cyclic", "plane") or max(tasks) > 1):
         raise contradiction(
             "SLURM_DISTRIBUTION",
             shown(distribution),
             "block, if a node has several tasks",
             "run srun with --distribution=block",
         )
-    return [node for node in nodes for _ in range(node.tasks)]
-
-
-def _check_self(environ: Mapping[str, str], step: _Step) -> None:
-    """Compare the place of this task by its rank with its own variables."""
-    fix = "run srun with --distribution=block, and pass Slurm's variables on as they are"
-    node = step.of_ranks[step.rank]
-    name = text(environ, "SLURMD_NODENAME")
-    if name and name not in {node.name for node in step.nodes}:
-        listed = shown(text(environ, "SLURM_STEP_NODELIST"))
-        expected = f"a node of SLURM_STEP_NODELIST={listed}"
-        raise contradiction("SLURMD_NODENAME", shown(name), expected, _PASS_ON)
-    if name and node.name != name:
-        expected = f"{node.name} for SLURM_PROCID={step.rank}"
-        raise contradiction("SLURMD_NODENAME", shown(name), expected, fix)
-    tasks_here = text(environ, "SLURM_GTIDS")
-    here = ",".join(str(rank) for rank, other in enumerate(step.of_ranks) if other == node)
-    if tasks_here and tasks_here != here:
-        expected = f"{shown(here)}, which are the tasks of {node.name}"
-        raise contradiction("SLURM_GTIDS", shown(tasks_here), expected, fix)
-
-
-def _expanded(environ: Mapping[str, str], variable: str) -> list[str]:
-    value = text(environ, variable)
-    if not value:
-        raise missing(variable, "a node list, as in n[1-4]")
-    names = expand_hosts(value, where=variable)
-    if len(set(names)) < len(names):
-        raise contradiction(variable, shown(value), "each node once", _PASS_ON)
-    return names
+    return [name for name, number in zip(names, tasks, strict=True) for _ in range(number)]
 
 
 # Cluster resolver of Kubernetes: pods of an indexed Job, a StatefulSet or a JobSet.
@@ -364,14 +304,6 @@ def _rank_of_pod(environ: Mapping[str, str], pods: Sequence[str]) -> int:
             f"{shown(name)}, which is {len(ranks)} times in {HOSTS}",
             f"one of {shown(environ[HOSTS])}, each once",
             f"write the names of the job's pods into {HOSTS}, with the Service's name",
-        )
-    index = integer(environ, POD_INDEX)
-    if index is not None and name.split(".")[0].rpartition("-")[2] != str(index):
-        raise contradiction(
-            POD_INDEX,
-            f"{index} in the pod {shown(name)}",
-            "the number at the end of the pod's name",
-            f"leave {POD_INDEX} and HOSTNAME as Kubernetes sets them",
         )
     return ranks[0]
 
@@ -489,7 +421,8 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
     """Return the task of this process; None for a process by itself, without settings."""
     job_settings = settings.from_environ(environ)
     named = text(environ, CLUSTER)
-    check_source(named)
+    fix = "name one of them, or unset it"
+    require_one_of(CLUSTER, named or "auto", ("auto", "none", *SOURCES), fix=fix, code="ENV001")
     if named == "none":
         return _alone(job_settings)
     if named not in ("", "auto"):
@@ -509,12 +442,6 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
             _check_agreement(name, config, environ)
             return config
     return _alone(job_settings)
-
-
-def check_source(name: str) -> None:
-    """Refuse a value of TFDIST_CLUSTER that names no source."""
-    fix = "name one of them, or unset it"
-    require_one_of(CLUSTER, name or "auto", ("auto", "none", *SOURCES), fix=fix, code="ENV001")
 
 
 def _alone(job_settings: JobSettings) -> TaskConfig | None:
@@ -562,7 +489,11 @@ def _check_agreement(source: str, config: TaskConfig, environ: Mapping[str, str]
         for variable in ("PMIX_HOSTNAME", "SLURMD_NODENAME"):
             _check_host(config, variable, text(environ, variable))
     if source == "slurm" and text(environ, HOSTS):
-        _check_listed(config, text(environ, HOSTS))
+        listed = len(ranks_of(parse_hosts(text(environ, HOSTS), where=HOSTS)))
+        count = len(config.cluster.training_tasks()) + config.options.evaluator
+        if listed != count:
+            received = f"{listed} tasks in {HOSTS}, and {count} in the step"
+            raise _disagreement(HOSTS, received, f"set {CLUSTER}=hosts to read only that")
 
 
 def _check_size(config: TaskConfig, environ: Mapping[str, str]) -> None:
@@ -599,29 +530,6 @@ def _check_host(config: TaskConfig, variable: str, name: str) -> None:
             expected=f"the two to agree: TF_CONFIG has {here} on {name}",
             fix="give each task its own index in TF_CONFIG, or unset it",
             code="ENV006",
-        )
-
-
-def _check_listed(found: TaskConfig, value: str) -> None:
-    """Refuse a list of hosts beside a step that has other tasks, or has them elsewhere."""
-    cluster = found.cluster
-    unseen = int(found.options.evaluator and not cluster.evaluator)  # by those that train
-    here = [split_address(cluster.address(task))[0] for task in cluster.tasks()]
-    listed = ranks_of(parse_hosts(value, where=HOSTS))
-    known = set(here)
-    unknown = [
-        host
-        for host in dict.fromkeys(listed)
-        if host not in known
-        and is_name(host)
-        and not any(same_host(host, h) or not is_name(h) for h in known)
-    ]
-    if (unknown and not unseen) or len(listed) != len(here) + unseen:
-        raise _disagreement(
-            HOSTS,
-            f"{shown(value)}, {len(listed)} tasks, in a job of {len(here) + unseen} tasks "
-            f"on {shown(','.join(dict.fromkeys(here)))}",
-            f"set {CLUSTER}=hosts to have it alone read",
         )
 
 

@@ -90,7 +90,7 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
     return JobSettings(
         strategy=strategy,
         ps=integer(environ, PS, least=0),
-        evaluator=_switch(environ, EVALUATOR),
+        evaluator=bool(integer(environ, EVALUATOR, most=1)),
         ports=parse_ports(ports, where=PORTS) if ports else None,
         attempt=1 + restarts(environ),
         run_dir=text(environ, RUN_DIR) or None,
@@ -98,7 +98,7 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
         devices_per_worker=integer(environ, DEVICES_PER_WORKER, least=1),
         min_workers=integer(environ, MIN_WORKERS, least=1),
         split_bytes=integer(environ, SPLIT_BYTES, least=1),
-        profile_ps=_switch(environ, PROFILE_PS),
+        profile_ps=bool(integer(environ, PROFILE_PS, most=1)),
         stages=stages,
     )
 
@@ -132,11 +132,6 @@ def integer(
     if name in NAMES:
         raise _wrong(name, value, expected, "correct it, or unset it")
     raise contradiction(name, shown(value), expected, f"see who sets {name} in this job")
-
-
-def _switch(environ: Mapping[str, str], name: str) -> bool:
-    """Return whether a variable is 1; not set, empty and 0 are no."""
-    return bool(integer(environ, name, most=1))
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float:

@@ -6,19 +6,16 @@ options under ``tfdist``, a key that TensorFlow leaves alone.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import functools
 import json
-import shlex
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tfdist.cluster.address import check_address, shown
-from tfdist.errors import UsageError, near, require_int, require_one_of
+from tfdist.errors import UsageError, near, require_int, require_number, require_one_of
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 Kind = Literal["single", "multiworker", "ps"]
@@ -159,13 +156,11 @@ class ClusterSpec:
 def _address_tuple(addresses: object, type_: str) -> tuple[str, ...]:
     if isinstance(addresses, (list, tuple)):
         return tuple(addresses)
-    fix = f'write "{type_}": ["host:port", ...], or leave {type_} out if there is none'
-    expected = 'a list of "host:port"'
     raise UsageError(
         f"cluster {type_}",
         received=shown(addresses),
-        expected=expected,
-        fix=fix,
+        expected='a list of "host:port"',
+        fix=f'write "{type_}": ["host:port", ...], or leave {type_} out if there is none',
         code="TFC009",
     )
 
@@ -189,18 +184,23 @@ def _check_addresses(cluster: ClusterSpec) -> None:
 
 def _check_roles(cluster: ClusterSpec) -> None:
     for type_ in ("chief", "evaluator"):
-        count = len(getattr(cluster, type_))
-        if count > 1:
-            received, expected = f"{count} addresses for {type_}", f"at most one {type_}"
-            _refuse(received, expected=expected, fix=f"keep one {type_}", code="TFC013")
-    if not cluster.ps:
-        return
-    if not cluster.chief:
-        fix = 'add "chief": ["host:port"], or take ps out for a multiworker job'
-        _refuse("ps without chief", expected="a chief, which coordinates a ps job", fix=fix)
-    if not cluster.worker:
-        fix = 'add "worker": ["host:port"], or take ps out for a multiworker job'
-        _refuse("chief and ps without worker", expected="at least one worker", fix=fix)
+        if (count := len(getattr(cluster, type_))) > 1:
+            raise UsageError(
+                "cluster",
+                received=f"{count} addresses for {type_}",
+                expected=f"at most one {type_}",
+                fix=f"keep one {type_}",
+                code="TFC013",
+            )
+    for type_ in ("chief", "worker"):
+        if cluster.ps and not getattr(cluster, type_):
+            raise UsageError(
+                "cluster",
+                received=f"ps without {type_}",
+                expected="a chief, which coordinates a ps job, and at least one worker",
+                fix=f'add "{type_}": ["host:port"], or take ps out for a multiworker job',
+                code="TFC014",
+            )
 
 
 def _check_not_empty(cluster: ClusterSpec, addresses: Mapping[str, object]) -> None:
@@ -220,14 +220,9 @@ def _check_not_empty(cluster: ClusterSpec, addresses: Mapping[str, object]) -> N
         )
 
 
-def _refuse(received: str, *, expected: str, fix: str, code: str = "TFC014") -> None:
-    raise UsageError("cluster", received=received, expected=expected, fix=fix, code=code)
-
-
 STRATEGIES = ("auto", "single", "mirrored", "multiworker", "ps", "pipeline")
 
 _COUNTS = ("devices_per_worker", "threads_per_task", "min_workers", "split_bytes", "stages")
-_MAX_TIMEOUT_S = 1e9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,16 +256,33 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         require_one_of("tfdist.strategy", self.strategy, STRATEGIES, code="TFC019")
-        _check_count("attempt", self.attempt)
-        for name in _COUNTS:
-            if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
-        _check_seconds("startup_timeout_s", self.startup_timeout_s)
-        object.__setattr__(self, "startup_timeout_s", float(self.startup_timeout_s))
-        _check_directory("run_dir", self.run_dir)
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        counts = {name: count for name, count in counts.items() if count is not None}
+        for name, count in {**counts, "attempt": self.attempt}.items():
+            fix = "give a whole number, without quotes"
+            require_int(f"tfdist.{name}", count, least=1, fix=fix, code="TFC019")
+        seconds = require_number(
+            "tfdist.startup_timeout_s",
+            self.startup_timeout_s,
+            above=0,
+            unit="seconds",
+            fix="give a number such as 60, without quotes",
+            code="TFC019",
+        )
+        object.__setattr__(self, "startup_timeout_s", seconds)
+        is_path = isinstance(self.run_dir, str) and bool(self.run_dir.strip())
+        kinds = {"run_dir": (self.run_dir is None or is_path, "the path of a directory, or null")}
         for name in ("evaluator", "profile_ps", "terminal"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise _wrong(name, value, "true or false", "give one")
+            kinds[name] = (isinstance(getattr(self, name), bool), "true or false")
+        for name, (is_right, expected) in kinds.items():
+            if not is_right:
+                raise UsageError(
+                    f"tfdist.{name}",
+                    received=shown(getattr(self, name)),
+                    expected=expected,
+                    fix="give one",
+                    code="TFC019",
+                )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> JobOptions:
@@ -283,102 +295,6 @@ class JobOptions:
     def as_dict(self) -> dict[str, str | int | float | None]:
         """Return ``{name: value}`` of every option."""
         return dataclasses.asdict(self)
-
-
-def _check_count(name: str, value: object) -> None:
-    fix = "give a whole number, without quotes"
-    require_int(f"tfdist.{name}", value, least=1, fix=fix, code="TFC019")
-
-
-def _check_seconds(name: str, value: object) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if number and 0 < value <= _MAX_TIMEOUT_S:  # type: ignore[operator]
-        return
-    fix = "give a number such as 60, without quotes"
-    raise _wrong(name, value, "a positive number of seconds, at most 1e9", fix)
-
-
-def _check_directory(name: str, value: object) -> None:
-    if value is None or (isinstance(value, str) and value.strip() and "\0" not in value):
-        return
-    fix = "give a path as a string, or null for none"
-    raise _wrong(name, value, "the path of a directory", fix)
-
-
-def _wrong(name: str, value: object, expected: str, fix: str) -> UsageError:
-    where = f"tfdist.{name}"
-    return UsageError(where, received=shown(value), expected=expected, fix=fix, code="TFC019")
-
-
-def parse_object(text: str | bytes, *, where: str) -> dict[str, object]:
-    """Return the JSON object in `text`; `UsageError` names the mistake if there is none."""
-    if isinstance(text, bytes):
-        text = text.decode("utf-8", "surrogateescape")
-    try:
-        value = _loads(text)
-    except RecursionError:
-        fix = "write the object that TensorFlow documents, three levels deep"
-        expected = "a JSON object of a few levels"
-        raise UsageError(
-            where, received="deep nesting", expected=expected, fix=fix, code="TFC004"
-        ) from None
-    except _DuplicateKeyError as error:
-        received = f"the key {shown(error.args[0])} twice in one object"
-        fix = "join the two, or take one out"
-        raise UsageError(
-            where, received=received, expected="each key once", fix=fix, code="TFC003"
-        ) from None
-    except ValueError as error:
-        raise _repaired(text, where=where) or UsageError(
-            where,
-            received=f"{shown(text)} ({error})",
-            expected="a JSON object",
-            fix="correct it there; json.dumps in Python or jq on the command line write valid JSON",
-            code="TFC001",
-        ) from None
-    if isinstance(value, dict):
-        return value
-    raise _repaired(text, where=where) or UsageError(
-        where,
-        received=shown(value),
-        expected="a JSON object",
-        fix='write {"cluster": {...}, "task": {...}}',
-        code="TFC004",
-    )
-
-
-class _DuplicateKeyError(ValueError):
-    """A key that is twice in one object, of which json itself would drop all but the last."""
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise _DuplicateKeyError(Counter(key for key, _ in pairs).most_common(1)[0][0])
-    return made
-
-
-def _loads(text: str) -> object:
-    return json.loads(text, object_pairs_hook=_unique)
-
-
-def _repaired(text: str, *, where: str) -> UsageError | None:
-    """Return the error with the right text in it, when the mistake is a usual one of quoting."""
-    bare = text.strip("'\" \t\r\n").replace('\\"', '"')
-    if bare == text.strip() and "'" not in bare:
-        return None
-    for read in (_loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            right = json.dumps(value := read(bare))
-            if isinstance(value, dict):
-                return UsageError(
-                    where,
-                    received="an object in the wrong quotes, as of a printed Python dict",
-                    expected="JSON, whose names are in double quotes",
-                    fix=f"{where}={shlex.quote(right)}",
-                    code="TFC002",
-                )
-    return None
 
 
 VARIABLE = "TF_CONFIG"
@@ -406,7 +322,9 @@ class TaskConfig:
             object.__setattr__(self, "options", replace(self.options, evaluator=True))
         if self.task.type != "evaluator":
             object.__setattr__(self, "cluster", self.cluster.without_evaluator())
-        _check_membership(self)
+        is_alone = self.cluster.kind == "single" and self.task == Task("worker", 0)
+        if not is_alone and self.task != Task("evaluator", 0):
+            self.cluster.address(self.task)
         _check_agreement(self)
 
 
@@ -429,11 +347,27 @@ def decode(text: str | bytes) -> TaskConfig:
     Raises:
         UsageError: for anything wrong with it; the message names the place and the fix.
     """
-    fields = parse_object(text, where=VARIABLE)
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            VARIABLE,
+            received=f"{shown(text)} ({error})",
+            expected="a JSON object",
+            fix="correct it there; json.dumps in Python or jq on the command line write valid JSON",
+            code="TFC001",
+        ) from None
     with _place(VARIABLE):
+        fields = _object(fields, "")
         _refuse_misspelt_options(fields)
-        cluster = ClusterSpec.from_dict(_section(fields, "cluster", '{"worker": ["host:port"]}'))
-        task = _task(_section(fields, "task", '{"type": "worker", "index": 0}'))
+        example = '{"worker": ["host:port"]}'
+        lists = _present(fields, "cluster", where="cluster", example=example)
+        cluster = ClusterSpec.from_dict(_object(lists, "cluster"))
+        example = '{"type": "worker", "index": 0}'
+        place = _object(_present(fields, "task", where="task", example=example), "task")
+        type_ = _present(place, "type", where="task", example='"worker"')
+        index = _present(place, "index", where="task", example="0")
+        task = Task(type_, index)  # type: ignore[arg-type]  # it checks them
         options = JobOptions.from_dict(_object(fields.get("tfdist", {}), "tfdist"))
         return TaskConfig(cluster=cluster, task=task, options=options)
 
@@ -473,33 +407,33 @@ def resolved_strategy(config: TaskConfig) -> str:
     return config.cluster.kind
 
 
-def _check_membership(config: TaskConfig) -> None:
-    cluster, task = config.cluster, config.task
-    if cluster.kind == "single" and task == Task("worker", 0):
-        return
-    if task == Task("evaluator", 0):
-        return
-    cluster.address(task)
-
-
 def _check_agreement(config: TaskConfig) -> None:
     strategy, kind, cluster = config.options.strategy, config.cluster.kind, config.cluster
-    if strategy in ("multiworker", "pipeline") and kind == "ps":
-        fix = 'take "ps" out of the cluster, or ask for strategy ps'
-        _disagree(strategy, has=f"{len(cluster.ps)} ps", expected="no ps in the cluster", fix=fix)
-    if config.task.type == "evaluator":
-        return
-    if strategy == "ps" and kind != "ps":
-        fix = "add chief, worker and ps to the cluster, or ask for another strategy"
-        _disagree(strategy, has="no ps", expected="at least one ps in the cluster", fix=fix)
-    if strategy in ("multiworker", "pipeline") and kind == "single":
-        fix = 'add "worker": ["host:port", ...] to the cluster, or ask for strategy single'
-        _disagree(strategy, has="no address", expected="the workers' addresses", fix=fix)
-    count = len(cluster.chief) + len(cluster.worker) + len(cluster.ps)
-    if strategy in ("single", "mirrored") and count > 1:
-        fix = f"ask for strategy {kind} or auto, or empty the cluster"
-        _disagree(strategy, has=f"{count} training tasks", expected="one training task", fix=fix)
-    if count % (config.options.stages or 1):
+    count = len(cluster.training_tasks())
+    is_training = config.task.type != "evaluator"
+    for is_wrong, has, expected in (
+        (strategy in ("multiworker", "pipeline") and kind == "ps", "a ps", "no ps"),
+        (is_training and strategy == "ps" and kind != "ps", "no ps", "a chief, worker and ps"),
+        (
+            is_training and strategy in ("multiworker", "pipeline") and kind == "single",
+            "no address",
+            'the addresses of the workers, as in "worker": ["host:port", ...]',
+        ),
+        (
+            is_training and strategy in ("single", "mirrored") and count > 1,
+            f"{count} training tasks",
+            "one training task",
+        ),
+    ):
+        if is_wrong:
+            raise UsageError(
+                "tfdist.strategy",
+                received=f"{strategy!r} and a cluster with {has}",
+                expected=f"{expected} in the cluster",
+                fix="correct the cluster, or use another strategy",
+                code="TFC020",
+            )
+    if is_training and count % (config.options.stages or 1):
         raise UsageError(
             "tfdist.stages",
             received=f"{config.options.stages} stages and {count} tasks",
@@ -507,13 +441,6 @@ def _check_agreement(config: TaskConfig) -> None:
             fix=f"use {count} stages, or another number of tasks",
             code="TFC020",
         )
-
-
-def _disagree(strategy: str, *, has: str, expected: str, fix: str) -> None:
-    received = f"{strategy!r} and a cluster with {has}"
-    raise UsageError(
-        "tfdist.strategy", received=received, expected=expected, fix=fix, code="TFC020"
-    )
 
 
 def _refuse_misspelt_options(fields: Mapping[str, object]) -> None:
@@ -527,36 +454,25 @@ def _refuse_misspelt_options(fields: Mapping[str, object]) -> None:
             raise UsageError("key", received=shown(key), expected=expected, fix=fix, code="TFC021")
 
 
-def _section(fields: Mapping[str, object], key: str, example: str) -> dict[str, object]:
-    return _object(_present(fields, key, where=key, example=example), key)
-
-
 def _present(fields: Mapping[str, object], key: str, *, where: str, example: str) -> object:
     if key in fields:
         return fields[key]
-    fix = f'add "{key}": {example}'
-    for other in fields:
-        if key == "cluster" and other in _FIX_OF_OLD_NAMES:
-            fix = _FIX_OF_OLD_NAMES[other]
-        elif near(other.strip().lower(), [key]):
-            fix = f"write {key!r} for {shown(other)}"
-    others = ", ".join(shown(other) for other in list(fields)[:5])
-    received = f"no {key!r}" + (f", only {others}" if others else "")
-    code = "TFC005" if where == "cluster" else "TFC006"
-    raise UsageError(where, received=received, expected=f"the key {key!r}", fix=fix, code=code)
+    fixes = [fix for name, fix in _FIX_OF_OLD_NAMES.items() if name in fields]
+    received = f"no {key!r}, only {shown(list(fields))}" if fields else f"no {key!r}"
+    raise UsageError(
+        where,
+        received=received,
+        expected=f"the key {key!r}",
+        fix=next(iter(fixes), f'add "{key}": {example}'),
+        code="TFC005" if where == "cluster" else "TFC006",
+    )
 
 
 def _object(value: object, key: str) -> dict[str, object]:
     if isinstance(value, dict):
         return value
-    fix = f'write "{key}": {{...}}'
+    fix = f'write "{key}": {{...}}' if key else 'write {"cluster": {...}, "task": {...}}'
     raise UsageError(key, received=shown(value), expected="an object", fix=fix, code="TFC007")
-
-
-def _task(fields: Mapping[str, object]) -> Task:
-    type_ = _present(fields, "type", where="task", example='"worker"')
-    index = _present(fields, "index", where="task", example="0")
-    return Task(type_, index)  # type: ignore[arg-type]  # it checks them
 
 
 @contextlib.contextmanager
@@ -566,7 +482,7 @@ def _place(name: str) -> Iterator[None]:
         yield
     except UsageError as error:
         raise UsageError(
-            f"{name} {error.where}",
+            f"{name} {error.where}".rstrip(),
             received=error.received,
             expected=error.expected,
             fix=error.fix,

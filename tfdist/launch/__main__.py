@@ -46,9 +46,11 @@ def _run(argv: Sequence[str] | None) -> int:
     if options is None:
         print(help_text(), flush=True)
         return 0
-    from tfdist.launch.job import run_job  # not for --help, which is to be there at once
+    from tfdist.launch.fork_server import FORK_SERVER  # not for --help, which is to be fast
+    from tfdist.launch.job import run_job
 
-    return run_job(options, environ=dict(os.environ))
+    fd = os.environ.pop(FORK_SERVER, "")  # no launcher in a task has it open
+    return run_job(options, environ=dict(os.environ), fork_server=int(fd) if fd else None)
 
 
 def _open_standard_files() -> None:

@@ -112,7 +112,6 @@ def lock_host(run_dir: str, host: str, *, within_s: float, pipe: Pipe) -> int:
 
 
 def _kill_agent(pid: bytes) -> None:
-    """Kill a process if it is still an agent."""
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(pid)}/cmdline", "rb") as file:
         if b"bootstrap.py\0agent" in file.read():
             os.kill(int(pid), signal.SIGKILL)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from tfdist.errors import UsageError
@@ -96,11 +96,9 @@ def mistake(first: str, second: str, *, where: str) -> UsageError:
 def _caller() -> str:
     """Return file and line of the program's call."""
     frame = sys._getframe(2)
-    while frame.f_back and _is_of_library(frame):
+    while frame.f_back and (
+        frame.f_globals.get("__name__", "").partition(".")[0] in _OF_LIBRARIES
+        or "__autograph_generated_file" in frame.f_code.co_filename
+    ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _is_of_library(frame: FrameType) -> bool:
-    package = frame.f_globals.get("__name__", "").partition(".")[0]
-    return package in _OF_LIBRARIES or "__autograph_generated_file" in frame.f_code.co_filename

@@ -85,7 +85,8 @@ class RootCause:
         it failed.
         """
         self._ended[event.task] = event
-        self._moments.setdefault(event.task, since_s if _was_killed(event) else event.at_s)
+        was_killed = event.status < 0 and event.status != -signal.SIGABRT
+        self._moments.setdefault(event.task, since_s if was_killed else event.at_s)
         self._first_seen_s = min(self._first_seen_s, now_s)
 
     def forget(self, task: Task) -> None:
@@ -147,10 +148,6 @@ class RootCause:
 def is_lost_peer(cause: str) -> bool:
     """Return whether an error says that its task has lost another one."""
     return bool(_LOST.search(cause))
-
-
-def _was_killed(ended: Ended) -> bool:
-    return ended.status < 0 and ended.status != -signal.SIGABRT
 
 
 def _cause(raised: Raised | None, ended: Ended | None) -> str:
@@ -218,7 +215,6 @@ class Watched:
       beat_s: when it last spoke; until it has, when it was started.
       state: of its process, as `proc_state`.
       awaited: the oldest work unit that it has given to another.
-      rest_s: since when its threads wait for each other; None while it can go on.
       started_s: when its present process was started.
     """
 
@@ -230,7 +226,6 @@ class Watched:
     has_spoken: bool = False
     state: str | None = "R"
     awaited: PendingWork | None = None
-    rest_s: float | None = None
     started_s: float = -math.inf
 
     @property
@@ -366,7 +361,7 @@ class Watchdog:
             return
         task.beat_s, task.has_spoken = beat.at_s, True
         task.phase, task.step, task.since_s = beat.phase, beat.step, beat.since_s
-        task.awaited, task.rest_s = beat.awaited, beat.rest_s
+        task.awaited = beat.awaited
 
     def next_check_s(self) -> float:
         """Return when `find_hang` is to be asked for again; infinity when nothing is watched."""
@@ -386,9 +381,13 @@ class Watchdog:
         if now_s > due_s + LATE_S or self._is_held_up():
             self._excused_s = now_s
         self._checked_s = now_s
-        self._look_at_silent(now_s)
-        found = self._overdue_work(now_s) or self._deadlocked(now_s)
-        if not found and not any(self._is_overdue(task, now_s) for task in self._tasks()):
+        for task in self._tasks():
+            is_silent = self._silence_s(task, now_s) >= self._suspect_s
+            task.state = self._state_of(task.task) if is_silent else "R"
+            if task.state == "":  # it is not expected to report
+                self.ended(task.task)
+        is_overdue = any(self._is_overdue(task, now_s) for task in self._tasks())
+        if not is_overdue and not self._overdue_work(now_s):
             self._noticed_s = None
             return None
         self._noticed_s = now_s if self._noticed_s is None else self._noticed_s
@@ -410,17 +409,7 @@ class Watchdog:
     def _tasks(self) -> list[Watched]:
         return list(self._watched.values())
 
-    def _look_at_silent(self, now_s: float) -> None:
-        for task in self._tasks():
-            task.state = "R"
-            if self._silence_s(task, now_s) < self._suspect_s:
-                continue
-            task.state = self._state_of(task.task)
-            if task.state == "":  # it is not expected to report
-                self.ended(task.task)
-
     def _is_too_silent(self, task: Watched, now_s: float) -> bool:
-        """Return whether a task has been silent for too long."""
         limit_s = self._hang_timeout_s
         if not task.is_stopped and (not task.has_spoken or task.phase in ("import", "rendezvous")):
             limit_s += self._startup_timeout_s  # libraries may hold up all else while they load
@@ -459,21 +448,6 @@ class Watchdog:
                 found.append((owing, awaited.since_s))
         return found
 
-    def _deadlocked(self, now_s: float) -> list[Watched]:
-        """Return the tasks that can never go on, unless another may still wake them.
-
-        One that is not at rest itself may send them something; but not one that waits for them.
-        """
-        tasks = [task for task in self._tasks() if not self._serves(task)]
-        found = [task for task in tasks if self._is_at_rest(task, now_s)]
-        is_all = all(task in found or task.phase in ("rendezvous", "barrier") for task in tasks)
-        return found if is_all else []
-
-    def _is_at_rest(self, task: Watched, now_s: float) -> bool:
-        if task.phase not in UNTIMED or task.rest_s is None:
-            return False
-        return now_s - max(task.rest_s, self._excused_s) >= self._hang_timeout_s
-
     def _busy(self, task: Watched) -> bool:
         """Return whether others may wait for a task that does not wait for them."""
         return task.phase in _BUSY and not self._serves(task)
@@ -511,9 +485,9 @@ class Watchdog:
     def _suspect(self, silent: Sequence[Watched], now_s: float) -> tuple[Watched, str] | None:
         """Return the task that causes the hang and why, None if there is none.
 
-        First a silent task: a stopped one before others. Then one that owes work. Then one that can
-        never go on. Then one that is busy while others wait for it. Then, of those that wait, the
-        one with the fewest steps. Of equal ones, the chief.
+        First a silent task: a stopped one before others. Then one that owes work. Then one that is
+        busy while others wait for it. Then, of those that wait, the one with the fewest steps. Of
+        equal ones, the chief.
         """
         waiting = [task for task in self._tasks() if self._waits(task)]
         if silent:
@@ -522,11 +496,6 @@ class Watchdog:
         if owing := self._overdue_work(now_s, early_s=LATE_S):  # the chief may have been late first
             suspect, since_s = min(owing, key=lambda owed: owed[1])
             return suspect, f"its work unit is not done after {now_s - since_s:.0f} s"
-        if resting := self._deadlocked(now_s):
-            suspect = min(resting, key=lambda t: (t.steps, t.task != self._chief, t.task))
-            for_ = f"for {now_s - (suspect.rest_s or now_s):.0f} s"
-            cause = f"{suspect.doing}, and all its threads wait for each other {for_}"
-            return suspect, cause + _text_of_waiting(waiting, but=suspect)
         if busy := [t for t in self._tasks() if self._busy(t) and self._is_late(t, now_s)]:
             suspect = min(busy, key=lambda task: (task.steps, task.since_s))
             cause = f"{suspect.doing} for {_age(suspect, now_s)}"

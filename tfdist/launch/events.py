@@ -37,7 +37,6 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, TypeVar
 
 from tfdist.cluster import Task
@@ -86,8 +85,6 @@ class Beat:
     """When this process had done its first steps."""
     at_s: float
     awaited: PendingWork | None = None
-    rest_s: float | None = None
-    """Since when each of its threads waits for another of them; None where one does not."""
     is_alone: bool = False
     """Whether it trains with Keras and has joined no job; see `tfdist.launch.alone`."""
 
@@ -240,7 +237,12 @@ def _one(hint: Any, value: object) -> object:
             return None
         return _one(next(kind for kind in inside if kind is not types.NoneType), value)
     if origin is tuple:
-        return _several(inside, value)
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{type(value).__name__} for a list")
+        kinds = [inside[0]] * len(value) if inside[-1] is Ellipsis else inside
+        if len(value) != len(kinds):
+            raise ValueError(f"{len(value)} parts of {len(kinds)}")
+        return tuple(_one(kind, item) for kind, item in zip(kinds, value, strict=True))
     if origin is dict and isinstance(value, dict):
         return {_one(inside[0], key): _one(inside[1], item) for key, item in value.items()}
     if hint is Task:
@@ -252,16 +254,6 @@ def _one(hint: Any, value: object) -> object:
     if type(value) is not (origin or hint):
         raise ValueError(f"{type(value).__name__} for {hint}")
     return value
-
-
-def _several(inside: tuple[Any, ...], value: object) -> tuple[object, ...]:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{type(value).__name__} for a list")
-    if inside[-1] is Ellipsis:
-        return tuple(_one(inside[0], item) for item in value)
-    if len(value) != len(inside):
-        raise ValueError(f"{len(value)} parts of {len(inside)}")
-    return tuple(_one(kind, item) for kind, item in zip(inside, value, strict=True))
 
 
 _EVENTS: dict[str, type[Event]] = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
@@ -365,7 +357,8 @@ class SignalPipe:
         for signum in (signal.SIGCHLD, *STOP_SIGNALS):
             if signum != signal.SIGCHLD and signal.getsignal(signum) == signal.SIG_IGN:
                 continue
-            self._old[signum] = signal.signal(signum, _catch)
+            # Its number arrives through the pipe.
+            self._old[signum] = signal.signal(signum, lambda *_: None)
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._old)
         return self
 
@@ -396,7 +389,3 @@ class SignalPipe:
             return False
         self._requested_s = now_s
         return True
-
-
-def _catch(signum: int, frame: FrameType | None) -> None:
-    """Catch a signal, so that its number comes through the pipe."""

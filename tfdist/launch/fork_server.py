@@ -7,8 +7,9 @@ forks, given that the libraries below NumPy are set to make none (`ONE_THREAD`).
 
 `ForkStarter` is the launcher's side. Who runs many jobs one after the other, such as a sweep, keeps
 a `ForkTemplate`: one process imports once, and each job gets a fork server that is a fork of it and
-needs no import: ``tfdist.launch --fork_server FD``. The tasks are forked from that one as from any
-fork server, and end with it; what a job has allocated is gone with its processes.
+needs no import. The launcher finds its socket in the variable `FORK_SERVER`. The tasks are forked
+from that one as from any fork server, and end with it; what a job has allocated is gone with its
+processes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from tfdist.launch.task import set_title
 if TYPE_CHECKING:
     from tfdist.launch.plan import ProcessSpec
 
+FORK_SERVER = "_TFDIST_FORK_SERVER"
+"""Variable with the socket of a server that the caller of a launcher keeps."""
 _MAX_ANSWER_BYTES = 1 << 17
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Environment of the server: NumPy's libraries make their threads when they are loaded, and
@@ -64,7 +67,10 @@ def main(argv: Sequence[str]) -> None:
     modules, more = argv[1:dashes], argv[dashes + 1 :]
     gc.disable()  # as `import_once` has it
     for name in more:
-        _import_if_it_can_be(name)
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            _log(f"{name} is left to the tasks: {type(error).__name__}: {error}")
     if more and count_threads() > 1:
         _log(f"threads after importing {', '.join(more)}: begun anew without")
         command = _command(control, modules)
@@ -77,13 +83,6 @@ def main(argv: Sequence[str]) -> None:
 def _command(control: socket.socket, modules: Sequence[str], more: Sequence[str] = ()) -> list[str]:
     """Return the command of a server: its socket, what to import, and what else where it can be."""
     return bootstrap_command("fork_server", str(control.fileno()), *modules, "--", *more)
-
-
-def _import_if_it_can_be(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        _log(f"{name} is left to the tasks: {type(error).__name__}: {error}")
 
 
 def _log(text: str) -> None:
@@ -323,7 +322,6 @@ class ForkStarter:
     Args:
       cause_of_kill: why the kernel killed a process; "" where that is not known.
       server: a socket to a server that is there already; see `ForkTemplate`.
-      keep_fds: what a server that is started, and so each task, inherits.
     """
 
     def __init__(
@@ -335,7 +333,6 @@ class ForkStarter:
         clock: Callable[[], float],
         cause_of_kill: Callable[[int], str],
         server: socket.socket | None = None,
-        keep_fds: Sequence[int] = (),
     ) -> None:
         # Of a server that another process has started it is only known what it must have.
         self._environ = dict(ONE_THREAD) if server else {**environ, **ONE_THREAD}
@@ -355,7 +352,7 @@ class ForkStarter:
                 _command(theirs, IMPORTS),
                 env=self._environ,
                 output_fd=log.fileno(),
-                keep_fds=(theirs.fileno(), *keep_fds),
+                keep_fds=(theirs.fileno(),),
                 open_files=open_files,
             )
 

@@ -83,14 +83,18 @@ _FILES_PER_TASK = 6  # port, pipe, log, and three more while it is started
 _OTHER_FILES = 128
 
 
-def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
+def run_job(
+    options: LaunchOptions, *, environ: Mapping[str, str], fork_server: int | None = None
+) -> int:
     """Run a job and return its exit code; with ``dry_run`` prints its plan.
+
+    Tasks that are forked come from the server at the socket `fork_server`, if there is one.
 
     Raises:
         UsageError: it cannot be run as asked; nothing has been started.
     """
     search = [_working_directory(), *sys.path]
-    check_program(options.program, search=search)
+    check_program(options.program)
     _check_tf_config(options.program, environ)
     if line := settings.legacy_keras(environ):
         _remark(line)
@@ -105,6 +109,8 @@ def run_job(options: LaunchOptions, *, environ: Mapping[str, str]) -> int:
         specs = _stand_in_specs(job, group)  # refuses what this machine cannot do
         if options.dry_run:
             return _show(job, group, specs)
+        if not options.isolate:  # a server that exists is outside of the job's network
+            job = dataclasses.replace(job, fork_server=fork_server)
         return _run(job, group, terms={})
     return _run(job, group, terms=_terms(job, search))
 
@@ -117,7 +123,7 @@ def serve(first: Message, pipe: Pipe) -> int:
     """
     options, group = decode(LaunchOptions, first["options"]), decode(Group, first["group"])
     environ, search = dict(os.environ), sys.path
-    check_program(options.program, search=search)
+    check_program(options.program)
     lock = lock_host(first["run_dir"], group.hosts[group.rank], within_s=options.grace_s, pipe=pipe)
     job, group = _described(options, group, environ, run_dir=Path(first["run_dir"]), search=search)
     host = group.hosts[group.rank]
@@ -143,7 +149,7 @@ def _described(
     job = JobDescription(
         options=options,
         strategy=strategy,
-        ports=ports_of_tasks(options, group),
+        ports=options.port_range,
         machine=machine,
         environ=environ,
         run_dir=run_dir,
@@ -203,7 +209,6 @@ def _check_tf_config(program: Program, environ: Mapping[str, str]) -> None:
 
 
 def _remark(line: str) -> None:
-    """Show a line of the launcher's own before it has a screen."""
     print(f"[launch] {line}", file=sys.stderr, flush=True)
 
 
@@ -228,30 +233,9 @@ def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> Launch
     return dataclasses.replace(options, ports=as_text(parse_ports(ports, where=settings.PORTS)))
 
 
-def ports_of_tasks(options: LaunchOptions, group: Group) -> Sequence[int] | None:
-    """Return the ports that tasks may have on any host of the job; None for all.
-
-    Raises:
-        UsageError: they are fewer than the tasks of some host.
-    """
-    ports = options.port_range
-    if ports is None:
-        return None
-    needed = max(group.num_tasks(rank) for rank in range(len(group.hosts)))
-    if len(ports) >= needed:
-        return ports
-    raise UsageError(
-        "--ports",
-        received=f"{as_text(ports)}, {len(ports)} ports",
-        expected=f"{needed} or more for the tasks of a host",
-        fix="give a larger range: a port that is taken by something else is left out as well",
-        code="too-few-ports",
-    )
-
-
 def _stand_in_specs(job: JobDescription, group: Group) -> Sequence[ProcessSpec]:
     """Return the processes of all hosts, at addresses that stand for those of the run."""
-    ports = job.ports
+    ports = None
     if job.options.dry_run and not group.others:  # of use to who starts them by hand
         with PortPool(group.num_tasks(0), among=job.ports) as pool:
             ports = [held.port for held in pool.renewed()]
@@ -325,7 +309,6 @@ def _run(
 
 
 def _lead(part: HostPart) -> int:
-    """Run the job, as host 0; the agents are told how it has ended."""
     team, screen, run_path = Team(part, _hub(part)), part.screen, part.job.run_dir
     code = EXIT_FAILED
     try:
@@ -346,7 +329,6 @@ def _lead(part: HostPart) -> int:
 
 
 def _hub(part: HostPart) -> Hub:
-    """Return the agents of the other hosts."""
     job, group, out = part.job, part.group, part.screen.out
     options, environ = job.options, job.environ
     hosts = {rank: host for rank, host in enumerate(group.hosts) if rank}
@@ -359,7 +341,7 @@ def _hub(part: HostPart) -> Hub:
             "cwd": os.getcwd(),
             "env": passed_variables(environ, names),
             "run_dir": str(job.run_dir),
-            "options": encode(dataclasses.replace(options, fork_server=None)),
+            "options": encode(options),
             "group": encode(dataclasses.replace(group, rank=rank)),
             "from": part.own,
         }

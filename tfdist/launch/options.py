@@ -2,8 +2,7 @@
 
 The line is the launcher's own flags, then a program with flags of its own. The program's part
 must reach it untouched, whatever it looks like, so the line is cut at the program before `argparse`
-reads the first part. Whether the program is there is checked before any task is started, and
-nothing of it is imported.
+reads the first part.
 """
 
 from __future__ import annotations
@@ -13,30 +12,21 @@ import ast
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from importlib.machinery import BuiltinImporter, ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from tfdist.argument_parser import Parser, reading_file
+from tfdist.argument_parser import Parser
 from tfdist.cluster import STRATEGIES
 from tfdist.cluster.ports import parse_ports
-from tfdist.errors import UsageError, mutually_exclusive, near, require_one_of
+from tfdist.errors import UsageError, mutually_exclusive, require_one_of
 
 StartMethod = Literal["exec", "fork"]
 
 STARTS = ("auto", "exec", "fork")
 PLACES = ("local", "ssh", "slurm", "ray")
-OF_OTHERS = {
-    **dict.fromkeys(("n", "np", "nproc", "nproc_per_node", "num_proc", "num_processes"), "workers"),
-    **dict.fromkeys(("num_workers", "num_processes_per_node"), "workers"),
-    **dict.fromkeys(
-        ("nnodes", "num_machines", "H", "host", "master_addr", "rdzv_endpoint"), "hosts"
-    ),
-}
-"""How other launchers call what ours has a flag for."""
 DEFAULT_MODULE = "tfdist.train"
 
 _MAX_TASKS = 10_000
@@ -149,22 +139,14 @@ class LaunchOptions:
     independent: bool = _option(
         False, "", "let each task train a model of its own, in a program without make_strategy"
     )
-    fork_server: int | None = _option(
-        None,
-        "FD",
-        "fork from the server at this socket, which has imported TensorFlow (tfdist.tune)",
-    )
-    keep_fds: str | None = _option(
-        None, "FD,FD", "descriptors that the tasks inherit (what tfdist.spawn gives)"
-    )
     dry_run: bool = _option(False, "", "print each task's command and TF_CONFIG, start nothing")
     program: Program = Program()
 
     def __post_init__(self) -> None:
-        _check_name("strategy", self.strategy, STRATEGIES)
-        _check_name("start", self.start, STARTS)
+        require_one_of("--strategy", self.strategy, STRATEGIES)
+        require_one_of("--start", self.start, STARTS)
         if self.on is not None:
-            _check_name("on", self.on, PLACES)
+            require_one_of("--on", self.on, PLACES)
         _check_numbers(self)
         if self.stages is not None and self.strategy == "auto":
             object.__setattr__(self, "strategy", "pipeline")
@@ -175,9 +157,6 @@ class LaunchOptions:
             _refuse("run_dir", "''", "the path of a directory", fix, code="empty")
         if self.ports is not None:
             parse_ports(self.ports, where="--ports")
-        if self.keep_fds and not all(n.isascii() and n.isdigit() for n in self.keep_fds.split(",")):
-            fix = "leave --keep_fds out; tfdist.spawn gives it"
-            _refuse("keep_fds", repr(self.keep_fds), "numbers of descriptors, 5,6", fix)
         _check_together(self)
 
     @property
@@ -191,20 +170,9 @@ class LaunchOptions:
         return None if self.ports is None else parse_ports(self.ports, where="--ports")
 
     @property
-    def kept_fds(self) -> tuple[int, ...]:
-        """Return the descriptors that the tasks inherit."""
-        return tuple(int(number) for number in self.keep_fds.split(",")) if self.keep_fds else ()
-
-    @property
     def num_ps(self) -> int:
         """Return how many ps a ps job has: one unless more were asked for."""
         return self.ps or 1
-
-
-def _check_name(flag: str, value: str, choices: Sequence[str]) -> None:
-    is_in_capitals = value.lower() in choices
-    fix = f"use --{flag} {value.lower()}" if is_in_capitals else "use one of these"
-    require_one_of(f"--{flag}", value, choices, fix=fix)
 
 
 _BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -268,22 +236,9 @@ def _check_together(options: LaunchOptions) -> None:
     if options.on == "ssh" and hosts is None:
         fix = "give --hosts a:2,b:2"
         _refuse("on", "ssh without --hosts", "a list of hosts", fix, code="no-hosts")
-    on = options.where
-    has_agents = on != "local" or hosts is not None
-    for flag, is_of_use in (("rsh", on in ("ssh", "ray")), ("env", has_agents)):
-        if getattr(options, flag) is not None and not is_of_use:
-            fix = f"leave --{flag} out, or give --hosts"
-            received = f"{getattr(options, flag)} with --on {on}"
-            _refuse(flag, received, f"no --{flag}", fix, code="no-hosts")
-    if options.keep_fds is not None and options.where != "local":
-        fix = "leave --hosts and --on out; tfdist.spawn runs on one machine"
-        _refuse("keep_fds", options.where, "a job on this machine", fix, code="exclusive")
-    isolate, server = {"--isolate": options.isolate}, {"--fork_server": options.fork_server}
-    mutually_exclusive({"--keep_fds": options.keep_fds, **server})
-    mutually_exclusive({**server, **isolate})
-    mutually_exclusive({**server, "--start exec": options.start == "exec"})
     fix = "leave one of them out; live.json in the run directory says the same"
-    mutually_exclusive({"--metrics_port": options.metrics_port, **isolate}, fix=fix)
+    given = {"--metrics_port": options.metrics_port, "--isolate": options.isolate}
+    mutually_exclusive(given, fix=fix)
 
 
 def _refuse(
@@ -318,15 +273,12 @@ class _Flag:
 
 _READERS: dict[str, Callable[[str], object] | None]
 _READERS = {"str": str, "int": int, "float": seconds, "bool": None}
-FLAGS = (
-    *(
-        _Flag(one.name, _READERS[str(one.type).split()[0]], **one.metadata)
-        for one in fields(LaunchOptions)
-        if one.metadata
-    ),
-    _Flag("help", None, "", "this text"),
+FLAGS = tuple(
+    _Flag(one.name, _READERS[str(one.type).split()[0]], **one.metadata)
+    for one in fields(LaunchOptions)
+    if one.metadata
 )
-_TAKES_VALUE = {flag.name: flag.read is not None for flag in FLAGS}
+_TAKES_VALUE = {"help": False, **{flag.name: flag.read is not None for flag in FLAGS}}
 _SWITCH = {"": True, "true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -353,32 +305,22 @@ def parse(argv: Sequence[str]) -> LaunchOptions | None:
     return LaunchOptions(**values, program=_program(rest))
 
 
-class _Parser(Parser):
-    def unknown(self, word: str) -> UsageError:
-        """Return the error for a word before the program that is no flag of the launcher."""
-        head = word.partition("=")[0]
-        name = head.lstrip("-").replace("-", "_")
-        meant = (
-            OF_OTHERS.get(name) or near(name, _TAKES_VALUE).removeprefix(" (did you mean '")[:-3]
-        )
-        fix = f"correct the flag (did you mean --{meant}?)"
-        if not meant:
-            fix = "put the program's own flags after the program, or those of tfdist.train after --"
-        expected = "a flag of the launcher (--help lists them)"
-        return UsageError(
-            "command line", received=head, expected=expected, fix=fix, code="unknown-flag"
-        )
-
-
 def _parser() -> Parser:
-    parser = _Parser(prog="the launcher", add_help=False, argument_default=argparse.SUPPRESS)
+    parser = Parser(
+        prog="the launcher (the program's own flags follow the program)",
+        usage="python -m tfdist.launch [flags] [script.py | -m module] [the program's own flags]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
     for flag in FLAGS:
         value: dict[str, Any] = {"type": switch, "nargs": "?", "const": True}
         if flag.read is not None:
             value = {"type": flag.read}
         if flag.name == "env":
             value["action"] = "append"
-        parser.add_argument(f"--{flag.name}", metavar=flag.shown, **value)
+        shown = flag.shown or "true|false"
+        parser.add_argument(f"--{flag.name}", metavar=shown, help=flag.help, **value)
     return parser
 
 
@@ -401,29 +343,19 @@ def split(argv: Sequence[str], *, takes_value: Mapping[str, bool]) -> tuple[list
     return words, rest
 
 
+_DESCRIPTION = f"""Starts the processes of a job on this machine, each with its part in TF_CONFIG,
+and ends them all when it is done or when one of them fails.
+
+The words after the program belong to the program. Without a program the job is
+{DEFAULT_MODULE}, which gets everything from the first --config flag, or after --.
+
+  python -m tfdist.launch --strategy multiworker --workers 2 train.py --lr 0.1
+  python -m tfdist.launch --strategy ps --workers 4 --ps 1 --config.seed=1"""
+
+
 def help_text() -> str:
     """Return what ``--help`` prints."""
-    lines = [
-        "usage: python -m tfdist.launch [flags] [script.py | -m module] [the program's own flags]",
-        "",
-        "Starts the processes of a job on this machine, each with its part in TF_CONFIG,",
-        "and ends them all when it is done or when one of them fails.",
-        "",
-    ]
-    for flag in FLAGS:
-        lines.append(f"  --{flag.name} {flag.shown}".rstrip())
-        lines.append(f"        {flag.help}")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "What follows the program belongs to the program. Without a program the job is",
-            f"{DEFAULT_MODULE}, which gets everything from the first --config flag, or after --.",
-            "",
-            "  python -m tfdist.launch --strategy multiworker --workers 2 train.py --lr 0.1",
-            "  python -m tfdist.launch --strategy ps --workers 4 --ps 1 --config.seed=1",
-        ]
-    )
+    return _parser().format_help()
 
 
 def begins_program(token: str) -> bool:
@@ -439,9 +371,6 @@ def _program(rest: list[str]) -> Program:
             return Program(args=tuple(rest))
     if not rest or rest[0].startswith("--"):
         return Program(args=tuple(rest))
-    if not rest[0].strip():
-        fix = "name the script, or leave it out to run tfdist.train"
-        _refuse_program(repr(rest[0]), "a Python script", fix, code="empty")
     if rest[0] != "-m":
         return Program(target=rest[0], is_module=False, args=tuple(rest[1:]))
     if len(rest) < 2 or not rest[1] or rest[1].startswith("-"):
@@ -454,20 +383,24 @@ def _program(rest: list[str]) -> Program:
 
 _TENSORFLOW = ("tensorflow", "keras", "tfdist")
 _READ_AT_IMPORT = re.compile("(TF|TF2|KERAS|XLA|OMP|CUDA)_(?!CONFIG$)[A-Z0-9_]+")
-_ADDS_MODULES = re.compile(rb"__path__|declare_namespace|sys\.modules|meta_path")
 
 
-def check_program(program: Program, *, search: Sequence[str]) -> None:
-    """Raise `UsageError`, with the near name, unless the program is there; import nothing.
+def check_program(program: Program) -> None:
+    """Raise `UsageError` unless the script of all tasks is there; Python finds modules itself."""
+    if program.target == DEFAULT_MODULE:
+        from tfdist.configs import command_line  # not for other programs: it takes a moment
 
-    `search` is where modules are looked for, as `sys.path` is.
-    """
-    if program.is_module:
-        _check_module(program.target, search=search)
-        if program.target == DEFAULT_MODULE:
-            _check_configuration(program)
-    else:
-        _check_script(program.target)
+        command_line.parse(program.args)
+    # Files in /dev and /proc differ from process to process.
+    is_file = os.path.isfile(program.target) and not re.match("/(dev|proc)/", program.target)
+    if not program.is_module and not is_file:
+        raise UsageError(
+            "program",
+            received=f"{program.target!r}, which is no file",
+            expected="a Python script",
+            fix="correct the path, or use -m for a module",
+            code="no-file",
+        )
 
 
 def imports_tensorflow(program: Program, *, search: Sequence[str]) -> bool:
@@ -501,93 +434,16 @@ def _names_a_variable(node: ast.AST) -> bool:
 
 
 def file_of_program(program: Program, *, search: Sequence[str]) -> str:
-    """Return the file of a program that is there, of a package its ``__main__``; "" if none."""
+    """Return the file of a program, of a package its ``__main__``; "" if it is not in `search`.
+
+    Nothing is imported.
+    """
     if not program.is_module:
         return program.target
-    *_, spec = _specs(program.target, search=search)
-    if spec.submodule_search_locations is not None:
-        *_, spec = _specs(f"{program.target}.__main__", search=search)
-    return spec.origin if spec.has_location and spec.origin else ""
-
-
-def _specs(name: str, *, search: Sequence[str]) -> list[ModuleSpec]:
-    """Return the specs of the packages on the way to a module, and its own if it is there.
-
-    All finders that an import would ask are asked, since an editable install may bring one of its
-    own, and nothing is imported. So what a package makes of itself at its import stays unseen.
-    """
-    specs: list[ModuleSpec] = []
-    places, parts = search, name.split(".")
-    for depth, part in enumerate(parts, 1):
-        for finder in sys.meta_path:
-            if finder is BuiltinImporter or not hasattr(finder, "find_spec"):
-                continue  # built-in modules cannot be run
-            if finder is PathFinder:  # for a name with dots it would look at the package itself
-                spec = finder.find_spec(part, places)
-            else:
-                spec = finder.find_spec(".".join(parts[:depth]), places if specs else None)
-            if spec is not None:
-                break
-        else:
-            break
-        specs.append(spec)
-        places = list(spec.submodule_search_locations or ())  # nothing is inside a module
-    return specs
-
-
-def _check_configuration(program: Program) -> None:
-    """Raise `UsageError` for what each task of `tfdist.train` would refuse by itself."""
-    from tfdist.configs import command_line  # not for other programs: it takes a moment
-
-    command_line.parse(program.args)
-
-
-def _refuse_program(received: str, expected: str, fix: str, *, code: str) -> NoReturn:
-    raise UsageError("program", received=received, expected=expected, fix=fix, code=code)
-
-
-def _check_script(target: str) -> None:
-    path = Path(target)
-    with reading_file("program", target, expected="a Python script"):
-        is_directory, is_file = path.is_dir(), path.is_file()
-    # What is in /dev or /proc is something else in each process.
-    if is_directory or path.parts[:2] in (("/", "dev"), ("/", "proc")):
-        fix = "write the script to a file, or use -m for a package"
-        _refuse_program(f"{target}, which is no file", "a Python script", fix, code="no-file")
-    if not is_file:
-        meant = near(path.name, [entry.name for entry in path.parent.glob("*")])
-        received = f"{target}, which does not exist{meant}"
-        _refuse_program(received, "a Python script", "correct the path", code="missing-file")
-    if not os.access(path, os.R_OK):
-        fix = f"make it readable: chmod u+r {target}"
-        _refuse_program(target, "a readable script", fix, code="not-readable")
-
-
-def _check_module(name: str, *, search: Sequence[str]) -> None:
-    parts, specs = name.split("."), _specs(name, search=search)
-    if specs and _adds_modules(specs[-1]):
-        return
-    if len(specs) < len(parts):
-        places = specs[-1].submodule_search_locations or () if specs else search
-        entries = [entry for place in places for entry in Path(place or ".").glob("*")]
-        names = {entry.stem for entry in entries if entry.suffix in ("", ".py")}
-        received = f"-m {name}, which does not exist{near(parts[len(specs)], names)}"
-        is_script = name.endswith(".py")
-        fix = "leave -m out to run a script by its path" if is_script else "correct the name"
-        _refuse_program(received, "a Python module", fix, code="missing-module")
-    if specs[-1].submodule_search_locations is None:
-        return
-    if len(_specs(f"{name}.__main__", search=search)) == len(parts):
-        fix = f"name a module in it, or add {name.replace('.', '/')}/__main__.py"
-        received = f"-m {name}, a package without __main__"
-        _refuse_program(received, "a module to run", fix, code="no-main")
-
-
-def _adds_modules(package: ModuleSpec) -> bool:
-    """Return whether a package says that it adds modules to itself when it is imported."""
-    if package.submodule_search_locations is None or not package.has_location:
-        return False
-    try:
-        return bool(_ADDS_MODULES.search(Path(package.origin or "").read_bytes()))
-    except OSError:
-        return False
+    places: list[str] | None = list(search)
+    names, spec = program.target.split("."), None
+    while places is not None:
+        spec = PathFinder.find_spec(names.pop(0) if names else "__main__", places)
+        inside = spec and spec.submodule_search_locations
+        places = None if inside is None else list(inside)
+    return spec.origin if spec and spec.has_location and spec.origin and not names else ""

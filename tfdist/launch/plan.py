@@ -85,6 +85,8 @@ class JobDescription:
     python: str = sys.executable
     start: StartMethod = "exec"
     """How the tasks are started."""
+    fork_server: int | None = None
+    """Socket of a fork server that another process keeps."""
     is_terminal: bool = False
     """Whether what the tasks print is shown on a terminal."""
     ports: Sequence[int] | None = None
@@ -129,7 +131,12 @@ def decided_strategy(options: LaunchOptions, machine: Machine) -> str:
     Raises:
         UsageError: a job of one process, of which something was asked that only others have.
     """
-    strategy = _strategy_of(options, machine)
+    strategy = options.strategy
+    if strategy == "auto":
+        devices = options.devices_per_worker or len(machine.gpus)
+        alone = "mirrored" if devices > 1 else "single"
+        several = "multiworker" if options.workers > 1 else alone
+        strategy = "ps" if options.ps is not None else several
     if options.evaluator and strategy in ("single", "mirrored"):
         raise UsageError(
             "--evaluator",
@@ -139,17 +146,6 @@ def decided_strategy(options: LaunchOptions, machine: Machine) -> str:
             code="exclusive",
         )
     return strategy
-
-
-def _strategy_of(options: LaunchOptions, machine: Machine) -> str:
-    if options.strategy != "auto":
-        return options.strategy
-    if options.ps is not None:
-        return "ps"
-    if options.workers > 1:
-        return "multiworker"
-    devices = options.devices_per_worker or len(machine.gpus)
-    return "mirrored" if devices > 1 else "single"
 
 
 def start_method(
@@ -270,10 +266,8 @@ def _divide_gpus(job: JobDescription, here: Collection[Task]) -> dict[Task, str]
             fix="use fewer, or set CUDA_VISIBLE_DEVICES=-1 to use CPUs",
             code="too-few-gpus",
         )
-    divided = {task: _gpus_of(n, gpus=gpus, each=each) for n, task in enumerate(workers)}
-    return {task: divided.get(task, "-1") for task in here}
-
-
-def _gpus_of(number: int, *, gpus: Sequence[str], each: int) -> str:
-    first = number * each
-    return ",".join(gpus[(first + k) % len(gpus)] for k in range(each))
+    visible = dict.fromkeys(here, "-1")
+    for number, task in enumerate(workers):
+        mine = (gpus[(number * each + k) % len(gpus)] for k in range(each))
+        visible[task] = ",".join(mine)
+    return visible

@@ -38,7 +38,7 @@ from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient, bootstrap_command, start_process
 from tfdist.launch.machine import KillEvidence, proc_state
 from tfdist.launch.plan import Attempt, JobDescription, ProcessSpec
-from tfdist.launch.screen import Console, JobScreen, TaskOutput
+from tfdist.launch.screen import JobScreen, TaskOutput
 from tfdist.launch.task import STACK_SIGNAL
 
 _READ_BYTES = 1 << 16
@@ -48,16 +48,9 @@ _MAX_READS = 64  # of one task's pipe at its end, which a child of its own may k
 class Starter:
     """Starter of tasks as new Pythons, without a helper process of its own."""
 
-    def __init__(
-        self,
-        *,
-        clock: Callable[[], float],
-        open_files: tuple[int, int],
-        keep_fds: Collection[int] = (),
-    ) -> None:
+    def __init__(self, *, clock: Callable[[], float], open_files: tuple[int, int]) -> None:
         self._clock = clock
         self._open_files = open_files
-        self._keep_fds = tuple(keep_fds)
         self._children: dict[Task, subprocess.Popen[bytes]] = {}
 
     def start(
@@ -68,7 +61,7 @@ class Starter:
             bootstrap_command("task", str(notes_fd), *spec.words),
             env=env,
             output_fd=output_fd,
-            keep_fds=(notes_fd, *self._keep_fds),
+            keep_fds=(notes_fd,),
             open_files=self._open_files,
         )
         self._children[spec.task] = child
@@ -129,11 +122,9 @@ class JobProcesses:
         self.signals = signals
         self._clock = clock
         self._evidence = KillEvidence()
-        self._starter: Starter | ForkStarter = Starter(
-            clock=clock, open_files=job.open_files, keep_fds=job.options.kept_fds
-        )
+        self._starter: Starter | ForkStarter = Starter(clock=clock, open_files=job.open_files)
         self._given: socket.socket | None = None
-        if (descriptor := job.options.fork_server) is not None:
+        if (descriptor := job.fork_server) is not None:
             os.set_inheritable(descriptor, False)  # no task is to keep it open
             self._given = socket.socket(fileno=descriptor)
         self._specs: dict[Task, ProcessSpec] = {}
@@ -208,7 +199,6 @@ class JobProcesses:
             clock=self._clock,
             cause_of_kill=self._evidence.of_kill,
             server=given,
-            keep_fds=self._job.options.kept_fds,
         )
         if (fd := server.fileno()) is not None:
             self.watch(fd, self._collect)
@@ -235,7 +225,8 @@ class JobProcesses:
             case KillOne(task=task):
                 self._kill_one(task)
             case AskForStacks(task=task):
-                self._ask_for_stacks(task)
+                if pid := self._running.get(task):
+                    _send(pid, STACK_SIGNAL)
             case _:
                 pass
         return None
@@ -277,10 +268,6 @@ class JobProcesses:
             self._owed[task] = signum
             if signum == signal.SIGKILL:
                 self._starter.give_up()
-
-    def _ask_for_stacks(self, task: Task) -> None:
-        if pid := self._running.get(task):
-            _send(pid, STACK_SIGNAL)
 
     def _kill_one(self, task: Task) -> None:
         if task in self._running and self._running[task] is None:
@@ -434,7 +421,11 @@ class JobProcesses:
             console.write()
             if console.is_full and not self._is_patient:
                 console.forget_backlog()
-            self._watch_console(console)
+            is_watched = console.fd in self._selector.get_map()
+            if console.is_waiting and not is_watched:
+                self.watch(console.fd, console.write, events=selectors.EVENT_WRITE)
+            elif is_watched and not console.is_waiting:
+                self.unwatch(console.fd)
         out = self._screen.out
         if out.is_closed and self._is_patient and not self._is_closed:
             self._is_closed = True  # once: a second request would kill
@@ -446,13 +437,6 @@ class JobProcesses:
                     self.unwatch(fd)
                 else:
                     self.watch(fd, self._read, fd)
-
-    def _watch_console(self, console: Console) -> None:
-        watched = console.fd in self._selector.get_map()
-        if console.is_waiting and not watched:
-            self.watch(console.fd, console.write, events=selectors.EVENT_WRITE)
-        elif watched and not console.is_waiting:
-            self.unwatch(console.fd)
 
 
 def _send(pid: int, signum: int) -> None:

@@ -232,7 +232,6 @@ def _visible(line: bytes) -> bytes:
 
 
 def _pieces(line: bytes) -> list[bytes]:
-    """Cut an overlong line."""
     size = MAX_LINE_BYTES
     return [line[first : first + size] for first in range(0, max(1, len(line)), size)]
 

@@ -1,8 +1,8 @@
 """Functions as jobs: `tfdist.spawn`, from a program or from the cell of a notebook.
 
-The function and what it returns are pickled, by value where they are of ``__main__``. They are in
-memory without a name (memfd), whose descriptors the launcher and the tasks inherit: nothing is
-unpickled but what this process and the tasks it has started have written.
+The function and what it returns are pickled, by value where they are of ``__main__``, in files of a
+directory that only this user can enter: nothing is unpickled but what this process and the tasks it
+has started have written.
 
 Run as a module it is the program of each task.
 """
@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import fcntl
 import linecache
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, FrameType, FunctionType
-from typing import IO, Any, cast
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from tfdist.cluster import read_environment
 from tfdist.errors import EXIT_FAILED, JobFailed, TfdistError, UsageError, near
@@ -33,9 +34,10 @@ from tfdist.launch.options import FLAGS, parse
 from tfdist.launch.run_dir import chosen_run_dir, earlier_attempts
 
 _MODULE = "tfdist.launch.spawn"
-_OPTIONS = tuple(f.name for f in FLAGS if f.name not in ("help", "fork_server", "keep_fds"))
+_OF_HOSTS = ("on", "hosts", "rsh", "env")
+_OPTIONS = tuple(flag.name for flag in FLAGS if flag.name not in _OF_HOSTS)
 _READ_BYTES = 1 << 16
-_END_BYTES = 8
+_FUNCTION, _ANSWERS = "function", "answers"
 _LINES_KEPT = 20
 
 
@@ -66,28 +68,32 @@ def spawn(
       What `fn` returned in the chief; None where it ended by `sys.exit`.
 
     Raises:
-      UsageError: an option that the launcher would refuse; a function that cannot be pickled; a
-        call inside a task of a job. Nothing has been started.
+      UsageError: an option that the launcher would refuse; a call inside a task of a job. Nothing
+        has been started.
+      TypeError, pickle.PicklingError: the function cannot be pickled. Nothing has been started.
       JobFailed: the job failed. It has the first failure's task and traceback, and its exception
         as the cause.
       KeyboardInterrupt: it was interrupted, and the job has stopped.
     """
-    _require_outside(os.environ)
+    if MARK in os.environ:
+        raise UsageError(
+            "tfdist.spawn",
+            received="a call inside a task of a job",
+            expected="a call outside of any job: it starts the tasks itself",
+            fix="call the function itself here",
+            code="nested-spawn",
+        )
     run_dir = chosen_run_dir(options.pop("run_dir", None))
     flags = _flags(strategy, workers, ps, {**options, "run_dir": str(run_dir)})
     parse([*flags, "-m", _MODULE])
     payload = _pickled(fn, args)
-    with _memory("function") as function_fd, _memory("answers") as answers_fd:
-        with _opened(function_fd, "wb") as file:
-            file.write(payload)
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(function_fd, fcntl.F_ADD_SEALS, seals)
-        fds = (function_fd, answers_fd)
-        keep = f"--keep_fds={function_fd},{answers_fd}"
-        command = [*flags, keep, "-m", _MODULE, *map(str, fds)]
+    with tempfile.TemporaryDirectory(prefix="tfdist-spawn-") as name:
+        folder = Path(name)
+        (folder / _FUNCTION).write_bytes(payload)
+        (folder / _ANSWERS).mkdir()
         before = len(earlier_attempts(run_dir))
-        code, is_interrupted, lines = _run(command, keep_fds=fds)
-        answers = _answers(answers_fd)
+        code, is_interrupted, lines = _run([*flags, "-m", _MODULE, name])
+        answers = _answers(folder)
     if entries := earlier_attempts(run_dir)[before:]:
         answers = [answer for answer in answers if answer["attempt"] == entries[-1]["attempt"]]
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # the kernel keeps the code to itself
@@ -101,21 +107,9 @@ def spawn(
     raise _failed(code, failure, answers, lines)
 
 
-def _require_outside(environ: Mapping[str, str]) -> None:
-    if MARK in environ:
-        raise UsageError(
-            "tfdist.spawn",
-            received="a call inside a task of a job",
-            expected="a call outside of any job: it starts the tasks itself",
-            fix="call the function itself here",
-            code="nested-spawn",
-        )
-
-
 def _flags(
     strategy: str, workers: int | None, ps: int, options: Mapping[str, Any]
 ) -> Sequence[str]:
-    """Return the command line for keywords."""
     for name in options:
         if name not in _OPTIONS:
             raise UsageError(
@@ -125,7 +119,7 @@ def _flags(
                 fix="see python -m tfdist.launch --help; arguments of the function come before",
                 code="unknown-option",
             )
-    several = strategy in ("multiworker", "ps") and "hosts" not in options
+    several = strategy in ("multiworker", "ps")
     given = {
         "strategy": strategy,
         "workers": 2 if workers is None and several else workers,
@@ -138,41 +132,11 @@ def _flags(
 # What goes to the tasks, and comes back.
 
 
-@contextlib.contextmanager
-def _memory(name: str) -> Iterator[int]:
-    fd = os.memfd_create(f"tfdist {name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _opened(fd: int, mode: str) -> IO[bytes]:
-    """Return memory that other processes have open too as a file with a position of its own."""
-    return cast("IO[bytes]", open(f"/proc/self/fd/{fd}", mode))
-
-
 def _pickled(fn: Any, args: Sequence[Any]) -> bytes:
     """Return the function, and what a task needs to load it and to show its lines."""
     import cloudpickle
 
-    if not callable(fn):
-        received, fix = f"a {type(fn).__name__}", "pass the function, without calling it"
-        raise UsageError(
-            "tfdist.spawn", received=received, expected="a function", fix=fix, code="no-function"
-        )
-    try:
-        call = cloudpickle.dumps((fn, tuple(args)))
-    except Exception as error:
-        given = {f"argument {number}": value for number, value in enumerate(args, 1)}
-        name = _unpicklable({**_variables(fn), **given}, seen=set()) or "the function"
-        raise UsageError(
-            "tfdist.spawn",
-            received=f"{name}, which cannot be pickled ({_first_line(error)})",
-            expected="a function that uses what can be sent to another process",
-            fix=f"make {name} inside the function",
-            code="not-picklable",
-        ) from None
+    call = cloudpickle.dumps((fn, tuple(args)))
     of_caller = {"path": list(sys.path), "argv": list(sys.argv), "cells": _cells()}
     return pickle.dumps({**of_caller, "call": call})
 
@@ -183,57 +147,13 @@ def _cells() -> dict[str, list[str]]:
     return {name: e[2] for name, e in known.items() if len(e) == 4 and e[1] is None}
 
 
-def _unpicklable(variables: Mapping[str, Any], *, seen: set[int]) -> str | None:
-    """Return the name of the variable that cannot be pickled, as far inside as there is one."""
-    import cloudpickle
-
-    for name, value in variables.items():
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        try:
-            cloudpickle.dumps(value)
-        except Exception:
-            return _unpicklable(_variables(value), seen=seen) or name
-    return None
-
-
-def _variables(fn: Any) -> dict[str, Any]:
-    """Return the variables outside of a function that it uses; none for what is no function."""
-    if not isinstance(fn, FunctionType):
-        return {}
-    names = [name for name in _names(fn.__code__) if name in fn.__globals__]
-    outside = {name: fn.__globals__[name] for name in names}
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not filled yet
-            outside[name] = cell.cell_contents
-    return outside
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _answers(fd: int) -> list[dict[str, Any]]:
-    """Return what tasks have written, without what one was killed over."""
-    answers = []
-    with _opened(fd, "rb") as file:
-        end = _end_of_answers(file)
-        while file.tell() < end:
-            answers.append(pickle.load(file))
-    return answers
-
-
-def _end_of_answers(file: IO[bytes]) -> int:
-    """Return where the last whole answer ends, which the file says first; go to the first one."""
-    return int.from_bytes(file.read(_END_BYTES)) or file.seek(_END_BYTES)
+def _answers(folder: Path) -> list[dict[str, Any]]:
+    """Return the answers of tasks, the last one of each task in each attempt."""
+    return [
+        pickle.loads(path.read_bytes())
+        for path in sorted((folder / _ANSWERS).iterdir())
+        if not path.suffix  # a task was killed while it wrote the others
+    ]
 
 
 def _failed(
@@ -262,7 +182,7 @@ def _failed(
 # The launcher, as this process's child.
 
 
-def _run(flags: Sequence[str], *, keep_fds: tuple[int, ...]) -> tuple[int, bool, Sequence[str]]:
+def _run(flags: Sequence[str]) -> tuple[int, bool, Sequence[str]]:
     """Run the launcher; return its exit code, whether it was interrupted, and its last lines."""
     process: subprocess.Popen[bytes] | None = None
     requests: list[int] = []
@@ -279,7 +199,6 @@ def _run(flags: Sequence[str], *, keep_fds: tuple[int, ...]) -> tuple[int, bool,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            pass_fds=keep_fds,
             start_new_session=True,  # a terminal's or a kernel's Ctrl-C comes through this process
         )
         try:
@@ -336,13 +255,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve(argv: Sequence[str]) -> None:
-    """Call the function as this task's program: the descriptors of function and answers."""
-    function_fd, answers_fd = map(int, argv)
-    for fd in (function_fd, answers_fd):
-        os.set_inheritable(fd, False)
-    with _opened(function_fd, "rb") as file:
-        given = pickle.load(file)
-    os.close(function_fd)
+    """Call the function as this task's program; the argument is the directory of its files."""
+    import cloudpickle
+
+    folder = Path(argv[0])
+    given = pickle.loads((folder / _FUNCTION).read_bytes())
     sys.path[:], sys.argv[:] = given["path"], given["argv"]
     for name, lines in given["cells"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
@@ -353,31 +270,14 @@ def serve(argv: Sequence[str]) -> None:
         fn, args = pickle.loads(given["call"])
         value = fn(*args)
         if config is None or config.task == config.cluster.chief_task:
-            _answer(answers_fd, {"kind": "result", **me, "value": _value(value)})
+            _answer(folder, {"kind": "result", **me, "value": cloudpickle.dumps(value)})
     except Exception as error:
         trace = "" if isinstance(error, TfdistError) else _traceback(error)
         pickled: bytes | None = None
         with contextlib.suppress(Exception):  # one that cannot be pickled: its text is there
-            pickled = _value(error)
-        _answer(answers_fd, {"kind": "error", **me, "traceback": trace, "value": pickled})
+            pickled = cloudpickle.dumps(error)
+        _answer(folder, {"kind": "error", **me, "traceback": trace, "value": pickled})
         raise
-
-
-def _value(value: Any) -> bytes:
-    import cloudpickle
-
-    try:
-        pickled: bytes = cloudpickle.dumps(value)
-    except Exception as error:
-        raise UsageError(
-            "tfdist.spawn",
-            received=f"a {type(value).__name__} as the result, which cannot be pickled "
-            f"({_first_line(error)})",
-            expected="a result that can be sent to another process",
-            fix="return numbers, arrays or a path",
-            code="not-picklable",
-        ) from None
-    return pickled
 
 
 def _traceback(error: BaseException) -> str:
@@ -387,15 +287,10 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 
 
-def _answer(fd: int, record: Mapping[str, Any]) -> None:
-    """Append a record in one piece: no other task writes meanwhile."""
-    with _opened(fd, "r+b") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)  # until it is closed
-        file.seek(_end_of_answers(file))
-        file.write(pickle.dumps(dict(record)))
-        end = file.tell()
-        file.flush()
-        os.pwrite(file.fileno(), end.to_bytes(_END_BYTES), 0)
+def _answer(folder: Path, record: Mapping[str, Any]) -> None:
+    path = folder / _ANSWERS / f"{record['attempt']}-{record['task']}"
+    path.with_suffix(".part").write_bytes(pickle.dumps(dict(record)))
+    path.with_suffix(".part").rename(path)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ class RestartPolicy:
                 reason=f"exit code {failure.exit_code} is that of a task that was asked to stop"
             )
         if self._is_repeated(failure, alone=alone):
-            return RestartVerdict(reason=f"the same failure {_place_of(failure)} twice in a row")
+            place = "before the first step" if failure.step is None else f"at step {failure.step}"
+            return RestartVerdict(reason=f"the same failure {place} twice in a row")
         used = sum(failure.at_s - past.at_s <= self._window_s for past in self._restarted)
         within = f"within {self._window_s:g} s"
         if used >= self._max_restarts:
@@ -97,10 +98,6 @@ class RestartPolicy:
 def _kind_of(failure: Failure) -> tuple[str, str]:
     kind = failure.kind or f"{failure.exit_code}: {failure.cause}"
     return failure.task.type, _ACCIDENTAL.sub("#", kind)
-
-
-def _place_of(failure: Failure) -> str:
-    return "before the first step" if failure.step is None else f"at step {failure.step}"
 
 
 EVALUATOR = Task("evaluator", 0)

@@ -392,13 +392,11 @@ class _Decision:
             self._end_served()
 
     def _stop(self, signum: int, *, within_s: float, but: Container[Task] = ()) -> None:
-        """Tell all tasks to end by themselves, except those that are ending already."""
         self._state.is_ending = True
         self._state.deadline_s = min(self._state.deadline_s, self._now_s + within_s)
         self._signal(signum, but=but)
 
     def _kill(self) -> None:
-        """End all tasks at once."""
         if self._state.is_killed:
             return
         self._state.is_killed = True
@@ -441,17 +439,14 @@ class Supervisor:
         for task in state.tasks:
             self._awake(Awakening(at_s=self._clock(), events=(Begin(task=task),)))
         while not state.is_over:
-            events = tuple(self._processes.wait(self._timeout_s()))
+            left_s = max(0.0, state.next_s - self._clock())
+            events = tuple(self._processes.wait(None if math.isinf(left_s) else left_s))
             gone = (task for task in state.tasks if not self._processes.can_start(task))
             self._awake(Awakening(at_s=self._clock(), events=events, unreachable=frozenset(gone)))
         if state.has_running:
             self._screen.say(f"cannot be killed: {named(state.running)}")
         if not state.exit_code and state.lost:
             self._screen.say(f"done without {named(lost.task for lost in state.lost)}")
-
-    def _timeout_s(self) -> float | None:
-        next_s = self._state.next_s
-        return None if math.isinf(next_s) else max(0.0, next_s - self._clock())
 
     def _awake(self, awakening: Awakening) -> None:
         done = [self._perform(action) for action in decide(self._state, awakening)]

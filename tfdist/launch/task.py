@@ -14,11 +14,11 @@ import sys
 import time
 from _json import encode_basestring  # not `json`: a program may have a module of that name
 from importlib.machinery import SourceFileLoader
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
 
 _OURS = {
@@ -129,7 +129,9 @@ def run_program(
         else:
             _run_script(target, args)
     except SystemExit as ended:
-        code = _exit_code(ended)
+        code = 0 if ended.code is None else 1
+        if isinstance(ended.code, int):
+            code = ended.code & 0xFF
         if code:
             said = isinstance(ended.code, str) or hasattr(ended, "signum")  # tfdist.Stopped
             failed(code, str(ended) if said else f"exit code {code}")
@@ -173,12 +175,6 @@ def _fresh_main() -> ModuleType:
     return main
 
 
-def _exit_code(ended: SystemExit) -> int:
-    if ended.code is None:
-        return 0
-    return ended.code & 0xFF if isinstance(ended.code, int) else 1
-
-
 def _explain(error: BaseException, *, failed: Callable[[int, str], None]) -> int:
     """Print what went wrong, a line for a mistake, a traceback for a bug; return the exit code."""
     from tfdist.errors import TfdistError
@@ -188,7 +184,9 @@ def _explain(error: BaseException, *, failed: Callable[[int, str], None]) -> int
         _line(str(error))
         return error.exit_code
     failed(1, f"{type(error).__name__}: {_gist(str(error))}".removesuffix(": "))
-    trace = _users_part(error.__traceback__)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+        trace = trace.tb_next
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     return 1
 
@@ -203,12 +201,6 @@ def _gist(message: str) -> str:
     if len(lines) > 1 and lines[0].endswith(":"):
         return f"{lines[0]} {lines[-1]}"
     return lines[0] if lines else ""
-
-
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
-        trace = trace.tb_next
-    return trace
 
 
 def _line(text: str) -> None:
@@ -265,12 +257,6 @@ class _KerasFinder:
 
 
 # Heartbeat: a line a second to the launcher, and stack dumps on request.
-#
-# A program may take as long as it likes before and after its training, so that time alone says
-# nothing there. But one that waits for time, a file, a connection, a terminal or another process
-# sleeps in a call that says so. Where no thread does, and none has run since, nothing inside will
-# ever go on: that is a deadlock, and `Rest` says since when. What cannot be read counts as going
-# on.
 
 STACK_SIGNAL: int = _signal.SIGQUIT
 """Makes a task print the Python stacks of all its threads, unless its program handles it."""
@@ -320,7 +306,7 @@ def _phases() -> ModuleType | None:
 
 
 def _beat(fd: int, pipe: tuple[int, int] | None, task: str, every_s: float) -> None:
-    started_s, rest = time.monotonic(), Rest()
+    started_s = time.monotonic()
     due_s = started_s + every_s
     while True:
         # Tasks of one machine beat together: the launcher wakes up once for all, and a step that
@@ -331,7 +317,7 @@ def _beat(fd: int, pipe: tuple[int, int] | None, task: str, every_s: float) -> N
             if _identity(fd) != pipe:  # closed by the program: the number may be another file's
                 return
             try:
-                os.write(fd, _beat_note(task, started_s, rest))
+                os.write(fd, _beat_note(task, started_s))
                 break
             except BlockingIOError:
                 time.sleep(_RETRY_S)
@@ -348,21 +334,16 @@ def _identity(fd: int) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _beat_note(task: str, started_s: float, rest: Rest) -> bytes:
+def _beat_note(task: str, started_s: float) -> bytes:
     """Return what this process is doing."""
     phase, step, since_s, first_step_s = "import", None, started_s, None
     awaited = None
-    runtime: frozenset[int] = frozenset()
     phases = _phases()
     if phases is not None:
         state, awaited = phases.current(), phases.awaited()
         phase, step, first_step_s = phases.reported(), state.step, state.first_step_s
         since_s = max(state.since_s, started_s)  # it may have been imported before the fork
-        runtime = phases.of_runtime()
     alone = sys.modules.get("tfdist.launch.alone")
-    now_s, rest_s = time.monotonic(), None
-    if phases is None or phase in phases.UNTIMED:
-        rest_s = rest.since_s(now_s, but=(_thread.get_native_id(),), runtime=runtime)
     return _note(
         "beat",
         task,
@@ -370,96 +351,8 @@ def _beat_note(task: str, started_s: float, rest: Rest) -> bytes:
         step=None if step is None else int(step),
         since_s=since_s,
         first_step_s=first_step_s,
-        rest_s=rest_s,
         awaited=awaited
         and {"task": awaited.task, "since_s": awaited.since_s, "is_first": awaited.is_first},
         is_alone=getattr(alone, "is_training", False),
-        at_s=now_s,
+        at_s=time.monotonic(),
     )
-
-
-# Numbers of calls, as /proc/<pid>/task/<tid>/syscall has them before the arguments.
-_FUTEX, _SLEEP, _EPOLL = {
-    "x86_64": (b"202", b"230", (b"232", b"281")),
-    "aarch64": (b"98", b"115", (b"22",)),
-}.get(os.uname().machine, (b"unknown", b"unknown", ()))
-_OPERATION, _TIMEOUT = 2, 4  # places of a futex call's arguments
-_WAITS = (0, 9)  # FUTEX_WAIT, FUTEX_WAIT_BITSET
-_PRIVATE, _CLOCK = 0x80, 0x100  # without the first another process may wake it
-_HOUSEKEEPING_S, _HOUSEKEEPING = 1.0, 0.05  # of the processor: so much, and this part of the time
-
-Asleep = tuple[tuple[int, bytes], ...]
-
-
-class Rest:
-    """Observation of since when a process has been at rest; for a look about once a second.
-
-    Args:
-      process: its directory in /proc.
-      cpu_s: the time of the processor that it has had.
-    """
-
-    def __init__(
-        self, process: str = "/proc/self", *, cpu_s: Callable[[], float] = time.process_time
-    ) -> None:
-        self._process = process
-        self._cpu_s = cpu_s
-        self._asleep: Asleep | None = None
-        self._since_s = self._worked_s = 0.0
-
-    def since_s(
-        self, now_s: float, *, but: Collection[int] = (), runtime: Collection[int] = ()
-    ) -> float | None:
-        """Return since when, None if it goes on.
-
-        The threads `but` do not count. Those of a `runtime` wake up now and then, to hear peers or
-        by the clock: they may, as long as they hardly work.
-        """
-        asleep, cpu_s = self._all_asleep(but, runtime), self._cpu_s()
-        allowed_s = _HOUSEKEEPING_S + _HOUSEKEEPING * (now_s - self._since_s)
-        if asleep is None or asleep != self._asleep or cpu_s - self._worked_s > allowed_s:
-            self._asleep, self._since_s, self._worked_s = asleep, now_s, cpu_s
-        return None if asleep is None else self._since_s
-
-    def _all_asleep(self, but: Collection[int], runtime: Collection[int]) -> Asleep | None:
-        """Return each thread and its turns, None unless all of them sleep until they are woken."""
-        found = []
-        try:
-            for name in os.listdir(f"{self._process}/task"):
-                thread, number = f"{self._process}/task/{name}", int(name)
-                if number in but:
-                    continue
-                call = _read(f"{thread}/syscall").split()
-                if number in runtime and _keeps_house(call):
-                    continue
-                if not _waits_for_another(call):
-                    return None
-                found.append((number, _turns(_read(f"{thread}/status"))))
-        except (OSError, ValueError, IndexError):  # no such file, or a thread that has just ended
-            return None
-        return tuple(found)
-
-
-def _keeps_house(call: Sequence[bytes]) -> bool:
-    """Return whether a thread of a runtime runs, waits, or sleeps as Python's threads do not."""
-    is_asleep = call[0] == _SLEEP and call[1:3] == [b"0x0", b"0x0"]  # `nanosleep`, as C has it
-    return is_asleep or call[0] in (b"running", _FUTEX, *_EPOLL)
-
-
-def _waits_for_another(call: Sequence[bytes]) -> bool:
-    """Return whether a thread is in a wait without an end, for a thread of its own process."""
-    if call[0] != _FUTEX:
-        return False
-    operation, timeout = int(call[_OPERATION], 16), int(call[_TIMEOUT], 16)
-    is_private = bool(operation & _PRIVATE)
-    return is_private and operation & ~(_PRIVATE | _CLOCK) in _WAITS and not timeout
-
-
-def _turns(status: bytes) -> bytes:
-    """Return the lines that count how often the thread has run, voluntarily and not."""
-    return status[status.index(b"\nvoluntary_ctxt_switches") :]
-
-
-def _read(path: str) -> bytes:
-    with open(path, "rb", buffering=0) as file:
-        return file.read() or b""

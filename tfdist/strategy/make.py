@@ -121,8 +121,7 @@ def make_strategy(
     if kind == "pipeline":
         job = _in_stages(job, pipeline or PipelineOptions(), options)
     if kind == "multiworker" and communication_options is None:
-        with phases.starting_runtime():
-            job = _in_ring(job)
+        job = _in_ring(job)
     remember(job)
     if config is not None and config.task.type == "evaluator":
         # The chief may be done before this task needs to know.
@@ -212,7 +211,6 @@ def _multiworker(
     rendezvous.await_peers(config, timeout_s=timeout_s)
     with (
         rendezvous.last_resort(timeout_s=timeout_s + rendezvous.LATER_S),
-        phases.starting_runtime(),
         restricting_server(config),
     ):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(

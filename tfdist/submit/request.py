@@ -49,7 +49,7 @@ _ONLY = {
 }
 """The flags that one scheduler alone has."""
 
-_LAUNCHER = {flag.name: flag for flag in launcher.FLAGS if flag.name not in ("help", "env")}
+_LAUNCHER = {flag.name: flag for flag in launcher.FLAGS if flag.name != "env"}
 _SWITCHES = {name for name, flag in _LAUNCHER.items() if flag.read is None}
 
 # A cluster's tasks come at different times, and a place in it is lost for longer than a moment.
@@ -67,7 +67,7 @@ _HELP = {
 }
 NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(
-        ("start", "fork_server", "keep_fds", "isolate", "restart_window_s", "metrics_port"),
+        ("start", "isolate", "restart_window_s", "metrics_port"),
         "a flag that a scheduler has a use for",
     ),
     "independent": "a flag that a scheduler has a use for",

@@ -179,8 +179,7 @@ class Feed(abc.ABC):
     def iterator(self, step: int) -> Any:
         """Return the iterator whose next element is that of `step`; made anew after a jump."""
         if self._next_step != step:
-            with phases.starting_runtime():
-                self._iterator = iter(self.dataset(step, self.plan.total_steps))
+            self._iterator = iter(self.dataset(step, self.plan.total_steps))
             self._next_step = step
         return self._iterator
 

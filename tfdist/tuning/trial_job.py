@@ -29,7 +29,7 @@ from tfdist.errors import (
     UsageError,
 )
 from tfdist.files import is_held, one_line_errors
-from tfdist.launch.fork_server import ForkTemplate
+from tfdist.launch.fork_server import FORK_SERVER, ForkTemplate
 from tfdist.launch.guardian import bound_command
 from tfdist.outputs.run_directory import COUNTERS, DONE, RunDirectory, read_json
 
@@ -420,11 +420,9 @@ class LauncherRunner:
                 poll.register(trial.pidfd, select.POLLIN)
         poll.poll(timeout_s * 1000)
 
-    def command(self, job: TrialJob, *, fork_server: int | None = None) -> list[str]:
+    def command(self, job: TrialJob) -> list[str]:
         """Return the launcher's command line for a trial."""
         launcher = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(job.run_dir)]
-        if fork_server is not None:
-            launcher += ["--fork_server", str(fork_server)]
         if self.elsewhere is not None:
             launcher += self.elsewhere.flags(job.slot)
         if self.passes_variables and job.variables:
@@ -519,13 +517,14 @@ class LaunchedTrial:
             log = stack.enter_context(open(self._log, "ab"))
             fds = [stack.enter_context(w.connect()).fileno() for w in (self._runner.warm,) if w]
             self._log_from = log.tell()
-            command = self._runner.command(self._job, fork_server=fds[0] if fds else None)
+            server = {FORK_SERVER: str(fds[0])} if fds else {}
+            command = self._runner.command(self._job)
             self._process = subprocess.Popen(
                 bound_command(command, signum=signal.SIGTERM),  # its tasks save if the chief dies
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._runner.environ_of(self._job),
+                env={**self._runner.environ_of(self._job), **server},
                 pass_fds=fds,
                 process_group=0,
             )

@@ -1,7 +1,7 @@
 """Stands still at another place in each attempt: the arguments, first to last.
 
-The last worker does ``before`` and ``after`` the training, in a ``callback``, in the ``data`` and
-in a ``py_function`` of the step; ``nowhere`` is an attempt that ends.
+The last worker does in a ``callback``, in the ``data`` and in a ``py_function`` of the step;
+``nowhere`` is an attempt that ends.
 """
 
 import json
@@ -66,8 +66,6 @@ class Callback(keras.callbacks.Callback):
 
 
 strategy = tfdist.make_strategy()
-if PLACE == "before" and IS_LAST:
-    stands_still()
 with strategy.scope():
     model = Model([keras.layers.Input((2,)), keras.layers.Dense(2)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -75,6 +73,4 @@ with strategy.scope():
 types = tf.TensorSpec((8, 2), tf.float32), tf.TensorSpec((8,), tf.int32)
 data = tf.data.Dataset.from_generator(batches, output_signature=types)
 tfdist.fit(model, data, epochs=2, steps_per_epoch=20, verbose=0, callbacks=[Callback()])
-if PLACE == "after" and IS_LAST:
-    stands_still()
 tfdist.barrier()

@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tfdist.errors import EXIT_USAGE, UsageError
 from tfdist.launch.events import Message
@@ -64,21 +64,7 @@ _PROBLEMS = (
     ),
 )
 """Lines of a remote shell that another try will not change, and what the user can do."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeerJoined:
-    """An agent is there, with the same versions as here."""
-
-    rank: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Differs:
-    """An agent differs from this host; its host takes no part."""
-
-    rank: int
-    what: tuple[str, ...]
+_HARMLESS = r"^@|^Warning: Permanently added"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,11 +89,9 @@ class Lost:
 
     rank: int
     cause: str
-    heard_s: float = field(default=0.0, compare=False)
-    """When its last message arrived."""
 
 
-News = PeerJoined | Differs | CannotStart | MessageReceived | Lost
+News = CannotStart | MessageReceived | Lost
 
 
 class PipeAgent:
@@ -164,11 +148,6 @@ class PipeAgent:
         """Return why the agent is gone; empty while it is there."""
         return self._pipe.lost
 
-    @property
-    def heard_s(self) -> float:
-        """Return when its last message arrived."""
-        return self._pipe.heard_s
-
     def filenos(self) -> Sequence[int]:
         """Return the descriptors to watch."""
         return self._pipe.fileno(), self._errors.fileno()
@@ -201,8 +180,7 @@ class PipeAgent:
             why = f"its agent or remote shell was ended by signal {-code}"
         if self._last_line and not self._has_joined:
             why = self._last_line
-        fixes = (fix for pattern, fix in _PROBLEMS if re.search(pattern, self._last_line))
-        fix = "" if self._has_joined else next(fixes, "")
+        fix = next(iter(_fixes(self._last_line)), "") if not self._has_joined else ""
         if not fix and not self._has_joined and 0 < code < 128:
             fix = "see that {host} has the same Python and tfdist at the same path"
         return why, fix.replace("{host}", self._host)
@@ -222,14 +200,12 @@ class PipeAgent:
         text = line.removeprefix(b"[launch] ").decode(errors="backslashreplace")
         if self._has_joined:
             self._say(f"{self._host}: {text}")
-        elif text.strip() and not re.search(r"^@|^Warning: Permanently added", text):
-            self._last_line = _clear(self._last_line, text)
+        elif text.strip() and not re.search(_HARMLESS, text) and not _fixes(self._last_line):
+            self._last_line = text
 
 
-def _clear(before: str, now: str) -> str:
-    """Return the one of two lines that says more about why a remote shell failed."""
-    known = [text for text in (before, now) if any(re.search(p, text) for p, _ in _PROBLEMS)]
-    return known[0] if known else now
+def _fixes(line: str) -> list[str]:
+    return [fix for pattern, fix in _PROBLEMS if re.search(pattern, line)]
 
 
 class Hub:
@@ -340,18 +316,14 @@ class Hub:
             case _ if rank in self._addresses:
                 self._news.append(MessageReceived(rank=rank, message=message))
             case {"refused": str(text)}:
-                error = UsageError(
-                    self._hosts[rank],
-                    received=text.partition(". Fix: ")[0],
-                    expected="a host on which the job can run",
-                    fix=text.partition(". Fix: ")[2] or "correct it there",
-                    code="cannot-start-agent",
-                )
-                self._news.append(CannotStart(rank=rank, error=error))
+                received, _, fix = text.partition(". Fix: ")
+                expected = "a host on which the job can run"
+                self._refuse(rank, received, expected, fix or "correct it there")
                 self._refused.add(rank)
             case {"hello": str(address), "terms": dict(terms)}:
                 if found := differences(self._terms, terms):
-                    self._news.append(Differs(rank=rank, what=tuple(found)))
+                    fix = "install the same versions there, and share the program's files"
+                    self._refuse(rank, found, "the same as on the launcher's host", fix)
                     agent.send({"end": EXIT_USAGE})
                     self._refused.add(rank)
                     return
@@ -359,16 +331,15 @@ class Hub:
                 self._known.add(rank)
                 self._wait_s[rank] = _AGAIN_S
                 agent.joined()
-                self._news.append(PeerJoined(rank=rank))
 
     def _drop(self, rank: int) -> None:
         agent = self._agents.pop(rank)
-        lost, heard_s = agent.lost, agent.heard_s
+        lost = agent.lost
         for fd in agent.filenos():
             self._selector.unregister(fd)
         why, fix = agent.close()
         if self._addresses.pop(rank, None) is not None:
-            self._news.append(Lost(rank=rank, cause=why or lost, heard_s=heard_s))
+            self._news.append(Lost(rank=rank, cause=why or lost))
         elif rank in self._refused:
             return
         elif fix and rank not in self._known:
@@ -382,10 +353,13 @@ class Hub:
 
     def _cannot_start(self, rank: int, why: str, fix: str) -> None:
         self._why[rank] = why
+        self._refuse(rank, why, "a host on which an agent starts without a question", fix)
+
+    def _refuse(self, rank: int, received: str, expected: str, fix: str) -> None:
         error = UsageError(
             self._hosts[rank],
-            received=why,
-            expected="a host on which an agent starts without a question",
+            received=received,
+            expected=expected,
             fix=fix,
             code="cannot-start-agent",
         )

@@ -1,9 +1,8 @@
-"""What all hosts of a job share: versions, variables, and the fingerprint of both."""
+"""Versions and variables that all hosts of a job share; secrets in their command lines."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -68,24 +67,13 @@ _MAX_SHOWN = 5
 _MAX_CHARS = 120
 
 
-def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """Return ``name: X there, Y here`` for everything in which another host differs."""
-    names = [*ours, *(name for name in theirs if name not in ours)]
-    return [
+def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Return ``name X there, Y here`` for the first things in which another host differs."""
+    found = [
         f"{name} {_shown(theirs.get(name))} there, {_shown(ours.get(name))} here"
-        for name in names
+        for name in {**ours, **theirs}
         if ours.get(name) != theirs.get(name)
     ]
-
-
-def fingerprint(terms: Mapping[str, str]) -> str:
-    """Return a short text that is the same where all of `terms` are."""
-    text = json.dumps(sorted(terms.items()))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def summary(found: Sequence[str]) -> str:
-    """Return differences as one line, the first ones only where there are many."""
     more = f"; and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
     return "; ".join(found[:_MAX_SHOWN]) + more
 

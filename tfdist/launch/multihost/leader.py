@@ -26,8 +26,7 @@ from tfdist.launch.events import (
     encode_action,
     task_of,
 )
-from tfdist.launch.multihost.agents import CannotStart, Differs, Hub, Lost, MessageReceived
-from tfdist.launch.multihost.agreement import fingerprint, summary
+from tfdist.launch.multihost.agents import CannotStart, Hub, Lost, MessageReceived
 from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.plan import Attempt
 
@@ -51,8 +50,7 @@ class Team:
         self._clock = clock
         self._ports: dict[int, list[int]] = {}  # of each host that is ready for an attempt
         self._others = tuple(range(1, len(part.group.hosts)))
-        self._differing: dict[int, tuple[str, ...]] = {}  # agents sent away since, and why
-        self._errors: dict[int, UsageError] = {}  # why no agent can be started on a host
+        self._error: UsageError | None = None  # why no agent can be started on a host
         self._began = False
         self.host_of: dict[Task, int] = {}
         """The rank of the host of each task of this attempt, in the order of their start."""
@@ -73,44 +71,34 @@ class Team:
 
         Raises:
             StartupTimeout: too few have come in time; the message names the others.
-            UsageError: some of them differ from this one, or no agent can be started there. Hosts
-                that have not come a moment later are not waited for.
+            UsageError: one of them differs from this one, or no agent can be started there.
         """
         began_s, is_announced = self._clock(), False
         limit_s = self._options.startup_timeout_s
-        self._differing.clear()
-        self._errors.clear()
-        while missing := self._missing():
+        self._error = None
+        while missing := [rank for rank in self._others if rank not in self._ports]:
             waited_s = self._clock() - began_s
-            if self._differing or self._errors:
-                limit_s = min(limit_s, waited_s + _ANNOUNCE_S)
             if waited_s >= limit_s:
+                self._do_without(missing)
                 break
             if waited_s >= _ANNOUNCE_S and not is_announced:
                 is_announced = True
-                limit = f"{self._options.startup_timeout_s:g} s"
-                self._screen.say(f"waiting for {self._named(missing)}, for {limit} in all")
+                self._screen.say(f"waiting for {self._named(missing)}, for {limit_s:g} s in all")
             for event in self.wait(None):
                 if isinstance(event, StopRequest):
                     return event.signum
-        for error in self._errors.values():
-            raise error
-        if self._differing:
-            raise self._differ()
-        if missing:
-            self._do_without(missing)
+            if self._error is not None:
+                raise self._error
         return None
 
     def roll_call(self) -> str:
-        """Return who is there, at which addresses, and what all of them have in common."""
+        """Return which hosts are there, at which addresses, and their common versions."""
         terms = self._part.terms
         at = {0: self._part.own} if self._group.num_tasks(0) else {}
         at |= {rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)}
         versions = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
-        return (
-            f"{len(at)} host{'s' * (len(at) > 1)}, all with {', '.join(versions)}, "
-            f"configuration {fingerprint(terms)}: "
-            + named(f"{self.name(rank)} at {address}" for rank, address in at.items())
+        return f"{len(at)} host{'s' * (len(at) > 1)}, all with {', '.join(versions)}: " + named(
+            f"{self.name(rank)} at {address}" for rank, address in at.items()
         )
 
     def begin(self, *, attempt: int, restarts: int) -> None:
@@ -144,7 +132,6 @@ class Team:
         self._local.begin(plan, fork_log="fork-server.log")
 
     def _ready(self, rank: int, message: Message) -> None:
-        """Record that a host is ready for an attempt, with these ports."""
         ports = message.get("ready")
         if isinstance(ports, list) and len(ports) == self._group.num_tasks(rank):
             self._ports[rank] = [int(port) for port in ports]
@@ -173,25 +160,6 @@ class Team:
             + (f" ({turned_away})" if turned_away else "")
             + ". Fix: see that the hosts are up and that the launcher reaches them, or raise "
             "--startup_timeout_s"
-        )
-
-    def _missing(self) -> list[int]:
-        """Return who is not ready; where some differ, who has not come."""
-        known = set(self._ports)
-        if self._differing or self._errors:
-            known = self._differing.keys() | self._errors.keys() | self.hub.present
-        return [rank for rank in self._others if rank not in known]
-
-    def _differ(self) -> UsageError:
-        found = []
-        for rank, what in sorted(self._differing.items()):
-            found.append(f"{self.name(rank)} (rank {rank}) with {summary(what)}")
-        return UsageError(
-            "hosts",
-            received=summary(found),
-            expected="the same as on this host",
-            fix="install the same versions there, and share the program's files",
-            code="hosts-differ",
         )
 
     def _named(self, ranks: Sequence[int]) -> str:
@@ -257,10 +225,8 @@ class Team:
                     self._receive(rank, message)
                 case Lost(rank=rank, cause=cause):
                     self._lost_host(rank, cause)
-                case Differs(rank=rank, what=what):
-                    self._differing[rank] = what
-                case CannotStart(rank=rank, error=error):
-                    self._errors[rank] = error
+                case CannotStart(error=error):
+                    self._error = self._error or error
 
     def _lost_host(self, rank: int, cause: str) -> None:
         self._ports.pop(rank, None)
@@ -269,7 +235,6 @@ class Team:
             self._end(task, cause)
 
     def _end(self, task: Task, why: str) -> None:
-        """Have a task end with its host."""
         rank = self._alive.pop(task)
         cause = f"host {self.name(rank)} is gone: {why}"
         now_s = self._clock()

@@ -6,8 +6,6 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Sequence
-from typing import Protocol
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
@@ -20,13 +18,13 @@ from tfdist.launch.events import (
     ShowFailure,
     Signal,
     Start,
-    StopRequest,
     TaskAction,
     decode,
     decode_action,
     encode_event,
 )
 from tfdist.launch.multihost.hosts import HostPart
+from tfdist.launch.multihost.pipe import Pipe
 from tfdist.launch.plan import Attempt
 from tfdist.launch.state import RESTART_GRACE_S
 
@@ -36,28 +34,16 @@ _STATES_EVERY_S = 1.0
 _GIVE_UP_S = 10.0
 
 
-class Connection(Protocol):
-    """Connection of an agent to its launcher; see `tfdist.launch.multihost.pipe.Pipe`."""
-
-    lost: str
-
-    def fileno(self) -> int: ...
-    def turn(self) -> None: ...
-    def send(self, message: Message) -> None: ...
-    def take_messages(self) -> list[Message]: ...
-
-
 class Node:
     """The part of a host with an agent; `run` returns the exit code of the whole job."""
 
-    def __init__(self, part: HostPart, pipe: Connection) -> None:
+    def __init__(self, part: HostPart, pipe: Pipe) -> None:
         self._job, self._group = part.job, part.group
         self._own, self._terms = part.own, part.terms
         self._screen, self._processes = part.screen, part.processes
         self._ports = part.ports
         self._pipe = pipe
         self._clock = time.monotonic
-        self._stop_signal: int | None = None
         self._is_in_attempt = False
         self._cause = ""
         """Why none of the tasks of the attempt can be started, where that is so."""
@@ -80,17 +66,9 @@ class Node:
             self._processes.unwatch(self._pipe.fileno())
             self._end_attempt(is_last=True)
 
-    def _wait(self, timeout_s: float) -> Sequence[Event]:
-        """Return what has happened here; remember the first request to stop."""
-        events = self._processes.wait(timeout_s)
-        for event in events:
-            if isinstance(event, StopRequest) and self._stop_signal is None:
-                self._stop_signal = event.signum
-        return events
-
     def _serve(self) -> int | None:
         """Report what has happened and do what the launcher says; return the job's exit code."""
-        for event in self._wait(LOOK_EVERY_S):
+        for event in self._processes.wait(LOOK_EVERY_S):
             self._tell(event)
         self._pipe.turn()
         for message in self._pipe.take_messages():
@@ -183,6 +161,6 @@ class Node:
                 processes.perform(Signal(task, signum))
             deadline_s = self._clock() + within_s
             while processes.running and (left_s := deadline_s - self._clock()) > 0:
-                self._wait(left_s)
+                processes.wait(left_s)
         processes.finish()
         self._stacks.clear()
