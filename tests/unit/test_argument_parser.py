@@ -12,7 +12,7 @@ import pytest
 from tests.refusals import refusal, refused
 from tfdist import errors, serve
 from tfdist.argument_parser import run_program
-from tfdist.check import parse as check
+from tfdist.check import _parser as check
 from tfdist.errors import PeerLost, Stopped, UsageError
 from tfdist.find.__main__ import parse as find
 from tfdist.loopback import listen
@@ -27,7 +27,7 @@ PROGRAMS = {
 
 def test_what_is_no_flag_may_stand_between_and_behind_flags():
     assert find(["lr", "--steps", "5", "train.py:make"])[1] == ["train.py:make"]
-    assert check(["a.json", "--run_dir", "r", "b.py"]).files == ["a.json", "b.py"]
+    assert check().parse_args(["a.json", "--run_dir", "r", "b.py"]).files == ["a.json", "b.py"]
 
 
 def test_flags_of_a_configuration_may_come_twice():

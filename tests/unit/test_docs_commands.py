@@ -43,10 +43,9 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "train": command_line.parse,
     "tune": tfdist.tuning.options.parse,
     "submit": _submit,
-    "check": check.parse,
     "find": find.parse,
 }
-for _module in (export, serve, report, top, env):
+for _module in (check, export, serve, report, top, env):
     READ[_module.__name__.split(".")[1]] = _module._parser().parse_args
 
 

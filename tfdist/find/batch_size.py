@@ -18,15 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tfdist.check import available_bytes
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_number
 from tfdist.launch.guardian import die_with
-from tfdist.launch.machine import memory_groups
 
 _LOG = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.05
@@ -349,16 +349,6 @@ def _request(model: Any, path: Path, spec: Any) -> dict[str, Any]:
 
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 _MIB = 1 << 20
-
-
-def available_bytes(
-    *, groups: Iterable[tuple[int, int]] | None = None, machine: int | None = None
-) -> int:
-    """Return how many bytes processes may take more, before the kernel ends one of them."""
-    left = [psutil.virtual_memory().available if machine is None else machine]
-    bounds = memory_groups() if groups is None else groups
-    left += [max(0, limit - used) for limit, used in bounds]
-    return min(left)
 
 
 def gpu_bytes() -> tuple[int, ...]:
