@@ -18,7 +18,7 @@ from tfdist.data.draws import draws_nothing
 from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import Nest, Source, Transform
 from tfdist.data.tfrecord import TFRecordSource
-from tfdist.errors import UsageError, near, require
+from tfdist.errors import UsageError, near, require, require_packages
 
 _log = logging.getLogger(__name__)
 MEMORY_LIMIT_BYTES = 2**30
@@ -89,6 +89,7 @@ def prepare(
 
 
 def _tfds() -> Any:
+    require_packages("dataset", "tensorflow_datasets", extra="tfds")
     import tensorflow_datasets
 
     return tensorflow_datasets
@@ -96,6 +97,7 @@ def _tfds() -> Any:
 
 def _builder(name: str, *, data_dir: str | Path | None, file_format: str | None) -> Any:
     if name.partition("/")[0].partition(":")[0] in _OWN_DATASETS:
+        require_packages(f"dataset {name}", "tensorflow_datasets", extra="digits")
         import tfdist.data.digits  # noqa: F401  (registers the builder)
     tfds = _tfds()
     options: dict[str, Any] = {} if file_format is None else {"file_format": file_format}

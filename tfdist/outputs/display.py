@@ -202,9 +202,13 @@ class ScalarWriter:
 
         if self._writer is None:
             self._writer = tf.summary.create_file_writer(self._directory)
+        metadata = tf.compat.v1.SummaryMetadata(data_class="DATA_CLASS_SCALAR")
+        metadata.plugin_data.plugin_name = "scalars"
         with self._writer.as_default():
             for name, value in scalars.items():
-                tf.summary.scalar(tag(name), value, step=step)
+                # tf.summary.scalar does the same, but needs the package tensorboard.
+                tensor = tf.cast(value, tf.float32)
+                tf.summary.write(tag(name), tensor, step=step, metadata=metadata)
         self._writer.flush()
 
     def close(self) -> None:

@@ -13,6 +13,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tfdist.errors import require_packages
+
+PACKAGES = ("keras_tuner", "tensorboard")
 _HOME_OF = {"search": "tfdist.tuning.from_python", "HyperModel": "tfdist.tuning.inside"}
 
 if TYPE_CHECKING:
@@ -25,4 +28,5 @@ __all__ = ["HyperModel", "search"]
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_packages(f"tfdist.tuning.{name}", *PACKAGES, extra="tune")
     return getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -403,7 +403,7 @@ def make_oracle(
     if tuner == "hyperband":
         options |= {"max_epochs": max_epochs, "factor": factor}
     if tuner == "bayesian":  # its model is theirs
-        require_packages("--tuner bayesian", "sklearn", "scipy", extra="digits")
+        require_packages("--tuner bayesian", "sklearn", extra="tune")
     kinds = {
         "random": keras_tuner.oracles.RandomSearchOracle,
         "grid": keras_tuner.oracles.GridSearchOracle,

@@ -53,7 +53,7 @@ def reserve(num_tasks: int, *, within_s: float) -> tuple[str, tuple[int, ...]]:
             "--on ray",
             received=answer["error"],
             expected="a Ray cluster (ray start; RAY_ADDRESS)",
-            fix="install ray, start the cluster, and set RAY_ADDRESS if it is not on this machine",
+            fix="pip install 'tfdist[ray]', start the cluster, and set RAY_ADDRESS if it is remote",
             code="no-ray",
         )
     return name, tuple(answer["slots"])
