@@ -47,20 +47,23 @@ def _to_slurm(request: JobRequest) -> str:
 
 
 def _to_kubernetes(request: JobRequest) -> str:
-    """Create the objects of a job, all or none.
+    kind = require_one_of("--kind", request.flags.kind or "job", render.KINDS)
+    text = render.manifests(request, kind=kind)
+    if not request.launch.dry_run:
+        text = _apply(text, f"{kind}/{request.name}", namespace=request.flags.namespace)
+    _warn(render.notes(request))
+    return text
+
+
+def _apply(manifests: str, job: str, *, namespace: str | None) -> str:
+    """Create the objects of a job, all or none; return the answer of kubectl.
 
     The server first checks them. A job of the same name would stay as it is, so it is an error.
     """
-    kind, name = require_one_of("--kind", request.flags.kind or "job", render.KINDS), request.name
-    manifests, namespace = render.manifests(request, kind=kind), request.flags.namespace
-    _warn(render.notes(request))
-    if request.launch.dry_run:
-        return manifests
     kubectl = ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
-    is_there = [*kubectl, "get", f"{kind}/{name}", "--ignore-not-found", "--output=name"]
-    if found := _answer(is_there).stdout.strip():
-        fix = f"choose another --name, or remove it: {' '.join(kubectl)} delete {found}"
-        raise wrong("name", f"{name}: {found} is there", "an unused name", fix, "exists")
+    if found := _answer([*kubectl, "get", job, "--ignore-not-found", "--output=name"]).stdout:
+        fix = f"choose another --name, or remove it: {' '.join(kubectl)} delete {found.strip()}"
+        raise wrong("name", f"{found.strip()} is there", "an unused name", fix, "exists")
     _answer([*kubectl, "apply", "--dry-run=server", "--filename=-"], manifests)
     answer = _answer([*kubectl, "apply", "--filename=-"], manifests)
     _warn(_lines(answer.stderr))  # for example about pods that the namespace will not admit
