@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser, require_writable, run_program, whole_numbers
-from tfdist.errors import EXIT_OK, require_int, require_number
+from tfdist.argument_parser import Parser, require_writable, run_program
+from tfdist.errors import EXIT_OK, require, require_int, require_number
 from tfdist.find.__main__ import of_config
 from tfdist.find.batch_size import BatchTrial, MemoryLimits, try_out
 from tfdist.outputs.display import empty_panels
@@ -49,6 +49,19 @@ def check(options: Any) -> None:
     require_writable("--json", options.json)
     if options.plot:
         empty_panels("--plot")  # before minutes of measuring
+
+
+def whole_numbers(flag: str, words: Sequence[str]) -> list[int]:
+    """Return the numbers above 0 that the words between commas are; raise UsageError."""
+    require(
+        all(word.isdecimal() and int(word) for word in words),
+        flag,
+        received=",".join(words),
+        expected="whole numbers with commas between them",
+        fix=f"write {flag} 8,12,20",
+        code="not-an-int",
+    )
+    return [int(word) for word in words]
 
 
 def label_sizes(axes: Any, *, title: str, label: str) -> None:
