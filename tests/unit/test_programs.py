@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 import tfdist
 from tests.processes import python
@@ -208,7 +209,7 @@ def test_tfdist_works_without_the_extras_and_names_the_missing_one(tmp_path):
         assert f"pip install 'tfdist[{extra}]'" in following, done.stderr
     events = EventAccumulator(str(tmp_path / "events")).Reload()
     (event,) = events.Tensors("validation/loss")
-    assert (event.step, event.tensor_proto.float_val) == (3, [0.5])
+    assert (event.step, float(make_ndarray(event.tensor_proto))) == (3, 0.5)
     assert events.SummaryMetadata("validation/loss").plugin_data.plugin_name == "scalars"
 
 
