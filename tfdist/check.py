@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -242,7 +243,6 @@ def _check_names(config: TaskConfig) -> Findings:
 
 
 def _check_ports(config: TaskConfig) -> Findings:
-    """Yield the ports of this host's tasks that another process holds."""
     own, _ = split_address(config.cluster.address(config.task))
     for host, port in _addresses(config):
         if same_host(host, own) and not is_port_free(f"{host}:{port}"):
@@ -351,10 +351,10 @@ def _answers(
 ) -> Iterator[tuple[str, Message | Finding]]:
     """Start an agent on each host; yield the host with its answer, or why there is none."""
     agents: dict[str, PipeAgent] = {}
-    lines = {"show": lambda line: None, "say": lambda line: None, "may_read": lambda: True}
+    quiet: Any = {"show": lambda _: None, "say": lambda _: None, "may_read": lambda: True}
     for host in dict.fromkeys(hosts):
         try:
-            agents[host] = PipeAgent(host, shell, first, startup_timeout_s=_REMOTE_S, **lines)
+            agents[host] = PipeAgent(host, shell, first, startup_timeout_s=_REMOTE_S, **quiet)
         except OSError as error:
             problem, fix = f"{shell[0]}: {error.strerror}", "install it here"
             yield host, Finding(subject="host", problem=problem, fix=fix, host=host)

@@ -18,7 +18,6 @@ from tfdist import __main__ as programs
 from tfdist import check, demo, env, export, serve, top
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
-from tfdist.find import __main__ as find
 from tfdist.launch import options
 from tfdist.report import __main__ as report
 from tfdist.submit import request
@@ -43,7 +42,6 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "train": command_line.parse,
     "tune": tfdist.tuning.options.parse,
     "submit": _submit,
-    "find": find.parse,
 }
 for _module in (check, export, serve, report, top, env):
     READ[_module.__name__.split(".")[1]] = _module._parser().parse_args

@@ -8,7 +8,6 @@ import pytest
 from tfdist import check
 from tfdist.check import available_bytes
 from tfdist.errors import TfdistError, UsageError
-from tfdist.find import __main__ as program
 from tfdist.find import batch_size
 from tfdist.find.batch_size import (
     BatchSearch,
@@ -155,25 +154,3 @@ def test_the_smallest_limit_counts(tmp_path, monkeypatch, membership, files, lef
         memory = SimpleNamespace(available=machine)
         monkeypatch.setattr(check.psutil, "virtual_memory", lambda memory=memory: memory)
         assert available_bytes() == free
-
-
-def test_flags_of_a_configuration_go_with_their_values():
-    flags = ["--config", "configs/mnist.py", "--config.model=cnn", "--config.fused_kernels"]
-    options, words = program.parse(["lr", *flags, "--steps", "20"])
-    assert (options.what, options.steps, options.subject, words) == ("lr", 20, None, flags)
-    assert program.parse(["batch", "a.py:f"])[1] == ["a.py:f"]
-    assert program.parse(["batch"])[1] == []
-
-
-@pytest.mark.parametrize(
-    ("flag", "where"),
-    [
-        *(("--first=0", "first"), ("--most=0", "most"), ("--steps=-1", "--steps")),
-        *(("--timeout_s=0", "timeout_s"), ("--config.model=cnn", "FILE.py:FUNCTION")),
-    ],
-)
-def test_the_program_refuses_what_cannot_be(flag, where, capsys):
-    assert program.main(["batch", "a.py:f", flag]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith(f"tfdist.find: {where}: received")
-    assert line.count("\n") == 1

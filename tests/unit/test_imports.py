@@ -38,7 +38,7 @@ def test_a_job_that_is_not_ps_loads_none_of_its_modules():
 BEGINS_WITHOUT = {
     "rooms": (
         "import tfdist.launch.job, tfdist.launch.spawn, tfdist.outputs, tfdist.report.__main__,"
-        " tfdist.configs, tfdist.top, tfdist.find.__main__, tfdist.find.batch_size, tfdist.serve,"
+        " tfdist.configs, tfdist.top, tfdist.find.batch_size, tfdist.serve,"
         " tfdist.serving.front, tfdist.serving.supervisor, tfdist.serving.replica; tfdist.spawn",
         {*HEAVY, "cloudpickle"},
     ),
