@@ -33,7 +33,7 @@ setup: $(READY)  ## a virtual environment in .venv with the pinned versions, onc
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tfdist needs Python 3.11 or newer: make PYTHON=python3.11 setup")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[digits,plots,serving,metrics,submit,dev]' -c constraints.txt --config-settings editable_mode=compat
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[all,dev]' -c constraints.txt --config-settings editable_mode=compat
 	touch $@
 
 demo: setup  ## train a CNN on the digits with 4 workers and 1 parameter server

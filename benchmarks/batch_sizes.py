@@ -1,7 +1,7 @@
 """``python -m benchmarks.batch_sizes [SUBJECT ...]``: speed, busy cores and memory by batch size.
 
-SUBJECT is ``file.py:function``, as for `tfdist.find`; several subjects are models of several sizes.
-Each batch size trains alone in a child process, from small to large, until a size does not fit.
+SUBJECT is ``file.py:function``, which returns ``(model, x, y)``. Each batch size trains alone in a
+child process, from small to large, until a size does not fit.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import dataclasses
 import json
 import logging
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.argument_parser import Parser, require_writable, run_program, whole_numbers
-from tfdist.errors import EXIT_OK, require_int, require_number
-from tfdist.find.__main__ import of_config
-from tfdist.find.batch_size import BatchTrial, MemoryLimits, try_out
+import tensorflow as tf
+
+from benchmarks.subject import of_config, read
+from tfdist.argument_parser import Parser, require_writable, run_program
+from tfdist.errors import EXIT_OK, require, require_int, require_number
+from tfdist.find.batch_size import BatchTrial, MemoryLimits, request_of, try_out
 from tfdist.outputs.display import empty_panels
 
 _USE = 0.9
@@ -51,6 +54,19 @@ def check(options: Any) -> None:
         empty_panels("--plot")  # before minutes of measuring
 
 
+def whole_numbers(flag: str, words: Sequence[str]) -> list[int]:
+    """Return the numbers above 0 that the words between commas are; raise UsageError."""
+    require(
+        all(word.isdecimal() and int(word) for word in words),
+        flag,
+        received=",".join(words),
+        expected="whole numbers with commas between them",
+        fix=f"write {flag} 8,12,20",
+        code="not-an-int",
+    )
+    return [int(word) for word in words]
+
+
 def label_sizes(axes: Any, *, title: str, label: str) -> None:
     """Label a panel whose sizes are powers of two, or near."""
     axes.set_title(title, loc="left", fontsize=10)
@@ -63,7 +79,8 @@ def label_sizes(axes: Any, *, title: str, label: str) -> None:
 def _batch(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     options = parse_batch(argv)
-    measured = _measure_batch(options)
+    with tempfile.TemporaryDirectory() as folder:
+        measured = _measure_batch(options, Path(folder))
     if options.plot:
         _draw_batch(measured, options.plot)
     return EXIT_OK
@@ -90,17 +107,19 @@ def parse_batch(argv: Sequence[str]) -> Any:
     return options
 
 
-def _measure_batch(options: Any) -> dict[str, list[BatchTrial]]:
+def _measure_batch(options: Any, folder: Path) -> dict[str, list[BatchTrial]]:
     """Train every subject with every size up to one that does not fit, and print each."""
-    limits, measured = MemoryLimits.of_this_machine(_USE), dict[str, list[BatchTrial]]()
+    measured = dict[str, list[BatchTrial]]()
     common = {"steps": options.steps, "least_s": options.least_s}
     print(_HEADER)
     for words in options.subjects:
         name = Path(" ".join(words) or "cnn").name
         trials = measured.setdefault(name, [])
+        subject = read(words, strategy=tf.distribute.get_strategy())
+        request = {**common, **request_of(subject.model, subject.x, subject.y, folder / "m.keras")}
+        limits = MemoryLimits.of_this_machine(_USE)
         for size in options.sizes:
-            request = {**common, "subject": words, "batch_size": size}
-            trial = try_out(request, limits, timeout_s=options.timeout_s)
+            trial = try_out({**request, "batch_size": size}, limits, timeout_s=options.timeout_s)
             trials += [trial] if trial.fits else []
             print(_line(name, trial), flush=True)
             if options.json:

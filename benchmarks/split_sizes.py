@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.batch_sizes import arguments, check, label_sizes
-from tfdist.argument_parser import run_program, whole_numbers
+from benchmarks.batch_sizes import arguments, check, label_sizes, whole_numbers
+from tfdist.argument_parser import run_program
 from tfdist.errors import EXIT_OK, TfdistError, require_int, require_one_of
 from tfdist.outputs.display import empty_panels
 

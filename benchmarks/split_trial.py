@@ -18,7 +18,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.find.subject import Subject, read, spec_of, zeros
+from benchmarks.subject import Subject, read
+from tfdist.find.spec import spec_of, zeros
 from tfdist.strategy import current_job, make_strategy
 from tfdist.strategy.job import Job
 from tfdist.strategy.stages import PipelineOptions

@@ -105,6 +105,10 @@ def __getattr__(name: str) -> Any:
         from tfdist.errors import near
 
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near(name, _HOME_OF)}")
+    if name == "export_model":
+        from tfdist.errors import require_packages
+
+        require_packages("tfdist.export_model", "tensorflow_serving", extra="serving")
     module = importlib.import_module(home)
     value = module if home == f"{__name__}.{name}" else getattr(module, name)
     globals()[name] = value

@@ -20,7 +20,6 @@ PROGRAMS = {
     "launch": "start a job: its processes on this machine, or this host's of a job on several",
     "train": "train an image classifier that a config file describes",
     "tune": "search for hyperparameters; every trial is a job",
-    "find": "find a learning rate or a batch size that fits",
     "export": "check a trained model and publish it as a version to serve",
     "serve": "serve exported models by REST and gRPC, in replicas",
     "submit": "give a job to Slurm or Kubernetes",

@@ -86,19 +86,6 @@ def reading_file(flag: str, path: object, *, expected: str) -> Iterator[None]:
         raise UsageError(flag, received=received, expected=expected, fix=fix, code=code) from None
 
 
-def whole_numbers(flag: str, words: Sequence[str]) -> list[int]:
-    """Return the numbers above 0 that the words between commas are; raise UsageError."""
-    require(
-        all(word.isdecimal() and int(word) for word in words),
-        flag,
-        received=",".join(words),
-        expected="whole numbers with commas between them",
-        fix=f"write {flag} 8,12,20",
-        code="not-an-int",
-    )
-    return [int(word) for word in words]
-
-
 def load_function(text: str, refused: Callable[[str], UsageError]) -> Callable[..., Any]:
     """Return the function ``file.py:function``; raise `refused(reason)` where there is none.
 

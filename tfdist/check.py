@@ -2,28 +2,24 @@
 
 Runs the parsers that a task runs on TF_CONFIG, the environment, files and a command line, and looks
 at this host: packages, names, ports, memory, GPUs, proxies and the run directory. With ``--hosts``
-it runs itself on each host through ssh and compares their packages.
+an agent of the launcher checks each host, and their packages are compared.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import io
-import json
 import os
 import platform
-import resource
 import shlex
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +27,18 @@ import psutil
 
 from tfdist.argument_parser import Parser, reading_file, run_program
 from tfdist.cluster import TaskConfig, decode, is_port_free, read_environment, settings
-from tfdist.cluster.address import parse_hosts, split_address
+from tfdist.cluster.address import is_loopback, parse_hosts, split_address
 from tfdist.cluster.placement import same_host
-from tfdist.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError, mutually_exclusive, named
+from tfdist.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError, named
 from tfdist.files import fsync, replacing
+from tfdist.launch.events import Message
 from tfdist.launch.machine import Machine, memory_groups, this_machine
+from tfdist.launch.multihost import on_ray
+from tfdist.launch.multihost.agents import LOOK_EVERY_S, PipeAgent, shell_of
+from tfdist.launch.multihost.agreement import passed_variables
+from tfdist.launch.multihost.hosts import slurm_nodes
+from tfdist.launch.multihost.pipe import Pipe
+from tfdist.launch.options import PLACES, LaunchOptions
 
 PACKAGES = ("tensorflow", "keras", "numpy", "tfdist")
 """Packages that every host needs, in the same version."""
@@ -48,7 +51,6 @@ _TASK_BYTES = 1 << 30  # the import of TensorFlow takes 640 MB of it
 _SHM_BYTES = 256 << 20
 _DISK_BYTES = 1 << 30
 _RENAMES = 50
-_OPEN_FILES = 1024
 _REMOTE_S = 60.0
 
 
@@ -67,6 +69,9 @@ class Finding:
         return f"{severity:<8} {host}{self.subject}: {self.problem}. Fix: {self.fix}."
 
 
+Findings = Iterator[Finding]
+
+
 def of_error(error: UsageError, *, subject: str = "") -> Finding:
     """Return the finding for an error of a parser."""
     where = f"{subject} {error.where}".strip() if error.where != subject else subject
@@ -77,7 +82,7 @@ def of_error(error: UsageError, *, subject: str = "") -> Finding:
 # Settings: TF_CONFIG, the environment, files and a command line.
 
 
-def check_environment(environ: Mapping[str, str]) -> Iterator[Finding]:
+def check_environment(environ: Mapping[str, str]) -> Findings:
     """Yield the mistakes of an environment, as a task in it would read it."""
     try:
         config = read_environment(environ)
@@ -101,14 +106,10 @@ def _addresses(config: TaskConfig) -> list[tuple[str, int]]:
     return [split_address(config.cluster.address(task)) for task in tasks]
 
 
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "0.0.0.0", "::", "::1") or host.startswith("127.")
-
-
-def _check_cluster(config: TaskConfig) -> Iterator[Finding]:
+def _check_cluster(config: TaskConfig) -> Findings:
     """Yield addresses that are valid one by one, but cannot be those of a job."""
     hosts = [host for host, _ in _addresses(config)]
-    local = [host for host in hosts if _is_loopback(host)]
+    local = [host for host in hosts if is_loopback(host) or host in ("0.0.0.0", "[::]")]
     if local and len(local) < len(hosts):
         problem = f"{local[0]} stands among other hosts, which would connect to themselves"
         yield Finding(subject="TF_CONFIG", problem=problem, fix="write the name of the machine")
@@ -118,7 +119,7 @@ def _check_cluster(config: TaskConfig) -> Iterator[Finding]:
         yield Finding(subject="TF_CONFIG", problem=f"{problem} workers", fix="lower min_workers")
 
 
-def _check_proxies(environ: Mapping[str, str], hosts: Sequence[str]) -> Iterator[Finding]:
+def _check_proxies(environ: Mapping[str, str], hosts: Sequence[str]) -> Findings:
     proxy = next((name for name in _PROXIES if environ.get(name)), "")
     exceptions = next((environ[name] for name in _NO_PROXIES if environ.get(name)), "")
     entries = [entry.strip().lower() for entry in exceptions.split(",") if entry.strip()]
@@ -129,7 +130,7 @@ def _check_proxies(environ: Mapping[str, str], hosts: Sequence[str]) -> Iterator
         yield Finding(subject="proxy", problem=problem, fix=fix)
 
 
-def check_file(name: str) -> Iterator[Finding]:
+def check_file(name: str) -> Findings:
     """Yield the mistakes of TF_CONFIG (.json), a config file (.py) or an environment (.env)."""
     path = Path(name)
     if path.suffix == ".py":
@@ -152,7 +153,7 @@ def check_file(name: str) -> Iterator[Finding]:
         yield of_error(error, subject=name)
 
 
-def check_command(words: Sequence[str], *, subject: str = "command") -> Iterator[Finding]:
+def check_command(words: Sequence[str], *, subject: str = "command") -> Findings:
     """Yield the mistakes of a command of `tfdist.launch` or `tfdist.train`; config files run."""
     from tfdist.configs.command_line import parse as parse_train
     from tfdist.launch.options import DEFAULT_MODULE, parse
@@ -202,7 +203,7 @@ def versions() -> dict[str, str]:
 
 def check_host(
     environ: Mapping[str, str], *, machine: Machine | None = None, run_dir: str = "."
-) -> Iterator[Finding]:
+) -> Findings:
     """Yield the mistakes of this host for the job of an environment."""
     machine = machine or this_machine(environ)
     with contextlib.suppress(UsageError):  # `check_environment` reports it
@@ -215,7 +216,7 @@ def check_host(
     yield from check_directory(run_dir)
 
 
-def check_packages(found: Mapping[str, str], requirements: Sequence[str]) -> Iterator[Finding]:
+def check_packages(found: Mapping[str, str], requirements: Sequence[str]) -> Findings:
     """Yield packages that are missing, or that tfdist was not tested with."""
     from packaging.requirements import Requirement
 
@@ -231,7 +232,7 @@ def check_packages(found: Mapping[str, str], requirements: Sequence[str]) -> Ite
             yield Finding(subject="packages", problem=problem, fix=fix, is_error=False)
 
 
-def _check_names(config: TaskConfig) -> Iterator[Finding]:
+def _check_names(config: TaskConfig) -> Findings:
     for host in dict.fromkeys(host for host, _ in _addresses(config)):
         try:
             socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
@@ -241,8 +242,7 @@ def _check_names(config: TaskConfig) -> Iterator[Finding]:
             yield Finding(subject="names", problem=problem, fix=fix)
 
 
-def _check_ports(config: TaskConfig) -> Iterator[Finding]:
-    """Yield the ports of this host's tasks that another process holds."""
+def _check_ports(config: TaskConfig) -> Findings:
     own, _ = split_address(config.cluster.address(config.task))
     for host, port in _addresses(config):
         if same_host(host, own) and not is_port_free(f"{host}:{port}"):
@@ -251,17 +251,12 @@ def _check_ports(config: TaskConfig) -> Iterator[Finding]:
             yield Finding(subject="ports", problem=problem, fix=fix)
 
 
-def _check_machine(machine: Machine) -> Iterator[Finding]:
-    groups = [limit - used for limit, used in memory_groups()]
-    free = min([*groups, available_bytes()])
+def _check_machine(machine: Machine) -> Findings:
+    free = available_bytes()
     if free < _TASK_BYTES:
         problem = f"{free >> 20} MiB of memory are free; a task needs about 1024 MiB"
         fix = "stop other processes, or ask the scheduler for more memory"
         yield Finding(subject="memory", problem=problem, fix=fix, is_error=False)
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= limit < _OPEN_FILES:
-        problem, fix = f"at most {limit} files may be open", f"ulimit -n {_OPEN_FILES}"
-        yield Finding(subject="open files", problem=problem, fix=fix, is_error=False)
     state = os.statvfs("/dev/shm") if machine.gpus and os.path.isdir("/dev/shm") else None
     if state is not None and state.f_bavail * state.f_frsize < _SHM_BYTES:
         problem = "less than 256 MiB are free in /dev/shm, which NCCL uses between GPUs"
@@ -270,11 +265,12 @@ def _check_machine(machine: Machine) -> Iterator[Finding]:
 
 
 def available_bytes() -> int:
-    """Return the memory that this host has left for a new process."""
-    return int(psutil.virtual_memory().available)
+    """Return how many bytes new processes can use before the kernel kills one."""
+    groups = [max(0, limit - used) for limit, used in memory_groups()]
+    return min([int(psutil.virtual_memory().available), *groups])
 
 
-def check_directory(name: str) -> Iterator[Finding]:
+def check_directory(name: str) -> Findings:
     """Yield what keeps checkpoints from being saved there: no right, no fsync, a torn rename."""
     path = Path(name)
     while not path.exists() and path != path.parent:
@@ -328,41 +324,67 @@ def _torn_reads(page: Path) -> int:
 # Other hosts.
 
 
-def check_hosts(hosts: Sequence[str], *, rsh: Sequence[str], run_dir: str) -> Iterator[Finding]:
-    """Run the check of each host there, and compare the versions of their packages."""
-    command = [sys.executable, "-m", "tfdist.check", "--json", "--run_dir", run_dir]
+def check_hosts(options: LaunchOptions, environ: Mapping[str, str], *, run_dir: str) -> Findings:
+    """Have an agent check each host, and compare the versions of their packages."""
+    if options.hosts is not None:
+        hosts = [host for host, _ in parse_hosts(options.hosts)]
+    elif options.on == "ray":
+        name, slots = on_ray.reserve(0, within_s=_REMOTE_S)
+        options = dataclasses.replace(options, rsh=shlex.join(on_ray.shell(name)))
+        hosts = [f"node-{number}" for number in range(1, len(slots) + 1)]
+    else:
+        hosts = list(slurm_nodes(environ))
+    env = passed_variables(environ, (options.env or "").split(","))
+    first = {"module": "tfdist.check", "cwd": os.getcwd(), "env": env, "run_dir": run_dir}
+    found: dict[str, Mapping[str, str]] = {}
+    for host, answer in _answers(hosts, shell_of(options.where, options.rsh), first):
+        if isinstance(answer, Finding):
+            yield answer
+        else:
+            yield from (Finding(**{**one, "host": host}) for one in answer["findings"])
+            found[host] = answer["versions"]
+    yield from compare(found)
 
-    def ask(host: str) -> dict[str, Any]:
+
+def _answers(
+    hosts: Sequence[str], shell: Sequence[str], first: Message
+) -> Iterator[tuple[str, Message | Finding]]:
+    """Start an agent on each host; yield the host with its answer, or why there is none."""
+    agents: dict[str, PipeAgent] = {}
+    quiet: Any = {"show": lambda _: None, "say": lambda _: None, "may_read": lambda: True}
+    for host in dict.fromkeys(hosts):
         try:
-            done = subprocess.run(
-                [*rsh, host, shlex.join(["cd", os.getcwd()]) + " && " + shlex.join(command)],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_REMOTE_S,
-            )
-            answer: dict[str, Any] = json.loads(done.stdout)
-            return answer
-        except subprocess.TimeoutExpired:
-            return {"failure": f"no answer within {_REMOTE_S:.0f} s"}
+            agents[host] = PipeAgent(host, shell, first, startup_timeout_s=_REMOTE_S, **quiet)
         except OSError as error:
-            return {"failure": f"{rsh[0]}: {error.strerror}"}
-        except ValueError:
-            words = (done.stderr or done.stdout).strip().splitlines()
-            return {"failure": words[-1] if words else f"exit code {done.returncode}"}
+            problem, fix = f"{shell[0]}: {error.strerror}", "install it here"
+            yield host, Finding(subject="host", problem=problem, fix=fix, host=host)
+    while agents:
+        wait([fd for agent in agents.values() for fd in agent.filenos()], LOOK_EVERY_S)
+        for host, agent in list(agents.items()):
+            agent.turn()
+            answers = agent.take_messages()
+            if not answers and not agent.lost:
+                continue
+            del agents[host]
+            problem, fix = agent.close()
+            if answers and "findings" in answers[0]:
+                yield host, answers[0]
+                continue
+            if answers:
+                problem, _, fix = answers[0]["refused"].partition(". Fix: ")
+            fix = fix or "see that its remote shell needs no password"
+            yield host, Finding(subject="host", problem=problem, fix=fix, host=host)
 
-    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
-        answers = dict(zip(hosts, pool.map(ask, hosts), strict=True))
-    for host, answer in answers.items():
-        if failure := answer.get("failure"):
-            fix = f"run `{shlex.join([*rsh, host])} true` until it needs no password"
-            yield Finding(subject="host", problem=failure, fix=fix, host=host)
-        for one in answer.get("findings", ()):
-            yield Finding(**{**one, "host": host})
-    yield from compare({h: a["versions"] for h, a in answers.items() if "versions" in a})
+
+def serve(first: Message, pipe: Pipe) -> int:
+    """Check this host as an agent, and send the findings and the versions."""
+    environ = dict(os.environ)
+    findings = [*check_environment(environ), *check_host(environ, run_dir=first["run_dir"])]
+    pipe.send({"findings": list(map(dataclasses.asdict, findings)), "versions": versions()})
+    return EXIT_OK
 
 
-def compare(found: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+def compare(found: Mapping[str, Mapping[str, str]]) -> Findings:
     """Yield packages whose versions differ between hosts."""
     for name in _COMPARED:
         by_version: dict[str, list[str]] = {}
@@ -382,17 +404,7 @@ def compare(found: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code: 0 without findings, 1 with warnings, 2 with errors."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return run_program("tfdist.check", lambda: _run(parse(words)), is_report=True)
-
-
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments; `command` has what follows ``--``."""
-    words = list(words)
-    at = words.index("--") if "--" in words else len(words)
-    arguments: argparse.Namespace = _parser().parse_args(words[:at])
-    arguments.command = words[at + 1 :]
-    mutually_exclusive({"--hosts": arguments.hosts, "--": " ".join(arguments.command)})
-    return arguments
+    return run_program("tfdist.check", lambda: _run(words), is_report=True)
 
 
 def _parser() -> Parser:
@@ -405,42 +417,33 @@ def _parser() -> Parser:
     add = parser.add_argument
     files = "TF_CONFIG (.json), a config file (.py), or the output of env (.env)"
     add("files", nargs="*", metavar="FILE", help=files)
-    add("--hosts", metavar="a,b,...", help="check these hosts, through ssh")
-    add("--rsh", default="ssh -o BatchMode=yes", help="remote shell of --hosts")
+    add("--hosts", metavar="a,b,...", help="check these hosts")
+    add("--on", metavar="|".join(PLACES), help="how the checks are started there (ssh)")
+    add("--rsh", metavar="CMD", help="the remote shell of --on ssh (ssh)")
+    add("--env", metavar="NAME", action="append", help="pass a variable to the checks there")
     add("--run_dir", default=".", metavar="D", help="where the job writes (.)")
-    add("--json", action="store_true", help="print findings and versions as JSON")
     return parser
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    environ = dict(os.environ)
-    findings: list[Finding] = []
-    if arguments.hosts:
-        hosts = [host for host, _ in parse_hosts(arguments.hosts)]
-        rsh = shlex.split(arguments.rsh)
-        findings += check_hosts(hosts, rsh=rsh, run_dir=arguments.run_dir)
-    elif arguments.files or arguments.command:
-        for name in arguments.files:
-            findings += check_file(name)
-        if arguments.command:
-            findings += check_command(arguments.command)
-    else:
+def _run(words: Sequence[str]) -> int:
+    environ, findings = dict(os.environ), list[Finding]()
+    at = words.index("--") if "--" in words else len(words)
+    arguments, command = _parser().parse_args(words[:at]), words[at + 1 :]
+    hosts, on, env = arguments.hosts, arguments.on, ",".join(arguments.env or ()) or None
+    elsewhere = LaunchOptions(on=on, hosts=hosts, rsh=arguments.rsh, env=env)
+    for name in arguments.files:
+        findings += check_file(name)
+    if command:
+        findings += check_command(command)
+    if hosts or elsewhere.where != "local":
+        findings += check_hosts(elsewhere, environ, run_dir=arguments.run_dir)
+    elif not arguments.files and not command:
         findings += check_environment(environ)
         findings += check_host(environ, run_dir=arguments.run_dir)
-    if arguments.json:
-        parts = [dataclasses.asdict(finding) for finding in findings]
-        print(json.dumps({"findings": parts, "versions": versions()}, indent=1), flush=True)
-    else:
-        errors = sum(finding.is_error for finding in findings)
-        summary = f"{errors} errors, {len(findings) - errors} warnings"
-        print(*findings, summary if findings else "no findings", sep="\n", flush=True)
-    return _code(findings)
-
-
-def _code(findings: Sequence[Finding]) -> int:
-    if any(finding.is_error for finding in findings):
-        return EXIT_USAGE
-    return EXIT_FAILED if findings else EXIT_OK
+    errors = sum(finding.is_error for finding in findings)
+    summary = f"{errors} errors, {len(findings) - errors} warnings"
+    print(*findings, summary if findings else "no findings", sep="\n", flush=True)
+    return EXIT_USAGE if errors else EXIT_FAILED if findings else EXIT_OK
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_HELP)
         return 0
     try:
-        require_packages("the demo's data", "sklearn", extra="digits")
+        require_packages("the demo's data", "sklearn", "tensorflow_datasets", extra="digits")
     except UsageError as error:
         print(f"tfdist.demo: {error}", file=sys.stderr)
         return error.exit_code

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.argument_parser import Parser, reading_file, run_program
-from tfdist.errors import EXIT_OK, TfdistError, mutually_exclusive
+from tfdist.errors import EXIT_OK, TfdistError, mutually_exclusive, require_packages
 
 _LOG = logging.getLogger("tfdist.export")
 _LOOK_EVERY_S = 0.25
@@ -60,6 +60,7 @@ def _export(argv: Sequence[str] | None) -> int:
 
 def _publish(options: Any) -> Path:
     """Export what the source has now."""
+    require_packages("tfdist.export", "tensorflow_serving", extra="serving")
     samples = _samples(options.samples) if options.samples else None
     # Only now: a wrong flag is answered without the seconds that TensorFlow takes to load.
     from tfdist.serving.export import export_model, read_model

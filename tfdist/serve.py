@@ -78,7 +78,7 @@ def _serve(argv: Sequence[str] | None) -> int:
 
 
 def _check(options: Any) -> None:
-    require_packages("tfdist.serve", *_NEEDED, extra="serving")
+    require_packages("tfdist.serve", *_NEEDED, "tensorflow_serving", extra="serving")
     from tfdist.serving.protocol import is_loopback
 
     for flag in ("replicas", "max_batch", "max_queue", "max_queue_mib", "max_body_mib"):
@@ -174,7 +174,7 @@ def _serve_on_ray(options: Any) -> None:
             "--on ray",
             received=f"an environment without Ray Serve ({error})",
             expected="it on each node",
-            fix="pip install 'ray[serve]' 'tfdist[serving]'",
+            fix="pip install 'tfdist[ray,serving]'",
             code="no-ray",
         ) from error
     run(_settings(options))

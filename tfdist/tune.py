@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tfdist.argument_parser import run_program
 from tfdist.configs import command_line
-from tfdist.errors import EXIT_OK
+from tfdist.errors import EXIT_OK, require_packages
 from tfdist.tuning import sweep
 from tfdist.tuning.config_sweep import ConfigSweep
 from tfdist.tuning.options import SweepOptions, parse
@@ -33,6 +33,7 @@ def _run(options: SweepOptions | Path) -> int:
     if isinstance(options, Path):
         show(options)
         return EXIT_OK
+    require_packages("tfdist.tune", "keras_tuner", "sklearn", "tensorboard", extra="tune")
     sweep.require_alone("tfdist.tune", os.environ)
     environ = dict(os.environ)
     config = command_line.parse([f"--config={options.config}", *options.config_flags]).config

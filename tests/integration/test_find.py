@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 import tfdist
-from tests import forked_python
 from tests.models import classifier
 from tests.refusals import refused
 from tfdist.errors import Stopped
 from tfdist.find.learning_rate import has_diverged, read, smoothed
-from tfdist.find.subject import decode_spec, encode_spec
+from tfdist.find.spec import decode_spec, encode_spec
 
 pytestmark = pytest.mark.slow
 
@@ -166,33 +165,6 @@ def test_specs_of_batches_travel_as_json():
 
     spec = ({"a": tf.TensorSpec([None, 3], tf.float32)}, tf.TensorSpec([None], tf.int32), None)
     assert decode_spec(encode_spec(spec)) == spec
-
-
-MADE = """
-import keras, numpy as np
-def make():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile('sgd', 'mse')
-    x = np.random.RandomState(0).randn(64, 4).astype('float32')
-    return model, x, x.sum(1, keepdims=True)
-def bare():
-    model, *data = make()
-    return keras.Sequential(model.layers), *data
-"""
-
-
-def test_the_program_finds_for_a_function_of_a_file(tmp_path):
-    (tmp_path / "made.py").write_text(MADE)
-    subject, plot = f"{tmp_path / 'made.py'}:make", tmp_path / "rates.png"
-    for words, said in (
-        (["lr", subject, "--steps", "30", "--plot", plot], "learning rate "),
-        (["batch", subject, "--first", "16", "--most", "16"], "batch size 16 fits into"),
-        (["batch", f"{tmp_path / 'made.py'}:bare"], "received a model that was not compiled"),
-        (["lr", f"{subject}s"], "no function 'makes' in it (did you mean 'make'?)"),
-    ):
-        done = forked_python.run("-m", "tfdist.find", *map(str, words), cwd=tmp_path, timeout=200)
-        assert said in done.stdout + done.stderr, done.stderr
-    assert plot.exists()
 
 
 # The learning rate that the losses suggest.

@@ -28,10 +28,8 @@ from tensorflow.python.distribute import parameter_server_strategy_v2
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.framework.ops import gradient_registry
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
-from tensorflow.python.util import _pywrap_util_port
 
 import tfdist
-from tests import forked_python
 from tests.models import difference
 from tests.processes import python
 from tfdist.ps import keras_compat as ps_compat
@@ -746,46 +744,33 @@ def test_a_sum_of_several_goes_by_their_order(add, total):
     assert sums(keras_compat.compiled, add) == [total, total]
 
 
-POOLS = """
-import pathlib, re, sys
-import keras, numpy as np, tensorflow as tf
-import tfdist
-from tfdist.training.keras_compat import kernels
+def gradient_of_a_pool(*, traced):
+    """Return the graph that computes it, as a definition."""
 
-if sys.argv[2] == "stock":
-    kernels._has_pool = lambda dtype: False
-for blocks in (3, 4):
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((32, 32, 3))])
-    for block in range(blocks):
-        model.add(keras.layers.Conv2D(4, 3, padding="same", activation="relu"))
-        model.add(keras.layers.BatchNormalization())
-        model.add(keras.layers.MaxPooling2D())
-    model.add(keras.layers.Flatten())
-    model.add(keras.layers.Dense(16, activation="relu"))
-    model.add(keras.layers.Dense(10))
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    x, y = np.zeros([16, 32, 32, 3], "float32"), np.zeros([16], "int64")
-    with tf.profiler.experimental.Profile(sys.argv[1]):
-        tfdist.fit(model, x, y, batch_size=8, verbose=0)
-for profile in pathlib.Path(sys.argv[1]).rglob("*.xplane.pb"):
-    print("kernels:", *re.findall(rb":(\\w*MaxPoolGrad)\\b", profile.read_bytes()))
-"""
+    def gradient(images):
+        with step_of(traced=traced), tf.GradientTape() as tape:
+            tape.watch(images)
+            pooled = keras.layers.MaxPooling2D()(images)
+            return tape.gradient(pooled, images)
 
-
-def kernels_of_pools(folder, how):
-    """The kernels that compute their gradients in the steps of two fits, in a new process."""
-    ran = forked_python.run("-c", POOLS, str(folder), how, timeout=120)
-    assert "kernels:" in ran.stdout, ran.stderr
-    return set(re.findall(r"b'(\w+)'", ran.stdout))
+    made = tf.function(gradient, autograph=False).get_concrete_function(tf.ones([1, 4, 4, 1]))
+    return made.graph.as_graph_def()
 
 
 @shows("tensorflow.python.ops.gen_nn_ops.max_pool_grad")
-@pytest.mark.slow
-@pytest.mark.skipif(not _pywrap_util_port.IsMklEnabled(), reason="oneDNN is off")
-def test_pools_in_a_loop_have_the_gradient_of_onednn(tmp_path):
-    """Stock pools have another kernel by chance, so this test often passes without the fix."""
-    assert kernels_of_pools(tmp_path / "tfdist", "tfdist") == {"_MklNativeMaxPoolGrad"}
+def test_a_pool_is_computed_again_beside_its_gradient_in_a_function(monkeypatch):
+    """oneDNN's kernel for the gradient needs both in one graph, and a loop may part them."""
+    monkeypatch.setattr(keras_compat.kernels, "_has_pool", lambda dtype: True)
+    kinds = [node.op for node in gradient_of_a_pool(traced=False).node]
+    assert {"MaxPool", "MaxPoolGrad"} <= set(kinds)
+    graph = gradient_of_a_pool(traced=True)
+    assert "MaxPoolGrad" not in [node.op for node in graph.node]
+    (apart,) = graph.library.function
+    assert apart.attr["_noinline"].b
+    (gradient,) = [node for node in apart.node_def if node.op == "MaxPoolGrad"]
+    (pool,) = [node for node in apart.node_def if node.op == "MaxPool"]
+    assert gradient.input[0] == pool.input[0]
+    assert gradient.input[1].startswith(f"{pool.name}:")
 
 
 def test_every_replacement_has_its_test_and_names_what_it_works_around():

@@ -176,6 +176,6 @@ def test_tfds_load_works_in_a_fresh_process_and_writes_nothing_into_the_package(
 
 
 def test_without_scikit_learn_the_line_to_type_is_given(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     told = refusal(lambda: tfds.load("tfdist_digits", "train", data_dir=tmp_path))
     assert told.code == "missing-package"

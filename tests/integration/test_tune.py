@@ -278,7 +278,7 @@ def test_conditional_and_nested_hyperparameters_are_known_before_the_first_trial
     [
         ("x = 1\n", "", "no-space"),
         ("def space(hp, config):\n    pass\n", "", "empty-space"),
-        ('def space(hp, c):\n    c.dropout = hp.Choice("d", ["a"])\n', ", line 2", "CFG004"),
+        ('def space(hp, c):\n    c.dropout = hp.Choice("d", ["a"])\n', ", line 2", "CFG001"),
         ('def space(hp, c):\n    c.droput = hp.Float("d", 0.0, 0.5)\n', ", line 2", "CFG003"),
     ],
 )

@@ -172,3 +172,15 @@ def test_trials_of_a_sweep_run_on_the_nodes_that_ray_gives(cluster, tmp_path):
     assert done.returncode == 0, (done.stderr.decode(), logs)
     assert len(logs) == 3
     assert all(" node-1 at " in log for log in logs), logs
+
+
+def test_each_node_that_ray_gives_is_checked(cluster, tmp_path):
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-m", "tfdist.check", "--on", "ray", "--run_dir", "file/run"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": cluster.address}
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, timeout=DEADLINE_S, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    found = re.findall("^error    (node-.): run directory: ", done.stdout, re.MULTILINE)
+    assert sorted(found) == ["node-1", "node-2", "node-3"], done.stdout

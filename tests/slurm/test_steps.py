@@ -123,6 +123,18 @@ def test_each_node_of_a_step_is_checked(slurm):
     assert not list(slurm.folder.glob(".tfdist*"))
 
 
+def test_agents_check_each_node_of_an_allocation(slurm, allocation):
+    done = slurm.run(sys.executable, "-m", "tfdist.check", "--on", "slurm", **allocation)
+    assert done.returncode in (0, 1), done.stdout + done.stderr  # a test machine may lack memory
+    assert re.search("^(no findings|0 errors, . warnings)$", done.stdout, re.MULTILINE)
+    missing = slurm.run(
+        *(sys.executable, "-m", "tfdist.check", "--on", "slurm"),
+        **{**allocation, "SLURM_JOB_NODELIST": f"{NODES[0]},no-such-node"},
+    )
+    assert missing.returncode == 2
+    assert "error    no-such-node: host: " in missing.stdout, missing.stdout + missing.stderr
+
+
 # One of ours and one of Slurm's; tests/unit/test_cluster_environment.py has all.
 @pytest.mark.parametrize(
     ("variable", "value"), [("TFDIST_PS", "5"), ("SLURM_STEP_TASKS_PER_NODE", "2")]

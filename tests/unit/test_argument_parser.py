@@ -12,22 +12,19 @@ import pytest
 from tests.refusals import refusal, refused
 from tfdist import errors, serve
 from tfdist.argument_parser import run_program
-from tfdist.check import parse as check
+from tfdist.check import _parser as check
 from tfdist.errors import PeerLost, Stopped, UsageError
-from tfdist.find.__main__ import parse as find
 from tfdist.loopback import listen
 from tfdist.tuning.options import parse as tune
 
 PROGRAMS = {
-    "find": find,
     "serve": serve._parser().parse_args,
     "tune": tune,
 }
 
 
 def test_what_is_no_flag_may_stand_between_and_behind_flags():
-    assert find(["lr", "--steps", "5", "train.py:make"])[1] == ["train.py:make"]
-    assert check(["a.json", "--run_dir", "r", "b.py"]).files == ["a.json", "b.py"]
+    assert check().parse_args(["a.json", "--run_dir", "r", "b.py"]).files == ["a.json", "b.py"]
 
 
 def test_flags_of_a_configuration_may_come_twice():
@@ -43,13 +40,10 @@ def test_flags_of_a_configuration_may_come_twice():
         ("serve", ["--no_pin", "a", "--no_pin"], "--no_pin", "given-twice"),
         ("serve", ["a", "--replicas", "x"], "--replicas", "not-an-int"),
         ("serve", ["a", "--replicas=--"], "--replicas", "no-value"),
-        ("find", ["memory"], "what", "unknown-value"),
+        ("serve", ["a", "--on", "slurm"], "--on", "unknown-value"),
         ("tune", ["--max_trials=2", "--max_trials=3"], "--max_trials", "given-twice"),
         ("tune", ["--hub_token=secret"], "command line", "unknown-flag"),
         ("serve", ["d", "--replcas=2"], "command line", "unknown-flag"),
-        ("find", ["lr", "--batch_size=0"], "--batch_size", "not-an-int"),
-        # It is told before minutes of work.
-        ("find", ["lr", "--plot=no/such/lr.png"], "--plot", "not-writable"),
     ],
 )
 def test_a_mistake_is_one_line(program, words, where, code):
@@ -61,11 +55,6 @@ def test_a_mistake_is_one_line(program, words, where, code):
 def test_a_flag_that_is_close_is_hinted_at():
     error = refusal(lambda: tune(["--max_trial", "3"]))
     assert "--max_trial (did you mean '--max_trials'?)" in str(error)
-
-
-def test_a_file_of_a_flag_is_not_made_before_there_is_something_for_it(tmp_path):
-    find(["lr", f"--plot={tmp_path / 'sizes.png'}"])
-    assert not list(tmp_path.iterdir())
 
 
 # Programs

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import configparser
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -31,7 +32,7 @@ LINES = {
     "ps, pipeline": 5_664,
     "tuning": 3_627,
     "serving": 3_815,
-    "around": 7_029,  # report, outputs, app, find, ops, audit, configs and the programs
+    "around": 6_782,  # report, outputs, app, find, ops, audit, configs and the programs
 }
 ROOMS = {
     **dict.fromkeys(("errors", "files", "phases", "argument_parser", "loopback"), "basics"),
@@ -55,17 +56,25 @@ def test_no_room_grows_past_its_budget():
 
 
 def surface() -> list[str]:
-    """Return the public names, flags, config fields and variables, a line each."""
+    """Return public names, flags, config fields, required packages and variables, a line each."""
     lines = [f"name {name}" for name in tfdist.__all__]
     lines += [f"name data.{name}" for name in public_names(PACKAGE / "data" / "__init__.py")]
     lines += [f"launch --{name}" for name in LaunchOptions.__dataclass_fields__]
     lines += [f"config {field.name}" for field in FIELDS]
     lines += [f"tune --{field.name}" for field in fields(SweepOptions) if field.metadata]
+    lines += [f"requires {re.split('[<>=]', line)[0]}" for line in required()]
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text()
         lines += [f"variable {name}" for name in re.findall(r"\bTFDIST_[A-Z_]*[A-Z]\b", text)]
         lines += [f"{path.relative_to(PACKAGE)} {flag}" for flag in flags_in(ast.parse(text))]
     return sorted(set(lines))
+
+
+def required() -> list[str]:
+    """Return the packages that are installed with tfdist."""
+    metadata = configparser.ConfigParser()
+    metadata.read(PACKAGE.parent / "setup.cfg")
+    return metadata["options"]["install_requires"].split()
 
 
 def public_names(path: Path) -> list[str]:

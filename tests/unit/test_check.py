@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import socket
-import sys
 import threading
 
 import pytest
@@ -134,25 +133,41 @@ def test_a_run_directory_is_tried_and_left_as_it_was(tmp_path, monkeypatch):
 
 
 RSH = """#!/bin/sh
-case $1 in
-  a) shift; exec sh -c "$*";;
+host=$1; shift
+case $host in
+  a) exec sh -c "$*";;
   b) echo 'b: Permission denied' >&2; exit 255;;
+  c) exec env PYTHONPATH={site} CUDA_VISIBLE_DEVICES= sh -c "$*";;
+  d) cd /; exec unshare -rm sh -c "mount -t tmpfs none {root}; $*";;
 esac
-echo '{"findings": [], "versions": {"tensorflow": "2.0.0"}}'
 """
 
 
-def test_hosts_are_checked_through_the_remote_shell_and_compared(tmp_path, capsys):
+def test_agents_check_the_hosts_and_their_packages_are_compared(tmp_path, capsys, monkeypatch):
+    (tmp_path / "keras-9.9.9.dist-info").mkdir()
+    (tmp_path / "keras-9.9.9.dist-info" / "METADATA").write_text("Name: keras\nVersion: 9.9.9\n")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
     shell = tmp_path / "rsh"
-    shell.write_text(RSH)
+    shell.write_text(RSH.format(site=tmp_path, root=tmp_path))
     shell.chmod(0o755)
-    assert check.main(["--hosts", "a,b,c", "--rsh", str(shell), "--run_dir", str(tmp_path)]) == 2
+    monkeypatch.setenv("OWN", "x")
+    monkeypatch.setenv("TFDIST_STRATEGY", "multi-worker")  # which a job's agents get
+    flags = ["--hosts", "a,b,c,d", "--rsh", str(shell), "--env", "OWN", "--run_dir", str(tmp_path)]
+    assert check.main(flags) == 2
     lines = capsys.readouterr().out.splitlines()
+    assert not any(": a: host" in line or ": c: host" in line for line in lines), lines
+    assert any("error    b: host: b: Permission denied. Fix: let ssh b log" in one for one in lines)
+    assert any("packages: keras" in line and "9.9.9 on c" in line for line in lines), lines
+    assert any(line.startswith("error    a: environment TFDIST_STRATEGY") for line in lines), lines
     assert any(
-        line.startswith("error    b: host: b: Permission denied. Fix: run") for line in lines
-    )
-    assert any("packages: tensorflow" in line and "2.0.0 on c" in line for line in lines)
-    assert not any(" a: host" in line for line in lines)
+        line.startswith("error    d: host: working directory: received") for line in lines
+    ), lines
+
+
+def test_a_remote_shell_that_is_not_installed_is_a_finding(capsys):
+    assert check.main(["--hosts", "a", "--rsh", "no-such-shell"]) == 2
+    assert "a: host: no-such-shell: No such file" in capsys.readouterr().out
 
 
 def test_versions_are_compared_and_repairs_of_python_are_not():
@@ -173,9 +188,9 @@ def test_the_exit_code_tells_errors_from_warnings(monkeypatch, capsys):
         monkeypatch.setattr(check, "check_host", lambda environ, run_dir: [])
         assert check.main([]) == code
     assert capsys.readouterr().out.splitlines()[0] == "no findings"
-    assert check.main(["--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["versions"]["python"] == sys.version.split()[0]
 
 
-def test_a_command_beside_hosts_is_refused():
-    assert refused(lambda: check.parse(["--hosts", "a", "--", "x"]))[1] == "exclusive"
+def test_files_are_checked_beside_hosts_and_ssh_needs_hosts(tmp_path, capsys):
+    assert check.main([str(tmp_path / "a.toml"), "--hosts", "a", "--rsh", "no-such-shell"]) == 2
+    assert capsys.readouterr().out.splitlines()[-1] == "2 errors, 0 warnings"
+    assert refused(lambda: check._run(["--on", "ssh"]))[1] == "no-hosts"

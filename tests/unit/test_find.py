@@ -1,17 +1,18 @@
 """Finders without TensorFlow: what fits, and what is left."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tfdist import check
+from tfdist.check import available_bytes
 from tfdist.errors import TfdistError, UsageError
-from tfdist.find import __main__ as program
 from tfdist.find import batch_size
 from tfdist.find.batch_size import (
     BatchSearch,
     BatchTrial,
     MemoryLimits,
-    available_bytes,
     failure,
     largest,
 )
@@ -141,34 +142,15 @@ def test_what_a_child_refuses_is_refused_in_the_same_line(child):
     ],
     ids=["version 2", "version 1", "none"],
 )
-def test_the_smallest_limit_of_all_control_groups_counts(tmp_path, membership, files, left):
+def test_the_smallest_limit_counts(tmp_path, monkeypatch, membership, files, left):
     if membership is not None:
         (tmp_path / "cgroup").write_text(membership)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     found = [*memory_groups(root=tmp_path, membership=tmp_path / "cgroup")]
-    assert available_bytes(groups=found, machine=5000) == left
-    assert available_bytes(groups=found, machine=600) == 600
-
-
-def test_flags_of_a_configuration_go_with_their_values():
-    flags = ["--config", "configs/mnist.py", "--config.model=cnn", "--config.fused_kernels"]
-    options, words = program.parse(["lr", *flags, "--steps", "20"])
-    assert (options.what, options.steps, options.subject, words) == ("lr", 20, None, flags)
-    assert program.parse(["batch", "a.py:f"])[1] == ["a.py:f"]
-    assert program.parse(["batch"])[1] == []
-
-
-@pytest.mark.parametrize(
-    ("flag", "where"),
-    [
-        *(("--first=0", "first"), ("--most=0", "most"), ("--steps=-1", "--steps")),
-        *(("--timeout_s=0", "timeout_s"), ("--config.model=cnn", "FILE.py:FUNCTION")),
-    ],
-)
-def test_the_program_refuses_what_cannot_be(flag, where, capsys):
-    assert program.main(["batch", "a.py:f", flag]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith(f"tfdist.find: {where}: received")
-    assert line.count("\n") == 1
+    monkeypatch.setattr(check, "memory_groups", lambda: found)
+    for machine, free in ((5000, left), (600, 600)):
+        memory = SimpleNamespace(available=machine)
+        monkeypatch.setattr(check.psutil, "virtual_memory", lambda memory=memory: memory)
+        assert available_bytes() == free

@@ -2,6 +2,7 @@
 
 import os
 
+import grimp
 import pytest
 
 from tests import forked_python
@@ -37,7 +38,7 @@ def test_a_job_that_is_not_ps_loads_none_of_its_modules():
 BEGINS_WITHOUT = {
     "rooms": (
         "import tfdist.launch.job, tfdist.launch.spawn, tfdist.outputs, tfdist.report.__main__,"
-        " tfdist.configs, tfdist.top, tfdist.find.__main__, tfdist.find.batch_size, tfdist.serve,"
+        " tfdist.configs, tfdist.top, tfdist.find.batch_size, tfdist.serve,"
         " tfdist.serving.front, tfdist.serving.supervisor, tfdist.serving.replica; tfdist.spawn",
         {*HEAVY, "cloudpickle"},
     ),
@@ -64,3 +65,11 @@ def test_a_program_begins_without(program, unwanted):
     program += f"\nimport sys; loaded = {unwanted} & set(sys.modules); assert not loaded, loaded"
     done = python("-c", program)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    """Imports inside functions count, those for types do not."""
+    graph = grimp.build_graph("tfdist", exclude_type_checking_imports=True, cache_dir=None)
+    pairs = [(a, b) for a in graph.modules for b in graph.find_modules_directly_imported_by(a)]
+    assert len(pairs) > 500
+    assert [(a, b) for a, b in pairs if a != b and graph.find_shortest_chain(b, a)] == []

@@ -10,12 +10,11 @@ import matplotlib.image
 import ml_dtypes
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from tests.clock import Clock
 from tests.processes import python
 from tfdist.checkpoint.state import state_sha256, weights_sha256
-from tfdist.outputs.display import ProgressDisplay, StepProfiler, draw_plot, show_result
+from tfdist.outputs.display import ProgressDisplay, draw_plot, show_result
 
 SUMMARY = {
     "status": "done",
@@ -158,27 +157,3 @@ def test_under_a_launcher_and_on_a_terminal_each_line_takes_the_place_of_the_las
     assert first.startswith("step 1 of 3 (33 %)")
     assert last.startswith("step 3 of 3 (100 %)")
     assert last.endswith(f"done{clear}\n")
-
-
-@pytest.mark.parametrize(
-    ("ranges", "expected"),
-    [
-        ([(0, 10), (10, 20), (20, 30), (30, 40)], "0-10 start 10-20 20-30 stop 30-40"),
-        ([(0, 16), (16, 60), (60, 90)], "0-16 start 16-60 stop 60-90"),
-        ([(0, 5), (5, 9)], "0-5 5-9"),
-        ([(12, 20), (20, 25)], "start 12-20 20-25 stop"),
-    ],
-)
-def test_the_profiler_records_the_ranges_that_were_asked_for(ranges, expected, monkeypatch):
-    events: list[str] = []
-    recorder = tf.profiler.experimental
-    monkeypatch.setattr(recorder, "start", lambda directory: events.append("start"))
-    monkeypatch.setattr(recorder, "stop", lambda: events.append("stop"))
-    profiler = StepProfiler("somewhere", first=10, last=30)
-    for first, last in ranges:
-        profiler.before(first)
-        events.append(f"{first}-{last}")
-        profiler.after(last)
-    profiler.close()
-    assert " ".join(events) == expected
-    assert [profiler.next_step(step) for step in (0, 9, 10, 29, 30)] == [10, 10, 30, 30, None]

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 import tfdist
 from tests.processes import python
@@ -141,6 +143,74 @@ def test_the_demo_without_its_data_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert demo.main([]) == 2
     assert "pip install 'tfdist[digits]'" in capsys.readouterr().err
+
+
+# Extras
+
+OPTIONAL = [
+    *("grpc", "grpc_health", "httptools", "jinja2", "keras_tuner", "matplotlib", "orjson"),
+    *("prometheus_client", "ray", "setproctitle", "sklearn", "tensorboard", "tensorflow_datasets"),
+    *("tensorflow_serving", "uvicorn", "uvloop"),
+]
+WITHOUT_EXTRAS = f"""
+import sys
+sys.modules.update(dict.fromkeys({OPTIONAL}))  # they cannot be imported
+import numpy as np
+import tfdist
+from tfdist import errors, find, launch
+from tfdist.launch.__main__ import main
+assert main(["--help"]) == 0
+import keras
+strategy = tfdist.make_strategy("single")
+x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+tfdist.fit(model, x, y, batch_size=4, verbose=0, callbacks=[tfdist.BackupAndRestore("backup")])
+from tfdist.outputs.display import ScalarWriter, empty_panels
+ScalarWriter("events").write(3, {{"val_loss": 0.5}})
+from tfdist.submit.__main__ import main as submit
+from tfdist import demo, serve, tune
+space = tune.parse(["--config", "x.py", "--max_trials", "1"])
+for extra, call in {{
+    "tune": lambda: tune._run(space),
+    "tune ": lambda: tfdist.tuning.HyperModel,
+    "tfds": lambda: tfdist.data.tfds.load("mnist", "train"),
+    "digits": lambda: tfdist.data.tfds.load("tfdist_digits", "train"),
+    "serving": lambda: serve._serve(["backup"]),
+    "serving ": lambda: tfdist.export_model(model, "served"),
+    "plots": lambda: empty_panels("plot"),
+}}.items():
+    try:
+        call()
+    except tfdist.UsageError as error:
+        assert error.fix == f"pip install 'tfdist[{{extra.strip()}}]'", error
+    else:
+        raise AssertionError(extra)
+for extra, program, words in (
+    ("submit", submit, ["--to", "kubernetes", "--image", "i", "--dry_run"]),
+    ("digits", demo.main, []),
+    ("metrics", main, ["--metrics_port", "9464", "--run_dir", "run"]),
+    ("ray", main, ["--on", "ray", "-m", "tfdist.train"]),
+):
+    print(extra, file=sys.stderr, flush=True)
+    assert program(words) == 2
+"""
+
+
+def test_tfdist_works_without_the_extras_and_names_the_missing_one(tmp_path):
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    (tmp_path / "program.py").write_text(WITHOUT_EXTRAS)
+    done = python(tmp_path / "program.py", cwd=tmp_path, env={**environ, "PYTHONPATH": os.getcwd()})
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    for extra in ("submit", "digits", "metrics", "ray"):
+        following = lines[lines.index(extra) + 1]
+        assert f"pip install 'tfdist[{extra}]'" in following, done.stderr
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    (event,) = events.Tensors("validation/loss")
+    assert (event.step, float(make_ndarray(event.tensor_proto))) == (3, 0.5)
+    assert events.SummaryMetadata("validation/loss").plugin_data.plugin_name == "scalars"
 
 
 # Public names

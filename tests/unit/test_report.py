@@ -88,7 +88,7 @@ def test_a_run_with_a_restart_shows_its_failure_attempts_and_curves():
     for text in (
         *("worker-1 at step 225, attempt 1", "killed by SIGKILL, not by the launcher"),
         *("Attempt 1", "exit code 137", "Attempt 2", "exit code 0", "Loss", "Accuracy"),
-        *("Examples per second, by task", "Memory in MiB, by task", "Where the time went"),
+        *("Steps per second, by task", "Memory in MiB, by task", "Where the time went"),
         *("tensorflow 2.21.0", "--max_restarts 2", "total_examples", "tasks, multiworker"),
     ):
         assert text in page.text
@@ -109,21 +109,6 @@ def test_a_ps_run_that_was_resumed_after_its_last_step_is_shown(tmp_path):
     run_dir = Path(shutil.copytree(RUNS / "ps", tmp_path / "run"))
     change(run_dir / "summary.json", worker_steps={"worker-0": 0}, staleness={})
     assert "worker-0: 0 steps, 0.0 %" in "\n".join(page_of(run_dir).tips)
-
-
-def test_rates_of_ps_workers_are_their_parts_of_each_epoch_of_an_attempt(tmp_path):
-    run_dir = Path(shutil.copytree(RUNS / "ps", tmp_path / "run"))
-    # It was resumed within the third, and once more before the fourth.
-    counts = [(30, 10), (50, 30), (10, 5), (28, 12), (58, 22)]
-    lines = [
-        {"step": 40 * (i + 1), "examples_per_second": 100.0, "worker_steps": {"w-0": a, "w-1": b}}
-        for i, (a, b) in enumerate(counts)
-    ]
-    write_lines(run_dir / "metrics.jsonl", lines)
-    page = page_of(run_dir)
-    assert "Examples per second, by worker" in page.text
-    tips = [tip for tip in page.tips if "w-0: " in tip and tip.startswith("step")]
-    assert tips == ["step 80\nw-0: 50\nw-1: 50", "step 200\nw-0: 75\nw-1: 25"]
 
 
 def test_the_last_value_of_a_metric_is_that_of_the_last_line(run_dir):

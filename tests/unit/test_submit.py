@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.unit.submit import PODS, SLURM, manifest, printed, refused, run
 from tfdist.launch.options import FLAGS as LAUNCHER
-from tfdist.submit import tools
+from tfdist.submit import __main__ as program
 from tfdist.submit.render import escape_dollars, manifests
 from tfdist.submit.request import NOT_HERE, parse
 
@@ -159,8 +159,6 @@ REFUSED = {
         SLURM + "--node_selector 'a b' train.py",
         PODS + "--node_selector ssd train.py",
     ],
-    "--status": ["--to slurm --status '*'"],
-    "--logs": ["--to slurm --logs=-x"],
 }
 
 
@@ -309,12 +307,12 @@ def answered(monkeypatch):
     def use(**answers: Answer) -> list[str]:
         asked: list[str] = []
 
-        def ask(argv: Sequence[str], text: str = "") -> Answer:
-            asked.append(shlex.join(argv) + (" <" if text else ""))
+        def ask(argv: Sequence[str], *, input: str, **options: Any) -> Answer:
+            asked.append(shlex.join(argv) + (" <" if input else ""))
             names = [word.replace("-", "_").strip("_").partition("=")[0] for word in argv]
             return next((answers[name] for name in reversed(names) if name in answers), says(""))
 
-        monkeypatch.setattr(tools, "run", ask)
+        monkeypatch.setattr(program.subprocess, "run", ask)
         return asked
 
     return use
@@ -324,9 +322,6 @@ PODS_OF_X = "--to kubernetes --namespace ml --name x --image x --run_dir /r --vo
 WARNED = 'Warning: would violate PodSecurity "restricted:latest": runAsNonRoot != true'
 LOG = "E1120 14:51:30.399739   31516 memcache.go:265] unknown field\n"
 CREATED = says("job.batch/x created\n", errors=f"{LOG}{WARNED}\n\n")
-
-
-LOGS = "logs --selector=app.kubernetes.io/instance=x --prefix --tail=-1 --max-log-requests=10000"
 
 
 def test_a_job_is_submitted_and_what_warns_of_it_is_passed_on(answered):
@@ -343,23 +338,6 @@ def test_a_job_is_submitted_and_what_warns_of_it_is_passed_on(answered):
     ]
 
 
-def test_the_state_and_the_output_of_a_job_are_shown(answered):
-    answered(squeue=says("JOBID NAME\n 7 x\n"))
-    assert printed("--to slurm --status x") == "JOBID NAME\n 7 x\n"
-    commands = answered(pods=says("x-0 Running\n"), get=says("x 0/2\n"))
-    shown = "x 0/2\n\nx-0 Running\n"
-    assert printed("--to kubernetes --kind jobset --status x") == shown
-    pods = "kubectl get pods --selector=app.kubernetes.io/instance=x"
-    assert commands == ["kubectl get jobset/x", pods]
-    answered(pods=says("", errors="No resources found"), get=says("x 0/2\n"))
-    why = "x 0/2\n\nno pods; why: kubectl --namespace=ml describe job/x\n"
-    assert printed("--to kubernetes --namespace ml --status x") == why
-    commands = answered(logs=says("[pod/x-0/tfdist] step 1\n"))
-    shown = "[pod/x-0/tfdist] step 1\n"
-    assert printed("--to kubernetes --namespace ml --logs x") == shown
-    assert commands == [f"kubectl --namespace=ml {LOGS}"]
-
-
 NO_NAMESPACE = 'Error from server (NotFound): when creating "STDIN": namespaces "ml" not found\n'
 
 
@@ -374,14 +352,6 @@ NO_NAMESPACE = 'Error from server (NotFound): when creating "STDIN": namespaces 
         (PODS_OF_X, {"dry_run": fails(2 * NO_NAMESPACE)}, "kubectl create namespace"),
         (PODS_OF_X, {"get": fails(f"{LOG}{LOG}It was refused\n")}, "exit code 1: It was refused;"),
         (PODS_OF_X, {"get": says("job.batch/x\n")}, "kubectl --namespace=ml delete job.batch/x"),
-        ("--to slurm --status x", {"squeue": says("JOBID NAME\n")}, "--status: received 'x'"),
-        ("--to slurm --logs x", {}, "--logs: received 'x'"),
-        (
-            "--to slurm --logs x",
-            {"squeue": says("9\n"), "scontrol": says("JobId=9 JobName=interactive\n")},
-            "--logs: received 'x'",
-        ),
-        ("--to kubernetes --logs x", {}, "--logs: received 'x'"),
     ],
 )
 def test_what_a_scheduler_refuses_is_one_line_and_nothing_is_submitted(
@@ -392,25 +362,11 @@ def test_what_a_scheduler_refuses_is_one_line_and_nothing_is_submitted(
     assert all("--dry-run=server" in command for command in commands if " apply " in command)
 
 
-def test_the_output_of_the_latest_job_is_shown_once_it_is_there(answered, tmp_path):
-    output = tmp_path / "a b" / "x-10.out"
-    job = f"JobId=10 JobName=x\n   Command=x\n   StdIn=/dev/null\n   StdOut={output}\n"
-    for more in ("   Power=\n", "", "   TresPerTask=gres/gpu=1\n\nJobId=11 JobName=x\n"):
-        commands = answered(squeue=says("10+0\n10+1\n9\n"), scontrol=says(job + more))
-        assert refused("--to slurm --logs x").startswith(f"--logs: received {output}; ")
-        assert commands[-1] == "scontrol show job 10"
-    output.parent.mkdir()
-    output.write_text("step 1\n")
-    assert printed("--to slurm --logs x") == "step 1\n"
-
-
 @pytest.mark.parametrize(
     ("arguments", "command"),
     [
         ("--to slurm train.py", "sbatch"),
         ("--to kubernetes --image x train.py", "kubectl"),
-        ("--to slurm --status x", "squeue"),
-        ("--to kubernetes --logs x", "kubectl"),
     ],
 )
 def test_without_the_schedulers_commands_it_is_one_line(arguments, command, tmp_path, monkeypatch):
@@ -423,6 +379,6 @@ def test_a_command_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
     command.write_text("#!/bin/sh\nexec sleep 600\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(tools, "_DEADLINE_S", 0.2)
+    monkeypatch.setattr(program, "_DEADLINE_S", 0.2)
     code, _, err = run("--to slurm train.py")
     assert (code, err) == (1, "tfdist.submit: sbatch: no answer within 0 s\n")

@@ -24,7 +24,6 @@ from tfdist.errors import Stopped, TfdistError, UsageError
 from tfdist.outputs.display import (
     ProgressDisplay,
     ScalarWriter,
-    StepProfiler,
     draw_plot,
     show_result,
     strategy_line,
@@ -117,11 +116,7 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     job = current_job()
     in_place = bool(job and job.config and job.config.options.terminal)
     display = ProgressDisplay(total_steps=plan.total_steps, in_place=in_place)
-    profiler = None
-    if config.profile_steps:
-        first, last = config.profile_steps
-        profiler = StepProfiler(directory.tensorboard, first=first, last=last)
-    reporter = RunReporter(directory, plan, display=display, profiler=profiler)
+    reporter = RunReporter(directory, plan, display=display)
     try:
         datasets = recipe.load_datasets(config)
         with strategy.scope():
@@ -339,14 +334,12 @@ class RunReporter(keras.callbacks.Callback):
         plan: EpochPlan,
         *,
         display: ProgressDisplay,
-        profiler: StepProfiler | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
         self._directory = directory
         self._plan = plan
         self._display = display
-        self._profiler = profiler
         self._clock = clock
         self.log_dir = str(directory.tensorboard)
         self._scalars = ScalarWriter(directory.tensorboard)
@@ -371,16 +364,10 @@ class RunReporter(keras.callbacks.Callback):
         self._directory.drop_metrics_after(step)
         self._display.begin(step=step, examples=self._plan.examples_before(step))
 
-    def next_step(self, step: int) -> int | None:
-        """The next step at which a range should end, so that a profile is of its very steps."""
-        return self._profiler.next_step(step) if self._profiler else None
-
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         step = self._plan.step_starts[self._epoch] + batch
         if self.first_step is None:
             self.resumed_at(step)
-        if self._profiler is not None:
-            self._profiler.before(step)
         self._range_start = (self._plan.examples_before(step), self._clock())
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -389,8 +376,6 @@ class RunReporter(keras.callbacks.Callback):
         done = (examples - before, self._clock() - start)
         self._ranges.append(done)
         self._epoch_ranges.append(done)
-        if self._profiler is not None:
-            self._profiler.after(self.step)
         self._display.update(step=self.step, examples=examples, logs=logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -420,9 +405,7 @@ class RunReporter(keras.callbacks.Callback):
         self.close()
 
     def close(self) -> None:
-        """End the display, the profile and the event file, also after an error."""
-        if self._profiler is not None:
-            self._profiler.close()
+        """End the display and the event file, also after an error."""
         self._display.end()
         self._scalars.close()
 

@@ -178,9 +178,6 @@ FIELDS: tuple[Field, ...] = (
         "train on the first so many batches only, to see that the model can learn; 0 all",
         least=0,
     ),
-    Field(
-        "profile_steps", (), "(first, last) step to record for TensorBoard's profiler; () for none"
-    ),
 )
 
 # What may differ between two starts of the same run.
@@ -198,7 +195,6 @@ FREE = frozenset(
         "max_staleness",
         "sharded_optimizer",
         "fused_kernels",
-        "profile_steps",
     }
 )
 
@@ -301,18 +297,9 @@ def _check_together(values: dict[str, Any]) -> None:
     if min(values["augmentation.std"]) <= 0:
         fix = "(1.0,) leaves images as they are"
         raise wrong("CFG011", "augmentation.std", "numbers above 0", fix)
-    steps = values["profile_steps"]
-    if steps and not _is_span(steps):
-        expected = "(first, last) with first < last, or ()"
-        raise wrong("CFG012", "profile_steps", expected, "write (100, 120)")
     if values["early_stopping_patience"] and not values["validation_split"]:
         expected = "0 without a validation_split"
         raise wrong("CFG013", "early_stopping_patience", expected, "name one")
-
-
-def _is_span(steps: tuple[Any, ...]) -> bool:
-    whole = all(isinstance(step, int) for step in steps)
-    return len(steps) == 2 and whole and 0 <= steps[0] < steps[1]
 
 
 def _wrong(field: Field, received: Any, expected: str, fix: str, *, code: str) -> UsageError:

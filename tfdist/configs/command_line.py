@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import linecache
 import os
 import re
 import runpy
@@ -157,33 +156,16 @@ def load(path: str) -> ConfigDict:
 
 
 def broken_file(path: str, error: Exception) -> UsageError:
-    """Report at which line a config file failed, and why, in one line."""
-    number = _failed_line(path, error)
-    line = linecache.getline(path, number).strip() if number else ""
-    missing = re.search(r'Key "([^"]*)" does not exist', str(error))
-    if missing:
-        return unknown(missing[1], where=f"{path}, line {number}")
-    if isinstance(error, KeyError) and error.args == ("get_config",):
-        code, expected = "CFG002", "a function get_config()"
-    elif match := re.search(r"casted to type <class '(\w+)'>", str(error)):
-        code, expected = "CFG004", f"a value of type {match[1]}"
-    elif isinstance(error, SyntaxError) and not line:
-        code, line, expected = "CFG001", "a file that is not Python", "a config file"
-    else:
-        code = "CFG001" if isinstance(error, SyntaxError) else "CFG024"
-        expected = f"a file that runs ({type(error).__name__}: {' '.join(str(error).split())})"
-    return UsageError(
-        f"{path}, line {number}" if number else path,
-        received=line or "what is not there",
-        expected=expected,
-        fix="correct the config file; configs/ has examples",
-        code=code,
-    )
-
-
-def _failed_line(path: str, error: BaseException) -> int | None:
-    """Return the line of a config file at which it failed, None if it is unknown."""
-    if isinstance(error, SyntaxError) and error.lineno:
-        return error.lineno
+    """Return the error of a config file, with the line at which it failed."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
-    return frames[-1].lineno if frames else None
+    number = getattr(error, "lineno", None) or (frames[-1].lineno if frames else None)
+    where = f"{path}, line {number}" if number else path
+    if missing := re.search(r'Key "([^"]*)" does not exist', str(error)):
+        return unknown(missing[1], where=where)
+    return UsageError(
+        where,
+        received=f"{type(error).__name__}: {' '.join(str(error).split())}",
+        expected="a config file that defines get_config()",
+        fix="correct the config file; configs/ has examples",
+        code="CFG001",
+    )

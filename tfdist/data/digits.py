@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
-from tfdist.errors import UsageError
+from tfdist.errors import require_packages
 
 # One in this many examples of each digit is a test example.
 _TEST_STRIDE = 5
@@ -63,16 +63,9 @@ class TfdistDigits(tfds.core.GeneratorBasedBuilder):
 
 def _load_digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return images uint8[1797, 8, 8, 1] and labels int64[1797]."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise UsageError(
-            "dataset tfdist_digits",
-            received="no scikit-learn, whose copy of the digits it is made from",
-            expected="scikit-learn to be installed",
-            fix='pip install "tfdist[digits]"',
-            code="missing-package",
-        ) from None
+    require_packages("dataset tfdist_digits", "sklearn", extra="digits")
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     return digits.images.astype(np.uint8)[..., None], digits.target.astype(np.int64)
 

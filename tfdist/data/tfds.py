@@ -17,7 +17,7 @@ from tfdist.data.cache import exclusive
 from tfdist.data.draws import draws_nothing
 from tfdist.data.source import Nest, Source, Transform
 from tfdist.data.tfrecord import MEMORY_LIMIT_BYTES, TFRecordSource
-from tfdist.errors import TfdistError, UsageError, near, require
+from tfdist.errors import TfdistError, UsageError, near, require, require_packages
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ def prepare(name: str, *, data_dir: str | Path | None = None, timeout_s: float =
 
 
 def _tfds() -> Any:
+    require_packages("dataset", "tensorflow_datasets", extra="tfds")
     import tensorflow_datasets
 
     return tensorflow_datasets
@@ -103,6 +104,7 @@ def _tfds() -> Any:
 
 def _builder(name: str, data_dir: str | Path | None) -> Any:
     if name.partition("/")[0].partition(":")[0] == "tfdist_digits":
+        require_packages(f"dataset {name}", "tensorflow_datasets", extra="digits")
         import tfdist.data.digits  # noqa: F401  (registers the builder)
     tfds = _tfds()
     try:

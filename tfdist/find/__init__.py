@@ -2,5 +2,5 @@
 
 learning_rate  a range test under every strategy, and what its losses suggest
 batch_size     the largest batch that fits, tried in child processes; no TensorFlow
-subject        model and data of a configuration, or of ``file.py:function``
+spec           shapes and types of a batch
 """

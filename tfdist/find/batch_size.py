@@ -18,18 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tfdist.check import available_bytes
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_number
 from tfdist.launch.guardian import die_with
-from tfdist.launch.machine import memory_groups
 
 _LOG = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.05
+_REGISTER = "register the model's own classes with Keras in a module that can be imported"
 _CLUSTER = ("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "JOB_COMPLETION_INDEX")
 
 
@@ -174,8 +175,7 @@ def try_out(request: Mapping[str, Any], limits: MemoryLimits, *, timeout_s: floa
 
     Args:
       request: ``batch_size``; ``steps`` of a round, and ``least_s`` for which rounds are repeated;
-        and ``subject``, words as `tfdist.find.subject.read` takes them, or None beside ``model``,
-        the path of a ``.keras`` file, ``spec`` and ``dtype_policy``.
+        and the values of `request_of`.
       limits: of its memory.
       timeout_s: of the child.
     """
@@ -244,8 +244,7 @@ def _trial(size: int, status: int, cause: str, answer: str, output: str) -> Batc
     last = found.get("error") or next(iter(reversed(output.strip().splitlines())), "")
     raise TfdistError(
         f"find_batch_size: the trial with {size} examples failed: {last or f'status {status}'}. "
-        "Fix: a model with classes of the program's own is tried by "
-        "`python -m tfdist.find batch file.py:function`"
+        f"Fix: {_REGISTER}"
     )
 
 
@@ -286,7 +285,6 @@ def find_batch_size(
       UsageError: the model is not compiled or not built, or holds what a file cannot.
       TfdistError: a batch of 1 does not fit, or a trial fails for something else than memory.
     """
-    from tfdist.find.subject import encode_spec, spec_of
     from tfdist.strategy import broadcast
     from tfdist.training import building
 
@@ -307,7 +305,7 @@ def find_batch_size(
         try:
             with tempfile.TemporaryDirectory(prefix="tfdist-find-") as directory:
                 path = Path(directory) / "model.keras"
-                request = _request(model, path, encode_spec(spec_of(x, y)))
+                request = request_of(model, x, y, path)
                 found = search.run(request, replicas=replicas, here=replicas_here(job))
                 answer = dataclasses.asdict(found)
         except TfdistError as error:  # the others wait to hear of it
@@ -333,32 +331,23 @@ def replicas_here(job: Any) -> int:
     return max(1, here) * len(job.replica_ids)
 
 
-def _request(model: Any, path: Path, spec: Any) -> dict[str, Any]:
+def request_of(model: Any, x: Any, y: Any, path: Path) -> dict[str, Any]:
+    """Save a model as ``.keras``; return what a trial needs of it and of the data."""
     import keras
 
     from tfdist.checkpoint.publish import saveable
+    from tfdist.find.spec import encode_spec, spec_of
 
-    fix = "use `python -m tfdist.find batch file.py:function`"
-    with saveable(model, where="find_batch_size", fix=fix):
+    with saveable(model, where="find_batch_size", fix=_REGISTER):
         model.save(path)
     policy = keras.config.dtype_policy().name
-    return {"subject": None, "model": str(path), "spec": spec, "dtype_policy": policy}
+    return {"model": str(path), "spec": encode_spec(spec_of(x, y)), "dtype_policy": policy}
 
 
 # Memory that is left for a new process: of its control groups, of the machine, of its GPUs.
 
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 _MIB = 1 << 20
-
-
-def available_bytes(
-    *, groups: Iterable[tuple[int, int]] | None = None, machine: int | None = None
-) -> int:
-    """Return how many bytes processes may take more, before the kernel ends one of them."""
-    left = [psutil.virtual_memory().available if machine is None else machine]
-    bounds = memory_groups() if groups is None else groups
-    left += [max(0, limit - used) for limit, used in bounds]
-    return min(left)
 
 
 def gpu_bytes() -> tuple[int, ...]:
@@ -378,7 +367,7 @@ def gpu_bytes() -> tuple[int, ...]:
 #
 # ``python -m tfdist.find.batch_size`` reads one JSON object from its standard input and writes one
 # to its standard output. Data are zeros in the shape of the real ones. Nothing is unpickled: the
-# model is a ``.keras`` file, read in Keras' safe mode, or comes from ``file.py:function``.
+# model is a ``.keras`` file, read in Keras' safe mode.
 
 _OUT_OF_MEMORY = re.compile(r"ResourceExhausted|\bOOM\b|bad_alloc|out of memory|MemoryError")
 
@@ -435,17 +424,12 @@ def _train(request: dict[str, Any]) -> tuple[float, float, int]:
     The first round, which traces, is left out; the others go on for `least_s`.
     """
     import keras
-    import tensorflow as tf
 
-    from tfdist.find.subject import decode_spec, read, spec_of, zeros
+    from tfdist.find.spec import decode_spec, zeros
     from tfdist.training.fitting import fit
 
-    if request["subject"] is not None:
-        subject = read(request["subject"], strategy=tf.distribute.get_strategy())
-        model, spec = subject.model, spec_of(subject.x, subject.y)
-    else:
-        keras.config.set_dtype_policy(request["dtype_policy"])
-        model, spec = keras.models.load_model(request["model"]), decode_spec(request["spec"])
+    keras.config.set_dtype_policy(request["dtype_policy"])
+    model, spec = keras.models.load_model(request["model"]), decode_spec(request["spec"])
     batch_size, steps = int(request["batch_size"]), int(request["steps"])
     began, took = list[float](), list[float]()
 

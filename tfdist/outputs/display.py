@@ -186,7 +186,7 @@ def _value(value: float | None) -> str:
     return "not finite" if value is None else _number(value)
 
 
-# Files for TensorBoard: scalars, `train/loss` beside `validation/loss`, and a profile of steps.
+# Files for TensorBoard: scalars, `train/loss` beside `validation/loss`.
 
 
 class ScalarWriter:
@@ -202,9 +202,13 @@ class ScalarWriter:
 
         if self._writer is None:
             self._writer = tf.summary.create_file_writer(self._directory)
+        metadata = tf.compat.v1.SummaryMetadata(data_class="DATA_CLASS_SCALAR")
+        metadata.plugin_data.plugin_name = "scalars"
         with self._writer.as_default():
             for name, value in scalars.items():
-                tf.summary.scalar(tag(name), value, step=step)
+                # tf.summary.scalar does the same, but needs the package tensorboard.
+                tensor = tf.cast(value, tf.float32)
+                tf.summary.write(tag(name), tensor, step=step, metadata=metadata)
         self._writer.flush()
 
     def close(self) -> None:
@@ -218,46 +222,6 @@ def tag(name: str) -> str:
     if name.startswith("val_"):
         return f"validation/{name.removeprefix('val_')}"
     return name if name in ("learning_rate", "examples_per_second") else f"train/{name}"
-
-
-class StepProfiler:
-    """Records from step `first` up to step `last`, in whole ranges of steps, in the chief.
-
-    Under ps it sees the chief alone: what it dispatches, and when.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], *, first: int, last: int) -> None:
-        self._directory = os.fspath(directory)
-        self._first = first
-        self._last = last
-        self._is_running = self._is_done = False
-
-    def next_step(self, step: int) -> int | None:
-        """The step after `step` at which a range should end, None where it does not matter."""
-        return next((edge for edge in (self._first, self._last) if edge > step), None)
-
-    def before(self, step: int) -> None:
-        """A range begins at `step`."""
-        if self._is_done or self._is_running or step < self._first:
-            return
-        import tensorflow as tf
-
-        logger.info("profiling from step %d to %d, into %s", step, self._last, self._directory)
-        tf.profiler.experimental.start(self._directory)
-        self._is_running = True
-
-    def after(self, step: int) -> None:
-        """A range ended before `step`."""
-        if step >= self._last:
-            self.close()
-
-    def close(self) -> None:
-        """End the recording, also after an error."""
-        if self._is_running:
-            import tensorflow as tf
-
-            tf.profiler.experimental.stop()
-            self._is_running, self._is_done = False, True
 
 
 # Plot of a run: loss and metrics over steps, training and validation.

@@ -22,7 +22,7 @@ from tfdist.files import is_held, move_aside, one_line_errors, open_untrusted, w
 DONE = "done"
 COUNTERS = frozenset({"step", "examples", "virtual_epoch", "examples_per_second", "worker_steps"})
 """What a line of `metrics.jsonl` says beside the metrics."""
-_REMOVED_FIELDS = ("ledger",)
+_REMOVED_FIELDS = ("ledger", "profile_steps")
 """Fields of configurations that an earlier version wrote."""
 _LAUNCHERS_OWN = frozenset({"logs", "report.json", "live.json"})
 _SHOWN_DIFFERENCES = 3

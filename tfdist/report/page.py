@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -191,10 +190,6 @@ def _curves(run: Run) -> str:
         if failure.get("step") is not None
     ]
     whole = [Series(name="whole job", points=run.points("examples_per_second"))]
-    factor, unit = _examples_of_a_step(run)
-
-    def rates(one: TaskHistory) -> list[tuple[float, float]]:
-        return [(at, rate * factor) for at, rate in one.rates()]
 
     def memory(one: TaskHistory) -> list[tuple[float, float]]:
         return [(i * one.width_s, m / 2**20) for i, m in enumerate(one.memory_bytes) if m]
@@ -203,8 +198,7 @@ def _curves(run: Run) -> str:
         [
             *(_metric_chart(run, name, marks) for name in run.metric_names[:_MAX_CHARTS]),
             chart("Examples per second", whole, x_label="step", marks=marks),
-            chart("Examples per second, by worker", _worker_rates(run), x_label="step"),
-            _chart_by_task(run, f"{unit} per second, by task", rates),
+            _chart_by_task(run, "Steps per second, by task", TaskHistory.rates),
             _chart_by_task(run, "Memory in MiB, by task", memory),
         ]
     )
@@ -241,34 +235,6 @@ def _chart_by_task(
         for i, (task, points) in enumerate(moving[:NUM_COLOURS])
     ]
     return chart(title, lines, x_label="seconds from the first start")
-
-
-def _worker_rates(run: Run) -> list[Series]:
-    """Return each worker's part of the job's rate; the first epoch of an attempt is left out."""
-    lines = [line for line in run.metrics if line.get("worker_steps")]
-    points: dict[str, list[tuple[float, float]]] = {}
-    for before, line in itertools.pairwise(lines):
-        rate = line["examples_per_second"] or 0.0
-        done = {w: n - before["worker_steps"].get(w, 0) for w, n in line["worker_steps"].items()}
-        if sum(done.values()) >= line["step"] - before["step"] > 0:  # else of two attempts
-            for worker, steps in done.items():
-                share = steps / sum(done.values())
-                points.setdefault(worker, []).append((line["step"], rate * share))
-    moving = sorted(points.items())[:NUM_COLOURS]
-    return [
-        Series(name=worker, points=found, colour=i, is_dashed=bool(i % 2))
-        for i, (worker, found) in enumerate(moving)
-    ]
-
-
-def _examples_of_a_step(run: Run) -> tuple[float, str]:
-    """Return how many examples a step of one task has; 1 and another unit if that is not known."""
-    batch, workers = run.config.get("global_batch_size"), run.summary.get("workers")
-    if run.strategy == "ps" and isinstance(batch, int):
-        return float(batch), "Examples"
-    if isinstance(batch, int) and isinstance(workers, int) and workers > 0:
-        return batch / workers, "Examples"
-    return 1.0, "Steps"
 
 
 def _totals(run: Run) -> dict[str, dict[str, float]]:

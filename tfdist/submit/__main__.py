@@ -6,14 +6,17 @@ them, or prints them with ``--dry_run``. Exit code 2: nothing was submitted.
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 from tfdist.argument_parser import run_program
-from tfdist.errors import EXIT_OK, UsageError, require_one_of
-from tfdist.submit import render, tools
-from tfdist.submit.request import JobRequest, help_text, parse
+from tfdist.errors import EXIT_OK, TfdistError, UsageError, require_one_of
+from tfdist.submit import render
+from tfdist.submit.request import JobRequest, help_text, parse, wrong
+
+_DEADLINE_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,62 +27,82 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     if (request := parse(words)) is None:
-        done = tools.Submission(text=help_text())
-    elif request.flags.status:
-        done = tools.Submission(text=_status(request))
-    elif request.flags.logs:
-        done = tools.Submission(text=_logs(request))
+        text = help_text()
+    elif request.flags.to == "slurm":
+        text = _to_slurm(request)
     else:
-        done = _to_slurm(request) if request.flags.to == "slurm" else _to_kubernetes(request)
-    for line in done.warnings:
-        print(f"tfdist.submit: {line}", file=sys.stderr)
-    print(done.text.rstrip("\n"), flush=True)
+        text = _to_kubernetes(request)
+    print(text.rstrip("\n"), flush=True)
     return EXIT_OK
 
 
-def _to_slurm(request: JobRequest) -> tools.Submission:
+def _to_slurm(request: JobRequest) -> str:
     script = render.batch_script(request)
     if request.launch.dry_run:
-        return tools.Submission(text=script)
-    return tools.sbatch(script, name=request.name)
+        return script
+    answer = _answer(["sbatch", "--parsable"], script)
+    _warn(_lines(answer.stderr))
+    job, name = answer.stdout.strip().partition(";")[0], request.name
+    return f"job {job} ({name}); output: {name}-{job}.out"
 
 
-def _to_kubernetes(request: JobRequest) -> tools.Submission:
-    kind = _kind_of(request)
-    manifests = render.manifests(request, kind=kind)
-    done = tools.Submission(text=manifests)
+def _to_kubernetes(request: JobRequest) -> str:
+    kind = require_one_of("--kind", request.flags.kind or "job", render.KINDS)
+    text = render.manifests(request, kind=kind)
     if not request.launch.dry_run:
-        namespace = request.flags.namespace
-        done = tools.apply(manifests, name=request.name, kind=kind, namespace=namespace)
-    return tools.Submission(text=done.text, warnings=(*render.notes(request), *done.warnings))
+        text = _apply(text, f"{kind}/{request.name}", namespace=request.flags.namespace)
+    _warn(render.notes(request))
+    return text
 
 
-def _kind_of(request: JobRequest) -> str:
-    return require_one_of("--kind", request.flags.kind or "job", render.KINDS)
+def _apply(manifests: str, job: str, *, namespace: str | None) -> str:
+    """Create the objects of a job, all or none; return the answer of kubectl.
+
+    The server first checks them. A job of the same name would stay as it is, so it is an error.
+    """
+    kubectl = ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
+    if found := _answer([*kubectl, "get", job, "--ignore-not-found", "--output=name"]).stdout:
+        fix = f"choose another --name, or remove it: {' '.join(kubectl)} delete {found.strip()}"
+        raise wrong("name", f"{found.strip()} is there", "an unused name", fix, "exists")
+    _answer([*kubectl, "apply", "--dry-run=server", "--filename=-"], manifests)
+    answer = _answer([*kubectl, "apply", "--filename=-"], manifests)
+    _warn(_lines(answer.stderr))  # for example about pods that the namespace will not admit
+    return answer.stdout
 
 
-def _status(request: JobRequest) -> str:
-    flags = request.flags
-    if flags.to == "slurm":
-        return tools.squeue(flags.status)
-    kind = _kind_of(request)
-    return tools.pods(flags.status, kind=kind, namespace=flags.namespace)
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"tfdist.submit: {line}", file=sys.stderr)
 
 
-def _logs(request: JobRequest) -> str:
-    flags = request.flags
-    if flags.to == "kubernetes":
-        return tools.pod_logs(flags.logs, namespace=flags.namespace)
-    path = Path(tools.slurm_output(flags.logs))
-    if path.is_file():
-        return path.read_text(errors="replace")
-    raise UsageError(
-        "--logs",
-        received=str(path),
-        expected="a file that the job has begun to write",
-        fix="wait until the job has begun",
-        code="missing-file",
-    )
+def _answer(argv: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a scheduler's command with a text as its input; raise its own error in one line."""
+    try:
+        answer = subprocess.run(
+            argv, input=text, capture_output=True, text=True, errors="replace", timeout=_DEADLINE_S
+        )
+    except (FileNotFoundError, PermissionError):
+        fix = f"run it where {argv[0]} is, or see what would be submitted with --dry_run"
+        expected = f"the command {argv[0]} on PATH"
+        raise wrong("to", f"no {argv[0]}", expected, fix, "no-command") from None
+    except subprocess.TimeoutExpired:
+        raise TfdistError(f"{argv[0]}: no answer within {_DEADLINE_S:.0f} s") from None
+    if not answer.returncode:
+        return answer
+    # The first line with an error says most.
+    lines = _lines(answer.stderr or answer.stdout) or ["nothing"]
+    line = next((line for line in lines if "error" in line.lower()), lines[-1])
+    fix = "correct what it names"
+    if re.search('namespaces "[^"]*" not found', line):
+        fix = "correct --namespace, or make it with kubectl create namespace"
+    received, expected = f"exit code {answer.returncode}: {line}", "it to do as asked"
+    raise UsageError(argv[0], received=received, expected=expected, fix=fix, code="refused")
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a command, without lines of its log."""
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not re.match(r"[EWIF]\d{4} ", line)]
 
 
 if __name__ == "__main__":

@@ -23,10 +23,9 @@ from tfdist.launch.options import LaunchOptions
 SEVERAL = ("multiworker", "ps", "pipeline")
 """The strategies of jobs of several tasks."""
 
-_JOB = r"[A-Za-z0-9][A-Za-z0-9_.-]*", "letters, digits, '.', '_' and '-'"
 _WORD = r"[^\s-]\S*", "one word"
 _FORMS = {
-    **dict.fromkeys(("name", "status", "logs"), _JOB),
+    "name": (r"[A-Za-z0-9][A-Za-z0-9_.-]*", "letters, digits, '.', '_' and '-'"),
     **dict.fromkeys(("partition", "account", "qos", "node_selector"), _WORD),
     **dict.fromkeys(("image", "namespace", "service_account", "image_pull_secret"), _WORD),
     "memory": (r"[1-9][0-9]{0,8}[MGT][iB]?", "a number and M, G or T, such as 16G"),
@@ -304,8 +303,6 @@ def _parser() -> Parser:
     )
     add = parser.add_argument
     add("--to", metavar="slurm|kubernetes", help="which scheduler")
-    add("--status", metavar="NAME", help="show the state of a job, and submit nothing")
-    add("--logs", metavar="NAME", help="show the output of a job, and submit nothing")
     add("--name", metavar="NAME", help="of the job (the program's)")
     add("--python", metavar="PATH", help="the Python that has tfdist (python)")
     add("--cpus", type=int, metavar="N", help="CPUs of each task")

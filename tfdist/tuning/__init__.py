@@ -3,15 +3,16 @@
 The journal of a sweep is its only truth. The chief of a sweep that was killed reads it, brings a
 new oracle to the same state by asking and telling it the same, and goes on.
 
-From Python there are `search`, whose trials are jobs, and `HyperModel` for KerasTuner's own
-``tuner.search`` in one process; both are resolved on first use. `oracle`, `from_python` and
-`inside` load KerasTuner, and with it Keras and TensorFlow; the others do not.
+`search`, whose trials are jobs, and `HyperModel`, for KerasTuner's ``tuner.search`` in one process,
+load on first use. Only `oracle`, `from_python` and `inside` load KerasTuner, and with it Keras.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from tfdist.errors import require_packages
 
 _HOME_OF = {"search": "tfdist.tuning.from_python", "HyperModel": "tfdist.tuning.inside"}
 
@@ -25,4 +26,5 @@ __all__ = ["HyperModel", "search"]
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_packages(f"tfdist.tuning.{name}", "keras_tuner", "sklearn", "tensorboard", extra="tune")
     return getattr(importlib.import_module(_HOME_OF[name]), name)

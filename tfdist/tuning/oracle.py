@@ -28,7 +28,7 @@ import numpy as np
 
 from tfdist.configs import check, flat
 from tfdist.configs.command_line import broken_file
-from tfdist.errors import TfdistError, UsageError, near, require, require_packages
+from tfdist.errors import TfdistError, UsageError, near, require
 from tfdist.files import one_line_errors, write_text
 from tfdist.tuning.chief import RUNNING, NextTrial
 
@@ -393,8 +393,6 @@ def make_oracle(
     }
     if tuner == "hyperband":
         options |= {"max_epochs": max_epochs, "factor": factor}
-    if tuner == "bayesian":  # its model is theirs
-        require_packages("--tuner bayesian", "sklearn", "scipy", extra="digits")
     kinds = {
         "random": keras_tuner.oracles.RandomSearchOracle,
         "grid": keras_tuner.oracles.GridSearchOracle,

@@ -29,7 +29,7 @@ _HOLDERS: list[subprocess.Popen[str]] = []  # each ends with this process
 
 
 def reserve(num_tasks: int, *, within_s: float) -> tuple[str, tuple[int, ...]]:
-    """Hold places for a job's tasks; return the name of the places, and the tasks of each node.
+    """Hold places for tasks, 0: one on each node; return the places' name and the nodes' tasks.
 
     Raises:
         UsageError: there is no Ray here, or no cluster.
@@ -53,7 +53,7 @@ def reserve(num_tasks: int, *, within_s: float) -> tuple[str, tuple[int, ...]]:
             "--on ray",
             received=answer["error"],
             expected="a Ray cluster (ray start; RAY_ADDRESS)",
-            fix="install ray, start the cluster, and set RAY_ADDRESS if it is not on this machine",
+            fix="pip install 'tfdist[ray]', start the cluster, and set RAY_ADDRESS if it is remote",
             code="no-ray",
         )
     return name, tuple(answer["slots"])
@@ -93,9 +93,9 @@ def _hold(name: str, num_tasks: int, within_s: float) -> None:
         print(json.dumps({"error": f"{type(error).__name__}: {error}".splitlines()[0]}), flush=True)
         return
     able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    num_tasks = num_tasks or len(able)
     each, more = divmod(num_tasks, max(1, min(num_tasks, len(able))))
-    slots = [each + (rank < more) for rank in range(num_tasks // each if each else 0)]
-    slots = slots[: len(able)]
+    slots = [each + (rank < more) for rank in range(num_tasks // each if each else 0)][: len(able)]
     places = placement_group([{"CPU": n} for n in slots], strategy="STRICT_SPREAD", name=name)
     is_ready = places.wait(within_s)
     print(json.dumps({"slots": slots} if is_ready else {"waited": within_s}), flush=True)

@@ -53,9 +53,8 @@ from tfdist.training.keras_compat.trace import (
     BatchAxes,
     StepTrace,
     following,
-    on_servers,
 )
-from tfdist.training.keras_compat.variables import random_key
+from tfdist.training.keras_compat.variables import on_servers, random_key
 
 __all__ = [
     "REPLACEMENTS",

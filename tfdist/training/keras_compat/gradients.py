@@ -32,9 +32,9 @@ from tfdist.training.keras_compat.reduction import (
 from tfdist.training.keras_compat.trace import (
     Original,
     StepTrace,
-    on_servers,
     replaces,
 )
+from tfdist.training.keras_compat.variables import on_servers
 
 _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -242,15 +241,3 @@ def replaces(
         return instead
 
     return register
-
-
-def on_servers() -> Any:
-    """Return `tfdist.ps.keras_compat`, by which a step on parameter servers differs, else None.
-
-    A ps job alone imports `tfdist.ps`, and does so before it traces its first step.
-    """
-    if "tfdist.ps" not in sys.modules:
-        return None
-    from tfdist.ps import keras_compat
-
-    return keras_compat

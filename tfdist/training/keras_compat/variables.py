@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,12 +35,23 @@ from tfdist.training.keras_compat.metrics import note_source
 from tfdist.training.keras_compat.trace import (
     Original,
     StepTrace,
-    on_servers,
     replaces,
     warn_once,
 )
 
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
+
+
+def on_servers() -> Any:
+    """Return `tfdist.ps.keras_compat`, by which a step on parameter servers differs, else None.
+
+    A ps job alone imports `tfdist.ps`, and does so before it traces its first step.
+    """
+    if "tfdist.ps" not in sys.modules:
+        return None
+    from tfdist.ps import keras_compat
+
+    return keras_compat
 
 
 # BatchNormalization writes each replica's own moving statistics, and they drift apart, as weights

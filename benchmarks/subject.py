@@ -1,4 +1,4 @@
-"""What a finder looks at: model and data of a configuration, or of ``file.py:function``."""
+"""The model and data of a benchmark: of a configuration, or of ``file.py:function``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfdist.argument_parser import load_function
 from tfdist.configs.command_line import parse
-from tfdist.data.resolve import as_source
-from tfdist.data.source import spec_of_batches
 from tfdist.errors import UsageError
 
 
@@ -32,38 +29,18 @@ class Subject:
     batch_size: int | None = None
 
 
-def spec_of(x: Any, y: Any) -> Any:
-    """Return the nest of `tf.TensorSpec` of a batch of some data, its first axis of any length."""
-    return spec_of_batches(as_source(x, y))
-
-
-def zeros(spec: Any, batch_size: int) -> tuple[Any, Any, Any]:
-    """Return x, y and sample weights of zeros, or of empty strings; None for what is not there."""
-
-    def make(part: Any) -> Any:
-        return part if part is None else tf.zeros((batch_size, *part.shape[1:]), part.dtype).numpy()
-
-    data = tf.nest.map_structure(make, spec)
-    x, y, weight = (*(data if isinstance(data, tuple) else (data,)), None, None)[:3]
-    return x, y, weight
-
-
-def encode_spec(spec: Any) -> Any:
-    """Return a nest of `tf.TensorSpec` as JSON says it."""
-    if isinstance(spec, dict):
-        return {"dict": {key: encode_spec(part) for key, part in spec.items()}}
-    if isinstance(spec, list | tuple):
-        return {"tuple": [encode_spec(part) for part in spec]}
-    return None if spec is None else [list(spec.shape), spec.dtype.name]
-
-
-def decode_spec(value: Any) -> Any:
-    """Return what `encode_spec` was given."""
-    if isinstance(value, dict) and "dict" in value:
-        return {key: decode_spec(part) for key, part in value["dict"].items()}
-    if isinstance(value, dict):
-        return tuple(map(decode_spec, value["tuple"]))
-    return None if value is None else tf.TensorSpec(*value)
+def of_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags of `tfdist.train`, each with its value, and all other words."""
+    config, ours, rest = list[str](), list[str](), list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--config"):
+            ours.append(word)
+            continue
+        config.append(word)
+        if "=" not in word and rest and not rest[0].startswith("--"):  # else a switch
+            config.append(rest.pop(0))
+    return config, ours
 
 
 def read(words: Sequence[str], *, strategy: Any) -> Subject:
