@@ -98,7 +98,6 @@ MISTAKES = {
     ],
     ("--hosts", "exclusive"): ["--strategy single --hosts a,b", "--hosts a,b --strategy mirrored"],
     ("--min_workers", "no-ps"): ["--min_workers 2"],
-    ("--profile_ps", "LCH001"): ["--profile_ps"],
     ("--split_bytes", "LCH001"): ["--split_bytes 9"],
     ("--fork_server", "exclusive"): ["--fork_server 3 --isolate", "--fork_server 3 --start exec"],
     ("--keep_fds", "exclusive"): ["--keep_fds 3 --fork_server 4"],

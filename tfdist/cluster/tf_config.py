@@ -254,8 +254,6 @@ class JobOptions:
     """Above how many bytes a trainable variable is divided over the ps; None divides none."""
     stages: int | None = None
     """Stages of each pipeline of a job; None for one pipeline of all tasks."""
-    profile_ps: bool = False
-    """Whether a ps job measures what its steps cost; see docs/ps.md."""
     terminal: bool = False
     """Whether what a task prints is shown on a terminal, where a line may be written over."""
 
@@ -268,7 +266,7 @@ class JobOptions:
         _check_seconds("startup_timeout_s", self.startup_timeout_s)
         object.__setattr__(self, "startup_timeout_s", float(self.startup_timeout_s))
         _check_directory("run_dir", self.run_dir)
-        for name in ("evaluator", "profile_ps", "terminal"):
+        for name in ("evaluator", "terminal"):
             if not isinstance(value := getattr(self, name), bool):
                 raise _wrong(name, value, "true or false", "give one")
 

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
@@ -31,7 +30,6 @@ from tfdist.errors import require
 from tfdist.ps.keras_compat import UpdateCounts
 from tfdist.ps.members import Members
 from tfdist.ps.messages import READS, function_names, outermost, read_together
-from tfdist.ps.profile import Phases, PsProfile
 from tfdist.ps.workers import Done, WorkerIncarnation, worker_pool_of
 from tfdist.strategy import Job
 from tfdist.training.feed import Part
@@ -65,9 +63,6 @@ class ParameterServerEngine:
         self._completed = 0  # since then
         self._work: dict[StepProgram, Work] = {}
         self._under_way: list[DispatchedBlock] = []
-        self._times: list[tuple[int, Any]] = []
-        self._since_s = 0.0
-        self._profile = self._worker_pool.profile if options.profile_ps else None
 
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
@@ -82,7 +77,6 @@ class ParameterServerEngine:
         work = self._prepared(program)
         if not self._under_way:
             work.count_from(first)
-            self._since_s = time.perf_counter()
         most = steps_of_a_unit(
             most=_CLOSURE_STEPS, workers=self._workers, max_staleness=program.max_staleness
         )
@@ -184,12 +178,11 @@ class ParameterServerEngine:
         )
 
     def _account(self, unit: DispatchedBlock, done: Done) -> None:
-        numbers, rows, *times = done.value
+        numbers, rows = done.value
         ages = self._work[unit.program].take(numbers)
         if unit.program.training:
             self._worker_pool.account.done(unit.first, unit.last, times=done.times, staleness=ages)
             self._completed += unit.last - unit.first
-            self._times += [(done.worker_index, found) for found in times]
         span, worker = (unit.first, unit.last), done.worker_index
         for observer, noted in zip(unit.program.observers, rows, strict=True):
             observer.write(*span, noted, worker=worker, begun=done.times)
@@ -200,9 +193,6 @@ class ParameterServerEngine:
             before, self._applied = self._applied, self._clock.applied
             self._worker_pool.account.applied_twice += self._applied - before - self._completed
             self._completed = 0
-        if self._profile is not None and self._times:
-            self._profile.add(self._times, wall_s=time.perf_counter() - self._since_s)
-            self._times = []
 
     def _forget_what_was_applied(self) -> None:
         """Of steps that an error has ended nobody knows which were applied, and how often."""
@@ -221,7 +211,6 @@ class ParameterServerEngine:
                     program,
                     self._job.strategy,
                     clock=self._clock if program.training else None,
-                    profile=self._profile if program.training else None,
                     outputs=outputs,
                 )
         return self._work[program]
@@ -250,7 +239,6 @@ class _Carried(NamedTuple):
       logs: of the step before, float32 ``[numbers]``.
       rows: notes of each observer of the steps so far.
       ages: lists of what `UpdateClock.step` has found so far.
-      times: of the steps so far, where they are profiled.
       counts: what each optimizer has counted, int64 ``[optimizers]``.
       totals: of the program's metrics.
     """
@@ -259,7 +247,6 @@ class _Carried(NamedTuple):
     logs: tf.Tensor
     rows: list[Any]
     ages: list[tf.Tensor]
-    times: list[Any]
     counts: tf.Tensor
     totals: list[tf.Tensor]
 
@@ -272,7 +259,6 @@ def _shapes(begin: _Carried) -> _Carried:
         logs=vector,
         rows=[[any_shape for _ in rows] for rows in begin.rows],
         ages=[scalar for _ in begin.ages],
-        times=[any_shape for _ in begin.times],
         counts=vector,
         totals=[zero.shape for zero in begin.totals],
     )
@@ -292,7 +278,6 @@ class Work:
         strategy: tf.distribute.Strategy,
         *,
         clock: UpdateClock | None = None,
-        profile: PsProfile | None = None,
         outputs: bool = False,
     ) -> None:
         """Trace the program: here once, as many threads at once might each trace it."""
@@ -301,7 +286,6 @@ class Work:
         self._program = program
         self._strategy = strategy
         self._clock = clock
-        self._profile = profile
         self._num_totals = sum(int(np.prod(v.shape)) for v in program.metrics)
         self._log_shapes: dict[str, tuple[int, ...]] = {}
         # Counts of the optimizers that each step applies, and what it adds to each of them; their
@@ -369,9 +353,7 @@ class Work:
         return found
 
     def _steps(self, data: Any, numbers: tf.Tensor) -> Any:
-        """Run the steps; return what `take` takes apart, what was recorded, and where steps are
-        profiled, when the parts of each were done.
-        """
+        """Run the steps; return what `take` takes apart, and what was recorded."""
         first, last = numbers[0], numbers[1]
         part_of = self._program.feed.worker_parts(data, first, last)
         begin = self._begin(first, last, counts=numbers[2:])
@@ -387,7 +369,7 @@ class Work:
         parts = [tf.reshape(tf.cast(p, tf.float64), [-1]) for p in (*end.totals, end.logs, stale)]
         result = tf.concat(parts, 0)
         rows = [[row.stack() for row in noted] for noted in end.rows]
-        return result, rows, *(times.stack() for times in end.times)
+        return result, rows
 
     def _begin(self, first: tf.Tensor, last: tf.Tensor, *, counts: tf.Tensor) -> _Carried:
         steps = last - first
@@ -396,41 +378,33 @@ class Work:
             logs=tf.zeros([0]),
             rows=[observer.rows(steps) for observer in self._program.observers],
             ages=self._clock.begin() if self._clock else [],
-            times=[tf.TensorArray(tf.float64, tf.cast(steps, tf.int32))] if self._profile else [],
             counts=counts,
             totals=[tf.zeros(tuple(v.shape), v.dtype) for v in self._program.metrics],
         )
 
     def _turn(self, given: _Carried, first: tf.Tensor, part_of: Callable[..., Part]) -> _Carried:
         """Run one step, and rewire its messages once all of it is traced."""
-        clock, profile, observers = self._clock, self._profile, self._program.observers
+        clock, observers = self._clock, self._program.observers
         graph = tf.compat.v1.get_default_graph()
         before, position = len(graph.get_operations()), given.step - first
-        rows, ages, times = given.rows, given.ages, given.times
-        phases = Phases(given.step) if profile else None
-        part = part_of(given.step)
-        rows = [o.noted(r, position, [part]) for o, r in zip(observers, rows, strict=True)]
+        ages, part = given.ages, part_of(given.step)
+        rows = [o.noted(r, position, [part]) for o, r in zip(observers, given.rows, strict=True)]
         updates = UpdateCounts(given.counts)
-        one_step = functools.partial(self._step, given.step, part, given.totals, phases, updates)
+        one_step = functools.partial(self._step, given.step, part, given.totals, updates)
         if clock:
             (outputs, totals), ages = clock.step(ages, work=one_step)
         else:
             outputs, totals = one_step()
         self._counted, self._counts_each = updates.followed, np.array(updates.each, np.int64)
-        if phases:
-            times = [array.write(tf.cast(position, tf.int32), phases.end()) for array in times]
         traced = graph.get_operations()[before:]
         read_together(traced)
         if clock:
             clock.look_first(traced)
-        if profile and phases:
-            profile.links = phases.links()
         return _Carried(
             step=given.step + 1,
             logs=self._logs(outputs) if self._program.keep_logs else given.logs,
             rows=rows,
             ages=ages,
-            times=times,
             counts=updates.after(),
             totals=totals,
         )
@@ -445,14 +419,11 @@ class Work:
         step: Any,
         part: Part,
         totals: Any,
-        phases: Phases | None = None,
         counts: UpdateCounts | None = None,
         watcher: contextlib.AbstractContextManager[Any] | None = None,
     ) -> tuple[Any, Any]:
         """Run one step; return what it returned, and the metric totals after it."""
         program = self._program
-        if phases:
-            phases.batch(part.data)
         returned: list[Any] = []
         local = dict(zip(map(id, program.metrics), totals, strict=False))
 
@@ -465,7 +436,6 @@ class Work:
                     replica=0,
                     num_replicas=1,
                     local=local,
-                    at_hook=phases.gradients if phases else None,
                     counts=counts,
                 )
             returned.append(outputs)

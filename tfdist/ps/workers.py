@@ -26,7 +26,6 @@ from tensorflow.python.eager import executor as tf_executor
 from tfdist import phases
 from tfdist.errors import PeerLost
 from tfdist.ps.members import Members
-from tfdist.ps.profile import PsProfile
 
 _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.5
@@ -119,7 +118,6 @@ class WorkerPool:
     Attributes:
       shares: what each worker has done, by its index.
       account: of all training steps.
-      profile: what they cost, where that is asked for.
     """
 
     def __init__(self, members: Members, *, patience_s: float) -> None:
@@ -133,7 +131,6 @@ class WorkerPool:
         self._warm: set[WorkerIncarnation] = set()
         self.shares = {i: WorkerTally() for i in range(members.num_workers)}
         self.account = Account()
-        self.profile = PsProfile()
         for worker in self.shares:
             self._begin_to_serve(worker, life=1 if worker in members.connected else 0)
         threading.Thread(target=self._watch, name="tfdist-workers", daemon=True).start()
