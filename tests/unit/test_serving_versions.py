@@ -172,7 +172,6 @@ def test_a_cluster_of_ray_that_is_not_there_is_one_line(tmp_path, capsys, monkey
         ([".", "--tls_cert", __file__], "half-tls"),
         ([".", "--tls_cert", __file__, "--tls_key", __file__], "no-file"),
         ([".", "--token", __file__], "readable-by-others"),
-        ([".", "--access_log", "no/such/directory/log"], "not-writable"),
         (["."], "no-version"),
         (["none"], "no-directory"),
     ],

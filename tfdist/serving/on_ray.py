@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import signal
 import threading
@@ -92,7 +91,6 @@ class RayReplica:
         threading.Thread(target=self._keep_looking, daemon=True).start()
 
     async def __call__(self, request: Request) -> Response:
-        """Answer an HTTP request."""
         try:
             status, body = 200, await self._answer(request)
         except RequestError as error:
@@ -104,8 +102,7 @@ class RayReplica:
         model = self._models.get(target.name)
         status = model.versions.status if model else None
         if kind is None:
-            states = protocol.states_of(target, status)
-            return json.dumps(protocol.status_json(states), indent=1).encode()
+            return protocol.status_json(protocol.states_of(target, status))
         protocol.version_of(target, status)
         session = self._models[target.name].session
         if session is None or target.version not in (None, session.version):

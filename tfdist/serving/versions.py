@@ -108,7 +108,6 @@ class Model:
         return model
 
     def without(self, id: int) -> Model:
-        """Forget a replica."""
         left = tuple(one for one in self.replicas if one.id != id)
         return dataclasses.replace(self, replicas=left)
 
@@ -143,14 +142,12 @@ class Model:
         return ModelStatus(served=self.served, states=states)
 
     def replica(self, id: int) -> Replica | None:
-        """Return a living replica that is not draining."""
         return next((one for one in self.replicas if one.id == id), None)
 
     def _refuse(self, version: int, reason: str) -> Model:
         return dataclasses.replace(self, refused={**self.refused, version: reason})
 
     def _update_served(self) -> Model:
-        """Serve the target once all of its replicas are ready."""
         ready = sum(one.ready and one.version == self.target for one in self.replicas)
         served = self.target if ready >= self.replicas_wanted else self.served
         return dataclasses.replace(self, served=served)
