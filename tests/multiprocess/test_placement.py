@@ -51,10 +51,9 @@ def test_variables_are_balanced_by_bytes_and_slots_are_beside_them(two_ps):
         assert held <= int(told[ps + 1].replace(",", "")) <= held + 16
 
 
-def test_more_servers_than_variables_is_said_and_not_refused(two_ps):
-    seen, said = two_ps[0]["waste"], two_ps[1]
+def test_more_servers_than_variables_are_not_refused(two_ps):
+    seen = two_ps[0]["waste"]
     assert seen["losses"]
-    assert "ps: received 2 for a model whose weights are on 1 of them; ps-1: next to" in said
     # On whichever server the model is.
     assert seen["staleness"] == {"0": 10, "1": 10}
 

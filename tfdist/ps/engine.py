@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -40,9 +39,8 @@ _CLOSURE_STEPS = 32
 _CLOSURES_PER_WORKER = 2
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class DispatchedBlock:
-    """The steps ``[first, last)`` of a program on their way, and where their result will be."""
+class DispatchedBlock(NamedTuple):
+    """The steps ``[first, last)`` of a program on their way, and their future result."""
 
     program: StepProgram
     first: int
@@ -106,23 +104,27 @@ class ParameterServerEngine:
         begun = [unit.future for unit in self._under_way if not unit.future.cancelled()]
         self._under_way.clear()
         concurrent.futures.wait(begun)
-        if begun:
-            self._forget_what_was_applied()
+        if begun and self._clock is not None:
+            # Of the steps that an error has ended nobody knows which were applied, and how often.
+            self._completed = 0
+            with contextlib.suppress(tf.errors.OpError):  # the ps may be what has ended
+                self._applied = self._clock.applied
 
     @property
     def steps_under_way(self) -> int:
-        """The steps that `run` has dispatched and not seen done."""
         return sum(unit.last - unit.first for unit in self._under_way)
 
     def _take(self, units: Sequence[DispatchedBlock]) -> None:
-        """Take in what comes of `units`, in their order."""
         with self._nothing_left_after_an_error():
             for unit in units:
                 self._account(unit, unit.future.result())
                 self._under_way.remove(unit)
         if units and not self._under_way:
             self._work[units[-1].program].rests()
-            self._account_when_idle()
+            if self._clock is not None:  # it is exact only while nobody works
+                before, self._applied = self._applied, self._clock.applied
+                self._worker_pool.account.applied_twice += self._applied - before - self._completed
+                self._completed = 0
 
     @contextlib.contextmanager
     def _nothing_left_after_an_error(self) -> Iterator[None]:
@@ -161,9 +163,7 @@ class ParameterServerEngine:
             variable.assign(part.astype(variable.dtype))
             start += size
 
-    def publish_state(self, program: StepProgram) -> None:
-        """Put the totals into the model's metrics; the rest of the state is on the servers."""
-        self.publish_metrics(program)
+    publish_state = publish_metrics  # the rest of the state is on the servers
 
     def take_state(self, program: StepProgram) -> None:
         """Start from the totals that are in the model's metrics."""
@@ -186,20 +186,6 @@ class ParameterServerEngine:
         span, worker = (unit.first, unit.last), done.worker_index
         for observer, noted in zip(unit.program.observers, rows, strict=True):
             observer.write(*span, noted, worker=worker, begun=done.times)
-
-    def _account_when_idle(self) -> None:
-        """Add up what is known only while nobody works."""
-        if self._clock is not None:
-            before, self._applied = self._applied, self._clock.applied
-            self._worker_pool.account.applied_twice += self._applied - before - self._completed
-            self._completed = 0
-
-    def _forget_what_was_applied(self) -> None:
-        """Of steps that an error has ended nobody knows which were applied, and how often."""
-        self._completed = 0
-        if self._clock is not None:
-            with contextlib.suppress(tf.errors.OpError):  # the ps may be what has ended
-                self._applied = self._clock.applied
 
     def _prepared(self, program: StepProgram, *, outputs: bool = False) -> Work:
         if program not in self._work:
@@ -232,15 +218,10 @@ def steps_of_a_unit(*, most: int, workers: int, max_staleness: int | None) -> in
 
 
 class _Carried(NamedTuple):
-    """What one step of a work unit hands to the next: tensors, and lists of them.
+    """What a step of a work unit hands to the next: tensors, and lists of them.
 
-    Attributes:
-      step: the next one.
-      logs: of the step before, float32 ``[numbers]``.
-      rows: notes of each observer of the steps so far.
-      ages: lists of what `UpdateClock.step` has found so far.
-      counts: what each optimizer has counted, int64 ``[optimizers]``.
-      totals: of the program's metrics.
+    Its `logs` are float32 ``[numbers]``, its `counts` those of each optimizer. `rows` are the notes
+    of observers, `ages` the lists of `UpdateClock.step`, `totals` the metrics'.
     """
 
     step: tf.Tensor
@@ -249,19 +230,6 @@ class _Carried(NamedTuple):
     ages: list[tf.Tensor]
     counts: tf.Tensor
     totals: list[tf.Tensor]
-
-
-def _shapes(begin: _Carried) -> _Carried:
-    """Return the shapes that hold after any number of steps."""
-    any_shape, scalar, vector = tf.TensorShape(None), tf.TensorShape([]), tf.TensorShape([None])
-    return _Carried(
-        step=scalar,
-        logs=vector,
-        rows=[[any_shape for _ in rows] for rows in begin.rows],
-        ages=[scalar for _ in begin.ages],
-        counts=vector,
-        totals=[zero.shape for zero in begin.totals],
-    )
 
 
 class Work:
@@ -345,7 +313,6 @@ class Work:
         return rest.astype(np.int64)
 
     def _outputs(self, data: Any, numbers: tf.Tensor) -> Any:
-        """Return what the first step returns."""
         first, last = numbers[0], numbers[1]
         part = self._program.feed.worker_parts(data, first, last)(first)
         found = self._step(first, part, [])[0]
@@ -356,31 +323,35 @@ class Work:
         """Run the steps; return what `take` takes apart, and what was recorded."""
         first, last = numbers[0], numbers[1]
         part_of = self._program.feed.worker_parts(data, first, last)
-        begin = self._begin(first, last, counts=numbers[2:])
+        program, steps = self._program, last - first
+        begin = _Carried(
+            step=first,
+            logs=tf.zeros([0]),
+            rows=[observer.rows(steps) for observer in program.observers],
+            ages=self._clock.begin() if self._clock else [],
+            counts=numbers[2:],
+            totals=[tf.zeros(tuple(v.shape), v.dtype) for v in program.metrics],
+        )
+        any_shape, scalar, vector = tf.TensorShape(None), tf.TensorShape([]), tf.TensorShape([None])
+        shapes = _Carried(
+            step=scalar,
+            logs=vector,
+            rows=[[any_shape for _ in rows] for rows in begin.rows],
+            ages=[scalar for _ in begin.ages],
+            counts=vector,
+            totals=[zero.shape for zero in begin.totals],
+        )
         end = tf.while_loop(
             lambda carried: carried.step < last,
             lambda carried: [self._turn(carried, first, part_of)],
             [begin],
-            shape_invariants=[_shapes(begin)],
+            shape_invariants=[shapes],
             parallel_iterations=1,
         )[0]
         stale = self._clock.staleness(end.ages) if self._clock else tf.zeros([0])
         # As one vector: each tensor would be a message of its own.
         parts = [tf.reshape(tf.cast(p, tf.float64), [-1]) for p in (*end.totals, end.logs, stale)]
-        result = tf.concat(parts, 0)
-        rows = [[row.stack() for row in noted] for noted in end.rows]
-        return result, rows
-
-    def _begin(self, first: tf.Tensor, last: tf.Tensor, *, counts: tf.Tensor) -> _Carried:
-        steps = last - first
-        return _Carried(
-            step=first,
-            logs=tf.zeros([0]),
-            rows=[observer.rows(steps) for observer in self._program.observers],
-            ages=self._clock.begin() if self._clock else [],
-            counts=counts,
-            totals=[tf.zeros(tuple(v.shape), v.dtype) for v in self._program.metrics],
-        )
+        return tf.concat(parts, 0), [[row.stack() for row in noted] for noted in end.rows]
 
     def _turn(self, given: _Carried, first: tf.Tensor, part_of: Callable[..., Part]) -> _Carried:
         """Run one step, and rewire its messages once all of it is traced."""
@@ -411,7 +382,16 @@ class Work:
 
     def _logs(self, outputs: dict[str, Any]) -> tf.Tensor:
         logs = {name: tf.cast(outputs[name], tf.float32) for name in sorted(outputs)}
-        self._log_shapes.update({name: _known_shape(log, name=name) for name, log in logs.items()})
+        for name, log in logs.items():
+            require(
+                log.shape.is_fully_defined(),
+                "step",
+                received=f"{name!r} of shape {log.shape} from a step",
+                expected="scalars, or tensors of a known shape, under ps",
+                fix=f"return a figure of it, such as tf.reduce_mean({name})",
+                code="unknown-shape",
+            )
+            self._log_shapes[name] = tuple(log.shape.as_list())
         return tf.concat([tf.reshape(log, [-1]) for log in logs.values()], 0)
 
     def _step(
@@ -452,18 +432,6 @@ def _fetched(value: Any) -> Any:
         return tf.nest.map_structure(
             lambda part: tf.constant(part.numpy()), value, expand_composites=True
         )
-
-
-def _known_shape(log: tf.Tensor, *, name: str) -> tuple[int, ...]:
-    require(
-        log.shape.is_fully_defined(),
-        "step",
-        received=f"{name!r} of shape {log.shape} from a step",
-        expected="scalars, or tensors whose shape is known when the step is traced, under ps",
-        fix=f"return a figure of it, such as tf.reduce_mean({name})",
-        code="unknown-shape",
-    )
-    return tuple(log.shape.as_list())
 
 
 # Staleness of a step, measured by counters on the parameter servers.
@@ -578,7 +546,6 @@ class UpdateClock:
 
 
 def _variables_of(op: Any) -> list[Any]:
-    """Return the handles of the variables that an operation is given."""
     return [outermost(tensor) for tensor in op.inputs if tensor.dtype == tf.resource]
 
 
@@ -607,7 +574,11 @@ _DECIDING = ("update_state", "reset_state")
 def require_sums(program: StepProgram) -> None:
     """Refuse metrics whose totals do not add up over work units, or do not say so."""
     for metric in _with_nested(program.keras_metrics):
-        own = [name for name in _DECIDING if not _is_by_keras(metric, name)]
+        own = [
+            name
+            for name in _DECIDING
+            if not _definer(metric, name).__module__.startswith(_BY_KERAS)
+        ]
         require(
             not own or getattr(metric, "adds_up", False),
             "metrics",
@@ -642,13 +613,11 @@ def require_zeros(program: StepProgram) -> None:
 
 
 def _with_nested(metrics: Iterable[keras.metrics.Metric]) -> Iterator[keras.metrics.Metric]:
-    """Yield metrics and those that they are made of."""
     for metric in metrics:
         yield metric
         is_list = isinstance(metric, CompileMetrics)
         yield from _with_nested(metric.metrics if is_list else metric._metrics)
 
 
-def _is_by_keras(metric: keras.metrics.Metric, name: str) -> bool:
-    defined_in = next(kind for kind in type(metric).__mro__ if name in vars(kind))
-    return defined_in.__module__.startswith(_BY_KERAS)
+def _definer(metric: keras.metrics.Metric, name: str) -> type:
+    return next(kind for kind in type(metric).__mro__ if name in vars(kind))

@@ -59,7 +59,6 @@ class UpdateCounts:
             self.each.append(0)
 
     def add(self, variable: Variable) -> None:
-        """Record that the step has counted an update."""
         place = self._place(variable)
         if place is not None and self._in_step():
             self.each[place] += 1
@@ -81,7 +80,6 @@ class UpdateCounts:
             self._also_in_updates = before
 
     def after(self) -> tf.Tensor:
-        """Return what is given to the next step."""
         return self._given + tf.constant(self.each, tf.int64) if self.each else self._given
 
     def _in_step(self) -> bool:

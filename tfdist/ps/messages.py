@@ -27,7 +27,6 @@ def task_of(operation: tf.Operation, captured: Mapping[str, str]) -> str:
 
 
 def function_names(operation: tf.Operation) -> list[str]:
-    """Return the functions of an operation: of a condition, a loop or a call."""
     attributes = operation.node_def.attr
     names = [attributes[key].func.name for key in _BRANCHES if key in attributes]
     return [name for name in names if name]
@@ -147,7 +146,6 @@ def _is_server(device: str) -> bool:
 
 
 def _uses_by_worker(value: tf.Tensor, captured: Mapping[str, str]) -> list[_Use]:
-    """Return the inputs of the worker's operations that are `value`."""
     return [
         (operation, index)
         for operation in dict.fromkeys(value.consumers())

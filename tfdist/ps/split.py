@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -102,7 +103,8 @@ class SplitVariable(tf.__internal__.types.Tensor):
             return self._put_together()
         first, now = self._first(_thread.step), self._now(_thread.step)
         if self.trainable:
-            pywrap_tfe.TFE_Py_TapeVariableAccessed(_Accessed(first))
+            # A tape takes anything that has a handle for a variable.
+            pywrap_tfe.TFE_Py_TapeVariableAccessed(types.SimpleNamespace(handle=first))
         return first if now is first else tf.grad_pass_through(lambda _: now)(first)
 
     value = read_value
@@ -203,13 +205,6 @@ class SplitVariable(tf.__internal__.types.Tensor):
         return f"<SplitVariable {self.name} {tuple(self.shape)} in rows of {self.rows}>"
 
 
-class _Accessed:
-    """A variable as a gradient tape sees it when it is read."""
-
-    def __init__(self, handle: tf.Tensor) -> None:
-        self.handle = handle
-
-
 def _operator(name: str) -> Any:
     def operate(self: SplitVariable, *others: Any) -> Any:
         return getattr(tf.Tensor, name)(self.read_value(), *others)
@@ -231,7 +226,6 @@ for _name in ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_a
 
 
 def parts_of(variable: Any) -> tuple[Any, ...]:
-    """Return the parts of a split variable, else the variable alone."""
     return variable.parts if isinstance(variable, SplitVariable) else (variable,)
 
 
