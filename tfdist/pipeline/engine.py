@@ -38,12 +38,7 @@ _NEAR = 1.2
 
 
 class _StageBatch(NamedTuple):
-    """What a stage reads of the batch of a step.
-
-    Attributes:
-      rows: examples of the whole batch, scalar integer.
-      data: inputs, targets and weights, as `MicroBatch` has those of some rows.
-    """
+    """What a stage reads of a step's batch, which has so many rows."""
 
     rows: tf.Tensor
     data: tuple[dict[int, tf.Tensor], Any, Any]
@@ -108,11 +103,9 @@ class PipelineEngine(Engine):
                 yield staged.packed(columns)
 
     def publish_metrics(self, program: StepProgram) -> None:
-        """Give all tasks the metrics of the last stage. A collective."""
         self._staged(program).gather_metrics()
 
     def publish_state(self, program: StepProgram) -> None:
-        """Give all tasks the weights and metrics, and the chief the slots. A collective."""
         self._staged(program).gather()
 
     def _staged(self, program: StepProgram, step: int | None = None) -> StagedModel:
@@ -257,9 +250,11 @@ class PipelineEngine(Engine):
     def _micro_batches(
         self, staged: StagedModel, program: StepProgram, step: int, batch: _StageBatch
     ) -> list[MicroBatch]:
-        rows = int(batch.rows)
+        rows, place = int(batch.rows), self._place
         sizes, found = staged.sizes_of(rows), []
-        for micro in self._own_micros(len(sizes)):
+        # This pipeline's part of the step's micro-batches.
+        low, high = (len(sizes) * (place.pipeline + i) // place.pipelines for i in (0, 1))
+        for micro in range(low, high):
             start, size = sum(sizes[:micro]), sizes[micro]
             inputs, targets, weights = rows_of(batch.data, start, start + size)
             found.append(
@@ -274,12 +269,6 @@ class PipelineEngine(Engine):
                 )
             )
         return found
-
-    def _own_micros(self, count: int) -> range:
-        """Return which of a step's micro-batches this pipeline computes."""
-        place = self._place
-        low, high = (count * (place.pipeline + i) // place.pipelines for i in (0, 1))
-        return range(low, high)
 
     def _batch(self, staged: StagedModel, program: StepProgram, step: int) -> _StageBatch:
         """Return what this stage reads of a step, all of which the chief records if it is to be.

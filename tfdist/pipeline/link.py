@@ -78,16 +78,14 @@ class StageLink:
     def _send_all(self) -> None:
         try:
             while True:
-                self._send(*self._out.get())
+                tag, arrays = self._out.get()
+                whole = [np.ascontiguousarray(a).reshape(a.shape) for a in arrays]
+                header = json.dumps([tag, [(a.dtype.name, a.shape) for a in whole]]).encode()
+                self._end.sendall(_LENGTH.pack(len(header)) + header)
+                for array in whole:
+                    self._end.sendall(array.reshape(-1).view(np.uint8).data)
         except OSError as error:  # the receiving thread has the neighbour's own words
             _LOG.debug("%s: %s", self._name, error)
-
-    def _send(self, tag: str, arrays: Sequence[np.ndarray]) -> None:
-        whole = [np.ascontiguousarray(a).reshape(a.shape) for a in arrays]
-        header = json.dumps([tag, [(a.dtype.name, a.shape) for a in whole]]).encode()
-        self._end.sendall(_LENGTH.pack(len(header)) + header)
-        for array in whole:
-            self._end.sendall(array.reshape(-1).view(np.uint8).data)
 
     def _receive_all(self) -> None:
         try:

@@ -54,13 +54,7 @@ class MicroBatch(NamedTuple):
 
 
 class Received(NamedTuple):
-    """What a stage receives for a forward pass.
-
-    Attributes:
-      tensors: activations, in the order of `ModelPart.received`.
-      masks: Keras masks of those that have one.
-      added: scalar float32, the losses that layers of the stages before have added.
-    """
+    """Activations that a stage receives, their Keras masks, and the losses added before it."""
 
     tensors: Tensors
     masks: Tensors
@@ -141,7 +135,9 @@ class Stage:
         whole.traced_sums = [None] * len(whole.variables)
         for one in order:
             with tf.control_dependencies(before):  # which is for a graph; else nothing is to wait
-                message = links.receive(step, one, like=self._received_by(one))
+                # The types and shapes of the message, for a graph.
+                like = self.segments[0].received if one.forward else whole.sent(one.micro)
+                message = links.receive(step, one, like=like)
                 if one.forward:
                     message = self.forward(one.micro, batches[one.micro], message)
                     before = message
@@ -150,10 +146,6 @@ class Stage:
                     before = [total for total in whole.traced_sums if total is not None]
                 before = [*before, *links.send(step, one, message)]
         return whole.traced_sums
-
-    def _received_by(self, one: Pass) -> Sequence[Any]:
-        """Return what tells the types and shapes of the message that a pass begins with."""
-        return self.segments[0].received if one.forward else self.segments[-1].sent(one.micro)
 
     def forward(self, micro: int, batch: MicroBatch, message: Tensors) -> Tensors:
         """Run a forward pass; return the message for the next stage, or the scalar loss.
@@ -175,10 +167,7 @@ class Stage:
         return gradients
 
     def infer(self, batch: MicroBatch, message: Tensors, *, loss: bool) -> Tensors:
-        """Run a forward pass without training; return the message for the next stage.
-
-        The last one returns the scalar loss, or the model's flat outputs.
-        """
+        """Run a forward pass without training; the last stage returns the loss or the outputs."""
         for segment in self.segments:
             run = segment.evaluate if loss else segment.predict
             message = run(batch, segment.unpacked(message))
@@ -210,11 +199,11 @@ class Segment:
         self,
         part: ModelPart,
         *,
-        keep: str = "tape",
+        keep: str,
+        scaled: Callable[[tf.Tensor], tf.Tensor],
+        micros: Callable[[], int],
+        check: Callable[[], None],
         loss_of: LossOf | None = None,
-        scaled: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
-        micros: Callable[[], int] = lambda: 1,
-        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._scaled = scaled
         self._micros, self._check = micros, check
@@ -252,7 +241,6 @@ class Segment:
         return self._kept[micro].targets[:count]
 
     def forward(self, micro: int, batch: MicroBatch, message: Tensors) -> Tensors:
-        """Run a forward pass, as `Stage.forward`."""
         received = self.unpacked(message)
         kept = self._kept[micro] = _Kept(batch, received)
         if self.keep == "nothing":
@@ -269,7 +257,6 @@ class Segment:
         return message
 
     def backward(self, micro: int, gradients: Tensors) -> Tensors:
-        """Run a backward pass, as `Stage.backward`."""
         kept = self._kept.pop(micro)
         if kept.back is not None:
             return kept.back
@@ -287,7 +274,6 @@ class Segment:
         return back
 
     def take_sums(self) -> list[tf.Tensor | None]:
-        """Return the sums of the gradients, as `Stage.take_sums`."""
         if self.step_sums:
             sums, self.step_sums = self.step_sums, []
             return sums
@@ -300,7 +286,6 @@ class Segment:
         return sums
 
     def forget(self) -> None:
-        """Forget what passes under way have kept, and the sums."""
         self._kept.clear()
         self.step_sums = []
         self._summing = False
@@ -318,14 +303,12 @@ class Segment:
             total.assign(each)
 
     def _add(self, gradients: Sequence[tf.Tensor | None]) -> None:
-        """Add to the sums; also in graph, where it is done when the pass is."""
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self._summed.add(index)
                 self._sums[index].assign_add(gradient)
 
     def _traced_forward(self, batch: MicroBatch, received: Received) -> tuple[Tensors, Tensors]:
-        """Return the message, and what the backward pass starts from."""
         with keras_compat.pools_again():
             outputs, added = self._run(batch, received, training=True, loss_of=self._loss_of)
         if self.part.is_last:
@@ -375,7 +358,9 @@ class Segment:
     ) -> tuple[Tensors, tf.Tensor | None]:
         """Return the outputs, or the loss alone, and the sum of the losses that layers add."""
         # An eager tape would have the backward function make gradients of all that a pass is given.
-        own = (_without_gradient(batch.inputs[i]) for i in self.part.inputs)
+        # Ragged and sparse inputs have no gradient.
+        own = [batch.inputs[i] for i in self.part.inputs]
+        own = tf.nest.map_structure(tf.stop_gradient, own, expand_composites=True)
         inputs = [*received.tensors, *own]
         masks: list[Any] = [None] * len(inputs)
         for index, mask in zip(self._masked, received.masks, strict=True):
@@ -472,17 +457,11 @@ class Segment:
 
 
 def _spec_of(tensor: Any, *, rows: int) -> Any:
-    """Return the specification of a dense, ragged or sparse tensor with so many rows."""
     spec = tf.type_spec_from_value(tensor)
     shape = [rows, *spec.shape[1:]]
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     return type(spec)(shape, spec.dtype)
-
-
-def _without_gradient(given: Any) -> Any:
-    """Return an input of the model without its gradient; ragged and sparse ones have none."""
-    return tf.nest.map_structure(tf.stop_gradient, given, expand_composites=True)
 
 
 def _mask_of(sent: Any, output: tf.Tensor) -> tf.Tensor:
@@ -503,12 +482,7 @@ def _mask_of(sent: Any, output: tf.Tensor) -> tf.Tensor:
 
 
 class StageLinks:
-    """Both links of a stage.
-
-    Args:
-      before: to the stage before; None in the first.
-      after: to the stage after; None in the last.
-    """
+    """The links to the stage before, None in the first, and after, None in the last."""
 
     def __init__(self, before: StageLink | None, after: StageLink | None) -> None:
         self.before, self.after = before, after
@@ -522,12 +496,11 @@ class StageLinks:
         if link is None:
             return []
 
-        if tf.executing_eagerly():
-            return [tf.constant(array) for array in link.receive(_tag(step, one))]
-
         def receive(step: Any) -> list[np.ndarray]:
             return link.receive(_tag(step, one))
 
+        if tf.executing_eagerly():
+            return [tf.constant(array) for array in receive(step)]
         found: Any = tf.numpy_function(receive, [step], [tf.as_dtype(each.dtype) for each in like])
         message = list(found) if isinstance(found, list | tuple) else [found]
         for tensor, each in zip(message, like, strict=True):

@@ -121,7 +121,6 @@ def making_empty_slots(optimizer: Any) -> AbstractContextManager[None]:
 
 
 def is_empty(variable: Any) -> bool:
-    """Return whether the variable's memory was given back."""
     shape = tf.raw_ops.VariableShape(input=variable.value.handle)
     return tuple(shape.numpy()) != tuple(variable.shape)
 
