@@ -233,12 +233,7 @@ class _Carried(NamedTuple):
 
 
 class Work:
-    """A program, traced for the workers of a job, and the results of its steps.
-
-    Attributes:
-      totals: of the metrics since they were reset, None before the first result.
-      logs: of the last step with a result.
-    """
+    """A program, traced for the workers of a job, and the results of its steps."""
 
     def __init__(
         self,
@@ -249,8 +244,8 @@ class Work:
         outputs: bool = False,
     ) -> None:
         """Trace the program: here once, as many threads at once might each trace it."""
-        self.totals: np.ndarray | None = None
-        self.logs: dict[str, Any] = {}
+        self.totals: np.ndarray | None = None  # of the metrics since they were reset
+        self.logs: dict[str, Any] = {}  # of the last step with a result
         self._program = program
         self._strategy = strategy
         self._clock = clock

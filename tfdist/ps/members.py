@@ -65,8 +65,7 @@ class Members:
             fix="declare the others in TF_CONFIG, or ask for fewer",
             code="too-many-workers",
         )
-        self.connected: frozenset[int] = frozenset()
-        """The indices of the workers that work can be given to."""
+        self.connected: frozenset[int] = frozenset()  # indices of the workers that get work
         self._updating = threading.Lock()
         self._noting = threading.Lock()  # never held for long
         self._is_stuck = False

@@ -44,14 +44,8 @@ class _Step:
 
 
 class _Thread(threading.local):
-    """What this thread does with split variables.
-
-    `part` is the number of the part that stands for the whole in an update; `step` what is being
-    traced.
-    """
-
-    part: int | None = None
-    step: _Step | None = None
+    part: int | None = None  # that stands for the whole in an update
+    step: _Step | None = None  # that is being traced
 
 
 _thread = _Thread()
@@ -96,7 +90,7 @@ class SplitVariable(tf.__internal__.types.Tensor):
         return self._first(_thread.step)
 
     def read_value(self) -> tf.Tensor:
-        """The whole value; in an update, that of the part which is updated."""
+        """Return the whole value; in an update, the value of the part that is updated."""
         if _thread.part is not None:
             return tf.convert_to_tensor(self.parts[_thread.part])
         if _thread.step is None:

@@ -71,9 +71,7 @@ class Done(NamedTuple):
 class WorkUnit:
     """A work unit, the future of its result, and how many workers were lost over it.
 
-    Attributes:
-      others: steps of others that may be applied before its end: those that were under way when it
-        began, and those begun since.
+    `others` are the steps of other units that may be applied before its end.
     """
 
     function: Callable[[WorkerIncarnation], Any]
@@ -380,19 +378,12 @@ def worker_pool_of(strategy: tf.distribute.Strategy, *, patience_s: float = 60.0
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class WorkerTally:
-    """What one worker has done.
-
-    Attributes:
-      units: work units that it finished.
-      steps: of training in them.
-      losses: work units that were under way when it died; each may have been applied in part.
-      failures: work units in a row that it did not get done although it answers.
-    """
+    """Work units that a worker finished, and the steps of training in them."""
 
     units: int = 0
     steps: int = 0
-    losses: int = 0
-    failures: int = 0
+    losses: int = 0  # units under way when it died; each may have been applied in part
+    failures: int = 0  # units in a row that it did not get done although it answers
 
     @property
     def is_left_out(self) -> bool:
@@ -403,13 +394,10 @@ class WorkerTally:
 class Account:
     """The training steps of one process: each was completed once, and some were begun again.
 
-    Attributes:
-      applied_twice: updates that the servers have seen, less the steps completed.
-      staleness: how many steps had so many updates of others between their reading and writing.
-      repeats: ``(first, last, times)`` of each range ``[first, last)`` begun more than once.
+    `staleness` counts steps by the updates of others between their reading and writing.
     """
 
-    applied_twice: int = 0
+    applied_twice: int = 0  # updates that the servers have seen, less the steps completed
     staleness: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     repeats: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
 

@@ -156,12 +156,9 @@ class Dispatcher:
     @property
     def figures(self) -> Counter[str]:
         """Current values and counts of events, by name."""
-        now = {
-            "waiting": self.waiting,
-            "outstanding": sum(len(link.outstanding) for link in self.links.values()),
-            "replicas": len(self._serving()),
-            "version": self.status.served or 0,
-        }
+        outstanding = sum(len(link.outstanding) for link in self.links.values())
+        now = {"waiting": self.waiting, "outstanding": outstanding}
+        now |= {"replicas": len(self._serving()), "version": self.status.served or 0}
         return Counter({**now, **self.counts})
 
     def update(self, table: Mapping[str, Any]) -> None:
@@ -264,11 +261,8 @@ class Dispatcher:
 
     def _least_busy(self) -> ReplicaLink | None:
         kept_free, window = self._quarantine(), self._limits.window
-        room = [
-            link
-            for link in self._serving()
-            if link is not kept_free and len(link.outstanding) < window
-        ]
+        others = [link for link in self._serving() if link is not kept_free]
+        room = [link for link in others if len(link.outstanding) < window]
         return min(room, key=lambda one: len(one.outstanding), default=None)
 
     def _send(self, ticket: Ticket, link: ReplicaLink) -> bool:

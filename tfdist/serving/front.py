@@ -59,10 +59,7 @@ _SLOW_S = 0.1  # after which a message counts as one that comes slowly
 _MOST_OF_AN_ERROR = 500  # characters by gRPC, of 12 bytes each in a trailer, which has 8 KiB
 _TICKET = "tfdist.ticket"  # key of the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
-_GRPC_KINDS = {
-    "Predict": Kind.GRPC_PREDICT,
-    "GetModelMetadata": Kind.GRPC_METADATA,
-}
+_GRPC_KINDS = {"Predict": Kind.GRPC_PREDICT, "GetModelMetadata": Kind.GRPC_METADATA}
 _PAGE = (Path(__file__).parent / "page.html").read_bytes()
 
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -85,15 +82,9 @@ Message = MutableMapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FrontOptions:
-    """What a service asks of its clients, and gives them.
+    """Settings of a front; empty file names for none.
 
-    Attributes:
-      timeout_s: after which a request is answered with an error; a client may ask for less.
-      body_bytes: most that a request may have.
-      silence_s: how long a client may take over the head, and over the body, of a request.
-      token: file with the secret that clients send; empty for none.
-      certificate, key: files of TLS; empty for none.
-      drain_s: how long requests may take after SIGTERM.
+    A client may take `silence_s` over the head of a request, and again over its body.
     """
 
     limits: QueueLimits = dataclasses.field(default_factory=QueueLimits)
@@ -296,12 +287,13 @@ class Front:
             version=target.version,
         )
         self.models[target.name].submit(ticket)
-        if scope is not None:
-            scope[_TICKET] = ticket
+        scope = {} if scope is None else scope
+        scope[_TICKET] = ticket
         try:
             outcome = await future
         finally:
             ticket.abandoned = True
+            del scope[_TICKET]  # an idle connection keeps its scope
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome
@@ -379,13 +371,17 @@ class Front:
             if too_many:
                 text = "Too many requests are being read, try again later"
                 raise RequestError(Code.RESOURCE_EXHAUSTED, text) from None
-            raise _came_too_slowly(options.silence_s) from None
+            raise self._too_slow() from None
         finally:
             timer.cancel()
             self._slow -= is_slow
         payload = b"" if payload is grpc.aio.EOF else bytes(payload)
         held.shrink(len(payload))
         return payload
+
+    def _too_slow(self) -> RequestError:
+        text = f"The request did not come within {self.options.silence_s:g} s"
+        return RequestError(Code.DEADLINE_EXCEEDED, text)
 
     # REST
 
@@ -463,15 +459,10 @@ class Front:
                         parts.clear()
                         held.shrink()
         except TimeoutError:
-            raise _came_too_slowly(self.options.silence_s) from None
+            raise self._too_slow() from None
         if error is not None:
             raise error
         return b"".join(parts)
-
-
-def _came_too_slowly(silence_s: float) -> RequestError:
-    text = f"The request did not come within {silence_s:g} s"
-    return RequestError(Code.DEADLINE_EXCEEDED, text)
 
 
 def _client_gone() -> RequestError:

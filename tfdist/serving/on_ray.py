@@ -117,7 +117,14 @@ class RayReplica:
         self, requests: list[tuple[ServedModel, Kind, bytes]]
     ) -> list[bytes | RequestError]:
         """Answer what has come while the batch before was computed."""
-        return await asyncio.to_thread(_answer_batch, requests)
+        answers: list[bytes | RequestError] = [b""] * len(requests)
+        for model in {one for one, _, _ in requests}:
+            own = [at for at, (one, _, _) in enumerate(requests) if one is model]
+            batch = [requests[at][1:] for at in own]
+            found = await asyncio.to_thread(model.answer, batch)
+            for at, answer in zip(own, found, strict=True):
+                answers[at] = answer
+        return answers
 
     def _keep_looking(self) -> None:
         """Look for versions; one that cannot be loaded is refused."""
@@ -128,18 +135,6 @@ class RayReplica:
                     model.look()
                 except OSError as error:
                     _LOG.warning("%s: cannot look for versions: %s", name, error.strerror)
-
-
-def _answer_batch(
-    requests: list[tuple[ServedModel, Kind, bytes]],
-) -> list[bytes | RequestError]:
-    """Answer requests to several models, those to one together."""
-    answers: list[bytes | RequestError] = [b""] * len(requests)
-    for model in {one for one, _, _ in requests}:
-        own = [at for at, (one, _, _) in enumerate(requests) if one is model]
-        for at, answer in zip(own, model.answer([requests[at][1:] for at in own]), strict=True):
-            answers[at] = answer
-    return answers
 
 
 def run(options: ServeOptions) -> None:

@@ -53,16 +53,7 @@ _PIECE = 1 << 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions(FrontOptions):
-    """Settings of a service.
-
-    Attributes:
-      directory: of versions, or of models that have versions; on Ray at the same path on each node.
-      name: of the model, where the directory has versions; else the one model to serve.
-      replicas: processes for the version that is served; on Ray processes over all nodes.
-      rest_port, grpc_port: 0 for any that is free.
-      spares: processes that have loaded TensorFlow and wait for the version they are to serve.
-      pin: give each replica cores of its own.
-    """
+    """Settings of a service: those of the flags of ``tfdist.serve``."""
 
     directory: Path
     name: str | None = None
@@ -213,7 +204,12 @@ class ServiceSupervisor:
         for version in model.refused.keys() - before.refused.keys():
             _LOG.error("%s: version %d is refused: %s", name, version, model.refused[version])
         if model.served not in (None, before.served):
-            age = "" if before.served is None else self._age(name, model.served)
+            age = ""
+            if before.served is not None:
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                    directory = self._directory(name, model.served)
+                    saved_at = json.loads((directory / "manifest.json").read_text())["saved_at"]
+                    age = f", {time.time() - saved_at:.1f} s after its checkpoint was whole"
             _LOG.info("%s: version %s is served%s", name, model.served, age)
         self._models[name], starts, drains = model.plan(self._ids)
         self._draining.update({id: name for id in drains if id in self._replicas})
@@ -222,13 +218,6 @@ class ServiceSupervisor:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         self._send_state()
-
-    def _age(self, name: str, version: int) -> str:
-        """Return how long ago the checkpoint of an export was whole, where its manifest tells."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            manifest = json.loads((self._directory(name, version) / "manifest.json").read_text())
-            return f", {time.time() - manifest['saved_at']:.1f} s after its checkpoint was whole"
-        return ""
 
     def _directory(self, name: str, version: int) -> Path:
         return self._paths[name] / directory_name(self._models[name].found[version])
@@ -299,9 +288,13 @@ class ServiceSupervisor:
             _LOG.error("%s: replica %d has not loaded: %s", name, id, message["failed"])
             self._set(name, model.failed(id, message["failed"]))
             return
-        if self._has_changed(name, id):
-            self._set(name, model.failed(id, "its files have changed while it was loaded"))
-            return
+        replica = model.replica(id)
+        if replica is not None and replica.version != model.served:
+            with contextlib.suppress(OSError):  # the next look says so
+                found = find_versions(self._paths[name]).get(replica.version)
+                if found != model.found.get(replica.version):
+                    self._set(name, model.failed(id, "its files have changed while it was loaded"))
+                    return
         _LOG.info("%s: replica %d is ready", name, id)
         self._set(name, model.loaded(id))
         if len(self._spares) < self._options.spares and not self._stop.is_set():
@@ -309,17 +302,6 @@ class ServiceSupervisor:
                 self._spares.append(self._start_spare())
             except TfdistError as error:  # the next replica is loaded without it
                 _LOG.error("%s: no spare could be started: %s", name, error)
-
-    def _has_changed(self, name: str, id: int) -> bool:
-        """Return whether a version was written while a replica loaded it for the first time."""
-        model = self._models[name]
-        replica = model.replica(id)
-        if replica is None or replica.version == model.served:
-            return False
-        with contextlib.suppress(OSError):  # the next look says so
-            found = find_versions(self._paths[name]).get(replica.version)
-            return found != model.found.get(replica.version)
-        return False
 
     def _start_replica(self, order: Mapping[str, Any]) -> subprocess.Popen[bytes]:
         """Return a process that has its order; raise TfdistError."""

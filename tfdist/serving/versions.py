@@ -20,7 +20,7 @@ _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 30.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Replica:
     """A process that has a version, or is loading it; `index` is its number among the version's.
 
@@ -79,12 +79,9 @@ class Model:
         one = self.replica(id)
         if one is None:
             return self
-        replicas = tuple(
-            dataclasses.replace(other, ready=True) if other is one else other
-            for other in self.replicas
-        )
-        place = (one.version, one.index)
-        deaths = {key: count for key, count in self.deaths.items() if key != place}
+        ready = dataclasses.replace(one, ready=True)
+        replicas = tuple(ready if other is one else other for other in self.replicas)
+        deaths = {**self.deaths, (one.version, one.index): 0}
         return dataclasses.replace(self, replicas=replicas, deaths=deaths)._update_served()
 
     def failed(self, id: int, reason: str) -> Model:
@@ -119,12 +116,14 @@ class Model:
         kept = {self.target, self.served} - {None}
         drains = [one.id for one in self.replicas if one.version not in kept]
         there = {(one.version, one.index) for one in self.replicas}
-        starts = [
-            Replica(id=next(ids), version=version, index=index, wait_s=self._wait_s(version, index))
-            for version in sorted(self.found.keys() & kept)
-            for index in range(self.replicas_wanted)
-            if (version, index) not in there
-        ]
+        starts = []
+        for version in sorted(self.found.keys() & kept):
+            for index in range(self.replicas_wanted):
+                if (version, index) not in there:
+                    deaths = min(self.deaths.get((version, index), 0), 10)
+                    wait_s = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 4.0 ** (deaths - 1))
+                    wait_s = wait_s if deaths else 0.0
+                    starts.append(Replica(next(ids), version, index, wait_s=wait_s))
         stay = (one for one in self.replicas if one.version in kept)
         return dataclasses.replace(self, replicas=(*stay, *starts)), starts, drains
 
@@ -152,13 +151,9 @@ class Model:
         served = self.target if ready >= self.replicas_wanted else self.served
         return dataclasses.replace(self, served=served)
 
-    def _wait_s(self, version: int, index: int) -> float:
-        deaths = min(self.deaths.get((version, index), 0), 10)
-        return min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 4.0 ** (deaths - 1)) if deaths else 0.0
-
 
 def find_versions(directory: Path) -> dict[int, str]:
-    """Return the fingerprints of the versions in a model's directory.
+    """Return the fingerprints of the versions in a model's directory, which change with its files.
 
     A version is a directory with a `version_number` as its name and a ``saved_model.pb``. Raises
     OSError where the directory cannot be read.
@@ -168,22 +163,17 @@ def find_versions(directory: Path) -> dict[int, str]:
         version = version_number(path.name)
         if version is not None and (path / "saved_model.pb").is_file():
             with contextlib.suppress(FileNotFoundError):  # it is being removed
-                found[version] = _fingerprint(path)
+                parts = [*path.glob("variables/*"), *path.glob("assets/*")]
+                files = [path / "saved_model.pb", *sorted(parts)]
+                stats = [(file.name, file.stat()) for file in files]
+                prints = [f"{name}:{s.st_ino}:{s.st_mtime_ns}:{s.st_size}" for name, s in stats]
+                found[version] = " ".join([path.name, *prints])
     return found
 
 
 def directory_name(fingerprint: str) -> str:
     """Return the name of a version's directory, which may begin with zeros."""
     return fingerprint.partition(" ")[0]
-
-
-def _fingerprint(version: Path) -> str:
-    """Return what changes when the files of a version do, as while they are still copied."""
-    parts = [*version.glob("variables/*"), *version.glob("assets/*")]
-    files = [version / "saved_model.pb", *sorted(parts)]
-    stats = [(file.name, file.stat()) for file in files]
-    prints = [f"{name}:{s.st_ino}:{s.st_mtime_ns}:{s.st_size}" for name, s in stats]
-    return " ".join([version.name, *prints])
 
 
 def find_models(directory: Path, name: str | None = None) -> dict[str, Path]:
@@ -201,14 +191,6 @@ def find_models(directory: Path, name: str | None = None) -> dict[str, Path]:
 def require_models(directory: Path, name: str | None = None) -> dict[str, Path]:
     """Return the models to serve; raise UsageError where there is none."""
     with one_line_errors(f"serve: cannot read {directory}"):
-        require(
-            directory.is_dir(),
-            "DIR",
-            received=f"{directory} (no such directory)",
-            expected="one that has versions of models",
-            fix="correct the path, or write a version with python -m tfdist.export",
-            code="no-directory",
-        )
         models = find_models(directory, name)
     require(
         models,
