@@ -47,19 +47,12 @@ LossOfOutputs = Callable[[list[tf.Tensor]], tf.Tensor]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CutPoint:
-    """A place in the model where it can be cut.
-
-    Attributes:
-      position: the cut is behind the node of this index.
-      name: of the layer before it.
-      num_tensors: how many tensors cross.
-      example_bytes: bytes of one example that cross, there and back; an unknown length counts 1.
-    """
+    """A place behind the node of an index, where the model can be cut, and what crosses it."""
 
     position: int
-    name: str
+    name: str  # of the layer before it
     num_tensors: int
-    example_bytes: int
+    example_bytes: int  # there and back; an unknown length counts 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,8 +60,6 @@ class ModelPart:
     """One stage of a model.
 
     Attributes:
-      index: of the stage.
-      is_last: whether it ends in the model's outputs.
       module: takes a flat list, `received` and then `inputs`; returns a flat list of what it makes.
         Its layers are the model's own.
       received: symbolic tensors that come from the stage before.
@@ -163,12 +154,7 @@ class LayerGraph:
         return hashlib.sha256(repr(calls).encode()).hexdigest()[:16]
 
     def places(self) -> list[CutPoint]:
-        """Return where the model can be cut in two, in order.
-
-        Not where a variable is used on both sides, a layer that makes what crosses is called again
-        behind, or a ragged or sparse tensor crosses. Of neighbouring places that the same tensors
-        cross, the first.
-        """
+        """Return the places of cuts, in order, the first of those that the same tensors cross."""
         found: list[CutPoint] = []
         before: set[int] = set()
         for position in range(len(self.nodes) - 1):
@@ -440,18 +426,15 @@ def possible_places(graph: LayerGraph, *, num_stages: int) -> list[CutPoint]:
     every = graph.places()
     places = [place for place in every if place.num_tensors <= _MOST_TENSORS]
     with_weights = _with_weights(graph, places)
-    why: dict[str, str] = {}
+    reason, fix = "", "ask for fewer stages"
     if shared := graph.widest_share():
-        why = {"reason": f": {shared}", "fix": "give each layer its own weights"}
-    elif wide := [place.name for place in every if place.num_tensors > _MOST_TENSORS]:
-        reason = (
-            f": more than {_MOST_TENSORS} tensors cross behind {named(map(repr, wide), most=3)}"
-        )
-        why = {"reason": reason, "fix": "name the places with PipelineOptions(cut=[...])"}
+        reason, fix = f": {shared}", f"give each layer its own weights, or {fix}"
+    elif wide := [repr(place.name) for place in every if place.num_tensors > _MOST_TENSORS]:
+        reason = f": more than {_MOST_TENSORS} tensors cross behind {named(wide, most=3)}"
+        fix = f"name the places with PipelineOptions(cut=[...]), or {fix}"
     elif not all(with_weights):
-        why = {"reason": ", each with trainable weights on both sides"}
-    why["fix"] = ", or ".join([*filter(None, [why.get("fix")]), "ask for fewer stages"])
-    require_enough(with_weights, stages=num_stages, **why)
+        reason = ", each with trainable weights on both sides"
+    require_enough(with_weights, stages=num_stages, reason=reason, fix=fix)
     narrow = [place for place in places if place.num_tensors == 1]
     is_enough = sum(_with_weights(graph, narrow)) > _PLACES_A_STAGE * num_stages
     return narrow if is_enough else places
@@ -623,7 +606,9 @@ def _both_passes(
         received = [x for x in given[:count] if x.dtype.is_floating]
         with tf.GradientTape() as tape, keras.StatelessScope():  # nothing that changes is kept
             tape.watch(received)
-            with keras_compat.tracing(_trace(module, rows)):
+            # With it layers compute as they do in the stages.
+            trace = bare_trace(rows, fused=keras_compat.is_fused(module))
+            with keras_compat.tracing(trace):
                 outputs = tf.nest.flatten(module(one_or_list(given), training=True))
                 if loss_of is None:
                     outputs = [outputs[i] for i in floats]
@@ -673,14 +658,11 @@ def _work_of(operation: tf.Operation) -> int:
     return made * (summed or 1)
 
 
-def _trace(module: keras.Model, rows: int) -> keras_compat.StepTrace:
-    """Return the trace of a step, with which layers compute as they do in the stages."""
+def bare_trace(examples: Any, **more: Any) -> keras_compat.StepTrace:
+    """Return the trace of a step that is only looked at."""
+    key = tf.zeros([2], tf.int32)
     return keras_compat.StepTrace(
-        num_replicas=1,
-        share=1.0,
-        examples=rows,
-        random_key=tf.zeros([2], tf.int32),
-        fused=keras_compat.is_fused(module),
+        num_replicas=1, share=1.0, examples=examples, random_key=key, **more
     )
 
 

@@ -72,7 +72,14 @@ class PipelineEngine(Engine):
                 batches = self._micro_batches(staged, program, step, batch)
                 del batch  # they have all of it
                 if program.training:
-                    self._train(staged, step, batches, before)
+                    self._run_passes(staged, step, batches)
+                    part = sum(float(micro.share) for micro in batches)
+                    # Gradients are in no variable here, which would keep them for another step.
+                    staged.update(
+                        staged.clipped(
+                            self._summed(staged, staged.stage.take_sums(), before, part=part)
+                        )
+                    )
                 else:
                     self._infer(staged.stage, step, batches, loss=True)
                     self._summed(staged, [], before)
@@ -86,10 +93,8 @@ class PipelineEngine(Engine):
                 batch = self._batch(staged, program, step)
                 batches = self._micro_batches(staged, program, step, batch)
                 rows = self._infer(staged.stage, step, batches, loss=False)
-                columns = [
-                    np.concatenate([np.asarray(tensor) for tensor in column])
-                    for column in zip(*rows, strict=True)
-                ]
+                arrays = [list(map(np.asarray, column)) for column in zip(*rows, strict=True)]
+                columns = list(map(np.concatenate, arrays))
                 if self._job.has_peers:  # of which the last stages alone have some
                     columns = [
                         rows_of_all_tasks(
@@ -109,10 +114,10 @@ class PipelineEngine(Engine):
         self._staged(program).gather()
 
     def _staged(self, program: StepProgram, step: int | None = None) -> StagedModel:
-        """Return the model in stages; the first call is a collective.
+        """Return the model in stages, given the next step if any; the first call is a collective.
 
         A model that is refused is refused in all tasks, which may then train another one over the
-        same links. `step` is the next one, if there is any.
+        same links.
         """
         model = program.function.__self__  # type: ignore[attr-defined]
         feed = program.feed
@@ -135,19 +140,6 @@ class PipelineEngine(Engine):
         if (feed, step) not in self._peeked:
             self._peeked[feed, step] = feed.iterator(step).get_next()[0]
         return self._peeked[feed, step]
-
-    def _train(
-        self,
-        staged: StagedModel,
-        step: int,
-        batches: list[MicroBatch],
-        before: list[np.ndarray],
-    ) -> None:
-        """Run one step: all passes of the schedule, and the update."""
-        self._run_passes(staged, step, batches)
-        part = sum(float(batch.share) for batch in batches)
-        gradients = self._summed(staged, staged.stage.take_sums(), before, part=part)
-        staged.update(staged.clipped(gradients))
 
     def _run_passes(self, staged: StagedModel, step: int, batches: list[MicroBatch]) -> None:
         order = staged.order(self._place.index, micros=len(batches))
@@ -208,7 +200,9 @@ class PipelineEngine(Engine):
         if place.options.split_size != "auto" or place.chosen.split_size or staged.compares:
             return
         tried: dict[int, float] = {}
-        sizes = staged.sizes_to_try(len(program.feed.plan.span(step)))
+        rows = len(program.feed.plan.span(step))
+        micros = [1, *(place.count * 2**k for k in range(5))]
+        sizes = sorted({-(-rows // (place.pipelines * each)) for each in micros}, reverse=True)
         for _ in range(2):  # once may be a bad moment: those that come near have a second try
             for size in sizes:
                 place.chosen.split_size = size
@@ -301,8 +295,7 @@ class PipelineEngine(Engine):
 
         Raises PeerLost also where TensorFlow says that a message inside a graph has failed.
         """
-        ends = self._links.before, self._links.after
-        links = [link for link in ends if link is not None]
+        links = list(filter(None, (self._links.before, self._links.after)))
         try:
             yield
         except Exception as error:

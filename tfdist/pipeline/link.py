@@ -27,19 +27,11 @@ _ERROR = "error"
 
 
 class StageLink:
-    """One end of a link.
-
-    Args:
-      end: connected to the neighbour.
-      name: what to call the neighbour in an error.
-
-    Attributes:
-      lost: why nothing more can be received; empty while it can.
-    """
+    """One end of a link: a socket that is connected to the neighbour of this name."""
 
     def __init__(self, end: socket.socket, *, name: str) -> None:
         self._end, self._name = end, name
-        self.lost = ""
+        self.lost = ""  # why nothing more can be received
         self._out: queue.SimpleQueue[tuple[str, Sequence[np.ndarray]]] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         end.setblocking(True)

@@ -60,15 +60,10 @@ def micro_sizes(batch: int, *, split_size: int) -> list[int]:
 
 
 class Timeline(NamedTuple):
-    """How a step goes.
+    """How a step goes."""
 
-    Attributes:
-      makespan_s: from the first pass to the last one's end.
-      bubble: the part of all stages' time in which they wait, from 0 to 1.
-    """
-
-    makespan_s: float
-    bubble: float
+    makespan_s: float  # from the first pass to the last one's end
+    bubble: float  # the part of all stages' time in which they wait, from 0 to 1
 
 
 def timeline(

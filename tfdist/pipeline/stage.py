@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.pipeline.cuts import MOST_DRAWS, ModelPart, has_mask, one_or_list
+from tfdist.pipeline.cuts import MOST_DRAWS, ModelPart, bare_trace, has_mask, one_or_list
 from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass
 from tfdist.pipeline.union import release
@@ -36,19 +36,11 @@ LossOf = Callable[["MicroBatch", Tensors, tf.Tensor], tf.Tensor]
 
 
 class MicroBatch(NamedTuple):
-    """What a stage reads of a micro-batch by itself.
+    """What a stage reads of a micro-batch by itself; targets and weights in the last stage."""
 
-    Attributes:
-      inputs: those of the model's inputs that the stage reads, by their index, ``[examples, ...]``.
-      targets: of the last stage: nest of tensors, or None.
-      weights: of the last stage: sample weights, or None.
-      share: examples / examples of the step, scalar float32.
-      random_key: of (seed, step, micro-batch), int32 [2].
-    """
-
-    inputs: dict[int, tf.Tensor]
-    share: tf.Tensor
-    random_key: tf.Tensor
+    inputs: dict[int, tf.Tensor]  # of the model, by their index
+    share: tf.Tensor  # examples / examples of the step, scalar float32
+    random_key: tf.Tensor  # of (seed, step, micro-batch), int32 [2]
     targets: Any = None
     weights: Any = None
 
@@ -85,12 +77,6 @@ class Stage:
       scaled: of a loss, what gradients are taken of.
       micros: returns the number of micro-batches of a whole step.
       check: called when a pass that trains is traced.
-
-    Attributes:
-      segments: one for each part.
-      variables: the trainable ones, in the order of `take_sums`.
-      inputs: which of the model's inputs the stage reads, by their index.
-      is_last: whether it ends in the model's outputs.
     """
 
     def __init__(
@@ -108,6 +94,7 @@ class Stage:
         of_all: dict[str, Any] = {"scaled": scaled, "micros": micros, "check": check}
         self.segments = [Segment(part, keep="recompute", **of_all) for part in before]
         self.segments.append(Segment(last, keep=keep, loss_of=loss_of, **of_all))
+        # The trainable ones, in the order of `take_sums`.
         self.variables = [v for segment in self.segments for v in segment.variables]
         self.inputs = sorted({i for part in parts for i in part.inputs})
         self.is_last = last.is_last
@@ -187,13 +174,7 @@ class Stage:
 
 
 class Segment:
-    """Computes one part of a model: a stage, or a run of its layers. Arguments as of `Stage`.
-
-    Attributes:
-      received: what tells the types and shapes of the message that a forward pass begins with.
-      traced_sums: of the gradients, in a step that is traced.
-      step_sums: of the gradients, which a whole step has returned, for `take_sums`.
-    """
+    """Computes one part of a model: a stage, or a run of its layers. Arguments as of `Stage`."""
 
     def __init__(
         self,
@@ -213,14 +194,15 @@ class Segment:
         self._loss_of = loss_of
         self._values = [variable.value for variable in self.variables]
         self._sums: list[tf.Variable] = []
-        self.traced_sums: list[tf.Tensor | None] = []
-        self.step_sums: list[tf.Tensor | None] = []
+        self.traced_sums: list[tf.Tensor | None] = []  # of a step that is traced
+        self.step_sums: list[tf.Tensor | None] = []  # which a whole step has returned
         self._summed: set[int] = set()  # those that a loss depends on, known when it is traced
         self._summing = False
         self._kept: dict[int, _Kept] = {}
         self._axes = keras_compat.BatchAxes()
         self._masked = [i for i, t in enumerate(part.received) if has_mask(t)]
         masks = [t._keras_mask for t in part.received if has_mask(t)]
+        # The types and shapes of the message that a forward pass begins with.
         self.received = [*part.received, *masks, tf.TensorSpec([], tf.float32)]
         self._forward = keras_compat.compiled(self._traced_forward)
         self._backward_again = keras_compat.compiled(self._traced_backward)
@@ -367,7 +349,18 @@ class Segment:
             masks[index] = mask
         given = {"mask": one_or_list(masks)} if self._masked else {}
         module = self.part.module
-        trace = self._trace(batch, inputs, training=training)
+        trace = keras_compat.StepTrace(
+            num_replicas=1,
+            share=1.0,
+            examples=tf.shape(inputs[0])[0],
+            random_key=batch.random_key,
+            part=batch.share,
+            micros=self._micros(),
+            batch=inputs,
+            fused=training and keras_compat.is_fused(module),
+            draws=MOST_DRAWS + self.part.index * 2**16,
+            numbers={key: iter(numbers) for key, numbers in self.part.draws.items()},
+        )
         with keras_compat.tracing(trace):
             outputs = keras.tree.flatten(module(one_or_list(inputs), training=training, **given))
             for index in self._masked:  # one may pass through
@@ -407,10 +400,7 @@ class Segment:
         shapes: list[tf.TensorShape] = []
 
         def call(given: Tensors) -> None:
-            trace = keras_compat.StepTrace(
-                num_replicas=1, share=1.0, examples=rows, random_key=tf.zeros([2], tf.int32)
-            )
-            with keras_compat.tracing(trace):
+            with keras_compat.tracing(bare_trace(rows)):
                 self.part.module(one_or_list(given), training=True)
                 shapes.extend(loss.shape for loss in self.part.module.losses)
 
@@ -418,22 +408,6 @@ class Segment:
         with contextlib.suppress(Exception):  # of a model for batches of one size
             keras_compat.compiled(call).get_concrete_function(specs)
         return shapes
-
-    def _trace(
-        self, batch: MicroBatch, inputs: Tensors, *, training: bool
-    ) -> keras_compat.StepTrace:
-        return keras_compat.StepTrace(
-            num_replicas=1,
-            share=1.0,
-            examples=tf.shape(inputs[0])[0],
-            random_key=batch.random_key,
-            part=batch.share,
-            micros=self._micros(),
-            batch=inputs,
-            fused=training and keras_compat.is_fused(self.part.module),
-            draws=MOST_DRAWS + self.part.index * 2**16,
-            numbers={key: iter(numbers) for key, numbers in self.part.draws.items()},
-        )
 
     def _message(self, outputs: Tensors, received: Received, added: tf.Tensor | None) -> Tensors:
         pairs = zip(self.part.sent, outputs, strict=True)

@@ -21,6 +21,7 @@ from tfdist.pipeline.cuts import (
     LayerGraph,
     LossOfOutputs,
     ModelPart,
+    bare_trace,
     chosen_places,
     made_bytes,
     possible_places,
@@ -58,18 +59,10 @@ FirstBatch = Callable[[], Any] | None
 class StagedModel:
     """The whole model, of which this task computes and updates one stage.
 
-    Making one is a collective: all tasks cut where the chief says.
-
-    Args:
-      model: built and compiled; the same in every task.
-      job: of strategy pipeline.
-      batch: examples of a step.
-      spec: nest of the specs of a batch.
-      first_batch: on which the layers and the loss are timed.
+    Making one is a collective: all tasks cut where the chief says. It times layers and loss on the
+    first batch.
 
     Attributes:
-      graph: of the model's layers.
-      stage: of this task.
       statistics: variables that the stage's layers themselves change, such as those of
         BatchNormalization; weights that are frozen are none.
       is_divided: whether each task has the values of its own stage alone.
@@ -169,13 +162,7 @@ class StagedModel:
         outputs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in self.graph.outputs]
 
         def traced(outputs: Tensors, targets: Any, weights: Any) -> tf.Tensor:
-            trace = keras_compat.StepTrace(
-                num_replicas=1,
-                share=1.0,
-                examples=tf.shape(outputs[0])[0],
-                random_key=tf.zeros([2], tf.int32),
-                batch=outputs,
-            )
+            trace = bare_trace(tf.shape(outputs[0])[0], batch=outputs)
             with keras_compat.tracing(trace):
                 value = loss(targets, self.packed(outputs), sample_weight=weights)
             losses = [each for _, each, *_ in loss._flat_losses]
@@ -189,12 +176,6 @@ class StagedModel:
                 "the loss compares the examples of a batch, so each step is one micro-batch and the"
                 " stages wait for each other; PipelineOptions(split_size=N) compares N at a time"
             )
-
-    def sizes_to_try(self, rows: int) -> list[int]:
-        """Return sizes of micro-batches for a step of so many examples, from the largest on."""
-        micros = [1, *(self._place.count * 2**k for k in range(5))]
-        sizes = {-(-rows // (self._place.pipelines * each)) for each in micros}
-        return sorted(sizes, reverse=True)
 
     def values(self) -> list[np.ndarray]:
         """Return the values of this stage's metrics and statistics; nothing if it has no peers."""

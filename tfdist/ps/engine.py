@@ -71,7 +71,15 @@ class ParameterServerEngine:
         begun, so that no worker waits for the others' last work units.
         """
         if program not in self._work:
-            require_zeros(program)  # none but a new run, or one of another program, begins here
+            for variable in program.metrics:  # of a new run, or one of another program
+                require(
+                    not np.any(variable.numpy()),
+                    "metrics",
+                    received=f"a metric whose {variable.path} does not begin at 0",
+                    expected="totals that add up over workers, each from 0, under ps",
+                    fix="have the metric's reset_state set its variables to 0",
+                    code="metric-zero",
+                )
         work = self._prepared(program)
         if not self._under_way:
             work.count_from(first)
@@ -147,7 +155,6 @@ class ParameterServerEngine:
             yield waiting.popleft().result().value
 
     def reset_metrics(self) -> None:
-        """Forget the totals that workers have returned."""
         for work in self._work.values():
             work.totals = None
 
@@ -569,11 +576,9 @@ _DECIDING = ("update_state", "reset_state")
 def require_sums(program: StepProgram) -> None:
     """Refuse metrics whose totals do not add up over work units, or do not say so."""
     for metric in _with_nested(program.keras_metrics):
-        own = [
-            name
-            for name in _DECIDING
-            if not _definer(metric, name).__module__.startswith(_BY_KERAS)
-        ]
+        kinds = type(metric).__mro__
+        definers = {name: next(k for k in kinds if name in vars(k)) for name in _DECIDING}
+        own = [n for n, kind in definers.items() if not kind.__module__.startswith(_BY_KERAS)]
         require(
             not own or getattr(metric, "adds_up", False),
             "metrics",
@@ -594,25 +599,8 @@ def require_sums(program: StepProgram) -> None:
         )
 
 
-def require_zeros(program: StepProgram) -> None:
-    """Refuse metrics that do not begin at 0: each work unit begins there."""
-    for variable in program.metrics:
-        require(
-            not np.any(variable.numpy()),
-            "metrics",
-            received=f"a metric whose {variable.path} does not begin at 0",
-            expected="totals that add up over workers, each of which begins at 0, under ps",
-            fix="have the metric's reset_state set its variables to 0",
-            code="metric-zero",
-        )
-
-
 def _with_nested(metrics: Iterable[keras.metrics.Metric]) -> Iterator[keras.metrics.Metric]:
     for metric in metrics:
         yield metric
         is_list = isinstance(metric, CompileMetrics)
         yield from _with_nested(metric.metrics if is_list else metric._metrics)
-
-
-def _definer(metric: keras.metrics.Metric, name: str) -> type:
-    return next(kind for kind in type(metric).__mro__ if name in vars(kind))

@@ -65,22 +65,14 @@ class Members:
             fix="declare the others in TF_CONFIG, or ask for fewer",
             code="too-many-workers",
         )
+        self.num_workers, self.num_ps = len(self._workers), len(cluster.ps)  # as declared
+        self.server_devices = [
+            f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(self.num_ps)
+        ]
         self.connected: frozenset[int] = frozenset()  # indices of the workers that get work
         self._updating = threading.Lock()
         self._noting = threading.Lock()  # never held for long
         self._is_stuck = False
-
-    @property
-    def num_workers(self) -> int:
-        return len(self._workers)
-
-    @property
-    def num_ps(self) -> int:
-        return len(self._cluster.ps)
-
-    @property
-    def server_devices(self) -> list[str]:
-        return [f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(self.num_ps)]
 
     def wait(
         self, config: TaskConfig, *, timeout_s: float, versions: VersionHandshake
@@ -109,7 +101,6 @@ class Members:
         return missing_peers(self._cluster, servers)
 
     def answers(self, worker: int) -> bool:
-        """Return whether something listens at a worker's address now."""
         return answers(self._cluster.worker[worker])
 
     def spec(self, workers: Collection[int]) -> tf.train.ClusterSpec:

@@ -97,13 +97,8 @@ def is_small(value: Any) -> bool:
 
 # Reads of a step from parameter servers: once each, small ones together.
 #
-# A message costs its two ends more than a tenth of a millisecond of processor, whatever is in it.
-# Half of a model's variables are biases; layers and regularizers read one anew each time; and where
-# TensorFlow needs of a value on another task no more than that it is there, as of a kernel whose
-# shape it knows, it sends a message for that too.
-
-
-_Use = tuple[tf.Operation, int]
+# Layers and regularizers read a variable anew each time. TensorFlow also sends a message if it only
+# needs to know that a value on another task is there, as of a kernel whose shape it knows.
 
 
 def read_together(operations: Sequence[tf.Operation]) -> None:
@@ -145,7 +140,9 @@ def _is_server(device: str) -> bool:
     return bool(tf.DeviceSpec.from_string(device).job == "ps")
 
 
-def _uses_by_worker(value: tf.Tensor, captured: Mapping[str, str]) -> list[_Use]:
+def _uses_by_worker(
+    value: tf.Tensor, captured: Mapping[str, str]
+) -> list[tuple[tf.Operation, int]]:
     return [
         (operation, index)
         for operation in dict.fromkeys(value.consumers())
@@ -165,7 +162,6 @@ def _fetched(values: list[tf.Tensor], *, server: str) -> list[tf.Tensor]:
     return [tf.reshape(part, value.shape) for part, value in zip(parts, values, strict=True)]
 
 
-def _give(value: tf.Tensor, uses: Sequence[_Use]) -> None:
-    """Have each of `uses` take `value`."""
+def _give(value: tf.Tensor, uses: Sequence[tuple[tf.Operation, int]]) -> None:
     for operation, index in uses:
         operation._update_input(index, value)

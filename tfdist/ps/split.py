@@ -144,7 +144,14 @@ class SplitVariable(tf.__internal__.types.Tensor):
         while graph is not step.graph and id(self) in step.firsts:
             if not isinstance(graph, CondBranchFuncGraph):
                 # It would read in its second turn what the step has read before its first.
-                raise self._written_in_a_loop()
+                raise UsageError(
+                    "step",
+                    received=f"{self.name}, which is in parts, updated in a tf.while_loop or"
+                    " tf.function",
+                    expected="updates in the step itself, or in a tf.cond of it",
+                    fix="use a Python loop, which the step unrolls, or leave --split_bytes out",
+                    code="split-variable",
+                )
             graph = graph.outer_graph
 
     def _write(self, name: str, value: Any) -> None:
@@ -171,14 +178,8 @@ class SplitVariable(tf.__internal__.types.Tensor):
             tf.shape(self.parts[number]),
         )
 
-    def _serialize_to_tensors(self) -> NoReturn:
-        raise self._not_in_tensorflows_files()
-
-    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise self._not_in_tensorflows_files()
-
-    def _not_in_tensorflows_files(self) -> UsageError:
-        return UsageError(
+    def _serialize_to_tensors(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(
             "tf.train.Checkpoint or model.export",
             received=f"{self.name}, which is in parts on {len(self.parts)} parameter servers",
             expected="variables that are whole",
@@ -186,14 +187,7 @@ class SplitVariable(tf.__internal__.types.Tensor):
             code="split-variable",
         )
 
-    def _written_in_a_loop(self) -> UsageError:
-        return UsageError(
-            "step",
-            received=f"{self.name}, which is in parts, updated in a tf.while_loop or tf.function",
-            expected="updates in the step itself, or in a tf.cond of it",
-            fix="use a Python loop, which the step unrolls, or leave --split_bytes out",
-            code="split-variable",
-        )
+    _export_to_saved_model_graph = _serialize_to_tensors
 
     def __repr__(self) -> str:
         return f"<SplitVariable {self.name} {tuple(self.shape)} in rows of {self.rows}>"

@@ -25,7 +25,6 @@ from tensorflow.python.framework import ops
 
 from tfdist.cluster import JobOptions, TaskConfig
 from tfdist.cluster.local_only import restricting_server
-from tfdist.errors import require
 from tfdist.ps.members import Members, VersionHandshake, serve
 from tfdist.ps.split import SplitVariable, parts_of, standing_for_whole
 from tfdist.strategy import rendezvous
@@ -43,14 +42,6 @@ def parameter_server(
     timeout_s = options.startup_timeout_s
     if config.task.type in ("worker", "ps"):
         serve(config, timeout_s=timeout_s)
-    require(
-        config.task == config.cluster.chief_task,
-        "make_strategy",
-        received=f"task {config.task} of a ps job",
-        expected="chief-0, a worker or a ps",
-        fix="run an evaluator outside the training cluster",
-        code="task-type",
-    )
     # Without it a call to a task that has died waits for the task to come back.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     members = Members(config.cluster, min_workers=options.min_workers)

@@ -45,14 +45,10 @@ _REPLACED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerIncarnation:
-    """Worker incarnation that runs a work unit.
-
-    Its `life` is how many times the worker has been connected to; what was kept there is gone with
-    the life before.
-    """
+    """Worker incarnation that runs a work unit."""
 
     worker_index: int
-    life: int
+    life: int  # how often the worker has been connected to; what it kept ends with a life
 
     @property
     def task(self) -> str:
@@ -99,12 +95,7 @@ class WorkUnit:
 
 
 class WorkerPool:
-    """Worker pool with a thread per worker, which runs one work unit at a time on it.
-
-    Attributes:
-      shares: what each worker has done, by its index.
-      account: of all training steps.
-    """
+    """Worker pool with a thread per worker, which runs one work unit at a time on it."""
 
     def __init__(self, members: Members, *, patience_s: float) -> None:
         self._members = members
@@ -407,7 +398,6 @@ class Account:
             self.repeats.append((first, last, times))
 
     def summary(self) -> dict[str, Any]:
-        """Return what the run's summary says of it."""
         return {
             "staleness": {str(age): self.staleness[age] for age in sorted(self.staleness)},
             "steps_applied_twice": self.applied_twice,

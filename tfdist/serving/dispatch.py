@@ -121,13 +121,7 @@ class QueueLimits:
 
 
 class Dispatcher:
-    """A model as the supervisor describes it, the queue of its requests, and its replicas.
-
-    Attributes:
-      replicas: The replicas that get requests, and the path at which each listens.
-      draining: Replicas that the supervisor kills once they have no request.
-      counts: Events by name.
-    """
+    """A model as the supervisor describes it, the queue of its requests, and its replicas."""
 
     def __init__(
         self,
@@ -137,8 +131,8 @@ class Dispatcher:
     ) -> None:
         """Take a function that is called with the size of the batch of each answer."""
         self.status = ModelStatus()
-        self.replicas: dict[int, str] = {}
-        self.draining: set[int] = set()
+        self.replicas: dict[int, str] = {}  # those that get requests, and where each listens
+        self.draining: set[int] = set()  # killed by the supervisor once they have no request
         self.links: dict[int, ReplicaLink] = {}
         self.counts: Counter[str] = Counter()
         self._limits = limits

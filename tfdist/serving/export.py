@@ -486,24 +486,16 @@ def read_model(
 ) -> tuple[keras.Model, dict[str, Any]]:
     """Return the model of this process alone that `source` holds, and where it comes from.
 
-    Args:
-      source: a `.keras` file (read in Keras' safe mode), the run directory of a `tfdist.train`, or
-        a directory that `tfdist.BackupAndRestore` wrote.
-      step: of the checkpoint; by default the newest one.
-      best: take the checkpoint that was marked best.
-      make: ``file.py:function``, which returns the model of the checkpoints in an own program, or
-        the ``model.json`` that `BackupAndRestore(publish=...)` writes.
-
-    Raises:
-      UsageError: there is no such file or checkpoint, or it is another model's.
+    The source is a `.keras` file (read in Keras' safe mode), the run directory of a `tfdist.train`,
+    or a directory that `tfdist.BackupAndRestore` wrote. `make` is ``file.py:function``, which makes
+    the model of the checkpoints, or the ``model.json`` of `BackupAndRestore(publish=...)`. Raises
+    UsageError if there is no such file or checkpoint, or it is another model's.
     """
     if source.suffix == ".keras":
         require(
-            source.is_file() and step is None and not best and make is None,
+            source.is_file() and (step, best, make) == (None, False, None),
             str(source),
-            received="no such file"
-            if not source.is_file()
-            else "it with --step, --best or --model",
+            received="no such file, or --step, --best or --model with it",
             expected="a file that Keras saved, by itself",
             fix="check the path; --step, --best and --model are for checkpoints",
             code="not-a-source",

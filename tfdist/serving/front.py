@@ -131,30 +131,30 @@ class Metrics:
     """What a front counts, for Prometheus: requests by outcome and time, how full queues are."""
 
     def __init__(self, models: Mapping[str, Dispatcher]) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._requests = Counter(
             "tfdist_serving_requests",
             "Requests that were answered",
             ["via", "model", "code"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._seconds = Histogram(
             "tfdist_serving_request_seconds",
             "From the request to its answer",
             ["via", "model"],
             buckets=_BUCKETS_S,
-            registry=self._registry,
+            registry=self.registry,
         )
         self.batches = Histogram(
             "tfdist_serving_batch_requests",
             "Requests that were answered together, as each of them saw it",
             ["model"],
             buckets=_BATCHES,
-            registry=self._registry,
+            registry=self.registry,
         )
         self._children: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}
         self._models = models
-        self._registry.register(self)
+        self.registry.register(self)
 
     def observe(self, via: str, model: str, code: str, seconds: float) -> None:
         key = (via, model, code)
@@ -163,9 +163,6 @@ class Metrics:
         requests, times = self._children[key]
         requests.inc()
         times.observe(seconds)
-
-    def text(self) -> bytes:
-        return bytes(generate_latest(self._registry))
 
     def collect(self) -> Iterator[Any]:
         """Yield the state of the models now, as a custom collector of Prometheus does."""
@@ -408,7 +405,10 @@ class Front:
                 if path == "/v1/models" and scope["method"] == "GET":
                     body = json.dumps({"models": sorted(self.models)}).encode()
                 elif path in ("/metrics", "/monitoring/prometheus/metrics"):
-                    kind, body = b"text/plain; version=0.0.4; charset=utf-8", self._metrics.text()
+                    kind, body = (
+                        b"text/plain; version=0.0.4; charset=utf-8",
+                        generate_latest(self._metrics.registry),
+                    )
                 else:
                     wanted, what = protocol.parse_path(scope["method"], path)
                     target = wanted.name if wanted.name in self.models else ""

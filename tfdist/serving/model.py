@@ -46,16 +46,12 @@ _FIELDS = {  # of a TensorProto, in which clients look for the values of a type
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
-    """A signature that can be called with arrays in the order of `inputs`.
-
-    `batches` is whether requests can share a call: all inputs and outputs have examples, and the
-    model answers each by itself.
-    """
+    """A signature that can be called with arrays in the order of `inputs`."""
 
     inputs: Mapping[str, TensorSpec]
     outputs: tuple[str, ...]
     call: Callable[..., Sequence[Any]]
-    batches: bool
+    batches: bool  # requests can share a call, as each example is answered by itself
 
     def run(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Return the outputs by name; TensorFlow gives a text without dimensions as bytes."""

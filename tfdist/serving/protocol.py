@@ -221,12 +221,7 @@ class VersionState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelStatus:
-    """What clients can ask of a model.
-
-    Attributes:
-      served: the version that gets requests.
-      states: of all versions.
-    """
+    """The version of a model that gets requests, and the states of all versions."""
 
     served: int | None = None
     states: Sequence[VersionState] = ()

@@ -35,14 +35,9 @@ class TensorSpec:
 def decode_predict(
     body: bytes, signatures: Mapping[str, Mapping[str, TensorSpec]]
 ) -> tuple[str, dict[str, np.ndarray], bool]:
-    """Return what a JSON body asks for: signature, inputs by name, and whether it is by row.
+    """Return the signature that a JSON body names, its inputs by name, and whether it is by row.
 
-    Args:
-      body: of the HTTP request.
-      signatures: the inputs of each signature of the model, by their names.
-
-    Raises:
-      RequestError: with the text that TensorFlow Serving gives, where it is a usual one.
+    Raises RequestError, with TensorFlow Serving's text where it is a usual one.
     """
     document = parse(body)
     signature = document.get("signature_name") or DEFAULT_SIGNATURE

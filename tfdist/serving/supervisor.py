@@ -78,6 +78,8 @@ class ServiceSupervisor:
             self._rest = socket.create_server((options.host, options.rest_port), backlog=2048)
         with opening_port("--grpc_port", f"{options.host}:{options.grpc_port}"):
             self._grpc = GrpcPort(options.host, options.grpc_port)
+        self.rest_address = "{}:{}".format(*self._rest.getsockname())
+        self.grpc_address = "{}:{}".format(*self._grpc.address)
         self._private = tempfile.mkdtemp(prefix="tfdist-serve-")
         self._ids = itertools.count(1)
         self._replicas: dict[int, subprocess.Popen[bytes]] = {}
@@ -88,14 +90,6 @@ class ServiceSupervisor:
         self._control: asyncio.StreamWriter | None = None
         self._sent = b""
         self._stop = asyncio.Event()
-
-    @property
-    def rest_address(self) -> str:
-        return "{}:{}".format(*self._rest.getsockname())
-
-    @property
-    def grpc_address(self) -> str:
-        return "{}:{}".format(*self._grpc.address)
 
     async def run(self) -> None:
         """Serve until asked to stop; answer what has come, and end all processes."""

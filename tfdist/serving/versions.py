@@ -36,22 +36,15 @@ class Replica:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """What is known of a model.
-
-    Attributes:
-      replicas_wanted: of the version that is served.
-      found: the versions on the disk, each with the fingerprint of its files.
-      refused: versions that do not load, with the reason.
-      served: the version that gets requests.
-      replicas: the living ones that are not draining.
-      deaths: ends in a row of replicas by version and index.
-    """
+    """The state of a model."""
 
     replicas_wanted: int
+    # Versions on the disk with the fingerprint of their files, and those that do not load.
     found: Mapping[int, str] = dataclasses.field(default_factory=dict)
     refused: Mapping[int, str] = dataclasses.field(default_factory=dict)
     served: int | None = None
-    replicas: tuple[Replica, ...] = ()
+    replicas: tuple[Replica, ...] = ()  # living ones that are not draining
+    # Ends in a row of replicas by version and index.
     deaths: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
     @property
