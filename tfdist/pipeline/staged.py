@@ -94,7 +94,7 @@ class StagedModel:
         turns = part.is_last and options.schedule != "gpipe"
         keep = "nothing" if turns and options.keep != "compiled" else options.keep
         self._optimizer = getattr(model, "optimizer", None)
-        self._inner = getattr(self._optimizer, "inner_optimizer", self._optimizer)
+        self._inner: Any = getattr(self._optimizer, "inner_optimizer", self._optimizer)
         segments = [part]
         if options.keep == "recompute":
             micros = self._micros(batch)

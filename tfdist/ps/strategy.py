@@ -110,15 +110,14 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
                 return self._create_whole(next_creator, **kwargs)
             return self._create_parts(next_creator, kwargs, value, beside.rows, beside.parts)
         may_split = (
-            self._split_bytes
-            and self._num_ps > 1
+            self._num_ps > 1
             and beside is None
             and kwargs.get("trainable")
             and kwargs.get("initial_value") is not None
             and not kwargs.get("per_worker_variable")
             and tf.executing_eagerly()
         )
-        if may_split:
+        if self._split_bytes and may_split:
             value = _initial_value(kwargs)
             kwargs = {**kwargs, "initial_value": value}
             rows = rows_of_parts(

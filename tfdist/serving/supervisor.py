@@ -229,7 +229,7 @@ class ServiceSupervisor:
         if self._stop.is_set() or model.replica(id) is None or replica.version not in model.found:
             self._models[name] = model.without(id)  # not wanted any more, or its files are gone
             return
-        order = {
+        order: dict[str, Any] = {
             "directory": str(self._directory(name, replica.version)),
             "name": name,
             "path": self._socket_of(id),
