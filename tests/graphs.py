@@ -67,10 +67,10 @@ def forked():
 
 MODELS = {
     "forked": (forked, ["sum"], ["sum", "join"]),
-    "nested": (nested, ["encoder"], {"encoder/": 1, "/hidden": 2}),
+    "nested": (nested, ["encoder"], ["first", "join"]),
     "residual": (residual, ["conv0"], ["norm0", "pool"]),
     "words": (words, ["lstm0"], ["embed", "lstm0"]),
-    "several": (several, ["second"], {"second": 1, "join": 2}),  # "late" follows "join"
+    "several": (several, ["second"], ["first", "second"]),
 }
 
 

@@ -37,7 +37,6 @@ def _parser() -> Parser:
     parser.add_argument("--step", type=int, help="of the checkpoint; default the newest")
     parser.add_argument("--best", action="store_true", help="the checkpoint that was marked best")
     parser.add_argument("--model", metavar="FILE.py:FUNCTION", help="makes the checkpoints' model")
-    parser.add_argument("--precision", default="float32", help="float32, float16, or int8")
     parser.add_argument("--samples", type=Path, metavar="FILE.npy", help="examples for the check")
     parser.add_argument("--follow", action="store_true", help="each new one too, until SIGTERM")
     parser.add_argument("--until_eof", action="store_true", help="or the end of standard input")
@@ -74,7 +73,6 @@ def _publish(options: Any) -> Path:
         name=options.name,
         version=options.version,
         samples=samples,
-        precision=options.precision,
         origin=origin,
     )
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdist.argument_parser import Parser, reading_file, require_writable, run_program
+from tfdist.argument_parser import Parser, reading_file, run_program
 from tfdist.errors import (
     EXIT_OK,
     UsageError,
@@ -28,7 +28,7 @@ from tfdist.files import require_private
 if TYPE_CHECKING:
     from tfdist.serving.supervisor import ServeOptions
 
-_LOCAL_ALONE = ("token", "tls_cert", "tls_key", "access_log")  # of the flags, not of Ray
+_LOCAL_ALONE = ("token", "tls_cert", "tls_key")  # of the flags, not of Ray
 _MOST = {"max_batch": 65535, "max_body_mib": 2047}  # a frame's number of 2 bytes; gRPC's int
 _SHORTEST_HANG_S = 5.0  # by default: a machine with much to do is silent for seconds
 _NEEDED = ("uvicorn", "httptools", "orjson", "grpc", "grpc_health", "prometheus_client")
@@ -62,7 +62,6 @@ def _parser() -> Parser:
     add("--token", type=Path, metavar="FILE", help="clients must send the secret in this file")
     add("--tls_cert", type=Path, metavar="FILE.pem", help="certificate, for TLS")
     add("--tls_key", type=Path, metavar="FILE.pem", help="its private key")
-    add("--access_log", metavar="FILE", help="a line of JSON for each request; - for the screen")
     return parser
 
 
@@ -129,8 +128,6 @@ def _check_files(options: Any) -> None:
         with reading_file("--tls_cert", options.tls_cert, expected=expected):
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(options.tls_cert, options.tls_key, password="")
-    if options.access_log not in (None, "-"):
-        require_writable("--access_log", Path(options.access_log))
 
 
 async def _serve_here(options: Any) -> None:
@@ -202,7 +199,6 @@ def _settings(options: Any) -> ServeOptions:
         token=_resolved(options.token),
         certificate=_resolved(options.tls_cert),
         key=_resolved(options.tls_key),
-        access_log=options.access_log or "",
     )
 
 

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scaling import measure, plot, predictions
+from benchmarks.scaling import measure, plot
 from benchmarks.scaling.measure import Shape, parse_shapes
 from tfdist.argument_parser import Parser
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, UsageError
 
-_LOG = logging.getLogger(__name__)
 _SHAPES = "1W1PS,2W1PS,3W1PS,4W1PS,2W2PS,1W,2W,4W"
 
 
@@ -45,25 +44,7 @@ def _parser() -> Parser:
     parser.add_argument("--loss", type=float, help="the loss to time (default: what all reach)")
     parser.add_argument("--timeout_s", type=float, default=900.0, help="of one job (default 900)")
     parser.add_argument(
-        "--profile_ps",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure what the steps of ps jobs cost, which the cost model is fitted to",
-    )
-    parser.add_argument(
         "--rate_mbit", type=float, help="measure the ps jobs once more, behind a wire this fast"
-    )
-    parser.add_argument(
-        "--hold_out", help="jobs that the cost model is judged by (default: the most workers)"
-    )
-    parser.add_argument(
-        "--link_mbit",
-        type=float,
-        default=1000.0,
-        help="links in the curve of a machine for each task (default 1000)",
-    )
-    parser.add_argument(
-        "--from", type=Path, dest="measured", help="a scaling.json: measure nothing, fit again"
     )
     parser.add_argument(
         "arguments", nargs="*", metavar="-- --config ...", help="the flags of tfdist.train"
@@ -72,22 +53,17 @@ def _parser() -> Parser:
 
 
 def _scaling(arguments: argparse.Namespace) -> list[str]:
-    for name in ("repeats", "link_mbit", "rate_mbit"):
+    for name in ("repeats", "rate_mbit"):
         if (value := getattr(arguments, name)) is not None and not value > 0:
             raise UsageError(
                 f"--{name}", received=value, expected="more than 0", fix=f"use --{name} 3"
             )
-    table = _read(arguments.measured) if arguments.measured else _measure(arguments)
-    table["cost_model"] = _cost_model(table, arguments)
-    out = arguments.out
+    out, table = arguments.out, _measure(arguments)
     out.mkdir(parents=True, exist_ok=True)
     (out / "scaling.json").write_text(json.dumps(table, indent=1) + "\n")
     title = " ".join(table["arguments"]) or "tfdist.train"
     drawn = plot.draw(table, out / "scaling.png", title=title)
-    text = measure.lines(table)
-    if table["cost_model"]:
-        text += ["", *predictions.lines(table["cost_model"])]
-    return [*text, str(out / "scaling.json"), *([str(drawn)] if drawn else [])]
+    return [*measure.lines(table), str(out / "scaling.json"), *([str(drawn)] if drawn else [])]
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -99,13 +75,8 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             expected="a new one: a finished run would not be measured again",
             fix="name another directory",
         )
-    if arguments.hold_out is not None:
-        predictions.divide(shapes, arguments.hold_out)
     run = functools.partial(
-        measure.run_job,
-        arguments=arguments.arguments,
-        timeout_s=arguments.timeout_s,
-        profile_ps=arguments.profile_ps,
+        measure.run_job, arguments=arguments.arguments, timeout_s=arguments.timeout_s
     )
     table = measure.measure(
         shapes, repeats=arguments.repeats, loss=arguments.loss, out=out, run=run
@@ -123,33 +94,6 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
     if all(measure.possible(rate) for rate in rates):
         return shapes
     return [shape for shape in shapes if not shape.rate_mbit]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        table = json.loads(path.read_text())
-        measure.check(table)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"--from {path}",
-            received=f"a file that cannot be read as one ({type(error).__name__}: {error})",
-            expected="a scaling.json of this program",
-            fix="name the scaling.json in the directory of a measurement",
-        ) from None
-    return table
-
-
-def _cost_model(table: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """None, and a line, where the jobs are too few for one and nobody asked for it."""
-    try:
-        return predictions.predict(
-            table, hold_out=arguments.hold_out, link_mbit=arguments.link_mbit
-        )
-    except UsageError as error:
-        if arguments.measured or arguments.hold_out is not None:
-            raise
-        _LOG.warning("no cost model: %s", error)
-        return None
 
 
 if __name__ == "__main__":

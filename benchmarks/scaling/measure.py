@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.errors import TfdistError, UsageError
-from tfdist.outputs.display import PS_COLUMNS
 from tfdist.outputs.run_directory import DONE, RunDirectory
 
 _LOG = logging.getLogger(__name__)
@@ -111,7 +110,6 @@ def run_job(
     *,
     arguments: Sequence[str],
     timeout_s: float,
-    profile_ps: bool = False,
 ) -> dict[str, Any]:
     """Runs a job to its end; returns its summary, with the lines of its metrics.
 
@@ -121,8 +119,6 @@ def run_job(
       TfdistError: the job failed, or was not done in time and has been ended; its last lines.
     """
     launch = [sys.executable, "-m", "tfdist.launch", *shape.flags, "--run_dir", str(run_dir)]
-    if profile_ps and shape.ps:
-        launch.append("--profile_ps")
     if shape.rate_mbit:
         launch = [*behind(shape.rate_mbit), *launch]
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -219,38 +215,10 @@ def _row(shape: Shape, listed: Sequence[Mapping[str, Any]], loss: float) -> dict
         "ps": shape.ps,
         "rate_mbit": shape.rate_mbit,
         "batch": listed[0]["examples"] / listed[0]["steps"],
-        "sent_bytes": _sent_bytes(listed[0].get("ps_profile")),
         "examples_per_second": _spread([found["examples_per_second"] for found in listed]),
         "seconds_to_loss": _spread(to_loss),
         "last_loss": _spread([found["metrics"]["loss"] for found in listed]),
-        "step_ms": _step_ms([found.get("ps_profile") for found in listed]),
     }
-
-
-def _step_ms(profiles: Sequence[Mapping[str, Any] | None]) -> dict[str, float] | None:
-    """The parts of a step: medians of the jobs' means over their workers; None: not measured."""
-    means: list[dict[str, float]] = []
-    for profile in profiles:
-        workers = list((profile or {"workers": {}})["workers"].values())
-        steps = sum(worker["steps"] for worker in workers)
-        if not steps:
-            return None
-        means.append(
-            {
-                name: sum(w["steps"] * w.get(f"{name}_ms", 0.0) for w in workers) / steps
-                for name in PS_COLUMNS
-            }
-        )
-    return {name: statistics.median(mean[name] for mean in means) for name in PS_COLUMNS}
-
-
-def _sent_bytes(profile: Mapping[str, Any] | None) -> dict[str, int] | None:
-    """What a step reads from all ps, and what it writes to them; None: not counted."""
-    if not profile:
-        return None
-    sizes = {ends: link["size_bytes"] for ends, link in profile["links"].items()}
-    read = sum(size for ends, size in sizes.items() if ends.endswith(" to worker"))
-    return {"read": read, "write": sum(sizes.values()) - read}
 
 
 def _spread(values: Sequence[float | None]) -> dict[str, Any] | None:
@@ -262,19 +230,6 @@ def _spread(values: Sequence[float | None]) -> dict[str, Any] | None:
     return {"median": median, "least": min(known), "most": max(known), "all": known}
 
 
-def check(table: Mapping[str, Any]) -> None:
-    """Raises `KeyError`, `TypeError` or `ValueError` for what is no table of `measure`."""
-    for key in ("arguments", "cpus", "loss", "repeats"):
-        table[key]
-    for row in table["shapes"]:
-        Shape.parse(row["shape"])
-        for key in ("rate_mbit", "batch", "sent_bytes", "step_ms", "seconds_to_loss"):
-            row[key]
-        rate = row["examples_per_second"]
-        if (rate is not None and not rate["median"] > 0) or not row["batch"] > 0:
-            raise ValueError(f"{row['shape']} did nothing")
-
-
 def lines(table: Mapping[str, Any]) -> list[str]:
     """The table for a person: medians, and the range of the repeats."""
     loss = f"s to loss {table['loss']:.4g}"
@@ -283,12 +238,6 @@ def lines(table: Mapping[str, Any]) -> list[str]:
         rate, seconds = row["examples_per_second"], row["seconds_to_loss"]
         cells = [_cells(rate, 12, 17, ",.0f"), _cells(seconds, 22, 15, ".2f")]
         text.append(f"{row['shape']:<10} {cells[0]} {cells[1]}")
-    profiled = [row for row in table["shapes"] if row["step_ms"]]
-    if profiled:
-        text += ["", f"{'ms a step':<10} " + " ".join(f"{name:>9}" for name in PS_COLUMNS)]
-    for row in profiled:
-        parts = " ".join(f"{row['step_ms'][name]:>9.2f}" for name in PS_COLUMNS)
-        text.append(f"{row['shape']:<10} {parts}")
     return text
 
 

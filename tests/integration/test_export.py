@@ -104,7 +104,6 @@ def test_a_model_of_two_replicas(trained, tmp_path):
     for batch in (1, 5, 48):
         found = call(place, image=tf.constant(IMAGES[:batch]))
         np.testing.assert_allclose(found["class"], wanted[:batch], atol=1e-6)
-    assert "max_batch_size { value: 32 }" in (tmp_path / "batching.config").read_text()
     manifest = manifest_of(place)
     assert manifest["inputs"] == {"image": ["float32", [None, 8, 8, 1]]}
     assert manifest["outputs"] == {"class": ["float32", [None, 4]]}
@@ -125,7 +124,6 @@ def test_what_is_in_the_directory_already(trained, tmp_path, monkeypatch):
     ):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "saved_model.pb").touch()
-    (tmp_path / "batching.config").write_text("changed by hand")
     monkeypatch.setattr(exports, "_OTHERS_S", 0.0)
     with (
         FileLock(tmp_path / ".lock").acquire(),
@@ -145,32 +143,17 @@ def test_what_is_in_the_directory_already(trained, tmp_path, monkeypatch):
     config = text_format.Parse((tmp_path / "models.config").read_text(), ModelServerConfig())
     listed = [(one.name, one.base_path) for one in config.model_config_list.config]
     assert listed == [(name, f"/models/{name}") for name in ("full", "m", "text")]
-    assert (tmp_path / "batching.config").read_text() == "changed by hand"
 
 
-@pytest.mark.parametrize("precision", ["float16", "int8"])
-def test_a_lower_precision_is_measured(trained, tmp_path, precision):
-    place = tfdist.export_model(
-        trained, tmp_path, precision=precision, validation_data=(IMAGES, LABELS)
-    )
-    found = manifest_of(place)["precision"]
-    assert found["examples"] == 48
-    assert 0 < found["largest_difference"] < 0.05
-    assert found["same_class"] > 0.9
-    assert abs(found["accuracy"] - found["accuracy_before"]) < 0.1
-    variables = tf.saved_model.load(str(place)).variables
-    assert any(v.dtype.name == precision for v in variables)
+def test_a_quantized_model_is_exported_with_its_answers(tmp_path):
+    model = line()
+    with pytest.warns(UserWarning, match="InputLayer does not have a `quantize` method"):
+        model.quantize("int8")
+    place = tfdist.export_model(model, tmp_path)
+    assert any(v.dtype == tf.int8 for v in tf.saved_model.load(str(place)).variables)
 
 
-def test_a_lower_precision_that_overflows_is_not_published(tmp_path):
-    scale = layers.Rescaling(1e6)
-    model = keras.Sequential([keras.Input((1,)), scale, layers.Dense(2)], name="income")
-    with pytest.raises(TfdistError, match="not finite, where the model's are"):
-        tfdist.export_model(model, tmp_path, precision="float16")
-    assert not files_in(tmp_path)
-
-
-def test_layers_that_have_seen_data_and_models_inside_also_in_a_lower_precision(tmp_path):
+def test_layers_that_have_seen_data_and_models_inside(tmp_path):
     values, words = RNG.randn(20, 2) * 1e5 + 3e5, np.array(["a b", "b", "z"])
     scale, look_up = layers.Normalization(), layers.TextVectorization(output_mode="multi_hot")
     scale.adapt(values)
@@ -182,10 +165,6 @@ def test_layers_that_have_seen_data_and_models_inside_also_in_a_lower_precision(
     asked = {"number": values[:3].astype("float32"), "word": words}
     (found,) = call(tfdist.export_model(model, tmp_path, samples=asked), **asked).values()
     np.testing.assert_allclose(found, model(asked), atol=1e-6)
-    place = tfdist.export_model(model, tmp_path, precision="float16", samples=asked)
-    assert 0 < manifest_of(place)["precision"]["largest_difference"] < 0.01
-    kernels = [v for v in tf.saved_model.load(str(place)).variables if len(v.shape) == 2]
-    assert {v.dtype for v in kernels[-2:]} == {tf.float16}
 
 
 def test_inputs_and_outputs_keep_their_names_in_any_order(tmp_path):
@@ -194,11 +173,9 @@ def test_inputs_and_outputs_keep_their_names_in_any_order(tmp_path):
     y = layers.Subtract(name="y")([b, a])
     model = keras.Model([b, a], [y, x, keras.ops.argmax(x, -1) > 0], name="named")
     asked = {"b": np.zeros((2, 3), "float32"), "a": np.ones((2, 3), "float32")}
-    for precision in ("float32", "float16"):
-        place = tfdist.export_model(model, tmp_path, samples=asked, precision=precision)
-        found = call(place, **asked)
-        np.testing.assert_array_equal(found["y"], -1)
-        np.testing.assert_allclose(found["x"], model([*asked.values()])[1], atol=1e-2)
+    found = call(tfdist.export_model(model, tmp_path, samples=asked), **asked)
+    np.testing.assert_array_equal(found["y"], -1)
+    np.testing.assert_allclose(found["x"], model([*asked.values()])[1], atol=1e-6)
 
 
 def test_inputs_without_names_have_the_same_names_in_each_export(tmp_path, caplog):
@@ -242,9 +219,10 @@ def test_other_inputs_or_outputs_than_the_version_before_are_a_warning(tmp_path,
     [np.ones((2, 4)), np.ones(3), np.ones((0, 3)), np.array([["a"] * 3]), [np.ones((2, 3))] * 2],
     ids=["width", "rank", "empty", "text", "count"],
 )
-def test_samples_that_are_no_inputs_are_refused(tmp_path, samples):
-    caught = refusal(lambda: tfdist.export_model(line(), tmp_path, samples=samples))
-    assert (caught.code, caught.expected) == ("not-samples", "x: float32 [None, 3]")
+def test_samples_that_are_no_inputs_publish_nothing(tmp_path, samples):
+    with pytest.raises((ValueError, TypeError, tf.errors.OpError)):
+        tfdist.export_model(line(), tmp_path, samples=samples)
+    assert not files_in(tmp_path)
 
 
 def of_texts(masked):
@@ -282,8 +260,6 @@ def test_a_model_in_bfloat16_answers_in_float32(tmp_path):
     place = tfdist.export_model(model, tmp_path, samples=asked)
     assert manifest_of(place)["outputs"] == {"y": ["float32", [None, 2]]}
     np.testing.assert_array_equal(call(place, x=asked)["y"], np.float32(model(asked)))
-    place = tfdist.export_model(model, tmp_path, samples=asked, precision="int8")
-    assert manifest_of(place)["precision"]["largest_difference"] < 0.1
 
 
 def test_a_subclassed_model_with_a_dict_of_inputs(tmp_path):
@@ -310,16 +286,16 @@ def with_predict_step(step):
     ("step", "layer", "text"),
     [
         (None, Drawing(), "differs between two calls"),
-        (lambda y: y + 1.0, None, "1 away from what tfdist.predict gives"),
+        (lambda y: y + 1.0, None, "differs by 1 from tfdist.predict"),
         (
             *(lambda y: y + 1.0, lambda x: keras.ops.concatenate([x, keras.ops.log(0 * x)])),
-            "1 away from what tfdist.predict gives",
+            "differs by 1 from tfdist.predict",
         ),
         (
             *(lambda y: keras.ops.argmax(y, -1), None),
             r"shapes \[\(2, 2\)\], those of tfdist.predict \[\(2,\)\]",
         ),
-        (lambda y: ~y, lambda x: keras.ops.sum(x, -1) > 0, "1 away from what tfdist.predict"),
+        (lambda y: ~y, lambda x: keras.ops.sum(x, -1) > 0, "differs by 1 from tfdist.predict"),
     ],
 )
 def test_answers_that_differ_are_not_published(tmp_path, step, layer, text):
@@ -337,7 +313,9 @@ def test_a_model_that_is_not_built_or_that_keras_cannot_save(tmp_path, strategie
     assert refusal(lambda: tfdist.export_model(added, tmp_path)).code == "not-a-name"
     fixed = keras.Input((2,), batch_size=3, name="fixed")
     fixed = keras.Model(fixed, keras.ops.reshape(fixed, (3, 1, 2)))
-    assert refusal(lambda: tfdist.export_model(fixed, tmp_path)).code == "no-samples"
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        tfdist.export_model(fixed, tmp_path)
+    assert "pass samples=" in "".join(error.value.__notes__)
     x = np.ones((2, 3), "float32")
     to_sparse = {"call": lambda self, x: tf.sparse.from_dense(x)}
     sparse = type("Sparse", (keras.Model,), to_sparse)(name="sparse")
@@ -486,7 +464,7 @@ def test_what_a_layer_has_learned_by_adapt_is_published_or_refused(tmp_path):
         ([".", "out"], "not-a-source"),
         ([".", "out", "--model", "none.py:make"], "not-a-model"),
         ([".", "out", "--step", "3", "--best"], "exclusive"),
-        (["a.keras", "out", "--precison", "int8"], "unknown-flag"),
+        (["a.keras", "out", "--versoin", "8"], "unknown-flag"),
         (["a.keras", "out", "--samples", "none.npy"], "no-file"),
     ],
 )

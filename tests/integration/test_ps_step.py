@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.tools.traffic import Link, traffic
 from tfdist.data import ArraySource
-from tfdist.outputs.display import ps_cost_lines
 from tfdist.ps import members, messages
 from tfdist.ps.engine import UpdateClock
 from tfdist.ps.keras_compat import taken
-from tfdist.ps.messages import Places, outermost, read_together, sent_together
-from tfdist.ps.profile import PsProfile, TrafficLink, traffic
+from tfdist.ps.messages import outermost, read_together, sent_together, tasks_of_captures
 from tfdist.strategy import job_of
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.feed import GraphFeed, Order
@@ -36,7 +35,7 @@ def sent(build):
     """What the graph that `build` makes sends: tensors, bytes and unknown ones by its ends."""
     with tf.Graph().as_default() as graph:
         build()
-        links = traffic(graph.get_operations(), Places({}))
+        links = traffic(graph.get_operations(), {})
     return {ends: (link.tensors, link.size_bytes, link.unknown) for ends, link in links.items()}
 
 
@@ -149,14 +148,14 @@ class Reading:
 @pytest.mark.parametrize(
     ("together", "of_ps_0", "of_ps_1"),
     [
-        (False, TrafficLink(tensors=5, size_bytes=4 * (15 + 5 + 2 * 20_000 + 5)), 4),
-        (True, TrafficLink(tensors=3, size_bytes=4 * (15 + 5 + 20_000 + 5)), 2),
+        (False, Link(tensors=5, size_bytes=4 * (15 + 5 + 2 * 20_000 + 5)), 4),
+        (True, Link(tensors=3, size_bytes=4 * (15 + 5 + 20_000 + 5)), 2),
     ],
 )
 def test_what_is_small_comes_together_and_what_is_large_once(together, of_ps_0, of_ps_1):
     with tf.Graph().as_default():
         graph = Reading(PS).traced(tf.zeros([2, 3]), together=together).graph
-        links = traffic(graph.get_operations(), Places.of_captures(graph))
+        links = traffic(graph.get_operations(), tasks_of_captures(graph))
     assert links["ps-0", "worker"] == of_ps_0  # the bias once more, after it was written
     assert links["ps-1", "worker"].tensors == of_ps_1  # the shift too
 
@@ -239,28 +238,6 @@ def test_a_server_keeps_the_memory_of_freed_tensors(monkeypatch):
     assert faults("kept") < 1000
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")  # the user's word goes before ours
     assert faults("given back") > 40_000
-
-
-def step(begin_s, *parts_s):
-    """A row of `Phases.end`: the parts of a step that was begun at a time."""
-    return [*parts_s, begin_s, begin_s + sum(parts_s)]
-
-
-def test_the_parts_of_a_step_add_up_and_the_first_unit_is_left_out():
-    profile = PsProfile()
-    profile.add([(0, np.array([step(0, 9, 9, 9, 9)]))], wall_s=50)
-    assert ps_cost_lines(profile.summary()) == ["what a step costs: too few steps to tell"]
-    units = [
-        np.array([step(10, 0, 1, 2, 1), step(15, 0, 1, 2, 1)]),  # a second between the two
-        np.array([step(22, 0, 3, 2, 1), step(28, 0, 3, 2, 1)]),
-    ]
-    profile.add([(0, units[1]), (0, units[0])], wall_s=31)
-    found = profile.summary()["workers"]["worker-0"]
-    waiting_s = (31 - 9 - 12) / 4
-    assert found["median_ms"] == pytest.approx(5000)
-    columns = [0, 2, 2, 1, 0.25, waiting_s, 31 / 4]
-    shown = [f"{1000 * seconds:.2f}" for seconds in columns]
-    assert ps_cost_lines(profile.summary())[2].split() == ["worker-0", "4", *shown]
 
 
 # How stale a step was: which updates of others count, and for which writes a clock waits.

@@ -13,7 +13,6 @@ from tests.multiprocess.programs import zoo
 from tests.multiprocess.test_training import assert_as_on_one_device, assert_exported
 from tests.multiprocess.trainings import PROGRAMS, launch
 from tests.multiprocess.warm import as_it_comes, forked
-from tfdist.outputs.display import PS_COLUMNS
 
 pytestmark = pytest.mark.slow
 
@@ -52,10 +51,9 @@ def test_variables_are_balanced_by_bytes_and_slots_are_beside_them(two_ps):
         assert held <= int(told[ps + 1].replace(",", "")) <= held + 16
 
 
-def test_more_servers_than_variables_is_said_and_not_refused(two_ps):
-    seen, said = two_ps[0]["waste"], two_ps[1]
+def test_more_servers_than_variables_are_not_refused(two_ps):
+    seen = two_ps[0]["waste"]
     assert seen["losses"]
-    assert "ps: received 2 for a model whose weights are on 1 of them; ps-1: next to" in said
     # On whichever server the model is.
     assert seen["staleness"] == {"0": 10, "1": 10}
 
@@ -147,26 +145,8 @@ def test_a_checkpoint_and_a_file_do_not_depend_on_the_number_of_servers(tmp_path
     assert seen["evaluated"] == pytest.approx(evaluated, rel=1e-5)
 
 
-def test_a_profile_counts_the_bytes_that_cross_the_network(tmp_path):
+def test_a_step_sends_the_weights_and_their_gradients_once(tmp_path):
     # In a network of its own, so that nothing else crosses its loopback.
-    isolated = {"flags": ("--profile_ps", "--isolate"), "start": as_it_comes}
-    seen, said = job(tmp_path, "profile", ps=2, **isolated)
-    summary = seen["profile"]["summary"]
-    links, size = summary["links"], (1000 * 250 + 250) * 4
-    read = sum(link["size_bytes"] for ends, link in links.items() if ends.endswith("to worker"))
-    written = sum(link["size_bytes"] for ends, link in links.items() if ends.startswith("worker"))
-    assert size <= read <= size + 64  # the weights once each, and some numbers
-    assert size <= written <= size + 64
-    assert read + written <= seen["profile"]["crossed"] <= 1.1 * (read + written)
-
-    assert set(summary["workers"]) == {"worker-0", "worker-1"}
-    for costs in summary["workers"].values():
-        parts = [costs[f"{name}_ms"] for name in PS_COLUMNS[:-1]]
-        assert min(parts) >= 0
-        assert costs["step_ms"] == pytest.approx(sum(parts))
-        assert costs["read_ms"] > 0
-        assert costs["compute_ms"] > 0
-        assert costs["write_ms"] > 0
-    assert "what a step costs, in ms" in said
-    for link in links.values():
-        assert f"{link['size_bytes']:,} bytes in {link['tensors']} tensors" in said
+    seen, _ = job(tmp_path, "traffic", ps=2, flags=("--isolate",), start=as_it_comes)
+    size = (1000 * 250 + 250) * 4
+    assert 2 * size <= seen["traffic"] <= 1.1 * 2 * size

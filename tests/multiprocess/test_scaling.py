@@ -35,10 +35,6 @@ def test_a_job_is_measured_and_its_row_and_picture_are_made(tmp_path):
     assert row["examples_per_second"]["median"] == summary["examples_per_second"] > 0
     assert row["last_loss"]["median"] <= table["loss"]
     assert row["seconds_to_loss"]["median"] > 0
-    assert row["step_ms"]["compute"] > 0
-    assert row["sent_bytes"]["read"] == pytest.approx(row["sent_bytes"]["write"], rel=0.01)
-    assert table["cost_model"] is None
-    assert "no cost model: --shapes: received 1W1PS to fit a model to" in done.stderr
     assert matplotlib.image.imread(out / "scaling.png").shape[0] == 600
     assert str(out / "scaling.png") in done.stdout
 

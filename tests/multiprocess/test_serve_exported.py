@@ -17,11 +17,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow_serving.apis import (
-    model_service_pb2_grpc,
     predict_pb2,
     prediction_service_pb2_grpc,
 )
-from tensorflow_serving.apis.get_model_status_pb2 import GetModelStatusRequest
 
 import tfdist
 from benchmarks import load
@@ -101,18 +99,15 @@ def test_an_export_and_then_the_next_one_is_served(tmp_path):
         assert max(digits) <= 12, answer  # of a float32, not of the double next to it
         second = export(tmp_path / "served", seed=2)
         running.wait_for("m: version 2 is served")
-        request, status_request = predict_pb2.PredictRequest(), GetModelStatusRequest()
-        request.model_spec.name = status_request.model_spec.name = "m"
+        request = predict_pb2.PredictRequest()
+        request.model_spec.name = "m"
         request.inputs["features"].CopyFrom(tf.make_tensor_proto(X))
         with grpc.insecure_channel(running.grpc) as channel:
             stub = prediction_service_pb2_grpc.PredictionServiceStub(channel)
             response = stub.Predict(request, timeout=DEADLINE_S)
-            models = model_service_pb2_grpc.ModelServiceStub(channel)
-            states = models.GetModelStatus(status_request).model_version_status
         assert response.model_spec.version.value == 2
         found = tf.make_ndarray(response.outputs["scores"])
         np.testing.assert_allclose(found, second, atol=1e-6)
-        assert [one.version for one in states] == [2]
         url = "http://{}:{}/v1/models/m".format(*running.rest)
         words = [url, "--grpc", running.grpc, "--seconds", "0.5", "--warm_up_s", "0"]
         assert load.main(words) == 0, "a request made from the signature is answered"

@@ -9,7 +9,7 @@ from tfdist.outputs.run_directory import RunDirectory
 
 DEADLINE_S = 240
 JOBS = {
-    "ps": ["--strategy", "ps", "--workers", "2", "--ps", "1", "--profile_ps"],
+    "ps": ["--strategy", "ps", "--workers", "2", "--ps", "1"],
     "multiworker": ["--strategy", "multiworker", "--workers", "2"],
 }
 
@@ -20,7 +20,7 @@ def test_the_digits_are_learned_and_a_second_start_is_told(kind, tmp_path):
     run_dir = tmp_path / "run"
     job = (*JOBS[kind], "--")
     flags = ("--config.total_examples=14400", "--config.checkpoints=5", "--config.seed=1")
-    said = launch(run_dir, *job, *flags, timeout_s=DEADLINE_S)
+    launch(run_dir, *job, *flags, timeout_s=DEADLINE_S)
     summary = RunDirectory(run_dir).read_summary()
     assert summary is not None
     assert (summary["status"], summary["strategy"]) == ("done", kind)
@@ -31,9 +31,6 @@ def test_the_digits_are_learned_and_a_second_start_is_told(kind, tmp_path):
         lines = RunDirectory(run_dir).read_metrics()
         assert [sum(line["worker_steps"].values()) for line in lines] == [45, 90, 135, 180, 225]
         assert summary["ps_bytes"]["ps-0"] > 0
-        steps = [costs["steps"] for costs in summary["ps_profile"]["workers"].values()]
-        assert 0 < sum(steps) < 225
-        assert "what a step costs, in ms" in said
     assert summary["metrics"]["val_accuracy"] > 0.95
     names = {"config.json", "metrics.jsonl", "metrics.png", "report.json", "checkpoints", "logs"}
     assert names <= set(os.listdir(run_dir))

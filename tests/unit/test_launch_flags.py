@@ -92,7 +92,6 @@ MISTAKES = {
     ],
     ("--hosts", "exclusive"): ["--strategy single --hosts a,b", "--hosts a,b --strategy mirrored"],
     ("--min_workers", "no-ps"): ["--min_workers 2"],
-    ("--profile_ps", "LCH001"): ["--profile_ps"],
     ("--split_bytes", "LCH001"): ["--split_bytes 9"],
     ("--metrics_port", "exclusive"): ["--metrics_port 9100 --isolate"],
     ("-m", "no-value"): ["-m", "-m --workers"],

@@ -90,14 +90,14 @@ def test_the_numbers_asked_for_decide_on_the_strategy_and_tasks_start_with_the_c
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_each_task_is_told_its_own_part_of_one_cluster_and_what_was_asked_for(is_terminal):
     line = "--ps 1 --workers 2 --threads_per_task 3 --startup_timeout_s 7"
-    specs = planned(f"{line} --split_bytes 4096 --profile_ps", is_terminal=is_terminal)
+    specs = planned(f"{line} --split_bytes 4096", is_terminal=is_terminal)
     configs = {name: decode(spec.env["TF_CONFIG"]) for name, spec in specs.items()}
     assert [str(config.task) for config in configs.values()] == list(specs)
     assert len({config.cluster for config in configs.values()}) == 1
     (options,) = {config.options for config in configs.values()}
     assert (options.strategy, options.run_dir, options.attempt) == ("ps", "/runs/a b", 3)
     assert (options.startup_timeout_s, options.threads_per_task) == (7, 3)
-    assert (options.split_bytes, options.profile_ps) == (4096, True)
+    assert options.split_bytes == 4096
     assert options.terminal is is_terminal
 
 

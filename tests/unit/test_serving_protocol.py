@@ -1,7 +1,6 @@
 """Frames, addresses and bodies that the front reads without a model."""
 
 import contextlib
-import gzip
 
 import pytest
 from hypothesis import given
@@ -58,23 +57,6 @@ def test_a_reason_is_the_line_that_says_why():
     text = "Graph execution error:\n\nChecksum does not match\n\t [[{{node RestoreV2}}]]"
     assert protocol.reason_of(ValueError(text)) == "Checksum does not match"
     assert protocol.reason_of(ValueError()) == "ValueError"
-
-
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        (gzip.compress(bytes(6)), "The request has more than 5 bytes"),
-        (gzip.compress(b"1")[:-1], "The body is not gzip: "),
-        (gzip.compress(b"1") + b"2", "The body is not gzip: "),
-        (gzip.compress(b"1")[:10] + b"\xff" * 9, "The body is not gzip: "),
-        (b"{}", "The body is not gzip: "),
-    ],
-    ids=range(5),
-)
-def test_a_body_that_is_not_gzip_is_refused(body, text):
-    assert protocol.unzipped(gzip.compress(b"12345"), most=5) == b"12345"
-    with pytest.raises(RequestError, match=text):
-        protocol.unzipped(body, most=5)
 
 
 @given(st.binary(max_size=60))

@@ -172,9 +172,7 @@ def test_a_cluster_of_ray_that_is_not_there_is_one_line(tmp_path, capsys, monkey
         ([".", "--tls_cert", __file__], "half-tls"),
         ([".", "--tls_cert", __file__, "--tls_key", __file__], "no-file"),
         ([".", "--token", __file__], "readable-by-others"),
-        ([".", "--access_log", "no/such/directory/log"], "not-writable"),
         (["."], "no-version"),
-        (["none"], "no-directory"),
     ],
 )
 def test_a_service_that_cannot_be_is_refused(words, code, tmp_path, monkeypatch):
@@ -183,6 +181,12 @@ def test_a_service_that_cannot_be_is_refused(words, code, tmp_path, monkeypatch)
     (tmp_path / "secret").write_text("x")
     (tmp_path / "secret").chmod(0o600)
     assert refusal(lambda: serve._serve(words)).code == code
+
+
+def test_a_directory_that_is_not_there_is_one_line(tmp_path, capsys):
+    assert serve.main([str(tmp_path / "none")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"cannot read {tmp_path}/none: No such file or directory")
 
 
 @pytest.mark.parametrize(

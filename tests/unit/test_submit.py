@@ -64,7 +64,6 @@ EXAMPLES = {
     "ports": ("--workers 2", "20000-20100"),
     "run_dir": ("", "/scratch/other"),
     "split_bytes": ("--ps 1", "77"),
-    "profile_ps": ("--ps 1", ""),
     "stages": ("--strategy pipeline --workers 14", "7"),
 }
 

@@ -368,13 +368,13 @@ def test_who_knows_better_how_often_a_task_was_started_says_so():
 
 FLAGS = "--run_dir /runs/x --startup_timeout_s 90 --devices_per_worker 2 "
 SAID: dict[str, Any] = {"run_dir": "/runs/x", "startup_timeout_s": 90.0, "devices_per_worker": 2}
-OF_PS = {"strategy": "ps", "min_workers": 1, "split_bytes": 4_000_000, "profile_ps": True}
+OF_PS = {"strategy": "ps", "min_workers": 1, "split_bytes": 4_000_000}
 
 
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [
-        (PS + "--min_workers 1 --split_bytes 4000000 --profile_ps ", OF_PS),
+        (PS + "--min_workers 1 --split_bytes 4000000 ", OF_PS),
         ("--stages 2 --workers 4 ", {"strategy": "pipeline", "stages": 2}),
         ("", {}),
     ],

@@ -124,7 +124,6 @@ def configs(draw):
         startup_timeout_s=draw(st.floats(0, 1e9, exclude_min=True)),
         run_dir=draw(st.none() | st.text(min_size=1).filter(lambda s: s.strip() and "\0" not in s)),
         attempt=draw(st.integers(1, 2**31 - 1)),
-        profile_ps=draw(st.booleans()),
         terminal=draw(st.booleans()),
         **{name: draw(st.none() | st.integers(1, 2**31 - 1)) for name in counts},
     )

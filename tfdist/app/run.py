@@ -282,12 +282,10 @@ def _ps_summary(model: keras.Model, job: Job) -> dict[str, Any]:
     from tfdist.ps.workers import worker_pool_of
 
     pool = worker_pool_of(job.strategy)
-    profiled = job.config is not None and job.config.options.profile_ps
     return {
         "worker_steps": _worker_steps(),
         **pool.account.summary(),
         "ps_bytes": bytes_on_servers(model, job.strategy),
-        **({"ps_profile": pool.profile.summary()} if profiled else {}),
     }
 
 

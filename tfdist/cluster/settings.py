@@ -29,8 +29,8 @@ LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 
 RUN_DIR, STARTUP_TIMEOUT_S = "TFDIST_RUN_DIR", "TFDIST_STARTUP_TIMEOUT_S"
 DEVICES_PER_WORKER, MIN_WORKERS = "TFDIST_DEVICES_PER_WORKER", "TFDIST_MIN_WORKERS"
-SPLIT_BYTES, PROFILE_PS = "TFDIST_SPLIT_BYTES", "TFDIST_PROFILE_PS"
-EVALUATOR, STAGES = "TFDIST_EVALUATOR", "TFDIST_STAGES"
+SPLIT_BYTES, EVALUATOR = "TFDIST_SPLIT_BYTES", "TFDIST_EVALUATOR"
+STAGES = "TFDIST_STAGES"
 
 RESTARTS, UNCOUNTED_RESTARTS = "TFDIST_RESTARTS", "TFDIST_RESTARTS_UNCOUNTED"
 """How often a task was started before; Kubernetes has two counts of it in an indexed Job."""
@@ -43,7 +43,6 @@ FLAGS = {
     "evaluator": EVALUATOR,
     "ports": PORTS,
     "split_bytes": SPLIT_BYTES,
-    "profile_ps": PROFILE_PS,
     "stages": STAGES,
 }
 """The variable of each flag of the launcher that ``tfdist.submit`` sets in tasks."""
@@ -98,7 +97,6 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
         devices_per_worker=integer(environ, DEVICES_PER_WORKER, least=1),
         min_workers=integer(environ, MIN_WORKERS, least=1),
         split_bytes=integer(environ, SPLIT_BYTES, least=1),
-        profile_ps=bool(integer(environ, PROFILE_PS, most=1)),
         stages=stages,
     )
 

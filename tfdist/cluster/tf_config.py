@@ -249,8 +249,6 @@ class JobOptions:
     """Above how many bytes a trainable variable is divided over the ps; None divides none."""
     stages: int | None = None
     """Stages of each pipeline of a job; None for one pipeline of all tasks."""
-    profile_ps: bool = False
-    """Whether a ps job measures what its steps cost; see docs/ps.md."""
     terminal: bool = False
     """Whether what a task prints is shown on a terminal, where a line may be written over."""
 
@@ -272,7 +270,7 @@ class JobOptions:
         object.__setattr__(self, "startup_timeout_s", seconds)
         is_path = isinstance(self.run_dir, str) and bool(self.run_dir.strip())
         kinds = {"run_dir": (self.run_dir is None or is_path, "the path of a directory, or null")}
-        for name in ("evaluator", "profile_ps", "terminal"):
+        for name in ("evaluator", "terminal"):
             kinds[name] = (isinstance(getattr(self, name), bool), "true or false")
         for name, (is_right, expected) in kinds.items():
             if not is_right:

@@ -130,9 +130,6 @@ class LaunchOptions:
     split_bytes: int | None = _option(
         None, "N", "divide trainable variables of more bytes over the ps of a ps job (none)"
     )
-    profile_ps: bool = _option(
-        False, "", "measure what the steps of a ps job cost, and say it at the end"
-    )
     isolate: bool = _option(
         False, "", "run the job in a network of its own, whose ports no other process reaches"
     )
@@ -205,7 +202,6 @@ def _check_together(options: LaunchOptions) -> None:
         ("ps", strategy in ("auto", "ps"), "ps", "exclusive"),
         ("stages", strategy == "pipeline", "pipeline", "out-of-range"),
         ("split_bytes", is_ps, "ps", "LCH001"),
-        ("profile_ps", is_ps, "ps", "LCH001"),
         ("min_workers", is_ps or hosts is not None or options.on is not None, "ps", "no-ps"),
     ):
         value = getattr(options, flag)

@@ -114,7 +114,6 @@ class JobDescription:
             threads_per_task=options.threads_per_task,
             split_bytes=options.split_bytes,
             stages=(options.stages or options.workers) if self.strategy == "pipeline" else None,
-            profile_ps=options.profile_ps,
             terminal=self.is_terminal,
         )
         gpus = _divide_gpus(self, attempt.tasks)

@@ -306,36 +306,3 @@ def _draw_panel(axes: Any, lines: Sequence[Mapping[str, Any]], name: str) -> Non
     axes.xaxis.get_major_locator().set_params(integer=True)
     if axes.lines:
         axes.legend(frameon=False, fontsize=9)
-
-
-# Table of the costs of a ps job's steps.
-
-
-PS_COLUMNS = ("input", "read", "compute", "write", "between", "waiting", "step")
-
-
-def show_ps_costs(profile: Mapping[str, Any]) -> None:
-    """Print the table."""
-    print("\n".join(ps_cost_lines(profile)), flush=True)
-
-
-def ps_cost_lines(profile: Mapping[str, Any]) -> list[str]:
-    """Return the table of `tfdist.ps.profile.PsProfile.summary`, line by line."""
-    workers = profile["workers"]
-    if not workers:
-        return ["what a step costs: too few steps to tell"]
-    text = ["what a step costs, in ms, as means that add up"]
-    text.append(f"  {'':<10} {'steps':>8} " + " ".join(f"{name:>9}" for name in PS_COLUMNS))
-    for name, costs in workers.items():
-        cells = " ".join(_cost(costs.get(f"{column}_ms")) for column in PS_COLUMNS)
-        text.append(f"  {name:<10} {costs['steps']:>8,} {cells}")
-    text.append("what a step sends")
-    for ends, link in profile["links"].items():
-        more = f", and {link['unknown']} of unknown size" if link["unknown"] else ""
-        known = link["tensors"] - link["unknown"]
-        text.append(f"  {ends:<18} {link['size_bytes']:>14,} bytes in {known} tensors{more}")
-    return text
-
-
-def _cost(value: float | None) -> str:
-    return f"{'-' if value is None else f'{value:.2f}':>9}"

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,8 +39,6 @@ _MOST_SEGMENTS = 8
 _PLACES_A_STAGE = 8
 _LEADS = (0.0, 0.5, 1.0)
 
-Assignment = tuple[int, ...]
-"""The stage of each node of a `LayerGraph`."""
 MOST_DRAWS = 2**30
 """Numbers of draws from there on are those of no seed generator."""
 LossOfOutputs = Callable[[list[tf.Tensor]], tf.Tensor]
@@ -50,19 +47,12 @@ LossOfOutputs = Callable[[list[tf.Tensor]], tf.Tensor]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CutPoint:
-    """A place in the model where it can be cut.
-
-    Attributes:
-      position: the cut is behind the node of this index.
-      name: of the layer before it.
-      num_tensors: how many tensors cross.
-      example_bytes: bytes of one example that cross, there and back; an unknown length counts 1.
-    """
+    """A place behind the node of an index, where the model can be cut, and what crosses it."""
 
     position: int
-    name: str
+    name: str  # of the layer before it
     num_tensors: int
-    example_bytes: int
+    example_bytes: int  # there and back; an unknown length counts 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -70,8 +60,6 @@ class ModelPart:
     """One stage of a model.
 
     Attributes:
-      index: of the stage.
-      is_last: whether it ends in the model's outputs.
       module: takes a flat list, `received` and then `inputs`; returns a flat list of what it makes.
         Its layers are the model's own.
       received: symbolic tensors that come from the stage before.
@@ -104,7 +92,6 @@ class LayerGraph:
     """Calls of layers of a built model, each after those that it depends on.
 
     Attributes:
-      model: the model.
       functional: what holds its graph; the model itself, or what a Sequential has inside. Layers of
         models inside the model are in place of those.
       nodes: Keras' nodes; a layer that is used twice has two.
@@ -115,7 +102,17 @@ class LayerGraph:
 
     def __init__(self, model: keras.Model) -> None:
         self.model = model
-        functional, self._inside = _in_place(_functional(model))
+        functional = _graph_inside(model)
+        if functional is None:
+            state = "not built" if isinstance(model, keras.Sequential) else "with its own call"
+            raise UsageError(
+                f"model {model.name!r}",
+                received=f"a {type(model).__name__} {state}",
+                expected="a functional model, or a Sequential whose input has a shape",
+                fix="make it of keras.Input and layers, or train it under another strategy",
+                code="no-layer-graph",
+            )
+        functional, self._inside = _in_place(functional)
         by_depth = functional._nodes_by_depth  # `operations` loses the calls of a layer used twice
         nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
         self.nodes: list[Any] = [node for node in nodes if not node.is_input]
@@ -123,14 +120,28 @@ class LayerGraph:
         self.functional = functional
         self.inputs: list[Any] = list(functional.inputs)
         self.outputs: list[Any] = list(functional.outputs)
+        self._users: dict[int, list[int]] = {}  # nodes that use each variable, by its `id`
+        for i, node in enumerate(self.nodes):
+            for variable in _variables(node.operation):
+                self._users.setdefault(id(variable), []).append(i)
         self._made_by = {id(t): i for i, n in enumerate(self.nodes) for t in n.output_tensors}
-        generators = dict.fromkeys(g for node in self.nodes for g in _generators(node.operation))
+        layers = [layer for node in self.nodes for layer in _layers_of(node.operation)]
+        generators = dict.fromkeys(
+            id(g) for layer in layers for g in getattr(layer, "_seed_generators", ())
+        )
         self._draws = {
             key: range(first, MOST_DRAWS, len(generators))
             for first, key in enumerate(generators, 1)
         }
-        for node in self.nodes:
-            _require_no_state(node.operation)
+        stateful = [layer.name for layer in layers if getattr(layer, "stateful", False)]
+        require(
+            not stateful,
+            f"layer {next(iter(stateful), '')!r}",
+            received="stateful=True under strategy pipeline",
+            expected="layers that keep no state from one batch to the next",
+            fix="leave stateful out, or train under another strategy",
+            code="stateful-layer",
+        )
 
     @property
     def digest(self) -> str:
@@ -142,28 +153,14 @@ class LayerGraph:
         ]
         return hashlib.sha256(repr(calls).encode()).hexdigest()[:16]
 
-    def is_trainable(self, low: int, high: int) -> bool:
-        """Return whether the nodes ``[low, high)`` have trainable weights."""
-        return any(v.trainable for n in self.nodes[low:high] for v in _variables(n.operation))
-
     def places(self) -> list[CutPoint]:
-        """Return where the model can be cut in two, in order.
-
-        Not where a variable is used on both sides, a layer that makes what crosses is called again
-        behind, or a ragged or sparse tensor crosses. Of neighbouring places that the same tensors
-        cross, the first.
-        """
+        """Return the places of cuts, in order, the first of those that the same tensors cross."""
         found: list[CutPoint] = []
-        spans = [(min(users), max(users)) for users in self._users().values()]
         before: set[int] = set()
         for position in range(len(self.nodes) - 1):
-            tensors = self.crossing(self.behind([position]), stage=0)
+            tensors = self.crossing(position)
             ids = {id(t) for t in tensors}
-            if ids == before or any(low <= position < high for low, high in spans):
-                continue
-            if self._called_again(tensors, self.behind([position]), 0) or any(
-                map(_uneven, tensors)
-            ):
+            if ids == before or not self._may_be_cut(position, tensors):
                 continue
             before = ids
             found.append(
@@ -178,7 +175,7 @@ class LayerGraph:
 
     def widest_share(self) -> str:
         """Return which layers, far from each other, share a variable; empty if none do."""
-        users = self._users()
+        users = self._users
         key = max(users, key=lambda key: users[key][-1] - users[key][0], default=None)
         if key is None or users[key][0] == users[key][-1]:
             return ""
@@ -189,20 +186,10 @@ class LayerGraph:
             return f"layer {named(names)} is called {len(nodes)} times with {path!r}"
         return f"layers {named(names)} share {path!r} and must be in one stage"
 
-    def behind(self, positions: Sequence[int]) -> Assignment:
-        """Return the assignment with a cut behind each of these nodes."""
-        return tuple(sum(i > cut for cut in positions) for i in range(len(self.nodes)))
+    def behind_layers(self, names: Sequence[str]) -> list[int]:
+        """Return the positions of cuts behind the (last) call of each named layer.
 
-    def divided_behind(self, assignment: Assignment, positions: Sequence[int]) -> Assignment:
-        """Return the assignment with its stages divided behind these nodes, too."""
-        keys = [(stage, sum(i > p for p in positions)) for i, stage in enumerate(assignment)]
-        ranks = {key: rank for rank, key in enumerate(sorted(set(keys)))}
-        return tuple(ranks[key] for key in keys)
-
-    def behind_layers(self, names: Sequence[str]) -> Assignment:
-        """Return the assignment with a cut behind the (last) call of each named layer.
-
-        Behind the last layer of a model inside the model, where that is named.
+        Behind the last layer of a model inside the model, if that is named.
         """
         last = {
             name: i
@@ -212,70 +199,57 @@ class LayerGraph:
         for name in names:
             fix = "name the last layer of each stage but the last one"
             require_one_of("cut", name, last, fix=fix, code="unknown-layer")
-        return self.behind([last[name] for name in names])
+        return sorted(last[name] for name in names)
 
-    def by_patterns(self, patterns: Mapping[str, int]) -> Assignment:
-        """Return the stages of layers by regular expressions over their paths; the first counts.
-
-        A layer that none matches is in the latest stage that it depends on.
-        """
-        assignment: list[int] = []
-        used: set[str] = set()
-        for node in self.nodes:
-            path = getattr(node.operation, "path", None) or node.operation.name
-            if around := self._models_around(node):
-                path = "/".join([*around, node.operation.name])
-            pattern = next((p for p in patterns if re.search(p, path)), None)
-            if pattern is None:
-                assignment.append(max([assignment[i] for i in self._reads(node)], default=0))
-            else:
-                used.add(pattern)
-                assignment.append(patterns[pattern])
-        unused = [pattern for pattern in patterns if pattern not in used]
-        require(
-            not unused,
-            "cut",
-            received=f"{', '.join(map(repr, unused))}, which counts for no layer",
-            expected="regular expressions that match paths of layers",
-            fix="correct it, or put it before a more general one",
-            code="unknown-layer",
-        )
-        return tuple(assignment)
-
-    def crossing(self, assignment: Assignment, *, stage: int) -> list[Any]:
-        """Return the tensors made up to `stage` and used after it; inputs each stage reads."""
-        needed: dict[int, Any] = {}
-        for i, node in enumerate(self.nodes):
-            if assignment[i] > stage:
-                needed.update((id(t), t) for t in node.input_tensors)
+    def crossing(self, position: int) -> list[Any]:
+        """Return the tensors made up to a node and used after it."""
+        needed = {id(t): t for node in self.nodes[position + 1 :] for t in node.input_tensors}
         needed.update((id(t), t) for t in self.outputs)
-        made = self._made_by
-        return [t for k, t in needed.items() if k in made and assignment[made[k]] <= stage]
+        made_by = self._made_by
+        return [t for key, t in needed.items() if made_by.get(key, len(self.nodes)) <= position]
 
-    def cut(self, assignment: Assignment, *, num_stages: int) -> list[ModelPart]:
-        """Return the stages.
+    def cut(self, positions: Sequence[int]) -> list[ModelPart]:
+        """Return the stages between cuts behind these nodes, in order.
 
         Raises:
-          UsageError: a stage has no weights, needs what a later one makes, or shares a variable
-            with another one.
+          UsageError: a cut is at none of the `places`, or a stage has no weights.
         """
-        self._require_possible(assignment, num_stages=num_stages)
-        return self.divided(assignment, num_stages=num_stages)
+        for position in positions:
+            if not self._may_be_cut(position, self.crossing(position)):
+                name = self.nodes[position].operation.name
+                raise UsageError(
+                    "cut",
+                    received=f"a cut behind {name!r}, which divides layers that share weights or"
+                    " calls of one layer, or which a ragged or sparse tensor crosses",
+                    expected=f"a cut behind {named(repr(place.name) for place in self.places())}",
+                    fix="name one of these layers",
+                    code="no-place",
+                )
+        stages = runs(positions, len(self.nodes))
+        empty = [k for k, run in enumerate(stages) if not self.is_trainable(run)]
+        require(
+            not empty,
+            "cut",
+            received=f"stage {next(iter(empty), 0)} of {len(stages)}, without trainable weights",
+            expected="layers with weights in each stage",
+            fix="cut elsewhere, or ask for fewer stages",
+            code="empty-stage",
+        )
+        return self.divided(positions)
 
-    def divided(self, assignment: Assignment, *, num_stages: int) -> list[ModelPart]:
+    def divided(self, positions: Sequence[int]) -> list[ModelPart]:
         """Return the parts as `cut` does, without a look at their weights."""
-        crossing = [self.crossing(assignment, stage=k) for k in range(num_stages - 1)]
+        crossing = [self.crossing(position) for position in positions]
         received, sent = [[], *crossing], [*crossing, self.outputs]
         with _graph_kept([*self.nodes, *self._inputs]):
             return [
-                self._part(assignment, k, received=received[k], sent=sent[k])
-                for k in range(num_stages)
+                self._part(k, self.nodes[run], received=received[k], sent=sent[k])
+                for k, run in enumerate(runs(positions, len(self.nodes)))
             ]
 
     def _part(
-        self, assignment: Assignment, k: int, *, received: list[Any], sent: list[Any]
+        self, k: int, mine: Sequence[Any], *, received: list[Any], sent: list[Any]
     ) -> ModelPart:
-        mine = [node for i, node in enumerate(self.nodes) if assignment[i] == k]
         used = {id(t) for t in [t for node in mine for t in node.input_tensors] + sent}
         inputs = tuple(i for i, t in enumerate(self.inputs) if id(t) in used)
         given = [*received, *(self.inputs[i] for i in inputs)]
@@ -298,88 +272,25 @@ class LayerGraph:
             draws=self._draws,
         )
 
-    def _require_possible(self, assignment: Assignment, *, num_stages: int) -> None:
-        for i, node in enumerate(self.nodes):
-            late = [j for j in self._reads(node) if assignment[j] > assignment[i]]
-            if late:
-                raise UsageError(
-                    "cut",
-                    received=f"layer {node.operation.name!r} in stage {assignment[i]}, which needs"
-                    f" {self.nodes[late[0]].operation.name!r} in stage {assignment[late[0]]}",
-                    expected="layers in stages no earlier than those that they depend on",
-                    fix="move one of the two",
-                    code="stage-order",
-                )
-        variables = {id(v): v for node in self.nodes for v in _variables(node.operation)}
-        weighty: set[int] = set()
-        for key, users in self._users().items():
-            stages = sorted({assignment[i] for i in users})
-            weighty |= set(stages) if variables[key].trainable else set()
-            if len(stages) > 1:
-                raise UsageError(
-                    "cut",
-                    received=f"{variables[key].path!r} in stages {stages[0]} and {stages[-1]}",
-                    expected="each variable in one stage",
-                    fix="cut where the layers that share it are on one side",
-                    code="tied-weights",
-                )
-        for stage in range(num_stages - 1):
-            again = self._called_again(self.crossing(assignment, stage=stage), assignment, stage)
-            require(
-                not again,
-                "cut",
-                received=f"layer {again!r}, whose output stage {stage} sends, called after it, too",
-                expected="what crosses made by a layer that is not called again",
-                fix="cut one layer before it or behind it",
-                code="shared-layer",
-            )
-            uneven = next(filter(_uneven, self.crossing(assignment, stage=stage)), None)
-            require(
-                uneven is None,
-                "cut",
-                received=f"a cut behind {getattr(uneven, 'name', '')!r}, a ragged or sparse tensor",
-                expected="dense tensors between stages",
-                fix="cut behind the layer that makes it dense",
-                code="ragged-cut",
-            )
-        empty = sorted(set(range(num_stages)) ^ weighty)
-        require(
-            not empty,
-            "cut",
-            received=f"stage {empty[0] if empty else 0} of {num_stages}, without trainable weights",
-            expected="layers with weights in each stage",
-            fix="cut elsewhere, or ask for fewer stages",
-            code="empty-stage",
-        )
+    def is_trainable(self, run: slice) -> bool:
+        """Return whether a run of nodes has trainable weights."""
+        return any(v.trainable for n in self.nodes[run] for v in _variables(n.operation))
 
-    def _users(self) -> dict[int, list[int]]:
-        """Return the nodes that use each variable, by its `id`."""
-        users: dict[int, list[int]] = {}
-        for i, node in enumerate(self.nodes):
-            for variable in _variables(node.operation):
-                users.setdefault(id(variable), []).append(i)
-        return users
+    def _may_be_cut(self, position: int, tensors: Sequence[Any]) -> bool:
+        """Return whether these tensors may cross a cut behind a node.
 
-    def _called_again(self, tensors: Sequence[Any], assignment: Assignment, stage: int) -> str:
-        """Return the name of a layer that made one of the tensors and is called after `stage`.
-
-        Keras would take its call for the input that stands for the tensor (`clone_graph_nodes`).
+        Keras would take the second call of a layer that made one of them for the input that stands
+        for the tensor (`clone_graph_nodes`).
         """
         makers = {id(t._keras_history.operation) for t in tensors}
-        nodes = (n for n, its in zip(self.nodes, assignment, strict=True) if its > stage)
-        return next((n.operation.name for n in nodes if id(n.operation) in makers), "")
+        behind = {id(node.operation) for node in self.nodes[position + 1 :]}
+        divided = any(users[0] <= position < users[-1] for users in self._users.values())
+        is_dense = not any(t.sparse or t.ragged for t in tensors)
+        return is_dense and not divided and not makers & behind
 
     def _models_around(self, node: Any) -> tuple[str, ...]:
         """Return the names of the models inside the model that a call is in, outermost first."""
         return self._inside.get(id(node.output_tensors[0]), ())
-
-    def _reads(self, node: Any) -> list[int]:
-        return [self._made_by[id(t)] for t in node.input_tensors if id(t) in self._made_by]
-
-
-def _uneven(tensor: Any) -> bool:
-    """Return whether a symbolic tensor stands for ragged or sparse ones."""
-    return bool(tensor.sparse or tensor.ragged)
 
 
 def made_bytes(nodes: Sequence[Any]) -> int:
@@ -388,23 +299,7 @@ def made_bytes(nodes: Sequence[Any]) -> int:
 
 
 def has_mask(tensor: Any) -> bool:
-    """Return whether a Keras mask belongs to a symbolic tensor."""
     return getattr(tensor, "_keras_mask", None) is not None
-
-
-def _functional(model: keras.Model) -> Any:
-    """Return what holds the model's graph of layers; raise UsageError where nothing does."""
-    functional = _graph_inside(model)
-    if functional is None:
-        state = "not built" if isinstance(model, keras.Sequential) else "with a call of its own"
-        raise UsageError(
-            f"model {model.name!r}",
-            received=f"a {type(model).__name__} {state}",
-            expected="a functional model, or a Sequential with its input's shape, to cut in stages",
-            fix="make it of keras.Input and layers, or train it under another strategy",
-            code="no-layer-graph",
-        )
-    return functional
 
 
 def _graph_inside(operation: Any) -> Any:
@@ -488,24 +383,11 @@ def _inputs_of_call(inner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return flat if same else None
 
 
-def _require_no_state(operation: Any) -> None:
-    stateful = [x.name for x in _layers_of(operation) if getattr(x, "stateful", False)]
-    require(
-        not stateful,
-        f"layer {stateful[0] if stateful else ''!r}",
-        received="stateful=True under strategy pipeline",
-        expected="layers that keep no state from one batch to the next",
-        fix="leave stateful out, or train under another strategy",
-        code="stateful-layer",
-    )
-
-
 def _variables(operation: Any) -> list[Any]:
     return list(getattr(operation, "variables", ()))
 
 
 def _work(node: Any) -> tuple[Any, ...]:
-    """Return what a call computes."""
     config = {"name": node.operation.name}
     with contextlib.suppress(Exception):  # a layer without a config is like no other
         config = dict(node.operation.get_config(), name=None)
@@ -513,24 +395,13 @@ def _work(node: Any) -> tuple[Any, ...]:
     return type(node.operation).__name__, config, shapes
 
 
-def _generators(operation: Any) -> list[int]:
-    """Return the `id` of each seed generator of an operation and the layers inside it."""
-    return [id(g) for x in _layers_of(operation) for g in getattr(x, "_seed_generators", ())]
-
-
 def _layers_of(operation: Any) -> list[Any]:
-    """Return the operation and the layers inside it."""
     inner = getattr(operation, "_flatten_layers", lambda **_: ())
     return [operation, *inner(include_self=False)]
 
 
 def _example_bytes(tensor: Any) -> int:
     return _bytes(tensor) * (2 if "float" in tensor.dtype else 1)  # integers have no gradient
-
-
-def _real_bytes(tensor: tf.Tensor) -> int:
-    """Return the bytes of a tensor that cross, there and back."""
-    return tensor.shape.num_elements() * tensor.dtype.size * (1 + tensor.dtype.is_floating)
 
 
 def _bytes(tensor: Any) -> int:
@@ -555,18 +426,15 @@ def possible_places(graph: LayerGraph, *, num_stages: int) -> list[CutPoint]:
     every = graph.places()
     places = [place for place in every if place.num_tensors <= _MOST_TENSORS]
     with_weights = _with_weights(graph, places)
-    why: dict[str, str] = {}
+    reason, fix = "", "ask for fewer stages"
     if shared := graph.widest_share():
-        why = {"reason": f": {shared}", "fix": "give each layer its own weights"}
-    elif wide := [place.name for place in every if place.num_tensors > _MOST_TENSORS]:
-        reason = (
-            f": more than {_MOST_TENSORS} tensors cross behind {named(map(repr, wide), most=3)}"
-        )
-        why = {"reason": reason, "fix": "name the places with PipelineOptions(cut=[...])"}
+        reason, fix = f": {shared}", f"give each layer its own weights, or {fix}"
+    elif wide := [repr(place.name) for place in every if place.num_tensors > _MOST_TENSORS]:
+        reason = f": more than {_MOST_TENSORS} tensors cross behind {named(wide, most=3)}"
+        fix = f"name the places with PipelineOptions(cut=[...]), or {fix}"
     elif not all(with_weights):
-        why = {"reason": ", each with trainable weights on both sides"}
-    why["fix"] = ", or ".join([*filter(None, [why.get("fix")]), "ask for fewer stages"])
-    require_enough(with_weights, stages=num_stages, **why)
+        reason = ", each with trainable weights on both sides"
+    require_enough(with_weights, stages=num_stages, reason=reason, fix=fix)
     narrow = [place for place in places if place.num_tensors == 1]
     is_enough = sum(_with_weights(graph, narrow)) > _PLACES_A_STAGE * num_stages
     return narrow if is_enough else places
@@ -592,7 +460,7 @@ def chosen_places(
 
     Args:
       graph: of the model.
-      places: of which to choose.
+      places: to choose from.
       num_stages: to make.
       rows: examples of a micro-batch, at which the parts are timed.
       micros: micro-batches of a step.
@@ -603,32 +471,23 @@ def chosen_places(
       counted: go by the operations of the parts, which are always the same, and not by their time.
     """
     positions = [place.position for place in places]
-    weights = [place.example_bytes for place in places]
     trainable = _with_weights(graph, places)
     orders = [
         passes(schedule, stage=stage, stages=num_stages, micros=micros)
         for stage in range(num_stages)
     ]
-    is_timed = True
     flat = [_example(tensor, rows) for tensor in graph.inputs] if inputs is None else list(inputs)
-    try:
-        parts = _computed(graph, positions, flat)
-        weights = [sum(map(_real_bytes, part.received)) for part in parts[1:]]
-        seconds = _seconds(parts, rows, loss_of, counted=counted)
-    except (tf.errors.InvalidArgumentError, ValueError) as error:
-        _LOG.warning(
-            "the layers cannot be timed (%s); the cut is by the bytes that they make: name a better"
-            " one in PipelineOptions(cut=[...])",
-            (str(error) or type(error).__name__).splitlines()[0],
-        )
-        is_timed = False
-        bounds = [0, *(position + 1 for position in positions), len(graph.nodes)]
-        made = (graph.nodes[low:high] for low, high in itertools.pairwise(bounds))
-        seconds = [1.0 + made_bytes(nodes) for nodes in made]
+    parts = _computed(graph, positions, flat)
+    # There and back, as gradients of what is floating.
+    weights = [
+        sum(t.shape.num_elements() * t.dtype.size * (1 + t.dtype.is_floating) for t in received)
+        for received in (part.received for part in parts[1:])
+    ]
+    seconds = _seconds(parts, rows, loss_of, counted=counted)
     chosen, _ = _fastest_cut(seconds, weights, trainable, orders, micros)
     # Parts have ends that a stage has not, which take time: the more, the larger their tensors are.
     # `recompute` is there to need less than the activations of a whole stage.
-    if is_timed and not counted and keep != "recompute":
+    if not counted and keep != "recompute":
         stages = _computed(graph, [positions[i] for i in chosen], flat)
         whole = _seconds(stages, rows, loss_of, counted=False)
         for run, measured in zip(runs(chosen, len(seconds)), whole, strict=True):
@@ -665,13 +524,11 @@ def _fastest_cut(
 def _with_weights(graph: LayerGraph, places: Sequence[CutPoint]) -> list[bool]:
     """Return whether each run of layers between two places has trainable weights."""
     bounds = [0, *(place.position + 1 for place in places), len(graph.nodes)]
-    return [graph.is_trainable(low, high) for low, high in itertools.pairwise(bounds)]
+    return [graph.is_trainable(slice(*ends)) for ends in itertools.pairwise(bounds)]
 
 
 class _Computed(NamedTuple):
-    """A part of the model, and what it takes and makes of a batch; ``given`` starts with
-    ``received``.
-    """
+    """A part of the model, and the tensors of a batch that it is given and makes."""
 
     part: ModelPart
     given: list[Any]
@@ -693,7 +550,7 @@ def _computed(
     """Return the parts between the positions; each takes what the parts before have made."""
     found: list[_Computed] = []
     values: dict[int, Any] = {}
-    for part in graph.divided(graph.behind(positions), num_stages=len(positions) + 1):
+    for part in graph.divided(positions):
         given = [values[id(t)] for t in part.received] + [inputs[i] for i in part.inputs]
         with keras.StatelessScope():  # nothing that changes is kept
             made = keras.tree.flatten(part.module(one_or_list(given), training=False))
@@ -749,7 +606,9 @@ def _both_passes(
         received = [x for x in given[:count] if x.dtype.is_floating]
         with tf.GradientTape() as tape, keras.StatelessScope():  # nothing that changes is kept
             tape.watch(received)
-            with keras_compat.tracing(_trace(module, rows)):
+            # With it layers compute as they do in the stages.
+            trace = bare_trace(rows, fused=keras_compat.is_fused(module))
+            with keras_compat.tracing(trace):
                 outputs = tf.nest.flatten(module(one_or_list(given), training=True))
                 if loss_of is None:
                     outputs = [outputs[i] for i in floats]
@@ -799,14 +658,11 @@ def _work_of(operation: tf.Operation) -> int:
     return made * (summed or 1)
 
 
-def _trace(module: keras.Model, rows: int) -> keras_compat.StepTrace:
-    """Return the trace of a step, with which layers compute as they do in the stages."""
+def bare_trace(examples: Any, **more: Any) -> keras_compat.StepTrace:
+    """Return the trace of a step that is only looked at."""
+    key = tf.zeros([2], tf.int32)
     return keras_compat.StepTrace(
-        num_replicas=1,
-        share=1.0,
-        examples=rows,
-        random_key=tf.zeros([2], tf.int32),
-        fused=keras_compat.is_fused(module),
+        num_replicas=1, share=1.0, examples=examples, random_key=key, **more
     )
 
 
@@ -825,41 +681,31 @@ def _noise(shape: Any, dtype: Any) -> tf.Tensor:
 
 
 def segments_of(
-    graph: LayerGraph, assignment: Assignment, *, kept: Sequence[int]
+    graph: LayerGraph, positions: Sequence[int], *, kept: Sequence[int]
 ) -> list[list[ModelPart]]:
     """Return the segments of each stage, with which it needs the least memory.
 
-    That is the inputs of its segments, of all micro-batches that it keeps, and what the layers of
-    one segment make.
-
-    Args:
-      graph: of the model.
-      assignment: of its nodes to stages.
-      kept: of how many micro-batches each stage keeps inputs at a time.
+    It holds the inputs of its segments, of as many micro-batches as each stage has `kept`, and what
+    the layers of one segment make.
     """
-    inner = [p for stage, most in enumerate(kept) for p in _inner(graph, assignment, stage, most)]
-    fine = graph.divided_behind(assignment, inner)
-    parts = graph.divided(fine, num_stages=max(fine) + 1)
-    stage_of = dict(zip(fine, assignment, strict=True))
-    return [[p for p in parts if stage_of[p.index] == stage] for stage in range(len(kept))]
+    stages = zip(runs(positions, len(graph.nodes)), kept, strict=True)
+    inner = [_inner(graph, run, most) for run, most in stages]
+    parts = iter(graph.divided(sorted([*positions, *itertools.chain(*inner)])))
+    return [list(itertools.islice(parts, len(cuts) + 1)) for cuts in inner]
 
 
-def _inner(graph: LayerGraph, assignment: Assignment, stage: int, kept: int) -> list[int]:
-    """Return the nodes behind which a stage is divided."""
-    mine = [i for i, one in enumerate(assignment) if one == stage]
+def _inner(graph: LayerGraph, run: slice, kept: int) -> list[int]:
+    last = run.stop - 1
     places = [
         place
         for place in graph.places()
-        if mine[0] <= place.position < mine[-1] and place.num_tensors <= _MOST_TENSORS
+        if run.start <= place.position < last and place.num_tensors <= _MOST_TENSORS
     ]
-    ends = [*(place.position for place in places), mine[-1]]
-    made, low = [], mine[0]
-    for end in ends:
-        made.append(made_bytes([graph.nodes[i] for i in mine if low <= i <= end]))
-        low = end + 1
+    ends = [run.start, *(place.position + 1 for place in places), run.stop]
+    made = [made_bytes(graph.nodes[low:high]) for low, high in itertools.pairwise(ends)]
     crossing = [place.example_bytes for place in places]
     found = []
-    for count in range(1, min(_MOST_SEGMENTS, len(ends)) + 1):
+    for count in range(1, min(_MOST_SEGMENTS, len(made)) + 1):
         cut = balanced(made, crossing, stages=count)
         largest = max(sum(made[run]) for run in runs(cut, len(made)))
         held = kept * sum(crossing[i] for i in cut) // 2  # they count there and back

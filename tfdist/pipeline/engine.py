@@ -38,12 +38,7 @@ _NEAR = 1.2
 
 
 class _StageBatch(NamedTuple):
-    """What a stage reads of the batch of a step.
-
-    Attributes:
-      rows: examples of the whole batch, scalar integer.
-      data: inputs, targets and weights, as `MicroBatch` has those of some rows.
-    """
+    """What a stage reads of a step's batch, which has so many rows."""
 
     rows: tf.Tensor
     data: tuple[dict[int, tf.Tensor], Any, Any]
@@ -77,7 +72,14 @@ class PipelineEngine(Engine):
                 batches = self._micro_batches(staged, program, step, batch)
                 del batch  # they have all of it
                 if program.training:
-                    self._train(staged, step, batches, before)
+                    self._run_passes(staged, step, batches)
+                    part = sum(float(micro.share) for micro in batches)
+                    # Gradients are in no variable here, which would keep them for another step.
+                    staged.update(
+                        staged.clipped(
+                            self._summed(staged, staged.stage.take_sums(), before, part=part)
+                        )
+                    )
                 else:
                     self._infer(staged.stage, step, batches, loss=True)
                     self._summed(staged, [], before)
@@ -91,10 +93,8 @@ class PipelineEngine(Engine):
                 batch = self._batch(staged, program, step)
                 batches = self._micro_batches(staged, program, step, batch)
                 rows = self._infer(staged.stage, step, batches, loss=False)
-                columns = [
-                    np.concatenate([np.asarray(tensor) for tensor in column])
-                    for column in zip(*rows, strict=True)
-                ]
+                arrays = [list(map(np.asarray, column)) for column in zip(*rows, strict=True)]
+                columns = list(map(np.concatenate, arrays))
                 if self._job.has_peers:  # of which the last stages alone have some
                     columns = [
                         rows_of_all_tasks(
@@ -108,18 +108,16 @@ class PipelineEngine(Engine):
                 yield staged.packed(columns)
 
     def publish_metrics(self, program: StepProgram) -> None:
-        """Give all tasks the metrics of the last stage. A collective."""
         self._staged(program).gather_metrics()
 
     def publish_state(self, program: StepProgram) -> None:
-        """Give all tasks the weights and metrics, and the chief the slots. A collective."""
         self._staged(program).gather()
 
     def _staged(self, program: StepProgram, step: int | None = None) -> StagedModel:
-        """Return the model in stages; the first call is a collective.
+        """Return the model in stages, given the next step if any; the first call is a collective.
 
         A model that is refused is refused in all tasks, which may then train another one over the
-        same links. `step` is the next one, if there is any.
+        same links.
         """
         model = program.function.__self__  # type: ignore[attr-defined]
         feed = program.feed
@@ -142,19 +140,6 @@ class PipelineEngine(Engine):
         if (feed, step) not in self._peeked:
             self._peeked[feed, step] = feed.iterator(step).get_next()[0]
         return self._peeked[feed, step]
-
-    def _train(
-        self,
-        staged: StagedModel,
-        step: int,
-        batches: list[MicroBatch],
-        before: list[np.ndarray],
-    ) -> None:
-        """Run one step: all passes of the schedule, and the update."""
-        self._run_passes(staged, step, batches)
-        part = sum(float(batch.share) for batch in batches)
-        gradients = self._summed(staged, staged.stage.take_sums(), before, part=part)
-        staged.update(staged.clipped(gradients))
 
     def _run_passes(self, staged: StagedModel, step: int, batches: list[MicroBatch]) -> None:
         order = staged.order(self._place.index, micros=len(batches))
@@ -215,7 +200,9 @@ class PipelineEngine(Engine):
         if place.options.split_size != "auto" or place.chosen.split_size or staged.compares:
             return
         tried: dict[int, float] = {}
-        sizes = staged.sizes_to_try(len(program.feed.plan.span(step)))
+        rows = len(program.feed.plan.span(step))
+        micros = [1, *(place.count * 2**k for k in range(5))]
+        sizes = sorted({-(-rows // (place.pipelines * each)) for each in micros}, reverse=True)
         for _ in range(2):  # once may be a bad moment: those that come near have a second try
             for size in sizes:
                 place.chosen.split_size = size
@@ -257,9 +244,11 @@ class PipelineEngine(Engine):
     def _micro_batches(
         self, staged: StagedModel, program: StepProgram, step: int, batch: _StageBatch
     ) -> list[MicroBatch]:
-        rows = int(batch.rows)
+        rows, place = int(batch.rows), self._place
         sizes, found = staged.sizes_of(rows), []
-        for micro in self._own_micros(len(sizes)):
+        # This pipeline's part of the step's micro-batches.
+        low, high = (len(sizes) * (place.pipeline + i) // place.pipelines for i in (0, 1))
+        for micro in range(low, high):
             start, size = sum(sizes[:micro]), sizes[micro]
             inputs, targets, weights = rows_of(batch.data, start, start + size)
             found.append(
@@ -274,12 +263,6 @@ class PipelineEngine(Engine):
                 )
             )
         return found
-
-    def _own_micros(self, count: int) -> range:
-        """Return which of a step's micro-batches this pipeline computes."""
-        place = self._place
-        low, high = (count * (place.pipeline + i) // place.pipelines for i in (0, 1))
-        return range(low, high)
 
     def _batch(self, staged: StagedModel, program: StepProgram, step: int) -> _StageBatch:
         """Return what this stage reads of a step, all of which the chief records if it is to be.
@@ -312,8 +295,7 @@ class PipelineEngine(Engine):
 
         Raises PeerLost also where TensorFlow says that a message inside a graph has failed.
         """
-        ends = self._links.before, self._links.after
-        links = [link for link in ends if link is not None]
+        links = list(filter(None, (self._links.before, self._links.after)))
         try:
             yield
         except Exception as error:

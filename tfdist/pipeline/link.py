@@ -27,19 +27,11 @@ _ERROR = "error"
 
 
 class StageLink:
-    """One end of a link.
-
-    Args:
-      end: connected to the neighbour.
-      name: what to call the neighbour in an error.
-
-    Attributes:
-      lost: why nothing more can be received; empty while it can.
-    """
+    """One end of a link: a socket that is connected to the neighbour of this name."""
 
     def __init__(self, end: socket.socket, *, name: str) -> None:
         self._end, self._name = end, name
-        self.lost = ""
+        self.lost = ""  # why nothing more can be received
         self._out: queue.SimpleQueue[tuple[str, Sequence[np.ndarray]]] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         end.setblocking(True)
@@ -78,16 +70,14 @@ class StageLink:
     def _send_all(self) -> None:
         try:
             while True:
-                self._send(*self._out.get())
+                tag, arrays = self._out.get()
+                whole = [np.ascontiguousarray(a).reshape(a.shape) for a in arrays]
+                header = json.dumps([tag, [(a.dtype.name, a.shape) for a in whole]]).encode()
+                self._end.sendall(_LENGTH.pack(len(header)) + header)
+                for array in whole:
+                    self._end.sendall(array.reshape(-1).view(np.uint8).data)
         except OSError as error:  # the receiving thread has the neighbour's own words
             _LOG.debug("%s: %s", self._name, error)
-
-    def _send(self, tag: str, arrays: Sequence[np.ndarray]) -> None:
-        whole = [np.ascontiguousarray(a).reshape(a.shape) for a in arrays]
-        header = json.dumps([tag, [(a.dtype.name, a.shape) for a in whole]]).encode()
-        self._end.sendall(_LENGTH.pack(len(header)) + header)
-        for array in whole:
-            self._end.sendall(array.reshape(-1).view(np.uint8).data)
 
     def _receive_all(self) -> None:
         try:

@@ -33,12 +33,8 @@ def passes(kind: str, *, stage: int, stages: int, micros: int) -> list[Pass]:
     Backward passes come by the number of their micro-batch in every schedule, so that sums of
     gradients have the same bits in all of them.
 
-    Args:
-      kind: ``1f1b`` keeps the activations of two micro-batches more than there are stages left,
-        ``gpipe`` of all; ``serial`` runs one micro-batch at a time.
-      stage: of `stages`, from 0.
-      stages: in a row.
-      micros: micro-batches of the step.
+    The schedule ``1f1b`` keeps the activations of two micro-batches more than there are stages
+    left, ``gpipe`` of all; ``serial`` runs one micro-batch at a time.
     """
     require_one_of("schedule", kind, SCHEDULES)
     if kind == "gpipe":
@@ -64,15 +60,10 @@ def micro_sizes(batch: int, *, split_size: int) -> list[int]:
 
 
 class Timeline(NamedTuple):
-    """How a step goes.
+    """How a step goes."""
 
-    Attributes:
-      makespan_s: from the first pass to the last one's end.
-      bubble: the part of all stages' time in which they wait, from 0 to 1.
-    """
-
-    makespan_s: float
-    bubble: float
+    makespan_s: float  # from the first pass to the last one's end
+    bubble: float  # the part of all stages' time in which they wait, from 0 to 1
 
 
 def timeline(
@@ -81,13 +72,7 @@ def timeline(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
 ) -> Timeline:
-    """Return how a step goes when each stage follows its order.
-
-    Args:
-      orders: of each stage.
-      forward_s: of each stage, for a micro-batch.
-      backward_s: of each stage, for a micro-batch.
-    """
+    """Return how a step goes when each stage follows its order, given its times of a pass."""
     stages = len(orders)
     done, free_s = [0] * stages, [0.0] * stages
     ended: dict[tuple[int, Pass], float] = {}
@@ -96,8 +81,13 @@ def timeline(
         before = left
         for stage, order in enumerate(orders):
             for this in order[done[stage] :]:
-                start_s = _arrival(stage, this, stages, ended)
-                if start_s is None:
+                if this.forward:
+                    start_s = ended.get((stage - 1, this)) if stage else 0.0
+                elif stage == stages - 1:
+                    start_s = ended.get((stage, Pass(True, this.micro)))
+                else:
+                    start_s = ended.get((stage + 1, this))
+                if start_s is None:  # what it needs is not there yet
                     break
                 lasts = forward_s[stage] if this.forward else backward_s[stage]
                 free_s[stage] = max(start_s, free_s[stage]) + lasts
@@ -107,18 +97,6 @@ def timeline(
                 busy_s += lasts
     assert not left, "orders in which the stages wait for each other for ever"
     return Timeline(max(free_s), bubble=1 - busy_s / (stages * max(free_s)))
-
-
-def _arrival(
-    stage: int, this: Pass, stages: int, ended: dict[tuple[int, Pass], float]
-) -> float | None:
-    """Return when what a pass needs is there, None while that is not known."""
-    source = stage - 1 if this.forward else stage + 1
-    if this.forward and stage == 0:
-        return 0.0
-    if source == stages:
-        return ended.get((stage, Pass(True, this.micro)))
-    return ended.get((source, this))
 
 
 def most_kept(order: Sequence[Pass]) -> int:
@@ -160,7 +138,8 @@ def balanced(
     # Of each end the seconds, and the runs with weights, that are before it.
     sums = [(0.0, 0), *zip(*map(itertools.accumulate, (seconds, with_weights)), strict=True)]
     ends = [end for end, _ in sums]
-    limits = sorted({_stage_s(*each, lead) for each in itertools.combinations(ends, 2)})
+    pairs = itertools.combinations(ends, 2)
+    limits = sorted({high - low + lead * low for low, high in pairs})
     cheapest = functools.partial(_cheapest, sums, crossing_bytes, stages, lead)
 
     def least(most_bytes: float) -> float:
@@ -201,11 +180,6 @@ def require_enough(
     )
 
 
-def _stage_s(low: float, high: float, lead: float) -> float:
-    """Return the seconds of a stage from `low` to `high` of the model's."""
-    return high - low + lead * low
-
-
 def _cheapest(
     sums: Sequence[tuple[float, int]],
     weights: Sequence[int],
@@ -218,7 +192,7 @@ def _cheapest(
 
     def is_stage(start: int, end: int) -> bool:
         (low, weights_before), (high, weights_then) = sums[start], sums[end]
-        return weights_before < weights_then and _stage_s(low, high, lead) <= within
+        return weights_before < weights_then and high - low + lead * low <= within
 
     # By where the stages so far end; the cut behind the run before that has its index.
     found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}

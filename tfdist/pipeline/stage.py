@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.pipeline.cuts import MOST_DRAWS, ModelPart, has_mask, one_or_list
+from tfdist.pipeline.cuts import MOST_DRAWS, ModelPart, bare_trace, has_mask, one_or_list
 from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass
 from tfdist.pipeline.union import release
@@ -36,31 +36,17 @@ LossOf = Callable[["MicroBatch", Tensors, tf.Tensor], tf.Tensor]
 
 
 class MicroBatch(NamedTuple):
-    """What a stage reads of a micro-batch by itself.
+    """What a stage reads of a micro-batch by itself; targets and weights in the last stage."""
 
-    Attributes:
-      inputs: those of the model's inputs that the stage reads, by their index, ``[examples, ...]``.
-      targets: of the last stage: nest of tensors, or None.
-      weights: of the last stage: sample weights, or None.
-      share: examples / examples of the step, scalar float32.
-      random_key: of (seed, step, micro-batch), int32 [2].
-    """
-
-    inputs: dict[int, tf.Tensor]
-    share: tf.Tensor
-    random_key: tf.Tensor
+    inputs: dict[int, tf.Tensor]  # of the model, by their index
+    share: tf.Tensor  # examples / examples of the step, scalar float32
+    random_key: tf.Tensor  # of (seed, step, micro-batch), int32 [2]
     targets: Any = None
     weights: Any = None
 
 
 class Received(NamedTuple):
-    """What a stage receives for a forward pass.
-
-    Attributes:
-      tensors: activations, in the order of `ModelPart.received`.
-      masks: Keras masks of those that have one.
-      added: scalar float32, the losses that layers of the stages before have added.
-    """
+    """Activations that a stage receives, their Keras masks, and the losses added before it."""
 
     tensors: Tensors
     masks: Tensors
@@ -91,12 +77,6 @@ class Stage:
       scaled: of a loss, what gradients are taken of.
       micros: returns the number of micro-batches of a whole step.
       check: called when a pass that trains is traced.
-
-    Attributes:
-      segments: one for each part.
-      variables: the trainable ones, in the order of `take_sums`.
-      inputs: which of the model's inputs the stage reads, by their index.
-      is_last: whether it ends in the model's outputs.
     """
 
     def __init__(
@@ -114,6 +94,7 @@ class Stage:
         of_all: dict[str, Any] = {"scaled": scaled, "micros": micros, "check": check}
         self.segments = [Segment(part, keep="recompute", **of_all) for part in before]
         self.segments.append(Segment(last, keep=keep, loss_of=loss_of, **of_all))
+        # The trainable ones, in the order of `take_sums`.
         self.variables = [v for segment in self.segments for v in segment.variables]
         self.inputs = sorted({i for part in parts for i in part.inputs})
         self.is_last = last.is_last
@@ -141,7 +122,9 @@ class Stage:
         whole.traced_sums = [None] * len(whole.variables)
         for one in order:
             with tf.control_dependencies(before):  # which is for a graph; else nothing is to wait
-                message = links.receive(step, one, like=self._received_by(one))
+                # The types and shapes of the message, for a graph.
+                like = self.segments[0].received if one.forward else whole.sent(one.micro)
+                message = links.receive(step, one, like=like)
                 if one.forward:
                     message = self.forward(one.micro, batches[one.micro], message)
                     before = message
@@ -150,10 +133,6 @@ class Stage:
                     before = [total for total in whole.traced_sums if total is not None]
                 before = [*before, *links.send(step, one, message)]
         return whole.traced_sums
-
-    def _received_by(self, one: Pass) -> Sequence[Any]:
-        """Return what tells the types and shapes of the message that a pass begins with."""
-        return self.segments[0].received if one.forward else self.segments[-1].sent(one.micro)
 
     def forward(self, micro: int, batch: MicroBatch, message: Tensors) -> Tensors:
         """Run a forward pass; return the message for the next stage, or the scalar loss.
@@ -175,10 +154,7 @@ class Stage:
         return gradients
 
     def infer(self, batch: MicroBatch, message: Tensors, *, loss: bool) -> Tensors:
-        """Run a forward pass without training; return the message for the next stage.
-
-        The last one returns the scalar loss, or the model's flat outputs.
-        """
+        """Run a forward pass without training; the last stage returns the loss or the outputs."""
         for segment in self.segments:
             run = segment.evaluate if loss else segment.predict
             message = run(batch, segment.unpacked(message))
@@ -198,23 +174,17 @@ class Stage:
 
 
 class Segment:
-    """Computes one part of a model: a stage, or a run of its layers. Arguments as of `Stage`.
-
-    Attributes:
-      received: what tells the types and shapes of the message that a forward pass begins with.
-      traced_sums: of the gradients, in a step that is traced.
-      step_sums: of the gradients, which a whole step has returned, for `take_sums`.
-    """
+    """Computes one part of a model: a stage, or a run of its layers. Arguments as of `Stage`."""
 
     def __init__(
         self,
         part: ModelPart,
         *,
-        keep: str = "tape",
+        keep: str,
+        scaled: Callable[[tf.Tensor], tf.Tensor],
+        micros: Callable[[], int],
+        check: Callable[[], None],
         loss_of: LossOf | None = None,
-        scaled: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
-        micros: Callable[[], int] = lambda: 1,
-        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._scaled = scaled
         self._micros, self._check = micros, check
@@ -224,14 +194,15 @@ class Segment:
         self._loss_of = loss_of
         self._values = [variable.value for variable in self.variables]
         self._sums: list[tf.Variable] = []
-        self.traced_sums: list[tf.Tensor | None] = []
-        self.step_sums: list[tf.Tensor | None] = []
+        self.traced_sums: list[tf.Tensor | None] = []  # of a step that is traced
+        self.step_sums: list[tf.Tensor | None] = []  # which a whole step has returned
         self._summed: set[int] = set()  # those that a loss depends on, known when it is traced
         self._summing = False
         self._kept: dict[int, _Kept] = {}
         self._axes = keras_compat.BatchAxes()
         self._masked = [i for i, t in enumerate(part.received) if has_mask(t)]
         masks = [t._keras_mask for t in part.received if has_mask(t)]
+        # The types and shapes of the message that a forward pass begins with.
         self.received = [*part.received, *masks, tf.TensorSpec([], tf.float32)]
         self._forward = keras_compat.compiled(self._traced_forward)
         self._backward_again = keras_compat.compiled(self._traced_backward)
@@ -252,7 +223,6 @@ class Segment:
         return self._kept[micro].targets[:count]
 
     def forward(self, micro: int, batch: MicroBatch, message: Tensors) -> Tensors:
-        """Run a forward pass, as `Stage.forward`."""
         received = self.unpacked(message)
         kept = self._kept[micro] = _Kept(batch, received)
         if self.keep == "nothing":
@@ -269,7 +239,6 @@ class Segment:
         return message
 
     def backward(self, micro: int, gradients: Tensors) -> Tensors:
-        """Run a backward pass, as `Stage.backward`."""
         kept = self._kept.pop(micro)
         if kept.back is not None:
             return kept.back
@@ -287,7 +256,6 @@ class Segment:
         return back
 
     def take_sums(self) -> list[tf.Tensor | None]:
-        """Return the sums of the gradients, as `Stage.take_sums`."""
         if self.step_sums:
             sums, self.step_sums = self.step_sums, []
             return sums
@@ -300,7 +268,6 @@ class Segment:
         return sums
 
     def forget(self) -> None:
-        """Forget what passes under way have kept, and the sums."""
         self._kept.clear()
         self.step_sums = []
         self._summing = False
@@ -318,14 +285,12 @@ class Segment:
             total.assign(each)
 
     def _add(self, gradients: Sequence[tf.Tensor | None]) -> None:
-        """Add to the sums; also in graph, where it is done when the pass is."""
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self._summed.add(index)
                 self._sums[index].assign_add(gradient)
 
     def _traced_forward(self, batch: MicroBatch, received: Received) -> tuple[Tensors, Tensors]:
-        """Return the message, and what the backward pass starts from."""
         with keras_compat.pools_again():
             outputs, added = self._run(batch, received, training=True, loss_of=self._loss_of)
         if self.part.is_last:
@@ -375,14 +340,27 @@ class Segment:
     ) -> tuple[Tensors, tf.Tensor | None]:
         """Return the outputs, or the loss alone, and the sum of the losses that layers add."""
         # An eager tape would have the backward function make gradients of all that a pass is given.
-        own = (_without_gradient(batch.inputs[i]) for i in self.part.inputs)
+        # Ragged and sparse inputs have no gradient.
+        own = [batch.inputs[i] for i in self.part.inputs]
+        own = tf.nest.map_structure(tf.stop_gradient, own, expand_composites=True)
         inputs = [*received.tensors, *own]
         masks: list[Any] = [None] * len(inputs)
         for index, mask in zip(self._masked, received.masks, strict=True):
             masks[index] = mask
         given = {"mask": one_or_list(masks)} if self._masked else {}
         module = self.part.module
-        trace = self._trace(batch, inputs, training=training)
+        trace = keras_compat.StepTrace(
+            num_replicas=1,
+            share=1.0,
+            examples=tf.shape(inputs[0])[0],
+            random_key=batch.random_key,
+            part=batch.share,
+            micros=self._micros(),
+            batch=inputs,
+            fused=training and keras_compat.is_fused(module),
+            draws=MOST_DRAWS + self.part.index * 2**16,
+            numbers={key: iter(numbers) for key, numbers in self.part.draws.items()},
+        )
         with keras_compat.tracing(trace):
             outputs = keras.tree.flatten(module(one_or_list(inputs), training=training, **given))
             for index in self._masked:  # one may pass through
@@ -422,10 +400,7 @@ class Segment:
         shapes: list[tf.TensorShape] = []
 
         def call(given: Tensors) -> None:
-            trace = keras_compat.StepTrace(
-                num_replicas=1, share=1.0, examples=rows, random_key=tf.zeros([2], tf.int32)
-            )
-            with keras_compat.tracing(trace):
+            with keras_compat.tracing(bare_trace(rows)):
                 self.part.module(one_or_list(given), training=True)
                 shapes.extend(loss.shape for loss in self.part.module.losses)
 
@@ -433,22 +408,6 @@ class Segment:
         with contextlib.suppress(Exception):  # of a model for batches of one size
             keras_compat.compiled(call).get_concrete_function(specs)
         return shapes
-
-    def _trace(
-        self, batch: MicroBatch, inputs: Tensors, *, training: bool
-    ) -> keras_compat.StepTrace:
-        return keras_compat.StepTrace(
-            num_replicas=1,
-            share=1.0,
-            examples=tf.shape(inputs[0])[0],
-            random_key=batch.random_key,
-            part=batch.share,
-            micros=self._micros(),
-            batch=inputs,
-            fused=training and keras_compat.is_fused(self.part.module),
-            draws=MOST_DRAWS + self.part.index * 2**16,
-            numbers={key: iter(numbers) for key, numbers in self.part.draws.items()},
-        )
 
     def _message(self, outputs: Tensors, received: Received, added: tf.Tensor | None) -> Tensors:
         pairs = zip(self.part.sent, outputs, strict=True)
@@ -472,17 +431,11 @@ class Segment:
 
 
 def _spec_of(tensor: Any, *, rows: int) -> Any:
-    """Return the specification of a dense, ragged or sparse tensor with so many rows."""
     spec = tf.type_spec_from_value(tensor)
     shape = [rows, *spec.shape[1:]]
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     return type(spec)(shape, spec.dtype)
-
-
-def _without_gradient(given: Any) -> Any:
-    """Return an input of the model without its gradient; ragged and sparse ones have none."""
-    return tf.nest.map_structure(tf.stop_gradient, given, expand_composites=True)
 
 
 def _mask_of(sent: Any, output: tf.Tensor) -> tf.Tensor:
@@ -503,12 +456,7 @@ def _mask_of(sent: Any, output: tf.Tensor) -> tf.Tensor:
 
 
 class StageLinks:
-    """Both links of a stage.
-
-    Args:
-      before: to the stage before; None in the first.
-      after: to the stage after; None in the last.
-    """
+    """The links to the stage before, None in the first, and after, None in the last."""
 
     def __init__(self, before: StageLink | None, after: StageLink | None) -> None:
         self.before, self.after = before, after
@@ -522,12 +470,11 @@ class StageLinks:
         if link is None:
             return []
 
-        if tf.executing_eagerly():
-            return [tf.constant(array) for array in link.receive(_tag(step, one))]
-
         def receive(step: Any) -> list[np.ndarray]:
             return link.receive(_tag(step, one))
 
+        if tf.executing_eagerly():
+            return [tf.constant(array) for array in receive(step)]
         found: Any = tf.numpy_function(receive, [step], [tf.as_dtype(each.dtype) for each in like])
         message = list(found) if isinstance(found, list | tuple) else [found]
         for tensor, each in zip(message, like, strict=True):

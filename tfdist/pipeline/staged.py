@@ -7,7 +7,7 @@ import gc
 import logging
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,10 +18,10 @@ from keras.optimizers import LossScaleOptimizer
 from tfdist.checkpoint import state
 from tfdist.errors import require
 from tfdist.pipeline.cuts import (
-    Assignment,
     LayerGraph,
     LossOfOutputs,
     ModelPart,
+    bare_trace,
     chosen_places,
     made_bytes,
     possible_places,
@@ -59,18 +59,10 @@ FirstBatch = Callable[[], Any] | None
 class StagedModel:
     """The whole model, of which this task computes and updates one stage.
 
-    Making one is a collective: all tasks cut where the chief says.
-
-    Args:
-      model: built and compiled; the same in every task.
-      job: of strategy pipeline.
-      batch: examples of a step.
-      spec: nest of the specs of a batch.
-      first_batch: on which the layers and the loss are timed.
+    Making one is a collective: all tasks cut where the chief says. It times layers and loss on the
+    first batch.
 
     Attributes:
-      graph: of the model's layers.
-      stage: of this task.
       statistics: variables that the stage's layers themselves change, such as those of
         BatchNormalization; weights that are frozen are none.
       is_divided: whether each task has the values of its own stage alone.
@@ -94,16 +86,23 @@ class StagedModel:
         self._default_size = max(1, -(-batch // micros))
         self.compares = self._is_loss_known = False
         self.look_at_loss(spec)
-        assignment = self._assignment(batch, first_batch)
-        parts = self.graph.cut(assignment, num_stages=place.count)
+        positions = self._positions(batch, first_batch)
+        parts = self.graph.cut(positions)
         gc.collect()  # what was made to be timed
         part = parts[place.index]
         # The last stage turns round at once.
         turns = part.is_last and options.schedule != "gpipe"
         keep = "nothing" if turns and options.keep != "compiled" else options.keep
         self._optimizer = getattr(model, "optimizer", None)
+        self._inner: Any = getattr(self._optimizer, "inner_optimizer", self._optimizer)
+        segments = [part]
+        if options.keep == "recompute":
+            micros = self._micros(batch)
+            orders = [self.order(stage, micros=micros) for stage in range(place.count)]
+            kept = [most_kept(order) for order in orders]
+            segments = segments_of(self.graph, positions, kept=kept)[place.index]
         self.stage = Stage(
-            self._segments(assignment, batch) if options.keep == "recompute" else [part],
+            segments,
             keep=keep,
             loss_of=self._loss_of if part.is_last else None,
             scaled=getattr(self._optimizer, "scale_loss", tf.identity),
@@ -163,13 +162,7 @@ class StagedModel:
         outputs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in self.graph.outputs]
 
         def traced(outputs: Tensors, targets: Any, weights: Any) -> tf.Tensor:
-            trace = keras_compat.StepTrace(
-                num_replicas=1,
-                share=1.0,
-                examples=tf.shape(outputs[0])[0],
-                random_key=tf.zeros([2], tf.int32),
-                batch=outputs,
-            )
+            trace = bare_trace(tf.shape(outputs[0])[0], batch=outputs)
             with keras_compat.tracing(trace):
                 value = loss(targets, self.packed(outputs), sample_weight=weights)
             losses = [each for _, each, *_ in loss._flat_losses]
@@ -183,12 +176,6 @@ class StagedModel:
                 "the loss compares the examples of a batch, so each step is one micro-batch and the"
                 " stages wait for each other; PipelineOptions(split_size=N) compares N at a time"
             )
-
-    def sizes_to_try(self, rows: int) -> list[int]:
-        """Return sizes of micro-batches for a step of so many examples, from the largest on."""
-        micros = [1, *(self._place.count * 2**k for k in range(5))]
-        sizes = {-(-rows // (self._place.pipelines * each)) for each in micros}
-        return sorted(sizes, reverse=True)
 
     def values(self) -> list[np.ndarray]:
         """Return the values of this stage's metrics and statistics; nothing if it has no peers."""
@@ -229,29 +216,22 @@ class StagedModel:
         self.is_divided = False
 
     def gather_metrics(self) -> None:
-        """Give all tasks the metrics. A collective."""
         from_owners(self._job, self.metrics, self._owners)
 
     def sizes_of(self, rows: int) -> list[int]:
-        """Return the examples of each micro-batch of a step, of all pipelines, in their order."""
         return micro_sizes(rows, split_size=self.split_size)
 
     def order(self, stage: int, *, micros: int) -> list[Pass]:
-        """Return the passes of a stage in a step of so many micro-batches."""
         place = self._place
         return passes(place.options.schedule, stage=stage, stages=place.count, micros=micros)
 
     def inputs_of(self, x: Any) -> Tensors:
-        """Return the model's flat inputs, in the order of its graph."""
-        flat: Tensors = self.graph.functional._standardize_inputs(x)
-        return flat
+        return list(self.graph.functional._standardize_inputs(x))
 
     def packed(self, outputs: list[Any]) -> Any:
-        """Return flat outputs in the structure that the model returns."""
         return keras.tree.pack_sequence_as(self.graph.functional._outputs_struct, outputs)
 
     def _variables(self) -> list[Any]:
-        """Return all variables of the run's state: weights, optimizer and metrics."""
         return list(state.variables_of(self._model).values())
 
     def _of_chief(self, variable: Any) -> Any:
@@ -270,21 +250,14 @@ class StagedModel:
             else:
                 slot.assign(value)
 
-    @property
-    def _inner_optimizer(self) -> Any:
-        return getattr(self._optimizer, "inner_optimizer", self._optimizer)
-
-    def _assignment(self, batch: int, first_batch: FirstBatch) -> Assignment:
-        """Return the stage of each node of the graph."""
+    def _positions(self, batch: int, first_batch: FirstBatch) -> list[int]:
+        """Return the nodes of the graph that the model is cut behind."""
         count, cut = self._place.count, self._place.options.cut
-        if isinstance(cut, str):
-            cut = None if cut == "auto" else [cut]
         if count == 1:
-            return self.graph.behind([])
-        if isinstance(cut, Mapping):
-            return self.graph.by_patterns(cut)
-        if cut is None:
-            return self.graph.behind(self._chosen_cut(batch, first_batch))
+            return []
+        if cut in (None, "auto"):
+            return self._chosen_cut(batch, first_batch)
+        cut = [cut] if isinstance(cut, str) else list(cut)
         require(
             len(cut) == count - 1,
             "cut",
@@ -293,12 +266,7 @@ class StagedModel:
             fix="name so many, or change --stages",
             code="wrong-number",
         )
-        return self.graph.behind_layers(list(cut))
-
-    def _segments(self, assignment: Assignment, batch: int) -> list[ModelPart]:
-        stages, micros = range(self._place.count), self._micros(batch)
-        kept = [most_kept(self.order(stage, micros=micros)) for stage in stages]
-        return segments_of(self.graph, assignment, kept=kept)[self._place.index]
+        return self.graph.behind_layers(cut)
 
     def _micros(self, batch: int) -> int:
         """Return the most micro-batches that a pipeline has of a step of so many examples."""
@@ -363,7 +331,7 @@ class StagedModel:
         Or all NaN where some stage's are not finite and the optimizer leaves such a step out. A
         collective.
         """
-        inner, skips = self._inner_optimizer, isinstance(self._optimizer, LossScaleOptimizer)
+        inner, skips = self._inner, isinstance(self._optimizer, LossScaleOptimizer)
         clip, steps = inner.global_clipnorm, inner.gradient_accumulation_steps
         held: list[Any] = []
         if clip and steps:
@@ -396,7 +364,7 @@ class StagedModel:
             require_deterministic(tf.compat.v1.get_default_graph())
 
     def _update(self, gradients: list[tf.Tensor | None]) -> None:
-        inner, mine = self._inner_optimizer, set(map(id, self.stage.variables))
+        inner, mine = self._inner, set(map(id, self.stage.variables))
         kept = [i for i, v in enumerate(inner._trainable_variables) if id(v) in mine]
         own: dict[str, Any] = {"global_clipnorm": None}  # done over all stages
         own["_trainable_variables"] = [inner._trainable_variables[i] for i in kept]
@@ -449,22 +417,16 @@ def staged_model(
 
 
 def _parts_of(model: keras.Model) -> list[Any]:
-    """Return what a model is compiled of and built of, and which of its weights are trainable.
-
-    And whether its kernels are fused, which steps are traced with.
+    """Return what a model is compiled of and built of, which weights are trainable, and whether its
+    kernels are fused.
     """
     compiled = [getattr(model, name, None) for name in ("optimizer", "_compile_loss")]
     trainable = [weight.trainable for weight in model.weights]
-    return [
-        *compiled,
-        keras_compat.is_fused(model),
-        *trainable,
-        *state.variables_of(model).values(),
-    ]
+    variables = state.variables_of(model).values()
+    return [*compiled, keras_compat.is_fused(model), *trainable, *variables]
 
 
 def _require_stages_compute_it(model: keras.Model) -> None:
-    """Raise UsageError for what needs the whole model in one place."""
     own = [name for name in _OWN if is_own(model, name)]
     require(
         not own,

@@ -26,7 +26,7 @@ _MESSAGE_BYTES = 2**22
 _INITIALIZER = "_tfdist_initializer"
 
 Owners = Mapping[int, int]
-"""The stage that updates a variable, by the variable's `id`; one that is not in it is the chief's.
+"""The stage that updates a variable, by the variable's `id`; the chief updates any other.
 
 Numbers of an optimizer, such as its count of updates, are the same in all stages.
 """
@@ -121,7 +121,6 @@ def making_empty_slots(optimizer: Any) -> AbstractContextManager[None]:
 
 
 def is_empty(variable: Any) -> bool:
-    """Return whether the variable's memory was given back."""
     shape = tf.raw_ops.VariableShape(input=variable.value.handle)
     return tuple(shape.numpy()) != tuple(variable.shape)
 

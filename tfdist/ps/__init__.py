@@ -12,5 +12,4 @@ modules of the first group, the chief those of both.
     workers       the pool: work units, each to a worker that is free and alive, as stale as allowed
     messages      what crosses between a worker and the servers: few messages
     keras_compat  the workarounds for Keras that only these steps need
-    profile       what a step costs, in time and bytes
 """

@@ -10,11 +10,9 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
@@ -31,7 +29,6 @@ from tfdist.errors import require
 from tfdist.ps.keras_compat import UpdateCounts
 from tfdist.ps.members import Members
 from tfdist.ps.messages import READS, function_names, outermost, read_together
-from tfdist.ps.profile import Phases, PsProfile
 from tfdist.ps.workers import Done, WorkerIncarnation, worker_pool_of
 from tfdist.strategy import Job
 from tfdist.training.feed import Part
@@ -42,9 +39,8 @@ _CLOSURE_STEPS = 32
 _CLOSURES_PER_WORKER = 2
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class DispatchedBlock:
-    """The steps ``[first, last)`` of a program on their way, and where their result will be."""
+class DispatchedBlock(NamedTuple):
+    """The steps ``[first, last)`` of a program on their way, and their future result."""
 
     program: StepProgram
     first: int
@@ -65,9 +61,6 @@ class ParameterServerEngine:
         self._completed = 0  # since then
         self._work: dict[StepProgram, Work] = {}
         self._under_way: list[DispatchedBlock] = []
-        self._times: list[tuple[int, Any]] = []
-        self._since_s = 0.0
-        self._profile = self._worker_pool.profile if options.profile_ps else None
 
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
@@ -78,11 +71,18 @@ class ParameterServerEngine:
         begun, so that no worker waits for the others' last work units.
         """
         if program not in self._work:
-            require_zeros(program)  # none but a new run, or one of another program, begins here
+            for variable in program.metrics:  # of a new run, or one of another program
+                require(
+                    not np.any(variable.numpy()),
+                    "metrics",
+                    received=f"a metric whose {variable.path} does not begin at 0",
+                    expected="totals that add up over workers, each from 0, under ps",
+                    fix="have the metric's reset_state set its variables to 0",
+                    code="metric-zero",
+                )
         work = self._prepared(program)
         if not self._under_way:
             work.count_from(first)
-            self._since_s = time.perf_counter()
         most = steps_of_a_unit(
             most=_CLOSURE_STEPS, workers=self._workers, max_staleness=program.max_staleness
         )
@@ -112,23 +112,27 @@ class ParameterServerEngine:
         begun = [unit.future for unit in self._under_way if not unit.future.cancelled()]
         self._under_way.clear()
         concurrent.futures.wait(begun)
-        if begun:
-            self._forget_what_was_applied()
+        if begun and self._clock is not None:
+            # Of the steps that an error has ended nobody knows which were applied, and how often.
+            self._completed = 0
+            with contextlib.suppress(tf.errors.OpError):  # the ps may be what has ended
+                self._applied = self._clock.applied
 
     @property
     def steps_under_way(self) -> int:
-        """The steps that `run` has dispatched and not seen done."""
         return sum(unit.last - unit.first for unit in self._under_way)
 
     def _take(self, units: Sequence[DispatchedBlock]) -> None:
-        """Take in what comes of `units`, in their order."""
         with self._nothing_left_after_an_error():
             for unit in units:
                 self._account(unit, unit.future.result())
                 self._under_way.remove(unit)
         if units and not self._under_way:
             self._work[units[-1].program].rests()
-            self._account_when_idle()
+            if self._clock is not None:  # it is exact only while nobody works
+                before, self._applied = self._applied, self._clock.applied
+                self._worker_pool.account.applied_twice += self._applied - before - self._completed
+                self._completed = 0
 
     @contextlib.contextmanager
     def _nothing_left_after_an_error(self) -> Iterator[None]:
@@ -151,7 +155,6 @@ class ParameterServerEngine:
             yield waiting.popleft().result().value
 
     def reset_metrics(self) -> None:
-        """Forget the totals that workers have returned."""
         for work in self._work.values():
             work.totals = None
 
@@ -167,9 +170,7 @@ class ParameterServerEngine:
             variable.assign(part.astype(variable.dtype))
             start += size
 
-    def publish_state(self, program: StepProgram) -> None:
-        """Put the totals into the model's metrics; the rest of the state is on the servers."""
-        self.publish_metrics(program)
+    publish_state = publish_metrics  # the rest of the state is on the servers
 
     def take_state(self, program: StepProgram) -> None:
         """Start from the totals that are in the model's metrics."""
@@ -184,32 +185,14 @@ class ParameterServerEngine:
         )
 
     def _account(self, unit: DispatchedBlock, done: Done) -> None:
-        numbers, rows, *times = done.value
+        numbers, rows = done.value
         ages = self._work[unit.program].take(numbers)
         if unit.program.training:
             self._worker_pool.account.done(unit.first, unit.last, times=done.times, staleness=ages)
             self._completed += unit.last - unit.first
-            self._times += [(done.worker_index, found) for found in times]
         span, worker = (unit.first, unit.last), done.worker_index
         for observer, noted in zip(unit.program.observers, rows, strict=True):
             observer.write(*span, noted, worker=worker, begun=done.times)
-
-    def _account_when_idle(self) -> None:
-        """Add up what is known only while nobody works."""
-        if self._clock is not None:
-            before, self._applied = self._applied, self._clock.applied
-            self._worker_pool.account.applied_twice += self._applied - before - self._completed
-            self._completed = 0
-        if self._profile is not None and self._times:
-            self._profile.add(self._times, wall_s=time.perf_counter() - self._since_s)
-            self._times = []
-
-    def _forget_what_was_applied(self) -> None:
-        """Of steps that an error has ended nobody knows which were applied, and how often."""
-        self._completed = 0
-        if self._clock is not None:
-            with contextlib.suppress(tf.errors.OpError):  # the ps may be what has ended
-                self._applied = self._clock.applied
 
     def _prepared(self, program: StepProgram, *, outputs: bool = False) -> Work:
         if program not in self._work:
@@ -221,7 +204,6 @@ class ParameterServerEngine:
                     program,
                     self._job.strategy,
                     clock=self._clock if program.training else None,
-                    profile=self._profile if program.training else None,
                     outputs=outputs,
                 )
         return self._work[program]
@@ -243,48 +225,22 @@ def steps_of_a_unit(*, most: int, workers: int, max_staleness: int | None) -> in
 
 
 class _Carried(NamedTuple):
-    """What one step of a work unit hands to the next: tensors, and lists of them.
+    """What a step of a work unit hands to the next: tensors, and lists of them.
 
-    Attributes:
-      step: the next one.
-      logs: of the step before, float32 ``[numbers]``.
-      rows: notes of each observer of the steps so far.
-      ages: lists of what `UpdateClock.step` has found so far.
-      times: of the steps so far, where they are profiled.
-      counts: what each optimizer has counted, int64 ``[optimizers]``.
-      totals: of the program's metrics.
+    Its `logs` are float32 ``[numbers]``, its `counts` those of each optimizer. `rows` are the notes
+    of observers, `ages` the lists of `UpdateClock.step`, `totals` the metrics'.
     """
 
     step: tf.Tensor
     logs: tf.Tensor
     rows: list[Any]
     ages: list[tf.Tensor]
-    times: list[Any]
     counts: tf.Tensor
     totals: list[tf.Tensor]
 
 
-def _shapes(begin: _Carried) -> _Carried:
-    """Return the shapes that hold after any number of steps."""
-    any_shape, scalar, vector = tf.TensorShape(None), tf.TensorShape([]), tf.TensorShape([None])
-    return _Carried(
-        step=scalar,
-        logs=vector,
-        rows=[[any_shape for _ in rows] for rows in begin.rows],
-        ages=[scalar for _ in begin.ages],
-        times=[any_shape for _ in begin.times],
-        counts=vector,
-        totals=[zero.shape for zero in begin.totals],
-    )
-
-
 class Work:
-    """A program, traced for the workers of a job, and the results of its steps.
-
-    Attributes:
-      totals: of the metrics since they were reset, None before the first result.
-      logs: of the last step with a result.
-    """
+    """A program, traced for the workers of a job, and the results of its steps."""
 
     def __init__(
         self,
@@ -292,16 +248,14 @@ class Work:
         strategy: tf.distribute.Strategy,
         *,
         clock: UpdateClock | None = None,
-        profile: PsProfile | None = None,
         outputs: bool = False,
     ) -> None:
         """Trace the program: here once, as many threads at once might each trace it."""
-        self.totals: np.ndarray | None = None
-        self.logs: dict[str, Any] = {}
+        self.totals: np.ndarray | None = None  # of the metrics since they were reset
+        self.logs: dict[str, Any] = {}  # of the last step with a result
         self._program = program
         self._strategy = strategy
         self._clock = clock
-        self._profile = profile
         self._num_totals = sum(int(np.prod(v.shape)) for v in program.metrics)
         self._log_shapes: dict[str, tuple[int, ...]] = {}
         # Counts of the optimizers that each step applies, and what it adds to each of them; their
@@ -361,7 +315,6 @@ class Work:
         return rest.astype(np.int64)
 
     def _outputs(self, data: Any, numbers: tf.Tensor) -> Any:
-        """Return what the first step returns."""
         first, last = numbers[0], numbers[1]
         part = self._program.feed.worker_parts(data, first, last)(first)
         found = self._step(first, part, [])[0]
@@ -369,75 +322,78 @@ class Work:
         return found
 
     def _steps(self, data: Any, numbers: tf.Tensor) -> Any:
-        """Run the steps; return what `take` takes apart, what was recorded, and where steps are
-        profiled, when the parts of each were done.
-        """
+        """Run the steps; return what `take` takes apart, and what was recorded."""
         first, last = numbers[0], numbers[1]
         part_of = self._program.feed.worker_parts(data, first, last)
-        begin = self._begin(first, last, counts=numbers[2:])
+        program, steps = self._program, last - first
+        begin = _Carried(
+            step=first,
+            logs=tf.zeros([0]),
+            rows=[observer.rows(steps) for observer in program.observers],
+            ages=self._clock.begin() if self._clock else [],
+            counts=numbers[2:],
+            totals=[tf.zeros(tuple(v.shape), v.dtype) for v in program.metrics],
+        )
+        any_shape, scalar, vector = tf.TensorShape(None), tf.TensorShape([]), tf.TensorShape([None])
+        shapes = _Carried(
+            step=scalar,
+            logs=vector,
+            rows=[[any_shape for _ in rows] for rows in begin.rows],
+            ages=[scalar for _ in begin.ages],
+            counts=vector,
+            totals=[zero.shape for zero in begin.totals],
+        )
         end = tf.while_loop(
             lambda carried: carried.step < last,
             lambda carried: [self._turn(carried, first, part_of)],
             [begin],
-            shape_invariants=[_shapes(begin)],
+            shape_invariants=[shapes],
             parallel_iterations=1,
         )[0]
         stale = self._clock.staleness(end.ages) if self._clock else tf.zeros([0])
         # As one vector: each tensor would be a message of its own.
         parts = [tf.reshape(tf.cast(p, tf.float64), [-1]) for p in (*end.totals, end.logs, stale)]
-        result = tf.concat(parts, 0)
-        rows = [[row.stack() for row in noted] for noted in end.rows]
-        return result, rows, *(times.stack() for times in end.times)
-
-    def _begin(self, first: tf.Tensor, last: tf.Tensor, *, counts: tf.Tensor) -> _Carried:
-        steps = last - first
-        return _Carried(
-            step=first,
-            logs=tf.zeros([0]),
-            rows=[observer.rows(steps) for observer in self._program.observers],
-            ages=self._clock.begin() if self._clock else [],
-            times=[tf.TensorArray(tf.float64, tf.cast(steps, tf.int32))] if self._profile else [],
-            counts=counts,
-            totals=[tf.zeros(tuple(v.shape), v.dtype) for v in self._program.metrics],
-        )
+        return tf.concat(parts, 0), [[row.stack() for row in noted] for noted in end.rows]
 
     def _turn(self, given: _Carried, first: tf.Tensor, part_of: Callable[..., Part]) -> _Carried:
         """Run one step, and rewire its messages once all of it is traced."""
-        clock, profile, observers = self._clock, self._profile, self._program.observers
+        clock, observers = self._clock, self._program.observers
         graph = tf.compat.v1.get_default_graph()
         before, position = len(graph.get_operations()), given.step - first
-        rows, ages, times = given.rows, given.ages, given.times
-        phases = Phases(given.step) if profile else None
-        part = part_of(given.step)
-        rows = [o.noted(r, position, [part]) for o, r in zip(observers, rows, strict=True)]
+        ages, part = given.ages, part_of(given.step)
+        rows = [o.noted(r, position, [part]) for o, r in zip(observers, given.rows, strict=True)]
         updates = UpdateCounts(given.counts)
-        one_step = functools.partial(self._step, given.step, part, given.totals, phases, updates)
+        one_step = functools.partial(self._step, given.step, part, given.totals, updates)
         if clock:
             (outputs, totals), ages = clock.step(ages, work=one_step)
         else:
             outputs, totals = one_step()
         self._counted, self._counts_each = updates.followed, np.array(updates.each, np.int64)
-        if phases:
-            times = [array.write(tf.cast(position, tf.int32), phases.end()) for array in times]
         traced = graph.get_operations()[before:]
         read_together(traced)
         if clock:
             clock.look_first(traced)
-        if profile and phases:
-            profile.links = phases.links()
         return _Carried(
             step=given.step + 1,
             logs=self._logs(outputs) if self._program.keep_logs else given.logs,
             rows=rows,
             ages=ages,
-            times=times,
             counts=updates.after(),
             totals=totals,
         )
 
     def _logs(self, outputs: dict[str, Any]) -> tf.Tensor:
         logs = {name: tf.cast(outputs[name], tf.float32) for name in sorted(outputs)}
-        self._log_shapes.update({name: _known_shape(log, name=name) for name, log in logs.items()})
+        for name, log in logs.items():
+            require(
+                log.shape.is_fully_defined(),
+                "step",
+                received=f"{name!r} of shape {log.shape} from a step",
+                expected="scalars, or tensors of a known shape, under ps",
+                fix=f"return a figure of it, such as tf.reduce_mean({name})",
+                code="unknown-shape",
+            )
+            self._log_shapes[name] = tuple(log.shape.as_list())
         return tf.concat([tf.reshape(log, [-1]) for log in logs.values()], 0)
 
     def _step(
@@ -445,14 +401,11 @@ class Work:
         step: Any,
         part: Part,
         totals: Any,
-        phases: Phases | None = None,
         counts: UpdateCounts | None = None,
         watcher: contextlib.AbstractContextManager[Any] | None = None,
     ) -> tuple[Any, Any]:
         """Run one step; return what it returned, and the metric totals after it."""
         program = self._program
-        if phases:
-            phases.batch(part.data)
         returned: list[Any] = []
         local = dict(zip(map(id, program.metrics), totals, strict=False))
 
@@ -465,7 +418,6 @@ class Work:
                     replica=0,
                     num_replicas=1,
                     local=local,
-                    at_hook=phases.gradients if phases else None,
                     counts=counts,
                 )
             returned.append(outputs)
@@ -482,18 +434,6 @@ def _fetched(value: Any) -> Any:
         return tf.nest.map_structure(
             lambda part: tf.constant(part.numpy()), value, expand_composites=True
         )
-
-
-def _known_shape(log: tf.Tensor, *, name: str) -> tuple[int, ...]:
-    require(
-        log.shape.is_fully_defined(),
-        "step",
-        received=f"{name!r} of shape {log.shape} from a step",
-        expected="scalars, or tensors whose shape is known when the step is traced, under ps",
-        fix=f"return a figure of it, such as tf.reduce_mean({name})",
-        code="unknown-shape",
-    )
-    return tuple(log.shape.as_list())
 
 
 # Staleness of a step, measured by counters on the parameter servers.
@@ -608,7 +548,6 @@ class UpdateClock:
 
 
 def _variables_of(op: Any) -> list[Any]:
-    """Return the handles of the variables that an operation is given."""
     return [outermost(tensor) for tensor in op.inputs if tensor.dtype == tf.resource]
 
 
@@ -637,7 +576,9 @@ _DECIDING = ("update_state", "reset_state")
 def require_sums(program: StepProgram) -> None:
     """Refuse metrics whose totals do not add up over work units, or do not say so."""
     for metric in _with_nested(program.keras_metrics):
-        own = [name for name in _DECIDING if not _is_by_keras(metric, name)]
+        kinds = type(metric).__mro__
+        definers = {name: next(k for k in kinds if name in vars(k)) for name in _DECIDING}
+        own = [n for n, kind in definers.items() if not kind.__module__.startswith(_BY_KERAS)]
         require(
             not own or getattr(metric, "adds_up", False),
             "metrics",
@@ -658,27 +599,8 @@ def require_sums(program: StepProgram) -> None:
         )
 
 
-def require_zeros(program: StepProgram) -> None:
-    """Refuse metrics that do not begin at 0: each work unit begins there."""
-    for variable in program.metrics:
-        require(
-            not np.any(variable.numpy()),
-            "metrics",
-            received=f"a metric whose {variable.path} does not begin at 0",
-            expected="totals that add up over workers, each of which begins at 0, under ps",
-            fix="have the metric's reset_state set its variables to 0",
-            code="metric-zero",
-        )
-
-
 def _with_nested(metrics: Iterable[keras.metrics.Metric]) -> Iterator[keras.metrics.Metric]:
-    """Yield metrics and those that they are made of."""
     for metric in metrics:
         yield metric
         is_list = isinstance(metric, CompileMetrics)
         yield from _with_nested(metric.metrics if is_list else metric._metrics)
-
-
-def _is_by_keras(metric: keras.metrics.Metric, name: str) -> bool:
-    defined_in = next(kind for kind in type(metric).__mro__ if name in vars(kind))
-    return defined_in.__module__.startswith(_BY_KERAS)

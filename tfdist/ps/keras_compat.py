@@ -59,7 +59,6 @@ class UpdateCounts:
             self.each.append(0)
 
     def add(self, variable: Variable) -> None:
-        """Record that the step has counted an update."""
         place = self._place(variable)
         if place is not None and self._in_step():
             self.each[place] += 1
@@ -81,7 +80,6 @@ class UpdateCounts:
             self._also_in_updates = before
 
     def after(self) -> tf.Tensor:
-        """Return what is given to the next step."""
         return self._given + tf.constant(self.each, tf.int64) if self.each else self._given
 
     def _in_step(self) -> bool:
@@ -173,7 +171,7 @@ def _about_to_take(
 ) -> Any:
     if self.gradient_accumulation_steps:
         sums = [one for one in self._accumulated_gradients if one is not None]
-        trace.taken.update((id(one), []) for one in sums if _are_on_servers(_parts(one)))
+        trace.taken.update((id(one), []) for one in sums if _are_on_servers([one._value]))
     return original(self, grads, trainable_variables)
 
 
@@ -198,12 +196,8 @@ def _has_taken(original: Original, trace: StepTrace, self: Any) -> Any:
     return None if trace.taken else original(self)
 
 
-def _are_on_servers(parts: Iterable[Any]) -> bool:
-    return all(server_of(part) is not None for part in parts)
-
-
-def _parts(variable: Any) -> tuple[Any, ...]:
-    return () if variable is None else parts_of(variable._value)
+def _are_on_servers(variables: Iterable[Any]) -> bool:
+    return all(server_of(part) is not None for one in variables for part in parts_of(one))
 
 
 # Averages of weights are taken on the parameter servers, and begin with the first update there.
@@ -220,7 +214,7 @@ def _on_their_servers(
     original: Original, trace: StepTrace, self: Any, trainable_variables: Any
 ) -> Any:
     weights = [v.value if isinstance(v, Variable) else v for v in trainable_variables]
-    if not all(_are_on_servers(parts_of(weight)) for weight in weights):
+    if not _are_on_servers(weights):
         return original(self, trainable_variables)
 
     def update(weight: Any, average: Any) -> None:
@@ -248,7 +242,7 @@ def _on_their_servers(
 
 @replaces(Muon, "_apply_weight_decay", issue=f"{_KERAS}/optimizers/muon.py#L293")
 def _subtracted(original: Original, trace: StepTrace, self: Any, variables: Any) -> None:
-    if not all(_are_on_servers(_parts(variable)) for variable in variables):
+    if not _are_on_servers([variable._value for variable in variables]):
         original(self, variables)
         return
 

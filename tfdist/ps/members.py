@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any, NoReturn
 
 import tensorflow as tf
@@ -64,26 +65,14 @@ class Members:
             fix="declare the others in TF_CONFIG, or ask for fewer",
             code="too-many-workers",
         )
-        self.connected: frozenset[int] = frozenset()
-        """The indices of the workers that work can be given to."""
+        self.num_workers, self.num_ps = len(self._workers), len(cluster.ps)  # as declared
+        self.server_devices = [
+            f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(self.num_ps)
+        ]
+        self.connected: frozenset[int] = frozenset()  # indices of the workers that get work
         self._updating = threading.Lock()
         self._noting = threading.Lock()  # never held for long
         self._is_stuck = False
-
-    @property
-    def num_workers(self) -> int:
-        """The declared workers, whether they are there or not."""
-        return len(self._workers)
-
-    @property
-    def num_ps(self) -> int:
-        """The parameter servers, all of which must be there."""
-        return len(self._cluster.ps)
-
-    @property
-    def server_devices(self) -> list[str]:
-        """The devices on which the parameter servers hold variables."""
-        return [f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(self.num_ps)]
 
     def wait(
         self, config: TaskConfig, *, timeout_s: float, versions: VersionHandshake
@@ -99,10 +88,9 @@ class Members:
         there = [task for task in tasks if task not in missing]
         versions.require_same(there)
         workers = frozenset(task.index for task in there if task.type == "worker")
+        if len(workers) < self._min_workers or any(task.type == "ps" for task in missing):
+            raise StartupTimeout(waited_for(config, missing, timeout_s, timeout_s))
         if missing:
-            no_ps = any(task.type == "ps" for task in missing)
-            if no_ps or len(workers) < self._min_workers:
-                raise StartupTimeout(waited_for(config, missing, timeout_s, timeout_s))
             names = at_addresses(self._cluster, missing)
             _LOG.warning("after %.0f s: going on without %s", timeout_s, names)
         return workers
@@ -113,7 +101,6 @@ class Members:
         return missing_peers(self._cluster, servers)
 
     def answers(self, worker: int) -> bool:
-        """Return whether something listens at a worker's address now."""
         return answers(self._cluster.worker[worker])
 
     def spec(self, workers: Collection[int]) -> tf.train.ClusterSpec:
@@ -179,7 +166,6 @@ class Members:
         return True
 
     def lost(self, worker: int) -> None:
-        """Note that a worker has died; `admit` takes it back. Waits for nobody."""
         with self._noting:
             self.connected = self.connected - {worker}
 
@@ -188,25 +174,23 @@ class Members:
 
         It waits without a limit for a worker that dies at that moment.
         """
-        failed: list[BaseException] = []
+        done: Future[None] = Future()
 
         def update() -> None:
             try:
-                tf_context.update_server_def(definition)
+                done.set_result(tf_context.update_server_def(definition))
             except BaseException as error:
-                failed.append(error)
+                done.set_exception(error)
 
-        thread = threading.Thread(target=update, name="tfdist-update", daemon=True)
-        thread.start()
-        thread.join(_UPDATE_TIMEOUT_S)
-        self._is_stuck = thread.is_alive()
-        if self._is_stuck:
+        threading.Thread(target=update, name="tfdist-update", daemon=True).start()
+        try:
+            done.result(_UPDATE_TIMEOUT_S)
+        except TimeoutError:
+            self._is_stuck = True
             _LOG.warning(
                 "TensorFlow waits for a worker that died while another was connected to: "
                 "no worker can come back to this attempt, the others go on"
             )
-        for error in failed:
-            raise error
         return not self._is_stuck
 
 
@@ -294,18 +278,16 @@ class VersionHandshake:
                 continue
             # Each in a thread of its own: one that speaks slowly holds up nobody.
             try:
-                threading.Thread(target=self._receive_from, args=(client,), daemon=True).start()
+                threading.Thread(target=self._receive, args=(client,), daemon=True).start()
             except RuntimeError:  # no thread is to be had: it comes again
                 client.close()
 
-    def _receive_from(self, client: socket.socket) -> None:
+    def _receive(self, client: socket.socket) -> None:
         with client, contextlib.suppress(OSError):
             client.settimeout(_TIMEOUT_S)
-            self._receive(client)
-
-    def _receive(self, client: socket.socket) -> None:
-        line = client.makefile("rb").readline(_MAX_LINE_BYTES).decode(errors="replace")
-        if found := _LINE.fullmatch(line):
+            line = client.makefile("rb").readline(_MAX_LINE_BYTES).decode(errors="replace")
+            if not (found := _LINE.fullmatch(line)):
+                return
             kind, index, versions = found.groups()
             task = Task(kind, int(index))
             if task in self._config.cluster.tasks():
@@ -332,8 +314,19 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
     # A scheduler's warning goes to all tasks: the chief saves, and needs its servers for that.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     keep_freed_memory(os.environ)
+    protos = tf.compat.v1.ConfigProto()
+    if "TF_NUM_INTEROP_THREADS" not in os.environ:
+        # Fewer threads than closures in flight can deadlock a server on a small machine.
+        protos.inter_op_parallelism_threads = max(len(config.cluster.worker) + 2, 4)
     with restricting_server(config):
-        server = _start(config)
+        server = tf.distribute.Server(
+            tf.train.ClusterSpec(config.cluster.as_dict()),
+            job_name=config.task.type,
+            task_index=config.task.index,
+            protocol="grpc",
+            config=protos,
+            start=True,
+        )
     met = send_versions(config)
     phases.enter("serve")
     # TensorFlow's own handler swallows SIGTERM: ours is set once the server is up.
@@ -345,21 +338,6 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
     sys.stderr.flush()
     del server
     os._exit(code)
-
-
-def _start(config: TaskConfig) -> tf.distribute.Server:
-    protos = tf.compat.v1.ConfigProto()
-    if "TF_NUM_INTEROP_THREADS" not in os.environ:
-        # Fewer threads than closures in flight can deadlock a server on a small machine.
-        protos.inter_op_parallelism_threads = max(len(config.cluster.worker) + 2, 4)
-    return tf.distribute.Server(
-        tf.train.ClusterSpec(config.cluster.as_dict()),
-        job_name=config.task.type,
-        task_index=config.task.index,
-        protocol="grpc",
-        config=protos,
-        start=True,
-    )
 
 
 # Memory allocator settings of a ps server: freed tensor memory is kept.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,46 +15,31 @@ READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "Vari
 _BRANCHES = ("then_branch", "else_branch", "cond", "body", "f")
 
 
-class Places:
-    """On which task the operations of one graph run, by that of its inputs."""
+def tasks_of_captures(graph: Any) -> dict[str, str]:
+    """Return the task that holds each variable that a function's graph captured, by input name."""
+    return {inner.name: _task_of_captured(outer) for outer, inner in graph.captures}
 
-    def __init__(self, inputs: dict[str, str]) -> None:
-        self._inputs = inputs
 
-    @classmethod
-    def of_captures(cls, graph: Any) -> Places:
-        """Return the places of a function's graph, by where the variables are that it captured."""
-        return cls({inner.name: _of_captured(outer) for outer, inner in graph.captures})
-
-    def of_tensor(self, tensor: tf.Tensor) -> str:
-        """Return the task that a tensor is made on."""
-        return self._inputs.get(tensor.name) or self.of_operation(tensor.op)
-
-    def of_operation(self, operation: tf.Operation) -> str:
-        """Return the task that runs an operation."""
-        for tensor in operation.inputs:
-            if tensor.dtype == tf.resource:
-                place = self._inputs.get(tensor.name)
-                if place is not None and place != WORKER:
-                    return place
-        return _of_device(operation.device)
+def task_of(operation: tf.Operation, captured: Mapping[str, str]) -> str:
+    """Return the task that runs an operation: a server's, if one of its variables is there."""
+    places = (captured.get(t.name, WORKER) for t in operation.inputs if t.dtype == tf.resource)
+    return next((one for one in places if one != WORKER), _task_of_device(operation.device))
 
 
 def function_names(operation: tf.Operation) -> list[str]:
-    """Return the functions of an operation: of a condition, a loop or a call."""
     attributes = operation.node_def.attr
     names = [attributes[key].func.name for key in _BRANCHES if key in attributes]
     return [name for name in names if name]
 
 
-def _of_captured(tensor: Any) -> str:
+def _task_of_captured(tensor: Any) -> str:
     """Return the task of what a graph captured, through the graphs around it."""
     tensor = outermost(tensor)
     is_placed = tensor.dtype == tf.resource or hasattr(tensor, "numpy")
-    return _of_device(tensor.device) if is_placed else WORKER
+    return _task_of_device(tensor.device) if is_placed else WORKER
 
 
-def _of_device(device: str) -> str:
+def _task_of_device(device: str) -> str:
     spec = tf.DeviceSpec.from_string(device or "")
     return f"ps-{spec.task}" if spec.job == "ps" else WORKER
 
@@ -112,13 +97,8 @@ def is_small(value: Any) -> bool:
 
 # Reads of a step from parameter servers: once each, small ones together.
 #
-# A message costs its two ends more than a tenth of a millisecond of processor, whatever is in it.
-# Half of a model's variables are biases; layers and regularizers read one anew each time; and where
-# TensorFlow needs of a value on another task no more than that it is there, as of a kernel whose
-# shape it knows, it sends a message for that too.
-
-
-_Use = tuple[tf.Operation, int]
+# Layers and regularizers read a variable anew each time. TensorFlow also sends a message if it only
+# needs to know that a value on another task is there, as of a kernel whose shape it knows.
 
 
 def read_together(operations: Sequence[tf.Operation]) -> None:
@@ -127,10 +107,10 @@ def read_together(operations: Sequence[tf.Operation]) -> None:
     Values are the same to the last bit, and of one moment where a variable was read several
     times. Left alone are gathers, and reads before which something else in the step has to be.
     """
-    places = Places.of_captures(tf.compat.v1.get_default_graph())
+    captured = tasks_of_captures(tf.compat.v1.get_default_graph())
     alike = collections.defaultdict(list)
     for server, values in _read_of_servers(operations):
-        uses = [use for value in values for use in _uses_by_worker(value, places)]
+        uses = [use for value in values for use in _uses_by_worker(value, captured)]
         if uses and is_small(values[0]):
             alike[server, values[0].dtype].append((values[0], uses))
         elif len(uses) > 1:
@@ -160,12 +140,13 @@ def _is_server(device: str) -> bool:
     return bool(tf.DeviceSpec.from_string(device).job == "ps")
 
 
-def _uses_by_worker(value: tf.Tensor, places: Places) -> list[_Use]:
-    """Return the inputs of the worker's operations that are `value`."""
+def _uses_by_worker(
+    value: tf.Tensor, captured: Mapping[str, str]
+) -> list[tuple[tf.Operation, int]]:
     return [
         (operation, index)
         for operation in dict.fromkeys(value.consumers())
-        if places.of_operation(operation) == WORKER
+        if task_of(operation, captured) == WORKER
         for index, given in enumerate(operation.inputs)
         if given is value
     ]
@@ -181,7 +162,6 @@ def _fetched(values: list[tf.Tensor], *, server: str) -> list[tf.Tensor]:
     return [tf.reshape(part, value.shape) for part, value in zip(parts, values, strict=True)]
 
 
-def _give(value: tf.Tensor, uses: Sequence[_Use]) -> None:
-    """Have each of `uses` take `value`."""
+def _give(value: tf.Tensor, uses: Sequence[tuple[tf.Operation, int]]) -> None:
     for operation, index in uses:
         operation._update_input(index, value)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -43,14 +44,8 @@ class _Step:
 
 
 class _Thread(threading.local):
-    """What this thread does with split variables.
-
-    `part` is the number of the part that stands for the whole in an update; `step` what is being
-    traced.
-    """
-
-    part: int | None = None
-    step: _Step | None = None
+    part: int | None = None  # that stands for the whole in an update
+    step: _Step | None = None  # that is being traced
 
 
 _thread = _Thread()
@@ -95,14 +90,15 @@ class SplitVariable(tf.__internal__.types.Tensor):
         return self._first(_thread.step)
 
     def read_value(self) -> tf.Tensor:
-        """The whole value; in an update, that of the part which is updated."""
+        """Return the whole value; in an update, the value of the part that is updated."""
         if _thread.part is not None:
             return tf.convert_to_tensor(self.parts[_thread.part])
         if _thread.step is None:
             return self._put_together()
         first, now = self._first(_thread.step), self._now(_thread.step)
         if self.trainable:
-            pywrap_tfe.TFE_Py_TapeVariableAccessed(_Accessed(first))
+            # A tape takes anything that has a handle for a variable.
+            pywrap_tfe.TFE_Py_TapeVariableAccessed(types.SimpleNamespace(handle=first))
         return first if now is first else tf.grad_pass_through(lambda _: now)(first)
 
     value = read_value
@@ -148,7 +144,14 @@ class SplitVariable(tf.__internal__.types.Tensor):
         while graph is not step.graph and id(self) in step.firsts:
             if not isinstance(graph, CondBranchFuncGraph):
                 # It would read in its second turn what the step has read before its first.
-                raise self._written_in_a_loop()
+                raise UsageError(
+                    "step",
+                    received=f"{self.name}, which is in parts, updated in a tf.while_loop or"
+                    " tf.function",
+                    expected="updates in the step itself, or in a tf.cond of it",
+                    fix="use a Python loop, which the step unrolls, or leave --split_bytes out",
+                    code="split-variable",
+                )
             graph = graph.outer_graph
 
     def _write(self, name: str, value: Any) -> None:
@@ -175,14 +178,8 @@ class SplitVariable(tf.__internal__.types.Tensor):
             tf.shape(self.parts[number]),
         )
 
-    def _serialize_to_tensors(self) -> NoReturn:
-        raise self._not_in_tensorflows_files()
-
-    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise self._not_in_tensorflows_files()
-
-    def _not_in_tensorflows_files(self) -> UsageError:
-        return UsageError(
+    def _serialize_to_tensors(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(
             "tf.train.Checkpoint or model.export",
             received=f"{self.name}, which is in parts on {len(self.parts)} parameter servers",
             expected="variables that are whole",
@@ -190,24 +187,10 @@ class SplitVariable(tf.__internal__.types.Tensor):
             code="split-variable",
         )
 
-    def _written_in_a_loop(self) -> UsageError:
-        return UsageError(
-            "step",
-            received=f"{self.name}, which is in parts, updated in a tf.while_loop or tf.function",
-            expected="updates in the step itself, or in a tf.cond of it",
-            fix="use a Python loop, which the step unrolls, or leave --split_bytes out",
-            code="split-variable",
-        )
+    _export_to_saved_model_graph = _serialize_to_tensors
 
     def __repr__(self) -> str:
         return f"<SplitVariable {self.name} {tuple(self.shape)} in rows of {self.rows}>"
-
-
-class _Accessed:
-    """A variable as a gradient tape sees it when it is read."""
-
-    def __init__(self, handle: tf.Tensor) -> None:
-        self.handle = handle
 
 
 def _operator(name: str) -> Any:
@@ -231,7 +214,6 @@ for _name in ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_a
 
 
 def parts_of(variable: Any) -> tuple[Any, ...]:
-    """Return the parts of a split variable, else the variable alone."""
     return variable.parts if isinstance(variable, SplitVariable) else (variable,)
 
 

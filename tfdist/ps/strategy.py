@@ -25,7 +25,6 @@ from tensorflow.python.framework import ops
 
 from tfdist.cluster import JobOptions, TaskConfig
 from tfdist.cluster.local_only import restricting_server
-from tfdist.errors import require
 from tfdist.ps.members import Members, VersionHandshake, serve
 from tfdist.ps.split import SplitVariable, parts_of, standing_for_whole
 from tfdist.strategy import rendezvous
@@ -43,14 +42,6 @@ def parameter_server(
     timeout_s = options.startup_timeout_s
     if config.task.type in ("worker", "ps"):
         serve(config, timeout_s=timeout_s)
-    require(
-        config.task == config.cluster.chief_task,
-        "make_strategy",
-        received=f"task {config.task} of a ps job",
-        expected="chief-0, a worker or a ps",
-        fix="run an evaluator outside the training cluster",
-        code="task-type",
-    )
     # Without it a call to a task that has died waits for the task to come back.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     members = Members(config.cluster, min_workers=options.min_workers)
@@ -91,7 +82,7 @@ class ElasticParameterServerStrategy(tf.distribute.experimental.ParameterServerS
 
 
 def rows_of_parts(rows: int, *, size_bytes: int, split_bytes: int, num_ps: int) -> tuple[int, ...]:
-    """The rows of each part of a variable of so many rows and bytes; one part: it stays whole.
+    """Return the rows of each part of a variable; a single part means that it stays whole.
 
     As few parts as make none larger than `split_bytes`, but no more than there are ps, and of
     the same number of rows or one less.
@@ -118,7 +109,15 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
                 kwargs = {**kwargs, "initial_value": value, "colocate_with": beside.parts[0]}
                 return self._create_whole(next_creator, **kwargs)
             return self._create_parts(next_creator, kwargs, value, beside.rows, beside.parts)
-        if self._split_bytes and beside is None and self._may_split(kwargs):
+        may_split = (
+            self._num_ps > 1
+            and beside is None
+            and kwargs.get("trainable")
+            and kwargs.get("initial_value") is not None
+            and not kwargs.get("per_worker_variable")
+            and tf.executing_eagerly()
+        )
+        if self._split_bytes and may_split:
             value = _initial_value(kwargs)
             kwargs = {**kwargs, "initial_value": value}
             rows = rows_of_parts(
@@ -139,15 +138,13 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
         rows: Sequence[int],
         beside: Sequence[Any] = (),
     ) -> SplitVariable:
-        parts, start = [], 0
-        name = kwargs.get("name") or "variable"
-        for number, count in enumerate(rows):
-            part = {**kwargs, "initial_value": value[start : start + count], "shape": None}
+        parts, name = [], kwargs.get("name") or "variable"
+        for number, piece in enumerate(tf.split(value, rows)):
+            part = {**kwargs, "initial_value": piece, "shape": None}
             part["name"] = f"{name}/part_{number}"
             if beside:
                 part["colocate_with"] = beside[number]
             parts.append(self._create_whole(next_creator, **part))
-            start += count
         return SplitVariable(parts, name=name)
 
     def _create_whole(self, next_creator: Any, **kwargs: Any) -> Any:
@@ -161,15 +158,6 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
         # Of which TensorFlow takes the remainder.
         self._variable_count = self._sizes_bytes.index(min(self._sizes_bytes))
         return super()._create_variable_round_robin(next_creator, **kwargs)
-
-    def _may_split(self, kwargs: dict[str, Any]) -> bool:
-        return bool(
-            self._num_ps > 1
-            and kwargs.get("trainable")
-            and kwargs.get("initial_value") is not None
-            and not kwargs.get("per_worker_variable")
-            and tf.executing_eagerly()
-        )
 
     def _resource_creator_scope(self) -> Any:
         def table(next_creator: Any, *args: Any, **kwargs: Any) -> WorkerTable:
@@ -188,7 +176,6 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
             return super()._update(var, fn, args, kwargs, group)
 
         def of_whole(_: Any, *args: Any, **kwargs: Any) -> Any:
-            """Call `fn` with the whole variable, for which the part stands."""
             return fn(var, *args, **kwargs)
 
         results = []
@@ -247,15 +234,11 @@ def _initial_value(kwargs: dict[str, Any]) -> tf.Tensor:
 
 
 def size_bytes(variable: Any) -> int:
-    """The bytes of a variable's values; 0 where its shape is not known."""
     return int((variable.shape.num_elements() or 0) * variable.dtype.size)
 
 
 def bytes_on_servers(model: keras.Model, strategy: tf.distribute.Strategy) -> dict[str, int]:
-    """Return the bytes of all that belongs to a model by the ps that holds it: ``{"ps-0": 4096}``.
-
-    Read from where the variables are.
-    """
+    """Return the bytes of a model's variables by the ps that holds them: ``{"ps-0": 4096}``."""
     slots = model.optimizer.variables if model.optimizer is not None else []
     variables = [*model.variables, *slots, *model.metrics_variables]
     totals = {f"ps-{index}": 0 for index in range(strategy.extended._num_ps)}
@@ -268,16 +251,7 @@ def bytes_on_servers(model: keras.Model, strategy: tf.distribute.Strategy) -> di
 
 
 def log_placement(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Log the bytes that each ps holds, and warn of those with none of the model's weights."""
+    """Log the bytes that each parameter server holds."""
     held = bytes_on_servers(model, strategy)
     shown = ", ".join(f"{name} {size:,} bytes" for name, size in held.items())
     _LOG.info("variables by parameter server: %s", shown)
-    used = {f"ps-{server_of(part)}" for v in model.weights for part in parts_of(v.value)}
-    idle = [name for name in held if name not in used]
-    if idle:
-        _LOG.warning(
-            "ps: received %d for a model whose weights are on %d of them; %s: next "
-            "to nothing to do. Fix: --ps %d",
-            *(len(held), len(held) - len(idle)),
-            *(", ".join(idle), max(len(held) - len(idle), 1)),
-        )

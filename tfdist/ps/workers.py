@@ -8,15 +8,14 @@ is one worker, also where the runtime never says that another has gone.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.distribute.coordinator import coordinator_context
@@ -26,7 +25,6 @@ from tensorflow.python.eager import executor as tf_executor
 from tfdist import phases
 from tfdist.errors import PeerLost
 from tfdist.ps.members import Members
-from tfdist.ps.profile import PsProfile
 
 _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.5
@@ -47,32 +45,18 @@ _REPLACED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerIncarnation:
-    """Worker incarnation that runs a work unit.
-
-    Attributes:
-      worker_index: the worker's.
-      life: how many times this worker has been connected to; what was kept there is gone with
-        the life before.
-    """
+    """Worker incarnation that runs a work unit."""
 
     worker_index: int
-    life: int
+    life: int  # how often the worker has been connected to; what it kept ends with a life
 
     @property
     def task(self) -> str:
-        """The worker's name."""
         return f"worker-{self.worker_index}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
-    """A work unit that is done.
-
-    Attributes:
-      value: what its function returned.
-      worker_index: of the worker that did it.
-      times: how often it was begun: 1, and 1 more for each worker that died over it.
-    """
+class Done(NamedTuple):
+    """The value of a work unit, the worker that did it, and how often it was begun."""
 
     value: Any
     worker_index: int
@@ -83,9 +67,7 @@ class Done:
 class WorkUnit:
     """A work unit, the future of its result, and how many workers were lost over it.
 
-    Attributes:
-      others: steps of others that may be applied before its end: those that were under way when it
-        began, and those begun since.
+    `others` are the steps of other units that may be applied before its end.
     """
 
     function: Callable[[WorkerIncarnation], Any]
@@ -106,7 +88,6 @@ class WorkUnit:
         return all(unit.others + self.steps <= bound for unit in under_way)
 
     def begin_beside(self, under_way: Collection[WorkUnit]) -> None:
-        """Note that it begins now."""
         self.begun_s = time.monotonic()
         self.others = sum(unit.steps for unit in under_way)
         for unit in under_way:
@@ -114,13 +95,7 @@ class WorkUnit:
 
 
 class WorkerPool:
-    """Worker pool with a thread per worker, which runs one work unit at a time on it.
-
-    Attributes:
-      shares: what each worker has done, by its index.
-      account: of all training steps.
-      profile: what they cost, where that is asked for.
-    """
+    """Worker pool with a thread per worker, which runs one work unit at a time on it."""
 
     def __init__(self, members: Members, *, patience_s: float) -> None:
         self._members = members
@@ -133,7 +108,6 @@ class WorkerPool:
         self._warm: set[WorkerIncarnation] = set()
         self.shares = {i: WorkerTally() for i in range(members.num_workers)}
         self.account = Account()
-        self.profile = PsProfile()
         for worker in self.shares:
             self._begin_to_serve(worker, life=1 if worker in members.connected else 0)
         threading.Thread(target=self._watch, name="tfdist-workers", daemon=True).start()
@@ -163,12 +137,10 @@ class WorkerPool:
         return future
 
     def wait_until_begun(self) -> None:
-        """Wait until there is no work unit that no worker has begun."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting)
 
     def drop(self) -> None:
-        """Forget what no worker has begun."""
         with self._changed:
             for unit in self._waiting:
                 unit.future.cancel()
@@ -205,30 +177,31 @@ class WorkerPool:
     def _admit(self, worker: int) -> bool:
         """Connect to a worker that is there again; False, after a little while, if it is not."""
         if not self.shares[worker].is_left_out and self._members.admit(worker):
-            _LOG.info("worker-%d takes work", worker)
+            _LOG.info("worker-%d connected", worker)
             with self._changed:
                 self._nobody_since = None
             return True
-        self._mind_nobody()
-        time.sleep(_PROBE_EVERY_S)
-        return False
-
-    def _mind_nobody(self) -> None:
-        """Give up when there has been no worker for too long."""
+        now_s = time.monotonic()
         with self._changed:
             if self._members.connected or not self._waiting:
                 self._nobody_since = None
-                return
-            now_s = time.monotonic()
-            self._nobody_since = self._nobody_since or now_s
-            if now_s - self._nobody_since < self._patience_s:
-                return
-        self._fail(PeerLost(f"no worker for {self._patience_s:.0f} s; all of them have ended"))
+            else:
+                self._nobody_since = self._nobody_since or now_s
+            since_s = self._nobody_since
+        if since_s is not None and now_s - since_s >= self._patience_s:
+            self._fail(PeerLost(f"no worker for {self._patience_s:.0f} s; all of them have ended"))
+        time.sleep(_PROBE_EVERY_S)
+        return False
 
     def _take(self, incarnation: WorkerIncarnation) -> WorkUnit | None:
         """Wait for the next work unit; None once the pool has failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._fatal is not None or self._may_begin())
+            self._changed.wait_for(
+                lambda: (
+                    self._fatal is not None
+                    or (self._waiting and self._waiting[0].may_begin_beside(self._held.values()))
+                )
+            )
             if self._fatal is not None:
                 return None
             unit = self._waiting.popleft()
@@ -238,9 +211,6 @@ class WorkerPool:
             if not self._waiting:
                 self._changed.notify_all()  # `wait_until_begun`
             return unit
-
-    def _may_begin(self) -> bool:
-        return bool(self._waiting) and self._waiting[0].may_begin_beside(self._held.values())
 
     def _release(self, incarnation: WorkerIncarnation) -> bool:
         """Note that a worker has its work unit no more; False if that had been done."""
@@ -257,7 +227,9 @@ class WorkerPool:
         """Run a work unit; False if it was reclaimed from the worker meanwhile."""
         value, error = None, None
         try:
-            with _running_on(incarnation, executor):
+            device = f"/job:worker/replica:0/task:{incarnation.worker_index}"
+            dispatch = coordinator_context.with_dispatch_context(incarnation)
+            with tf.device(device), tf_context.executor_scope(executor), dispatch:
                 value = unit.function(incarnation)
         except BaseException as raised:
             error = raised
@@ -302,22 +274,20 @@ class WorkerPool:
             return False
         reason = f"{incarnation.task} is gone"
         if self._members.answers(incarnation.worker_index):
-            reason = f"{incarnation.task} answers, and says: {_first_line(error)}"
-            self._note_failure(incarnation.worker_index, error)
+            says = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            reason = f"{incarnation.task} answers, and says: {says}"
+            share = self.shares[incarnation.worker_index]
+            share.failures += 1
+            if share.failures == _MAX_FAILURES:
+                line = (
+                    f"{incarnation.task} answers, but none of {_MAX_FAILURES} work units got done"
+                )
+                if all(one.is_left_out for one in self.shares.values()):
+                    self._fail(PeerLost(f"{line}: {says}"))
+                else:
+                    _LOG.warning("%s: %s; going on without it", line, says)
         self._lose(unit, incarnation, reason)
         return True
-
-    def _note_failure(self, worker: int, error: tf.errors.OpError) -> None:
-        """Leave out a worker that answers and gets nothing done."""
-        self.shares[worker].failures += 1
-        if self.shares[worker].failures != _MAX_FAILURES:
-            return
-        line = f"worker-{worker} answers, but none of {_MAX_FAILURES} work units got done"
-        line = f"{line}: {_first_line(error)}"
-        if all(share.is_left_out for share in self.shares.values()):
-            self._fail(PeerLost(line))
-        else:
-            _LOG.warning("%s; going on without it", line)
 
     def _lose(self, unit: WorkUnit, incarnation: WorkerIncarnation, reason: str) -> None:
         """Give the work unit of a worker that is gone, or cannot do it, to another."""
@@ -353,18 +323,14 @@ class WorkerPool:
             for one, since_s in silent_since_s.items():
                 if now_s - since_s < _GONE_S:
                     continue
-                if isinstance(one, WorkerIncarnation):
-                    self._reclaim(one)
-                else:
+                if not isinstance(one, WorkerIncarnation):
                     self._fail(PeerLost(f"{one} does not answer any more"))
-
-    def _reclaim(self, incarnation: WorkerIncarnation) -> None:
-        with self._changed:
-            unit = self._held.get(incarnation)
-        if unit is None or not self._release(incarnation):
-            return  # its call has ended meanwhile
-        self._lose(unit, incarnation, f"{incarnation.task} is gone")
-        self._begin_to_serve(incarnation.worker_index, life=incarnation.life)
+                    continue
+                with self._changed:
+                    unit = self._held.get(one)
+                if unit is not None and self._release(one):  # else its call has ended meanwhile
+                    self._lose(unit, one, f"{one.task} is gone")
+                    self._begin_to_serve(one.worker_index, life=one.life)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -378,15 +344,6 @@ class WorkerPool:
             self._changed.notify_all()
 
 
-@contextlib.contextmanager
-def _running_on(incarnation: WorkerIncarnation, executor: Any) -> Iterator[None]:
-    """Run what is in the block on the devices of a worker, one operation after the other."""
-    device = f"/job:worker/replica:0/task:{incarnation.worker_index}"
-    dispatch = coordinator_context.with_dispatch_context(incarnation)
-    with tf.device(device), tf_context.executor_scope(executor), dispatch:
-        yield
-
-
 def is_of_the_network(error: tf.errors.OpError) -> bool:
     """Return whether an error may be the end of a worker, and not a mistake in the work.
 
@@ -396,11 +353,6 @@ def is_of_the_network(error: tf.errors.OpError) -> bool:
     if isinstance(error, of_network):
         return True
     return any(text in str(error) for text in _REPLACED)
-
-
-def _first_line(error: BaseException) -> str:
-    """Return what an error says, in a line that is not too long."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 _worker_pools: weakref.WeakKeyDictionary[tf.distribute.Strategy, WorkerPool] = (
@@ -417,23 +369,15 @@ def worker_pool_of(strategy: tf.distribute.Strategy, *, patience_s: float = 60.0
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class WorkerTally:
-    """What one worker has done.
-
-    Attributes:
-      units: work units that it finished.
-      steps: of training in them.
-      losses: work units that were under way when it died; each may have been applied in part.
-      failures: work units in a row that it did not get done although it answers.
-    """
+    """Work units that a worker finished, and the steps of training in them."""
 
     units: int = 0
     steps: int = 0
-    losses: int = 0
-    failures: int = 0
+    losses: int = 0  # units under way when it died; each may have been applied in part
+    failures: int = 0  # units in a row that it did not get done although it answers
 
     @property
     def is_left_out(self) -> bool:
-        """Whether it gets no work any more."""
         return self.failures >= _MAX_FAILURES
 
 
@@ -441,24 +385,19 @@ class WorkerTally:
 class Account:
     """The training steps of one process: each was completed once, and some were begun again.
 
-    Attributes:
-      applied_twice: updates that the servers have seen, less the steps completed.
-      staleness: how many steps had so many updates of others between their reading and writing.
-      repeats: ``(first, last, times)`` of each range ``[first, last)`` begun more than once.
+    `staleness` counts steps by the updates of others between their reading and writing.
     """
 
-    applied_twice: int = 0
+    applied_twice: int = 0  # updates that the servers have seen, less the steps completed
     staleness: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     repeats: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
 
     def done(self, first: int, last: int, *, times: int, staleness: Iterable[int]) -> None:
-        """Record a work unit that is done."""
         self.staleness.update(map(int, staleness))
         if times > 1:
             self.repeats.append((first, last, times))
 
     def summary(self) -> dict[str, Any]:
-        """Return what the run's summary says of it."""
         return {
             "staleness": {str(age): self.staleness[age] for age in sorted(self.staleness)},
             "steps_applied_twice": self.applied_twice,

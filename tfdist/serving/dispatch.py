@@ -34,36 +34,23 @@ class Room:
 
     def __init__(self, size_bytes: int) -> None:
         self.left_bytes = size_bytes
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._given = asyncio.Event()
 
     async def take(self, size_bytes: int) -> None:
         """Take memory as soon as there is enough; raise RequestError after a second."""
-        if size_bytes <= self.left_bytes:
-            self.left_bytes -= size_bytes
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((size_bytes, turn))
         try:
             async with asyncio.timeout(_ROOM_S):
-                await turn
-        except (TimeoutError, asyncio.CancelledError) as error:
-            if turn.cancelled():
-                self._waiting.remove((size_bytes, turn))
-            else:  # it came in the same moment
-                self.give(size_bytes)
-            if isinstance(error, TimeoutError):
-                message = "Requests use all memory that they may have, try again later"
-                raise RequestError(Code.RESOURCE_EXHAUSTED, message) from None
-            raise
+                while size_bytes > self.left_bytes:
+                    self._given.clear()
+                    await self._given.wait()
+        except TimeoutError:
+            message = "Requests use all memory that they may have, try again later"
+            raise RequestError(Code.RESOURCE_EXHAUSTED, message) from None
+        self.left_bytes -= size_bytes
 
     def give(self, size_bytes: int) -> None:
-        """Give memory back, to the first that wait for it."""
         self.left_bytes += size_bytes
-        for wanted, turn in list(self._waiting):
-            if wanted <= self.left_bytes and not turn.cancelled():
-                self.left_bytes -= wanted
-                self._waiting.remove((wanted, turn))
-                turn.set_result(None)
+        self._given.set()
 
 
 class Held:
@@ -74,7 +61,6 @@ class Held:
         self._size_bytes = size_bytes
 
     async def grow(self, size_bytes: int) -> None:
-        """Take more memory; raise RequestError."""
         await self._room.take(size_bytes)
         self._size_bytes += size_bytes
 
@@ -135,24 +121,23 @@ class QueueLimits:
 
 
 class Dispatcher:
-    """A model as the supervisor describes it, the queue of its requests, and its replicas.
+    """A model as the supervisor describes it, the queue of its requests, and its replicas."""
 
-    Attributes:
-      replicas: The replicas that get requests, and the path at which each listens.
-      draining: Replicas that the supervisor kills once they have no request.
-      counts: Events by name.
-      batches: Answers by the size of their batch.
-    """
-
-    def __init__(self, limits: QueueLimits, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        limits: QueueLimits,
+        clock: Callable[[], float],
+        on_batch: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        """Take a function that is called with the size of the batch of each answer."""
         self.status = ModelStatus()
-        self.replicas: dict[int, str] = {}
-        self.draining: set[int] = set()
+        self.replicas: dict[int, str] = {}  # those that get requests, and where each listens
+        self.draining: set[int] = set()  # killed by the supervisor once they have no request
         self.links: dict[int, ReplicaLink] = {}
         self.counts: Counter[str] = Counter()
-        self.batches: Counter[int] = Counter()
         self._limits = limits
         self._clock = clock
+        self._on_batch = on_batch
         self._ids = itertools.count(1)
         self._waiting: deque[Ticket] = deque()
         self._suspects: deque[Ticket] = deque()
@@ -165,16 +150,12 @@ class Dispatcher:
     @property
     def figures(self) -> Counter[str]:
         """Current values and counts of events, by name."""
-        now = {
-            "waiting": self.waiting,
-            "outstanding": sum(len(link.outstanding) for link in self.links.values()),
-            "replicas": len(self._serving()),
-            "version": self.status.served or 0,
-        }
+        outstanding = sum(len(link.outstanding) for link in self.links.values())
+        now = {"waiting": self.waiting, "outstanding": outstanding}
+        now |= {"replicas": len(self._serving()), "version": self.status.served or 0}
         return Counter({**now, **self.counts})
 
     def update(self, table: Mapping[str, Any]) -> None:
-        """Take the state of the model that the supervisor sends."""
         states = [VersionState(**state) for state in table["states"]]
         self.status = ModelStatus(served=table["served"], states=states)
         self.replicas = dict(table["replicas"])
@@ -188,7 +169,6 @@ class Dispatcher:
         }
 
     def submit(self, ticket: Ticket) -> None:
-        """Take a request; raise RequestError when there is no room for it."""
         if self.waiting >= self._limits.requests:
             ticket.held.shrink()
             self.counts["rejected"] += 1
@@ -198,12 +178,10 @@ class Dispatcher:
         self.pump()
 
     def connected(self, id: int, send: Callable[[Frame], None]) -> None:
-        """Take a replica that has loaded the version."""
         self.links[id] = ReplicaLink(id=id, send=send)
         self.pump()
 
     def received(self, id: int, frame: Frame) -> None:
-        """Take an answer of a replica."""
         link = self.links.get(id)
         ticket = link.outstanding.pop(frame.id, None) if link else None
         if link is None or ticket is None:
@@ -211,7 +189,7 @@ class Dispatcher:
         link.alone = False
         link.since = self._clock()
         if frame.batch:
-            self.batches[frame.batch] += 1
+            self._on_batch(frame.batch)
         error = frame.kind is Kind.ERROR
         self._end(ticket, decode_error(frame.payload) if error else frame.payload)
         self.pump()
@@ -277,15 +255,12 @@ class Dispatcher:
 
     def _least_busy(self) -> ReplicaLink | None:
         kept_free, window = self._quarantine(), self._limits.window
-        room = [
-            link
-            for link in self._serving()
-            if link is not kept_free and len(link.outstanding) < window
-        ]
+        others = [link for link in self._serving() if link is not kept_free]
+        room = [link for link in others if len(link.outstanding) < window]
         return min(room, key=lambda one: len(one.outstanding), default=None)
 
     def _send(self, ticket: Ticket, link: ReplicaLink) -> bool:
-        """Send a request, unless nobody waits for it any more; return whether it was."""
+        """Send a request unless its client has left; return whether it was sent."""
         if ticket.abandoned:
             ticket.held.shrink()
             return False

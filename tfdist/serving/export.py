@@ -24,24 +24,22 @@ import keras
 import numpy as np
 import tensorflow as tf
 from google.protobuf import text_format
-from keras.src.models.functional import Functional
 
 from tfdist.argument_parser import load_function
 from tfdist.checkpoint.publish import saveable
 from tfdist.checkpoint.saved_run import RunStore
 from tfdist.checkpoint.state import weights_sha256
 from tfdist.checkpoint.warm_start import load_model_file, loading, set_weights
-from tfdist.errors import TfdistError, UsageError, require, require_int, require_one_of
+from tfdist.errors import TfdistError, UsageError, require, require_int
 from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.serving.protocol import reason_of, version_number
+from tfdist.serving.protocol import version_number
 from tfdist.serving.versions import find_models
 from tfdist.strategy import broadcast, job_of
 from tfdist.training import keras_compat
 from tfdist.training.evaluation import predict
 
 _LOG = logging.getLogger(__name__)
-PRECISIONS = ("float32", "float16", "int8")
 SIGNATURE = "serving_default"
 MANIFEST = "manifest.json"
 _TOLERANCE = 1e-6
@@ -49,17 +47,10 @@ _ROUNDING = 1e-3  # at most, of one example alone and in a batch, which float16 
 _SMALL = 1e-2  # of the largest output, at most, where that is below 0.1
 _ALONE = 8  # samples that are sent one by one, too
 _EXAMPLES = 2
-_BATCH = 32  # of the measurement of a lower precision
 _FREE_LENGTH = 16  # of a dimension that the model leaves open
 _WORDS = 8  # of a drawn text, twice as many of the next
 _UNNAMED = re.compile(r"(keras_tensor|input_layer)(_\d+)?")  # by Keras, which counts in a process
 _OTHERS_S = 600.0  # how long another export into the directory may take
-_BATCHING = """\
-# Change it as you like: an export writes it where there is none.
-max_batch_size { value: 32 }
-batch_timeout_micros { value: 0 }
-max_enqueued_batches { value: 1000 }
-"""
 
 
 def export_model(
@@ -69,8 +60,6 @@ def export_model(
     name: str | None = None,
     version: int | None = None,
     samples: Any = None,
-    precision: str = "float32",
-    validation_data: Any = None,
     origin: Mapping[str, Any] | None = None,
 ) -> Path:
     """Export a model as ``directory/name/version``, the tree that model servers take.
@@ -89,16 +78,11 @@ def export_model(
       samples: arrays ``[examples, ...]`` in the nest in which the model takes its inputs, for the
         check and for the server's warm-up; by default drawn at random. A subclassed model needs
         them, as they alone say what its inputs are.
-      precision: ``float32`` (what the model has), ``float16``, or ``int8``: weights quantized by
-        Keras' `Model.quantize`. The difference it makes is logged and in the manifest.
-      validation_data: ``x`` or ``(x, y)``: the examples on which a lower precision is measured,
-        by default `samples`. With classes as `y` the manifest has both accuracies.
       origin: of the weights, such as run and step, for the manifest.
 
     Returns:
       The version directory: the SavedModel, its warm-up request, and ``manifest.json``. In
-      `directory` are TensorFlow Serving's ``models.config``, with all models that are there, and
-      ``batching.config``.
+      `directory` is TensorFlow Serving's ``models.config``, with all models that are there.
 
     Raises:
       UsageError: the model is not built, or Keras cannot save it; the version is there already.
@@ -106,16 +90,19 @@ def export_model(
         another export into the directory takes more than ten minutes.
     """
     job = job_of(model.distribute_strategy)
-    require_one_of("precision", precision, PRECISIONS)
     nest = _inputs_of(model, samples)
     is_drawn = samples is None
     samples = _drawn(nest) if is_drawn else samples
-    _require_fit(samples, keras.tree.flatten(nest))
     apart = samples if _differ(samples) else _drawn(nest, apart=True)
-    wanted = _answers_of(model, samples, is_drawn=is_drawn)
-    x, y = validation_data if isinstance(validation_data, tuple) else (validation_data, None)
-    x = samples if x is None else x
-    full = None if precision == "float32" else predict(model, x, verbose=0)
+    batch_size = max(_count(samples), job.num_replicas)
+    try:
+        wanted = predict(model, samples, batch_size=batch_size, verbose=0)
+    except Exception as error:
+        if is_drawn:
+            error.add_note(
+                "export_model drew these examples. Fix: pass samples=..., a few of yours"
+            )
+        raise
     path = ""
     if job.is_chief:
         directory, name = Path(directory), name or model.name
@@ -123,8 +110,7 @@ def export_model(
             one_line_errors(f"export: cannot write in {directory}"),
             _publishing(directory, name, version) as (target, unfinished),
         ):
-            local = model if job.kind == "single" else _copy(model)
-            export = _write(_lowered(local, precision), nest, unfinished)
+            export = _write(model if job.kind == "single" else _copy(model), nest, unfinished)
             manifest = {
                 "version": int(target.name),
                 "name": name,
@@ -132,10 +118,7 @@ def export_model(
                 "tensorflow": tf.__version__,
                 "keras": keras.__version__,
             }
-            manifest |= _checked(export, samples, wanted if full is None else None, apart=apart)
-            if full is not None:
-                manifest["precision"] = {"weights": precision, **_measured(export, full, x, y)}
-                _LOG.info("%s: %s", precision, manifest["precision"])
+            manifest |= _checked(export, samples, wanted, apart=apart)
             _warn_of_others(target, manifest)
             manifest |= {"weights_sha256": weights_sha256(model), **(origin or {})}
             _write_warm_up(unfinished, name, export.named(samples))
@@ -143,23 +126,6 @@ def export_model(
         path = str(target)
         _LOG.info("%s: exported and checked", path)
     return Path(broadcast(path))
-
-
-def _answers_of(model: keras.Model, samples: Any, *, is_drawn: bool) -> Any:
-    """Return what `tfdist.predict` gives; raise UsageError where it fails on drawn samples."""
-    batch_size = max(_count(samples), job_of(model.distribute_strategy).num_replicas)
-    try:
-        return predict(model, samples, batch_size=batch_size, verbose=0)
-    except (TypeError, ValueError, tf.errors.OpError) as error:
-        if not is_drawn or isinstance(error, UsageError):
-            raise
-        raise UsageError(
-            "export_model",
-            received=f"model {model.name!r}, which fails on drawn examples ({reason_of(error)})",
-            expected="samples",
-            fix="pass samples=..., a few examples as the model takes them",
-            code="no-samples",
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,12 +137,10 @@ class _Export:
     outputs: Sequence[str]
 
     def named(self, x: Any) -> dict[str, tf.Tensor]:
-        """Return the inputs of a request for `x`, by name."""
         flat = zip(self.inputs, _in_order(x, self.inputs), strict=True)
         return {spec.name: tf.cast(tf.constant(a), spec.dtype) for spec, a in flat}
 
     def answers(self, x: Any) -> dict[str, np.ndarray]:
-        """Return the outputs by name."""
         with keras_compat.adding_in_order():  # as bits are compared
             answer = self.signature(**self.named(x))
         return {name: answer[name].numpy() for name in self.outputs}
@@ -195,8 +159,7 @@ def _checked(export: _Export, samples: Any, wanted: Any, *, apart: Any) -> dict[
                 f"export: output {name!r} differs between two calls with one request: a layer "
                 "draws at random or keeps a state, though training=False; nothing is published"
             )
-    if wanted is not None:
-        _require_equal(first, wanted)
+    _require_equal(first, wanted)
     by_example = _is_by_example(export, apart)
     if not by_example:
         _LOG.warning(
@@ -222,56 +185,15 @@ def _is_by_example(export: _Export, samples: Any) -> bool:
         for at in range(min(_count(samples), _ALONE)):
             one = [array[at : at + 1] for array in arrays]
             alone = export.answers(keras.tree.pack_sequence_as(samples, one))
-            if not _is_same(alone, together, at):
-                return False
+            for name, value in alone.items():
+                like = np.atleast_1d(together[name])[at : at + 1]
+                largest = _largest(together[name])
+                most = min(_ROUNDING * max(1.0, largest), _SMALL * largest)
+                if value.shape != like.shape or not _gap(value, like) <= most:
+                    return False
     except tf.errors.OpError:
         return False
     return True
-
-
-def _is_same(alone: Mapping[str, np.ndarray], together: Mapping[str, np.ndarray], at: int) -> bool:
-    """Return whether an example has the answers that it has among others, at an index."""
-    for name, value in alone.items():
-        like, largest = np.atleast_1d(together[name])[at : at + 1], _largest(together[name])
-        if value.shape != like.shape:
-            return False
-        gap = np.max(_gap(value, like), initial=0.0)
-        if not gap <= min(_ROUNDING * max(1.0, largest), _SMALL * largest):
-            return False
-    return True
-
-
-def _measured(export: _Export, wanted: Any, x: Any, y: Any) -> dict[str, Any]:
-    """Return how far the answers in a lower precision are from the model's own, for `x`.
-
-    With classes as `y` also how often both are right.
-    """
-    count, parts = _count(x), []
-    for start in range(0, count, _BATCH):
-        batch = keras.tree.map_structure(lambda a: a[start : start + _BATCH], x)  # noqa: B023
-        parts.append(list(export.answers(batch).values()))
-    lower = [np.concatenate(output) for output in zip(*parts, strict=True)]
-    full = _arrays(wanted)
-    gaps = [_gap(a, b) for a, b in zip(lower, full, strict=True)]
-    if not all(np.isfinite(gap).all() for gap in gaps):
-        raise TfdistError(
-            "export: answers in the lower precision that are not finite, where the model's "
-            "are: leave precision out, or scale the inputs; nothing is published"
-        )
-    found: dict[str, Any] = {
-        "examples": count,
-        "largest_difference": float(max(gap.max() for gap in gaps)),
-        "mean_difference": float(np.mean([gap.mean() for gap in gaps])),
-    }
-    if len(full) == 1 and full[0].ndim == 2 and full[0].shape[1] > 1:
-        of_lower, of_full = lower[0].argmax(1), full[0].argmax(1)
-        found["same_class"] = float(np.mean(of_lower == of_full))
-        if y is not None:
-            classes = np.asarray(y).reshape(count, -1)
-            true = classes[:, 0] if classes.shape[1] == 1 else classes.argmax(1)
-            found["accuracy"] = float(np.mean(of_lower == true))
-            found["accuracy_before"] = float(np.mean(of_full == true))
-    return found
 
 
 def _warn_of_others(target: Path, manifest: Mapping[str, Any]) -> None:
@@ -335,29 +257,9 @@ def _inputs_of(model: keras.Model, samples: Any) -> Any:
 
 
 def _in_order(x: Any, specs: Sequence[tf.TensorSpec]) -> list[np.ndarray]:
-    """Return the arrays in a nest in the order of the inputs."""
     if isinstance(x, Mapping) and x.keys() == {spec.name for spec in specs}:
         x = [x[spec.name] for spec in specs]  # as Keras takes it for a list of inputs
     return [np.asarray(a) for a in keras.tree.flatten(x)]
-
-
-def _require_fit(samples: Any, specs: Sequence[tf.TensorSpec]) -> None:
-    """Raise UsageError unless samples are examples of the inputs."""
-    arrays = _in_order(samples, specs)
-    fits = len(arrays) == len(specs) and all(
-        spec.shape.is_compatible_with(array.shape)
-        and len(array) == len(arrays[0]) > 0
-        and (spec.dtype == tf.string) == (array.dtype.kind in "OSU")
-        for spec, array in zip(specs, arrays, strict=False)
-    )
-    require(
-        fits,
-        "samples",
-        received=", ".join(f"{a.dtype.name} {list(a.shape)}" for a in arrays) or "none",
-        expected=", ".join(f"{s.name}: {s.dtype.name} {s.shape.as_list()}" for s in specs),
-        fix="pass one array for each input, all of as many examples, or leave samples out",
-        code="not-samples",
-    )
 
 
 def _spec(tensor: Any, name: str) -> tf.TensorSpec:
@@ -397,18 +299,13 @@ def _count(x: Any) -> int:
     return len(keras.tree.flatten(x)[0])
 
 
-def _arrays(outputs: Any) -> list[np.ndarray]:
-    """Return arrays in the order of their nest, those of bfloat16 as numbers of NumPy's own."""
-    arrays = [np.asarray(a) for a in keras.tree.flatten(outputs)]
-    return [a.astype(np.float32) if a.dtype == tf.bfloat16 else a for a in arrays]
-
-
-def _gap(lower: np.ndarray, full: np.ndarray) -> np.ndarray:
-    """Return how far numbers are apart; of anything else 1 where it differs."""
-    if full.dtype.kind not in "fiu":
-        return (lower != full).astype(float)
+def _gap(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Return how far finite numbers are apart at most; of anything else 1 if some differ."""
+    if wanted.dtype.kind not in "fiu":
+        return float((found != wanted).any())
     with np.errstate(invalid="ignore"):  # of infinity less itself
-        return np.where(np.isfinite(full), np.abs(lower.astype(float) - full), 0.0)
+        gaps = np.where(np.isfinite(wanted), np.abs(found.astype(float) - wanted), 0.0)
+    return float(np.max(gaps, initial=0.0))
 
 
 def _largest(array: np.ndarray) -> float:
@@ -419,8 +316,8 @@ def _largest(array: np.ndarray) -> float:
 
 
 def _require_equal(found: Mapping[str, np.ndarray], wanted: Any) -> None:
-    """Raise TfdistError unless the answers are those of `tfdist.predict`."""
-    flat = _arrays(wanted)
+    flat = [np.asarray(a) for a in keras.tree.flatten(wanted)]
+    flat = [a.astype(np.float32) if a.dtype == tf.bfloat16 else a for a in flat]
     shapes, others = [value.shape for value in found.values()], [like.shape for like in flat]
     if shapes != others:
         raise TfdistError(
@@ -428,18 +325,16 @@ def _require_equal(found: Mapping[str, np.ndarray], wanted: Any) -> None:
             "predict_step of its own); nothing is published"
         )
     for (name, value), like in zip(found.items(), flat, strict=True):
-        gap = float(np.max(_gap(value, like), initial=0.0))
-        largest = max(1.0, _largest(like))
-        if not gap <= _TOLERANCE * largest:
+        gap, most = _gap(value, like), _TOLERANCE * max(1.0, _largest(like))
+        if not gap <= most:
             raise TfdistError(
-                f"export: output {name!r} is {gap:.3g} away from what tfdist.predict gives, of at "
-                f"most {_TOLERANCE * largest:.3g} (a predict_step of its own, or a layer that goes "
-                "by something other than inputs); nothing is published"
+                f"export: output {name!r} differs by {gap:.3g} from tfdist.predict, by more than "
+                f"{most:.3g} (a predict_step of its own, or a layer that goes by something other "
+                "than inputs); nothing is published"
             )
 
 
 def _copy(model: keras.Model) -> keras.Model:
-    """Return a copy of a model in this process alone."""
     classes = {type(layer).__name__: type(layer) for layer in [model, *model._flatten_layers()]}
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "model.keras")
@@ -451,40 +346,6 @@ def _copy(model: keras.Model) -> keras.Model:
             model.save(path)
             # Not in Keras' safe mode: the file was written by the line above.
             return keras.models.load_model(path, compile=False, safe_mode=False)
-
-
-def _lowered(model: keras.Model, precision: str) -> keras.Model:
-    """Return a model with weights of that precision; the one given stays as it is."""
-    if precision == "float32":
-        return model
-    try:
-        if precision == "int8":
-            copy = _copy(model)
-            copy.quantize("int8")
-            return copy
-        copy = keras.models.clone_model(model, clone_function=_halved)
-    except ValueError as error:
-        raise UsageError(
-            f"precision {precision}",
-            received=f"model {model.name!r} ({' '.join(str(error).split())[:200]})",
-            expected="a functional or Sequential model of layers that have this precision",
-            fix="leave precision out",
-            code="unsupported-precision",
-        ) from error
-    copy.set_weights(model.get_weights())
-    return copy
-
-
-def _halved(layer: keras.Layer) -> keras.Layer:
-    if hasattr(layer, "adapt"):  # shared: what it has seen is not in its config
-        return layer
-    if isinstance(layer, keras.Sequential | Functional):
-        return keras.models.clone_model(layer, clone_function=_halved)
-    config = layer.get_config()
-    is_input = isinstance(layer, keras.layers.InputLayer)
-    if getattr(layer, "compute_dtype", "") == "float32" and not is_input:  # operations have none
-        config["dtype"] = "float16"
-    return type(layer).from_config(config)
 
 
 def _write(model: keras.Model, nest: Any, directory: Path) -> _Export:
@@ -503,16 +364,6 @@ def _write(model: keras.Model, nest: Any, directory: Path) -> _Export:
     archive.add_endpoint(SIGNATURE, serve, input_signature=flat)
     archive.write_out(str(directory), verbose=False)
     signature = tf.saved_model.load(str(directory)).signatures[SIGNATURE]
-    for name in names:
-        spec = signature.structured_outputs.get(name)
-        require(
-            isinstance(spec, tf.TensorSpec),
-            "export_model",
-            received=f"output {name!r}: {type(spec).__name__.removesuffix('Spec')}",
-            expected="tensors alone",
-            fix="have the model return it dense, or leave it out",
-            code="not-a-tensor",
-        )
     return _Export(signature, flat, names)
 
 
@@ -525,9 +376,18 @@ def _by_name(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
         names = ["_".join(map(str, path)) for path, _ in paths]
     if len(set(names)) != len(paths):
         names = [f"output_{i}" for i in range(len(paths))]
-    floats = {n: v for n, (_, v) in zip(names, paths, strict=True)}
+    named = {n: v for n, (_, v) in zip(names, paths, strict=True)}
+    for name, value in named.items():
+        require(
+            isinstance(value, tf.Tensor),
+            "export_model",
+            received=f"output {name!r}: {type(value).__name__}",
+            expected="tensors alone",
+            fix="have the model return it dense, or leave it out",
+            code="not-a-tensor",
+        )
     halves = (tf.float16, tf.bfloat16)  # a client has no bfloat16, nor has JSON its NaN
-    return {n: tf.cast(v, tf.float32) if v.dtype in halves else v for n, v in floats.items()}
+    return {n: tf.cast(v, tf.float32) if v.dtype in halves else v for n, v in named.items()}
 
 
 def _write_warm_up(directory: Path, name: str, request: Mapping[str, tf.Tensor]) -> None:
@@ -580,11 +440,10 @@ def _publishing(directory: Path, name: str, version: int | None) -> Iterator[tup
             fsync(home)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-        _write_configs(directory)
+        _write_config(directory)
 
 
 def _new_version(home: Path, version: int | None) -> Path:
-    """Return the version directory to make."""
     there = {version_number(path.name) or 0 for path in home.iterdir()}
     if version is None:
         version = max(there, default=0) + 1
@@ -608,20 +467,15 @@ def _new_version(home: Path, version: int | None) -> Path:
     return home / str(version)
 
 
-def _write_configs(directory: Path) -> None:
-    """Write which models there are, and once how requests are batched, for TensorFlow Serving.
-
-    https://github.com/tensorflow/serving/blob/master/tensorflow_serving/g3doc/serving_config.md
-    """
+def _write_config(directory: Path) -> None:
+    """List the models for TensorFlow Serving, whose image has them in /models."""
     from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
 
     config = ModelServerConfig()
-    for name in find_models(directory):  # its image has them in /models
+    for name in find_models(directory):
         options = {"name": name, "base_path": f"/models/{name}", "model_platform": "tensorflow"}
         config.model_config_list.config.add(**options)
     write_text(directory / "models.config", text_format.MessageToString(config))
-    if not (directory / "batching.config").exists():
-        write_text(directory / "batching.config", _BATCHING)
 
 
 # Where a trained model comes from: a `.keras` file, a run directory, or checkpoints.
@@ -632,24 +486,16 @@ def read_model(
 ) -> tuple[keras.Model, dict[str, Any]]:
     """Return the model of this process alone that `source` holds, and where it comes from.
 
-    Args:
-      source: a `.keras` file (read in Keras' safe mode), the run directory of a `tfdist.train`, or
-        a directory that `tfdist.BackupAndRestore` wrote.
-      step: of the checkpoint; by default the newest one.
-      best: take the checkpoint that was marked best.
-      make: ``file.py:function``, which returns the model of the checkpoints in an own program, or
-        the ``model.json`` that `BackupAndRestore(publish=...)` writes.
-
-    Raises:
-      UsageError: there is no such file or checkpoint, or it is another model's.
+    The source is a `.keras` file (read in Keras' safe mode), the run directory of a `tfdist.train`,
+    or a directory that `tfdist.BackupAndRestore` wrote. `make` is ``file.py:function``, which makes
+    the model of the checkpoints, or the ``model.json`` of `BackupAndRestore(publish=...)`. Raises
+    UsageError if there is no such file or checkpoint, or it is another model's.
     """
     if source.suffix == ".keras":
         require(
-            source.is_file() and step is None and not best and make is None,
+            source.is_file() and (step, best, make) == (None, False, None),
             str(source),
-            received="no such file"
-            if not source.is_file()
-            else "it with --step, --best or --model",
+            received="no such file, or --step, --best or --model with it",
             expected="a file that Keras saved, by itself",
             fix="check the path; --step, --best and --model are for checkpoints",
             code="not-a-source",

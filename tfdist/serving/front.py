@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import hmac
 import json
 import logging
@@ -34,8 +33,7 @@ import httptools
 import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.utils import floatToGoString
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tfdist.launch.guardian import die_with
@@ -61,11 +59,7 @@ _SLOW_S = 0.1  # after which a message counts as one that comes slowly
 _MOST_OF_AN_ERROR = 500  # characters by gRPC, of 12 bytes each in a trailer, which has 8 KiB
 _TICKET = "tfdist.ticket"  # key of the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
-_MODEL = "tensorflow.serving.ModelService"
-_GRPC_KINDS = {
-    "Predict": Kind.GRPC_PREDICT,
-    "GetModelMetadata": Kind.GRPC_METADATA,
-}
+_GRPC_KINDS = {"Predict": Kind.GRPC_PREDICT, "GetModelMetadata": Kind.GRPC_METADATA}
 _PAGE = (Path(__file__).parent / "page.html").read_bytes()
 
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -88,16 +82,9 @@ Message = MutableMapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FrontOptions:
-    """What a service asks of its clients, and gives them.
+    """Settings of a front; empty file names for none.
 
-    Attributes:
-      timeout_s: after which a request is answered with an error; a client may ask for less.
-      body_bytes: most that a request may have.
-      silence_s: how long a client may take over the head, and over the body, of a request.
-      token: file with the secret that clients send; empty for none.
-      certificate, key: files of TLS; empty for none.
-      access_log: file to which a line goes for each request; empty for none.
-      drain_s: how long requests may take after SIGTERM.
+    A client may take `silence_s` over the head of a request, and again over its body.
     """
 
     limits: QueueLimits = dataclasses.field(default_factory=QueueLimits)
@@ -107,7 +94,6 @@ class FrontOptions:
     token: str = ""
     certificate: str = ""
     key: str = ""
-    access_log: str = ""
     drain_s: float = 30.0
 
 
@@ -121,23 +107,19 @@ class ReplicaConnection(asyncio.Protocol):
         self._unsent: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Offer the replica to the dispatcher."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio
         self._dispatcher.connected(self._id, self.send)
 
     def send(self, frame: Frame) -> None:
-        """Send a frame with the others of this turn."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append(protocol.encode_frame(frame))
 
     def data_received(self, data: bytes) -> None:
-        """Hand on the answers."""
         for frame in self._buffer.feed(data):
             self._dispatcher.received(self._id, frame)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Have what the replica had tried again."""
         self._dispatcher.lost(self._id)
 
     def _flush(self) -> None:
@@ -149,26 +131,32 @@ class Metrics:
     """What a front counts, for Prometheus: requests by outcome and time, how full queues are."""
 
     def __init__(self, models: Mapping[str, Dispatcher]) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._requests = Counter(
             "tfdist_serving_requests",
             "Requests that were answered",
             ["via", "model", "code"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._seconds = Histogram(
             "tfdist_serving_request_seconds",
             "From the request to its answer",
             ["via", "model"],
             buckets=_BUCKETS_S,
-            registry=self._registry,
+            registry=self.registry,
+        )
+        self.batches = Histogram(
+            "tfdist_serving_batch_requests",
+            "Requests that were answered together, as each of them saw it",
+            ["model"],
+            buckets=_BATCHES,
+            registry=self.registry,
         )
         self._children: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}
         self._models = models
-        self._registry.register(self)  # its `collect` is asked for the state of the models
+        self.registry.register(self)
 
-    def observe(self, *, via: str, model: str, code: str, seconds: float) -> None:
-        """Count an answered request."""
+    def observe(self, via: str, model: str, code: str, seconds: float) -> None:
         key = (via, model, code)
         if key not in self._children:  # looking them up by their labels takes longer than counting
             self._children[key] = (self._requests.labels(*key), self._seconds.labels(via, model))
@@ -176,28 +164,14 @@ class Metrics:
         requests.inc()
         times.observe(seconds)
 
-    def text(self) -> bytes:
-        """Return all of it in Prometheus' text form."""
-        return bytes(generate_latest(self._registry))
-
     def collect(self) -> Iterator[Any]:
-        """Yield the state of the models now, a metric after the other, each with all models."""
+        """Yield the state of the models now, as a custom collector of Prometheus does."""
         for texts, make in ((_GAUGES, GaugeMetricFamily), (_COUNTS, CounterMetricFamily)):
             for key, about in texts.items():
                 family = make(f"tfdist_serving_{key}", about, labels=["model"])
                 for name, model in self._models.items():
                     family.add_metric([name], model.figures[key])
                 yield family
-        about = "Requests that were answered together, as each of them saw it"
-        batches = HistogramMetricFamily("tfdist_serving_batch_requests", about, labels=["model"])
-        for name, model in self._models.items():
-            sizes = model.batches
-            buckets = [
-                (floatToGoString(most), sum(n for size, n in sizes.items() if size <= most))
-                for most in (*_BATCHES, float("inf"))
-            ]
-            batches.add_metric([name], buckets, sum(size * n for size, n in sizes.items()))
-        yield batches
 
 
 class Front:
@@ -206,11 +180,10 @@ class Front:
     def __init__(
         self, options: FrontOptions, control: asyncio.StreamWriter, *, is_local: bool
     ) -> None:
-        """Take whether REST listens at loopback alone."""
         self.options = options
         self._checks_host = is_local and not options.token
         self.models: dict[str, Dispatcher] = {}
-        self.metrics = Metrics(self.models)
+        self._metrics = Metrics(self.models)
         self.health = health.aio.HealthServicer()
         self._token = Path(options.token).read_text().strip() if options.token else ""
         self._control = control
@@ -219,28 +192,27 @@ class Front:
         self.most_bytes = min(options.body_bytes, options.limits.size_bytes // 2)
         self._room = Room(options.limits.size_bytes)
         self._slow = 0
-        self._access = _access_logger(options.access_log)
 
     # The supervisor
 
     async def follow(self, reader: asyncio.StreamReader) -> None:
-        """Do what the supervisor says until it has ended."""
         while line := await reader.readline():
             for name, table in json.loads(line).items():
                 if name not in self.models:
-                    self.models[name] = Dispatcher(self.options.limits, time.monotonic)
+                    batches = self._metrics.batches.labels(name)
+                    dispatcher = Dispatcher(self.options.limits, time.monotonic, batches.observe)
+                    self.models[name] = dispatcher
                 self.models[name].update(table)
             known = {id for m in self.models.values() for id in (*m.replicas, *m.draining)}
             self._connected &= known
             for model in self.models.values():
                 self._route(model)
-            status = health_pb2.HealthCheckResponse
-            state = status.SERVING if self.is_healthy else status.NOT_SERVING
-            for service in ("", _PREDICTION, _MODEL):
+            states = health_pb2.HealthCheckResponse
+            for service in ("", _PREDICTION):
+                state = states.SERVING if self.is_healthy else states.NOT_SERVING
                 await self.health.set(service, state)
 
     def send(self, **message: Any) -> None:
-        """Say something to the supervisor."""
         self._control.write(json.dumps(message).encode() + b"\n")
 
     def _route(self, model: Dispatcher) -> None:
@@ -264,7 +236,6 @@ class Front:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether there is a model, and each has a replica."""
         return bool(self.models) and all(model.replicas for model in self.models.values())
 
     async def tick(self) -> None:
@@ -319,7 +290,7 @@ class Front:
             outcome = await future
         finally:
             ticket.abandoned = True
-            del scope[_TICKET]
+            del scope[_TICKET]  # an idle connection keeps its scope
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome
@@ -336,26 +307,15 @@ class Front:
 
     # gRPC
 
-    def grpc_handlers(self) -> list[grpc.GenericRpcHandler]:
-        """Return the services; messages stay bytes."""
-        ask = {name: functools.partial(self.ask, kind) for name, kind in _GRPC_KINDS.items()}
-        model = {"GetModelStatus": self._grpc_status}
+    def grpc_service(self) -> grpc.GenericRpcHandler:
+        """Return the PredictionService; messages stay bytes."""
         # On the wire as unary_unary, which would read a message before it calls the handler.
-        make, handler = grpc.method_handlers_generic_handler, grpc.stream_unary_rpc_method_handler
-        return [
-            make(service, {name: handler(self._grpc(method)) for name, method in methods.items()})
-            for service, methods in ((_PREDICTION, ask), (_MODEL, model))
-        ]
+        handler = grpc.stream_unary_rpc_method_handler
+        methods = {name: handler(self._grpc(kind)) for name, kind in _GRPC_KINDS.items()}
+        return grpc.method_handlers_generic_handler(_PREDICTION, methods)
 
-    async def _grpc_status(
-        self, target: Target, payload: bytes, timeout_s: float, *, held: Held
-    ) -> bytes:
-        return protocol.status_message(protocol.states_of(target, self._status(target)))
-
-    def _grpc(
-        self, method: Callable[..., Awaitable[bytes]]
-    ) -> Callable[[Any, Any], Awaitable[bytes]]:
-        """Return the handler that answers with the method's bytes, or with its error."""
+    def _grpc(self, kind: Kind) -> Callable[[Any, Any], Awaitable[bytes]]:
+        """Return the handler that answers requests of a kind, or with their error."""
 
         async def handle(_: Any, context: Any) -> bytes:
             start = time.monotonic()
@@ -370,7 +330,7 @@ class Front:
                 timeout_s = self.options.timeout_s if remaining_s is None else remaining_s
                 target = protocol.parse_model_spec(payload)
                 name = target.name if target.name in self.models else ""
-                answer = await method(target, payload, timeout_s, held=held)
+                answer = await self.ask(kind, target, payload, timeout_s, held=held)
                 code = Code.OK
                 return answer
             except RequestError as error:
@@ -379,7 +339,7 @@ class Front:
                 raise  # abort has raised
             finally:
                 held.shrink()
-                self._record("grpc", name, code.name, start, len(payload))
+                self._metrics.observe("grpc", name, code.name, time.monotonic() - start)
 
         return handle
 
@@ -408,13 +368,17 @@ class Front:
             if too_many:
                 text = "Too many requests are being read, try again later"
                 raise RequestError(Code.RESOURCE_EXHAUSTED, text) from None
-            raise _came_too_slowly(options.silence_s) from None
+            raise self._too_slow() from None
         finally:
             timer.cancel()
             self._slow -= is_slow
         payload = b"" if payload is grpc.aio.EOF else bytes(payload)
         held.shrink(len(payload))
         return payload
+
+    def _too_slow(self) -> RequestError:
+        text = f"The request did not come within {self.options.silence_s:g} s"
+        return RequestError(Code.DEADLINE_EXCEEDED, text)
 
     # REST
 
@@ -424,7 +388,6 @@ class Front:
         receive: Callable[[], Awaitable[Message]],
         send: Callable[[Message], Awaitable[None]],
     ) -> None:
-        """Answer a request, as an ASGI application."""
         start = time.monotonic()
         status, kind, target, payload = 200, b"application/json", "", None
         held = Held(self._room)
@@ -442,19 +405,17 @@ class Front:
                 if path == "/v1/models" and scope["method"] == "GET":
                     body = json.dumps({"models": sorted(self.models)}).encode()
                 elif path in ("/metrics", "/monitoring/prometheus/metrics"):
-                    kind, body = b"text/plain; version=0.0.4; charset=utf-8", self.metrics.text()
+                    kind, body = (
+                        b"text/plain; version=0.0.4; charset=utf-8",
+                        generate_latest(self._metrics.registry),
+                    )
                 else:
                     wanted, what = protocol.parse_path(scope["method"], path)
                     target = wanted.name if wanted.name in self.models else ""
                     payload = await self._body(receive, held)
-                    if b"gzip" in headers.get(b"content-encoding", b"").lower():
-                        most = self.most_bytes
-                        await held.grow(most)
-                        payload = await asyncio.to_thread(protocol.unzipped, payload, most=most)
-                        held.shrink(len(payload))
                     if what is None:
                         states = protocol.states_of(wanted, self._status(wanted))
-                        body = json.dumps(protocol.status_json(states), indent=1).encode()
+                        body = protocol.status_json(states)
                     else:
                         most_s = self.options.timeout_s
                         body = await self.ask(what, wanted, payload, most_s, held=held, scope=scope)
@@ -469,7 +430,7 @@ class Front:
             sent.append((b"retry-after", b"1"))
         await send({"type": "http.response.start", "status": status, "headers": sent})
         await send({"type": "http.response.body", "body": body})
-        self._record("rest", target, str(status), start, len(payload or b""))
+        self._metrics.observe("rest", target, str(status), time.monotonic() - start)
 
     async def _body(self, receive: Callable[[], Awaitable[Message]], held: Held) -> bytes:
         """Return the body of a request, whose memory it holds; raise RequestError.
@@ -498,39 +459,14 @@ class Front:
                         parts.clear()
                         held.shrink()
         except TimeoutError:
-            raise _came_too_slowly(self.options.silence_s) from None
+            raise self._too_slow() from None
         if error is not None:
             raise error
         return b"".join(parts)
 
-    def _record(self, via: str, model: str, code: str, start: float, size_bytes: int) -> None:
-        seconds = time.monotonic() - start
-        self.metrics.observe(via=via, model=model, code=code, seconds=seconds)
-        if self._access is not None:
-            entry = {"via": via, "model": model, "code": code, "bytes": size_bytes}
-            stamp = {"time": round(time.time(), 3), "ms": round(seconds * 1e3, 2)}
-            self._access.info(json.dumps(stamp | entry))
-
-
-def _came_too_slowly(silence_s: float) -> RequestError:
-    text = f"The request did not come within {silence_s:g} s"
-    return RequestError(Code.DEADLINE_EXCEEDED, text)
-
 
 def _client_gone() -> RequestError:
     return RequestError(Code.CANCELLED, "The client has gone")
-
-
-def _access_logger(path: str) -> logging.Logger | None:
-    if not path:
-        return None
-    logger = logging.getLogger("tfdist.serve.access")
-    logger.propagate = False
-    logger.setLevel(logging.INFO)
-    logger.addHandler(
-        logging.StreamHandler(sys.stdout) if path == "-" else logging.FileHandler(path)
-    )
-    return logger
 
 
 class _Parser:
@@ -548,7 +484,6 @@ class _Parser:
         return getattr(self._parser, name)
 
     def feed_data(self, data: bytes) -> None:
-        """Take bytes of a connection."""
         while data:
             try:
                 self._parser.feed_data(data)
@@ -563,7 +498,6 @@ class _Parser:
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
 
     def _without_offer(self) -> bytes:
-        """Return the head of the request once more, without the offer."""
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         if method == b"CONNECT":  # which is an upgrade by itself
             raise httptools.HttpParserError("CONNECT is not supported")
@@ -656,7 +590,6 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
 class _Http(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to the front."""
         yield
 
 
@@ -700,7 +633,7 @@ async def _grpc_server(front: Front, address: str) -> grpc.aio.Server:
         ],
         maximum_concurrent_rpcs=2 * options.limits.requests,
     )
-    server.add_generic_rpc_handlers(tuple(front.grpc_handlers()))
+    server.add_generic_rpc_handlers((front.grpc_service(),))
     health_pb2_grpc.add_HealthServicer_to_server(front.health, server)
     if options.certificate:
         pair = (Path(options.key).read_bytes(), Path(options.certificate).read_bytes())
@@ -712,7 +645,6 @@ async def _grpc_server(front: Front, address: str) -> grpc.aio.Server:
 
 
 async def run(options: FrontOptions, rest: socket.socket, grpc_address: str) -> int:
-    """Serve until SIGTERM, then answer what has come."""
     control = socket.socket(fileno=sys.stdin.fileno())
     reader, writer = await asyncio.open_connection(sock=control, limit=1 << 24)
     front = Front(options, writer, is_local=protocol.is_loopback(rest.getsockname()[0]))
@@ -737,7 +669,6 @@ async def run(options: FrontOptions, rest: socket.socket, grpc_address: str) -> 
 
 
 def main() -> int:
-    """Run a front; return its exit code."""
     supervisor, rest, grpc_address, text = sys.argv[1:]
     die_with(int(supervisor))
     fields = json.loads(text)

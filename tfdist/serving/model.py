@@ -22,7 +22,6 @@ from google.protobuf import json_format
 from tensorflow.core.protobuf import config_pb2
 from tensorflow_serving.apis import (
     get_model_metadata_pb2,
-    model_pb2,
     predict_pb2,
     prediction_log_pb2,
 )
@@ -47,16 +46,12 @@ _FIELDS = {  # of a TensorProto, in which clients look for the values of a type
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
-    """A signature that can be called with arrays in the order of `inputs`.
-
-    `batches` is whether requests can share a call: all inputs and outputs have examples, and the
-    model answers each by itself.
-    """
+    """A signature that can be called with arrays in the order of `inputs`."""
 
     inputs: Mapping[str, TensorSpec]
     outputs: tuple[str, ...]
     call: Callable[..., Sequence[Any]]
-    batches: bool
+    batches: bool  # requests can share a call, as each example is answered by itself
 
     def run(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Return the outputs by name; TensorFlow gives a text without dimensions as bytes."""
@@ -77,7 +72,6 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """Examples in this request."""
         return len(self.arrays[0]) if self.arrays and self.arrays[0].ndim else 1
 
 
@@ -88,7 +82,10 @@ class ServedModel:
         self.name = name
         self.version = int(directory.name)
         self._sizes = tuple(sorted(batch_sizes))
-        self._by_example = _answers_by_example(directory)
+        self._by_example = True  # but for an export whose requests may not share a batch
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            manifest = json.loads((directory / "manifest.json").read_text())
+            self._by_example = bool(manifest["by_example"])
         graph = tf.Graph()
         options = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=1)
         options.intra_op_parallelism_threads = len(os.sched_getaffinity(0))
@@ -175,20 +172,22 @@ class ServedModel:
     def _decoded(self, kind: Kind, payload: bytes) -> Call | bytes | RequestError:
         try:
             if kind is Kind.REST_PREDICT:
-                return self._decode_rest(payload)
+                name, inputs, row = rest.decode_predict(payload, self._specs)
+                return self._call(name, inputs, functools.partial(rest.encode_predict, row=row))
             if kind is Kind.GRPC_PREDICT:
                 return self._decode_grpc(payload)
-            if kind is Kind.REST_METADATA:
-                return self._metadata_json()
-            return bytes(self._metadata().SerializeToString())
+            metadata = self._metadata()
+            if kind is Kind.GRPC_METADATA:
+                return bytes(metadata.SerializeToString())
+            names = {"preserving_proto_field_name": True}
+            names["always_print_fields_with_no_presence"] = True
+            document = json_format.MessageToDict(metadata, **names)
+            document["metadata"]["signature_def"].pop("@type")
+            return json.dumps(document, indent=1).encode()
         except RequestError as error:
             return error
         except Exception as error:
             return RequestError(Code.INVALID_ARGUMENT, f"{type(error).__name__}: {error}")
-
-    def _decode_rest(self, body: bytes) -> Call:
-        signature, inputs, row = rest.decode_predict(body, self._specs)
-        return self._call(signature, inputs, functools.partial(rest.encode_predict, row=row))
 
     def _decode_grpc(self, payload: bytes) -> Call:
         request = predict_pb2.PredictRequest.FromString(payload)
@@ -196,15 +195,21 @@ class ServedModel:
         signature = self.signatures.get(name)
         if signature is None:
             invalid(f'Serving signature name: "{name}" not found in signature def')
-        _require_inputs(request.inputs, signature)
+        sent, wanted = set(request.inputs), set(signature.inputs)
+        if sent != wanted:
+            extra, missing = ",".join(sorted(sent - wanted)), ",".join(sorted(wanted - sent))
+            invalid(
+                f"input size does not match signature: {len(sent)}!={len(wanted)}. "
+                f"Sent extra: {{{extra}}}. Missing but required: {{{missing}}}."
+            )
         arrays = {
             key: _array(request.inputs[key], spec, key) for key, spec in signature.inputs.items()
         }
-        wanted = tuple(dict.fromkeys(request.output_filter)) or signature.outputs
-        for key in wanted:
+        outputs = tuple(dict.fromkeys(request.output_filter)) or signature.outputs
+        for key in outputs:
             if key not in signature.outputs:
                 invalid(f"output tensor alias not found in signature: {key}")
-        return self._call(name, arrays, functools.partial(self._encode_grpc, name, wanted))
+        return self._call(name, arrays, functools.partial(self._encode_grpc, name, outputs))
 
     def _call(self, name: str, inputs: Mapping[str, np.ndarray], encode: Any) -> Call:
         signature = self.signatures[name]
@@ -218,7 +223,8 @@ class ServedModel:
         self, signature: str, wanted: Sequence[str], outputs: Mapping[str, np.ndarray]
     ) -> bytes:
         response = predict_pb2.PredictResponse()
-        response.model_spec.CopyFrom(self._spec(signature))
+        response.model_spec.name, response.model_spec.signature_name = self.name, signature
+        response.model_spec.version.value = self.version
         for name in wanted:
             array, tensor = outputs[name], response.outputs[name]
             if field := _FIELDS.get(array.dtype.name):
@@ -229,11 +235,6 @@ class ServedModel:
             else:
                 tensor.CopyFrom(tf.make_tensor_proto(array))
         return bytes(response.SerializeToString())
-
-    def _spec(self, signature: str) -> Any:
-        spec = model_pb2.ModelSpec(name=self.name, signature_name=signature)
-        spec.version.value = self.version
-        return spec
 
     def _run(self, calls: Sequence[Call]) -> list[bytes | RequestError]:
         """Answer calls of one signature; if that fails, each by itself."""
@@ -275,38 +276,12 @@ class ServedModel:
         response.metadata["signature_def"].Pack(definitions)
         return response
 
-    def _metadata_json(self) -> bytes:
-        document = json_format.MessageToDict(
-            self._metadata(),
-            preserving_proto_field_name=True,
-            always_print_fields_with_no_presence=True,
-        )
-        document["metadata"]["signature_def"].pop("@type")
-        return json.dumps(document, indent=1).encode()
-
-
-def _answers_by_example(directory: Path) -> bool:
-    """Return whether requests may share a batch: an export says where they may not."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return bool(json.loads((directory / "manifest.json").read_text())["by_example"])
-    return True
-
 
 def _spec(info: Any) -> TensorSpec:
     dtype = np.dtype(tf.as_dtype(info.dtype).as_numpy_dtype)
     shape = info.tensor_shape
     sizes = None if shape.unknown_rank else tuple(dim.size for dim in shape.dim)
     return TensorSpec(dtype=dtype, shape=sizes)
-
-
-def _require_inputs(inputs: Mapping[str, Any], signature: Signature) -> None:
-    sent, wanted = set(inputs), set(signature.inputs)
-    if sent != wanted:
-        extra, missing = ",".join(sorted(sent - wanted)), ",".join(sorted(wanted - sent))
-        invalid(
-            f"input size does not match signature: {len(sent)}!={len(wanted)}. "
-            f"Sent extra: {{{extra}}}. Missing but required: {{{missing}}}."
-        )
 
 
 def _array(tensor: Any, spec: TensorSpec, name: str) -> np.ndarray:

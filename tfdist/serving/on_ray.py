@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import signal
 import threading
@@ -92,7 +91,6 @@ class RayReplica:
         threading.Thread(target=self._keep_looking, daemon=True).start()
 
     async def __call__(self, request: Request) -> Response:
-        """Answer an HTTP request."""
         try:
             status, body = 200, await self._answer(request)
         except RequestError as error:
@@ -104,8 +102,7 @@ class RayReplica:
         model = self._models.get(target.name)
         status = model.versions.status if model else None
         if kind is None:
-            states = protocol.states_of(target, status)
-            return json.dumps(protocol.status_json(states), indent=1).encode()
+            return protocol.status_json(protocol.states_of(target, status))
         protocol.version_of(target, status)
         session = self._models[target.name].session
         if session is None or target.version not in (None, session.version):
@@ -120,7 +117,14 @@ class RayReplica:
         self, requests: list[tuple[ServedModel, Kind, bytes]]
     ) -> list[bytes | RequestError]:
         """Answer what has come while the batch before was computed."""
-        return await asyncio.to_thread(_answer_batch, requests)
+        answers: list[bytes | RequestError] = [b""] * len(requests)
+        for model in {one for one, _, _ in requests}:
+            own = [at for at, (one, _, _) in enumerate(requests) if one is model]
+            batch = [requests[at][1:] for at in own]
+            found = await asyncio.to_thread(model.answer, batch)
+            for at, answer in zip(own, found, strict=True):
+                answers[at] = answer
+        return answers
 
     def _keep_looking(self) -> None:
         """Look for versions; one that cannot be loaded is refused."""
@@ -131,18 +135,6 @@ class RayReplica:
                     model.look()
                 except OSError as error:
                     _LOG.warning("%s: cannot look for versions: %s", name, error.strerror)
-
-
-def _answer_batch(
-    requests: list[tuple[ServedModel, Kind, bytes]],
-) -> list[bytes | RequestError]:
-    """Answer requests to several models, those to one together."""
-    answers: list[bytes | RequestError] = [b""] * len(requests)
-    for model in {one for one, _, _ in requests}:
-        own = [at for at, (one, _, _) in enumerate(requests) if one is model]
-        for at, answer in zip(own, model.answer([requests[at][1:] for at in own]), strict=True):
-            answers[at] = answer
-    return answers
 
 
 def run(options: ServeOptions) -> None:

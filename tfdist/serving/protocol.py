@@ -2,8 +2,7 @@
 needs no model: addresses, status codes, names of the requested model, states of its versions.
 
 Pure, and without TensorFlow or NumPy. Most stubs of ``tensorflow-serving-api`` load TensorFlow, so
-the requests are read here as what they have in common, a message in field 1, and the one answer is
-written by its field numbers (``tensorflow_serving/apis/get_model_status.proto``).
+a request is read here only as far as the message in its field 1, which all requests have.
 """
 
 from __future__ import annotations
@@ -11,43 +10,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import gzip
-import io
 import ipaddress
 import json
 import re
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from google.protobuf.message import DecodeError
 from google.protobuf.wrappers_pb2 import BytesValue
 from tensorflow_serving.apis.model_pb2 import ModelSpec
 
-
-class Code(enum.IntEnum):
-    """Status codes of gRPC, which are TensorFlow's too."""
-
-    OK = 0
-    CANCELLED = 1
-    UNKNOWN = 2
-    INVALID_ARGUMENT = 3
-    DEADLINE_EXCEEDED = 4
-    NOT_FOUND = 5
-    ALREADY_EXISTS = 6
-    PERMISSION_DENIED = 7
-    RESOURCE_EXHAUSTED = 8
-    FAILED_PRECONDITION = 9
-    ABORTED = 10
-    OUT_OF_RANGE = 11
-    UNIMPLEMENTED = 12
-    INTERNAL = 13
-    UNAVAILABLE = 14
-    DATA_LOSS = 15
-    UNAUTHENTICATED = 16
-
-
+Code = enum.IntEnum(
+    "Code",
+    "OK CANCELLED UNKNOWN INVALID_ARGUMENT DEADLINE_EXCEEDED NOT_FOUND ALREADY_EXISTS"
+    " PERMISSION_DENIED RESOURCE_EXHAUSTED FAILED_PRECONDITION ABORTED OUT_OF_RANGE UNIMPLEMENTED"
+    " INTERNAL UNAVAILABLE DATA_LOSS UNAUTHENTICATED",
+    start=0,
+)
+"""Status codes of gRPC, which TensorFlow has too."""
 HTTP_STATUS = {
     Code.CANCELLED: 499,  # nginx's: the client has gone, and nobody reads the answer
     Code.INVALID_ARGUMENT: 400,
@@ -72,7 +53,6 @@ class RequestError(Exception):
 
 
 def invalid(message: str) -> NoReturn:
-    """Raise the RequestError for a request that is wrong."""
     raise RequestError(Code.INVALID_ARGUMENT, message)
 
 
@@ -82,20 +62,7 @@ def reason_of(error: Exception) -> str:
     return (text.strip().splitlines() or [type(error).__name__])[0][:500]
 
 
-def unzipped(body: bytes, *, most: int) -> bytes:
-    """Return what gzip holds, of at most `most` bytes; raise RequestError."""
-    try:
-        with gzip.open(io.BytesIO(body)) as file:
-            plain = file.read(most + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        invalid(f"The body is not gzip: {error}")
-    if len(plain) > most:
-        invalid(f"The request has more than {most} bytes")
-    return plain
-
-
 def error_body(error: RequestError) -> bytes:
-    """Return the body of an HTTP answer that is an error."""
     return json.dumps({"error": str(error)}).encode()
 
 
@@ -129,18 +96,15 @@ class Frame:
 
 
 def encode_frame(frame: Frame) -> bytes:
-    """Return the bytes of a frame: head, then payload."""
     return _HEAD.pack(len(frame.payload), frame.id, frame.kind, frame.batch) + frame.payload
 
 
 def encode_error(id: int, error: RequestError) -> bytes:
-    """Return the bytes of an answer that is an error."""
     text = str(error).encode("utf-8", "replace")[:4096]
     return encode_frame(Frame(id, Kind.ERROR, bytes([error.code]) + text))
 
 
 def decode_error(payload: bytes) -> RequestError:
-    """Return the error that a frame of kind ERROR carries."""
     return RequestError(Code(payload[0]), payload[1:].decode("utf-8", "replace"))
 
 
@@ -201,7 +165,6 @@ class Target:
         return f"Specific({self.name}, {self.version})"
 
     def not_found(self) -> RequestError:
-        """Return the error for a model or version that is not served."""
         return RequestError(Code.NOT_FOUND, f"Servable not found for request: {self}")
 
 
@@ -247,10 +210,6 @@ def parse_model_spec(payload: bytes) -> Target:
     return Target(name=spec.name, version=spec.version.value if spec.HasField("version") else None)
 
 
-STATES = {"LOADING": 20, "AVAILABLE": 30, "END": 50}
-"""Numbers of the states that a version can have here, as in ``get_model_status.proto``."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VersionState:
     """A version and how it is; `message` is why it is not served."""
@@ -259,20 +218,10 @@ class VersionState:
     state: str
     message: str = ""
 
-    @property
-    def code(self) -> Code:
-        """OK, or UNKNOWN where a message says what is wrong."""
-        return Code.UNKNOWN if self.message else Code.OK
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelStatus:
-    """What clients can ask of a model.
-
-    Attributes:
-      served: the version that gets requests.
-      states: of all versions.
-    """
+    """The version of a model that gets requests, and the states of all versions."""
 
     served: int | None = None
     states: Sequence[VersionState] = ()
@@ -303,37 +252,16 @@ def states_of(target: Target, status: ModelStatus | None) -> list[VersionState]:
     return sorted(states, key=lambda one: -one.version)
 
 
-def status_json(states: Iterable[VersionState]) -> dict[str, Any]:
-    """Return the states of a model's versions as the REST interface shows them."""
-    return {
-        "model_version_status": [
-            {
-                "version": str(one.version),
-                "state": one.state,
-                "status": {"error_code": one.code.name, "error_message": one.message},
-            }
-            for one in states
-        ]
-    }
-
-
-def status_message(states: Sequence[VersionState]) -> bytes:
-    """Return the states as a ``GetModelStatusResponse``."""
-    versions = []
-    for one in states:
-        status = _field(1, int(one.code)) + _field(2, one.message.encode())
-        version = _field(1, one.version) + _field(2, STATES[one.state]) + _field(3, status)
-        versions.append(_field(1, version))
-    return b"".join(versions)
-
-
-def _field(number: int, value: int | bytes) -> bytes:
-    """Return a field of a message, as https://protobuf.dev/programming-guides/encoding has it."""
-    if isinstance(value, int):
-        return _varint(number << 3) + _varint(value)
-    return _varint(number << 3 | 2) + _varint(len(value)) + value
-
-
-def _varint(number: int) -> bytes:
-    low, high = number & 0x7F, number >> 7
-    return bytes([low | 0x80]) + _varint(high) if high else bytes([low])
+def status_json(states: Iterable[VersionState]) -> bytes:
+    listed = [
+        {
+            "version": str(one.version),
+            "state": one.state,
+            "status": {
+                "error_code": "UNKNOWN" if one.message else "OK",
+                "error_message": one.message,
+            },
+        }
+        for one in states
+    ]
+    return json.dumps({"model_version_status": listed}, indent=1).encode()

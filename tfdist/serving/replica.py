@@ -2,16 +2,17 @@
 
     python -m tfdist.serving.replica SUPERVISOR
 
-SUPERVISOR is the pid of the process with which this one ends. It loads TensorFlow, reads a
-`ReplicaOrder` from its standard input (a spare one waits for that), loads the version, and writes
-to its standard output that it is ready or why it is not. Then it serves one front at a time. A
+SUPERVISOR is the pid of the process with which this one ends. It loads TensorFlow and reads its
+order from its standard input, a line of JSON: the version's directory, the model's name, the path
+of the socket to listen at, its cores (none for all), and the sizes to which batches are padded. A
+spare one waits for that. It loads the version, and writes to its standard output that it is ready
+or why it is not. Then it serves one front at a time. A
 front that ends takes nothing with it: the replica waits for the next one. What has come while it
 computed is its next batch; it waits for nothing to fill one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import logging
@@ -19,7 +20,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,25 +41,6 @@ _PIECE = 1 << 20
 _OBJECTS = 100_000  # that may be added before garbage is looked for
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaOrder:
-    """What a replica is to serve.
-
-    Attributes:
-      directory: of the version.
-      name: of the model.
-      path: of the socket on which fronts connect.
-      cores: which it may use; none for all.
-      batch_sizes: sizes to which batches are padded; the largest bounds a batch.
-    """
-
-    directory: str
-    name: str
-    path: str
-    cores: tuple[int, ...] = ()
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-
-
 def main() -> int:
     """Serve until the supervisor ends this process; return 1 where the version does not load."""
     die_with(int(sys.argv[1]))
@@ -73,14 +54,14 @@ def main() -> int:
         line = sys.stdin.readline()
         if not line:
             return 0  # no order has come, and none will
-        order = ReplicaOrder(**json.loads(line))
-        if order.cores:
-            os.sched_setaffinity(0, order.cores)  # before the threads of a Session are made
-        directory = Path(order.directory)
-        model = ServedModel(directory, order.name, batch_sizes=order.batch_sizes)
+        order = json.loads(line)
+        if order["cores"]:
+            os.sched_setaffinity(0, order["cores"])  # before the threads of a Session are made
+        directory, sizes = Path(order["directory"]), order["batch_sizes"]
+        model = ServedModel(directory, order["name"], batch_sizes=sizes)
         model.warm_up(directory)
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(order.path)
+        listener.bind(order["path"])
         listener.listen()
     except Exception as error:
         print(json.dumps({"failed": reason_of(error)}), file=status)
@@ -93,13 +74,12 @@ def main() -> int:
         connection, _ = listener.accept()
         with connection:
             try:
-                _serve(model, connection, max_batch=max(order.batch_sizes))
+                _serve(model, connection, max_batch=max(sizes))
             except ConnectionError:
                 continue
 
 
 def _serve(model: ServedModel, connection: socket.socket, *, max_batch: int) -> None:
-    """Answer what a front sends until it closes the connection."""
     buffer = FrameBuffer()
     waiting: list[Frame] = []
     while True:
@@ -107,7 +87,9 @@ def _serve(model: ServedModel, connection: socket.socket, *, max_batch: int) -> 
         if not waiting:
             return
         batch, waiting = waiting[:max_batch], waiting[max_batch:]
-        connection.sendall(b"".join(_answers(model, batch)))
+        answers = model.answer([(frame.kind, frame.payload) for frame in batch])
+        pairs = zip(batch, answers, strict=True)
+        connection.sendall(b"".join(_encoded(frame.id, one, len(batch)) for frame, one in pairs))
 
 
 def _received(connection: socket.socket, buffer: FrameBuffer, *, wait: bool) -> list[Frame]:
@@ -124,13 +106,10 @@ def _received(connection: socket.socket, buffer: FrameBuffer, *, wait: bool) -> 
         frames += buffer.feed(data)
 
 
-def _answers(model: ServedModel, frames: list[Frame]) -> Iterable[bytes]:
-    answers = model.answer([(frame.kind, frame.payload) for frame in frames])
-    for frame, answer in zip(frames, answers, strict=True):
-        if isinstance(answer, RequestError):
-            yield encode_error(frame.id, answer)
-        else:
-            yield encode_frame(Frame(frame.id, Kind.ANSWER, answer, len(frames)))
+def _encoded(id: int, answer: bytes | RequestError, batch: int) -> bytes:
+    if isinstance(answer, RequestError):
+        return encode_error(id, answer)
+    return encode_frame(Frame(id, Kind.ANSWER, answer, batch))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from tfdist.serving.protocol import invalid
 
 DEFAULT_SIGNATURE = "serving_default"
 _NAMES = {"float32": "float", "float64": "double", "float16": "half", "object": "string"}
+_TYPES = {type(None): "Null", dict: "Object", list: "Array", str: "String"}
 _SHOWN = 500  # characters of a value in an error
 _URL_SAFE = str.maketrans("-_", "+/")
 
@@ -34,17 +35,14 @@ class TensorSpec:
 def decode_predict(
     body: bytes, signatures: Mapping[str, Mapping[str, TensorSpec]]
 ) -> tuple[str, dict[str, np.ndarray], bool]:
-    """Return what a JSON body asks for: signature, inputs by name, and whether it is by row.
+    """Return the signature that a JSON body names, its inputs by name, and whether it is by row.
 
-    Args:
-      body: of the HTTP request.
-      signatures: the inputs of each signature of the model, by their names.
-
-    Raises:
-      RequestError: with the text that TensorFlow Serving gives, where it is a usual one.
+    Raises RequestError, with TensorFlow Serving's text where it is a usual one.
     """
     document = parse(body)
-    signature = signature_of(document)
+    signature = document.get("signature_name") or DEFAULT_SIGNATURE
+    if not isinstance(signature, str):
+        invalid("'signature_name' key must be a string value.")
     specs = signatures.get(signature)
     if specs is None:
         invalid(f'Serving signature name: "{signature}" not found in signature def')
@@ -78,14 +76,6 @@ def parse(body: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         invalid(f"JSON Value: {_shown(document)} Is not object")
     return document
-
-
-def signature_of(document: Mapping[str, Any]) -> str:
-    """Return the name of the signature that a request asks for."""
-    name = document.get("signature_name", "")
-    if not isinstance(name, str):
-        invalid("'signature_name' key must be a string value.")
-    return name or DEFAULT_SIGNATURE
 
 
 def _by_row(instances: Any, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
@@ -123,7 +113,6 @@ def _of_only_input(key: str, values: Any, specs: Mapping[str, TensorSpec]) -> di
 
 
 def _array(value: Any, spec: TensorSpec, name: str, has_others: bool) -> np.ndarray:
-    """Return a nest of lists as the array of an input."""
     array = _converted(value, spec.dtype, has_others)
     if array is None:
         leaves = np.array(value, object).reshape(-1)  # `flat` has a limit of 32 dimensions
@@ -143,7 +132,8 @@ def _require_leaf(leaf: Any, dtype: np.dtype[Any], name: str) -> None:
     if isinstance(leaf, list):  # as an array of objects has it
         invalid(f"input {name}: lists of different lengths, or too many in one another")
     if _converted(leaf, dtype, has_others=True) is None:
-        shown, kind, wanted = _shown(leaf), _json_type(leaf), _NAMES.get(dtype.name, dtype.name)
+        shown, wanted = _shown(leaf), _NAMES.get(dtype.name, dtype.name)
+        kind = str(leaf) if isinstance(leaf, bool) else _TYPES.get(type(leaf), "Number")
         if kind == "Number" and dtype.kind == "f":
             invalid(f"Cannot convert JSON value: {shown} to {wanted} without loss of precision.")
         invalid(f"JSON Value: {shown} Type: {kind} is not of expected type: {wanted}")
@@ -217,24 +207,18 @@ def _text(value: Any) -> np.ndarray | None:
         if isinstance(leaf, str):
             flat[at] = leaf.encode("utf-8", "surrogatepass")
         elif _is_base64(leaf):
-            flat[at] = _from_base64(leaf)
+            text = leaf["b64"].translate(_URL_SAFE)
+            try:
+                flat[at] = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+            except ValueError:
+                invalid("Unable to base64 decode")
         else:
             return None
     return array
 
 
 def _is_base64(value: Any) -> bool:
-    """Return whether a JSON value is ``{"b64": text}``."""
     return isinstance(value, dict) and len(value) == 1 and isinstance(value.get("b64"), str)
-
-
-def _from_base64(value: Mapping[str, Any]) -> bytes:
-    """Return the bytes in ``{"b64": ...}``; raise RequestError."""
-    text = value["b64"].translate(_URL_SAFE)
-    try:
-        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
-    except ValueError:
-        invalid("Unable to base64 decode")
 
 
 def _is_object(value: Any) -> bool:
@@ -258,26 +242,20 @@ def encode_predict(outputs: Mapping[str, np.ndarray], *, row: bool) -> bytes:
     elif row:
         rows = zip(*values.values(), strict=True)
         content = [dict(zip(values, one, strict=True)) for one in rows]
-    return _dumps({"predictions" if row else "outputs": content}, outputs)
-
-
-def _dumps(document: Any, arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return JSON in which what is not finite is NaN or Infinity, as TensorFlow Serving has it."""
-    if all(array.dtype.kind != "f" or np.isfinite(array).all() for array in arrays.values()):
+    document = {"predictions" if row else "outputs": content}
+    if all(array.dtype.kind != "f" or np.isfinite(array).all() for array in outputs.values()):
         return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
-    return json.dumps(document, default=_listed_values, separators=(",", ":")).encode()
 
+    def listed(values: Any) -> Any:
+        # A float with the digits of its type: 0.1 of float32 is 0.10000000149 as a double.
+        return (values.astype(str).astype(float) if values.dtype.kind == "f" else values).tolist()
 
-def _listed_values(values: Any) -> Any:
-    """Return an array or a number of NumPy as JSON's values, a float with the digits of its type.
-
-    0.1 of float32 is 0.10000000149 where it is read as a double.
-    """
-    return (values.astype(str).astype(float) if values.dtype.kind == "f" else values).tolist()
+    # json writes NaN and Infinity, as TensorFlow Serving does.
+    return json.dumps(document, default=listed, separators=(",", ":")).encode()
 
 
 def _plain(name: str, array: np.ndarray) -> Any:
-    """Return values that `_dumps` takes; those of an output ``..._bytes`` as base64."""
+    """Return values for JSON; those of an output ``..._bytes`` as base64."""
     if array.dtype.kind in "fiub":
         return array if array.ndim else array[()]
     if array.dtype.kind != "O":
@@ -289,14 +267,6 @@ def _plain(name: str, array: np.ndarray) -> Any:
         return text.decode("utf-8", "replace")
 
     return np.vectorize(encode, otypes=[object])(array).tolist()
-
-
-def _json_type(value: Any) -> str:
-    """Return TensorFlow Serving's name of a JSON value's type."""
-    names = {type(None): "Null", dict: "Object", list: "Array", str: "String"}
-    if isinstance(value, bool):
-        return str(value)
-    return names.get(type(value), "Number")
 
 
 def _shown(value: Any) -> str:

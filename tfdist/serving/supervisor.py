@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from tfdist.errors import TfdistError, opening_port
 from tfdist.files import one_line_errors
 from tfdist.launch.events import STOP_SIGNALS, signal_name
 from tfdist.serving.front import FrontOptions
-from tfdist.serving.replica import ReplicaOrder
 from tfdist.serving.versions import (
     Model,
     Replica,
@@ -54,16 +53,7 @@ _PIECE = 1 << 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions(FrontOptions):
-    """Settings of a service.
-
-    Attributes:
-      directory: of versions, or of models that have versions; on Ray at the same path on each node.
-      name: of the model, where the directory has versions; else the one model to serve.
-      replicas: processes for the version that is served; on Ray processes over all nodes.
-      rest_port, grpc_port: 0 for any that is free.
-      spares: processes that have loaded TensorFlow and wait for the version they are to serve.
-      pin: give each replica cores of its own.
-    """
+    """Settings of a service: those of the flags of ``tfdist.serve``."""
 
     directory: Path
     name: str | None = None
@@ -76,18 +66,10 @@ class ServeOptions(FrontOptions):
     pin: bool = True
 
 
-def cores_of(index: int, *, replicas: int, cores: Sequence[int]) -> tuple[int, ...]:
-    """Return the cores of a replica: a part of all, or one that several share."""
-    if replicas >= len(cores):
-        return (cores[index % len(cores)],)
-    return tuple(cores[index::replicas])
-
-
 class ServiceSupervisor:
     """Sockets, processes, and the models' state."""
 
     def __init__(self, options: ServeOptions, *, modules: Mapping[str, str] = _MODULES) -> None:
-        """Bind the sockets; `modules` are what front and replica run, for tests."""
         self._options = options
         self._modules = modules
         self._paths = require_models(options.directory, options.name)
@@ -96,6 +78,8 @@ class ServiceSupervisor:
             self._rest = socket.create_server((options.host, options.rest_port), backlog=2048)
         with opening_port("--grpc_port", f"{options.host}:{options.grpc_port}"):
             self._grpc = GrpcPort(options.host, options.grpc_port)
+        self.rest_address = "{}:{}".format(*self._rest.getsockname())
+        self.grpc_address = "{}:{}".format(*self._grpc.address)
         self._private = tempfile.mkdtemp(prefix="tfdist-serve-")
         self._ids = itertools.count(1)
         self._replicas: dict[int, subprocess.Popen[bytes]] = {}
@@ -106,18 +90,6 @@ class ServiceSupervisor:
         self._control: asyncio.StreamWriter | None = None
         self._sent = b""
         self._stop = asyncio.Event()
-
-    @property
-    def rest_address(self) -> str:
-        """Host and port of REST."""
-        host, port = self._rest.getsockname()
-        return f"{host}:{port}"
-
-    @property
-    def grpc_address(self) -> str:
-        """Host and port of gRPC."""
-        host, port = self._grpc.address
-        return f"{host}:{port}"
 
     async def run(self) -> None:
         """Serve until asked to stop; answer what has come, and end all processes."""
@@ -146,7 +118,6 @@ class ServiceSupervisor:
     # Front
 
     async def _keep_front(self) -> None:
-        """Start a front whenever there is none."""
         while not self._stop.is_set():
             try:
                 how = _how(await self._run_front())
@@ -175,22 +146,18 @@ class ServiceSupervisor:
         self._send_state()
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
-                self._receive(json.loads(line))
+                message = json.loads(line)
+                if "listening" in message:
+                    self._grpc.front_listens.set()
+                if (id := message.get("end")) in self._replicas:  # it hangs, or has no request left
+                    self._replicas[id].kill()
         self._grpc.front_listens.clear()
         code = await asyncio.to_thread(self._front.wait)
         self._control.close()
         self._control = None
         return code
 
-    def _receive(self, message: Mapping[str, Any]) -> None:
-        """Take a message of the front."""
-        if "listening" in message:
-            self._grpc.front_listens.set()
-        if (id := message.get("end")) in self._replicas:  # it hangs, or has no request left
-            self._replicas[id].kill()
-
     def _send_state(self) -> None:
-        """Send the front all that it needs to know, if that has changed."""
         if self._control is None:
             return
         line = json.dumps({name: self._table(name) for name in self._models}).encode() + b"\n"
@@ -211,7 +178,6 @@ class ServiceSupervisor:
     # Models
 
     async def _keep_scanning(self) -> None:
-        """Look for versions four times a second."""
         unread: set[str] = set()
         while True:
             for name, path in self._paths.items():
@@ -232,7 +198,12 @@ class ServiceSupervisor:
         for version in model.refused.keys() - before.refused.keys():
             _LOG.error("%s: version %d is refused: %s", name, version, model.refused[version])
         if model.served not in (None, before.served):
-            age = "" if before.served is None else self._age(name, model.served)
+            age = ""
+            if before.served is not None:
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                    directory = self._directory(name, model.served)
+                    saved_at = json.loads((directory / "manifest.json").read_text())["saved_at"]
+                    age = f", {time.time() - saved_at:.1f} s after its checkpoint was whole"
             _LOG.info("%s: version %s is served%s", name, model.served, age)
         self._models[name], starts, drains = model.plan(self._ids)
         self._draining.update({id: name for id in drains if id in self._replicas})
@@ -242,18 +213,10 @@ class ServiceSupervisor:
             task.add_done_callback(self._tasks.discard)
         self._send_state()
 
-    def _age(self, name: str, version: int) -> str:
-        """Return how long ago the checkpoint of an export was whole, where its manifest tells."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            manifest = json.loads((self._directory(name, version) / "manifest.json").read_text())
-            return f", {time.time() - manifest['saved_at']:.1f} s after its checkpoint was whole"
-        return ""
-
     def _directory(self, name: str, version: int) -> Path:
         return self._paths[name] / directory_name(self._models[name].found[version])
 
     def _socket_of(self, id: int) -> str:
-        """Return the path at which fronts reach a replica."""
         return f"{self._private}/{id}"
 
     # Replicas
@@ -266,15 +229,13 @@ class ServiceSupervisor:
         if self._stop.is_set() or model.replica(id) is None or replica.version not in model.found:
             self._models[name] = model.without(id)  # not wanted any more, or its files are gone
             return
-        cores = sorted(os.sched_getaffinity(0))
-        own = cores_of(replica.index, replicas=self._options.replicas, cores=cores)
-        order = ReplicaOrder(
-            directory=str(self._directory(name, replica.version)),
-            name=name,
-            path=self._socket_of(id),
-            cores=own if self._options.pin else (),
-            batch_sizes=self._options.batch_sizes,
-        )
+        order: dict[str, Any] = {
+            "directory": str(self._directory(name, replica.version)),
+            "name": name,
+            "path": self._socket_of(id),
+            "cores": self._cores_of(replica.index) if self._options.pin else [],
+            "batch_sizes": self._options.batch_sizes,
+        }
         try:
             process = self._start_replica(order)
         except TfdistError as error:
@@ -287,14 +248,19 @@ class ServiceSupervisor:
         )
         await self._follow(name, id, process)
         del self._replicas[id]
-        Path(order.path).unlink(missing_ok=True)
+        Path(order["path"]).unlink(missing_ok=True)
         how = _how(process.returncode)
         if self._draining.pop(id, None) is None and not self._stop.is_set():
             _LOG.warning("%s: replica %d %s; it is replaced", name, id, how)
         self._set(name, self._models[name].ended(id, how))
 
+    def _cores_of(self, index: int) -> list[int]:
+        """Return the cores of a replica: a part of all, or one that several share."""
+        cores, replicas = sorted(os.sched_getaffinity(0)), self._options.replicas
+        return cores[index::replicas] if replicas < len(cores) else [cores[index % len(cores)]]
+
     async def _follow(self, name: str, id: int, process: subprocess.Popen[bytes]) -> None:
-        """Take what a replica says of its loading, and wait for its end, which its pipe has too."""
+        """Read a replica's line about its loading, and wait for its end."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), process.stdout
@@ -311,15 +277,18 @@ class ServiceSupervisor:
         await asyncio.to_thread(process.wait)
 
     def _receive_loaded(self, name: str, id: int, message: Mapping[str, Any]) -> None:
-        """Take what a replica says once it has loaded its version, or could not."""
         model = self._models[name]
         if "failed" in message:
             _LOG.error("%s: replica %d has not loaded: %s", name, id, message["failed"])
             self._set(name, model.failed(id, message["failed"]))
             return
-        if self._has_changed(name, id):
-            self._set(name, model.failed(id, "its files have changed while it was loaded"))
-            return
+        replica = model.replica(id)
+        if replica is not None and replica.version != model.served:
+            with contextlib.suppress(OSError):  # the next look says so
+                found = find_versions(self._paths[name]).get(replica.version)
+                if found != model.found.get(replica.version):
+                    self._set(name, model.failed(id, "its files have changed while it was loaded"))
+                    return
         _LOG.info("%s: replica %d is ready", name, id)
         self._set(name, model.loaded(id))
         if len(self._spares) < self._options.spares and not self._stop.is_set():
@@ -328,32 +297,19 @@ class ServiceSupervisor:
             except TfdistError as error:  # the next replica is loaded without it
                 _LOG.error("%s: no spare could be started: %s", name, error)
 
-    def _has_changed(self, name: str, id: int) -> bool:
-        """Return whether a version that is not served so far was written while it was loaded."""
-        model = self._models[name]
-        replica = model.replica(id)
-        if replica is None or replica.version == model.served:
-            return False
-        with contextlib.suppress(OSError):  # the next look says so
-            found = find_versions(self._paths[name]).get(replica.version)
-            return found != model.found.get(replica.version)
-        return False
-
-    def _start_replica(self, order: ReplicaOrder) -> subprocess.Popen[bytes]:
-        """Return a process that has been told what to serve; raise TfdistError."""
+    def _start_replica(self, order: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+        """Return a process that has its order; raise TfdistError."""
         self._spares = [spare for spare in self._spares if spare.poll() is None]
         process = self._spares.pop(0) if self._spares else self._start_spare()
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it has just ended
-            pipe.write(json.dumps(dataclasses.asdict(order)).encode() + b"\n")
+            pipe.write(json.dumps(order).encode() + b"\n")
         return process
 
     def _start_spare(self) -> subprocess.Popen[bytes]:
-        """Start a process that loads TensorFlow and waits for its order."""
         return self._spawn("replica", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def _spawn(self, role: str, *words: str, **options: Any) -> subprocess.Popen[bytes]:
-        """Start a front or a replica, out of reach of the terminal's signals."""
         module = self._modules[role]
         with one_line_errors(f"serve: cannot start {module}"):
             return subprocess.Popen(
@@ -364,7 +320,6 @@ class ServiceSupervisor:
             )
 
     def _end(self) -> None:
-        """End all processes and close all sockets."""
         self._stop.set()
         fronts = [self._front] if self._front else []
         for process in [*self._replicas.values(), *self._spares, *fronts]:
@@ -376,7 +331,6 @@ class ServiceSupervisor:
 
 
 def _how(code: int) -> str:
-    """Return how a process has ended, as the end of a sentence."""
     if code < 0:
         return f"was killed by {signal_name(-code)}"
     return f"ended with exit code {code}"
@@ -413,7 +367,6 @@ class GrpcPort:
 
     @property
     def address(self) -> tuple[str, int]:
-        """The IPv4 address and port."""
         host, port = self._listener.getsockname()[:2]
         return (_ANY if host == "::" else host.removeprefix(_MAPPED)), port
 
@@ -424,7 +377,6 @@ class GrpcPort:
             await server.serve_forever()
 
     def close(self) -> None:
-        """Give the port back."""
         self._listener.close()
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

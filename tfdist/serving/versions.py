@@ -20,7 +20,7 @@ _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 30.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Replica:
     """A process that has a version, or is loading it; `index` is its number among the version's.
 
@@ -36,22 +36,15 @@ class Replica:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """What is known of a model.
-
-    Attributes:
-      replicas_wanted: of the version that is served.
-      found: the versions on the disk, each with the fingerprint of its files.
-      refused: versions that do not load, with the reason.
-      served: the version that gets requests.
-      replicas: the living ones that are not draining.
-      deaths: ends in a row of replicas by version and index.
-    """
+    """The state of a model."""
 
     replicas_wanted: int
+    # Versions on the disk with the fingerprint of their files, and those that do not load.
     found: Mapping[int, str] = dataclasses.field(default_factory=dict)
     refused: Mapping[int, str] = dataclasses.field(default_factory=dict)
     served: int | None = None
-    replicas: tuple[Replica, ...] = ()
+    replicas: tuple[Replica, ...] = ()  # living ones that are not draining
+    # Ends in a row of replicas by version and index.
     deaths: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -79,12 +72,9 @@ class Model:
         one = self.replica(id)
         if one is None:
             return self
-        replicas = tuple(
-            dataclasses.replace(other, ready=True) if other is one else other
-            for other in self.replicas
-        )
-        place = (one.version, one.index)
-        deaths = {key: count for key, count in self.deaths.items() if key != place}
+        ready = dataclasses.replace(one, ready=True)
+        replicas = tuple(ready if other is one else other for other in self.replicas)
+        deaths = {**self.deaths, (one.version, one.index): 0}
         return dataclasses.replace(self, replicas=replicas, deaths=deaths)._update_served()
 
     def failed(self, id: int, reason: str) -> Model:
@@ -108,7 +98,6 @@ class Model:
         return model
 
     def without(self, id: int) -> Model:
-        """Forget a replica."""
         left = tuple(one for one in self.replicas if one.id != id)
         return dataclasses.replace(self, replicas=left)
 
@@ -120,12 +109,14 @@ class Model:
         kept = {self.target, self.served} - {None}
         drains = [one.id for one in self.replicas if one.version not in kept]
         there = {(one.version, one.index) for one in self.replicas}
-        starts = [
-            Replica(id=next(ids), version=version, index=index, wait_s=self._wait_s(version, index))
-            for version in sorted(self.found.keys() & kept)
-            for index in range(self.replicas_wanted)
-            if (version, index) not in there
-        ]
+        starts = []
+        for version in sorted(self.found.keys() & kept):
+            for index in range(self.replicas_wanted):
+                if (version, index) not in there:
+                    deaths = min(self.deaths.get((version, index), 0), 10)
+                    wait_s = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 4.0 ** (deaths - 1))
+                    wait_s = wait_s if deaths else 0.0
+                    starts.append(Replica(next(ids), version, index, wait_s=wait_s))
         stay = (one for one in self.replicas if one.version in kept)
         return dataclasses.replace(self, replicas=(*stay, *starts)), starts, drains
 
@@ -143,25 +134,19 @@ class Model:
         return ModelStatus(served=self.served, states=states)
 
     def replica(self, id: int) -> Replica | None:
-        """Return a living replica that is not draining."""
         return next((one for one in self.replicas if one.id == id), None)
 
     def _refuse(self, version: int, reason: str) -> Model:
         return dataclasses.replace(self, refused={**self.refused, version: reason})
 
     def _update_served(self) -> Model:
-        """Serve the target once all of its replicas are ready."""
         ready = sum(one.ready and one.version == self.target for one in self.replicas)
         served = self.target if ready >= self.replicas_wanted else self.served
         return dataclasses.replace(self, served=served)
 
-    def _wait_s(self, version: int, index: int) -> float:
-        deaths = min(self.deaths.get((version, index), 0), 10)
-        return min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 4.0 ** (deaths - 1)) if deaths else 0.0
-
 
 def find_versions(directory: Path) -> dict[int, str]:
-    """Return the fingerprints of the versions in a model's directory.
+    """Return the fingerprints of the versions in a model's directory, which change with its files.
 
     A version is a directory with a `version_number` as its name and a ``saved_model.pb``. Raises
     OSError where the directory cannot be read.
@@ -171,22 +156,17 @@ def find_versions(directory: Path) -> dict[int, str]:
         version = version_number(path.name)
         if version is not None and (path / "saved_model.pb").is_file():
             with contextlib.suppress(FileNotFoundError):  # it is being removed
-                found[version] = _fingerprint(path)
+                parts = [*path.glob("variables/*"), *path.glob("assets/*")]
+                files = [path / "saved_model.pb", *sorted(parts)]
+                stats = [(file.name, file.stat()) for file in files]
+                prints = [f"{name}:{s.st_ino}:{s.st_mtime_ns}:{s.st_size}" for name, s in stats]
+                found[version] = " ".join([path.name, *prints])
     return found
 
 
 def directory_name(fingerprint: str) -> str:
     """Return the name of a version's directory, which may begin with zeros."""
     return fingerprint.partition(" ")[0]
-
-
-def _fingerprint(version: Path) -> str:
-    """Return what changes when the files of a version do, as while they are still copied."""
-    parts = [*version.glob("variables/*"), *version.glob("assets/*")]
-    files = [version / "saved_model.pb", *sorted(parts)]
-    stats = [(file.name, file.stat()) for file in files]
-    prints = [f"{name}:{s.st_ino}:{s.st_mtime_ns}:{s.st_size}" for name, s in stats]
-    return " ".join([version.name, *prints])
 
 
 def find_models(directory: Path, name: str | None = None) -> dict[str, Path]:
@@ -204,14 +184,6 @@ def find_models(directory: Path, name: str | None = None) -> dict[str, Path]:
 def require_models(directory: Path, name: str | None = None) -> dict[str, Path]:
     """Return the models to serve; raise UsageError where there is none."""
     with one_line_errors(f"serve: cannot read {directory}"):
-        require(
-            directory.is_dir(),
-            "DIR",
-            received=f"{directory} (no such directory)",
-            expected="one that has versions of models",
-            fix="correct the path, or write a version with python -m tfdist.export",
-            code="no-directory",
-        )
         models = find_models(directory, name)
     require(
         models,

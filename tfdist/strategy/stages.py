@@ -16,7 +16,7 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,14 @@ class PipelineOptions:
       schedule: ``1f1b`` or ``gpipe``; ``serial`` runs one micro-batch at a time.
       keep: ``tape`` keeps the activations of micro-batches under way, ``recompute`` computes them
         again, ``compiled`` keeps them inside one compiled call for all passes of a step.
-      cut: names of the last layer of each stage but the last one, or a map from regular
-        expressions over layer paths to stages, or ``auto`` to divide by measured times.
+      cut: names of the last layer of each stage but the last one, or ``auto`` to divide by
+        measured times.
     """
 
     split_size: int | str | None = None
     schedule: str = "1f1b"
     keep: str = "tape"
-    cut: Sequence[str] | Mapping[str, int] | str | None = "auto"
+    cut: Sequence[str] | str | None = "auto"
 
     def __post_init__(self) -> None:
         if self.split_size not in (None, "auto"):

@@ -18,7 +18,6 @@ from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.checkpoint.warm_start import load_weights
 from tfdist.data.draws import draws_nothing
 from tfdist.errors import require, require_int
-from tfdist.outputs.display import show_ps_costs
 from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.strategy.group import require_same_place
 from tfdist.training import building, inputs, keras_compat, resume
@@ -218,12 +217,7 @@ def _train(model: keras.Model, job: Job, engine: Engine, plan: RunPlan) -> keras
             observers = [observer.observe(program, job) for observer in plan.observers]
             program = dataclasses.replace(program, observers=observers)
         blocks = BlockRunner(model, job, engine, program, phase="step")
-        history = TrainLoop(plan, blocks, requests).run()
-        if job.config and job.config.options.profile_ps:
-            from tfdist.ps.workers import worker_pool_of
-
-            show_ps_costs(worker_pool_of(job.strategy).profile.summary())
-        return history
+        return TrainLoop(plan, blocks, requests).run()
 
 
 @contextlib.contextmanager
