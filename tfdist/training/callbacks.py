@@ -60,7 +60,6 @@ def callback_list(
         _require_callback(callback)
         _require_whole_weights(callback, job)
     if job.is_chief:
-        trackers.warn_of_autolog()
         given = [trackers.wrapped(callback) for callback in given]
     else:
         given = [c for c in given if not _is_chiefs(c)]

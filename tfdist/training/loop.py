@@ -21,6 +21,7 @@ from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.errors import Stopped
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
+from tfdist.strategy.native import engine_runs
 from tfdist.training import resume
 from tfdist.training.agreement import require_same_weights
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
@@ -125,7 +126,7 @@ class TrainLoop:
                 self._callbacks.callbacks, epoch=start, states=self._plan.backups[0].found_states
             )
         model.stop_training = False
-        with phases.entered("callback"):
+        with engine_runs(), phases.entered("callback"):
             self._callbacks.on_train_begin()
         self._agree_to_stop()
         self._resume_between_epochs(start)

@@ -83,10 +83,13 @@ def require_known(tuner: Any, fit_kwargs: Mapping[str, Any]) -> None:
     What a fit of the user's own that takes any does with them its first trial tells.
     """
     from tfdist.training.fitting import fit  # which a program that imports `search` may not need
+    from tfdist.training.run import SETTINGS
 
-    known = inspect.signature(own_fit(tuner) or fit).parameters
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+    own = own_fit(tuner)
+    parameters = inspect.signature(own or fit).parameters
+    if own and any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return
+    known = [*parameters, *([] if own else SETTINGS)]
     names = [*known, *inspect.signature(search).parameters]
     for name in fit_kwargs:
         require(
