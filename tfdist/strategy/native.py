@@ -44,7 +44,7 @@ def _route_trainer() -> None:
         function.__signature__ = inspect.signature(original)
         function.__code__, function.__defaults__ = _routed.__code__, None
         function.__kwdefaults__ = {"_original": original}
-    TensorFlowTrainer.__init__ = _finding_keras_hub(TensorFlowTrainer.__init__)
+    TensorFlowTrainer.__init__ = _preparing(TensorFlowTrainer.__init__)
 
 
 @functools.cache
@@ -71,12 +71,18 @@ def _routed(self: Any, *args: Any, _original: Any, **kwargs: Any) -> Any:
     return call(_original, self, *args, **kwargs)
 
 
-def _finding_keras_hub(original: Any) -> Any:
-    """Return the trainer's constructor, which routes KerasHub if it was imported after Keras."""
+def _preparing(original: Any) -> Any:
+    """Return the constructor of models, which prepares libraries that were imported meanwhile."""
 
     @functools.wraps(original)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        from tfdist.strategy.job import current_job
+
         route_keras()
+        job, autologging = current_job(), sys.modules.get("mlflow.utils.autologging_utils")
+        if job is not None and not job.is_chief and autologging is not None:
+            # Each task would open a run of its own, and only the chief's callbacks write to one.
+            autologging._AUTOLOGGING_GLOBALLY_DISABLED = True  # type: ignore[attr-defined]
         original(self, *args, **kwargs)
 
     return make

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.checkpoint.backup import BackupAndRestore, ModelCheckpoint
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
 from tfdist.strategy import Job, current_job
 from tfdist.training.evaluation import evaluate, predict
 from tfdist.training.fitting import fit
@@ -77,6 +77,8 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     if name.endswith("_on_batch"):
         arguments |= {"batch_size": _rows(arguments["x"]), "verbose": 0}
     function = _fit_by.get() if name == "fit" else None
+    if function is None and job is not None and job.kind in ("multiworker", "ps", "pipeline"):
+        _require_no_search(arguments, job)
     with fits_by(None), on_the_way(model, _ENGINE[name].__name__):
         return (function or _ENGINE[name])(model, **arguments)
 
@@ -112,6 +114,19 @@ def _reason_for_keras(model: keras.Model, arguments: Mapping[str, Any]) -> str |
         if isinstance(data, Iterator) or packages & {"torch", "grain"}:
             return f"data in a {type(data).__name__}, which has no examples by index"
     return None
+
+
+def _require_no_search(arguments: Mapping[str, Any], job: Job) -> None:
+    """Refuse a `tuner.search` in a job, of which each task would choose trials of its own."""
+    for callback in keras.tree.flatten(arguments.get("callbacks") or []):
+        require(
+            not type(callback).__module__.startswith("keras_tuner."),
+            "tuner.search",
+            received=f"a search in each task of a {job.kind} job",
+            expected="one process, single or mirrored",
+            fix="use tfdist.tuning.search(tuner, ..., strategy=...)",
+            code="search-in-a-job",
+        )
 
 
 def _rows(batch: Any) -> int:

@@ -3,9 +3,9 @@
 The journal of a sweep is its only truth. The chief of a sweep that was killed reads it, brings a
 new oracle to the same state by asking and telling it the same, and goes on.
 
-From Python there are `search`, whose trials are jobs, and `HyperModel` for KerasTuner's own
-``tuner.search`` in one process; both are resolved on first use. `oracle`, `from_python` and
-`inside` load KerasTuner, and with it Keras and TensorFlow; the others do not.
+From Python there is `search`, whose trials are jobs, resolved on first use. KerasTuner's own
+``tuner.search`` works in one process. `oracle`, `from_python` and `inside` load KerasTuner, and
+with it Keras and TensorFlow; the others do not.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_HOME_OF = {"search": "tfdist.tuning.from_python", "HyperModel": "tfdist.tuning.inside"}
+_HOME_OF = {"search": "tfdist.tuning.from_python"}
 
 if TYPE_CHECKING:
     from tfdist.tuning.from_python import search
-    from tfdist.tuning.inside import HyperModel
 
-__all__ = ["HyperModel", "search"]
+__all__ = ["search"]
 
 
 def __getattr__(name: str) -> Any:

@@ -118,7 +118,7 @@ def own_program(main: Any, args: Sequence[str]) -> Program:
             "tfdist.tuning.search",
             received="a call from an interactive session or a notebook",
             expected="a program: each trial runs it again",
-            fix="put it into a file; in one process, use tuner.search with tuning.HyperModel",
+            fix="put it into a file; in one process, use tuner.search",
             code="no-program",
         )
     return Program(target=os.path.abspath(file), is_module=False, args=tuple(args))
