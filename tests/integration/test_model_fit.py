@@ -11,6 +11,7 @@ from tests.models import noted_ranges
 from tests.refusals import refusal, refused
 from tfdist.cluster import read_environment
 from tfdist.strategy import Job, job
+from tfdist.training.engines import SynchronousEngine
 from tfdist.training.keras_compat.trace import warn_once
 
 RNG = np.random.default_rng(0)
@@ -18,9 +19,9 @@ X = RNG.normal(size=(40, 6)).astype("float32")
 Y = RNG.integers(0, 3, 40)
 
 
-def compiled(kind=keras.Sequential, **options):
+def compiled(kind=keras.Sequential, rate=0.3, **options):
     keras.utils.set_random_seed(1)
-    model = kind([keras.Input((6,)), keras.layers.Dropout(0.3), keras.layers.Dense(3)])
+    model = kind([keras.Input((6,)), keras.layers.Dropout(rate), keras.layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"], **options)
     return model
@@ -73,9 +74,9 @@ def test_model_fit_and_tfdist_fit_train_to_the_same_bits(make, tmp_path):
         np.testing.assert_array_equal(one, other)
     with make.strategy.scope():
         clone = keras.models.clone_model(theirs)
-        clone.compile("sgd", loss=theirs.loss)
+        clone.compile("sgd", loss=theirs.loss, metrics=["accuracy"])
     clone.set_weights(theirs.get_weights())
-    assert clone.evaluate(X, Y, verbose=0) == theirs.evaluate(X, Y, verbose=0)[0]
+    assert clone.evaluate(X, Y, verbose=0) == theirs.evaluate(X, Y, verbose=0)
 
 
 def test_model_fit_resumes_at_the_step(make, tmp_path):
@@ -158,11 +159,12 @@ def test_keras_own_loop_trains_in_one_process_and_says_so(make, blocks, caplog, 
     assert sum("uses Keras' own loop, because of" in r.message for r in caplog.records) == 1
 
 
-def test_a_call_of_one_batch_is_keras_own_in_one_process(make):
-    model = make()
-    assert len(model.train_on_batch(X[:4], Y[:4])) == 2
-    assert len(model.test_on_batch(X[:4], Y[:4])) == 2
-    assert model.predict_on_batch(X[:4]).shape == (4, 3)
+def test_a_call_of_one_batch_is_that_of_one_device(make):
+    model, other = make(rate=0.0), compiled(rate=0.0)
+    assert model.train_on_batch(X[:4], Y[:4]) == other.train_on_batch(X[:4], Y[:4])
+    for name, data in (("test_on_batch", (X[:4], Y[:4])), ("predict_on_batch", (X[:4],))):
+        found, wanted = (getattr(one, name)(*data) for one in (model, other))
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 def ours_beside_keras(path):
@@ -215,3 +217,57 @@ def test_a_model_outside_the_scope_of_a_job_of_several_tasks_is_told(
     (line,) = [r.message for r in caplog.records if "outside strategy.scope()" in r.message]
     assert "test_model_fit.py:" in line
     assert "trains a model of its own" in line
+
+
+def test_a_fit_for_each_epoch_traces_once(make, monkeypatch):
+    """Its examples come in another order each time, and a change of anything traces anew."""
+    traces = []
+    compile_block = SynchronousEngine._compile_block
+
+    def noting(self, program):
+        traces.append(program.training)
+        return compile_block(self, program)
+
+    monkeypatch.setattr(SynchronousEngine, "_compile_block", noting)
+    options = {"batch_size": 16, "verbose": 0, "validation_data": (X[:9], Y[:9])}
+    model, seen = make(), []
+
+    def fit(**more):
+        traces.clear()
+        history = model.fit(X.copy(), Y, **options | more)
+        assert sorted(history.history) == ["accuracy", "loss", "val_accuracy", "val_loss"]
+        weights = np.concatenate([w.ravel() for w in model.get_weights()])
+        seen.append(weights.tolist())
+        return sum(traces)
+
+    first = model.get_weights()
+    assert fit() > 0
+    model.set_weights(first)
+    model.optimizer.iterations.assign(0)
+    assert fit() == 0
+    assert seen[0] != seen[1], "another order, other draws"
+    assert fit(epochs=2) > 0
+    assert fit() > 0
+    assert fit() == 0
+    X[0] += 1
+    assert fit() > 0
+    X[0] -= 1
+    model.layers[-1].trainable = False
+    before = model.layers[-1].get_weights()
+    fit()
+    np.testing.assert_array_equal(model.layers[-1].get_weights()[0], before[0])
+
+
+def test_a_kept_program_of_each_example_once(make):
+    """The second epoch has each example once, as the first."""
+    with make.strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile(keras.optimizers.SGD(0.0), metrics=[Sum()], loss="mse")
+    for _ in range(3):
+        history = model.fit(np.arange(10.0)[:, None], np.arange(10.0), batch_size=4, verbose=0)
+        assert history.history["sum"] == [45.0]
+
+
+class Sum(keras.metrics.Sum):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(y_true)

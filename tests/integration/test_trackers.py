@@ -258,23 +258,25 @@ def test_autolog_logs_a_run_of_the_chief_only(mlflow, strategies, monkeypatch, b
     """It keeps the functions that it finds, and is called before the strategy is made here."""
     from mlflow.utils import autologging_utils
 
+    def fit():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(np.ones((8, 1)), np.ones((8, 1)), epochs=2, verbose=0)
+
     monkeypatch.setattr(autologging_utils, "_AUTOLOGGING_GLOBALLY_DISABLED", False)
     monkeypatch.setattr(job, "_made", [])
     mlflow.tensorflow.autolog(log_models=False)
     try:
         chief = job.remember(Job(strategy=strategies[2], kind="mirrored"))
-        for made in (chief, dataclasses.replace(chief, config=read_environment(SECOND))):
-            job.remember(made)
-            blocks.clear()
-            with strategies[2].scope():
-                model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-                model.compile("sgd", "mse")
-            model.fit(np.ones((8, 1)), np.ones((8, 1)), epochs=2, verbose=0)
-            assert blocks, "the engine trains"
+        with strategies[2].scope():
+            fit()
+        assert blocks, "the engine trains"
+        job.remember(dataclasses.replace(chief, config=read_environment(SECOND)))
+        fit()
     finally:
         mlflow.tensorflow.autolog(disable=True)
     (run,) = mlflow.search_runs(output_format="list")
-    assert {"loss"} <= set(run.data.metrics)
+    assert "loss" in run.data.metrics
     assert run.data.params["epochs"] == "2"
 
 

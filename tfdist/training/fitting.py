@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -20,7 +21,7 @@ from tfdist.errors import require, require_int
 from tfdist.outputs.display import show_ps_costs
 from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.strategy.group import require_same_place
-from tfdist.training import building, inputs, keras_compat, resume
+from tfdist.training import building, inputs, kept, keras_compat, resume
 from tfdist.training.agreement import require_same_lengths
 from tfdist.training.blocks import BlockRunner, naming_bad_data
 from tfdist.training.engines import engine_for, naming_a_lost_server
@@ -130,8 +131,20 @@ def fit(
         callbacks = [c for c in keras.tree.flatten(callbacks) if c is not evaluator] + [evaluator]
     flat = keras.tree.flatten(callbacks or [])
     backups = [callback for callback in flat if isinstance(callback, BackupAndRestore)]
+    observers = [callback for callback in flat if isinstance(callback, RunObserver)]
     saved = resume.saved_run(backups, job)
     seed = _seed(seed, saved)
+    key = None
+    limits = (keras.config.max_epochs(), keras.config.max_steps_per_epoch())
+    if not any((backups, observers, initial_epoch, steps_per_epoch, class_weight, *limits)):
+        data = (x, y, sample_weight, validation_data)
+        sizes = (batch_size, epochs, validation_steps, validation_batch_size, bool(shuffle))
+        key = partial(kept.key_of, model, job, run, data, *sizes)
+        if (last := kept.kept_of(model, key())) is not None:
+            keras_compat.fuse(model, fused=False)
+            options = {"callbacks": callbacks, "verbose": verbose}
+            plan = dataclasses.replace(last.plan, validation_freq=validation_freq, **options)
+            return _train(model, job, last.blocks.engine, plan, key=key, blocks=last.blocks)
     feed = inputs.prepare(
         x,
         y,
@@ -171,9 +184,9 @@ def fit(
         backups=backups,
         saved=saved,
         max_staleness=run.max_staleness,
-        observers=[callback for callback in flat if isinstance(callback, RunObserver)],
+        observers=observers,
     )
-    return _train(model, job, engine, plan)
+    return _train(model, job, engine, plan, key=key)
 
 
 def _checked(seed: int | None, max_staleness: int | None) -> int | None:
@@ -183,28 +196,39 @@ def _checked(seed: int | None, max_staleness: int | None) -> int | None:
     return None if seed is None else require_int("seed", seed, least=0)
 
 
-def _train(model: keras.Model, job: Job, engine: Engine, plan: RunPlan) -> keras.callbacks.History:
-    """Run what is planned, on a model that is built."""
+def _train(
+    model: keras.Model,
+    job: Job,
+    engine: Engine,
+    plan: RunPlan,
+    *,
+    key: Callable[[], Any] | None,
+    blocks: BlockRunner | None = None,
+) -> keras.callbacks.History:
+    """Run what is planned, on a model that is built, with the `blocks` of the last fit if given."""
     with (
         StopRequests() as requests,
         _closing(engine, plan),
         resume.keeping_choices(plan, job=job),
     ):
         resume.require_resumable(plan, job=job)
-        program = program_of(
-            model,
-            job,
-            "train_step",
-            plan.feed,
-            seed=plan.seed,
-            exact=any(backup.exact for backup in plan.backups),
-            max_staleness=plan.max_staleness,
-        )
-        if plan.observers:
-            observers = [observer.observe(program, job) for observer in plan.observers]
-            program = dataclasses.replace(program, observers=observers)
-        blocks = BlockRunner(model, job, engine, program, phase="step")
+        if blocks is None:
+            program = program_of(
+                model,
+                job,
+                "train_step",
+                plan.feed,
+                seed=plan.seed,
+                exact=any(backup.exact for backup in plan.backups),
+                max_staleness=plan.max_staleness,
+            )
+            if plan.observers:
+                observers = [observer.observe(program, job) for observer in plan.observers]
+                program = dataclasses.replace(program, observers=observers)
+            blocks = BlockRunner(model, job, engine, program, phase="step")
         history = TrainLoop(plan, blocks, requests).run()
+        if key is not None:
+            kept.keep(model, key(), plan, blocks)
         if job.config and job.config.options.profile_ps:
             from tfdist.ps.workers import worker_pool_of
 

@@ -55,8 +55,10 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
         if job is not None and name in ("fit", "train_on_batch"):
             _tell_of_training_alone(job, name)
         return original(model, *args, **kwargs)
-    several = job is not None and (job.has_peers or job.kind == "pipeline")
+    several = job is not None and (job.num_replicas > 1 or job.kind == "pipeline")
     by_keras = "_use_cached_eval_dataset" in kwargs  # which Keras' own fit evaluates
+    if name == "train_on_batch" and job is not None and job.kind == "mirrored":
+        several = False  # whose replicas compute the same gradient each
     if by_keras or (name.endswith("_on_batch") and not several):
         return original(model, *args, **kwargs)
     arguments = _arguments(original, model, args, kwargs)
