@@ -79,10 +79,11 @@ def _preparing(original: Any) -> Any:
         from tfdist.strategy.job import current_job
 
         route_keras()
-        job, autologging = current_job(), sys.modules.get("mlflow.utils.autologging_utils")
+        job = current_job()
+        autologging: Any = sys.modules.get("mlflow.utils.autologging_utils")
         if job is not None and not job.is_chief and autologging is not None:
             # Each task would open a run of its own, and only the chief's callbacks write to one.
-            autologging._AUTOLOGGING_GLOBALLY_DISABLED = True  # type: ignore[attr-defined]
+            autologging._AUTOLOGGING_GLOBALLY_DISABLED = True
         original(self, *args, **kwargs)
 
     return make

@@ -134,7 +134,7 @@ def fit(
     observers = [callback for callback in flat if isinstance(callback, RunObserver)]
     saved = resume.saved_run(backups, job)
     seed = _seed(seed, saved)
-    key = None
+    key: Callable[[], Any] | None = None
     limits = (keras.config.max_epochs(), keras.config.max_steps_per_epoch())
     if not any((backups, observers, initial_epoch, steps_per_epoch, class_weight, *limits)):
         data = (x, y, sample_weight, validation_data)

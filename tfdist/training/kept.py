@@ -52,7 +52,7 @@ def key_of(model: keras.Model, job: Job, run: Run, data: Any, *others: Any) -> S
 
 def kept_of(model: keras.Model, key: Sequence[Any] | None) -> Kept | None:
     """Return what the last fit has left, if it had the same key."""
-    kept = vars(model).get(_NAME)
+    kept: Kept | None = vars(model).get(_NAME)
     return kept if kept is not None and key is not None and kept.key == key else None
 
 

@@ -55,11 +55,11 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
         if job is not None and name in ("fit", "train_on_batch"):
             _tell_of_training_alone(job, name)
         return original(model, *args, **kwargs)
-    several = job is not None and (job.num_replicas > 1 or job.kind == "pipeline")
     by_keras = "_use_cached_eval_dataset" in kwargs  # which Keras' own fit evaluates
-    if name == "train_on_batch" and job is not None and job.kind == "mirrored":
-        several = False  # whose replicas compute the same gradient each
-    if by_keras or (name.endswith("_on_batch") and not several):
+    if name.endswith("_on_batch") and job is not None and job.kind != "pipeline":
+        # Replicas of a mirrored job compute the same gradient each, but join their outputs.
+        by_keras = job.num_replicas == 1 or (name == "train_on_batch" and job.kind == "mirrored")
+    if by_keras:
         return original(model, *args, **kwargs)
     arguments = _arguments(original, model, args, kwargs)
     if not explicit and job is not None and job.kind in ("single", "mirrored"):
@@ -77,7 +77,8 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
             code="native-call",
         )
     if name.endswith("_on_batch"):
-        arguments |= {"batch_size": _rows(arguments["x"]), "verbose": 0}
+        rows = len(keras.tree.flatten(arguments["x"])[0])
+        arguments |= {"batch_size": rows, "verbose": 0}
     function = _fit_by.get() if name == "fit" else None
     if function is None and job is not None and job.kind in ("multiworker", "ps", "pipeline"):
         _require_no_search(arguments, job)
@@ -129,10 +130,6 @@ def _require_no_search(arguments: Mapping[str, Any], job: Job) -> None:
             fix="use tfdist.tuning.search(tuner, ..., strategy=...)",
             code="search-in-a-job",
         )
-
-
-def _rows(batch: Any) -> int:
-    return len(keras.tree.flatten(batch)[0])
 
 
 def _tell_of_training_alone(job: Job, name: str) -> None:

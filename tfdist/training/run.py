@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import keras
@@ -86,7 +87,7 @@ _on_the_way: contextvars.ContextVar[Any] = contextvars.ContextVar("on_the_way", 
 @contextlib.contextmanager
 def on_the_way(model: keras.Model | None, name: str) -> Iterator[None]:
     """Have calls of this method of the model end at the engine, whatever scope it was made in."""
-    token = _on_the_way.set(model and (model, name))
+    token = _on_the_way.set(None if model is None else (model, name))
     try:
         yield
     finally:
@@ -113,7 +114,8 @@ def by_own_method(engine: Callable[..., Any]) -> Callable[..., Any]:
         route_keras()
         settings = {n: kwargs.pop(n) for n in SETTINGS if n in kwargs}
         if settings:
-            kwargs["callbacks"] = [kwargs.get("callbacks"), Run(**settings)]
+            callbacks = keras.tree.flatten(kwargs.get("callbacks") or [])
+            kwargs["callbacks"] = [*callbacks, Run(**settings)]
         with on_the_way(model, name):
             return getattr(model, name)(*args, **kwargs)
 
@@ -124,7 +126,7 @@ def _is_in_method(model: keras.Model, name: str) -> bool:
     """Return whether the model's own method is being called: it calls `tfdist.fit` itself."""
     methods = [inspect.unwrap(vars(c)[name]) for c in type(model).__mro__ if name in vars(c)]
     codes = {getattr(method, "__code__", None) for method in methods}
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code in codes and any(v is model for v in frame.f_locals.values()):
             return True
