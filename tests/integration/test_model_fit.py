@@ -5,12 +5,15 @@ import json
 import keras
 import numpy as np
 import pytest
+import scipy.sparse
+import tensorflow as tf
 
 import tfdist
 from tests.models import noted_ranges
 from tests.refusals import refusal, refused
 from tfdist.cluster import read_environment
 from tfdist.strategy import Job, job
+from tfdist.training import routing
 from tfdist.training.engines import SynchronousEngine
 from tfdist.training.keras_compat.trace import warn_once
 
@@ -271,3 +274,14 @@ def test_a_kept_program_of_each_example_once(make):
 class Sum(keras.metrics.Sum):
     def update_state(self, y_true, y_pred, sample_weight=None):
         return super().update_state(y_true)
+
+
+def test_sparse_and_ragged_arrays_are_for_keras_own_loop(strategies, monkeypatch, blocks):
+    monkeypatch.setattr(job, "_made", [])
+    model = InScope(strategies[1], "single")()
+    history = model.fit(scipy.sparse.csr_matrix(X), Y, verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+    assert blocks == []
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0]])
+    assert "RaggedTensor" in routing._reason_for_keras(model, {"x": {"a": X, "b": ragged}})
+    assert routing._reason_for_keras(model, {"x": X, "validation_data": (X, Y)}) is None

@@ -31,6 +31,7 @@ _ENGINE: dict[str, Callable[..., Any]] = {
     "test_on_batch": evaluate,
     "predict_on_batch": predict,
 }
+_WITHOUT_INDEX = ("torch.utils.data", "grain.", "scipy.sparse")
 _fit_by: contextvars.ContextVar[Any] = contextvars.ContextVar("fit_by", default=None)
 
 
@@ -49,7 +50,7 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     name, job = original.__name__, current_job()
     explicit = is_on_the_way(model, name)
     of_scope = isinstance(model, keras.Model) and (
-        job is not None and model._distribute_strategy is job.strategy
+        job is not None and getattr(model, "_distribute_strategy", None) is job.strategy
     )
     if not explicit and not of_scope:
         if job is not None and name in ("fit", "train_on_batch"):
@@ -112,9 +113,10 @@ def _reason_for_keras(model: keras.Model, arguments: Mapping[str, Any]) -> str |
         return "tf.config.run_functions_eagerly(True)"
     if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
         return "keras.callbacks.BackupAndRestore; tfdist.BackupAndRestore resumes at the step"
-    for data in (arguments.get("x"), arguments.get("validation_data")):
-        packages = {c.__module__.partition(".")[0] for c in type(data).__mro__}
-        if isinstance(data, Iterator) or packages & {"torch", "grain"}:
+    for data in keras.tree.flatten([arguments.get("x"), arguments.get("validation_data")]):
+        modules = [c.__module__ for c in type(data).__mro__]
+        foreign = any(name.startswith(_WITHOUT_INDEX) for name in modules)
+        if foreign or isinstance(data, Iterator | tf.RaggedTensor | tf.SparseTensor):
             return f"data in a {type(data).__name__}, which has no examples by index"
     return None
 
