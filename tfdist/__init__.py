@@ -21,6 +21,7 @@ _HOME_OF = {
     "evaluate": "tfdist.training.evaluation",
     "predict": "tfdist.training.evaluation",
     "StepLoop": "tfdist.training.fitting",
+    "Run": "tfdist.training.run",
     "VirtualEpochs": "tfdist.training.epochs",
     "BackupAndRestore": "tfdist.checkpoint.backup",
     "Evaluator": "tfdist.training.evaluation",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from tfdist.training.epochs import VirtualEpochs
     from tfdist.training.evaluation import Evaluator, evaluate, predict
     from tfdist.training.fitting import StepLoop, fit
+    from tfdist.training.run import Run
 
 __all__ = [
     "BackupAndRestore",
@@ -73,6 +75,7 @@ __all__ = [
     "ModelCheckpoint",
     "PeerLost",
     "PipelineOptions",
+    "Run",
     "StartupTimeout",
     "StepLoop",
     "Stopped",

@@ -2,7 +2,8 @@
 
     python -m tfdist.launch --strategy multiworker --workers 2 docs/examples/train.py
 
-Beside a script for one device there are four lines of tfdist, marked (1) to (4).
+Beside a script for one device there are two lines of tfdist, marked (1) and (2),
+a callback that saves, and `is_chief`.
 """
 
 from __future__ import annotations
@@ -47,8 +48,7 @@ def main() -> None:
     with strategy.scope():  # (2)
         model = make_model()
     (x, y), validation = data()
-    tfdist.fit(  # (3) for model.fit
-        model,
+    model.fit(
         x,
         y,
         batch_size=64,  # of all workers together
@@ -56,7 +56,7 @@ def main() -> None:
         validation_data=validation,
         callbacks=[tfdist.BackupAndRestore(f"{args.dir}/backup", every_steps=20)],
     )
-    if tfdist.is_chief():  # (4) one task writes
+    if tfdist.is_chief():  # one task writes
         model.save(f"{args.dir}/model.keras")
     tfdist.barrier()  # no task leaves before it has
 

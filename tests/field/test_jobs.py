@@ -62,14 +62,13 @@ def on_one_device(model, *data, **fit):
 
 
 def test_keras_20585_fit_of_several_workers_trains(multiworker):
-    """`Model.fit` was a ValueError before the first step; `tfdist.fit` equals one device.
+    """`Model.fit` was a ValueError before the first step; it equals one device.
 
     https://github.com/keras-team/keras/issues/20585, with the script of TensorFlow's tutorial.
     """
     data = models.digits_dataset()
     weights, history = on_one_device(models.digits(), data, epochs=3, steps_per_epoch=7)
     for task in seen(multiworker[1], "keras_20585"):
-        assert task["stock"] == "ValueError after 0 steps"
         np.testing.assert_allclose(task["weights"], weights, atol=1e-5)
         np.testing.assert_allclose(task["history"]["loss"], history["loss"], rtol=1e-4)
 

@@ -12,6 +12,7 @@ from tests.models import difference
 from tests.refusals import refused
 from tfdist.data.resolve import as_source, check_supported
 from tfdist.data.source import preprocessed
+from tfdist.strategy import Job, job
 
 pytestmark = pytest.mark.slow
 
@@ -102,6 +103,21 @@ def test_trained_as_by_its_own_fit(strategies, name):
     assert difference(ours, theirs) < 1e-5
     for key, values in history.items():
         np.testing.assert_allclose(found[key], values, rtol=1e-4, err_msg=key)
+
+
+def test_a_fit_of_the_scopes_model_reads_examples_by_index(strategies, monkeypatch):
+    """Shuffled by the seed, where its own batches would come in their order."""
+    monkeypatch.setattr(job, "_made", [])
+    job.remember(Job(strategy=strategies[2], kind="mirrored"))
+    options = {"batch_size": 6, "epochs": 2, "verbose": 0}
+    with strategies[2].scope():
+        one, other = bert(), bert()
+    other.set_weights(one.get_weights())
+    found = one.fit(TEXTS, CLASSES, callbacks=[tfdist.Run(seed=3)], **options)
+    wanted = tfdist.fit(other, TEXTS, CLASSES, seed=3, **options)
+    assert found.history == wanted.history
+    assert difference(one, other) == 0
+    assert one.evaluate(TEXTS, CLASSES, verbose=0) == tfdist.evaluate(other, TEXTS, CLASSES)
 
 
 def test_evaluated_and_predicted_as_by_its_own_methods(strategies):

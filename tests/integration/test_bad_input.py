@@ -651,14 +651,14 @@ def ask(act=tfdist.make_strategy, *arguments, **options):
 workers = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
 """
 ALL = """
-ask(kind="mirorred")
-ask(kind="ps")
-ask(kind="multiworker")
-ask(kind="single", devices_per_worker=2)
-ask(kind="mirrored", devices_per_worker=1000)
+ask(strategy="mirorred")
+ask(strategy="ps")
+ask(strategy="multiworker")
+ask(strategy="single", devices_per_worker=2)
+ask(strategy="mirrored", devices_per_worker=1000)
 ask(environ={"TF_CONFIG": "{'cluster': {}}"})
 config = {"cluster": workers, "task": {"type": "worker", "index": 0}}
-ask(kind="ps", environ={"TF_CONFIG": json.dumps(config)})
+ask(strategy="ps", environ={"TF_CONFIG": json.dumps(config)})
 cluster = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
 config = {"cluster": cluster, "task": {"type": "chief", "index": 0}}
 for count in (0, 2):
@@ -666,9 +666,9 @@ for count in (0, 2):
 ask(environ={"TF_CONFIG": json.dumps(config)}, devices_per_worker=2)  # keras-team/keras#18624
 ask(startup_timeout_s=-1.0)
 ask(threads=True)
-ask(kind="mirrored", devices_per_worker=2)
-ask(kind="mirrored")
-ask(kind="single")
+ask(strategy="mirrored", devices_per_worker=2)
+ask(strategy="mirrored")
+ask(strategy="single")
 
 import numpy as np, tensorflow as tf
 from tests.models import linear
@@ -678,7 +678,7 @@ for strategy in (tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy("
     ask(tfdist.evaluate, linear(strategy), x, y)
     ask(tfdist.predict, linear(strategy), x)
 """
-AFTER_AN_OPERATION = "import tensorflow as tf; tf.zeros([]); ask(); ask(kind='mirrored')"
+AFTER_AN_OPERATION = "import tensorflow as tf; tf.zeros([]); ask(); ask(strategy='mirrored')"
 EVALUATOR_OF_WORKERS_WITH_SEVERAL_DEVICES = """
 options = {"strategy": "multiworker", "devices_per_worker": 2}
 config = {"cluster": workers, "task": {"type": "evaluator", "index": 0}, "tfdist": options}
@@ -724,6 +724,6 @@ def test_what_make_strategy_makes_and_refuses(program, expected):
     ],
 )
 def test_make_strategy_says_that_tf_keras_is_keras_2(variables, lines):
-    said, errors = said_by("ask(kind='single')\nask(kind='single')", **variables)
+    said, errors = said_by("ask(strategy='single')\nask(strategy='single')", **variables)
     assert said == ["made", "made"]
     assert errors.count("TF_USE_LEGACY_KERAS=1: tf.keras is Keras 2") == lines

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfdist
 from tests.models import OwnStep, Tracked, difference, trained
 from tests.multiprocess.programs import zoo
 from tfdist.errors import UsageError
@@ -421,19 +420,6 @@ def warnings(caplog):
     warn_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="tfdist")
     return lambda: [r.getMessage() for r in caplog.records if r.name.startswith("tfdist")]
-
-
-def test_a_fit_that_the_model_has_of_its_own_is_warned_of(strategies, warnings):
-    class Own(keras.Sequential):
-        def fit(self, x, y):
-            return super().fit(x / 2, y)
-
-    for kind in (keras.Sequential, Own):
-        with strategies[1].scope():
-            model = kind([keras.Input((1,)), keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
-        tfdist.fit(model, np.ones((4, 1)), np.ones((4, 1)), verbose=0)
-    assert warnings() == ["tfdist.fit does not call the fit that Own has of its own"]
 
 
 class TwoMeans(L.Layer):

@@ -1,5 +1,6 @@
 """Callbacks of trackers: real MLflow and W&B, and one with W&B's calls."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -14,6 +15,8 @@ import tfdist
 from tests import fake_trackers
 from tests.fake_trackers import steps_in_events
 from tests.models import noted_ranges
+from tfdist.cluster import read_environment
+from tfdist.strategy import Job, job
 from tfdist.training import trackers
 from tfdist.training.callbacks import wants_every_batch
 from tfdist.tuning import results
@@ -24,6 +27,8 @@ RNG = np.random.RandomState(0)
 X = RNG.randn(48, 4).astype("float32")
 Y = (X @ RNG.randn(4, 1)).astype("float32")
 STEPS, EPOCHS = 12, 3
+WORKERS = {"worker": ["a:1", "b:1"]}
+SECOND = {"TF_CONFIG": json.dumps({"cluster": WORKERS, "task": {"type": "worker", "index": 1}})}
 
 
 class Killed(Exception):
@@ -243,14 +248,30 @@ def test_a_store_that_is_lost_is_one_warning(mlflow, strategies, tmp_path, caplo
     assert said.endswith("; the training goes on without it")
 
 
-def test_autolog_is_told_that_it_sees_nothing(mlflow, strategies, caplog):
-    mlflow.keras.autolog()
+def test_autolog_logs_a_run_of_the_chief_only(mlflow, strategies, monkeypatch, blocks):
+    """It keeps the functions that it finds, and is called before the strategy is made here."""
+    from mlflow.utils import autologging_utils
+
+    def fit():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(np.ones((8, 1)), np.ones((8, 1)), epochs=2, verbose=0)
+
+    monkeypatch.setattr(autologging_utils, "_AUTOLOGGING_GLOBALLY_DISABLED", False)
+    monkeypatch.setattr(job, "_made", [])
+    mlflow.tensorflow.autolog(log_models=False)
     try:
-        with caplog.at_level(logging.WARNING):
-            train(strategies[1], [], epochs=1)
+        chief = job.remember(Job(strategy=strategies[2], kind="mirrored"))
+        with strategies[2].scope():
+            fit()
+        assert blocks, "the engine trains"
+        job.remember(dataclasses.replace(chief, config=read_environment(SECOND)))
+        fit()
     finally:
-        mlflow.keras.autolog(disable=True)
-    assert [r for r in caplog.records if "mlflow.autolog sees keras.Model.fit alone" in r.message]
+        mlflow.tensorflow.autolog(disable=True)
+    (run,) = mlflow.search_runs(output_format="list")
+    assert "loss" in run.data.metrics
+    assert run.data.params["epochs"] == "2"
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ from tfdist.errors import TfdistError
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import Journal
 from tfdist.strategy import Job, job
+from tfdist.training import routing
+from tfdist.training.callbacks import wants_every_batch
 from tfdist.tuning import from_python, inside, oracle, trial
 from tfdist.tuning.from_python import TunerSweep, imports_of, own_program
 from tfdist.tuning.options import RunOptions
@@ -89,27 +91,29 @@ def described_by(tuner: Any, sweep_dir: Path, **fitting: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("given", [build, OwnFit()], ids=["build", "own_fit"])
-def test_keras_tuners_own_search_fits_with_tfdist(given, tmp_path, monkeypatch):
-    """The tuner sees each epoch, and is not called at each batch."""
+def test_keras_tuners_own_search_trains_with_the_engine(given, tmp_path, monkeypatch, strategies):
+    """The tuner sees each epoch, and needs no block of one step."""
     calls, seen = [], []
+    monkeypatch.setattr(job, "_made", [])
+    job.remember(Job(strategy=strategies[2], kind="mirrored"))
 
     def counted(model: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs.get("batch_size"))
+        assert not any(wants_every_batch(c, mode="train") for c in kwargs["callbacks"])
         return tfdist.fit(model, *args, **kwargs)
 
     def on_epoch_end(self: Any, trial: Any, model: Any, epoch: int, logs: Any = None) -> None:
         seen.append(epoch)
 
-    monkeypatch.setattr(keras_tuner.Tuner, "on_batch_end", lambda *_, **__: seen.append("batch"))
     kind = type("Tuner", (keras_tuner.RandomSearch,), {"on_epoch_end": on_epoch_end})
-    tuner = make_tuner(tmp_path, tfdist.tuning.HyperModel(given, fit=counted), kind)
-    tuner.search(X, Y, epochs=2, validation_data=(X, Y), verbose=0)
+    tuner = make_tuner(tmp_path, given, kind, distribution_strategy=strategies[2])
+    with routing.fits_by(counted):
+        tuner.search(X, Y, epochs=2, validation_data=(X, Y), verbose=0)
     best = tuner.oracle.get_best_trials()[0]
     batches = [t.hyperparameters.values.get("batch") for t in tuner.oracle.trials.values()]
     assert calls == batches
     assert seen == [0, 1] * len(calls)
     model = tuner.get_best_models()[0]
-    assert model.fit.__func__ is keras.Model.fit, "it is routed no more"
     assert model.evaluate(X, Y, verbose=0)[1] == pytest.approx(best.score)
 
 
@@ -251,12 +255,13 @@ def test_arguments_of_fit_and_of_a_fit_of_ones_own_are_known(monkeypatch, tmp_pa
         tfdist.tuning.search(with_a_fit_of_its_own(), X, Y, epochs=2)
 
 
-def test_keras_tuners_own_search_in_every_task_of_a_job_is_refused(monkeypatch):
-    strategy: Any = types.SimpleNamespace()
-    monkeypatch.setattr(job, "_made", [Job(strategy=strategy, kind="multiworker")])
-    model = tfdist.tuning.HyperModel(build)
-    hp = keras_tuner.HyperParameters()
-    assert refused(lambda: model.fit(hp, None, X, Y)) == ("tuner.search", "search-in-a-job")
+def test_keras_tuners_own_search_in_every_task_of_a_job_is_refused(
+    tmp_path, monkeypatch, strategies
+):
+    monkeypatch.setattr(job, "_made", [Job(strategy=strategies[1], kind="multiworker")])
+    tuner = make_tuner(tmp_path, distribution_strategy=strategies[1])
+    trial = tuner.oracle.create_trial("t")
+    assert refused(lambda: tuner.run_trial(trial, X, Y)) == ("tuner.search", "search-in-a-job")
 
 
 @pytest.mark.parametrize(
@@ -409,7 +414,8 @@ class Trials:
 
 
 @pytest.fixture
-def trials(tmp_path, strategies):
+def trials(tmp_path, strategies, monkeypatch):
+    monkeypatch.setattr(job, "_made", [])
     return Trials(tmp_path, strategies[1])
 
 

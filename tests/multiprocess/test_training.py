@@ -148,22 +148,28 @@ def test_a_range_test_leaves_no_trace(synchronous):
     assert_left_no_trace(synchronous[1][0]["range test"])
 
 
-def assert_refused_where_keras_fails(found, *, strategy):
-    """https://github.com/keras-team/keras/issues/20585. It fails on the day that Keras can."""
-    assert set(found["a model of no strategy"].values()) == {"works"}
-    failing = {name for name, outcome in found["stock"].items() if outcome != "works"}
-    assert failing > {"fit", "evaluate"}
+def assert_methods_of_keras_are_the_engines(seen, *, refused=()):
+    found, beside = seen["in the program"], ("evaluate", "predict")
     zoo_py = re.escape(str(PROGRAMS / "zoo.py"))
-    for where in ("in the program", "in a callback"):
-        for name, outcome in found[where].items():
-            line = "works"
-            if name in failing:
-                line = rf"{zoo_py}:\d+: model\.{name}: native-call\. Fix: write tfdist\..*"
-            assert re.fullmatch(line, outcome), (strategy, where, outcome)
+    for name in refused:
+        line = rf"{zoo_py}:\d+: model\.{name}: native-call\. Fix: call model\.fit.*"
+        assert re.fullmatch(line, found.pop(name)), name
+    assert {name: found[name] for name in beside} == pytest.approx(seen["by tfdist"], rel=1e-6)
+    for name in beside:
+        assert found[f"{name.replace('evaluate', 'test')}_on_batch"] == pytest.approx(
+            found[name], rel=1e-6
+        )
+    assert set(seen["in a callback"]) > set(beside)
+    assert [type(value) for value in seen["in a callback"].values()] == [float] * 4
+    assert set(seen["outside"]) > {"fit", "train_on_batch"}
+    assert not any("native-call" in str(outcome) for outcome in seen["outside"].values())
 
 
-def test_what_stock_keras_cannot_do_in_a_job_is_refused(synchronous):
-    assert_refused_where_keras_fails(synchronous[1][0]["native calls"], strategy="multiworker")
+def test_methods_of_keras_run_on_the_engine_of_a_job(synchronous):
+    for task in synchronous[1]:
+        seen = task["methods of Keras"]
+        assert seen["by model.fit"] == seen["by tfdist.fit"]
+        assert_methods_of_keras_are_the_engines(seen, refused=["train_on_batch"])
 
 
 def left_by(out, flags, *kills):

@@ -12,7 +12,7 @@ from tests.multiprocess.programs import figures, zoo
 from tests.multiprocess.test_training import (
     assert_as_on_one_device,
     assert_left_no_trace,
-    assert_refused_where_keras_fails,
+    assert_methods_of_keras_are_the_engines,
     on_one_device,
 )
 from tests.multiprocess.trainings import PROGRAMS, launch
@@ -115,8 +115,12 @@ def test_a_range_test_of_a_ps_job_leaves_no_trace(parameter_server):
     assert_left_no_trace(parameter_server[1]["range test"])
 
 
-def test_what_stock_keras_cannot_do_in_a_ps_job_is_refused(parameter_server):
-    assert_refused_where_keras_fails(parameter_server[1]["native calls"], strategy="ps")
+def test_methods_of_keras_run_on_the_engine_of_a_ps_job(parameter_server):
+    seen = parameter_server[1]["methods of Keras"]
+    (steps, history, _), (other_steps, other, _) = seen["by model.fit"], seen["by tfdist.fit"]
+    assert steps == other_steps == 16
+    assert {name: len(values) for name, values in history.items()} == dict.fromkeys(other, 2)
+    assert_methods_of_keras_are_the_engines(seen)
 
 
 def test_ps_puts_metrics_of_every_kind_together(parameter_server):

@@ -84,5 +84,4 @@ def test_ray_47464_the_trainers_example_trains_and_a_killed_worker_changes_no_bi
     """
     whole, killed = trained(tmp_path / "whole", kill=False), trained(tmp_path / "cut", kill=True)
     assert (tmp_path / "cut" / "killed").exists()
-    assert whole["stock"] == "ValueError"
     assert killed == whole == launched(tmp_path / "launched")

@@ -34,6 +34,7 @@ from tfdist.errors import (
 from tfdist.files import one_line_errors, replacing
 from tfdist.strategy import Job, broadcast, is_chief
 from tfdist.strategy.devices import threads_of_an_operation
+from tfdist.strategy.native import require_engine
 
 _LOG = logging.getLogger(__name__)
 _LESS = ("loss", "error")
@@ -285,6 +286,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         callback_state.set_best_weights(others, saved["best_weights"])
 
     def on_train_begin(self, logs: Any = None) -> None:
+        require_engine(self)
         self._configuration = state.configuration_of(self.model)
         if not is_chief():
             return
@@ -563,6 +565,9 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     def set_model(self, model: keras.Model) -> None:
         """Take the model, seen through a view whose saves are atomic."""
         self._model = _Saving(model)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        require_engine(self)
 
 
 class _Saving:

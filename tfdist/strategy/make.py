@@ -37,7 +37,7 @@ _NEIGHBOURS_S = 20.0
 
 
 def make_strategy(
-    kind: str = "auto",
+    strategy: str = "auto",
     *,
     devices_per_worker: int | None = None,
     threads: int | None = None,
@@ -55,7 +55,7 @@ def make_strategy(
     process when the chief has gone.
 
     Args:
-      kind: ``single``, ``mirrored``, ``multiworker``, ``ps``, ``pipeline``, or ``auto``: what
+      strategy: ``single``, ``mirrored``, ``multiworker``, ``ps``, ``pipeline``, or ``auto``: what
         TF_CONFIG says, and without one, every GPU of this machine, or its one CPU.
       devices_per_worker: replicas on this machine; default what TF_CONFIG says, else all GPUs.
       threads: threads of one operation; TF_NUM_INTRAOP_THREADS goes before it.
@@ -73,12 +73,12 @@ def make_strategy(
       environ: where TF_CONFIG, or what a scheduler set, is read; default `os.environ`.
 
     Raises:
-      UsageError: TF_CONFIG is wrong or contradicts `kind`; more devices than there are;
+      UsageError: TF_CONFIG is wrong or contradicts `strategy`; more devices than there are;
         TensorFlow has already run an operation.
     """
     end_mistakes_in_one_line()
     config = read_environment(os.environ if environ is None else environ)
-    kind = _resolve(kind, config, placement)
+    kind = _resolve(strategy, config, placement)
     made = current_job()
     if made is not None:
         return _same(made, kind, placement).strategy
@@ -102,22 +102,22 @@ def make_strategy(
         if kind in ("single", "pipeline"):
             device = "/GPU:0" if tf.config.list_physical_devices("GPU") else "/CPU:0"
             if placement:
-                strategy = PlacedStrategy(device, placement)
+                distribution = PlacedStrategy(device, placement)
             else:
-                strategy = tf.distribute.OneDeviceStrategy(device)
+                distribution = tf.distribute.OneDeviceStrategy(device)
         elif kind == "mirrored":
-            strategy = tf.distribute.MirroredStrategy(
+            distribution = tf.distribute.MirroredStrategy(
                 devices.replica_devices(options.devices_per_worker)
             )
         elif kind == "multiworker":
-            strategy = _multiworker(_needed(config, kind), options, communication_options)
+            distribution = _multiworker(_needed(config, kind), options, communication_options)
         else:
             from tfdist.ps.strategy import parameter_server
 
             config = _needed(config, kind)
-            strategy = parameter_server(config, _resolver(config), options)
+            distribution = parameter_server(config, _resolver(config), options)
     _give_sigterm_back()
-    job = Job(strategy=strategy, kind=kind, config=config)
+    job = Job(strategy=distribution, kind=kind, config=config)
     if kind == "pipeline":
         job = _in_stages(job, pipeline or PipelineOptions(), options)
     if kind == "multiworker" and communication_options is None:
@@ -127,11 +127,11 @@ def make_strategy(
         # The chief may be done before this task needs to know.
         rendezvous.chief_watch(config, timeout_s=options.startup_timeout_s)
     _LOG.info("%s: strategy %s, %d replicas", job.name, kind, job.num_replicas)
-    return strategy
+    return distribution
 
 
 def _resolve(kind: str, config: TaskConfig | None, placement: Mapping[str, str] | None) -> str:
-    require_one_of("make_strategy(kind)", kind, (*KINDS, "auto"))
+    require_one_of("make_strategy(strategy)", kind, (*KINDS, "auto"))
     resolved = resolved_strategy(config) if config else "auto"
     if (
         config is not None
@@ -142,9 +142,9 @@ def _resolve(kind: str, config: TaskConfig | None, placement: Mapping[str, str] 
     require(
         kind == "auto" or resolved in ("auto", kind),
         "make_strategy",
-        received=f"kind={kind!r} where TF_CONFIG describes a {resolved} job",
+        received=f"strategy={kind!r} where TF_CONFIG describes a {resolved} job",
         expected="the two to agree",
-        fix=f"call make_strategy() without a kind, or start the job with --strategy {kind}",
+        fix=f"call make_strategy() without a strategy, or start the job with --strategy {kind}",
         code="other-strategy",
     )
     if kind == "auto":
@@ -174,8 +174,8 @@ def _same(made: Job, kind: str, placement: Mapping[str, str] | None) -> Job:
     require(
         made.kind == kind and not other,
         "make_strategy",
-        received=f"kind={kind!r}{' and another placement' * other} after a {made.kind} strategy was"
-        " made in this process",
+        received=f"strategy={kind!r}{' and another placement' * other} after a {made.kind} "
+        "strategy was made in this process",
         expected="one strategy a process",
         fix="make it once, and pass it on",
         code="second-strategy",
@@ -187,7 +187,7 @@ def _needed(config: TaskConfig | None, kind: str) -> TaskConfig:
     if config is None or not config.cluster.tasks():
         raise UsageError(
             "make_strategy",
-            received=f"kind={kind!r} and no cluster in TF_CONFIG",
+            received=f"strategy={kind!r} and no cluster in TF_CONFIG",
             expected="TF_CONFIG with the job's tasks",
             fix=f"start the program by python -m tfdist.launch --strategy {kind} ...",
             code="no-cluster",

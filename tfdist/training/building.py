@@ -18,7 +18,6 @@ from tfdist.strategy.layer_devices import PlacedStrategy
 from tfdist.training import keras_compat
 from tfdist.training.feed import Feed
 from tfdist.training.keras_compat import sharding
-from tfdist.training.keras_compat.trace import warn_once
 from tfdist.training.program import is_own, trace_step
 
 Slots = Literal["whole", "parts", "none"]
@@ -100,12 +99,6 @@ def require_compiled(model: keras.Model, *, doing: str) -> None:
             "model.fit, or tf.print",
             code="eager",
         )
-
-
-def warn_of_own_fit(model: keras.Model) -> None:
-    """Warn of a `fit` that is not Keras' and not KerasHub's: what it does besides is not done."""
-    if is_own(model, "fit") and not hasattr(model, "preprocess_samples"):
-        warn_once(f"tfdist.fit does not call the fit that {type(model).__name__} has of its own")
 
 
 def build(model: keras.Model, job: Job, feed: Feed, *, slots: Slots = "whole") -> None:

@@ -13,6 +13,7 @@ restored run goes on.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,8 @@ _BLOCK_IS_ENOUGH = (
     keras.callbacks.TerminateOnNaN,
 )
 
+_HOOKS_OF_A_TUNER = ("on_batch_begin", "on_batch_end")
+
 
 def callback_list(
     callbacks: Any,
@@ -60,7 +63,6 @@ def callback_list(
         _require_callback(callback)
         _require_whole_weights(callback, job)
     if job.is_chief:
-        trackers.warn_of_autolog()
         given = [trackers.wrapped(callback) for callback in given]
     else:
         given = [c for c in given if not _is_chiefs(c)]
@@ -122,6 +124,10 @@ def wants_every_batch(callback: keras.callbacks.Callback, *, mode: str) -> bool:
         callback._should_trace or callback.write_steps_per_second  # single batches
     ):
         return True
+    kind = type(callback)
+    if kind.__module__.startswith("keras_tuner.") and kind.__name__ == "TunerCallback":
+        tuner, base = type(callback.tuner), sys.modules["keras_tuner"].Tuner
+        return any(getattr(tuner, n) is not getattr(base, n) for n in _HOOKS_OF_A_TUNER)
     if isinstance(callback, trackers.Tracker):
         return wants_every_batch(callback.inner, mode=mode)
     hooks = [f"on_{mode}_batch_begin", f"on_{mode}_batch_end"]

@@ -33,12 +33,14 @@ from tfdist.training.callbacks import callback_list, count_test_steps, wants_eve
 from tfdist.training.engines import engine_for, joined, naming_a_lost_server
 from tfdist.training.inputs import Length, prepare
 from tfdist.training.program import Engine, program_of
+from tfdist.training.run import by_own_method
 from tfdist.training.stop_requests import StopRequested, StopRequests
 
 _LOG = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.5
 
 
+@by_own_method
 @naming_a_lost_server()
 def evaluate(
     model: keras.Model,
@@ -71,6 +73,7 @@ def evaluate(
     return logs if return_dict else model._flatten_metrics_in_order(logs)
 
 
+@by_own_method
 @naming_a_lost_server()
 def predict(
     model: keras.Model,

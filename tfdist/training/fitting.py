@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -20,11 +20,10 @@ from tfdist.data.draws import draws_nothing
 from tfdist.errors import require, require_int
 from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.strategy.group import require_same_place
-from tfdist.training import building, inputs, keras_compat, resume
+from tfdist.training import building, inputs, kept, keras_compat, resume
 from tfdist.training.agreement import require_same_lengths
 from tfdist.training.blocks import BlockRunner, naming_bad_data
 from tfdist.training.engines import engine_for, naming_a_lost_server
-from tfdist.training.epochs import VirtualEpochs
 from tfdist.training.evaluation import Evaluation, evaluate_checkpoints, evaluator_of
 from tfdist.training.inputs import Length
 from tfdist.training.loop import RunPlan, TrainLoop
@@ -38,11 +37,13 @@ from tfdist.training.program import (
     program_of,
     with_metric_logs,
 )
+from tfdist.training.run import by_own_method, run_of
 from tfdist.training.stop_requests import StopRequests
 
 _ENDLESS_STEPS = 2**40
 
 
+@by_own_method
 @naming_a_lost_server()
 def fit(
     model: keras.Model,
@@ -62,14 +63,7 @@ def fit(
     validation_steps: int | None = None,
     validation_batch_size: int | None = None,
     validation_freq: Any = 1,
-    *,
-    virtual_epochs: VirtualEpochs | None = None,
-    seed: int | None = None,
-    overfit_batches: int | None = None,
-    initial_weights: str | os.PathLike[str] | None = None,
-    max_staleness: int | None = None,
-    sharded_optimizer: bool = False,
-    fused_kernels: bool = False,
+    **settings: Any,
 ) -> keras.callbacks.History:
     """Train a compiled model; what `keras.Model.fit` does, under every strategy.
 
@@ -77,19 +71,10 @@ def fit(
     every training task calls it alike (under ps only the chief gets this far). In an evaluator it
     evaluates checkpoints until the training has ended, and then ends the program.
 
+    `model.fit` of a model that was made in `strategy.scope()` does the same.
+
     Args:
-      virtual_epochs: the length of the run in examples, instead of `epochs`.
-      seed: of the order of the examples, of augmentation and of Dropout; by default the chief
-        draws one from Python's `random`, which `keras.utils.set_random_seed` seeds.
-      overfit_batches: train on the first so many batches of the data only, on purpose.
-      initial_weights: a `.keras` or `.weights.h5` file or a checkpoint directory to start from;
-        see `tfdist.load_weights`. A run that is resumed goes on with its own.
-      max_staleness: under ps, so many steps of other workers at the most between a step's reading
-        of the weights and its writing; None for any number. Under other strategies there are none.
-      sharded_optimizer: under multiworker each worker keeps the optimizer's state of its part of
-        the weights alone; see the guide on training. With one worker there is nothing to divide.
-      fused_kernels: compute normalization, GELU, attention and `EinsumDense` in training steps
-        by one kernel each, or a few, which rounds in another way; see the guide on training.
+      settings: settings of `tfdist.Run`, as keywords.
 
     Returns:
       Keras' `History`, the same in every task.
@@ -101,13 +86,15 @@ def fit(
       Stopped: a task was asked to stop by SIGTERM, SIGUSR1 or SIGINT; what a `BackupAndRestore`
         among the callbacks saved is where the next run goes on.
     """
+    callbacks, run = run_of(callbacks, settings)
     job = building.job_for(model, doing="fit")
     building.require_compiled(model, doing="fit")
-    building.warn_of_own_fit(model)
     optimizer, variables = model.optimizer, model.trainable_variables
-    sharded = sharded_optimizer and building.shards(optimizer, variables, job, callbacks=callbacks)
+    sharded = run.sharded_optimizer and building.shards(
+        optimizer, variables, job, callbacks=callbacks
+    )
     require_int("initial_epoch", initial_epoch, least=0)
-    seed = _checked(seed, max_staleness)
+    seed = _checked(run.seed, run.max_staleness)
     if not isinstance(validation_freq, list):
         fix = "write validation_freq=2, or a list of epochs from 1 on"
         validation_freq = require_int("validation_freq", validation_freq, least=1, fix=fix)
@@ -143,8 +130,20 @@ def fit(
         callbacks = [c for c in keras.tree.flatten(callbacks) if c is not evaluator] + [evaluator]
     flat = keras.tree.flatten(callbacks or [])
     backups = [callback for callback in flat if isinstance(callback, BackupAndRestore)]
+    observers = [callback for callback in flat if isinstance(callback, RunObserver)]
     saved = resume.saved_run(backups, job)
     seed = _seed(seed, saved)
+    key: Callable[[], Any] | None = None
+    limits = (keras.config.max_epochs(), keras.config.max_steps_per_epoch())
+    if not any((backups, observers, initial_epoch, steps_per_epoch, class_weight, *limits)):
+        data = (x, y, sample_weight, validation_data)
+        sizes = (batch_size, epochs, validation_steps, validation_batch_size, bool(shuffle))
+        key = partial(kept.key_of, model, job, run, data, *sizes)
+        if (last := kept.kept_of(model, key())) is not None:
+            keras_compat.fuse(model, fused=False)
+            options = {"callbacks": callbacks, "verbose": verbose}
+            plan = dataclasses.replace(last.plan, validation_freq=validation_freq, **options)
+            return _train(model, job, last.blocks.engine, plan, key=key, blocks=last.blocks)
     feed = inputs.prepare(
         x,
         y,
@@ -154,8 +153,8 @@ def fit(
             batch_size=batch_size,
             epochs=epochs,
             steps_per_epoch=steps_per_epoch,
-            virtual_epochs=virtual_epochs,
-            overfit_batches=overfit_batches,
+            virtual_epochs=run.virtual_epochs,
+            overfit_batches=run.overfit_batches,
             most_epochs=keras.config.max_epochs(),
             most_steps=keras.config.max_steps_per_epoch(),
         ),
@@ -164,13 +163,13 @@ def fit(
         class_weight=class_weight,
         model=model,
     )
-    if initial_weights is not None and saved is None:
+    if run.initial_weights is not None and saved is None:
         building.build(model, job, feed, slots="none")  # slots may begin as copies of the weights
         with draws_nothing():  # a resumed run does not load them
-            load_weights(model, initial_weights, job=job)
+            load_weights(model, run.initial_weights, job=job)
     building.build(model, job, feed, slots="parts" if sharded else "whole")
     building.require_known_variables(model)
-    keras_compat.fuse(model, fused=fused_kernels)
+    keras_compat.fuse(model, fused=run.fused_kernels)
     building.require_examples_first(model, job, "train_step", feed)
     engine = engine_for(job)
     plan = RunPlan(
@@ -183,10 +182,10 @@ def fit(
         verbose=verbose,
         backups=backups,
         saved=saved,
-        max_staleness=max_staleness,
-        observers=[callback for callback in flat if isinstance(callback, RunObserver)],
+        max_staleness=run.max_staleness,
+        observers=observers,
     )
-    return _train(model, job, engine, plan)
+    return _train(model, job, engine, plan, key=key)
 
 
 def _checked(seed: int | None, max_staleness: int | None) -> int | None:
@@ -196,28 +195,40 @@ def _checked(seed: int | None, max_staleness: int | None) -> int | None:
     return None if seed is None else require_int("seed", seed, least=0)
 
 
-def _train(model: keras.Model, job: Job, engine: Engine, plan: RunPlan) -> keras.callbacks.History:
-    """Run what is planned, on a model that is built."""
+def _train(
+    model: keras.Model,
+    job: Job,
+    engine: Engine,
+    plan: RunPlan,
+    *,
+    key: Callable[[], Any] | None,
+    blocks: BlockRunner | None = None,
+) -> keras.callbacks.History:
+    """Run what is planned, on a model that is built, with the `blocks` of the last fit if given."""
     with (
         StopRequests() as requests,
         _closing(engine, plan),
         resume.keeping_choices(plan, job=job),
     ):
         resume.require_resumable(plan, job=job)
-        program = program_of(
-            model,
-            job,
-            "train_step",
-            plan.feed,
-            seed=plan.seed,
-            exact=any(backup.exact for backup in plan.backups),
-            max_staleness=plan.max_staleness,
-        )
-        if plan.observers:
-            observers = [observer.observe(program, job) for observer in plan.observers]
-            program = dataclasses.replace(program, observers=observers)
-        blocks = BlockRunner(model, job, engine, program, phase="step")
-        return TrainLoop(plan, blocks, requests).run()
+        if blocks is None:
+            program = program_of(
+                model,
+                job,
+                "train_step",
+                plan.feed,
+                seed=plan.seed,
+                exact=any(backup.exact for backup in plan.backups),
+                max_staleness=plan.max_staleness,
+            )
+            if plan.observers:
+                observers = [observer.observe(program, job) for observer in plan.observers]
+                program = dataclasses.replace(program, observers=observers)
+            blocks = BlockRunner(model, job, engine, program, phase="step")
+        history = TrainLoop(plan, blocks, requests).run()
+        if key is not None:
+            kept.keep(model, key(), plan, blocks)
+        return history
 
 
 @contextlib.contextmanager

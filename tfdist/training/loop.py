@@ -21,6 +21,7 @@ from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.errors import Stopped
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
+from tfdist.strategy.native import engine_runs
 from tfdist.training import resume
 from tfdist.training.agreement import require_same_weights
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
@@ -121,7 +122,7 @@ class TrainLoop:
         if self._plan.saved is not None:
             callback_state.prepare_to_resume(self._callbacks.callbacks, epoch=start)
         model.stop_training = False
-        with phases.entered("callback"):
+        with engine_runs(), phases.entered("callback"):
             self._callbacks.on_train_begin()
         self._agree_to_stop()
         self._resume_between_epochs(start)

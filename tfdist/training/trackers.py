@@ -377,14 +377,3 @@ def _make_wandb(run_name: str, directory: Path, config: Mapping[str, Any]) -> An
         resume="allow",
     )
     return importlib.import_module("wandb.integration.keras").WandbMetricsLogger()
-
-
-def warn_of_autolog() -> None:
-    """Log that `mlflow.autolog` sees nothing of this training; of the chief."""
-    utils: Any = sys.modules.get("mlflow.utils.autologging_utils")
-    known = getattr(utils, "AUTOLOGGING_INTEGRATIONS", {})
-    if any(known.get(name, {}).get("disable") is False for name in ("keras", "tensorflow")):
-        _LOG.warning(
-            "mlflow.autolog sees keras.Model.fit alone, not tfdist.fit: add "
-            "mlflow.keras.MlflowCallback() to the callbacks"
-        )

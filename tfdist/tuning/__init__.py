@@ -3,8 +3,8 @@
 The journal of a sweep is its only truth. The chief of a sweep that was killed reads it, brings a
 new oracle to the same state by asking and telling it the same, and goes on.
 
-`search`, whose trials are jobs, and `HyperModel`, for KerasTuner's ``tuner.search`` in one process,
-load on first use. Only `oracle`, `from_python` and `inside` load KerasTuner, and with it Keras.
+`search`, whose trials are jobs, loads on first use. KerasTuner's own ``tuner.search`` works in one
+process. Only `oracle`, `from_python` and `inside` load KerasTuner, and with it Keras.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import require_packages
 
-_HOME_OF = {"search": "tfdist.tuning.from_python", "HyperModel": "tfdist.tuning.inside"}
+_HOME_OF = {"search": "tfdist.tuning.from_python"}
 
 if TYPE_CHECKING:
     from tfdist.tuning.from_python import search
-    from tfdist.tuning.inside import HyperModel
 
-__all__ = ["HyperModel", "search"]
+__all__ = ["search"]
 
 
 def __getattr__(name: str) -> Any:

@@ -71,8 +71,13 @@ def require_fresh(tuner: Any) -> None:
 def require_known(tuner: Any, fit_kwargs: Mapping[str, Any]) -> None:
     """Raise TypeError for an argument that neither `search` nor the fit of the tuner has."""
     from tfdist.training.fitting import fit  # which a program that imports `search` may not need
+    from tfdist.training.run import Run
 
-    inspect.signature(own_fit(tuner) or fit).bind_partial(**fit_kwargs)
+    own = own_fit(tuner)
+    signature = inspect.signature(own or fit)
+    signature.bind_partial(**fit_kwargs)
+    if not own:  # the others are settings of `tfdist.Run`
+        Run(**{n: v for n, v in fit_kwargs.items() if n not in signature.parameters})
 
 
 # Command line of the program that calls `search`, started again for each trial.
@@ -91,7 +96,7 @@ def own_program(main: Any, args: Sequence[str]) -> Program:
             "tfdist.tuning.search",
             received="a call from an interactive session or a notebook",
             expected="a program: each trial runs it again",
-            fix="put it into a file; in one process, use tuner.search with tuning.HyperModel",
+            fix="put it into a file; in one process, use tuner.search",
             code="no-program",
         )
     return Program(target=os.path.abspath(file), is_module=False, args=tuple(args))

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
-import keras_tuner
 from keras.callbacks import History
 from keras_tuner.src.engine import trial as trial_module
 from keras_tuner.src.engine import tuner_utils
-from keras_tuner.src.engine.hypermodel import get_hypermodel
+from keras_tuner.src.engine.tuner_utils import SaveBestEpoch
 
 from tfdist.checkpoint.backup import BackupAndRestore, save_whole
 from tfdist.checkpoint.state import weights_sha256
 from tfdist.errors import TfdistError, UsageError, require
 from tfdist.files import one_line_errors, replacing
 from tfdist.outputs.run_directory import DONE, RunDirectory
-from tfdist.strategy import barrier, current_job, is_chief, make_strategy
-from tfdist.training.evaluation import evaluate, predict
+from tfdist.strategy import barrier, current_job, is_chief, job_of, make_strategy
+from tfdist.strategy.job import remember
 from tfdist.training.fitting import fit
-from tfdist.tuning.oracle import PROJECT, of_epochs, record_asked, unreported
+from tfdist.training.routing import fits_by
+from tfdist.training.run import SETTINGS, Run, run_of
+from tfdist.tuning.oracle import PROJECT, of_epochs, own_fit, record_asked, unreported
 from tfdist.tuning.trial_job import Assignment
 
 
@@ -53,13 +54,17 @@ def run_assigned(
         if tuner.oracle.tune_new_entries:
             _require_known(hp, assignment)
 
-    def route(*args: Any, **kwargs: Any) -> Any:
+    def fit_trial(*args: Any, **kwargs: Any) -> Any:
         require_known()  # before the training, not after it
         return fitting(*args, **kwargs)
 
-    if tuner.hypermodel is not None:  # else `run_trial` does without
-        tuner.hypermodel = HyperModel(tuner.hypermodel, fit=route)
-    results = tuner.run_trial(trial, *args, **kwargs)
+    if own_fit(tuner) is None:  # which Keras' own fit would not know
+        settings = {name: kwargs[name] for name in SETTINGS if name in kwargs}
+        callbacks = [*(kwargs.get("callbacks") or []), Run(**settings)]
+        kwargs = {**kwargs, "callbacks": callbacks}
+        kwargs = {name: value for name, value in kwargs.items() if name not in SETTINGS}
+    with fits_by(fit_trial):
+        results = tuner.run_trial(trial, *args, **kwargs)
     require_known()
     if is_chief():
         fitting.directory.path.mkdir(parents=True, exist_ok=True)
@@ -80,6 +85,8 @@ def _use_sweep_directory(tuner: Any, assignment: Assignment) -> None:
     tuner.oracle.verbose = 0
     if getattr(tuner, "distribution_strategy", None) is None:
         tuner.distribution_strategy = make_strategy()
+    elif current_job() is None:  # a strategy of the program's own
+        remember(job_of(tuner.distribution_strategy))
 
 
 def _assigned_trial(tuner: Any, assignment: Assignment) -> Any:
@@ -109,8 +116,11 @@ class _TrialFit:
         self.directory = directory
 
     def __call__(self, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        callbacks = list(keras.tree.flatten(kwargs.pop("callbacks", None) or []))
+        callbacks, run = run_of(kwargs.pop("callbacks", None), {})
         _require_no_backup(callbacks)
+        callbacks = [SaveBest(c) if type(c) is SaveBestEpoch else c for c in callbacks]
+        if run.seed is None:
+            run = dataclasses.replace(run, seed=self._assignment.seed + self.executions)
         lines = _MetricLines(
             self.directory,
             epochs_before=self._epochs,
@@ -120,9 +130,12 @@ class _TrialFit:
         backup = BackupAndRestore(
             self._checkpoints(), every_steps=self._assignment.backup_every_steps
         )
-        options = {"seed": self._assignment.seed + self.executions, "verbose": 2, **kwargs}
         own_epochs = _OwnEpochs(self._assignment.trial)
-        options["callbacks"] = [own_epochs, *callbacks, lines, backup]
+        options = {
+            "verbose": 2,
+            **kwargs,
+            "callbacks": [run, own_epochs, *callbacks, lines, backup],
+        }
         history = fit(model, *args, **options)
         self.executions += 1
         self._epochs += history.epoch[-1] + 1 if history.epoch else 0
@@ -268,67 +281,7 @@ def _require_no_backup(callbacks: list[Any]) -> None:
     )
 
 
-# A KerasTuner hypermodel whose models train by tfdist: `fit`, `evaluate` and `predict`.
-
-
-class HyperModel(keras_tuner.HyperModel):
-    """Wraps a build function or a `keras_tuner.HyperModel`.
-
-    While it is fitted, ``model.fit``, ``model.evaluate`` and ``model.predict`` of the model that
-    it has built are `tfdist.fit`, `tfdist.evaluate` and `tfdist.predict`, also where the
-    hypermodel has a ``fit`` of its own that calls them.
-
-        tuner = keras_tuner.RandomSearch(
-            tfdist.tuning.HyperModel(build_model),
-            distribution_strategy=tfdist.make_strategy("mirrored"), ...)
-        tuner.search(x, y, epochs=3, validation_data=(xv, yv))
-
-    That runs every trial in this one process. `tfdist.tuning.search` makes jobs of them.
-    """
-
-    def __init__(self, hypermodel: Any, *, fit: Callable[..., Any] = fit) -> None:
-        inner = get_hypermodel(hypermodel)
-        # One that is wrapped twice is fitted once, as who wraps it last says.
-        self._inner: Any = inner._inner if isinstance(inner, HyperModel) else inner
-        self._fit = fit
-        super().__init__(name=self._inner.name, tunable=self._inner.tunable)
-
-    def build(self, hp: Any) -> Any:
-        return self._inner.build(hp)
-
-    def declare_hyperparameters(self, hp: Any) -> Any:
-        return self._inner.declare_hyperparameters(hp)
-
-    def fit(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        _require_one_process_or_trial(self._fit)
-        kwargs["callbacks"] = [_replaced(one) for one in kwargs.get("callbacks") or []]
-        with _routed(model, self._fit):
-            return self._inner.fit(hp, model, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _routed(model: keras.Model, fit: Callable[..., Any]) -> Iterator[None]:
-    ours: dict[str, Callable[..., Any]] = {"fit": fit, "evaluate": evaluate, "predict": predict}
-    for name, function in ours.items():
-        object.__setattr__(model, name, partial(function, model))  # no layer, no variable
-    try:
-        yield
-    finally:
-        for name in ours:
-            object.__delattr__(model, name)
-
-
-def _replaced(callback: Any) -> Any:
-    """Return KerasTuner's own callbacks as they fit a run that is resumed, and not by batches."""
-    if type(callback) is tuner_utils.SaveBestEpoch:
-        return SaveBest(callback)
-    tuner = keras_tuner.Tuner
-    if type(callback) is tuner_utils.TunerCallback and (
-        type(callback.tuner).on_batch_begin is tuner.on_batch_begin
-        and type(callback.tuner).on_batch_end is tuner.on_batch_end
-    ):
-        return EpochHooks(callback)
-    return callback
+# KerasTuner's own callbacks, as they fit a run that is resumed.
 
 
 class SaveBest(keras.callbacks.Callback):
@@ -380,30 +333,3 @@ class SaveBest(keras.callbacks.Callback):
                 self._original.best_value = float(best)
         elif re.fullmatch(r"[\w.-]*\w", trial):  # a directory beside this one, and no other
             self._before = self._file.parents[1] / trial / self._file.name
-
-
-class EpochHooks(keras.callbacks.Callback):
-    """Calls a tuner's hooks of epochs; one that overrides those of batches gets KerasTuner's."""
-
-    def __init__(self, original: Any) -> None:
-        super().__init__()
-        self._tuner, self._trial = original.tuner, original.trial
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._tuner.on_epoch_begin(self._trial, self.model, epoch, logs=logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._tuner.on_epoch_end(self._trial, self.model, epoch, logs=logs)
-
-
-def _require_one_process_or_trial(route: Callable[..., Any]) -> None:
-    """Refuse a `tuner.search` that every task of a job would do by itself."""
-    job = current_job()
-    if route is fit and job is not None and job.kind in ("multiworker", "ps", "pipeline"):
-        raise UsageError(
-            "tuner.search",
-            received=f"a search in each task of a {job.kind} job",
-            expected="one process, single or mirrored",
-            fix="use tfdist.tuning.search(tuner, ..., strategy=...)",
-            code="search-in-a-job",
-        )

@@ -22,17 +22,11 @@ INDEX = strategy.cluster_resolver.task_id
 def keras_20585():
     with strategy.scope():
         model = models.digits()
-    try:
-        model.fit(models.digits_dataset(), epochs=3, steps_per_epoch=7, verbose=0)
-        stock = "trained"
-    except ValueError:
-        stock = f"ValueError after {int(model.optimizer.iterations.numpy())} steps"
-    with strategy.scope():
-        model = models.digits()
-    history = tfdist.fit(
-        model, models.digits_dataset(), epochs=3, steps_per_epoch=7, seed=3, verbose=0
-    )
-    return {"stock": stock, "history": history.history, "weights": models.flat(model)}
+    history = model.fit(
+        models.digits_dataset(), epochs=3, steps_per_epoch=7, verbose=0,
+        callbacks=[tfdist.Run(seed=3)],
+    )  # fmt: skip
+    return {"history": history.history, "weights": models.flat(model)}
 
 
 def tensorflow_72388():

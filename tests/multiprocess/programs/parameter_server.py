@@ -275,7 +275,8 @@ def staleness():
         with strategy.scope():
             model = zoo.dense("adam")
         account.staleness.clear()
-        tfdist.fit(model, zoo.X, zoo.Y, batch_size=4, epochs=7, verbose=0, max_staleness=bound)
+        run = tfdist.Run(max_staleness=bound)
+        model.fit(zoo.X, zoo.Y, batch_size=4, epochs=7, verbose=0, callbacks=[run])
         SEEN[f"staleness {bound}"] = account.summary()["staleness"]
     SEEN["staleness of a meeting"] = zoo.stalenesses_of_a_meeting(strategy, times=3)
     loops = [one_weight_loop() for _ in range(2)]
@@ -340,13 +341,13 @@ def ranges_that_go_on():
     SEEN["staleness of slow steps"] = pool.account.summary()["staleness"]
 
 
-def native_calls():
-    SEEN["native calls"] = zoo.native_calls(strategy)
+def methods_of_keras():
+    SEEN["methods of Keras"] = zoo.by_methods_of_keras(strategy)
 
 
 PARTS = (
     counts, grid, sources, callbacks, own_step, metrics, steps_of_optimizers, staleness,
-    repeated_rows, ranges_that_go_on, find, native_calls, made_outside,
+    repeated_rows, ranges_that_go_on, find, methods_of_keras, made_outside,
 )  # fmt: skip
 for part in PARTS:
     if not sys.argv[2:] or part.__name__ in sys.argv[2:]:

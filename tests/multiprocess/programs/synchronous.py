@@ -105,8 +105,8 @@ def export():
     SEEN["exported"] = zoo.exported(strategy, OUT / "exports")
 
 
-def native_calls():
-    SEEN["native calls"] = zoo.native_calls(strategy)
+def methods_of_keras():
+    SEEN["methods of Keras"] = zoo.by_methods_of_keras(strategy)
 
 
 def group():
@@ -126,7 +126,7 @@ for part in (
     metrics,
     find,
     export,
-    native_calls,
+    methods_of_keras,
     group,
 ):
     print(f"doing {part.__name__}", flush=True)

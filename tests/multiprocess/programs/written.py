@@ -71,6 +71,7 @@ with strategy.scope():
 C = keras.callbacks
 within = {"pipeline": []}  # an epoch, where it is refused
 callbacks = [
+    tfdist.Run(seed=3),
     tfdist.BackupAndRestore(OUT.with_suffix(".backup"), every_steps=3),
     C.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
     C.ReduceLROnPlateau("val_loss", min_delta=1e9, patience=1, factor=0.5),
@@ -87,13 +88,11 @@ callbacks = [
     LogsRate(),
     Kills(),
 ]
-history = tfdist.fit(
-    model,
+history = model.fit(
     X,
     Y,
     batch_size=10,
     epochs=EPOCHS,
-    seed=3,
     verbose=2,
     validation_data=(X[:12], Y[:12]),
     callbacks=callbacks,

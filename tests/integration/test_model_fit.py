@@ -1,0 +1,287 @@
+"""`model.fit` and its like of a model made in the job's scope: the engine, as `tfdist.fit`."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import scipy.sparse
+import tensorflow as tf
+
+import tfdist
+from tests.models import noted_ranges
+from tests.refusals import refusal, refused
+from tfdist.cluster import read_environment
+from tfdist.strategy import Job, job
+from tfdist.training import routing
+from tfdist.training.engines import SynchronousEngine
+from tfdist.training.keras_compat.trace import warn_once
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(40, 6)).astype("float32")
+Y = RNG.integers(0, 3, 40)
+
+
+def compiled(kind=keras.Sequential, rate=0.3, **options):
+    keras.utils.set_random_seed(1)
+    model = kind([keras.Input((6,)), keras.layers.Dropout(rate), keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"], **options)
+    return model
+
+
+class InScope:
+    def __init__(self, strategy, kind):
+        self.strategy = job.remember(Job(strategy=strategy, kind=kind)).strategy
+
+    def __call__(self, kind=keras.Sequential, **options):
+        with self.strategy.scope():
+            return compiled(kind, **options)
+
+
+@pytest.fixture(params=["single", "mirrored"])
+def make(request, strategies, monkeypatch):
+    """Makes models in the scope of the job's strategy."""
+    monkeypatch.setattr(job, "_made", [])
+    return InScope(strategies[1 if request.param == "single" else 2], request.param)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """The blocks of steps that the engine is asked to run."""
+    return noted_ranges(monkeypatch)
+
+
+class Judges(keras.callbacks.Callback):
+    """Evaluates and predicts by Keras' methods while a fit runs."""
+
+    def on_train_begin(self, logs=None):
+        self.found = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.found.append(self.model.evaluate(X, Y, batch_size=7, verbose=0))
+        self.found.append(float(self.model.predict(X, batch_size=7, verbose=0).sum()))
+
+
+def test_model_fit_and_tfdist_fit_train_to_the_same_bits(make, tmp_path):
+    options = {"batch_size": 16, "epochs": 2, "verbose": 0, "validation_data": (X[:9], Y[:9])}
+    judges = Judges(), Judges()
+    theirs, ours = make(), make()
+    found = theirs.fit(X, Y, callbacks=[judges[0], tfdist.Run(seed=3)], **options)
+    wanted = tfdist.fit(ours, X, Y, callbacks=[judges[1]], seed=3, **options)
+    assert found.history == wanted.history
+    assert judges[0].found == judges[1].found
+    assert theirs.evaluate(X, Y, verbose=0) == tfdist.evaluate(ours, X, Y, verbose=0)
+    np.testing.assert_array_equal(theirs.predict(X), tfdist.predict(ours, X))
+    for one, other in zip(theirs.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with make.strategy.scope():
+        clone = keras.models.clone_model(theirs)
+        clone.compile("sgd", loss=theirs.loss, metrics=["accuracy"])
+    clone.set_weights(theirs.get_weights())
+    assert clone.evaluate(X, Y, verbose=0) == theirs.evaluate(X, Y, verbose=0)
+
+
+def test_model_fit_resumes_at_the_step(make, tmp_path):
+    options = {"batch_size": 16, "shuffle": True, "verbose": 0}
+
+    def trained(directory, *epochs):
+        for last in epochs:
+            model = make()
+            backup = tfdist.BackupAndRestore(tmp_path / directory)
+            callbacks = [tfdist.Run(seed=3), backup]
+            history = model.fit(X, Y, epochs=last, callbacks=callbacks, **options)
+        return model.get_weights(), history.history
+
+    (found, resumed), (wanted, whole) = trained("two", 1, 3), trained("one", 3)
+    assert resumed == whole
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class CallsKeras(keras.Sequential):
+    calls = 0
+
+    def fit(self, x, y, **options):
+        self.calls += 1
+        return super().fit(x / 2, y, **options)
+
+
+class CallsTfdist(keras.Sequential):
+    calls = 0
+
+    def fit(self, x, y, **options):
+        self.calls += 1
+        return tfdist.fit(self, x / 2, y, **options)
+
+
+def test_a_fit_of_the_models_own_is_called_once(make, blocks):
+    weights = []
+    for kind in (CallsKeras, CallsTfdist):
+        for call in (
+            lambda model: model.fit,
+            lambda model: lambda *a, **k: tfdist.fit(model, *a, **k),
+        ):
+            model = make(kind)
+            blocks.clear()
+            call(model)(X, Y, batch_size=20, verbose=0, callbacks=[tfdist.Run(seed=1)])
+            assert (model.calls, sum(last - first for first, last in blocks)) == (1, 2)
+            weights.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+    assert all((one == weights[0]).all() for one in weights)
+
+
+def endless():
+    while True:
+        yield X[:10], Y[:10]
+
+
+EAGER = {"run_eagerly": True}
+BY_KERAS = {
+    "run_eagerly": (EAGER, lambda path: {"x": X, "y": Y}),
+    "generator": ({}, lambda path: {"x": endless(), "steps_per_epoch": 2}),
+    "validation by a generator": (
+        {},
+        lambda path: {"x": X, "y": Y, "validation_data": endless(), "validation_steps": 1},
+    ),
+    "BackupAndRestore of Keras": (
+        {},
+        lambda path: {"x": X, "y": Y, "callbacks": [keras.callbacks.BackupAndRestore(path / "b")]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_KERAS)
+def test_keras_own_loop_trains_in_one_process_and_says_so(make, blocks, caplog, tmp_path, name):
+    options, data = BY_KERAS[name]
+    model = make(**options)
+    warn_once.cache_clear()
+    for _ in range(2):
+        history = model.fit(**data(tmp_path), epochs=1, verbose=0)
+        assert np.isfinite(history.history["loss"]).all()
+    assert blocks == []
+    assert sum("uses Keras' own loop, because of" in r.message for r in caplog.records) == 1
+
+
+def test_a_call_of_one_batch_is_that_of_one_device(make):
+    model, other = make(rate=0.0), compiled(rate=0.0)
+    assert model.train_on_batch(X[:4], Y[:4]) == other.train_on_batch(X[:4], Y[:4])
+    for name, data in (("test_on_batch", (X[:4], Y[:4])), ("predict_on_batch", (X[:4],))):
+        found, wanted = (getattr(one, name)(*data) for one in (model, other))
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def ours_beside_keras(path):
+    return [
+        tfdist.Run(seed=1),
+        tfdist.BackupAndRestore(path / "b"),
+        tfdist.ModelCheckpoint(path / "m.keras"),
+    ]
+
+
+def test_callbacks_of_tfdist_are_refused_where_keras_trains(make, tmp_path):
+    outside = compiled()
+    for callback in ours_beside_keras(tmp_path):
+        error = refusal(lambda c=callback: outside.fit(X, Y, verbose=0, callbacks=[c]))
+        assert error.code == "another-scope"
+        assert "add strategy = tfdist.make_strategy()" in str(error)
+        assert "`with strategy.scope():`" in str(error)
+    outside.fit(X, Y, verbose=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_of_a_run_are_given_once(make):
+    one, other = tfdist.Run(seed=1), tfdist.Run(seed=2)
+    model = make()
+    for call in (
+        lambda: model.fit(X, Y, callbacks=[one, other]),
+        lambda: tfdist.fit(model, X, Y, callbacks=[one], seed=1),
+    ):
+        assert refused(call) == ("callbacks", "exclusive")
+
+
+def test_an_eager_model_is_refused_with_settings_of_a_run(make):
+    model = make(run_eagerly=True)
+    call = lambda: model.fit(X, Y, callbacks=[tfdist.Run(seed=1)])  # noqa: E731
+    assert refused(call) == ("tfdist.fit", "eager")
+
+
+def test_a_model_outside_the_scope_of_a_job_of_several_tasks_is_told(
+    strategies, monkeypatch, caplog
+):
+    workers = {"worker": ["a:1", "b:1"]}
+    environ = {
+        "TF_CONFIG": json.dumps({"cluster": workers, "task": {"type": "worker", "index": 0}})
+    }
+    monkeypatch.setattr(job, "_made", [])
+    config = read_environment(environ)
+    job.remember(Job(strategy=strategies[1], kind="multiworker", config=config))
+    warn_once.cache_clear()
+    compiled().fit(X, Y, verbose=0)
+    (line,) = [r.message for r in caplog.records if "outside strategy.scope()" in r.message]
+    assert "test_model_fit.py:" in line
+    assert "trains a model of its own" in line
+
+
+def test_a_fit_for_each_epoch_traces_once(make, monkeypatch):
+    """Its examples come in another order each time, and a change of anything traces anew."""
+    traces = []
+    compile_block = SynchronousEngine._compile_block
+
+    def noting(self, program):
+        traces.append(program.training)
+        return compile_block(self, program)
+
+    monkeypatch.setattr(SynchronousEngine, "_compile_block", noting)
+    options = {"batch_size": 16, "verbose": 0, "validation_data": (X[:9], Y[:9])}
+    model, seen = make(), []
+
+    def fit(**more):
+        traces.clear()
+        history = model.fit(X.copy(), Y, **options | more)
+        assert sorted(history.history) == ["accuracy", "loss", "val_accuracy", "val_loss"]
+        weights = np.concatenate([w.ravel() for w in model.get_weights()])
+        seen.append(weights.tolist())
+        return sum(traces)
+
+    first = model.get_weights()
+    assert fit() > 0
+    model.set_weights(first)
+    model.optimizer.iterations.assign(0)
+    assert fit() == 0
+    assert seen[0] != seen[1], "another order, other draws"
+    assert fit(epochs=2) > 0
+    assert fit() > 0
+    assert fit() == 0
+    X[0] += 1
+    assert fit() > 0
+    X[0] -= 1
+    model.layers[-1].trainable = False
+    before = model.layers[-1].get_weights()
+    fit()
+    np.testing.assert_array_equal(model.layers[-1].get_weights()[0], before[0])
+
+
+def test_a_kept_program_of_each_example_once(make):
+    """The second epoch has each example once, as the first."""
+    with make.strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile(keras.optimizers.SGD(0.0), metrics=[Sum()], loss="mse")
+    for _ in range(3):
+        history = model.fit(np.arange(10.0)[:, None], np.arange(10.0), batch_size=4, verbose=0)
+        assert history.history["sum"] == [45.0]
+
+
+class Sum(keras.metrics.Sum):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(y_true)
+
+
+def test_sparse_and_ragged_arrays_are_for_keras_own_loop(strategies, monkeypatch, blocks):
+    monkeypatch.setattr(job, "_made", [])
+    model = InScope(strategies[1], "single")()
+    history = model.fit(scipy.sparse.csr_matrix(X), Y, verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+    assert blocks == []
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0]])
+    assert "RaggedTensor" in routing._reason_for_keras(model, {"x": {"a": X, "b": ragged}})
+    assert routing._reason_for_keras(model, {"x": X, "validation_data": (X, Y)}) is None

@@ -1,0 +1,112 @@
+"""Replacement of Keras' own `fit`, `evaluate`, `predict` and calls of one batch by a router.
+
+`tfdist.training.routing` sends calls of models of the job's scope to the engine. The router is
+below every override: the `fit` of a user's class runs as written, and its `super().fit` arrives
+here. The code of Keras' functions is replaced rather than the attributes, because
+`mlflow.autolog()` keeps the functions that it finds.
+Ended by: no release, Keras 3.15.1 and mlflow 3.17 included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+from tfdist.errors import require
+
+_engine_runs = contextvars.ContextVar("engine_runs", default=False)
+_METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_KERAS_HUB = "keras_hub.src.utils.pipeline_model"
+
+
+def route_keras() -> None:
+    """Route the calls of Keras models, and of KerasHub models if KerasHub is imported."""
+    _route_trainer()
+    if _KERAS_HUB in sys.modules:
+        _route_keras_hub()
+
+
+@functools.cache
+def _route_trainer() -> None:
+    for name in _METHODS:
+        function: Any = inspect.unwrap(getattr(TensorFlowTrainer, name))
+        original: Any = types.FunctionType(
+            function.__code__, function.__globals__, name, function.__defaults__
+        )
+        function.__signature__ = inspect.signature(original)
+        function.__code__, function.__defaults__ = _routed.__code__, None
+        function.__kwdefaults__ = {"_original": original}
+    TensorFlowTrainer.__init__ = _preparing(TensorFlowTrainer.__init__)
+
+
+@functools.cache
+def _route_keras_hub() -> None:
+    """Route before a model of KerasHub makes batches, which have no examples by index."""
+    model: Any = sys.modules[_KERAS_HUB].PipelineModel
+    for name in _METHODS:
+        if name in vars(model):
+            original = getattr(model, name)
+            setattr(model, name, _routing(original))
+
+
+def _routing(original: Any) -> Any:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _routed(self, *args, _original=original, **kwargs)
+
+    return call
+
+
+def _routed(self: Any, *args: Any, _original: Any, **kwargs: Any) -> Any:
+    from tfdist.training.routing import call
+
+    return call(_original, self, *args, **kwargs)
+
+
+def _preparing(original: Any) -> Any:
+    """Return the constructor of models, which prepares libraries that were imported meanwhile."""
+
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        from tfdist.strategy.job import current_job
+
+        route_keras()
+        job = current_job()
+        autologging: Any = sys.modules.get("mlflow.utils.autologging_utils")
+        if job is not None and not job.is_chief and autologging is not None:
+            # Each task would open a run of its own, and only the chief's callbacks write to one.
+            autologging._AUTOLOGGING_GLOBALLY_DISABLED = True
+        original(self, *args, **kwargs)
+
+    return make
+
+
+@contextlib.contextmanager
+def engine_runs() -> Iterator[None]:
+    """Allow callbacks of tfdist, which Keras' own loop would ignore in part."""
+    token = _engine_runs.set(True)
+    try:
+        yield
+    finally:
+        _engine_runs.reset(token)
+
+
+def require_engine(callback: Any) -> None:
+    """Raise UsageError if Keras' own `fit` calls a callback of tfdist."""
+    require(
+        _engine_runs.get(),
+        f"tfdist.{type(callback).__name__}",
+        received="a model outside strategy.scope(), which Keras' own fit trains",
+        expected="a model that tfdist trains",
+        fix="add strategy = tfdist.make_strategy(), and make and compile the model inside "
+        "`with strategy.scope():`",
+        code="another-scope",
+    )

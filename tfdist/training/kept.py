@@ -1,0 +1,64 @@
+"""Feeds and traced programs that a model keeps from one `fit` for the next one on the same data.
+
+A script that calls `fit` for each epoch so traces once. The next fit runs the steps after those of
+the last, whose order and random draws differ as those of another epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.strategy import Job
+from tfdist.training.agreement import digest_of
+from tfdist.training.blocks import BlockRunner
+from tfdist.training.building import compiled_parts
+from tfdist.training.loop import RunPlan
+from tfdist.training.run import Run
+
+_NAME = "_tfdist_kept"
+_MOST_BYTES = 2**24
+"""Data of more are not compared: an epoch of them takes longer than a trace."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """Plan and block runner of a model's last `fit`, and its key."""
+
+    key: Sequence[Any]
+    plan: RunPlan
+    blocks: BlockRunner
+
+
+def key_of(model: keras.Model, job: Job, run: Run, data: Any, *others: Any) -> Sequence[Any] | None:
+    """Return all that a program depends on, None for a fit whose program is not kept.
+
+    Tasks with peers would have to agree, and a run with settings goes by its own seed.
+    """
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    arrays = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+    if job.kind not in ("single", "mirrored") or repr(run) != repr(Run()) or not arrays:
+        return None
+    if sum(leaf.nbytes for leaf in leaves) > _MOST_BYTES:
+        return None
+    structure = repr(keras.tree.map_structure(lambda leaf: leaf is None, data))
+    variables = [(id(v), v.trainable) for v in (*model.variables, *model.metrics_variables)]
+    return [digest_of(leaves), structure, *compiled_parts(model), variables, job.strategy, *others]
+
+
+def kept_of(model: keras.Model, key: Sequence[Any] | None) -> Kept | None:
+    """Return what the last fit has left, if it had the same key."""
+    kept: Kept | None = vars(model).get(_NAME)
+    return kept if kept is not None and key is not None and kept.key == key else None
+
+
+def keep(model: keras.Model, key: Sequence[Any] | None, plan: RunPlan, blocks: BlockRunner) -> None:
+    """Keep a fit that has ended for the next one, which begins after its steps."""
+    if key is not None and plan.feed.direct:
+        blocks.first_step += plan.feed.plan.total_steps
+        kept = Kept(key, dataclasses.replace(plan, callbacks=None), blocks)
+        object.__setattr__(model, _NAME, kept)  # no layer, no variable

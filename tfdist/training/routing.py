@@ -1,0 +1,152 @@
+"""Routing of calls of Keras' `fit`, `evaluate`, `predict` and of single batches to the engine.
+
+`tfdist.strategy.native` has every Keras model call `call` here. A model of the job's scope goes to
+the engine, and every other model to Keras.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.checkpoint.backup import BackupAndRestore, ModelCheckpoint
+from tfdist.errors import UsageError, require
+from tfdist.strategy import Job, current_job
+from tfdist.training.evaluation import evaluate, predict
+from tfdist.training.fitting import fit
+from tfdist.training.keras_compat.trace import warn_once
+from tfdist.training.run import Run, is_on_the_way, on_the_way
+
+_ENGINE: dict[str, Callable[..., Any]] = {
+    "fit": fit,
+    "evaluate": evaluate,
+    "predict": predict,
+    "test_on_batch": evaluate,
+    "predict_on_batch": predict,
+}
+_WITHOUT_INDEX = ("torch.utils.data", "grain.", "scipy.sparse")
+_fit_by: contextvars.ContextVar[Any] = contextvars.ContextVar("fit_by", default=None)
+
+
+@contextlib.contextmanager
+def fits_by(function: Callable[..., Any] | None) -> Iterator[None]:
+    """Have `function` called for each `model.fit` of a model of the job, instead of the engine."""
+    token = _fit_by.set(function)
+    try:
+        yield
+    finally:
+        _fit_by.reset(token)
+
+
+def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Do what a call of a model's `original` method asks for, on the engine or by Keras."""
+    name, job = original.__name__, current_job()
+    explicit = is_on_the_way(model, name)
+    of_scope = isinstance(model, keras.Model) and (
+        job is not None and getattr(model, "_distribute_strategy", None) is job.strategy
+    )
+    if not explicit and not of_scope:
+        if job is not None and name in ("fit", "train_on_batch"):
+            _tell_of_training_alone(job, name)
+        return original(model, *args, **kwargs)
+    by_keras = "_use_cached_eval_dataset" in kwargs  # which Keras' own fit evaluates
+    if name.endswith("_on_batch") and job is not None and job.kind != "pipeline":
+        # Replicas of a mirrored job compute the same gradient each, but join their outputs.
+        by_keras = job.num_replicas == 1 or (name == "train_on_batch" and job.kind == "mirrored")
+    if by_keras:
+        return original(model, *args, **kwargs)
+    arguments = _arguments(original, model, args, kwargs)
+    if not explicit and job is not None and job.kind in ("single", "mirrored"):
+        reason = _reason_for_keras(model, arguments)
+        if reason is not None:
+            warn_once(f"model.{name} uses Keras' own loop, because of {reason}")
+            return original(model, *args, **kwargs)
+    if name == "train_on_batch":
+        assert job is not None
+        raise UsageError(
+            f"{_caller()}: model.{name}",
+            received=f"a call under strategy {job.kind}",
+            expected="a call of fit, of which a step is a part",
+            fix="call model.fit, or use tfdist.StepLoop for a loop of your own",
+            code="native-call",
+        )
+    if name.endswith("_on_batch"):
+        rows = len(keras.tree.flatten(arguments["x"])[0])
+        arguments |= {"batch_size": rows, "verbose": 0}
+    function = _fit_by.get() if name == "fit" else None
+    if function is None and job is not None and job.kind in ("multiworker", "ps", "pipeline"):
+        _require_no_search(arguments, job)
+    with fits_by(None), on_the_way(model, _ENGINE[name].__name__):
+        return (function or _ENGINE[name])(model, **arguments)
+
+
+def _arguments(
+    original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call, besides the model, by name."""
+    bound = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    arguments = {**bound, **bound.get("kwargs", {})}
+    for name in ("self", "kwargs"):
+        arguments.pop(name, None)
+    callbacks = arguments.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):  # the engine makes a list of its own
+        own = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
+        arguments["callbacks"] = [c for c in callbacks.callbacks if not isinstance(c, own)]
+    return arguments
+
+
+def _reason_for_keras(model: keras.Model, arguments: Mapping[str, Any]) -> str | None:
+    """Return why Keras' own loop does a call in one process, None if the engine does it."""
+    callbacks = keras.tree.flatten(arguments.get("callbacks") or [])
+    if any(isinstance(c, Run | BackupAndRestore | ModelCheckpoint) for c in callbacks):
+        return None  # the engine refuses what it cannot do
+    if getattr(model, "run_eagerly", False):
+        return "run_eagerly=True"
+    if tf.config.functions_run_eagerly():
+        return "tf.config.run_functions_eagerly(True)"
+    if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
+        return "keras.callbacks.BackupAndRestore; tfdist.BackupAndRestore resumes at the step"
+    for data in keras.tree.flatten([arguments.get("x"), arguments.get("validation_data")]):
+        modules = [c.__module__ for c in type(data).__mro__]
+        foreign = any(name.startswith(_WITHOUT_INDEX) for name in modules)
+        if foreign or isinstance(data, Iterator | tf.RaggedTensor | tf.SparseTensor):
+            return f"data in a {type(data).__name__}, which has no examples by index"
+    return None
+
+
+def _require_no_search(arguments: Mapping[str, Any], job: Job) -> None:
+    """Refuse a `tuner.search` in a job, of which each task would choose trials of its own."""
+    for callback in keras.tree.flatten(arguments.get("callbacks") or []):
+        require(
+            not type(callback).__module__.startswith("keras_tuner."),
+            "tuner.search",
+            received=f"a search in each task of a {job.kind} job",
+            expected="one process, single or mirrored",
+            fix="use tfdist.tuning.search(tuner, ..., strategy=...)",
+            code="search-in-a-job",
+        )
+
+
+def _tell_of_training_alone(job: Job, name: str) -> None:
+    if job.config is not None and len(job.config.cluster.tasks()) > 1:
+        warn_once(
+            f"{_caller()}: model.{name} trains a model made outside strategy.scope(), and each "
+            "task that calls it trains a model of its own. Fix: make and compile the model inside "
+            "`with strategy.scope():`"
+        )
+
+
+def _caller() -> str:
+    """Return the file and line of the program that calls a method, or has Keras call it."""
+    frame = sys._getframe(1)
+    inside = ("keras", "tfdist", "keras_hub", "keras_tuner", "mlflow")
+    while frame.f_globals.get("__name__", "").partition(".")[0] in inside and frame.f_back:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
