@@ -217,9 +217,7 @@ exec sh -c "$2"
 
 
 @pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_a_trial_whose_agent_is_killed_continues_on_the_next_host_with_the_same_weights(
-    whole, tmp_path
-):
+def test_a_trial_of_a_killed_agent_ends_with_its_weights_on_another_host(whole, tmp_path):
     shell = tmp_path / "shell"
     shell.write_text(SHELL)
     shell.chmod(0o755)

@@ -140,11 +140,14 @@ class SweepOptions(RunOptions):
 def parse(argv: Sequence[str]) -> SweepOptions | Path:
     """Return the options of the command line, or the directory of the sweep to show."""
     config_flags = tuple(word for word in argv if word.startswith("--config."))
-    given = vars(_parser().parse_args([word for word in argv if word not in config_flags]))
+    parser = _parser()
+    given = vars(parser.parse_args([word for word in argv if word not in config_flags]))
     if "env" in given:
         given["env"] = ",".join(given["env"])
     if "show" in given:
         return Path(given["show"])
+    if "config" not in given:
+        parser.error("the following arguments are required: --config")
     tuner = given.get("tuner", "random")
     sweep_dir = Path(given.pop("sweep_dir", f"runs/{Path(given['config']).stem}-{tuner}"))
     if "max_trials" not in given and tuner in ("random", "bayesian"):
@@ -161,8 +164,6 @@ def _parser() -> Parser:
         "--show DIR prints a sweep that is finished or running.",
         argument_default=argparse.SUPPRESS,
     )
-    shown = parser.add_mutually_exclusive_group(required=True)
-    shown.add_argument("--show", metavar="DIR", help="print the sweep in DIR, do nothing else")
     kinds: dict[str, dict[str, Any]]
     kinds = {"int": {"type": int}, "float": {"type": float}, "bool": {"action": "store_true"}}
     of_runs = RunOptions.__dataclass_fields__
@@ -170,8 +171,8 @@ def _parser() -> Parser:
         how = {"action": "append"} if one.name == "env" else kinds.get(str(one.type).split()[0], {})
         words = {name: text for name, text in one.metadata.items() if text}
         if words:
-            add = shown.add_argument if one.name == "config" else parser.add_argument
-            add(f"--{one.name}", **words, **how)
+            parser.add_argument(f"--{one.name}", **words, **how)
+    parser.add_argument("--show", metavar="DIR", help="print the sweep in DIR and do nothing else")
     return parser
 
 
