@@ -174,7 +174,7 @@ from tfdist import demo, serve, tune
 space = tune.parse(["--config", "x.py", "--max_trials", "1"])
 for extra, call in {{
     "tune": lambda: tune._run(space),
-    "tune ": lambda: tfdist.tuning.HyperModel,
+    "tune ": lambda: tfdist.tuning.search,
     "tfds": lambda: tfdist.data.tfds.load("mnist", "train"),
     "digits": lambda: tfdist.data.tfds.load("tfdist_digits", "train"),
     "serving": lambda: serve._serve(["backup"]),

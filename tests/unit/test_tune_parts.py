@@ -291,8 +291,6 @@ def test_slurm_gives_its_nodes_to_trials_and_ray_chooses_them():
         ("--hosts a:2 --parallel_trials 2", "--parallel_trials", "exclusive"),
         ("--hosts a --on ray", "--hosts", "exclusive"),
         ("--on ssh", "--on", "no-hosts"),
-        ("--rsh x", "--rsh", "no-hosts"),
-        ("--env HOME", "--env", "no-hosts"),
         ("--on moon", "--on", "unknown-value"),
     ],
 )

@@ -160,8 +160,8 @@ class Compose:
         flat: list[Transform] = []
         for each in transforms:
             flat += each.transforms if isinstance(each, Compose) and each.key is None else [each]
-        self.transforms = tuple(flat)
-        self.key = key
+        self.transforms: tuple[Transform, ...] = tuple(flat)
+        self.key: str | int | None = key
 
     @tf.autograph.experimental.do_not_convert
     def __call__(

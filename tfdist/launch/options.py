@@ -440,6 +440,6 @@ def file_of_program(program: Program, *, search: Sequence[str]) -> str:
     names, spec = program.target.split("."), None
     while places is not None:
         spec = PathFinder.find_spec(names.pop(0) if names else "__main__", places)
-        inside = spec and spec.submodule_search_locations
+        inside = spec.submodule_search_locations if spec else None
         places = None if inside is None else list(inside)
     return spec.origin if spec and spec.has_location and spec.origin and not names else ""

@@ -106,7 +106,7 @@ _made: list[Job] = []
 
 def remember(job: Job) -> Job:
     """Make `job` the one that `current_job` and `job_of` find."""
-    route_keras()
+    route_keras(is_chief=job.is_chief)
     convert_variables_to_numbers()
     _made[:] = [job]
     return job

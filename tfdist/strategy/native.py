@@ -23,12 +23,18 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tfdist.errors import require
 
 _engine_runs = contextvars.ContextVar("engine_runs", default=False)
+_is_chief = [True]
 _METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _KERAS_HUB = "keras_hub.src.utils.pipeline_model"
 
 
-def route_keras() -> None:
-    """Route the calls of Keras models, and of KerasHub models if KerasHub is imported."""
+def route_keras(*, is_chief: bool | None = None) -> None:
+    """Route the calls of Keras models, and of KerasHub models if KerasHub is imported.
+
+    With `is_chief` False, `mlflow.autolog()` logs nothing in this task.
+    """
+    if is_chief is not None:
+        _is_chief[:] = [is_chief]
     _route_trainer()
     if _KERAS_HUB in sys.modules:
         _route_keras_hub()
@@ -66,9 +72,10 @@ def _routing(original: Any) -> Any:
 
 
 def _routed(self: Any, *args: Any, _original: Any, **kwargs: Any) -> Any:
-    from tfdist.training.routing import call
+    import importlib  # the code runs with the globals of Keras' module
 
-    return call(_original, self, *args, **kwargs)
+    routing = importlib.import_module("tfdist.training.routing")  # a room that imports this one
+    return routing.call(_original, self, *args, **kwargs)
 
 
 def _preparing(original: Any) -> Any:
@@ -76,12 +83,9 @@ def _preparing(original: Any) -> Any:
 
     @functools.wraps(original)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        from tfdist.strategy.job import current_job
-
         route_keras()
-        job = current_job()
         autologging: Any = sys.modules.get("mlflow.utils.autologging_utils")
-        if job is not None and not job.is_chief and autologging is not None:
+        if not _is_chief[0] and autologging is not None:
             # Each task would open a run of its own, and only the chief's callbacks write to one.
             autologging._AUTOLOGGING_GLOBALLY_DISABLED = True
         original(self, *args, **kwargs)

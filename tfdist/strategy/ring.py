@@ -352,7 +352,12 @@ _rings: weakref.WeakSet[Ring] = weakref.WeakSet()
 @functools.cache
 def _close_in_children() -> None:
     """Have forked children close their copies: neighbours see an end once the last is closed."""
-    os.register_at_fork(after_in_child=lambda: [ring.close() for ring in list(_rings)])
+
+    def close() -> None:
+        for ring in list(_rings):
+            ring.close()
+
+    os.register_at_fork(after_in_child=close)
 
 
 # Setup: workers connect to their neighbours, or agree not to use a ring.
