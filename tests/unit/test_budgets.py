@@ -24,7 +24,7 @@ SURFACE = Path(__file__).parent / "data" / "surface.txt"
 LINES = {
     "basics": 898,  # errors, files, phases, argument_parser, loopback: what every room may import
     "cluster": 2_127,
-    "launch": 8_155,
+    "launch": 8_154,
     "strategy": 2_400,
     "data": 2_600,
     "checkpoint": 2_252,
