@@ -187,7 +187,7 @@ def test_the_agents_are_told_that_the_launcher_has_failed(monkeypatch):
     team.end.assert_called_once_with(EXIT_FAILED)
 
 
-def test_a_host_that_has_lost_host_0_ends_its_tasks_also_after_a_request_to_stop():
+def test_a_host_that_has_lost_the_launcher_ends_its_tasks():
     part = MagicMock()
     part.job.options = Mock(grace_s=60, max_restarts=0)
     request, ended = StopRequest(signum=signal.SIGTERM), Ended(task=W1, status=-15, at_s=NOW_S)
@@ -196,6 +196,7 @@ def test_a_host_that_has_lost_host_0_ends_its_tasks_also_after_a_request_to_stop
     host = Node(part, Mock())
     host._is_in_attempt = True
     host._end_attempt()
+    part.processes.perform.assert_called_once_with(Signal(W1, signal.SIGTERM))
     part.processes.finish.assert_called_once_with()
 
 

@@ -436,10 +436,9 @@ def file_of_program(program: Program, *, search: Sequence[str]) -> str:
     """
     if not program.is_module:
         return program.target
-    places: list[str] | None = list(search)
-    names, spec = program.target.split("."), None
-    while places is not None:
+    names, places = program.target.split("."), list(search)
+    spec = PathFinder.find_spec(names.pop(0), places)
+    while spec is not None and spec.submodule_search_locations is not None:
+        places = list(spec.submodule_search_locations)
         spec = PathFinder.find_spec(names.pop(0) if names else "__main__", places)
-        inside = spec.submodule_search_locations if spec else None
-        places = None if inside is None else list(inside)
     return spec.origin if spec and spec.has_location and spec.origin and not names else ""
