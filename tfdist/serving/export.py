@@ -93,7 +93,9 @@ def export_model(
     nest = _inputs_of(model, samples)
     is_drawn = samples is None
     samples = _drawn(nest) if is_drawn else samples
-    apart = samples if _differ(samples) else _drawn(nest, apart=True)
+    arrays = list(map(np.asarray, keras.tree.flatten(samples)))
+    is_varied = any((array[1:] != array[:1]).any() for array in arrays)
+    apart = samples if is_varied else _drawn(nest, apart=True)
     batch_size = max(_count(samples), job.num_replicas)
     try:
         wanted = predict(model, samples, batch_size=batch_size, verbose=0)
@@ -137,7 +139,9 @@ class _Export:
     outputs: Sequence[str]
 
     def named(self, x: Any) -> dict[str, tf.Tensor]:
-        flat = zip(self.inputs, _in_order(x, self.inputs), strict=True)
+        if isinstance(x, Mapping) and x.keys() == {spec.name for spec in self.inputs}:
+            x = [x[spec.name] for spec in self.inputs]  # as Keras takes it for a list of inputs
+        flat = zip(self.inputs, map(np.asarray, keras.tree.flatten(x)), strict=True)
         return {spec.name: tf.cast(tf.constant(a), spec.dtype) for spec, a in flat}
 
     def answers(self, x: Any) -> dict[str, np.ndarray]:
@@ -256,12 +260,6 @@ def _inputs_of(model: keras.Model, samples: Any) -> Any:
     return keras.tree.pack_sequence_as(nest, specs)
 
 
-def _in_order(x: Any, specs: Sequence[tf.TensorSpec]) -> list[np.ndarray]:
-    if isinstance(x, Mapping) and x.keys() == {spec.name for spec in specs}:
-        x = [x[spec.name] for spec in specs]  # as Keras takes it for a list of inputs
-    return [np.asarray(a) for a in keras.tree.flatten(x)]
-
-
 def _spec(tensor: Any, name: str) -> tf.TensorSpec:
     is_text = getattr(tensor.dtype, "kind", "f") in "OSU"  # of samples
     dtype = tf.as_dtype("string" if is_text else keras.backend.standardize_dtype(tensor.dtype))
@@ -287,12 +285,6 @@ def _drawn(nest: Any, *, apart: bool = False) -> Any:
         return np.array(np.broadcast_to(values.reshape(-1, *[1] * (len(shape) - 1)), shape))
 
     return keras.tree.map_structure(draw, nest)
-
-
-def _differ(samples: Any) -> bool:
-    """Return whether samples are several, and not all the same."""
-    arrays = map(np.asarray, keras.tree.flatten(samples))
-    return any((array[1:] != array[:1]).any() for array in arrays)
 
 
 def _count(x: Any) -> int:

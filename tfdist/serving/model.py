@@ -143,7 +143,10 @@ class ServedModel:
         groups: dict[object, list[tuple[int, Call]]] = {}
         for at, call in enumerate(calls):
             if isinstance(call, Call):
-                groups.setdefault(self._group(at, call), []).append((at, call))
+                shares = self.signatures[call.signature].batches
+                shapes = tuple(array.shape[1:] for array in call.arrays)
+                key = (call.signature, shapes) if shares else at
+                groups.setdefault(key, []).append((at, call))
         answers = [b"" if isinstance(call, Call) else call for call in calls]
         for members in groups.values():
             for batch in self._batches(members):
@@ -162,12 +165,6 @@ class ServedModel:
                 batch, rows = [], call.rows
             batch.append((at, call))
         yield batch
-
-    def _group(self, at: int, call: Call) -> object:
-        """Return what calls that can be one batch have in common."""
-        if not self.signatures[call.signature].batches:
-            return at
-        return (call.signature, *(array.shape[1:] for array in call.arrays))
 
     def _decoded(self, kind: Kind, payload: bytes) -> Call | bytes | RequestError:
         try:

@@ -50,18 +50,15 @@ def decode_predict(
     if row == ("inputs" in document):
         invalid("Missing 'inputs' or 'instances' key, or both are there")
     values = _by_row(document["instances"], specs) if row else _by_name(document["inputs"], specs)
-    has_others = _has_others(body, document, document["instances" if row else "inputs"])
-    inputs = {name: _array(values[name], spec, name, has_others) for name, spec in specs.items()}
-    return signature, inputs, row
-
-
-def _has_others(body: bytes, document: Mapping[str, Any], content: Any) -> bool:
-    """Return whether a body may have bools or texts among its values: more texts than names."""
+    # Whether there may be bools or texts among the values: more texts than names.
+    content = document["instances" if row else "inputs"]
     more = body.count(b'"') // 2 - len(document) - ("signature_name" in document)
     if more > 0:
         objects = content if isinstance(content, list) else [content]
         more -= sum(len(one) for one in objects if isinstance(one, dict))
-    return b"true" in body or b"false" in body or more > 0
+    has_others = b"true" in body or b"false" in body or more > 0
+    inputs = {name: _array(values[name], spec, name, has_others) for name, spec in specs.items()}
+    return signature, inputs, row
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -121,22 +118,18 @@ def _array(value: Any, spec: TensorSpec, name: str, has_others: bool) -> np.ndar
             is_before = _converted(leaves[:half].tolist(), spec.dtype, has_others=True) is None
             leaves = leaves[:half] if is_before else leaves[half:]
         for leaf in leaves:
-            _require_leaf(leaf, spec.dtype, name)
+            if isinstance(leaf, list):  # as an array of objects has it
+                invalid(f"input {name}: lists of different lengths, or too many in one another")
+            if _converted(leaf, spec.dtype, has_others=True) is None:
+                shown, wanted = _shown(leaf), _NAMES.get(spec.dtype.name, spec.dtype.name)
+                kind = str(leaf) if isinstance(leaf, bool) else _TYPES.get(type(leaf), "Number")
+                if kind == "Number" and spec.dtype.kind == "f":
+                    lost = "without loss of precision."
+                    invalid(f"Cannot convert JSON value: {shown} to {wanted} {lost}")
+                invalid(f"JSON Value: {shown} Type: {kind} is not of expected type: {wanted}")
         invalid(f"Failed to process input {name}")
     require_fit(array.shape, spec, name)
     return array
-
-
-def _require_leaf(leaf: Any, dtype: np.dtype[Any], name: str) -> None:
-    """Raise RequestError unless a value in a nest is one of the type."""
-    if isinstance(leaf, list):  # as an array of objects has it
-        invalid(f"input {name}: lists of different lengths, or too many in one another")
-    if _converted(leaf, dtype, has_others=True) is None:
-        shown, wanted = _shown(leaf), _NAMES.get(dtype.name, dtype.name)
-        kind = str(leaf) if isinstance(leaf, bool) else _TYPES.get(type(leaf), "Number")
-        if kind == "Number" and dtype.kind == "f":
-            invalid(f"Cannot convert JSON value: {shown} to {wanted} without loss of precision.")
-        invalid(f"JSON Value: {shown} Type: {kind} is not of expected type: {wanted}")
 
 
 def require_fit(shape: Sequence[int], spec: TensorSpec, name: str) -> None:
@@ -173,7 +166,11 @@ def _converted(value: Any, dtype: np.dtype[Any], has_others: bool) -> np.ndarray
     if array.dtype.kind not in "fiu":
         return None
     if array.dtype.kind in "iu":
-        least, most = _whole_numbers(dtype)
+        if dtype.kind in "iu":
+            least, most = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+        else:  # the whole numbers between which a type of floats has them all
+            most = 2 ** (ml_dtypes.finfo(dtype).nmant + 1) - 1
+            least = -most
         fits = least <= int(array.min()) and int(array.max()) <= most
         return array.astype(dtype) if fits else None
     if dtype.kind in "iu":
@@ -182,15 +179,6 @@ def _converted(value: Any, dtype: np.dtype[Any], has_others: bool) -> np.ndarray
         cast = array.astype(dtype)
     overflowed = np.isinf(cast) & ~np.isinf(array.astype(np.float64))
     return None if overflowed.any() else cast
-
-
-def _whole_numbers(dtype: np.dtype[Any]) -> tuple[int, int]:
-    """Return the least and the largest whole number between which a type has them all."""
-    if dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-        return int(limits.min), int(limits.max)
-    most = 2 ** (ml_dtypes.finfo(dtype).nmant + 1) - 1
-    return -most, most
 
 
 def _has_only(kinds: tuple[type, ...], value: Any) -> bool:

@@ -160,20 +160,19 @@ class ServiceSupervisor:
     def _send_state(self) -> None:
         if self._control is None:
             return
-        line = json.dumps({name: self._table(name) for name in self._models}).encode() + b"\n"
+        tables = {}
+        for name, model in self._models.items():
+            ready = [r.id for r in model.replicas if r.ready and r.version == model.served]
+            tables[name] = {
+                "served": model.served,
+                "states": [dataclasses.asdict(state) for state in model.status.states],
+                "replicas": [[id, f"{self._private}/{id}"] for id in ready],
+                "draining": [id for id, of in self._draining.items() if of == name],
+            }
+        line = json.dumps(tables).encode() + b"\n"
         if line != self._sent:
             self._sent = line
             self._control.write(line)
-
-    def _table(self, name: str) -> dict[str, Any]:
-        model = self._models[name]
-        ready = [r for r in model.replicas if r.ready and r.version == model.served]
-        return {
-            "served": model.served,
-            "states": [dataclasses.asdict(state) for state in model.status.states],
-            "replicas": [[r.id, self._socket_of(r.id)] for r in ready],
-            "draining": [id for id, of in self._draining.items() if of == name],
-        }
 
     # Models
 
@@ -216,9 +215,6 @@ class ServiceSupervisor:
     def _directory(self, name: str, version: int) -> Path:
         return self._paths[name] / directory_name(self._models[name].found[version])
 
-    def _socket_of(self, id: int) -> str:
-        return f"{self._private}/{id}"
-
     # Replicas
 
     async def _run_replica(self, name: str, replica: Replica) -> None:
@@ -232,7 +228,7 @@ class ServiceSupervisor:
         order: dict[str, Any] = {
             "directory": str(self._directory(name, replica.version)),
             "name": name,
-            "path": self._socket_of(id),
+            "path": f"{self._private}/{id}",
             "cores": self._cores_of(replica.index) if self._options.pin else [],
             "batch_sizes": self._options.batch_sizes,
         }
