@@ -344,8 +344,9 @@ class Search:
 
     def _populate_space(self, trial_id: str) -> dict[str, Any]:
         """The oracle's own answer; in a replay, the recorded one where they differ."""
-        recorded = self._recorded and {name: self._recorded[name] for name in ("status", "values")}
-        if recorded and self._is_over:
+        line = self._recorded
+        recorded = None if line is None else {"status": line["status"], "values": line["values"]}
+        if recorded is not None and self._is_over:
             return recorded
         self._model.is_replay, self._model.has_new_data = recorded is not None, False
         try:
