@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import keras_tuner
 import pytest
@@ -19,7 +20,7 @@ from tests.unit.sweep_world import FAILED, World, trials_in
 from tfdist.configs import base
 from tfdist.errors import TfdistError
 from tfdist.outputs.sweep_journal import Journal, fold, read
-from tfdist.tuning import sweep
+from tfdist.tuning import oracle, sweep
 from tfdist.tuning.config_sweep import ConfigSweep
 from tfdist.tuning.options import RunOptions, SweepOptions
 from tfdist.tuning.oracle import Search, SearchSpace, make_oracle
@@ -68,16 +69,16 @@ def search_of(
     max_trials: int | None = None,
 ) -> Search:
     """A new oracle, where the one before was."""
-    oracle = make_oracle(
+    made = make_oracle(
         tuner,
-        hyperparameters=space.hyperparameters,
-        objective="val_accuracy",
-        direction="max",
-        seed=3,
+        "val_accuracy",
+        "max",
         max_epochs=CHECKPOINTS,
         factor=3,
+        hyperparameters=space.hyperparameters.copy(),
+        seed=3,
     )
-    search = Search(oracle, sweep_dir=sweep_dir, max_trials=max_trials or MOST[tuner])
+    search = Search(made, sweep_dir=sweep_dir, max_trials=max_trials or MOST[tuner])
     search.replay(lines)
     search.publish()
     return search
@@ -139,12 +140,26 @@ def test_an_oracle_that_is_brought_to_any_line_of_a_journal_answers_as_the_one_b
         assert found == tuple(lines[number][name] for name in ("status", "trial", "values"))
     over = world.search_of([])
     if tuner == "bayesian":  # of which a fit takes seconds, where nobody asks any more
-        monkeypatch.setattr(over._oracle.gpr, "fit", lambda *_: pytest.fail("a model is fitted"))
+        model = over._oracle.gpr.model
+        monkeypatch.setattr(model, "fit", lambda *_: pytest.fail("a model is fitted"))
     over.replay(lines, is_over=True)
     trials = over._oracle.trials.values()
     expected = fold(lines).trials.values()
     assert [t.hyperparameters.values for t in trials] == [t.values for t in expected]
     assert [t.score for t in trials] == [t.score for t in expected]
+
+
+def test_a_replay_fits_the_model_only_for_a_later_guess():
+    inner = Mock()
+    model = oracle._Model(inner)
+    model.is_replay = True
+    model.fit("x", "y")
+    with pytest.raises(oracle._Replayed):
+        model.predict("the optimum")
+    assert inner.method_calls == []
+    model.has_new_data = False  # the next answer begins
+    model.predict("a running trial")
+    assert inner.method_calls == [call.fit("x", "y"), call.predict("a running trial")]
 
 
 @pytest.mark.parametrize("tuner", ["bayesian", "hyperband"])

@@ -30,7 +30,7 @@ LINES = {
     "checkpoint": 2_252,
     "training": 7_612,
     "ps, pipeline": 4_898,
-    "tuning": 3_216,
+    "tuning": 3_214,
     "serving": 3_308,
     "around": 6_534,  # report, outputs, app, find, ops, audit, configs and the programs
 }

@@ -55,17 +55,17 @@ class ConfigSweep(sweep.Sweep):
     def search(self, begun: Mapping[str, Any]) -> Search:
         from tfdist.tuning.oracle import Search, make_oracle
 
+        options = self.options
         oracle = make_oracle(
-            self.options.tuner,
-            hyperparameters=self.space.hyperparameters,
-            objective=self.options.objective,
-            direction=self.options.direction,
-            seed=begun["seed"],
+            options.tuner,
+            options.objective,
+            options.direction,
             max_epochs=self._config.checkpoints,
-            factor=self.options.factor,
+            factor=options.factor,
+            hyperparameters=self.space.hyperparameters.copy(),
+            seed=begun["seed"],
         )
-        sweep_dir, max_trials = self.options.sweep_dir, begun["max_trials"]
-        return Search(oracle, sweep_dir=sweep_dir, max_trials=max_trials)
+        return Search(oracle, sweep_dir=options.sweep_dir, max_trials=begun["max_trials"])
 
     def asked_for(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return self.space.asked(values)

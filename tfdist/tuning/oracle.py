@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import keras_tuner
-import numpy as np
 
 from tfdist.configs import check, flat
 from tfdist.configs.command_line import broken_file
@@ -261,10 +260,10 @@ class Search:
         self._oracle = oracle
         self._project = sweep_dir / PROJECT
         self._recorded: Mapping[str, Any] | None = None
-        self._unfitted: tuple[Any, Any] | None = None
-        """To what the model was fitted for the last answer, where a replay has left that out."""
         self._is_over = False
-        """Whether nothing will be asked after the replay, so that it can do without the model."""
+        self._model = _Model(getattr(oracle, "gpr", None))
+        if hasattr(oracle, "gpr"):
+            oracle.gpr = self._model
         self._populate = oracle.populate_space
         if isinstance(oracle, keras_tuner.oracles.GridSearchOracle):
             self._populate = functools.partial(self._next_of_grid, oracle.populate_space)
@@ -316,7 +315,7 @@ class Search:
     def replay(self, lines: Iterable[Mapping[str, Any]], *, is_over: bool = False) -> None:
         """Ask and tell all that a journal says, so that the next answer is what it would be.
 
-        Where the search `is_over` there is none, and what only an answer needs is left out.
+        If the search `is_over`, no answer follows: the oracle is not asked for values.
         """
         self._is_over = is_over
         for line in lines:
@@ -345,18 +344,19 @@ class Search:
 
     def _populate_space(self, trial_id: str) -> dict[str, Any]:
         """The oracle's own answer; in a replay, the recorded one where they differ."""
-        if self._unfitted is not None and self._oracle.ongoing_trials:
-            self._oracle.gpr.fit(*self._unfitted)  # by which it guesses at their results
-        self._unfitted = None
-        if self._recorded is not None and _fits_a_model(self._oracle):
-            self._unfitted = None if self._is_over else _take_as_if_asked(self._oracle)
-            return {"status": RUNNING, "values": dict(self._recorded["values"])}
-        answer = dict(self._populate(trial_id))
+        line = self._recorded
+        recorded = None if line is None else {"status": line["status"], "values": line["values"]}
+        if recorded is not None and self._is_over:
+            return recorded
+        self._model.is_replay, self._model.has_new_data = recorded is not None, False
+        try:
+            answer = dict(self._populate(trial_id))
+        except _Replayed:
+            answer = dict(recorded or {})
         if answer.get("values"):
             answer["values"] = {k: _plain(v) for k, v in answer["values"].items()}
-        if self._recorded is None:
+        if recorded is None:
             return answer
-        recorded = {"status": self._recorded["status"], "values": self._recorded["values"]}
         if recorded["status"] == RUNNING and answer.get("values") != recorded["values"]:
             logger.warning("trial %s is kept as it was; KerasTuner chooses another now", trial_id)
         return recorded
@@ -375,22 +375,40 @@ class Search:
         return answer
 
 
+class _Replayed(Exception):
+    """Ends an answer of the model that the journal has."""
+
+
+class _Model:
+    """A Gaussian process that is fitted when it first predicts.
+
+    To fit it and to search for its optimum takes seconds. A replay leaves both out, after
+    KerasTuner has drawn its random numbers. The fit follows if the next answer guesses at the
+    results of running trials.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._data: tuple[Any, Any] | None = None
+        self.is_replay = self.has_new_data = False
+
+    def fit(self, x: Any, y: Any) -> None:
+        self._data, self.has_new_data = (x, y), True
+
+    def predict(self, x: Any, **options: Any) -> Any:
+        if self.is_replay and self.has_new_data:
+            raise _Replayed
+        if self._data is not None:
+            self.model.fit(*self._data)
+            self._data = None
+        return self.model.predict(x, **options)
+
+
 def make_oracle(
-    tuner: str,
-    *,
-    hyperparameters: Any,
-    objective: str,
-    direction: str,
-    seed: int,
-    max_epochs: int,
-    factor: int,
+    tuner: str, objective: str, direction: str, *, max_epochs: int, factor: int, **options: Any
 ) -> Any:
     """Return KerasTuner's oracle of that name; `max_epochs` and `factor` are of hyperband."""
-    options = {
-        "objective": keras_tuner.Objective(objective, direction),
-        "hyperparameters": hyperparameters.copy(),
-        "seed": seed,
-    }
+    options["objective"] = keras_tuner.Objective(objective, direction)
     if tuner == "hyperband":
         options |= {"max_epochs": max_epochs, "factor": factor}
     kinds = {
@@ -400,26 +418,6 @@ def make_oracle(
         "hyperband": keras_tuner.oracles.HyperbandOracle,
     }
     return kinds[tuner](**options)
-
-
-def _fits_a_model(oracle: Any) -> bool:
-    """Return whether the oracle would now answer by its model: after seconds, with a trial."""
-    if not isinstance(oracle, keras_tuner.oracles.BayesianOptimizationOracle):
-        return False
-    completed = sum(trial.status == "COMPLETED" for trial in oracle.trials.values())
-    least = oracle.num_initial_points or max(3 * len(oracle.hyperparameters.space), 3)
-    return bool(completed >= least)
-
-
-def _take_as_if_asked(oracle: Any) -> tuple[Any, Any]:
-    """Take the random numbers that an answer takes; return what it fits the model to.
-
-    The search for the model's optimum is most of an answer's time, and leaves nothing behind. 50 is
-    KerasTuner 1.4's `num_restarts`.
-    """
-    oracle._random_state.uniform(size=(50, len(oracle._get_hp_bounds())))
-    x, y = (np.nan_to_num(one, posinf=0, neginf=0) for one in oracle._vectorize_trials())
-    return x, y
 
 
 def _not_yet(*_: object) -> None:
