@@ -13,7 +13,7 @@ from tests.models import noted_ranges
 from tests.refusals import refusal, refused
 from tfdist.cluster import read_environment
 from tfdist.strategy import Job, job
-from tfdist.training import routing
+from tfdist.training import kept, routing
 from tfdist.training.engines import SynchronousEngine
 from tfdist.training.keras_compat.trace import warn_once
 
@@ -261,19 +261,17 @@ def test_a_fit_for_each_epoch_traces_once(make, monkeypatch):
     np.testing.assert_array_equal(model.layers[-1].get_weights()[0], before[0])
 
 
-def test_a_kept_program_of_each_example_once(make):
-    """The second epoch has each example once, as the first."""
-    with make.strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
-        model.compile(keras.optimizers.SGD(0.0), metrics=[Sum()], loss="mse")
-    for _ in range(3):
-        history = model.fit(np.arange(10.0)[:, None], np.arange(10.0), batch_size=4, verbose=0)
-        assert history.history["sum"] == [45.0]
-
-
-class Sum(keras.metrics.Sum):
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        return super().update_state(y_true)
+def test_a_kept_program_computes_what_a_new_one_does(make):
+    found = []
+    for keeps in (True, False):
+        model = make()
+        for seed in (1, 2, 1):
+            run = tfdist.Run(seed=seed)
+            history = model.fit(X, Y, batch_size=16, epochs=2, verbose=0, callbacks=[run])
+            if not keeps:
+                delattr(model, kept._NAME)
+        found.append((history.history, [w.tolist() for w in model.get_weights()]))
+    assert found[0] == found[1]
 
 
 def test_sparse_and_ragged_arrays_are_for_keras_own_loop(strategies, monkeypatch, blocks):

@@ -103,12 +103,15 @@ def _xor_shifted(values: tf.Tensor, *, bits: int) -> tf.Tensor:
 
 
 @tf.autograph.experimental.do_not_convert
-def example_at(positions: tf.Tensor, *, num_examples: int, seed: int, shuffle: bool) -> tf.Tensor:
+def example_at(
+    positions: tf.Tensor, *, num_examples: int, seed: int | tf.Variable, shuffle: bool
+) -> tf.Tensor:
     """Return the example at each position, int64[b] -> int64[b] in [0, num_examples).
 
     A graph function, usable in `tf.function` and in `Dataset.map`. One call may straddle passes,
     and `b` may be 0. The permutation depends on (seed, pass, num_examples) alone; `seed` is any
-    Python integer below 2**64. Without `shuffle` every pass is in the order of the data.
+    Python integer below 2**64, or a variable. Without `shuffle` every pass is in the order of the
+    data.
     """
     positions = tf.cast(positions, tf.int64)
     size = tf.constant(num_examples, tf.int64)
@@ -141,9 +144,10 @@ def example_at_numpy(
     return np.asarray(examples.numpy(), np.int64)
 
 
-def _keys(passes: tf.Tensor, *, seed: int) -> tf.Tensor:
+def _keys(passes: tf.Tensor, *, seed: int | tf.Variable) -> tf.Tensor:
     """Return the three keys of the cipher for each pass, int64[b] -> uint32[b, 3]."""
-    hashed = stream(mix(seed), passes)
+    key = mix_tensor(tf.cast(seed, tf.uint64)) if isinstance(seed, tf.Variable) else mix(seed)
+    hashed = stream(key, passes)
     mask = tf.constant((1 << _KEY_BITS) - 1, tf.uint64)
     shifts = tf.constant([0, _KEY_BITS, 2 * _KEY_BITS], tf.uint64)
     fields = tf.bitwise.right_shift(hashed[:, None], tf.broadcast_to(shifts, [1, 3]))

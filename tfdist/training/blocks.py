@@ -127,7 +127,6 @@ class BlockRunner:
     Attributes:
       length: how long the next block may be.
       logs: what the last step returned, where the program keeps it.
-      first_step: step of the program that is the first of the run.
     """
 
     def __init__(
@@ -139,7 +138,6 @@ class BlockRunner:
         self.program = program
         self.length = BlockLengthPolicy()
         self.logs: dict[str, float] = {}
-        self.first_step = 0
         self._phase = phase
         self._has_run = False
         self._read_metrics: Any = None
@@ -156,8 +154,7 @@ class BlockRunner:
         start, before = time.perf_counter(), engine.steps_under_way
         goes_on = self.length.is_known and not looked_at
         with naming_bad_data(self.program.feed):
-            steps = first + self.first_step, last + self.first_step
-            self.logs = engine.run(self.program, *steps, goes_on=goes_on)
+            self.logs = engine.run(self.program, first, last, goes_on=goes_on)
         self._has_run = True
         elapsed_s, left = time.perf_counter() - start, engine.steps_under_way
         done = last - first + before - left

@@ -211,8 +211,7 @@ def _calls(program: StepProgram, first: int, last: int) -> Iterator[tuple[int, i
     by_index = isinstance(program.feed.source, GraphSource | PythonSource)
     start = first
     for step in range(first + 1, last):
-        steps = (s % program.feed.plan.total_steps for s in (step - 1, step))
-        sizes = {len(program.feed.plan.span(s)) for s in steps}
+        sizes = {len(program.feed.plan.span(s)) for s in (step - 1, step)}
         if len(sizes) > 1 or not by_index:
             yield start, step
             start = step

@@ -98,6 +98,7 @@ class Feed(abc.ABC):
       source: where the examples come from.
       plan: the run's epochs, in steps and examples.
       order: in which order the examples come.
+      seed: of the order and the transforms.
       batch_spec: nest of `tf.TensorSpec` of a batch, to build the model from.
       rows: of the first batch where replicas divide batches that the user has made, else None.
       may_be_empty: True when a replica's batch fraction of some step can be empty.
@@ -141,7 +142,7 @@ class Feed(abc.ABC):
         self.ends: list[int] | None = None
         self.may_be_empty = plan.smallest_step < job.num_replicas
         self._job = job
-        self._seed = seed
+        self.seed: int | tf.Variable = seed
         self._weigh = weigh
         self._iterator: Any = None
         self._next_step = -1
@@ -191,13 +192,19 @@ class Feed(abc.ABC):
         """Return how many batches of the run this task has read ahead; None if not counted."""
         return None
 
+    def take_seed_from_a_variable(self) -> None:
+        """Have what the step itself computes read the seed, so that another run may set it."""
+        if self.direct:
+            with tf.init_scope(), tf.device("/CPU:0"):
+                self.seed = ResourceVariable(self.seed, trainable=False, dtype=tf.int64)
+
     def close(self) -> None:
         """End the iterator: its threads, and the batches that they have made ahead."""
         self._iterator, self._next_step = None, -1
 
     def _transformed(self, data: Any, ids: Any, passes: Any) -> Any:
         """Return a batch as the source's transform and the class weights make it; in graph."""
-        data = self.source.transformed(data, example_ids=ids, epoch=passes, seed=self._seed)
+        data = self.source.transformed(data, example_ids=ids, epoch=passes, seed=self.seed)
         return self._weigh(data) if self._weigh else data
 
 
@@ -266,7 +273,7 @@ class GraphFeed(Feed):
     def _gather(self, positions: tf.Tensor, arrays: Any) -> tuple[Any, Any]:
         size = self.order.examples
         indices = example_at(
-            positions, num_examples=size, seed=self._seed, shuffle=self.order.shuffle
+            positions, num_examples=size, seed=self.seed, shuffle=self.order.shuffle
         )
         data = self.source.gather(indices, arrays=arrays)
         passes = positions // size
@@ -314,7 +321,7 @@ class PythonFeed(Feed):
     def _ordered(self, positions: np.ndarray, *, size: int) -> np.ndarray:
         """Return what is at positions of the run, in the order of its passes over `size` things."""
         return example_at_numpy(
-            positions, num_examples=size, seed=self._seed, shuffle=self.order.shuffle
+            positions, num_examples=size, seed=self.seed, shuffle=self.order.shuffle
         )
 
     def _read_noting(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
@@ -443,7 +450,7 @@ class StreamFeed(Feed):
 
     def __init__(self, source: StreamSource, plan: EpochPlan, **options: Any) -> None:
         super().__init__(source, plan, **options)
-        self._reading = reading_of(self._job, self._seed)
+        self._reading = reading_of(self._job, self.seed)
         self.may_be_empty = self._job.num_replicas > 1
         self._in_order = not self.order.shuffle
         self._is_compared = self._job.num_tasks > 1

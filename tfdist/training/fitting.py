@@ -134,15 +134,19 @@ def fit(
     saved = resume.saved_run(backups, job)
     seed = _seed(seed, saved)
     key: Callable[[], Any] | None = None
-    limits = (keras.config.max_epochs(), keras.config.max_steps_per_epoch())
-    if not any((backups, observers, initial_epoch, steps_per_epoch, class_weight, *limits)):
+    if seed < 2**31 and not (backups or observers or class_weight):
         data = (x, y, sample_weight, validation_data)
-        sizes = (batch_size, epochs, validation_steps, validation_batch_size, bool(shuffle))
-        key = partial(kept.key_of, model, job, run, data, *sizes)
+        sizes = (batch_size, epochs, initial_epoch, steps_per_epoch, bool(shuffle))
+        sizes += (validation_batch_size, validation_steps)
+        limits = (keras.config.max_epochs(), keras.config.max_steps_per_epoch())
+        key = partial(kept.key_of, model, job, run, data, *sizes, *limits)
         if (last := kept.kept_of(model, key())) is not None:
+            last.seed.assign(seed)
             keras_compat.fuse(model, fused=False)
             options = {"callbacks": callbacks, "verbose": verbose}
-            plan = dataclasses.replace(last.plan, validation_freq=validation_freq, **options)
+            plan = dataclasses.replace(
+                last.plan, seed=seed, validation_freq=validation_freq, **options
+            )
             return _train(model, job, last.blocks.engine, plan, key=key, blocks=last.blocks)
     feed = inputs.prepare(
         x,
@@ -171,6 +175,8 @@ def fit(
     building.require_known_variables(model)
     keras_compat.fuse(model, fused=run.fused_kernels)
     building.require_examples_first(model, job, "train_step", feed)
+    if key is not None:
+        feed.take_seed_from_a_variable()
     engine = engine_for(job)
     plan = RunPlan(
         feed=feed,
@@ -217,7 +223,7 @@ def _train(
                 job,
                 "train_step",
                 plan.feed,
-                seed=plan.seed,
+                seed=plan.feed.seed,
                 exact=any(backup.exact for backup in plan.backups),
                 max_staleness=plan.max_staleness,
             )

@@ -1,7 +1,7 @@
 """Feeds and traced programs that a model keeps from one `fit` for the next one on the same data.
 
-A script that calls `fit` for each epoch so traces once. The next fit runs the steps after those of
-the last, whose order and random draws differ as those of another epoch.
+A script that calls `fit` for each epoch so traces once. The seed is a variable of the programs, so
+that the next fit computes what it would without them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist.strategy import Job
 from tfdist.training.agreement import digest_of
@@ -27,9 +28,10 @@ _MOST_BYTES = 2**24
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """Plan and block runner of a model's last `fit`, and its key."""
+    """Plan, block runner and seed of a model's last `fit`, and its key."""
 
     key: Sequence[Any]
+    seed: tf.Variable
     plan: RunPlan
     blocks: BlockRunner
 
@@ -37,11 +39,12 @@ class Kept:
 def key_of(model: keras.Model, job: Job, run: Run, data: Any, *others: Any) -> Sequence[Any] | None:
     """Return all that a program depends on, None for a fit whose program is not kept.
 
-    Tasks with peers would have to agree, and a run with settings goes by its own seed.
+    Tasks with peers would have to agree.
     """
+    settings = dataclasses.replace(run, seed=None)
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     arrays = all(isinstance(leaf, np.ndarray) for leaf in leaves)
-    if job.kind not in ("single", "mirrored") or repr(run) != repr(Run()) or not arrays:
+    if job.kind not in ("single", "mirrored") or repr(settings) != repr(Run()) or not arrays:
         return None
     if sum(leaf.nbytes for leaf in leaves) > _MOST_BYTES:
         return None
@@ -57,8 +60,8 @@ def kept_of(model: keras.Model, key: Sequence[Any] | None) -> Kept | None:
 
 
 def keep(model: keras.Model, key: Sequence[Any] | None, plan: RunPlan, blocks: BlockRunner) -> None:
-    """Keep a fit that has ended for the next one, which begins after its steps."""
-    if key is not None and plan.feed.direct:
-        blocks.first_step += plan.feed.plan.total_steps
-        kept = Kept(key, dataclasses.replace(plan, callbacks=None), blocks)
+    """Keep what a fit that has ended leaves for the next one."""
+    seed = blocks.program.seed
+    if key is not None and isinstance(seed, tf.Variable):
+        kept = Kept(key, seed, dataclasses.replace(plan, callbacks=None), blocks)
         object.__setattr__(model, _NAME, kept)  # no layer, no variable

@@ -46,7 +46,7 @@ class StepProgram:
 
     function: Callable[[Any], Any]
     feed: Feed
-    seed: int
+    seed: int | tf.Variable
     training: bool
     fused: bool = False
     keras_metrics: Sequence[Any] = ()
@@ -158,7 +158,7 @@ def program_of(
     method: str,
     feed: Feed,
     *,
-    seed: int,
+    seed: int | tf.Variable,
     exact: bool = False,
     max_staleness: int | None = None,
 ) -> StepProgram:

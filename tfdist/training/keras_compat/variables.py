@@ -243,12 +243,16 @@ _GOLDEN_RATIO = 0x9E3779B9
 _SEEDS = f"{_KERAS}/random/seed_generator.py"
 
 
-def random_key(seed: int, *, step: tf.Tensor, replica: tf.Tensor | int) -> tf.Tensor:
+def random_key(seed: int | tf.Variable, *, step: tf.Tensor, replica: tf.Tensor | int) -> tf.Tensor:
     """Return int32 [2], a hash of (seed, step, replica): one draw's seed is an offset of it."""
-    low, high = seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF
+    if isinstance(seed, tf.Variable):  # of at most 31 bits
+        key, high = tf.stack([seed * 2**32, seed]), 0
+    else:
+        low, high = seed & 0x7FFFFFFF, seed >> 31 & 0x7FFFFFFF
+        key = tf.constant([low << 32, low], tf.int64)
     step = tf.cast(step, tf.int64)
     words = tf.stack([step * 2**16 + tf.cast(replica, tf.int64), tf.constant(high, tf.int64)])
-    words = tf.bitwise.bitwise_xor(words, tf.constant([low << 32, low], tf.int64))
+    words = tf.bitwise.bitwise_xor(words, key)
     return tf.random.stateless_uniform([2], words, minval=None, maxval=None, dtype=tf.int32)
 
 
