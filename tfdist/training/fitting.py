@@ -136,7 +136,7 @@ def fit(
     key: Callable[[], Any] | None = None
     if seed < 2**31 and not (backups or observers or class_weight):
         data = (x, y, sample_weight, validation_data)
-        sizes = (batch_size, epochs, initial_epoch, steps_per_epoch, bool(shuffle))
+        sizes: tuple[Any, ...] = (batch_size, epochs, initial_epoch, steps_per_epoch, bool(shuffle))
         sizes += (validation_batch_size, validation_steps)
         limits = (keras.config.max_epochs(), keras.config.max_steps_per_epoch())
         key = partial(kept.key_of, model, job, run, data, *sizes, *limits)
