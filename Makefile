@@ -22,7 +22,7 @@ endef
 # The tests are meant for any machine, as the demo is, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test test-all test-mpi test-slurm test-networks test-ray test-migrations test-browser test-versions \
+.PHONY: help setup demo test test-for test-all coverage test-mpi test-slurm test-networks test-ray test-migrations test-browser test-versions \
 	docs lint chaos bench soak stress recovery clean
 
 help:  ## this list
@@ -41,21 +41,27 @@ demo: setup  ## train a CNN on the digits with 4 workers and 1 parameter server
 
 # Three files side by side: jobs that wait, for a grace to pass or a peer to come, leave the machine to
 # fits. Tests that hold how long something takes run after them, alone.
-TESTS := tests/unit tests/integration tests/field tests/multiprocess
-define RUN_TESTS
-$(CPU_ONLY) $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "($(1)) and not alone" $(TESTS)
-$(CPU_ONLY) $(PY) -m pytest -m "($(1)) and alone" $$(grep -l pytest.mark.alone tests/multiprocess/test_*.py)
-endef
+ONE_PROCESS := tests/unit tests/integration
+TESTS := $(ONE_PROCESS) tests/field tests/multiprocess
+SIDE_BY_SIDE := $(CPU_ONLY) $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test: setup  ## the tests of the core, in about ten minutes; make test ARGS="tests/unit -k store" for some
+test: setup  ## the tests of the core, in about three minutes; make test ARGS="tests/unit -k store" for some
 ifeq ($(strip $(ARGS)),)
-	$(call RUN_TESTS,not slow)
+	$(SIDE_BY_SIDE) -m "not slow and not alone" $(TESTS)
 else
 	$(CPU_ONLY) $(PY) -m pytest $(ARGS)
 endif
 
+test-for: setup  ## the tests that import a file, or a program that does: make test-for FILE=tfdist/files.py
+	tests=$$($(PY) -m tests.tools.tests_of "$(FILE)") && $(SIDE_BY_SIDE) -m "not alone" $$tests $(ARGS)
+
 test-all: setup  ## every test
-	$(call RUN_TESTS,slow or not slow)
+	$(SIDE_BY_SIDE) -m "not alone" $(TESTS)
+	$(CPU_ONLY) $(PY) -m pytest -m alone $$(grep -l pytest.mark.alone tests/multiprocess/test_*.py)
+
+coverage: setup  ## the lines of each room that the tests of one process run
+	$(SIDE_BY_SIDE) --cov=tfdist --cov-report=json:build/coverage.json $(ONE_PROCESS) $(ARGS)
+	$(PY) -m tests.tools.coverage_by_room build/coverage.json
 
 test-mpi: setup  ## two ranks under a real mpirun, which root installs from Debian
 	tests/mpi/setup.sh
