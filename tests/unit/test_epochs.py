@@ -2,12 +2,10 @@
 
 import itertools
 
-import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.refusals import refused
 from tfdist.training.epochs import EpochPlan, VirtualEpochs, share_of
 from tfdist.training.feed import graph_span
 
@@ -95,18 +93,3 @@ def test_the_parts_of_a_batch_cover_it_without_overlap(size, parts):
 def test_a_run_of_no_epochs_has_no_steps():
     plan = EpochPlan.uniform(epochs=0, examples=10, global_batch_size=4)
     assert (plan.num_epochs, plan.total_steps, plan.examples_before(0)) == (0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "where", "code"),
-    [
-        *(
-            ({"total_examples": n}, "VirtualEpochs: total_examples", "not-an-int")
-            for n in (0, 10.0, True)
-        ),
-        ({"total_examples": 10, "checkpoints": 0}, "VirtualEpochs: checkpoints", "not-an-int"),
-        ({"total_examples": 10, "checkpoints": 11}, "VirtualEpochs", "too-many-checkpoints"),
-    ],
-)
-def test_virtual_epochs_refuse_what_is_no_length(arguments, where, code):
-    assert refused(lambda: VirtualEpochs(**arguments)) == (where, code)

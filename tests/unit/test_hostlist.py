@@ -112,14 +112,3 @@ def test_counts_are_repeated_as_often_as_they_say():
 )
 def test_a_list_of_hosts_says_how_many_tasks_each_has(text, expected):
     assert parse_hosts(text) == expected
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "a,", "a:0", "a:x", "a:", ":2", "a:2222", "fd00::1", "fd00::1:2", "a b", "a/b", "n[1-"],
-)
-def test_a_list_of_hosts_that_is_none_is_refused(text):
-    error = refusal(lambda: parse_hosts(text))
-    assert error.where == "--hosts"
-    assert error.code in ("bad-hosts", "bad-node-list", "TFC010")
-    assert str(error).isprintable()

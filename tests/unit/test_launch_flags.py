@@ -60,53 +60,6 @@ def test_help_is_asked_for_and_has_every_flag(word, capsys):
     assert all(f"--{flag.name}" in text for flag in FLAGS)
 
 
-MISTAKES = {
-    ("--workers", "no-value"): ["--workers", "--workers -- train.py", "--workers=--"],
-    ("--workers", "not-an-int"): ["--workers=two"],
-    ("--max_restarts", "not-an-int"): ["--max_restarts often"],
-    ("--grace_s", "not-a-number"): ["--grace_s soon"],
-    ("--dry_run", "unknown-value"): ["--dry_run=perhaps"],
-    ("--workers", "given-twice"): ["--workers 2 --workers 3"],
-    ("--grace_s", "given-twice"): ["--grace-s=2 --grace_s 2"],
-    ("--dry_run", "given-twice"): ["--dry_run --dry_run=false"],
-    ("--workers", "out-of-range"): ["--workers 0", "--workers=-1", "--workers 1000000"],
-    ("--ps", "out-of-range"): ["--strategy ps --ps 0", "--ps 0"],
-    ("--min_workers", "out-of-range"): ["--min_workers 3 --ps 1 --workers 2"],
-    ("--devices_per_worker", "out-of-range"): ["--devices_per_worker 0"],
-    ("--threads_per_task", "out-of-range"): ["--threads_per_task 0"],
-    ("--split_bytes", "out-of-range"): ["--split_bytes 0 --ps 2"],
-    ("--max_restarts", "out-of-range"): ["--max_restarts -1"],
-    ("--grace_s", "out-of-range"): ["--grace_s -1", "--grace_s nan"],
-    ("--restart_window_s", "out-of-range"): ["--restart_window_s 0"],
-    ("--startup_timeout_s", "out-of-range"): ["--startup_timeout_s 0"],
-    ("--hang_timeout_s", "out-of-range"): ["--hang_timeout_s -5", "--hang_timeout_s 1.5"],
-    ("--start", "unknown-value"): ["--start spawn"],
-    ("--strategy", "unknown-value"): ["--strategy=PS"],
-    ("command line", "unknown-flag"): ["--learning_rate=2", "-n 2 train.py"],
-    ("--ps", "exclusive"): ["--strategy multiworker --ps 1", "--stages=2 --ps=1"],
-    ("--workers", "exclusive"): ["--strategy mirrored --workers 2", "--workers 2 --hosts a,b"],
-    ("--devices_per_worker", "exclusive"): ["--strategy single --devices_per_worker 2"],
-    ("--stages", "out-of-range"): [
-        *("--stages=0", "--stages=2 --workers=3"),
-        *("--stages=2 --strategy=ps", "--stages=2 --strategy=multiworker"),
-    ],
-    ("--hosts", "exclusive"): ["--strategy single --hosts a,b", "--hosts a,b --strategy mirrored"],
-    ("--min_workers", "no-ps"): ["--min_workers 2"],
-    ("--split_bytes", "LCH001"): ["--split_bytes 9"],
-    ("--metrics_port", "exclusive"): ["--metrics_port 9100 --isolate"],
-    ("-m", "no-value"): ["-m", "-m --workers"],
-    ("--run_dir", "empty"): ["--run_dir= "],
-}
-
-
-@pytest.mark.parametrize(
-    ("where", "code", "line"), [(*key, line) for key, lines in MISTAKES.items() for line in lines]
-)
-def test_a_mistake_is_found(where, code, line):
-    words = line.split(" ") if "= " not in line else [line]
-    assert refused(lambda: parse(words)) == (where, code)
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A directory with programs, none of which is imported."""

@@ -98,22 +98,6 @@ def test_own_addresses_are_bound_to_and_others_refused(monkeypatch):
         assert refusal == ("--hosts", "not-this-host")
 
 
-@pytest.mark.parametrize(
-    ("line", "where", "code"),
-    [
-        ("--hosts a,b --strategy ps", "--hosts", "too-few-tasks"),
-        ("--hosts a,b --min_workers 3", "--min_workers", "out-of-range"),
-        ("--hosts a,b --isolate", "--isolate", "exclusive"),
-        ("--hosts a,b --on ray", "--hosts", "exclusive"),
-        ("--hosts a,b --on rsh", "--on", "unknown-value"),
-        ("--on ssh", "--on", "no-hosts"),
-        ("--on slurm", "--on slurm", "no-allocation"),
-    ],
-)
-def test_what_does_not_go_with_several_hosts_is_refused(line, where, code):
-    assert refused(lambda: decided(line)) == (where, code)
-
-
 def test_agents_get_variables_that_tasks_read_and_those_that_are_named():
     own = dict.fromkeys(("HOME", "SECRET_KEY", "TF_CONFIG", "TFDIST_JOB", "TFDIST_HOSTS"), "x")
     passed = dict.fromkeys(("TF_X", "KERAS_HOME", "TFDIST_RING", "PYTHONPATH", "MY_VAR"), "x")

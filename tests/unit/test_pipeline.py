@@ -7,7 +7,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.refusals import refusal
 from tfdist import phases
 from tfdist.errors import PeerLost
 from tfdist.pipeline.link import StageLink
@@ -154,10 +153,3 @@ def test_of_cuts_that_are_as_fast_the_one_that_fewest_bytes_cross(
     seconds, crossing_bytes, trainable, cut
 ):
     assert balanced(seconds, crossing_bytes, stages=2, trainable=trainable) == cut
-
-
-@pytest.mark.parametrize("trainable", [[True, True], [True, False, True]])
-def test_more_stages_than_places_are_refused(trainable):
-    seconds = [1.0] * len(trainable)
-    caught = refusal(lambda: balanced(seconds, [1, 1], stages=3, trainable=trainable))
-    assert caught.code == "too-many-stages"

@@ -8,7 +8,6 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from tests.refusals import refusal
 from tfdist import serve
 from tfdist.serving.versions import Model, find_models, find_versions
 
@@ -154,33 +153,6 @@ def test_a_cluster_of_ray_that_is_not_there_is_one_line(tmp_path, capsys, monkey
     del sys.modules["tfdist.serving.on_ray"]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"Ray has not deployed {tmp_path}: at 10.0.0.1:6379")
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        ([".", "--on", "ray"], "no-ray"),
-        ([".", "--on", "ray", "--token", __file__], "not-on-ray"),
-        ([".", "--on", "ray", "--rest_port", "65536"], "port-taken"),
-        *(([".", "--host", host], "no-token") for host in ("0.0.0.0", "", "::", "a.example")),
-        ([".", "--host", "0.0.0.0", "--on", "ray"], "no-token"),
-        ([".", "--host", "0.0.0.0", "--insecure"], "no-version"),
-        ([".", "--host", "0.0.0.0", "--token", "secret"], "no-version"),
-        ([".", "--host", "localhost"], "no-version"),
-        ([".", "--max_body_mib", "2048"], "too-large"),
-        ([".", "--max_batch", "65536"], "too-large"),
-        ([".", "--tls_cert", __file__], "half-tls"),
-        ([".", "--tls_cert", __file__, "--tls_key", __file__], "no-file"),
-        ([".", "--token", __file__], "readable-by-others"),
-        (["."], "no-version"),
-    ],
-)
-def test_a_service_that_cannot_be_is_refused(words, code, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    (tmp_path / "secret").write_text("x")
-    (tmp_path / "secret").chmod(0o600)
-    assert refusal(lambda: serve._serve(words)).code == code
 
 
 def test_a_directory_that_is_not_there_is_one_line(tmp_path, capsys):

@@ -108,27 +108,6 @@ def test_the_command_line_of_the_page_is_read():
     assert "received no --config" in str(refusal(lambda: parse(["--tuner", "grid"])))
 
 
-@pytest.mark.parametrize(
-    ("flags", "where", "code"),
-    [
-        ("--tuner=bayes", "--tuner", "unknown-value"),
-        ("--objective=val_acuracy", "--objective", "unknown-value"),
-        ("--strategy=auto", "--strategy", "unknown-value"),
-        ("--early_stop=medain", "--early_stop", "unknown-value"),
-        ("--early_stop=median --tuner=hyperband", "--early_stop", "exclusive"),
-        ("--parallel_trials=0", "--parallel_trials", "not-an-int"),
-        ("--max_trials=many", "--max_trials", "not-an-int"),
-        ("--factor=1", "--factor", "not-an-int"),
-        ("--seed=0", "--seed", "not-an-int"),
-        ("--trial_timeout_s=0", "--trial_timeout_s", "not-a-number"),
-        ("--trial_timeout_s=nan", "--trial_timeout_s", "not-a-number"),
-        ("--workers=2", "--workers", "exclusive"),
-    ],
-)
-def test_a_wrong_flag_is_refused(flags, where, code):
-    assert refused(lambda: parse(["--config", "c.py", *flags.split()])) == (where, code)
-
-
 # Journal.
 
 
@@ -283,19 +262,6 @@ def test_slurm_gives_its_nodes_to_trials_and_ray_chooses_them():
     ray = list(slots_and_flags(runner_on("--on ray --parallel_trials 2 --strategy mirrored")))
     assert ray == ["--env A,B --on ray --strategy multiworker --workers 1"] * 2
     assert refused(lambda: runner_on("--on slurm")) == ("--on slurm", "no-allocation")
-
-
-@pytest.mark.parametrize(
-    ("line", "where", "code"),
-    [
-        ("--hosts a:2 --parallel_trials 2", "--parallel_trials", "exclusive"),
-        ("--hosts a --on ray", "--hosts", "exclusive"),
-        ("--on ssh", "--on", "no-hosts"),
-        ("--on moon", "--on", "unknown-value"),
-    ],
-)
-def test_hosts_of_trials_are_refused_as_those_of_jobs(line, where, code):
-    assert refused(lambda: runner_on(line)) == (where, code)
 
 
 def test_a_host_on_which_no_trial_can_start_gets_no_more(monkeypatch):

@@ -1,0 +1,182 @@
+"""Command lines and values that are refused: the place and the code of each one's error.
+
+A line of `data/refusals.txt` has a program's words, the place of the error, its code and maybe a
+part of its text, such as the name that was meant.
+"""
+
+import contextlib
+import itertools
+import shlex
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.refusals import refusal
+from tests.unit.submit import PODS, SLURM
+from tfdist import check, errors, serve
+from tfdist.checkpoint.backup import Best
+from tfdist.cluster.address import parse_hosts
+from tfdist.configs import command_line as train
+from tfdist.errors import UsageError
+from tfdist.launch import options as launch
+from tfdist.launch.multihost.hosts import decided_group
+from tfdist.pipeline.cuts import balanced
+from tfdist.submit import __main__ as submit
+from tfdist.submit import request
+from tfdist.training.epochs import VirtualEpochs
+from tfdist.tuning import options as tune
+from tfdist.tuning.sweep import runner_of
+from tfdist.tuning.trial_job import TrialProgram
+
+
+def launched(words):
+    decided_group(launch.parse(words), {})
+
+
+def tuned(words):
+    runner_of(tune.parse(["--config", "c.py", *words]), TrialProgram(command=()), {})
+
+
+PROGRAMS = {
+    "launch": launched,
+    "train": train.parse,
+    "tune": tuned,
+    "serve": serve._serve,
+    "submit": submit._run,
+    "check": check._run,
+}
+REPLACED = {"{slurm}": SLURM, "{pods}": PODS, "{long}": "x" * 300, "{file}": __file__}
+TABLE = Path(__file__).parent / "data" / "refusals.txt"
+
+
+def refused_lines():
+    """Yield the rows of each program: the words, the place of the error, its code and a part."""
+    for text in TABLE.read_text().splitlines():
+        if text.startswith("["):
+            program = PROGRAMS[text.strip("[]")]
+        elif text:
+            line, where, code, *says = (part.strip() for part in text.split("|"))
+            for name, value in REPLACED.items():
+                line = line.replace(name, value)
+            yield program, shlex.split(line), where, code, *says
+
+
+def whole(value):
+    errors.require_int("epochs", value, least=1)
+
+
+def above_0(value):
+    errors.require_number("--grace_s", value, above=0)
+
+
+def virtual_epochs(options):
+    VirtualEpochs(**options)
+
+
+def best(name_and_mode):
+    Best(*name_and_mode)
+
+
+def three_stages(trainable):
+    balanced([1.0] * len(trainable), [1, 1], stages=3, trainable=trainable)
+
+
+CALLS = {
+    (whole, "epochs", "not-an-int"): [0, 1.0, "3", None, True, np.float32(2)],
+    (above_0, "--grace_s", "not-a-number"): [
+        *(0, -1.0, "3", None, True, float("nan"), float("inf"), 10**400),
+    ],
+    (parse_hosts, "--hosts", "bad-node-list"): ["", "a,", "a b", "n[1-"],
+    (parse_hosts, "--hosts", "bad-hosts"): [
+        *("a:0", "a:x", "a:", ":2", "a:2222", "fd00::1", "fd00::1:2"),
+    ],
+    (parse_hosts, "--hosts", "TFC010"): ["a/b"],
+    (virtual_epochs, "VirtualEpochs: total_examples", "not-an-int"): [
+        {"total_examples": n} for n in (0, 10.0, True)
+    ],
+    (virtual_epochs, "VirtualEpochs: checkpoints", "not-an-int"): [
+        {"total_examples": 10, "checkpoints": 0},
+    ],
+    (virtual_epochs, "VirtualEpochs", "too-many-checkpoints"): [
+        {"total_examples": 10, "checkpoints": 11},
+    ],
+    (best, "BackupAndRestore: mode", "unknown-direction"): [
+        *(("reward", "auto"), ("loss_accuracy", "least")),
+    ],
+    (three_stages, "stages", "too-many-stages"): [[True, True], [True, False, True]],
+}
+ROWS = [
+    *refused_lines(),
+    *((call, value, *error) for (call, *error), values in CALLS.items() for value in values),
+]
+
+
+@pytest.fixture
+def _on_host_a(tmp_path, monkeypatch):
+    """An empty directory with a secret, on a host of a known name and without Ray."""
+    monkeypatch.chdir(tmp_path)
+    Path("secret").write_text("x")
+    Path("secret").chmod(0o600)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr("socket.gethostname", lambda: "a.example.org")
+    unknown = Mock(side_effect=OSError("unknown"))
+    monkeypatch.setattr("tfdist.launch.multihost.hosts.resolve", unknown)
+
+
+@pytest.mark.usefixtures("_on_host_a")
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row[0].__name__} {row[1]}"[:80] for row in ROWS])
+def test_it_is_refused(row):
+    call, given, where, code, *says = row
+    error = refusal(lambda: call(given))
+    assert (error.where, error.code) == (where, code)
+    assert all(text in str(error) for text in says)
+    assert "hunter2" not in str(error)
+    assert str(error).isprintable()
+
+
+PARSERS = {
+    "launch": (launch.parse, launch._parser()),
+    "train": (train.parse, train._parser()),
+    "tune": (tune.parse, tune._parser()),
+    "serve": (serve._parser().parse_args, serve._parser()),
+    "submit": (request.parse, request._parser()),
+    "check": (check._parser().parse_args, check._parser()),
+}
+TEXTS = (
+    *("0", "-1", "2", "1.5", "nan", "inf", "1e999", "9" * 5000),
+    *("", "--", "/", "true", "ps", "a,b", "a:1"),
+)
+VALUES = st.sampled_from(TEXTS) | st.text(max_size=8)
+
+
+def flags_of(parser):
+    return [flag for flag in parser._option_string_actions if "help" not in flag]
+
+
+@pytest.mark.usefixtures("_on_host_a")
+@pytest.mark.parametrize("program", PARSERS)
+def test_each_flag_reads_or_refuses_each_text(program):
+    parse, parser = PARSERS[program]
+    for flag, text in itertools.product(flags_of(parser), TEXTS):
+        with contextlib.suppress(UsageError):
+            parse([f"{flag}={text}"])
+
+
+@pytest.mark.usefixtures("_on_host_a")
+@pytest.mark.parametrize("program", PARSERS)
+@given(data=st.data())
+@settings(
+    max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+def test_any_command_line_gives_a_value_or_a_usage_error(program, data):
+    parse, parser = PARSERS[program]
+    flags = st.sampled_from(flags_of(parser))
+    given_flags = st.lists(flags | st.builds("{}={}".format, flags, VALUES), max_size=6)
+    words = data.draw(given_flags) + data.draw(st.lists(VALUES, max_size=2))
+    with contextlib.suppress(UsageError, SystemExit):  # -h exits
+        parse(words)
