@@ -27,6 +27,8 @@ FITS = (
     *("test_find", "test_repeated_rows", "test_docs_python", "test_pipeline"),
 )
 """Files whose tests take long: none is left for the end, and jobs that wait run beside fits."""
+SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().split())
+"""Tests and files that `make test` leaves out, by their measured time."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,7 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first, jobs and fits in turn; a file's order stays."""
+    """Marks slow tests, and puts the files that take longest first, jobs and fits in turn."""
+    for item in items:
+        if {item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]} & SLOW:
+            item.add_marker("slow")
     in_turn = [name for pair in itertools.zip_longest(JOBS, FITS) for name in pair]
     place = {name: number for number, name in enumerate(in_turn)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))

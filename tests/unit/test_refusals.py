@@ -48,7 +48,6 @@ PROGRAMS = {
     "tune": tuned,
     "serve": serve._serve,
     "submit": submit._run,
-    "check": check._run,
 }
 REPLACED = {"{slurm}": SLURM, "{pods}": PODS, "{long}": "x" * 300, "{file}": __file__}
 TABLE = Path(__file__).parent / "data" / "refusals.txt"
