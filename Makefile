@@ -10,7 +10,7 @@ RAY := ray[default,serve,train]==2.60.0
 PEERS := tf_keras==2.21.0 torch==2.13.0 lightning==2.6.6 '$(RAY)'
 
 WITH := keras-3.14.1 keras-3.15.1
-OF_VERSIONS := tests/integration/test_equivalence.py tests/integration/test_resume.py tests/field
+OF_VERSIONS := $(addprefix tests/integration/test_,equivalence.py conformance.py resume.py) tests/field
 
 # Makes an environment that has what .venv has; what is installed into it goes before that.
 define MAKE_BESIDE

@@ -21,7 +21,7 @@ JOBS = (
     *("test_train_program", "test_examples", "test_restarts"),
 )
 FITS = (
-    *("test_jobs", "test_one_process", "test_losses", "test_keras_callbacks", "test_beside_keras"),
+    *("test_jobs", "test_one_process", "test_conformance", "test_keras_callbacks"),
     *("test_grid", "test_resume", "test_inputs", "test_equivalence", "test_saving"),
     *("test_randomness", "test_bad_input", "test_stream_graph", "test_keras_compat"),
     *("test_find", "test_repeated_rows", "test_docs_python", "test_pipeline"),

@@ -95,30 +95,6 @@ def test_keras_23085_a_custom_loop_with_an_optimizer_that_has_variables(one, two
     np.testing.assert_allclose(*trained, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
-def test_keras_21069_rows_of_an_embedding_for_sequences_of_any_length(one, two, optimizer):
-    """Sparse gradients of unknown dimensions were an error; they train as on one device.
-
-    https://github.com/keras-team/keras/issues/21069
-    """
-    made = {"adam": lambda: keras.optimizers.Adam(0.01, clipnorm=1.0)}
-    made["adagrad"] = lambda: keras.optimizers.Adagrad(0.1)
-    targets = np.concatenate([Y, Y[:1]])  # of a last batch a replica gets nothing
-    rows = tf.data.Dataset.range(49)
-    data = rows.map(lambda i: (tf.range(1 + i % 5) + i % 7, tf.gather(targets, i))).padded_batch(8)
-    trained = []
-    for strategy in (one, two):
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            tokens, embedding = keras.Input((None,), dtype="int64"), layers.Embedding(12, 4)
-            both = [layers.GlobalAveragePooling1D()(embedding(t)) for t in (tokens, tokens + 1)]
-            model = keras.Model(tokens, layers.Dense(1)(layers.Concatenate()(both)))
-            model.compile(made[optimizer](), "mse")
-        tfdist.fit(model, data, epochs=2, seed=3, verbose=0)
-        trained.append(models.flat(model))
-    np.testing.assert_allclose(*trained, atol=1e-6)
-
-
 def test_keras_20568_training_that_became_nan_under_a_strategy(one, two):
     """The loss became NaN under a strategy; it stays finite, and that of one device where asked.
 

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import logging
 import os
 
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
@@ -46,6 +47,16 @@ def fresh_keras():
     keras.utils.set_random_seed(1)
     yield
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture
+def warnings(caplog):
+    """What tfdist has warned of, each once in the process."""
+    from tfdist.training.keras_compat.trace import warn_once
+
+    warn_once.cache_clear()
+    caplog.set_level(logging.WARNING, logger="tfdist")
+    return lambda: [r.getMessage() for r in caplog.records if r.name.startswith("tfdist")]
 
 
 @functools.cache

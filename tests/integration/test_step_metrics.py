@@ -1,7 +1,6 @@
 """Metrics in a step of the user's own: results under any key, and numbers that count once."""
 
 import functools
-import logging
 
 import keras
 import numpy as np
@@ -12,7 +11,6 @@ import tfdist
 from tests import models
 from tests.multiprocess.programs import figures
 from tests.refusals import refusal
-from tfdist.training.keras_compat.trace import warn_once
 
 pytestmark = pytest.mark.slow
 
@@ -97,14 +95,6 @@ def test_a_function_that_updates_a_metric_may_return_a_loss(strategies):
     logs = loop.run(1)
     assert logs["loss"] == pytest.approx(figures.X[:48].mean(), abs=1e-6)
     assert logs["auc"] == pytest.approx(1, abs=1e-3)
-
-
-@pytest.fixture
-def warnings(caplog):
-    """What tfdist has warned of, each once in the process."""
-    warn_once.cache_clear()
-    caplog.set_level(logging.WARNING, logger="tfdist")
-    return lambda: [r.getMessage() for r in caplog.records if r.name.startswith("tfdist")]
 
 
 class Updating(models.OwnStep, keras.Sequential):

@@ -1,0 +1,965 @@
+"""Models x data x optimizers x losses x replicas: each cell ends alike.
+
+A cell is trained by Keras itself, or by one device where Keras has no such case, and by replicas.
+Weights, the optimizer's variables and logs are compared. A failure has the name of its cell.
+Tasks of several processes are compared in tests/multiprocess, by the models of its `zoo`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfdist
+from tests import models
+from tests.field.programs import models as field
+from tests.models import OwnStep, Tracked, difference
+from tests.multiprocess.programs import zoo
+from tests.multiprocess.programs.without_call import AutoEncoder
+from tests.refusals import refusal
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(60, 6).astype("float32")
+X[1::3] *= 3
+Y = RNG.randn(60, 1).astype("float32")
+TOKENS = RNG.randint(1, 20, (60, 5))
+TOKENS[:, 3:] *= RNG.randint(0, 2, (60, 2))
+TOKENS[::4, 1:] = 0
+TOKENS[40:48] = 0  # batches in which a replica, or all of them, have nothing unmasked
+NEXT = RNG.randint(0, 4, (60, 5))
+WEIGHTS = RNG.rand(60, 5).astype("float32")
+
+GUIDE_X = zoo.X[:52]
+GUIDE_Y = GUIDE_X @ np.linspace(-1, 1, 6, dtype="float32")[:, None]
+
+SMALL = np.random.default_rng(0)
+ROWS = SMALL.normal(size=(20, 5)).astype("float32")
+TARGETS = SMALL.normal(size=(20, 1)).astype("float32")
+CLASSES = SMALL.integers(0, 3, size=20)
+PER_ROW = SMALL.uniform(0.2, 2.0, size=20).astype("float32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A model and its data; `fit` has more options of `fit`."""
+
+    make: Callable[[], keras.Model]
+    x: Any
+    y: Any = None
+    fit: dict[str, Any] = dataclasses.field(default_factory=dict)
+    callbacks: tuple[type[keras.callbacks.Callback], ...] = ()
+    beside_keras: bool = False
+    replicas: tuple[int, ...] = (2,)
+    tolerance: float = 1e-6
+    rtol: float = 1e-5
+    atol: float = 1e-7
+
+
+class Called(keras.callbacks.Callback):
+    """Keeps the logs of each batch, epoch and validation."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.calls.append(("batch", batch, dict(logs)))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.calls.append(("epoch", epoch, dict(logs)))
+
+    def on_test_end(self, logs=None):
+        self.calls.append(("test", 0, dict(logs)))
+
+
+def trained(strategy, cell):
+    """Return the model that `strategy` trains, or Keras if there is none, and the calls."""
+    called = Called()
+    callbacks = [*(callback() for callback in cell.callbacks), called]
+    fit = {**cell.fit, "callbacks": callbacks}
+    if strategy is None:
+        fit.pop("seed")
+    model, _ = models.trained(strategy, cell.make, cell.x, cell.y, **fit)
+    calls = called.calls if cell.beside_keras else [c for c in called.calls if c[0] == "epoch"]
+    return model, calls
+
+
+def require_alike(strategies, cell):
+    """Train a cell on each number of replicas, and compare all that is left."""
+    expected, calls = trained(None if cell.beside_keras else strategies[1], cell)
+    for number in cell.replicas:
+        model, seen = trained(strategies[number], cell)
+        assert difference(model, expected) < cell.tolerance
+        pairs = zip(model.optimizer.variables, expected.optimizer.variables, strict=True)
+        for one, other in pairs:
+            rtol = 1e-7 if cell.beside_keras else 1e-6
+            np.testing.assert_allclose(one, other, rtol=rtol, atol=cell.tolerance)
+        assert [call[:2] for call in seen] == [call[:2] for call in calls]
+        for (*_, logs), (*_, wanted) in zip(seen, calls, strict=True):
+            assert list(logs) == list(wanted)
+            for name, value in logs.items():
+                near = {"rtol": cell.rtol, "atol": cell.atol, "err_msg": name}
+                np.testing.assert_allclose(value, wanted[name], **near)
+
+
+# Losses of several terms
+
+
+def of(kind=keras.Sequential, parts=lambda: [layers.Dense(1)], loss=None, *, rate=0.01):
+    """Return the function that makes a model of a kind."""
+
+    def make():
+        model = kind([keras.Input((6,)), *parts()])
+        model.compile(keras.optimizers.SGD(rate), loss)
+        return model
+
+    return make
+
+
+class AddsByHand(keras.Sequential):
+    """A mean by hand beside the loss of `compile`, as in guides on autoencoders."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return loss + 0.5 * tf.reduce_mean(tf.abs(y_pred))
+
+
+class LearnsItsWeights(keras.Sequential):
+    """A loss that is weighted by a variable, as for several tasks."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        log_variance = self.layers[0].bias[0]
+        return keras.ops.exp(-log_variance) * loss + log_variance
+
+
+class MixesInItsStep(Tracked, keras.Sequential):
+    """Two updates: one by a sum of both kinds, one by a mean by hand alone."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            predicted = self(x, training=True)
+            by_hand = tf.reduce_mean(tf.abs(predicted))
+            total = keras.ops.sum([self.compute_loss(x, y, predicted), 0.5 * by_hand])
+        for target in (total, by_hand):
+            gradients = tape.gradient(target, self.trainable_variables)
+            gradients, _ = tf.clip_by_global_norm(gradients, 1e9)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return self.logs_of(total, data)
+
+
+def synchronized():
+    dense = layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.1))
+    return dense, layers.BatchNormalization(synchronized=True)
+
+
+MEAN, SUM = keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError(reduction="sum")
+
+
+class KeepsGradients(OwnStep, keras.Sequential):
+    """Keeps gradients in variables, as programs from before Keras did it do."""
+
+    def compile(self, *arguments):
+        super().compile(*arguments)
+        weights = self.trainable_variables
+        kept = [keras.Variable(np.zeros(v.shape, "float32"), trainable=False) for v in weights]
+        self.kept = lambda: kept
+
+    def update(self, gradients):
+        for kept, gradient in zip(self.kept(), gradients, strict=True):
+            kept.assign_add(gradient)
+        super().update([0.5 * kept for kept in self.kept()])
+        for kept in self.kept():
+            kept.assign(0.3 * kept)
+
+
+class DescendsByHand(OwnStep, keras.Sequential):
+    """Updates its weights without an optimizer."""
+
+    def update(self, gradients):
+        for variable, gradient in zip(self.trainable_variables, gradients, strict=True):
+            variable.assign_sub(0.01 * gradient)
+
+
+class ByTensorFlow(Tracked, keras.Sequential):
+    """Losses as in TensorFlow's guide to custom training."""
+
+    global_batch_size = None
+
+    def loss_of(self, data):
+        x, y = data
+        errors = tf.reduce_mean((self(x, training=True) - y) ** 2, -1)
+        size = self.global_batch_size
+        loss = tf.nn.compute_average_loss(errors, global_batch_size=size)
+        return loss + tf.nn.scale_regularization_loss(self.losses)
+
+
+class BySize(ByTensorFlow):
+    global_batch_size = 9
+
+
+def penalized():
+    return [layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.1))]
+
+
+# Masks and weights
+
+
+def entropy(**options):
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+
+
+def one_number(y_true, y_pred):
+    """A mean that masks do not weight."""
+    entropies = keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+    return keras.ops.mean(entropies)
+
+
+def tagger(losses):
+    """A class for each token that is not 0, by each of several losses, by heads of their own."""
+
+    def make():
+        x = keras.Input((5,), dtype="int32")
+        h = layers.Embedding(20, 8, mask_zero=True)(x)
+        model = keras.Model(x, {name: layers.Dense(4, name=name)(h) for name in losses})
+        weights = {name: 1.0 / number for number, name in enumerate(losses, 1)}
+        metrics = dict.fromkeys(losses, "accuracy")
+        optimizer = keras.optimizers.SGD(0.5)
+        model.compile(optimizer, losses, loss_weights=weights, metrics=metrics)
+        return model
+
+    return make
+
+
+# Losses in one tensor: of each example, or means
+
+
+class SummedByTheTape(Tracked, keras.Sequential):
+    """A loss per example, as of published siamese networks; with a mean; a mean in another call."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            errors = tf.reduce_mean((self(x, training=True) - y) ** 2, -1)
+            mean = tf.reduce_mean(self(x, training=True) ** 2)
+        for target in (errors, [errors, mean], mean):
+            self.update(tape.gradient(target, self.trainable_weights))
+        return self.logs_of(errors, data)
+
+
+class PerExample(layers.Layer):
+    """Adds a loss of each example, as published models of OCR do."""
+
+    def call(self, x):
+        self.add_loss(tf.reduce_sum((x - 1.0) ** 2, -1, keepdims=True))
+        return x
+
+
+def per_example():
+    return layers.Dense(1), PerExample()
+
+
+class ByTheTape(Tracked, keras.Sequential):
+    """The gradient of what a function makes of targets and predictions."""
+
+    def __init__(self, layers, loss):
+        super().__init__(layers)
+        self.loss_by_hand = loss
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_by_hand(y, self(x, training=True))
+        self.update(tape.gradient(loss, self.trainable_weights))
+        mean = tf.add_n([tf.reduce_mean(part) for part in tf.nest.flatten(loss)])
+        return self.logs_of(mean, data)
+
+
+class ByKerasStep(keras.Sequential):
+    """A loss of its own, of which Keras' step takes the gradient."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return means(y, y_pred)
+
+
+def means(y, p):
+    return tf.reduce_mean((p - y) ** 2, 0)
+
+
+def in_python(y, p, shape=None):
+    loss = tf.py_function(means if shape is None else of_each, [y, p], tf.float32)
+    return loss if shape is None else tf.ensure_shape(loss, shape)
+
+
+def of_each(y, p):
+    return tf.reduce_mean((p - y) ** 2, -1)
+
+
+def by_tape(loss, units=4):
+    return of(functools.partial(ByTheTape, loss=loss), lambda: [layers.Dense(units)])
+
+
+class AddsForEachUnit(layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_mean(x**2, 0))
+        return x
+
+
+def unmasked(y, p):
+    return tf.boolean_mask(of_each(y, p), p[:, 0] > 0)
+
+
+def sequences():
+    rows = [X[i : i + 8, : 2 * 2].reshape(8, 2, 2) for i in range(0, 48, 8)]
+    spec = tf.TensorSpec((None, None, 2)), tf.TensorSpec((None, 1, 1))
+    batches = lambda: ((np.repeat(x, 2, 1), x[:, :1, :1]) for x in rows)  # noqa: E731
+    return tf.data.Dataset.from_generator(batches, output_signature=spec)
+
+
+def over_sequences():
+    model = ByTheTape([keras.Input((None, 2)), layers.Dense(1)], means)
+    model.compile(keras.optimizers.SGD(0.01))
+    return model
+
+
+class TwoMeans(layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.stack([tf.reduce_mean(x**2), tf.reduce_mean(tf.abs(x))]))
+        return x
+
+
+class OfBags(Tracked, keras.Model):
+    """A loss per example, of data that come ragged or sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = layers.Embedding(20, 4)
+        self.embed.build((None, None))
+
+    def call(self, x):
+        return tf.reduce_mean(self.embed(x.to_tensor() if hasattr(x, "to_tensor") else x), 1)
+
+    def train_step(self, x):
+        x = tf.sparse.to_dense(x) if isinstance(x, tf.SparseTensor) else x
+        with tf.GradientTape() as tape:
+            losses = tf.reduce_mean(self(x) ** 2, -1)
+        self.update(tape.gradient(losses, self.trainable_variables))
+        return self.logs_of(losses, x)
+
+
+# Losses that layers add
+
+
+class AddsItsSquares(layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_mean(x**2))
+        return x
+
+
+class ReadsAfterTheUpdate(Tracked, keras.Sequential):
+    """As the published VQ-VAE, whose metric is what its layers have added."""
+
+    def loss_of(self, data):
+        x, y = data
+        return tf.reduce_mean((self(x, training=True) - y) ** 2) + sum(self.losses)
+
+    def logs_of(self, loss, data):
+        return super().logs_of(sum(self.losses), data)
+
+
+class ReturnsItsLosses(Tracked, keras.Sequential):
+    """Takes the losses of a call that leaves nothing behind."""
+
+    def train_step(self, data):
+        x, y = data
+        trainable, others = self.trainable_variables, self.non_trainable_variables
+        with tf.GradientTape() as tape:
+            values = [tf.convert_to_tensor(v) for v in trainable]
+            tape.watch(values)
+            call = self.stateless_call(values, others, x, training=True, return_losses=True)
+            found, _, added = call
+            loss = tf.reduce_mean((found - y) ** 2) + sum(added)
+        self.update(tape.gradient(loss, values))
+        return self.logs_of(sum(added), data)
+
+
+# Models beside Keras
+
+
+def dense(optimizer="sgd", *parts, **options):
+    model = keras.Sequential(
+        [keras.Input((5,)), layers.Dense(6, "tanh", name="a"), *parts, layers.Dense(1, name="b")]
+    )
+    model.compile(optimizer, options.pop("loss", "mse"), **options)
+    return model
+
+
+class Totals(keras.metrics.Metric):
+    """A metric of several results."""
+
+    def __init__(self):
+        super().__init__(name="totals")
+        self.totals = self.add_weight(shape=(2,), initializer="zeros", name="totals")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.totals.assign_add(ops.stack([ops.sum(y_true), ops.sum(y_pred)]))
+
+    def result(self):
+        return {"true": self.totals[0], "predicted": self.totals[1]}
+
+
+class LossLayer(layers.Layer):
+    """The layer of Keras' guide that adds a loss which Keras has computed."""
+
+    def call(self, x):
+        self.add_loss(keras.losses.MeanSquaredError()(ops.zeros_like(x), x))
+        return x
+
+
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean(ops.square(y - y_pred)) + 0.1 * ops.mean(ops.abs(y_pred))
+
+
+class StopAtOnce(keras.callbacks.Callback):
+    """The epoch that it stops has one step."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.stop_training = epoch == 1
+
+
+class Parts(OwnStep, keras.Sequential):
+    """A step that takes a dict apart, as for TFDS, and a loss of `compile`."""
+
+    def loss_of(self, data):
+        return self.compute_loss(y=data["label"], y_pred=self(data["image"], training=True))
+
+
+class Itself(OwnStep, keras.Sequential):
+    """An autoencoder, whose targets are its inputs."""
+
+    def loss_of(self, data):
+        return self.compute_loss(y=data, y_pred=self(data, training=True))
+
+
+class OfOneBatch(keras.Model):
+    """Takes what a symbol is not: a ragged tensor, or a batch whose size is known."""
+
+    def __init__(self, ragged):
+        super().__init__()
+        self.ragged, self.embed, self.out = ragged, layers.Embedding(6, 4), layers.Dense(1)
+
+    def call(self, x):
+        x = x.to_tensor(shape=[None, 3]) if self.ragged else tf.reshape(x, [x.shape[0], 3])
+        return self.out(ops.mean(self.embed(x), 1))
+
+
+class Helped(keras.Model):
+    """With a head that training alone uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.out = layers.Dense(4, "tanh"), layers.Dense(1)
+        self.head = layers.Dense(1)
+
+    def call(self, x, training=False):
+        x = self.body(x)
+        return self.out(x) + self.head(x) if training else self.out(x)
+
+
+def optimizers_of_parts():
+    others = {"a/.*": keras.optimizers.Adam(0.01, use_ema=True)}
+    first = keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.1)
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(first, others))
+
+
+def scaled():
+    adam = keras.optimizers.Adam(0.01)
+    return keras.optimizers.LossScaleOptimizer(adam, initial_scale=64.0, dynamic_growth_steps=4)
+
+
+def with_metrics():
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(1, "sigmoid")])
+    auc, f1 = keras.metrics.AUC(20, name="auc"), keras.metrics.F1Score(threshold=0.5)
+    weighted = [keras.metrics.AUC(20, curve="PR", name="pr")]
+    metrics = {"metrics": [auc, f1, Totals(), "mae"], "weighted_metrics": weighted}
+    model.compile("adam", "binary_crossentropy", **metrics)
+    return model
+
+
+def several_outputs():
+    x = keras.Input((5,))
+    parts = (("a", 1, None), ("b", 3, "softmax"), ("c", 2, None))
+    model = keras.Model(x, {n: layers.Dense(u, f, name=n)(x) for n, u, f in parts})
+    losses = {"a": "mse", "b": "sparse_categorical_crossentropy", "c": None}
+    model.compile("adam", losses, metrics={"b": ["accuracy"]})
+    return model
+
+
+def own(kind, units=1, loss="mse"):
+    def make():
+        model = kind([keras.Input((5,)), layers.Dense(units)])
+        model.compile("adam", loss, metrics=None if loss else ["mae"])
+        return model
+
+    return make
+
+
+def words():
+    looked_up = layers.TextVectorization(output_sequence_length=3, vocabulary=["a", "b", "c"])
+    parts = [keras.Input((), dtype="string"), looked_up, layers.Embedding(6, 2), layers.Flatten()]
+    model = keras.Sequential([*parts, layers.Dense(1)])
+    # Not Adam: of rows that repeat Keras squares each slice; see test_repeated_rows.
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def averaged():
+    return dense(keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5))
+
+
+def without_call():
+    model = AutoEncoder()
+    model.compile("sgd", keras.losses.MeanSquaredError(), metrics=["mae"])
+    return model
+
+
+def of_one_batch(ragged):
+    model = OfOneBatch(ragged)
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])  # its rows repeat, too
+    return model
+
+
+def helped():
+    model = Helped()
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def tokens(*, ragged):
+    rows = tf.ragged.constant([[1, 2, 3], [3], [4, 5], [2]] * 5, dtype=tf.int32)
+    data = tf.data.Dataset.from_tensor_slices((rows if ragged else rows.to_tensor(), TARGETS))
+    return data.batch(4, drop_remainder=not ragged)
+
+
+# Steps, losses and figures of the user's own
+
+
+class Guide(Tracked, keras.Sequential):
+    """The custom step of Keras' guide: a loss object, trackers, and what `metrics` lists."""
+
+    def compile(self, optimizer):
+        super().compile(optimizer=optimizer)
+        self.error = keras.metrics.MeanAbsoluteError(name="error")
+        self.criterion = keras.losses.MeanSquaredError()
+
+    @property
+    def metrics(self):
+        return [self.tracker, self.error]
+
+    def loss_of(self, data):
+        x, y = data
+        return self.criterion(y, self(x, training=True))
+
+    def logs_of(self, loss, data):
+        x, y = data
+        self.error.update_state(y, self(x))
+        super().logs_of(loss, data)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+class Returned(Guide):
+    """Returns losses of several kinds as they are, and what is made of them; tracks them too."""
+
+    def compile(self, optimizer):
+        super().compile(optimizer)
+        names = ("by_hand", "by_examples", "loss")  # the last of which nobody updates
+        self.trackers = {name: keras.metrics.Mean(name=name) for name in names}
+        self.summed = keras.losses.MeanSquaredError(reduction="sum")
+
+    @property
+    def metrics(self):
+        return [*super().metrics, *self.trackers.values()]
+
+    def logs_of(self, loss, data):
+        x, y = data
+        predicted, found = self(x), super().logs_of(loss, data)
+        by_hand = tf.reduce_mean((predicted - y) ** 2)
+        self.trackers["by_hand"].update_state(by_hand)
+        self.trackers["by_examples"].update_state(loss, sample_weight=tf.shape(x)[0])
+        losses = {"loss": loss, "twice": 2.0 * loss, "hand": by_hand}
+        losses["sum"] = self.summed(y, predicted)
+        tracked = {name: tracker.result() for name, tracker in self.trackers.items()}
+        return {**found, **tracked, **losses, "rate": self.optimizer.learning_rate}
+
+
+class MoreFigures(keras.Sequential):
+    """With a figure that is no metric's, as Keras' guide has it."""
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        figures = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**figures, "error": tf.reduce_mean(tf.abs(y - y_pred))}
+
+
+def more_figures():
+    model = MoreFigures([keras.Input((6,)), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+class Halves(OwnStep, keras.Model):
+    """Steps of its own and no `call`, as the autoencoders of Keras' guides."""
+
+    def __init__(self, *, built=True):
+        super().__init__()
+        self.first, self.second = layers.Dense(3, name="first"), layers.Dense(1)
+        if built:
+            self.first.build((None, 6))
+            self.second.build((None, 3))
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def loss_of(self, data):
+        x, y = data
+        return tf.reduce_mean((self.second(self.first(x)) - y) ** 2)
+
+    def logs_of(self, loss, data):
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+    def test_step(self, data):
+        return self.logs_of(self.loss_of(data), data)
+
+
+class Siamese(Halves):
+    """Its `call` takes pairs, of which a batch gives one as x and the other as y."""
+
+    def call(self, pair):
+        return self.second(self.first(pair[0])) - self.second(self.first(pair[1]))
+
+    def loss_of(self, data):
+        return tf.reduce_mean(self(data) ** 2)
+
+
+def compiled(kind, **options):
+    model = kind(**({"built": False} if options.pop("unbuilt", False) else {}))
+    model.compile(keras.optimizers.SGD(0.05), **options)
+    return model
+
+
+def own_guide(kind):
+    def make():
+        model = kind([keras.Input((6,)), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05))
+        return model
+
+    return make
+
+
+# Models of several replicas beside one device
+
+
+def over_rows():
+    """A layer over sequences: the shape of its kernel's gradient is known at run time alone."""
+    model = keras.Sequential([keras.Input((4, 6)), layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+def of_bags():
+    model = OfBags()
+    model.compile(keras.optimizers.SGD(0.01))
+    return model
+
+
+def bags(of_tokens):
+    return tf.data.Dataset.from_tensor_slices(of_tokens(TOKENS[:36])).batch(9)
+
+
+def distiller(loss):
+    teacher, student = (
+        keras.Sequential([keras.Input((6,)), layers.Dense(4, "softmax")]) for _ in "ts"
+    )
+    model = keras.distillation.Distiller(
+        teacher, student, keras.distillation.LogitsDistillation(), student_loss_weight=0.7
+    )
+    model.compile(keras.optimizers.SGD(0.5), loss, metrics=["accuracy"])
+    return model
+
+
+def embedding_of_any_length(optimizer):
+    inputs, embedding = keras.Input((None,), dtype="int64"), layers.Embedding(12, 4)
+    both = [layers.GlobalAveragePooling1D()(embedding(t)) for t in (inputs, inputs + 1)]
+    model = keras.Model(inputs, layers.Dense(1)(layers.Concatenate()(both)))
+    model.compile(optimizer(), "mse")
+    return model
+
+
+def any_length():
+    """Sequences of 1 to 5 tokens; of the last batch a replica gets none."""
+    targets = field.Y[np.arange(49) % len(field.Y)]
+    numbers = tf.data.Dataset.range(49)
+    rows = numbers.map(lambda i: (tf.range(1 + i % 5) + i % 7, tf.gather(targets, i)))
+    return rows.padded_batch(8)
+
+
+def squares():
+    yield from (layers.Dense(4), AddsItsSquares())
+    yield from (layers.BatchNormalization(synchronized=True), layers.Dense(1))
+
+
+# The table
+
+
+FIELDS = {field.name for field in dataclasses.fields(Cell)}
+
+
+def one_device(make, x=X[:55], y=Y[:55], *, seed=3, **options):
+    """Return a cell beside one device; options that are no fields of a cell are of `fit`."""
+    fields = {name: value for name, value in options.items() if name in FIELDS}
+    fit = {name: value for name, value in options.items() if name not in FIELDS}
+    fit = {"batch_size": 9, "shuffle": True, "seed": seed, **fit}
+    return Cell(make=make, x=x, y=y, fit=fit, **fields)
+
+
+def keras_too(make, x=ROWS, y=TARGETS, **options):
+    """Return a cell beside Keras, whose batches come in order."""
+    near = {"rtol": 1e-4, "atol": 1e-6, "batch_size": 6, "epochs": 3, "shuffle": False}
+    return one_device(make, x, y, seed=None, beside_keras=True, **near | options)
+
+
+GUIDED = {"batch_size": 17, "shuffle": False, "rtol": 1e-5, "atol": 1e-5}
+
+
+def masked(examples, batch_size):
+    losses = {"masked": entropy(), "ignoring": entropy(ignore_class=1), "number": one_number}
+    x, y = TOKENS[:examples], NEXT[:examples]
+    y = {name: np.roll(y, n, 0) for n, name in enumerate(losses)}
+    return one_device(tagger(losses), x, y, validation_data=(x, y), batch_size=batch_size)
+
+
+def masked_and_weighted():
+    losses = {"mean": entropy(), "weighted": entropy(reduction="mean_with_sample_weight")}
+    losses["number"] = one_number
+    y, weights = dict.fromkeys(losses, NEXT), dict.fromkeys(losses, WEIGHTS)
+    return one_device(tagger(losses), TOKENS, y, sample_weight=weights)
+
+
+def per_example_cells(name, make, **validated):
+    """Yield cells with a last batch of 1, and with all batches alike."""
+    for examples, batch_size in ((55, 9), (48, 8)):
+        x, y = X[:examples], Y[:examples]
+        yield (
+            f"{name}, {batch_size} a step",
+            one_device(make, x, y, batch_size=batch_size, **validated),
+        )
+
+
+def of_means(make, batch_size=8, **options):
+    return one_device(make, X[:48], Y[:48], batch_size=batch_size, **options)
+
+
+VALIDATED = {"validation_data": (X[:19], Y[:19])}
+STACK = np.stack([zoo.X, zoo.X[::-1], zoo.X**2, zoo.X - 1], 1)[:21]
+SUM_OF_ALL = keras.losses.MeanSquaredError(reduction="sum")
+ADDED = of(parts=lambda: [layers.Dense(4), AddsForEachUnit(), layers.Dense(1)], loss="mse")
+ADDED_5 = of(parts=lambda: [layers.Dense(5), AddsForEachUnit(), layers.Dense(1)], loss="mse")
+SPARSE = keras.losses.SparseCategoricalCrossentropy
+ALONG = tf.data.Dataset.from_tensor_slices
+# fmt: off
+CELLS = {
+    # Optimizers; every one by itself: test_equivalence, test_repeated_rows
+    "several optimizers": keras_too(lambda: dense(optimizers_of_parts()), replicas=(1, 2)),
+    "loss scaling": keras_too(lambda: dense(scaled()), replicas=(1, 2)),
+    "averages in validation": keras_too(
+        averaged, callbacks=(keras.callbacks.SwapEMAWeights,), validation_data=(ROWS, TARGETS)
+    ),
+    "a hundred steps": one_device(
+        lambda: zoo.penalized("adamw_clipped"), zoo.X, zoo.Y, batch_size=8, epochs=13,
+        replicas=(3,), tolerance=1e-5, rtol=1e-4,
+    ),
+    # Metrics
+    "metrics with a state and of several results": keras_too(
+        with_metrics, y=(TARGETS > 0).astype("float32"), sample_weight=PER_ROW,
+        validation_split=0.3,
+    ),
+    "metrics of compile without a call, 6 rows": keras_too(
+        without_call, ALONG(ROWS).batch(6), None, batch_size=None, replicas=(1, 2),
+        validation_data=ALONG(ROWS).batch(6),
+    ),
+    "metrics of compile without a call, 10 rows": keras_too(
+        without_call, ALONG(ROWS).batch(10), None, batch_size=None, replicas=(1, 2),
+        validation_data=ALONG(ROWS).batch(10),
+    ),
+    "more figures": keras_too(
+        more_figures, GUIDE_X[:48], GUIDE_Y[:48], replicas=(1, 2), epochs=2,
+        **GUIDED, validation_data=(GUIDE_X[:32], GUIDE_Y[:32]),
+    ),
+    "trackers of the guide": one_device(own_guide(Guide), GUIDE_X, GUIDE_Y, **GUIDED),
+    "logs of every kind": one_device(own_guide(Returned), GUIDE_X, GUIDE_Y, **GUIDED),
+    # Models and data
+    # Batches of one size: under Keras the loss of an output is a mean over batches.
+    "several outputs, one without a loss": keras_too(
+        several_outputs, ROWS[:18], {"a": TARGETS[:18], "b": CLASSES[:18], "c": ROWS[:18, :2]},
+        sample_weight=PER_ROW[:18],
+    ),
+    "strings": keras_too(words, tf.constant(["a b", "c x a"] * 10)),
+    "no weights, and an epoch stopped at its begin": keras_too(
+        dense, ALONG((ROWS, TARGETS)).batch(6).map(lambda x, y: (x, y, None)), None,
+        batch_size=None, callbacks=(StopAtOnce,),
+        validation_data=ALONG((ROWS, TARGETS)).batch(6).map(lambda x, y: (x, y, None)),
+    ),
+    "a step that takes a dict apart": keras_too(
+        own(Parts), {"image": ROWS, "label": TARGETS}, None
+    ),
+    "a step whose targets are its inputs": keras_too(own(Itself, 5), ROWS, None),
+    "built by a ragged batch": keras_too(
+        lambda: of_one_batch(True), tokens(ragged=True), None, batch_size=None,
+        validation_data=tokens(ragged=True),
+    ),
+    "built by a batch of known size": keras_too(
+        lambda: of_one_batch(False), tokens(ragged=False), None, batch_size=None,
+        validation_data=tokens(ragged=False), replicas=(1,),
+    ),
+    "layers that training alone uses": keras_too(helped, validation_data=(ROWS, TARGETS)),
+    "no call": keras_too(
+        lambda: compiled(Halves), GUIDE_X[:48], GUIDE_Y[:48], replicas=(1, 2), epochs=2,
+        **GUIDED, validation_data=(GUIDE_X[:32], GUIDE_Y[:32]),
+    ),
+    # `call` takes more than x, and does without metrics of `compile`.
+    "a call of pairs": keras_too(
+        lambda: compiled(Siamese, weighted_metrics=[]), GUIDE_X[:48], GUIDE_X[48:0:-1],
+        replicas=(1, 2), epochs=2, **GUIDED,
+    ),
+    "no call, built by the step": one_device(
+        lambda: compiled(Halves, unbuilt=True), GUIDE_X[:48], GUIDE_Y[:48],
+        **GUIDED | {"batch_size": 8},
+    ),
+    "a call of pairs, built by the step": one_device(
+        lambda: compiled(Siamese, unbuilt=True), GUIDE_X[:48], GUIDE_X[48:0:-1],
+        **GUIDED | {"batch_size": 8},
+    ),
+    "gradients of unknown shape": one_device(
+        over_rows, STACK, STACK[:, :, :2], batch_size=8, replicas=(3,)
+    ),
+    **{
+        f"keras-team/keras#21069: rows of an embedding, {optimizer.__name__}": one_device(
+            functools.partial(
+                embedding_of_any_length, functools.partial(optimizer, rate, **options)
+            ),
+            any_length(), None, batch_size=None,
+        )
+        for optimizer, rate, options in (
+            (keras.optimizers.Adam, 0.01, {"clipnorm": 1.0}),
+            (keras.optimizers.Adagrad, 0.1, {}),
+        )
+    },
+    # Losses of several terms
+    "a mean by hand": one_device(of(AddsByHand, synchronized, MEAN), **VALIDATED),
+    "a mean by hand beside a sum": one_device(of(AddsByHand, synchronized, SUM), **VALIDATED),
+    "a loss by hand, beside Keras": keras_too(
+        own(OwnLoss, loss=None), ROWS[:18], TARGETS[:18],
+        validation_data=(ROWS[:12], TARGETS[:12]),
+    ),
+    "a loss that a layer has computed": keras_too(lambda: dense("sgd", LossLayer())),
+    "two in a step": one_device(of(MixesInItsStep, synchronized, MEAN)),
+    "two in a step beside a sum": one_device(of(MixesInItsStep, synchronized, SUM)),
+    "weighted by a variable": one_device(of(LearnsItsWeights, synchronized, SUM), **VALIDATED),
+    "gradients that are kept": one_device(of(KeepsGradients, loss="mse")),
+    "no optimizer": one_device(of(DescendsByHand, loss="mse")),
+    "TensorFlow's guide": one_device(of(ByTensorFlow, penalized)),
+    "TensorFlow's guide and a size": one_device(of(BySize, penalized)),
+    "activities": one_device(zoo.with_activities, **VALIDATED),
+    "activities of a layer used twice": one_device(
+        lambda: zoo.with_activities(shared=True), **VALIDATED
+    ),
+    "distillation": one_device(
+        lambda: distiller("sparse_categorical_crossentropy"), X, NEXT[:, 0]
+    ),
+    "distillation by a loss object": one_device(lambda: distiller(SPARSE()), X, NEXT[:, 0]),
+    "losses read after the update": one_device(of(ReadsAfterTheUpdate, squares)),
+    "losses that a call returns": one_device(of(ReturnsItsLosses, squares)),
+    # The last step has one example: what stands in for the empty shares is not summed.
+    "a sum": one_device(
+        of(loss=SUM_OF_ALL, rate=0.001), zoo.X[:57], zoo.Y[:57], batch_size=8, epochs=1,
+        replicas=(3,), validation_data=(zoo.X[:20], zoo.Y[:20]),
+    ),
+    # Masks and weights. Of 55 and 41 the last step has one example for two replicas; of 48 in
+    # batches of 8, each has as many as the other at every step.
+    "masks, 55 in batches of 9": masked(55, 9),
+    "masks, 41 in batches of 5": masked(41, 5),
+    "masks, 48 in batches of 8": masked(48, 8),
+    "masks and weights": masked_and_weighted(),
+    "a mean with weights": one_device(
+        of(loss=keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")), X, Y,
+        sample_weight=WEIGHTS[:, 0] ** 4,
+    ),
+    # A loss per example is a sum
+    **dict(per_example_cells("summed by the tape", of(SummedByTheTape, rate=0.001))),
+    **dict(
+        per_example_cells(
+            "add_loss", of(parts=per_example, loss="mse", rate=0.001), **VALIDATED
+        )
+    ),
+    **dict(
+        per_example_cells("add_loss alone", of(parts=per_example, rate=0.001), **VALIDATED)
+    ),
+    "of ragged data": one_device(
+        of_bags, bags(tf.RaggedTensor.from_tensor), None, batch_size=None, shuffle=False
+    ),
+    "of sparse data": one_device(
+        of_bags, bags(tf.sparse.from_dense), None, batch_size=None, shuffle=False
+    ),
+    # Means in one tensor, of which there are as many as examples of a replica
+    "a mean for each output": of_means(by_tape(means)),
+    "as many as the larger part of a batch has": of_means(by_tape(means, 5), 9),
+    "a matrix of means": of_means(
+        by_tape(lambda y, p: means(y[..., None], tf.stack([p, -p], -1)))
+    ),
+    "beside a loss per example": of_means(by_tape(lambda y, p: [means(y, p), of_each(y, p)])),
+    "by Keras' step": of_means(of(ByKerasStep, lambda: [layers.Dense(4)])),
+    "of layers": of_means(ADDED, validation_data=(X[:24], Y[:24])),
+    "of layers, of the larger part": of_means(ADDED_5, 9),
+    "two means of a layer": one_device(
+        of(parts=lambda: [layers.Dense(1), TwoMeans()], loss="mse", rate=0.001), X, Y,
+        batch_size=8,
+    ),
+    "a loss per example of known shape": of_means(
+        by_tape(lambda y, p: in_python(y, p, y.shape[:1]))
+    ),
+    "one number of known shape": of_means(
+        by_tape(lambda y, p: tf.ensure_shape(tf.reduce_mean(in_python(y, p)), []))
+    ),
+    "over sequences of unknown length": one_device(
+        over_sequences, sequences(), None, batch_size=None, shuffle=False
+    ),
+}
+# fmt: on
+
+
+CORE = "several optimizers", "metrics with a state and of several results", "a call of pairs"
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(c, marks=[pytest.mark.slow] * (c not in CORE)) for c in CELLS]
+)
+def test_replicas_end_alike(strategies, cell):
+    require_alike(strategies, CELLS[cell])
+
+
+def test_a_layer_that_nothing_has_built_is_refused(strategies):
+    with strategies[1].scope():
+        model = compiled(Halves, unbuilt=True)
+    error = refusal(lambda: tfdist.predict(model, GUIDE_X))
+    assert error.code == "not-built"
+    assert error.received.startswith("first")
