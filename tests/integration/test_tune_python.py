@@ -488,9 +488,8 @@ def test_values_that_are_not_tuned_are_those_of_the_best_hyperparameters(trials)
     assert json.loads(file.read_text())["hyperparameters"]["values"] == wanted
 
 
-def test_a_model_that_is_wrapped_for_one_process_is_searched_by_jobs_too(trials):
-    tuner = trials.tuner(tfdist.tuning.HyperModel(OwnFit()))
-    trials.run(tuner, {"units": 2, "batch": 16}, epochs=2)
+def test_a_hypermodel_with_a_fit_of_its_own_is_searched_by_jobs(trials):
+    trials.run(trials.tuner(OwnFit()), {"units": 2, "batch": 16}, epochs=2)
     assert trials.lines("step") == [4, 8]
     assert any((trials.directory().path / "checkpoints").iterdir())
 
