@@ -42,7 +42,7 @@ def test_flags_of_a_configuration_may_come_twice():
         ("serve", ["a", "--replicas=--"], "--replicas", "no-value"),
         ("serve", ["a", "--on", "slurm"], "--on", "unknown-value"),
         ("tune", ["--max_trials=2", "--max_trials=3"], "--max_trials", "given-twice"),
-        ("tune", ["--hub_token=secret"], "command line", "unknown-flag"),
+        ("tune", ["--config=c.py", "--hub_token=secret"], "command line", "unknown-flag"),
         ("serve", ["d", "--replcas=2"], "command line", "unknown-flag"),
     ],
 )
@@ -53,7 +53,7 @@ def test_a_mistake_is_one_line(program, words, where, code):
 
 
 def test_a_flag_that_is_close_is_hinted_at():
-    error = refusal(lambda: tune(["--max_trial", "3"]))
+    error = refusal(lambda: tune(["--config=c.py", "--max_trial", "3"]))
     assert "--max_trial (did you mean '--max_trials'?)" in str(error)
 
 
