@@ -134,7 +134,10 @@ def fit(
     saved = resume.saved_run(backups, job)
     seed = _seed(seed, saved)
     key: Callable[[], Any] | None = None
-    if seed < 2**31 and not (backups or observers or class_weight):
+    # Not under other strategies: workers would fetch the seed from the chief, and peers would have
+    # to agree on what they kept.
+    is_one_task = job.kind in ("single", "mirrored")
+    if is_one_task and seed < 2**31 and not (backups or observers or class_weight):
         data = (x, y, sample_weight, validation_data)
         sizes: tuple[Any, ...] = (batch_size, epochs, initial_epoch, steps_per_epoch, bool(shuffle))
         sizes += (validation_batch_size, validation_steps)

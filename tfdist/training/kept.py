@@ -37,14 +37,11 @@ class Kept:
 
 
 def key_of(model: keras.Model, job: Job, run: Run, data: Any, *others: Any) -> Sequence[Any] | None:
-    """Return all that a program depends on, None for a fit whose program is not kept.
-
-    Tasks with peers would have to agree.
-    """
+    """Return all that a program depends on, None for a fit whose program is not kept."""
     settings = dataclasses.replace(run, seed=None)
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     arrays = all(isinstance(leaf, np.ndarray) for leaf in leaves)
-    if job.kind not in ("single", "mirrored") or repr(settings) != repr(Run()) or not arrays:
+    if repr(settings) != repr(Run()) or not arrays:
         return None
     if sum(leaf.nbytes for leaf in leaves) > _MOST_BYTES:
         return None
