@@ -180,7 +180,7 @@ class JobState:
     """Failures after which the job continued without the failed task."""
 
     alone: list[Task] = field(default_factory=list)
-    """Tasks that train with Keras but did not connect to the job."""
+    """Tasks that train a separate model with Keras (see `tfdist.launch.alone`)."""
 
     is_done: bool = False
     """Whether the chief exited with code 0 (with any code if the job is stopping)."""
