@@ -80,8 +80,8 @@ def _first_message(pipe: Pipe) -> Message | None:
 def lock_host(run_dir: str, host: str, *, within_s: float, pipe: Pipe) -> int:
     """Return a file descriptor that holds the lock for this host and run directory.
 
-    An earlier agent without launcher has `within_s` seconds to stop its tasks. Then it is killed,
-    and its guardian kills the tasks. So two agents never write to one run directory.
+    An earlier agent that lost its launcher has `within_s` seconds to stop its tasks. Then it is
+    killed, and its guardian kills the tasks. So two agents never write to one run directory.
 
     Raises:
         UsageError: The lock file cannot be opened.

@@ -48,13 +48,13 @@ def next_attempt(run_dir: Path) -> int:
 
 
 class RunDir:
-    """A run directory that no other launcher uses until it is closed.
+    """Run directory, locked against other launchers while the context is open.
 
-    The lock is the kernel's: it ends with this process, however that ends. `attempt` is the number
-    of the last attempt that was started.
+    The kernel releases the lock when this process exits or is killed. `attempt` is the number of
+    the last attempt that was started.
 
     Raises:
-        TfdistError: it cannot be written to, or another job runs in it.
+        TfdistError: The directory is not writable, or another job uses it.
     """
 
     def __init__(self, path: Path) -> None:
