@@ -63,7 +63,7 @@ def _has_joined() -> bool:
 
 
 def _begin(task: str, claim: str, *, name: str) -> None:
-    """Record that this task trains a separate model; raise UsageError if another task does."""
+    """Record that this task trains a separate model, or raise UsageError if another task does."""
     global is_training
     try:
         with open(claim, "a+") as file:  # appends are atomic

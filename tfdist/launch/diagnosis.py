@@ -163,10 +163,9 @@ def _cause(raised: Raised | None, ended: Ended | None) -> str:
 
 
 def root_of(failure: Failure, watchdog: Watchdog) -> Failure:
-    """Return the failure of the lost peer if `failure` is the loss of a peer, else `failure`.
+    """Return the failure of a stopped or absent peer that caused `failure`, else `failure`.
 
-    A stopped peer, or a peer that did not start, may cause this failure before `Watchdog` reports
-    the peer as hanging.
+    A task may fail because of such a peer before `Watchdog` reports the peer as hanging.
     """
     has_missed = failure.exit_code == EXIT_PEER_MISSING
     if not has_missed and not is_lost_peer(failure.cause):

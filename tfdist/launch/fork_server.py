@@ -389,7 +389,7 @@ class ForkStarter:
         return None
 
     def withdraw(self, task: Task) -> bool:
-        """Cancel a start that is still queued; return whether it was."""
+        """Cancel a start if it is still queued, and return whether it was."""
         for request in self._waiting:
             if request[0] == task:
                 self._waiting.remove(request)
@@ -445,9 +445,9 @@ class ForkStarter:
         return [event] if isinstance(event, Started | Ended) else []
 
     def _send_waiting(self) -> None:
-        """Send queued requests until the socket is full, because the server may wait for `collect`.
+        """Send queued requests without blocking, because the server may wait for `collect`.
 
-        Each answer of the server calls this method again.
+        This method runs again after each answer of the server.
         """
         while self._is_ready and self._waiting:
             _, fds = request = self._waiting[0]

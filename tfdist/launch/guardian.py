@@ -121,7 +121,7 @@ class GuardianClient:
         self._tell_sessions()
 
     def check(self) -> None:
-        """Start the guardian on the first call; later, replace it if it has exited."""
+        """Start the guardian on the first call. Later, replace it if it has exited."""
         if not self._starts:
             self._start()
         if self._process is None or self._process.poll() is None:
@@ -135,7 +135,7 @@ class GuardianClient:
         self._tell_sessions()
 
     def end_all(self, *, keep: int = 0) -> list[int]:
-        """Kill all remaining processes of the job; return the processes that did not exit.
+        """Kill all remaining processes of the job, and return the processes that did not exit.
 
         Processes in the session `keep` stay for the next attempt.
         """
@@ -216,7 +216,7 @@ def end_all(
     keep: int = 0,
     give_up_s: float = _GIVE_UP_S,
 ) -> list[int]:
-    """Kill all processes of a job until none is left; return the processes that did not exit.
+    """Kill all processes of a job, and return the processes that did not exit.
 
     Processes in the session `keep` stay. Without a mark, only processes in `sessions` are killed.
     """

@@ -196,7 +196,7 @@ def _mount(source: str, target: str, flags: int) -> None:
 
 
 def call(name: str, *args: object) -> None:
-    """Call a function of the C library; raise OSError if it fails."""
+    """Call a function of the C library, and raise OSError if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args):
         number = ctypes.get_errno() or errno.EPERM

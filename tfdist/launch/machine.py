@@ -212,7 +212,7 @@ class KillEvidence:
 
 
 def raise_file_limit(needed: int) -> tuple[int, int]:
-    """Raise this process's limit of open files to `needed` if allowed; return the old limits."""
+    """Raise this process's limit of open files to `needed` if allowed. Return the old limits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if soft != unlimited and soft < needed:

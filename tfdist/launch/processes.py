@@ -76,7 +76,7 @@ class Starter:
         return [Ended(task=t, status=child.returncode, at_s=now_s) for t, child in over.items()]
 
     def withdraw(self, task: Task) -> bool:
-        """Cancel a start that is still queued; return whether it was."""
+        """Cancel a start if it is still queued, and return whether it was."""
         return False
 
     def give_up(self) -> None:
@@ -212,7 +212,7 @@ class JobProcesses:
         return list(self._running)
 
     def perform(self, action: TaskAction) -> Ended | None:
-        """Perform an action; return an `Ended` event if a task cannot be started."""
+        """Perform an action, and return an `Ended` event if a task cannot be started."""
         match action:
             case Start(task=task):
                 try:
@@ -390,7 +390,7 @@ class JobProcesses:
                     self._news.append(event)
 
     def _read(self, fd: int) -> bool:
-        """Pass a pipe's data to the task's output; return whether there may be more."""
+        """Pass a pipe's data to the task's output, and return whether there may be more."""
         _, output = self._pipes[fd]
         try:
             data = os.read(fd, _READ_BYTES)

@@ -82,7 +82,7 @@ class RunDir:
         self._lock.release()
 
     def start_attempt(self) -> Path:
-        """Set `attempt` to the next number; create and return the directory of its logs."""
+        """Set `attempt` to the next number, and create and return its log directory."""
         self.attempt = next_attempt(self.path)
         logs = self.path / _LOGS / f"attempt-{self.attempt}"
         try:

@@ -85,7 +85,7 @@ class Console:
         self.drain(0.0)
 
     def drain(self, timeout_s: float | None) -> None:
-        """Write all pending output; wait at most `timeout_s` for each write (None: no limit)."""
+        """Write all pending output. Wait at most `timeout_s` for each write (None: no limit)."""
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
         while self.is_waiting and poll.poll(None if timeout_s is None else timeout_s * 1000):

@@ -291,7 +291,7 @@ class _Decision:
         return self._may_start(failure) or state.has_enough_without(failure, failed=failed)
 
     def _go_on(self, failure: Failure) -> bool:
-        """Continue the job with the failed task restarted or dropped; return whether it can."""
+        """Continue the job with the failed task restarted or dropped, and return whether it can."""
         if not self._can_go_on(failure):
             return False
         task = self._state.tasks[failure.task]
@@ -456,7 +456,7 @@ class Supervisor:
             self._observe(self._state, awakening)
 
     def _perform(self, action: Action) -> Ended | None:
-        """Perform an action; return an `Ended` event if a task cannot be started."""
+        """Perform an action, and return an `Ended` event if a task cannot be started."""
         if isinstance(action, Say):
             self._screen.say(action.text)
             return None

@@ -176,7 +176,7 @@ def _fresh_main() -> ModuleType:
 
 
 def _explain(error: BaseException, *, failed: Callable[[int, str], None]) -> int:
-    """Print one line for a TfdistError, or a traceback; return the exit code."""
+    """Print one line for a TfdistError, or a traceback. Return the exit code."""
     from tfdist.errors import TfdistError
 
     if isinstance(error, TfdistError):
