@@ -119,7 +119,7 @@ def serve(control: socket.socket) -> None:
 
 
 class _Server:
-    """Process that forks a task, or another server for one more launcher, for each request.
+    """Process that forks a task, or a server for another launcher, for each request.
 
     A request for a task has three file descriptors: the request's content, the task's output, and
     the task's notes. A request for a server has one: the socket to its launcher.

@@ -202,7 +202,7 @@ class KillEvidence:
     def of_kill(self, pid: int) -> str:
         """Return why the kernel killed process `pid`, or "" if the reason is unknown.
 
-        One increment of a counter explains only one killed process.
+        Each increment of a counter explains only a single killed process.
         """
         path = self._files.pop(pid, None)
         if path is None or counters(path).get("oom_kill", 0) <= self._counted[path]:

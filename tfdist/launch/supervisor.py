@@ -161,7 +161,7 @@ class _Decision:
             state.root_cause.forget(served)  # they saw the chief exit before
 
     def _end_failed_alone(self, task: Task) -> bool:
-        """Restart or drop an exited task if the launcher killed it for a failure of its own."""
+        """Restart or drop a task that was killed for its own failure. Return whether it was."""
         known = self._state.tasks[task]
         failure, known.failed_alone = known.failed_alone, None
         if failure is None:

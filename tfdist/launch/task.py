@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
 def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:
     """Return a function that reports the time, exit code and cause of a failure to the launcher.
 
-    In forked children of the program the function does nothing.
+    The function is inactive in forked children of the program.
     """
     pid = os.getpid()
 
