@@ -1,1 +1,1 @@
-"""Launcher: starts, supervises and ends the processes of a job."""
+"""Launcher, which starts, supervises and stops the processes of a job."""

@@ -1,6 +1,6 @@
-"""`python -m tfdist.launch`: flags in, exit code out, errors in one line.
+"""Command line `python -m tfdist.launch`, with an exit code and one-line errors.
 
-What it needs is imported where Ctrl-C ends it without a traceback.
+Other modules are imported inside `main`, so that Ctrl-C prints no traceback.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _LIMITS = {
     errno.ENOMEM: "give the launcher more memory",
     errno.ENOSPC: "make room",
 }
-"""What a launcher may run into at any place, which is no bug of its own, and what helps."""
+"""Errors of the machine that can happen anywhere in the launcher, and their fixes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job that the command line asks for; return its exit code."""
+    """Run the job of the command line and return its exit code."""
     try:
         from tfdist.argument_parser import run_program
 
@@ -46,24 +46,24 @@ def _run(argv: Sequence[str] | None) -> int:
     if options is None:
         print(help_text(), flush=True)
         return 0
-    from tfdist.launch.fork_server import FORK_SERVER  # not for --help, which is to be fast
+    from tfdist.launch.fork_server import FORK_SERVER  # slow: not for --help
     from tfdist.launch.job import run_job
 
-    fd = os.environ.pop(FORK_SERVER, "")  # no launcher in a task has it open
+    fd = os.environ.pop(FORK_SERVER, "")  # a launcher inside a task does not have it open
     return run_job(options, environ=dict(os.environ), fork_server=int(fd) if fd else None)
 
 
 def _open_standard_files() -> None:
-    """Open what the caller has closed, so that no log or socket becomes standard output."""
+    """Open closed standard files, so that no log or socket becomes standard output."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # uses the lowest free number, which is `fd`
 
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
-        # The directory of the program comes last: its secrets.py, say, is not Python's.
+        # Search the working directory last: a secrets.py there must not replace Python's module.
         sys.path.append(sys.path.pop(0))
     sys.exit(main())

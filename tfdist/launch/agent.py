@@ -1,8 +1,8 @@
 """``python -m tfdist.launch.agent``: the agent of a job on one host.
 
-The launcher starts it through a remote shell and talks to it by lines on its standard input and
-output; see `tfdist.launch.multihost.pipe`. The first message names a module, whose `serve` does the
-rest. The output of tasks goes to the standard error of the agent.
+The launcher starts the agent through a remote shell. They exchange lines on the agent's standard
+input and output (see `tfdist.launch.multihost.pipe`). The first message names a module, and the
+agent calls its `serve`. The tasks write to the agent's standard error.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MODULES = ("tfdist.launch.job", "tfdist.check")
 
 
 def main(argv: Sequence[str] = ()) -> None:
-    """Serve the launcher at the other end of standard input and output; exit with its code."""
+    """Serve the launcher on standard input and output, and exit with the job's exit code."""
     pipe = Pipe(os.dup(0), os.dup(1), timeout_s=_FIRST_S)
-    # No task reaches the messages: its output goes where the agent's own lines go.
+    # Tasks must not write between the messages: redirect standard output to standard error.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     pipe.greet()
@@ -78,13 +78,13 @@ def _first_message(pipe: Pipe) -> Message | None:
 
 
 def lock_host(run_dir: str, host: str, *, within_s: float, pipe: Pipe) -> int:
-    """Return a descriptor that holds the lock of this host and run directory.
+    """Return a file descriptor that holds the lock for this host and run directory.
 
-    An earlier agent, which its launcher lost, has `within_s` to have its tasks save and end. Then
-    it is killed, and its guardian kills the tasks: no two agents write to one run directory.
+    An earlier agent that lost its launcher has `within_s` seconds to stop its tasks. Then it is
+    killed, and its guardian kills the tasks. So two agents never write to one run directory.
 
     Raises:
-        UsageError: the file of the lock cannot be opened.
+        UsageError: The lock file cannot be opened.
     """
     name = hashlib.sha256(f"{run_dir}\0{host}".encode()).hexdigest()[:16]
     path = os.path.join(tempfile.gettempdir(), f"tfdist-{os.getuid()}-{name}.lock")

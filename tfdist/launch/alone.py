@@ -1,9 +1,9 @@
-"""Stop tasks of one job that would each train a model of their own with Keras.
+"""Check that the tasks of one job do not each train a separate model with Keras.
 
 A program that calls `model.fit` without `tfdist.make_strategy` trains one whole model in each task,
-and all tasks write the same files. In a job of several tasks, Keras' entries to training therefore
-ask first. A task that has joined a job may train. Of the others only the first one may, as one task
-can train for all. The next one raises UsageError before it writes anything.
+and all tasks write the same files. So in a job of several tasks, this module wraps Keras' training
+methods. Any task with a strategy may train. Without a strategy only the first task may train. The
+next task raises UsageError before it writes a file.
 
 `tfdist.launch.task` loads this module when a program imports Keras.
 """
@@ -19,20 +19,20 @@ from typing import Any
 from tfdist.errors import UsageError
 
 is_training = False
-"""Whether this process trains with Keras and has joined no job; its heartbeats say so."""
+"""Whether this process trains a separate model with Keras, as reported in its heartbeats."""
 
 _OF_LIBRARIES = ("keras", "tensorflow", "tfdist")
 
 
 def watch(module: ModuleType, owner: str, names: tuple[str, ...], *, task: str, claim: str) -> None:
-    """Have methods of a class of Keras ask first.
+    """Wrap the training methods of a Keras class with the check.
 
     Args:
-      module: module of Keras that has just been imported.
-      owner: name of the class.
-      names: methods of the class that train.
-      task: name of this task.
-      claim: path of the file that lists the tasks of the job that train alone.
+      module: Keras module that was just imported.
+      owner: Name of the class.
+      names: Training methods of the class.
+      task: Name of this task.
+      claim: Path of the file that lists the job's tasks that train separate models.
     """
     kind = getattr(module, owner)
     for name in names:
@@ -52,7 +52,7 @@ def _asking(original: Callable[..., Any], *, task: str, claim: str) -> Callable[
 def _has_joined() -> bool:
     """Return whether `make_strategy` made a strategy, or TensorFlow is connected to other tasks.
 
-    Of other backends of Keras this is not known: they count as joined.
+    Return True for other backends of Keras.
     """
     job = sys.modules.get("tfdist.strategy.job")
     eager = sys.modules.get("tensorflow.python.eager.context")
@@ -63,10 +63,10 @@ def _has_joined() -> bool:
 
 
 def _begin(task: str, claim: str, *, name: str) -> None:
-    """Record that this task trains alone; raise UsageError if another one does."""
+    """Record that this task trains a separate model, or raise UsageError if another task does."""
     global is_training
     try:
-        with open(claim, "a+") as file:  # each line is written in one piece, after the others
+        with open(claim, "a+") as file:  # appends are atomic
             file.write(f"{task}\n")
             file.flush()
             file.seek(0)
@@ -75,13 +75,13 @@ def _begin(task: str, claim: str, *, name: str) -> None:
         first = task
     if first != task:
         error = mistake(first, task, where=f"{_caller()}: {name}")
-        error.ag_pass_through = True  # type: ignore[attr-defined]  # or AutoGraph would wrap it
+        error.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph must not wrap it
         raise error
     is_training = True
 
 
 def mistake(first: str, second: str, *, where: str) -> UsageError:
-    """Return the error for two tasks that train alone."""
+    """Return the error for two tasks that train separate models."""
     return UsageError(
         where,
         received=f"a model of its own in {second}, while {first} trains another copy",

@@ -1,7 +1,7 @@
-"""Entry file of a task's Python: imports this tfdist and runs a module of it.
+"""Entry file of a task's Python: imports this copy of tfdist and runs one of its modules.
 
-Run by its path, so that it works wherever the launcher itself was imported from, with
-nothing on `sys.path` but what the program is to find there.
+The launcher runs this file by its path, so that tasks use the launcher's copy of tfdist.
+`sys.path` then has only the entries that the program expects.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""Diagnosis of an attempt: what failed first, and what hangs.
+"""Diagnosis of an attempt: the root cause of a failure or a hang.
 
-A failure is found from the ends of programs and processes: `RootCause`. A hang is found from the
-tasks' heartbeats: `Watchdog`. In a synchronous job all steps stop together, so each task says what
-it is doing, and each phase has its deadline.
+`RootCause` finds a failure from the exits of programs and processes. `Watchdog` finds a hang from
+the tasks' heartbeats. In a synchronous job all tasks stop at the same step. So each heartbeat
+reports the task's phase, and each phase has a deadline.
 
-Pure: events, times and the states of processes go in, a failure or a hang comes out.
+The classes do no I/O. They receive events, times and process states as arguments.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tfdist.launch.machine import CAN_GO_ON
 from tfdist.phases import UNTIMED, PendingWork
 
 SETTLE_S = 0.5
-"""How long a failure that looks secondary waits for its root cause before it counts itself."""
+"""Seconds that a possible secondary failure waits for its root cause before it is reported."""
 
-_OWN, _ABORTED, _LOST_PEER = range(3)  # how likely a task is to have failed by itself
+_OWN, _ABORTED, _LOST_PEER = range(3)  # most likely root cause first
 
-# What TensorFlow and gRPC raise in a task whose peer has gone. The text often begins with
-# "Graph execution error" and tells the rest in lines that follow, which a note does not have.
+# Errors that TensorFlow and gRPC raise in a task that lost a peer. The text often begins with
+# "Graph execution error". The lines that follow have the details, but a note has only one line.
 _WORDS_OF_LOSS = (
     "connection reset|connection refused|broken pipe|socket closed|failed to connect|goaway|"
     "collective|peer|heartbeat|coordination|unhealthy|recvmsg|rendezvous|graph execution error"
@@ -43,26 +43,26 @@ _LOST = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """The root cause; later failures are secondary."""
+    """Root cause of an attempt's failure. Later failures are secondary."""
 
     task: Task
     cause: str
     exit_code: int
-    """What the job ends with."""
+    """Exit code of the job."""
     at_s: float
     kind: str = ""
-    """What it has in common with others: the program's error, however its process ended."""
+    """Text that equal failures share: the program's error, independent of the process's exit."""
     step: int | None = None
-    """The last step that any task had reported."""
+    """Highest step that any task had reported."""
     detect_s: float | None = None
-    """From the failure to when it was named."""
+    """Seconds from the failure to its detection."""
 
 
 class RootCause:
-    """Collected failures of an attempt, of which it names the root cause.
+    """Collection of an attempt's failures, which selects the root cause.
 
-    A program that has failed may take its process up to `patience_s` to end. Until a process
-    has ended, or has taken longer, nobody is named.
+    After a program fails, its process has `patience_s` seconds to exit. No root cause is selected
+    until a process has exited or this time is over.
     """
 
     def __init__(self, *, patience_s: float) -> None:
@@ -73,16 +73,16 @@ class RootCause:
         self._first_seen_s = math.inf
 
     def raised(self, event: Raised) -> None:
-        """Record that a program has failed."""
+        """Record the failure of a program."""
         self._raised.setdefault(event.task, event)
         self._moments.setdefault(event.task, event.at_s)
 
     def ended(self, event: Ended, *, since_s: float, now_s: float) -> None:
-        """Record an end that should not have been.
+        """Record an unexpected exit.
 
-        It is seen when the launcher wakes up, so a task that was killed since it last did, at
-        `since_s`, may have died before the moment at which the task that failed because of it says
-        it failed.
+        The launcher sees an exit when it wakes up. A killed task may have died any time since the
+        launcher was last awake (`since_s`). So the kill is dated to `since_s`, before the failures
+        that it caused in other tasks.
         """
         self._ended[event.task] = event
         was_killed = event.status < 0 and event.status != -signal.SIGABRT
@@ -90,7 +90,7 @@ class RootCause:
         self._first_seen_s = min(self._first_seen_s, now_s)
 
     def forget(self, task: Task) -> None:
-        """Forget all about a task that has ended well after all, or has been started again."""
+        """Forget the failures of a task, after it exited with code 0 or was restarted."""
         for known in (self._raised, self._ended, self._moments):
             known.pop(task, None)
         if not self._ended:
@@ -102,9 +102,9 @@ class RootCause:
         return set(self._moments)
 
     def suspect(self, now_s: float, *, is_complete: bool) -> Failure | None:
-        """Return the root cause, None while it is not certain yet.
+        """Return the root cause, or None while it is uncertain.
 
-        `is_complete` says that no task is left of which a failure could still come.
+        `is_complete` means that all running tasks have already failed.
         """
         if not self._ended and not self._overdue(now_s):
             return None
@@ -115,14 +115,14 @@ class RootCause:
         return self._failure(first, is_overdue=self._overdue(now_s))
 
     def next_s(self) -> float:
-        """Return when `suspect` may answer without another event."""
+        """Return the time at which `suspect` may return a failure without a new event."""
         patience_s = min(
             (e.at_s + self._patience_s for e in self._raised.values()), default=math.inf
         )
         return min(patience_s, self._first_seen_s + SETTLE_S)
 
     def _overdue(self, now_s: float) -> bool:
-        """Return whether a task whose program has failed does not end: nothing else would tell."""
+        """Return whether a failed program's process did not exit within `patience_s`."""
         return any(now_s >= event.at_s + self._patience_s for event in self._raised.values())
 
     def _rank(self, task: Task) -> int:
@@ -146,7 +146,7 @@ class RootCause:
 
 
 def is_lost_peer(cause: str) -> bool:
-    """Return whether an error says that its task has lost another one."""
+    """Return whether an error message shows that its task lost a peer."""
     return bool(_LOST.search(cause))
 
 
@@ -163,10 +163,9 @@ def _cause(raised: Raised | None, ended: Ended | None) -> str:
 
 
 def root_of(failure: Failure, watchdog: Watchdog) -> Failure:
-    """Return the failure of another task where `failure` is of one that has lost or missed a peer.
+    """Return the failure of a stopped or absent peer that caused `failure`, else `failure`.
 
-    TensorFlow gives up a peer that is stopped and does not answer, and the tasks wait for one
-    that does not come, which both may be over before it counts as hanging.
+    A task may fail because of such a peer before `Watchdog` reports the peer as hanging.
     """
     has_missed = failure.exit_code == EXIT_PEER_MISSING
     if not has_missed and not is_lost_peer(failure.cause):
@@ -183,7 +182,7 @@ def root_of(failure: Failure, watchdog: Watchdog) -> Failure:
 
 
 WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
-"""Phases in which a task may wait for others; the first ones, sooner for a disk or its data."""
+"""Phases in which a task may wait for peers (in the first ones, more likely for disk or data)."""
 
 _DOING = {
     "barrier": "waiting for its peers",
@@ -209,13 +208,13 @@ _PROCESS_STATES: dict[str | None, str] = {
 
 @dataclass(kw_only=True, slots=True)
 class Watched:
-    """A running task as of its last beat; times are of the monotonic clock.
+    """A running task at its last heartbeat. Times are from the monotonic clock.
 
     Attributes:
-      beat_s: when it last spoke; until it has, when it was started.
-      state: of its process, as `proc_state`.
-      awaited: the oldest work unit that it has given to another.
-      started_s: when its present process was started.
+      beat_s: Time of the last heartbeat (before the first heartbeat: start of the process).
+      state: State of the process, as returned by `proc_state`.
+      awaited: Oldest unfinished work unit that this task gave to another task.
+      started_s: Start of the current process.
     """
 
     task: Task
@@ -230,23 +229,23 @@ class Watched:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether its process is stopped, by a signal or a debugger."""
+        """Return whether the process is stopped, by a signal or a debugger."""
         return self.state in ("T", "t")
 
     @property
     def steps(self) -> int:
-        """Return how many steps it has done, -1 before its training."""
+        """Return the number of finished steps (-1 before training)."""
         return -1 if self.step is None else self.step
 
     @property
     def doing(self) -> str:
-        """Return what it does, in words."""
+        """Return the task's phase and finished steps as text."""
         doing = _DOING.get(self.phase, f"in {self.phase}")
         return doing if self.step is None else f"{doing} after {self.step} steps"
 
 
 def _silent_cause(task: Watched, now_s: float) -> str:
-    """Return how a task that says nothing looks from outside."""
+    """Return a description of a silent task: its process state and last report."""
     for_ = f"for {now_s - task.beat_s:.0f} s"
     last = f", last report: {task.doing}" if task.phase != "import" else ""
     if task.state == "t":
@@ -284,24 +283,24 @@ def _text_of_waiting(waiting: Iterable[Watched], *, but: Watched) -> str:
 
 _CHECK_EVERY_S = 1.0
 LATE_S = 3.0
-"""How late a check may be before the launcher itself was held up, and no task is at fault."""
+"""Delay of a check, in seconds, after which the launcher and not a task was held up."""
 
-_SUSPECT_S = 3.0  # of silence, in a job that hangs
-_TRACE_TIMEOUTS = 3  # a large model is traced for long, and once
+_SUSPECT_S = 3.0  # seconds of silence, in a job that hangs
+_TRACE_TIMEOUTS = 3  # tracing a large model is slow, but happens once
 
 _BUSY = ("callback", "trace", "import", "done")
-"""Phases in which a task waits for nobody, while others may wait for it."""
+"""Phases in which a task does not wait for peers, but peers may wait for the task."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hang:
-    """A job that hangs.
+    """Hang of a job.
 
     Attributes:
-      task: the root cause.
-      cause: why, to be read after the task's name and a colon.
-      stuck: the tasks that can print their Python stacks, the root cause first.
-      since_s: when the root cause last got on, by its last heartbeat or what that says.
+      task: Task that causes the hang.
+      cause: Description of the hang, to follow the task's name and a colon.
+      stuck: Tasks that can print their Python stacks, with the root cause first.
+      since_s: Time of the root cause's last progress, from its heartbeats.
     """
 
     task: Task
@@ -311,15 +310,15 @@ class Hang:
 
 
 class Watchdog:
-    """Watch over the running tasks of a job; times are of the machine's monotonic clock.
+    """Watchdog over the running tasks of a job. Times are from the machine's monotonic clock.
 
     Args:
-      hang_timeout_s: how long a task may be silent, or in one phase without progress.
-      startup_timeout_s: how much longer it may take before its training begins.
-      is_ps: whether workers and ps serve a chief.
-      chief: who is named when the tasks do not differ.
-      state_of: the state of a task's process, as `proc_state`.
-      is_held_up: whether tasks wait for the launcher, which cannot show what they print.
+      hang_timeout_s: Seconds that a task may be silent, or in one phase without progress.
+      startup_timeout_s: Additional seconds before the task's training begins.
+      is_ps: Whether workers and ps serve a chief.
+      chief: Task to report if all tasks are in the same phase at the same step.
+      state_of: Function that returns the state of a task's process, as `proc_state`.
+      is_held_up: Function that returns whether tasks are blocked by the launcher's full output.
     """
 
     def __init__(
@@ -341,21 +340,21 @@ class Watchdog:
         self._is_held_up = is_held_up
         self._watched: dict[Task, Watched] = {}
         self._checked_s = math.inf
-        self._excused_s = -math.inf  # what was before it does not count
-        self._noticed_s: float | None = None  # when the job was first seen to hang
+        self._excused_s = -math.inf  # earlier time does not count as silence
+        self._noticed_s: float | None = None  # when the hang was first detected
 
     def started(self, task: Task, *, at_s: float) -> None:
-        """Begin to watch a task."""
+        """Start watching a task."""
         if not self._watched:
             self._checked_s = at_s
         self._watched[task] = Watched(task=task, beat_s=at_s, since_s=at_s, started_s=at_s)
 
     def ended(self, task: Task) -> None:
-        """Watch a task no more."""
+        """Stop watching a task."""
         self._watched.pop(task, None)
 
     def beat(self, beat: Beat) -> None:
-        """Note what a task says; not of a beat from before the task's present process."""
+        """Record a task's heartbeat, unless it is from an earlier process of the task."""
         task = self._watched.get(beat.task)
         if task is None or beat.at_s < task.beat_s:
             return
@@ -364,16 +363,16 @@ class Watchdog:
         task.awaited = beat.awaited
 
     def next_check_s(self) -> float:
-        """Return when `find_hang` is to be asked for again; infinity when nothing is watched."""
+        """Return the time of the next call to `find_hang` (infinity without watched tasks)."""
         if not self._watched or math.isinf(self._hang_timeout_s):
             return math.inf
         return self._checked_s + _CHECK_EVERY_S
 
     def find_hang(self, now_s: float) -> Hang | None:
-        """Return what is wrong, None while nothing is; to be called at `next_check_s`.
+        """Return a hang, or None. Call it at `next_check_s`.
 
-        Where it comes much later, because the launcher itself was stopped, and while tasks wait
-        for the launcher, every task gets all its time again.
+        All timeouts restart if the call is late by more than `LATE_S` (the launcher was stopped),
+        or while tasks are blocked by the launcher.
         """
         due_s = self.next_check_s()
         if math.isinf(due_s):
@@ -384,7 +383,7 @@ class Watchdog:
         for task in self._tasks():
             is_silent = self._silence_s(task, now_s) >= self._suspect_s
             task.state = self._state_of(task.task) if is_silent else "R"
-            if task.state == "":  # it is not expected to report
+            if task.state == "":  # the process cannot send heartbeats any more
                 self.ended(task.task)
         is_overdue = any(self._is_overdue(task, now_s) for task in self._tasks())
         if not is_overdue and not self._overdue_work(now_s):
@@ -394,12 +393,12 @@ class Watchdog:
         return self._hang(now_s, noticed_s=self._noticed_s)
 
     def stopped(self) -> Task | None:
-        """Return a task whose process is stopped at this moment, None where all run."""
+        """Return a task with a stopped process, or None if all processes run."""
         states = ((task.task, self._state_of(task.task)) for task in self._tasks())
         return next((task for task, state in states if state in ("T", "t")), None)
 
     def absent(self, now_s: float) -> tuple[Task, str] | None:
-        """Return a silent task that has not come to its training, and how it looks; else None."""
+        """Return a silent task that has not started training, with a description, or None."""
         for task in self._tasks():
             if task.phase == "import" and self._silence_s(task, now_s) >= self._suspect_s:
                 task.state = self._state_of(task.task)
@@ -412,11 +411,11 @@ class Watchdog:
     def _is_too_silent(self, task: Watched, now_s: float) -> bool:
         limit_s = self._hang_timeout_s
         if not task.is_stopped and (not task.has_spoken or task.phase in ("import", "rendezvous")):
-            limit_s += self._startup_timeout_s  # libraries may hold up all else while they load
+            limit_s += self._startup_timeout_s  # loading a library may block the heartbeat
         return self._silence_s(task, now_s) >= limit_s
 
     def _is_overdue(self, task: Watched, now_s: float) -> bool:
-        """Return whether a task is silent for too long, or in its phase with nobody to wait for."""
+        """Return whether a task is silent or in its phase for too long (unless it waits)."""
         if self._is_too_silent(task, now_s):
             return True
         if not self._is_late(task, now_s):
@@ -426,7 +425,7 @@ class Watchdog:
         return self._busy(task) and task.phase not in UNTIMED
 
     def _is_late(self, task: Watched, now_s: float) -> bool:
-        if task.phase == "barrier":  # for others who may take their time
+        if task.phase == "barrier":  # peers may take any time before a barrier
             return False
         age_s = now_s - max(task.since_s, self._excused_s)
         timeout_s = self._hang_timeout_s
@@ -437,26 +436,26 @@ class Watchdog:
         return age_s >= timeout_s
 
     def _overdue_work(self, now_s: float, *, early_s: float = 0.0) -> list[tuple[Watched, float]]:
-        """Return the tasks that have had a work unit for too long, and since when."""
+        """Return the tasks with an overdue work unit, and the time they received it."""
         found, named_tasks = [], {str(task.task): task for task in self._tasks()}
         for awaited in (task.awaited for task in self._tasks()):
             owing = named_tasks.get(awaited.task) if awaited else None
             if awaited is None or owing is None or awaited.since_s < owing.started_s:
-                continue  # there is none, or it was given to the process before
+                continue  # no work unit, or an earlier process received it
             limit_s = self._hang_timeout_s * (_TRACE_TIMEOUTS if awaited.is_first else 1)
             if now_s - max(awaited.since_s, self._excused_s) >= limit_s - early_s:
                 found.append((owing, awaited.since_s))
         return found
 
     def _busy(self, task: Watched) -> bool:
-        """Return whether others may wait for a task that does not wait for them."""
+        """Return whether peers may wait for a task that does not wait for peers."""
         return task.phase in _BUSY and not self._serves(task)
 
     def _waits(self, task: Watched) -> bool:
         return task.phase in WAITING and not self._serves(task)
 
     def _serves(self, task: Watched) -> bool:
-        """Return whether a task does only what the chief gives it to do, whatever it reports."""
+        """Return whether a task only executes the chief's requests, or is the evaluator."""
         if task.task.type == "evaluator":
             return True
         return self._is_ps and task.task != self._chief
@@ -467,9 +466,9 @@ class Watchdog:
             task.state = self._state_of(task.task)
         silent = [task for task in tasks if self._is_silent(task, now_s)]
         if not silent and any(task.has_spoken and task.beat_s < noticed_s for task in tasks):
-            return None  # one of them may have stopped just now: its next beat tells
+            return None  # a task may have stopped just now: wait for its next heartbeat
         found = self._suspect(silent, now_s)
-        if found is None:  # the one that was stopped has just gone on
+        if found is None:  # a stopped task has just resumed
             return None
         suspect, cause = found
         tasks.sort(key=lambda task: (task is not suspect, task.task))
@@ -483,11 +482,11 @@ class Watchdog:
         )
 
     def _suspect(self, silent: Sequence[Watched], now_s: float) -> tuple[Watched, str] | None:
-        """Return the task that causes the hang and why, None if there is none.
+        """Return the task that causes the hang and a description, or None.
 
-        First a silent task: a stopped one before others. Then one that owes work. Then one that is
-        busy while others wait for it. Then, of those that wait, the one with the fewest steps. Of
-        equal ones, the chief.
+        The order is: a silent task (stopped tasks first), a task with an overdue work unit, a busy
+        task that is late, and the waiting task with the fewest steps. If all waiting tasks are
+        equal, return the chief.
         """
         waiting = [task for task in self._tasks() if self._waits(task)]
         if silent:
@@ -503,7 +502,7 @@ class Watchdog:
         return _last_of(waiting, chief=self._chief, now_s=now_s) if waiting else None
 
     def _is_silent(self, task: Watched, now_s: float) -> bool:
-        """Return whether a task of a job that hangs is silent, and has had the time to speak."""
+        """Return whether a task of a hanging job is silent, and had time to send a heartbeat."""
         if task.has_spoken or task.is_stopped:
             return task.is_stopped or self._silence_s(task, now_s) >= self._suspect_s
         return self._is_too_silent(task, now_s)

@@ -1,8 +1,8 @@
 """PID namespace for a job: if its first process ends, the kernel kills every process inside.
 
-The guardian kills what a killed launcher leaves. If both are killed at once, only the tasks
-themselves die with the launcher, and processes that they started live on. A PID namespace has no
-such gap. Process ids inside are not those outside, so only `--isolate` makes one.
+The guardian kills the remaining processes of a killed launcher. If both are killed at once, the
+tasks die with the launcher, but the tasks' children survive. In a PID namespace the kernel kills
+them too. Process ids inside differ from process ids outside, so only `--isolate` creates one.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tfdist.launch.isolation import call
 _CLONE_NEWNS, _CLONE_NEWPID = 0x2_0000, 0x2000_0000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_SLAVE = 2, 4, 8, 0x4000, 1 << 19
 _SI_USER = 0
-_OUTSIDE = 0  # the parent of a namespace's first process, as that process sees it
+_OUTSIDE = 0  # parent pid that a namespace's first process sees
 
 
 def enclose() -> bool:
-    """Go on as a process of a new PID namespace; return False, and change nothing, if refused.
+    """Continue as a process in a new PID namespace. Return False if the kernel refuses it.
 
-    The process that called stays outside: it passes signals on and ends with the same exit code.
-    Called while the process has one thread.
+    The calling process stays outside. It forwards signals and exits with the same exit code. The
+    caller must have only one thread.
     """
     told, tell = os.pipe()
-    chld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would not be delivered
+    chld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored signal is not delivered
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD, *STOP_SIGNALS))
     caller = os.getpid()
     if maker := os.fork():
@@ -49,7 +49,7 @@ def enclose() -> bool:
 
 
 def _make_namespace(caller: int, tell: int) -> None:
-    """Return in the second process of a new namespace; the others stand for it, or exit."""
+    """Return in the second process of a new namespace. The other processes wait or exit."""
     die_with(caller)
     try:
         call("unshare", _CLONE_NEWPID | _CLONE_NEWNS)
@@ -57,12 +57,12 @@ def _make_namespace(caller: int, tell: int) -> None:
             os.close(tell)
             _stand_for(first, sender=caller)
         die_with(_OUTSIDE)
-        _mount("none", "/", "", _MS_REC | _MS_SLAVE)  # what is mounted here is not seen outside
+        _mount("none", "/", "", _MS_REC | _MS_SLAVE)  # mounts are not visible outside
         _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
         if second := os.fork():
             os.close(tell)
             _stand_for(second, sender=_OUTSIDE)
-    except OSError:  # no right to, as in most containers
+    except OSError:  # not permitted, as in most containers
         os._exit(1)
 
 
@@ -74,12 +74,12 @@ def _mount(source: str, target: str, kind: str, flags: int) -> None:
 
 
 def _stand_for(child: int, *, sender: int | None = None) -> NoReturn:
-    """Pass requests to stop on to a child process, reap orphans, and exit as the child does.
+    """Forward stop signals to a child process, reap orphans, and exit with the child's code.
 
     Args:
-      child: process id.
-      sender: the process whose requests are passed on; None for any. What a terminal sends reaches
-        the child too, and is not passed on.
+      child: Process id of the child.
+      sender: Only signals from this process are forwarded (None: from any process). Signals from a
+        terminal reach the child directly and are never forwarded.
     """
     while True:
         info = signal.sigwaitinfo((signal.SIGCHLD, *STOP_SIGNALS))

@@ -1,27 +1,26 @@
-"""Events of a running job, the actions that the supervisor decides on, and how both are sent.
+"""Events of a running job, actions of the supervisor, and their encoding as messages.
 
-Signals are events too: `SignalPipe`. What the processes of a job send each other are JSON objects.
+Signals are events too (`SignalPipe`). The processes of a job exchange JSON objects. Tasks and fork
+servers send events to the launcher. The launcher sends these messages to its agents (one agent on
+each other host)::
 
-What a task tells its launcher, and a fork server too, is an event. The launcher sends its agents,
-one on each other host::
-
-    {"module": name, ...}               first: what the agent runs, and with what
-    {"attempt": Attempt}                the next attempt; its tasks are not started yet
-    {"action": kind, ...}               what to do with a task
-    {"finish": true}                    end what the attempt has left
+    {"module": name, ...}               first message: the module to run, and its arguments
+    {"attempt": Attempt}                the next attempt, before its tasks start
+    {"action": kind, ...}               action on a task
+    {"finish": true}                    kill the remaining processes of the attempt
     {"end": exit code}                  the job is over
 
-and an agent sends the launcher::
+An agent sends these messages to the launcher::
 
-    {"hello": address, "terms": {...}}        first: its host's address, and its versions
-    {"refused": text}                         instead: why the job cannot run on its host
+    {"hello": address, "terms": {...}}        first message: the host's address and its versions
+    {"refused": text}                         alternative: the reason the host cannot run the job
     {"ready": ports}                          ready for an attempt
-    {"event": kind, ..., "lines": [...]}      what has happened; of a task's end, its last lines
-    {"states": {task: state}, "full": bool}   states of the tasks' processes, and whether these
-                                              wait, as nobody reads the output of this host
-    {"lines": [...], "task": task}            the stacks that were asked for
+    {"event": kind, ..., "lines": [...]}      an event, with the last lines of an exited task
+    {"states": {task: state}, "full": bool}   states of the tasks' processes, and whether the tasks
+                                              are blocked because this host's output is full
+    {"lines": [...], "task": task}            the requested stacks
 
-`encode` and `decode` are for any frozen dataclass, and check every type. A `Task` goes by its name.
+`encode` and `decode` accept any frozen dataclass and check all types. A `Task` is sent by its name.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ from tfdist.phases import PendingWork
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begin:
-    """The attempt begins: a task is to be started."""
+    """Request to start a task at the beginning of an attempt."""
 
     task: Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """A task has a process."""
+    """Start of a task's process."""
 
     task: Task
     pid: int
@@ -61,51 +60,51 @@ class Started:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Raised:
-    """A task's program has failed; its process will end, which may take it a while."""
+    """Failure of a task's program. Its process may need some time to exit."""
 
     task: Task
     exit_code: int
     cause: str
     at_s: float
     step: int | None = None
-    """Steps done, where known."""
+    """Finished steps, or None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
-    """A sign of life: what a task is doing, by its own word. Moments are those of one clock."""
+    """Heartbeat of a task, with its phase and step. Times are from the monotonic clock."""
 
     task: Task
     phase: str
     step: int | None
-    """Optimizer steps done; None before the training loop."""
+    """Finished optimizer steps (None before the training loop)."""
     since_s: float
-    """When it entered the phase or last did a step."""
+    """Time at which the task entered the phase or finished its last step."""
     first_step_s: float | None
-    """When this process had done its first steps."""
+    """Time at which this process finished its first steps."""
     at_s: float
     awaited: PendingWork | None = None
     is_alone: bool = False
-    """Whether it trains with Keras and has joined no job; see `tfdist.launch.alone`."""
+    """Whether the task trains a separate model with Keras (see `tfdist.launch.alone`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """A task's process has ended, and its output has been read.
+    """Exit of a task's process, after its output was read.
 
-    `status` is its exit code, or minus the signal that ended it.
+    `status` is the exit code, or the negative number of the signal that killed the process.
     """
 
     task: Task
     status: int
     at_s: float
     cause: str = ""
-    """Why, where the launcher knows better than the status says."""
+    """Reason of the exit if the launcher knows more than the status, else ""."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopRequest:
-    """A stop request to the launcher, by a signal or by closing its output (SIGPIPE)."""
+    """Stop request to the launcher, by a signal or by closing its output (SIGPIPE)."""
 
     signum: int
 
@@ -115,31 +114,31 @@ Event = Started | Raised | Beat | Ended | StopRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Awakening:
-    """What has happened since the supervisor was last awake; a history is a list of these."""
+    """Events since the supervisor's last decision."""
 
     at_s: float
     events: tuple[Event | Begin, ...] = ()
     unreachable: frozenset[Task] = frozenset()
-    """Tasks that cannot be started now: their host is gone."""
+    """Tasks that cannot be started because their host is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start a task; its `Started` comes as an event. Where it cannot be started, its `Ended`."""
+    """Start a task. A `Started` event follows, or an `Ended` event if the start fails."""
 
     task: Task
     restart: int = 0
-    """How often it was started again alone before, in this attempt."""
+    """Number of earlier restarts of only this task in this attempt."""
 
     @property
     def log_name(self) -> str:
-        """Return the name of its log, such as ``worker-1.restart-1.log`` once started again."""
+        """Return the log's file name, such as ``worker-1.restart-1.log`` after one restart."""
         return f"{self.task}.restart-{self.restart}.log" if self.restart else f"{self.task}.log"
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Send a signal to a task: the job is about to end."""
+    """Send a signal to a task, when the job stops."""
 
     task: Task
     signum: int
@@ -147,31 +146,31 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class KillOne:
-    """End one task, and what it has left behind, while the job goes on."""
+    """Kill one task and its remaining child processes, while the job continues."""
 
     task: Task
 
 
 @dataclass(frozen=True, slots=True)
 class AskForStacks:
-    """Have a task print its Python stacks; it goes on."""
+    """Tell a task to print its Python stacks, without stopping the task."""
 
     task: Task
 
 
 @dataclass(frozen=True, slots=True)
 class ShowFailure:
-    """Show what failed first and its last lines; from now on nothing of other tasks."""
+    """Show the root cause with its task's last lines, and hide later output of other tasks."""
 
     task: Task
     cause: str
     stacks: tuple[Task, ...] = ()
-    """Tasks that have just printed their stacks: their last lines are kept for the report."""
+    """Tasks that have just printed their stacks. The report keeps their last lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Show lines of the launcher's own."""
+    """Show lines of the launcher."""
 
     text: str
 
@@ -184,7 +183,7 @@ _TASK = re.compile(r"([a-z]{1,20})-([0-9]{1,9})")
 
 
 def task_of(name: object) -> Task:
-    """Return the task that `str` gives as ``worker-1``; raise ValueError if it is none."""
+    """Return the task for a name such as ``worker-1``, or raise ValueError."""
     match = _TASK.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         raise ValueError("no task's name")
@@ -194,13 +193,13 @@ def task_of(name: object) -> Task:
 Message = dict[str, Any]
 
 NO_SENSE = (ValueError, KeyError, TypeError, OverflowError)
-"""Exceptions of reading a message that makes no sense."""
+"""Exceptions when decoding an invalid message."""
 
 T = TypeVar("T")
 
 
 def encode(value: Any) -> Any:
-    """Return a dataclass, or what may be in one, as JSON has it."""
+    """Return a dataclass or a field's value as JSON types."""
     if isinstance(value, Task):
         return str(value)
     if isinstance(value, tuple):
@@ -211,10 +210,10 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: type[T], value: object) -> T:
-    """Return the `kind` that `value` encodes, what is missing having its default.
+    """Return the dataclass `kind` that `value` encodes. A missing field has its default.
 
     Raises:
-        ValueError: something is of another type, or has a name that `kind` does not.
+        ValueError: A value has a wrong type, or `kind` has no field of that name.
     """
     if not isinstance(value, dict):
         raise ValueError(f"no {kind.__name__}")
@@ -268,21 +267,21 @@ def encode_action(action: TaskAction) -> Message:
 
 
 def decode_action(message: Message) -> TaskAction:
-    """Return the action of a message; raise one of `NO_SENSE` if it is none."""
+    """Return the action in a message, or raise one of `NO_SENSE`."""
     kind = _ACTIONS[message["action"]]
     return decode(kind, {name: value for name, value in message.items() if name != "action"})
 
 
 def encode_event(event: Event, *, now_s: float | None = None) -> Message:
-    """Return an event as a message; with `now_s` its moments are ages, for another host's clock."""
+    """Return an event as a message. With `now_s`, times are sent as ages, for another host."""
     sent = event if now_s is None else _ages(event, now_s=now_s)
     return {"event": type(event).__name__.lower(), **encode(sent)}
 
 
 def decode_event(message: Message, *, now_s: float | None = None) -> Event:
-    """Return the event that was encoded, with `now_s` at the same distance from now.
+    """Return the event in a message. With `now_s`, ages are converted to times of this host.
 
-    Raises one of `NO_SENSE` if it is none. What else is in the message is left out.
+    Raises one of `NO_SENSE` if the message is invalid. Other fields of the message are ignored.
     """
     kind = _EVENTS[message["event"]]
     event = decode(kind, {name: value for name, value in message.items() if name in _hints(kind)})
@@ -290,7 +289,7 @@ def decode_event(message: Message, *, now_s: float | None = None) -> Event:
 
 
 def _ages(event: T, *, now_s: float) -> T:
-    """Return an event with ages for moments, or with moments for ages."""
+    """Return an event with its times converted to ages, or its ages to times."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(event):  # type: ignore[arg-type]  # all of them are dataclasses
         value = getattr(event, field.name)
@@ -302,20 +301,20 @@ def _ages(event: T, *, now_s: float) -> T:
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""What asks a job to stop; SIGUSR1 is what schedulers such as Slurm announce the end with."""
+"""Signals that stop a job. Schedulers such as Slurm can send SIGUSR1 before the time limit."""
 
 SAME_REQUEST_S = 0.1
-"""What sends one request to a process and to its group, as `timeout` does, or a wrapper that hands
-Ctrl-C on, delivers it twice: within so long it is one."""
+"""Seconds within which two stop signals count as one request. Some programs, such as `timeout`,
+send a signal both to a process and to its group."""
 
 
 def exit_code_for(signum: int) -> int:
-    """Return what a job ends with that was asked to stop: 128 + n, and for SIGUSR1 as SIGTERM."""
+    """Return the exit code of a job stopped by signal n: 128 + n (for SIGUSR1, as for SIGTERM)."""
     return 128 + (signal.SIGTERM if signum == signal.SIGUSR1 else signum)
 
 
 def signal_name(signum: int) -> str:
-    """Return ``SIGKILL`` for 9."""
+    """Return a signal's name, such as ``SIGKILL`` for 9."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -323,14 +322,14 @@ def signal_name(signum: int) -> str:
 
 
 def request_name(signum: int) -> str:
-    """Return by what a job was asked to stop; SIGPIPE stands for its output, which is closed."""
+    """Return the text for a stop request. SIGPIPE means that the launcher's output is closed."""
     return "its output is closed" if signum == signal.SIGPIPE else signal_name(signum)
 
 
 def exit_code_of(status: int) -> int:
-    """Return the exit code for a task's `status`: 128 + n for a signal n, as a shell gives it.
+    """Return the exit code for a task's `status` (128 + n for a signal n, as in a shell).
 
-    A task that SIGUSR1 killed was asked to stop before it could save anything.
+    A task killed by SIGUSR1 counts as stopped, before it could save.
     """
     return exit_code_for(-status) if status < 0 else status
 
@@ -339,10 +338,10 @@ STOP_CODES = {exit_code_for(signum) for signum in (*STOP_SIGNALS, signal.SIGPIPE
 
 
 class SignalPipe:
-    """Delivers SIGCHLD and requests to stop through a descriptor, while it is entered.
+    """Context manager that delivers SIGCHLD and stop signals through a file descriptor.
 
-    A signal that the launcher was started to ignore, as nohup does, stays ignored. One that whoever
-    started it had blocked, as a thread without signals does, is let through.
+    A stop signal that the caller ignores (for example nohup) stays ignored. A stop signal that the
+    caller has blocked is unblocked.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -357,7 +356,7 @@ class SignalPipe:
         for signum in (signal.SIGCHLD, *STOP_SIGNALS):
             if signum != signal.SIGCHLD and signal.getsignal(signum) == signal.SIG_IGN:
                 continue
-            # Its number arrives through the pipe.
+            # The signal's number is written to the pipe.
             self._old[signum] = signal.signal(signum, lambda *_: None)
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._old)
         return self
@@ -371,7 +370,7 @@ class SignalPipe:
         os.close(self._write_fd)
 
     def read(self) -> list[int]:
-        """Return the signals that have come since the last call, each request to stop once."""
+        """Return the signals since the last call, with each stop request once."""
         try:
             came = os.read(self.fd, 4096)
         except BlockingIOError:
@@ -379,11 +378,11 @@ class SignalPipe:
         return [signum for signum in came if signum not in STOP_SIGNALS or self._is_new()]
 
     def stop_requests(self) -> list[int]:
-        """Return the requests to stop alone; what else has come is forgotten."""
+        """Return only the stop signals since the last call, and drop all other signals."""
         return [signum for signum in self.read() if signum in STOP_SIGNALS]
 
     def _is_new(self) -> bool:
-        """Return whether a request to stop that comes now is another than the last one."""
+        """Return whether a stop signal at this time is a new request."""
         now_s = self._clock()
         if now_s - self._requested_s < SAME_REQUEST_S:
             return False

@@ -1,15 +1,14 @@
 """Fork server: a process that imports TensorFlow once and forks a task per request.
 
-It reads requests from a socket and answers with starts and ends, as it is the parent of the
-tasks. It must not run an operation or ask for a device itself: TensorFlow's threads and
-devices are made on first use, and do not live through a fork. So there is one thread when it
-forks, given that the libraries below NumPy are set to make none (`ONE_THREAD`).
+The server is the parent of the tasks. It reads requests from a socket and answers with the starts
+and exits of tasks. It must not run a TensorFlow operation or use a device, because TensorFlow's
+threads and devices do not survive a fork. `ONE_THREAD` limits NumPy's libraries to one thread. So
+the server has one thread when it forks.
 
-`ForkStarter` is the launcher's side. Who runs many jobs one after the other, such as a sweep, keeps
-a `ForkTemplate`: one process imports once, and each job gets a fork server that is a fork of it and
-needs no import. The launcher finds its socket in the variable `FORK_SERVER`. The tasks are forked
-from that one as from any fork server, and end with it; what a job has allocated is gone with its
-processes.
+`ForkStarter` is the launcher's side. A caller that runs many jobs, such as a sweep, keeps a
+`ForkTemplate`. This process imports TensorFlow once. Each job gets a fork server that is a fork of
+the template, so it imports nothing. The variable `FORK_SERVER` gives the launcher the server's
+socket. The job's tasks exit with its fork server.
 """
 
 from __future__ import annotations
@@ -44,28 +43,28 @@ if TYPE_CHECKING:
     from tfdist.launch.plan import ProcessSpec
 
 FORK_SERVER = "_TFDIST_FORK_SERVER"
-"""Variable with the socket of a server that the caller of a launcher keeps."""
+"""Environment variable with the socket of a fork server that the launcher's caller keeps."""
 _MAX_ANSWER_BYTES = 1 << 17
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Environment of the server: NumPy's libraries make their threads when they are loaded, and
-TensorFlow's, of which it has its own, when it is first used."""
+"""Environment of the server. NumPy's libraries start their threads when they are loaded.
+TensorFlow has its own copy of such libraries, and starts threads at its first use."""
 
 _FDS_PER_TASK = 3
 _FOR_TASKS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""What a service manager or a scheduler that ends a job sends to each of its processes. The tasks
-save then, and would end with the server: it waits for its launcher's end."""
+"""Signals that a service manager or scheduler sends to all processes of a job. The tasks then save.
+The server blocks these signals until its launcher exits, because the tasks exit with the server."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serve until whoever has started it is gone.
+    """Serve until the starting process has exited.
 
-    The arguments are those of `_command`. A module that is to be imported where it can be, and
-    fails, is left to the tasks; all of these are where one has started a thread, which would not
-    live through a fork.
+    `argv` has the arguments of `_command`. If an optional module fails to import, the tasks import
+    it. If an optional module starts a thread, the server restarts without all optional modules,
+    because threads do not survive a fork.
     """
     control, dashes = socket.socket(fileno=int(argv[0])), argv.index("--")
     modules, more = argv[1:dashes], argv[dashes + 1 :]
-    gc.disable()  # as `import_once` has it
+    gc.disable()  # as in `import_once`
     for name in more:
         try:
             importlib.import_module(name)
@@ -81,49 +80,49 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _command(control: socket.socket, modules: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-    """Return the command of a server: its socket, what to import, and what else where it can be."""
+    """Return the command of a server, with required `modules` and optional modules (`more`)."""
     return bootstrap_command("fork_server", str(control.fileno()), *modules, "--", *more)
 
 
 def _log(text: str) -> None:
-    print(f"fork server: {text}", flush=True)  # at once, or each fork would write it again
+    print(f"fork server: {text}", flush=True)  # flush, or each fork would print it again
 
 
 def import_once(modules: Sequence[str]) -> None:
-    """Import what all tasks share, and leave it as it is to be shared."""
-    # Not ignored: what is sent to a task while it is being made waits until it is one.
+    """Import the modules that all tasks share, and prepare the process for forks."""
+    # Block, do not ignore: a signal to a task during its fork is delivered after the fork.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_TASKS)
     set_title("tfdist fork server")
-    gc.disable()  # what is imported stays: to look for what does not only takes time
+    gc.disable()  # imported objects stay, so a collection only costs time
     for name in modules:
         importlib.import_module(name)
     threads = count_threads()
-    if threads > 1:  # only the one that forks lives on in a task, whatever the others held
+    if threads > 1:  # other threads, and their locks, do not survive a fork
         _log(f"{threads} threads after the imports, where 1 was expected")
-    # So that a task's collector does not touch, and so copy, what all share. There is no collection
-    # before: it takes a while, and frees places in pages that each task would fill, and so copy.
+    # Freeze shared objects, so that a task's garbage collector does not copy their pages. Collect
+    # nothing before: this is slow, and tasks would fill the freed memory and so copy its pages.
     gc.freeze()
     gc.enable()
 
 
 def count_threads() -> int:
-    """Return how many threads this process has."""
+    """Return the number of threads of this process."""
     return len(os.listdir("/proc/self/task"))
 
 
 def serve(control: socket.socket) -> None:
-    """Fork a task for each request, until the launcher is gone; return in tasks alone."""
+    """Fork a task for each request until the launcher has exited. Only tasks return."""
     request = _Server(control).serve()
-    if request is None:  # who started it waits for the end, and Python need not be taken apart
+    if request is None:  # exit fast: the starting process waits
         os._exit(0)
-    run_task(request["words"])  # nothing of the server is left on its stack
+    run_task(request["words"])  # the server's stack frames are gone
 
 
 class _Server:
-    """A process that forks for each request: a task, or for one launcher more a server of its own.
+    """Process that forks a task, or a server for another launcher, for each request.
 
-    A request for a task comes with three descriptors: of what it says, in a file, and of the task's
-    output and notes. One for a server comes with the socket to its launcher.
+    A request for a task has three file descriptors: the request's content, the task's output, and
+    the task's notes. A request for a server has one: the socket to its launcher.
     """
 
     def __init__(self, control: socket.socket) -> None:
@@ -132,8 +131,8 @@ class _Server:
         self._wake_fd, self._wake_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def serve(self) -> dict[str, Any] | None:
-        """Return in the server when the launcher is gone, and in each task with its request."""
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # caught, so that it wakes the server up
+        """Return None in the server after the launcher has exited, and the request in each task."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler makes it wake up the server
         signal.set_wakeup_fd(self._wake_write_fd, warn_on_full_buffer=False)
         self._tell({"ready": True})
         poll = select.poll()
@@ -147,7 +146,7 @@ class _Server:
                     continue
                 try:
                     data, fds, _, _ = socket.recv_fds(self._control, 1, _FDS_PER_TASK)
-                except ConnectionError:  # it is gone, and has not read all
+                except ConnectionError:  # the launcher exited with unread data
                     return None
                 if not data:
                     return None
@@ -163,7 +162,7 @@ class _Server:
                     return dict(request)
 
     def _fork_task(self, request: dict[str, Any], fds: Sequence[int]) -> bool:
-        """Return True in the task, False in the server."""
+        """Fork a task. Return True in the task, False in the server."""
         server, task = os.getpid(), task_of(request["words"][0])
         try:
             pid = os.fork()
@@ -181,7 +180,7 @@ class _Server:
         return False
 
     def _leave(self) -> None:
-        """Give up what is the server's, in a process that was forked from it."""
+        """Release the server's resources in a forked process."""
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -209,7 +208,7 @@ class _Server:
         _reseed()
 
     def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):  # there is none left
+        with contextlib.suppress(ChildProcessError):  # no child is left
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 if (task := self._tasks.pop(found[0], None)) is not None:
                     status = os.waitstatus_to_exitcode(found[1])
@@ -219,14 +218,14 @@ class _Server:
         self._tell(encode_event(event))
 
     def _tell(self, message: Message) -> None:
-        with contextlib.suppress(ConnectionError):  # it is gone: `serve` sees that
+        with contextlib.suppress(ConnectionError):  # the launcher has exited: `serve` handles it
             self._control.send(json.dumps(message).encode())
 
 
 def _of_a_pipe(stream: TextIO) -> TextIO:
-    """Return a stream as Python makes it for a pipe, unbuffered.
+    """Return an unbuffered stream, as Python creates it for a pipe.
 
-    The server's is that of a file, its log, and asks for its place in it when its encoding is set.
+    The server's stream writes to a log file, and seeks in the file when its encoding is set.
     """
     raw: Any = io.FileIO(stream.fileno(), "w", closefd=False)
     raw.name = stream.name
@@ -234,7 +233,7 @@ def _of_a_pipe(stream: TextIO) -> TextIO:
 
 
 def _reseed() -> None:
-    """Give the task random numbers of its own; TensorFlow draws its seeds when first used."""
+    """Reseed Python's and NumPy's random numbers. TensorFlow draws its seeds at its first use."""
     random.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -242,15 +241,15 @@ def _reseed() -> None:
 
 
 class ForkTemplate:
-    """The process that imports once; it ends with the one that made it.
+    """Process that imports modules once and forks servers. It exits with its creator.
 
-    It is started by `start` or on first use, and again when it has been killed.
+    `start` or the first use starts the process. A killed process is started again.
 
     Args:
-      modules: what to import.
-      more: what else, where it can be; see `main`.
-      environ: of the imports; each task gets the environment of its job.
-      log_path: for what the imports say.
+      modules: Modules to import.
+      more: Optional modules to import (see `main`).
+      environ: Environment of the imports. Each task gets its job's environment.
+      log_path: File for the output of the imports.
     """
 
     def __init__(
@@ -270,11 +269,11 @@ class ForkTemplate:
 
     @property
     def pid(self) -> int | None:
-        """Return its process id; None before its first use."""
+        """Return the process id, or None before the first use."""
         return self._process.pid if self._process else None
 
     def start(self) -> socket.socket:
-        """Begin to import; its owner may do other things until it needs the first fork server."""
+        """Start the imports in the background, and return the socket to the process."""
         if self._socket is not None and self._process and self._process.poll() is None:
             return self._socket
         self.close()
@@ -292,36 +291,36 @@ class ForkTemplate:
         return self._socket
 
     def connect(self) -> socket.socket:
-        """Return a socket to a fork server of its own, which is forked after the imports."""
+        """Return a socket to a new fork server, which is forked after the imports."""
         control = self.start()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, contextlib.suppress(OSError):  # it is gone: who reads `ours` sees that
+        with theirs, contextlib.suppress(OSError):  # it was killed: the reader of `ours` sees it
             socket.send_fds(control, [b"+"], [theirs.fileno()])
         return ours
 
     def close(self) -> None:
-        """End it; the fork servers of jobs that go on end with these."""
+        """Kill the process. Fork servers of running jobs exit with their jobs."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
-            self._process.kill()  # it may be in an import, and see nothing
+            self._process.kill()  # an import may block other signals
             self._process.wait()
         self._socket = self._process = None
 
 
 IMPORTS = ("tensorflow", "keras")
-"""What the server imports before it forks: what every program needs that takes long."""
+"""Modules that the server imports before it forks: slow imports that all programs need."""
 
 
 class ForkStarter:
     """Starter of tasks as forks of one process that has imported TensorFlow.
 
-    The process serves all attempts of a job: it never imports the job's own program, and each
-    fork gets the environment of its attempt.
+    The process serves all attempts of a job. It never imports the job's program. Each fork gets
+    the environment of its attempt.
 
     Args:
-      cause_of_kill: why the kernel killed a process; "" where that is not known.
-      server: a socket to a server that is there already; see `ForkTemplate`.
+      cause_of_kill: Function that returns why the kernel killed a process ("" if unknown).
+      server: Socket to an existing server (see `ForkTemplate`).
     """
 
     def __init__(
@@ -334,7 +333,7 @@ class ForkStarter:
         cause_of_kill: Callable[[int], str],
         server: socket.socket | None = None,
     ) -> None:
-        # Of a server that another process has started it is only known what it must have.
+        # If another process has started the server, only `ONE_THREAD` of its environment is known.
         self._environ = dict(ONE_THREAD) if server else {**environ, **ONE_THREAD}
         self._log_path = log_path
         self._clock = clock
@@ -358,28 +357,28 @@ class ForkStarter:
 
     @property
     def pid(self) -> int | None:
-        """Return the id of the server that it has started."""
+        """Return the process id of the server, or None if another process has started it."""
         return self._server.pid if self._server else None
 
     def owns(self, pid: int) -> bool:
-        """Return whether a process is the server that it has started."""
+        """Return whether a process is the server that this starter has started."""
         return pid == self.pid
 
     @property
     def is_over(self) -> bool:
-        """Return whether the server has ended, so that another one is needed."""
+        """Return whether the server has exited, so that a new server is needed."""
         return self._is_over or (self._server is not None and self._server.poll() is not None)
 
     def start(
         self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
     ) -> Started | None:
-        """Ask for a task. It is forked once the server has imported everything."""
+        """Request a task. The server forks it after its imports."""
         request = {
             "words": spec.words,
             "set": {k: v for k, v in env.items() if self._environ.get(k) != v},
             "unset": [name for name in self._environ if name not in env],
         }
-        # In memory, as a program may have more arguments than go through a socket in one piece.
+        # Use a memory file: the arguments may exceed the maximum message size of a socket.
         request_fd = os.memfd_create("tfdist request")
         with open(request_fd, "w", closefd=False) as file:
             json.dump(request, file)
@@ -390,7 +389,7 @@ class ForkStarter:
         return None
 
     def withdraw(self, task: Task) -> bool:
-        """Withdraw a start that has not been begun; return whether it could."""
+        """Cancel a start if it is still queued, and return whether it was."""
         for request in self._waiting:
             if request[0] == task:
                 self._waiting.remove(request)
@@ -400,18 +399,18 @@ class ForkStarter:
         return False
 
     def give_up(self) -> None:
-        """End a server that does not tell what has started or ended; another takes its place."""
+        """Kill a server that does not answer. The next attempt starts a new server."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # so that `collect` sees its end, even so
+            self._socket.shutdown(socket.SHUT_RDWR)  # `collect` then sees the end
         if self._server is not None:
             self._server.kill()
 
     def fileno(self) -> int | None:
-        """Return the socket on which the server answers, None once that has ended."""
+        """Return the socket for the server's answers, or None after the server has exited."""
         return None if self._is_over else self._socket.fileno()
 
     def collect(self) -> list[Started | Ended]:
-        """Return which tasks have started or ended since the last call."""
+        """Return the starts and exits of tasks since the last call."""
         events: list[Started | Ended] = []
         while self._socket.fileno() >= 0:
             try:
@@ -426,7 +425,7 @@ class ForkStarter:
         return events
 
     def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         for request in self._waiting:
             self._forget(request)
         self._waiting.clear()
@@ -438,7 +437,7 @@ class ForkStarter:
     def _event(self, answer: Message) -> list[Started | Ended]:
         self._is_ready = True
         self._send_waiting()
-        if "event" not in answer:  # it is ready
+        if "event" not in answer:  # it is the "ready" message
             return []
         event = decode_event(answer)
         if isinstance(event, Ended):
@@ -446,9 +445,9 @@ class ForkStarter:
         return [event] if isinstance(event, Started | Ended) else []
 
     def _send_waiting(self) -> None:
-        """Send what the server takes at once: while it does not read, it may wait for `collect`.
+        """Send queued requests without blocking, because the server may wait for `collect`.
 
-        Each of its answers brings us back here.
+        This method runs again after each answer of the server.
         """
         while self._is_ready and self._waiting:
             _, fds = request = self._waiting[0]
@@ -457,13 +456,13 @@ class ForkStarter:
                 self._socket.sendmsg([b"+"], rights, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
-            except OSError:  # it is gone: `collect` sees that
+            except OSError:  # the server was killed: `collect` handles it
                 pass
             self._waiting.popleft()
             self._forget(request)
 
     def _all_ended(self) -> list[Started | Ended]:
-        """Return the ends of all tasks, which end with the server, their parent."""
+        """Return `Ended` for all tasks. They exit with the server, which is their parent."""
         self._is_over = True
         tasks, self._tasks = sorted(self._tasks), set()
         why = self._cause_of_kill(self.pid) if self.pid else ""
@@ -478,7 +477,7 @@ class ForkStarter:
 
 
 def shared_environment(specs: Sequence[ProcessSpec]) -> dict[str, str]:
-    """Return what the environments of all tasks agree on, for the server to import with."""
+    """Return the variables with the same value in all tasks, for the server's imports."""
     first, *others = (spec.env for spec in specs)
     return {
         name: value

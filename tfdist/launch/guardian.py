@@ -1,13 +1,12 @@
-"""No process outlives who started it: the guardian of a job, and death with the parent.
+"""Guardian of a job: a process that kills the job's processes after the launcher was killed.
 
-`die_with`, `bound_command` and `start_process` have the kernel send a process a signal when its
-parent ends, which reaches nothing further down. So a job has a guardian too, a small process that
-outlives the launcher: it reads from a pipe which sessions there are, in a line at each change. The
-pipe ends with the launcher, by kill -9 too. Everything of the job is killed then: what is in those
-sessions, and what carries the job's mark in its environment, wherever it moved. `GuardianClient` is
-the launcher's side.
+`die_with`, `bound_command` and `start_process` tell the kernel to signal a process when its parent
+exits. The kernel does not signal the process's own children. So each job has a guardian, which
+outlives the launcher. It reads the ids of the job's sessions from a pipe, which closes when the
+launcher exits (also after kill -9). The guardian then kills all processes in these sessions, and
+all processes with the job's mark in their environment. `GuardianClient` is the launcher's side.
 
-Run by its path in a bare interpreter (-I -S), so it imports nothing of tfdist.
+Python runs this file by its path in isolated mode (-I -S), so it must not import tfdist.
 """
 
 from __future__ import annotations
@@ -34,23 +33,24 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process `signum` when `parent`, which made it, ends."""
+    """Tell the kernel to send `signum` to this process when `parent`, its creator, exits."""
     _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
-    if os.getppid() != parent:  # it has ended before it could be said
+    if os.getppid() != parent:  # the parent exited before this call
         os._exit(128 + signum)
 
 
 def bound_command(command: Sequence[str], *, signum: int = signal.SIGKILL) -> list[str]:
-    """Return the command that runs `command`, by its path, as a process that dies with this one.
+    """Return a command that runs `command` and is signalled when this process exits.
 
-    With SIGTERM a launcher has its tasks save when whoever started it is killed.
+    The first word of `command` is a path. With SIGTERM, a launcher tells its tasks to save when
+    its caller is killed.
     """
     words = (_BOUND, str(os.getpid()), str(int(signum)))
     return [sys.executable, "-I", "-S", __file__, *words, *command]
 
 
 def bootstrap_command(module: str, *args: str) -> list[str]:
-    """Return the command that runs `main` of a module of the launcher in a new Python."""
+    """Return a command that runs `main` of a launcher module in a new Python."""
     return [sys.executable, _BOOTSTRAP, module, *args]
 
 
@@ -62,9 +62,9 @@ def start_process(
     keep_fds: Collection[int],
     open_files: tuple[int, int],
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, which the kernel kills when we end.
+    """Start a process in a new session. The kernel kills the process when the launcher exits.
 
-    `open_files` are the limits it gets, which the launcher may have raised for itself.
+    `open_files` is the process's soft and hard limit of open files.
     """
     parent = os.getpid()
 
@@ -85,9 +85,9 @@ def start_process(
 
 
 class GuardianClient:
-    """Client of a guardian that knows every session of this job and ends what it leaves.
+    """Launcher's side of a guardian. It sends the guardian all sessions of the job.
 
-    `check` starts it. A guardian that is killed is replaced, and `say` tells.
+    `check` starts the guardian, and replaces a guardian that was killed. `say` reports this.
     """
 
     def __init__(
@@ -111,17 +111,17 @@ class GuardianClient:
         return self._process is not None and self._process.pid == pid
 
     def add(self, session: int) -> None:
-        """Put a session under guard; its id is the pid of the task that leads it."""
+        """Add a session. Its id is the pid of its first process."""
         self._sessions.add(session)
         self._tell_sessions()
 
     def forget_empty(self) -> None:
-        """Forget sessions that have no process left, before their ids are used again."""
+        """Forget sessions without processes, before the kernel reuses their ids."""
         self._sessions = occupied(self._sessions)
         self._tell_sessions()
 
     def check(self) -> None:
-        """Start the guardian if there is none yet; replace it if it has ended."""
+        """Start the guardian on the first call. Later, replace it if it has exited."""
         if not self._starts:
             self._start()
         if self._process is None or self._process.poll() is None:
@@ -135,18 +135,18 @@ class GuardianClient:
         self._tell_sessions()
 
     def end_all(self, *, keep: int = 0) -> list[int]:
-        """Kill whatever is left of the job; return the processes that would not go.
+        """Kill all remaining processes of the job, and return the processes that did not exit.
 
-        What is in the session `keep` stays for the next attempt.
+        Processes in the session `keep` stay for the next attempt.
         """
         return end_all(self.mark, self._sessions, keep=keep)
 
     def end_session(self, session: int) -> None:
-        """Kill one task and what it has left in its session, while the others go on."""
+        """Kill all processes in one task's session."""
         end_all(None, {session}, give_up_s=_ONE_TASK_S)
 
     def close(self) -> None:
-        """Dismiss the guardian; the job has no process left."""
+        """Tell the guardian to exit, after all processes of the job have exited."""
         self._tell(DONE)
         process, self._process = self._process, None
         if process is None or process.stdin is None:
@@ -180,24 +180,24 @@ class GuardianClient:
     def _tell(self, line: bytes) -> None:
         if self._process is None or self._process.stdin is None:
             return
-        with contextlib.suppress(OSError):  # it is gone: `check` starts another, with all sessions
+        with contextlib.suppress(OSError):  # it was killed: `check` starts another
             self._process.stdin.write(line + b"\n")
 
 
 MARK = "TFDIST_JOB"
-"""Variable by which the processes of a job, and theirs, are known. Those of a job inside a task
-have that job's mark, and its own guardian ends them when its launcher has been ended."""
+"""Environment variable that marks the processes of a job and their children. A job started inside
+a task has its own mark and guardian, which kills its processes after its launcher was killed."""
 
 DONE = b"done"
-_GIVE_UP_S = 30.0  # a process in uninterruptible sleep does not even hear SIGKILL
+_GIVE_UP_S = 30.0  # a process in uninterruptible sleep ignores SIGKILL
 _PAUSE_S = 0.01
 
 
 def main(mark: str) -> None:
-    """Wait until the launcher has ended; kill what it left, unless it said it was done."""
+    """Wait for the launcher to exit, then kill the job's processes unless it reported `DONE`."""
     ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     for signum in ignored:
-        signal.signal(signum, signal.SIG_IGN)  # the launcher's end is the only reason to end
+        signal.signal(signum, signal.SIG_IGN)  # exit only after the launcher
     sessions: set[int] = set()
     rest = b""
     while data := os.read(0, 1 << 16):
@@ -216,16 +216,16 @@ def end_all(
     keep: int = 0,
     give_up_s: float = _GIVE_UP_S,
 ) -> list[int]:
-    """Kill all processes of a job until none is left; return those that would not go.
+    """Kill all processes of a job, and return the processes that did not exit.
 
-    Those in the session `keep` stay. Without a mark only `sessions` count.
+    Processes in the session `keep` stay. Without a mark, only processes in `sessions` are killed.
     """
     deadline = time.monotonic() + give_up_s
     while left := members(mark, sessions, keep=keep):
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except OSError:  # gone meanwhile, or of another user
+            except OSError:  # it exited meanwhile, or has another user
                 continue
         if time.monotonic() > deadline:
             return left
@@ -234,14 +234,14 @@ def end_all(
 
 
 def members(mark: str | None, sessions: set[int], *, keep: int = 0) -> list[int]:
-    """Return the living processes that carry `mark` or are in `sessions`, but not in `keep`."""
+    """Return the processes with `mark` or in `sessions`, except those in session `keep`."""
     entries = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     own = os.getpid()
     return [pid for pid in entries if pid != own and _belongs(pid, mark, sessions, keep)]
 
 
 def occupied(sessions: set[int]) -> set[int]:
-    """Return those of `sessions` in which a process lives."""
+    """Return the sessions that have a running process."""
     entries = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return {_session(pid) for pid in entries} & sessions
 
@@ -254,16 +254,16 @@ def _belongs(pid: int, mark: str | None, sessions: set[int], keep: int) -> bool:
 
 
 def _session(pid: int) -> int:
-    """Return the session of a living process, 0 for a dead one."""
+    """Return the session of a process (0 if it has exited)."""
     fields = stat_of(pid)
     return int(fields[3]) if fields and fields[0] not in (b"Z", b"X") else 0
 
 
 def stat_of(pid: int) -> list[bytes]:
-    """Return what the kernel says of a process, from its state letter on; nothing if it is gone."""
+    """Return the fields of ``/proc/<pid>/stat`` from the state letter on, or [] if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name before it, in parentheses, may hold spaces and parentheses itself.
+            # The process name, in parentheses, may contain spaces and parentheses.
             return file.read().rpartition(b")")[2].split()
     except OSError:
         return []

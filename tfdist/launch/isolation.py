@@ -1,8 +1,8 @@
-"""Network of a job on one machine: a namespace of its own, and who reaches its ports without one.
+"""Network of a job on one machine: a separate namespace, or a warning about reachable ports.
 
 `isolate` moves the launcher, and all processes that it starts later, into a network namespace.
-Only the job's processes are in it, so only they reach TensorFlow's servers, which run any request.
-pasta or slirp4netns, if installed, carries outgoing connections from there to other machines.
+Only the job's processes can then connect to TensorFlow's servers, which execute any request.
+pasta or slirp4netns, if installed, forwards outgoing connections to other machines.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tfdist.cluster.address import is_loopback
 from tfdist.cluster.local_only import kernel_filters
 from tfdist.errors import UsageError, named
 
-# Of the kernel's interface; `os.unshare` comes with Python 3.12.
+# Constants of the kernel. `os.unshare` needs Python 3.12.
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWNET = 0x2_0000, 0x1000_0000, 0x4000_0000
 _MS_BIND, _MS_REC, _MS_SLAVE = 0x1000, 0x4000, 0x8_0000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _IFREQ = "16sh22x"
 
-# No port in, and the ports of the machine's loopback out.
+# Forward no incoming port. Forward connections to the ports of the machine's loopback.
 _PASTA_PORTS = (
     *("--tcp-ports", "none", "--udp-ports", "none"),
     *("--tcp-ns", "auto", "--udp-ns", "auto"),
@@ -44,10 +44,10 @@ _HELPER_TIMEOUT_S = 20.0
 
 
 def reach(ports: Iterable[int]) -> str:
-    """Return a line that says who reaches TensorFlow's servers at these ports; "" for nobody.
+    """Return a warning about access to TensorFlow's servers at these ports.
 
-    It is for a job on one machine that is not isolated. A machine without a network has no other
-    machines to tell of.
+    Use it for a job on one machine without ``--isolate``. Return "" if the machine has no network
+    interface besides loopback.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         others = [name for _, name in socket.if_nameindex() if name != "lo"]
@@ -66,13 +66,13 @@ def reach(ports: Iterable[int]) -> str:
 
 
 def isolate(environ: Mapping[str, str]) -> str:
-    """Move this process, and all that it starts from now on, into a network of their own.
+    """Move this process, and all processes that it starts later, into a new network namespace.
 
-    Called while the process has one thread: the kernel takes no other into a user namespace.
-    Returns a line that says which outgoing connections work.
+    Return a line about the possible outgoing connections. The process must have only one thread,
+    because the kernel moves no multi-threaded process into a user namespace.
 
     Raises:
-        UsageError: the kernel does not let this user do it.
+        UsageError: The kernel does not permit it for this user.
     """
     helper = _Helper.installed(environ)
     resolver = helper and _RESOLVER_OF[helper.name] if _resolver_is_on_loopback() else None
@@ -98,20 +98,20 @@ def isolate(environ: Mapping[str, str]) -> str:
             f"Fix: {fix}, or have the data on this machine"
         )
     if resolver:
-        with contextlib.suppress(OSError):  # names then fail, addresses do not
+        with contextlib.suppress(OSError):  # then only host names fail
             _replace_resolver(resolver)
     also = "" if helper.name == "pasta" else "; services on this machine's loopback are at 10.0.2.2"
     return f"--isolate: connections to other machines go through {helper.name}{also}"
 
 
 class _Helper:
-    """Program that carries connections out of the namespace; it starts, and waits, outside."""
+    """Program that forwards connections out of the namespace. It is started outside and waits."""
 
     def __init__(self, path: str) -> None:
         self.name = os.path.basename(path)
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - until the end of the job
         self._ready, its_ready = os.pipe()
-        its_end, self._open = os.pipe()  # slirp4netns exits when no process has it open
+        its_end, self._open = os.pipe()  # slirp4netns exits when all processes have closed it
         pid = str(os.getpid())
         if self.name == "pasta":
             dns = ("--dns-forward", _RESOLVER_OF["pasta"]) * _resolver_is_on_loopback()
@@ -125,20 +125,20 @@ class _Helper:
             stdout=subprocess.DEVNULL,
             stderr=self._said,
             pass_fds=(its_ready, its_end),
-            start_new_session=True,  # Ctrl-C is for the tasks, which may have something to send
+            start_new_session=True,  # Ctrl-C must not stop it: tasks may still send data
         )
         os.close(its_ready)
         os.close(its_end)
 
     @classmethod
     def installed(cls, environ: Mapping[str, str]) -> _Helper | None:
-        """Start the program that is installed for this user; None if there is none."""
+        """Start the installed program for this user. Return None if it is missing."""
         names = ("slirp4netns",) if os.geteuid() == 0 else ("pasta", "slirp4netns")
         paths = (shutil.which(name, path=environ.get("PATH")) for name in names)
         return next((cls(path) for path in paths if path), None)
 
     def connect(self) -> str:
-        """Connect the namespace of this process; return the reason for a failure, "" for none."""
+        """Connect this process's namespace. Return "" or the reason for a failure."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as waiting:
             waiting.write(b"\n")
@@ -150,7 +150,7 @@ class _Helper:
         return f"{self.name}: {next(filter(str.strip, reversed(lines)), 'it does not answer')}"
 
     def _is_connected(self) -> bool:
-        if self.name == "pasta":  # goes on in a process of its own; the first one exits
+        if self.name == "pasta":  # its first process exits after a successful start
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self._process.wait(_HELPER_TIMEOUT_S) == 0
             return False
@@ -159,7 +159,7 @@ class _Helper:
 
 
 def _resolver_is_on_loopback() -> bool:
-    """Return whether names are resolved by a server that the namespace does not reach."""
+    """Return whether the machine's name server is on loopback, outside the namespace."""
     try:
         servers = re.findall(r"^\s*nameserver\s+(\S+)", _RESOLVERS.read_text(), re.MULTILINE)
     except (OSError, UnicodeDecodeError):
@@ -168,24 +168,24 @@ def _resolver_is_on_loopback() -> bool:
 
 
 def _replace_resolver(server: str) -> None:
-    """Have this process, and all that it starts, ask another server for names."""
+    """Set another name server for this process and all processes that it starts."""
     with tempfile.NamedTemporaryFile("w", prefix="tfdist-resolv-") as file:
         os.fchmod(file.fileno(), 0o644)
         file.write(f"nameserver {server}\n")
         file.flush()
-        _mount("none", "/", _MS_REC | _MS_SLAVE)  # no mount of ours is for the machine
+        _mount("none", "/", _MS_REC | _MS_SLAVE)  # hide these mounts from the machine
         _mount(file.name, str(_RESOLVERS), _MS_BIND)
 
 
 def _unshare_network(*, with_mounts: bool) -> None:
-    """Make the namespace; without the right to, inside a user namespace, where all have it."""
+    """Create the namespace. If this is not permitted, create it in a new user namespace."""
     user, group = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNET | _CLONE_NEWNS * with_mounts
     try:
         call("unshare", flags)
     except PermissionError:
         call("unshare", _CLONE_NEWUSER | flags)
-        # Users stay who they are, so that files are theirs as before.
+        # Keep the user and group ids, so that file ownership does not change.
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
@@ -196,7 +196,7 @@ def _mount(source: str, target: str, flags: int) -> None:
 
 
 def call(name: str, *args: object) -> None:
-    """Call a function of the C library; raise OSError if it fails."""
+    """Call a function of the C library, and raise OSError if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args):
         number = ctypes.get_errno() or errno.EPERM

@@ -1,4 +1,4 @@
-"""Job run: plan, run directory, attempts, result."""
+"""Run of a job: plan, run directory, attempts and exit code."""
 
 from __future__ import annotations
 
@@ -79,19 +79,19 @@ from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Supervisor
 
 _READ = (settings.CLUSTER, settings.PORTS, settings.RESTARTS, settings.UNCOUNTED_RESTARTS)
-_FILES_PER_TASK = 6  # port, pipe, log, and three more while it is started
+_FILES_PER_TASK = 6  # port, pipe and log, and three more during the start
 _OTHER_FILES = 128
 
 
 def run_job(
     options: LaunchOptions, *, environ: Mapping[str, str], fork_server: int | None = None
 ) -> int:
-    """Run a job and return its exit code; with ``dry_run`` prints its plan.
+    """Run a job and return its exit code. With ``dry_run``, only print the plan.
 
-    Tasks that are forked come from the server at the socket `fork_server`, if there is one.
+    If `fork_server` is set, it is the socket of the server that forks the tasks.
 
     Raises:
-        UsageError: it cannot be run as asked; nothing has been started.
+        UsageError: The options are invalid for this job. No task was started.
     """
     search = [_working_directory(), *sys.path]
     check_program(options.program)
@@ -106,20 +106,20 @@ def run_job(
         options, group, environ, run_dir=chosen_run_dir(options.run_dir), search=search
     )
     if options.dry_run or not group.others:
-        specs = _stand_in_specs(job, group)  # refuses what this machine cannot do
+        specs = _stand_in_specs(job, group)  # raises if this machine cannot run them
         if options.dry_run:
             return _show(job, group, specs)
-        if not options.isolate:  # a server that exists is outside of the job's network
+        if not options.isolate:  # an existing server is outside the job's network
             job = dataclasses.replace(job, fork_server=fork_server)
         return _run(job, group, terms={})
     return _run(job, group, terms=_terms(job, search))
 
 
 def serve(first: Message, pipe: Pipe) -> int:
-    """Run the tasks of this host as an agent; `first` is the launcher's first message.
+    """Run this host's tasks as an agent. `first` is the launcher's first message.
 
     Raises:
-        UsageError: the job cannot run on this host.
+        UsageError: The job cannot run on this host.
     """
     options, group = decode(LaunchOptions, first["options"]), decode(Group, first["group"])
     environ, search = dict(os.environ), sys.path
@@ -139,7 +139,7 @@ def _described(
     run_dir: Path,
     search: Sequence[str],
 ) -> tuple[JobDescription, Group]:
-    """Return the part of a job on this host, and the hosts."""
+    """Return this host's part of a job, and the group of hosts."""
     machine = this_machine(environ)
     strategy = decided_strategy(options, machine)
     group = group or group_alone(options, strategy)
@@ -169,9 +169,9 @@ def _terms(job: JobDescription, search: Sequence[str]) -> dict[str, str]:
 
 
 def _address_of_agent(host: str, environ: Mapping[str, str], *, launcher: str) -> str:
-    """Return the address of this host: of its name, or the one to which ssh has connected.
+    """Return this host's address, found by its name or from the ssh connection.
 
-    A name of ~/.ssh/config is one that this host does not know.
+    The host cannot resolve a name that exists only in the launcher's ~/.ssh/config.
     """
     client, _, server, *_ = [*environ.get("SSH_CONNECTION", "").split(), "", "", ""][:4]
     try:
@@ -183,17 +183,17 @@ def _address_of_agent(host: str, environ: Mapping[str, str], *, launcher: str) -
 
 
 def _check_tf_config(program: Program, environ: Mapping[str, str]) -> None:
-    """Report that a TF_CONFIG in the environment is not used; refuse one that was to be.
+    """Report that the launcher ignores TF_CONFIG, or raise UsageError if it lists several tasks.
 
-    That is one of a job of several tasks, as a scheduler sets it: a launcher in each of its pods
-    would train by itself. A task of another launcher has one in any case.
+    A scheduler sets TF_CONFIG in each pod, and one launcher per pod would train separate models.
+    A task of another launcher also has a TF_CONFIG, which is only reported.
     """
     if not environ.get(tf_config.VARIABLE, "").strip():
         return
     if settings.text(environ, settings.CLUSTER) not in ("", "auto", "tf_config"):
         return  # the user has named another source
     config = None
-    with contextlib.suppress(UsageError):  # unused, it may say what it likes
+    with contextlib.suppress(UsageError):  # an ignored TF_CONFIG may be invalid
         config = tf_config.from_environ(environ)
     count = max(1, len(config.cluster.training_tasks())) + config.options.evaluator if config else 0
     if config is not None and count > 1 and "TFDIST_JOB" not in environ:
@@ -226,7 +226,7 @@ def _working_directory() -> str:
 
 
 def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
-    """Return the options with the ports of TFDIST_PORTS, where the flags have none."""
+    """Return the options, with the ports of TFDIST_PORTS if ``--ports`` is not set."""
     ports = settings.text(environ, settings.PORTS)
     if options.ports is not None or not ports:
         return options
@@ -234,9 +234,9 @@ def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> Launch
 
 
 def _stand_in_specs(job: JobDescription, group: Group) -> Sequence[ProcessSpec]:
-    """Return the processes of all hosts, at addresses that stand for those of the run."""
+    """Return the processes of all hosts, with placeholder addresses."""
     ports = None
-    if job.options.dry_run and not group.others:  # of use to who starts them by hand
+    if job.options.dry_run and not group.others:  # to start the tasks by hand
         with PortPool(group.num_tasks(0), among=job.ports) as pool:
             ports = [held.port for held in pool.renewed()]
     cluster = group.stand_in_cluster(ports)
@@ -266,16 +266,16 @@ def _run(
     pipe: Pipe | None = None,
     hold: Sequence[int] = (),
 ) -> int:
-    """Run this host's part of a job and return the exit code of the whole.
+    """Run this host's part of a job and return the exit code of the whole job.
 
     Args:
-      terms: must be the same on all hosts.
-      own: address of this host; found if empty.
-      pipe: connection of an agent to its launcher; None in the launcher.
-      hold: descriptors that are closed once no task is left.
+      terms: Versions, file digests and variables that must be equal on all hosts.
+      own: Address of this host (default: found automatically).
+      pipe: Connection of an agent to its launcher, or None in the launcher.
+      hold: File descriptors to close after the last task has exited.
 
     Raises:
-        TfdistError: hosts are missing or differ; no task has been started.
+        TfdistError: A host is missing or its terms differ. No task was started.
     """
     network = ""
     if job.options.isolate:
@@ -363,9 +363,9 @@ def _hub(part: HostPart) -> Hub:
 
 
 class JobRun:
-    """Run of a job: its attempts, as long as another one is worth it.
+    """Run of a job: one attempt after the other, until the restart policy refuses a restart.
 
-    The guardian, the fork server and the ports live from the first attempt to the last.
+    All attempts share the guardian, the fork server and the ports.
     """
 
     def __init__(self, part: HostPart, team: Team, run_dir: RunDir) -> None:
@@ -381,12 +381,12 @@ class JobRun:
         )
 
     def run(self) -> int:
-        """Run the attempts and return the exit code; no process is left behind.
+        """Run the attempts and return the exit code, with no process left running.
 
-        The report is written after each.
+        The report is written after each attempt.
 
         Raises:
-            TfdistError: the run directory cannot be written to; nothing has been started.
+            TfdistError: The run directory is not writable. No task was started.
         """
         with contextlib.ExitStack() as stack:
             if (port := self._job.options.metrics_port) is not None:
@@ -399,7 +399,7 @@ class JobRun:
                 raise not_writable(self._job.run_dir, error) from None
             try:
                 return self._run_from(logs)
-            except (OSError, TfdistError) as error:  # of the launcher's own
+            except (OSError, TfdistError) as error:  # in the launcher
                 self._write(getattr(error, "exit_code", EXIT_FAILED))
                 self._screen.drain(is_hurried=True)
                 raise
@@ -420,7 +420,7 @@ class JobRun:
             restarts += 1
 
     def _run_attempt(self, logs: Path, *, restarts: int) -> JobState:
-        """Run one, and add its entry to the report; return how it has ended."""
+        """Run one attempt, add its entry to the report, and return its final state."""
         options, strategy, number = self._job.options, self._job.strategy, self._run_dir.attempt
         self._team.begin(attempt=number, restarts=restarts)
         tasks = [*self._team.host_of]
@@ -477,7 +477,7 @@ class JobRun:
         return state
 
     def _following(self, attempt: JobState) -> Path | int:
-        """Return where the next attempt writes, or what the job ends with."""
+        """Return the next attempt's log directory, or the exit code if the job is over."""
         if not attempt.restart or attempt.failure is None:
             return attempt.exit_code
         for event in self._team.wait(0):
@@ -510,14 +510,14 @@ class JobRun:
             self._screen.say(f"{self._report_file}: cannot be written: {error.strerror}")
 
     def _write_report(self, exit_code: int | None) -> None:
-        """Write it in one piece; `exit_code` None means that the job still runs."""
+        """Write the report atomically. `exit_code` is None while the job runs."""
         content = {"exit_code": exit_code, "job": self._description, "attempts": self._entries}
-        # Not waited for by the disk: other hosts would take a launcher that is in it for gone.
+        # Do not wait for the disk: meanwhile other hosts would consider the launcher lost.
         write_json(self._report_file, content, durable=False, private=True)
 
 
 def _epoch_s() -> float:
-    """Return the time of day when the monotonic clock stood at 0."""
+    """Return the time of day at which the monotonic clock was 0."""
     return time.time() - time.monotonic()
 
 

@@ -1,9 +1,9 @@
 """Live status of a job: `live.json`, the history of each attempt, and metrics for Prometheus.
 
-Seen from the heartbeats, once a second: what a task says at one, it did since the one before.
+Heartbeats arrive once a second. A heartbeat's phase counts for the time since the previous beat.
 
-Run as a module it serves the metrics: a process of its own that reads `live.json`, since the
-launcher forks and so has one thread, and waits for no client.
+Run as a module, this file reads `live.json` and serves metrics. This is a separate process because
+the launcher forks, so it must not start threads or wait for clients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tfdist.phases import PHASES, SUM
 
 LIVE_FILE = "live.json"
 HISTORY_FILE = "history.json"
-"""In the directory of an attempt's logs."""
+"""Name of the history file in the directory of an attempt's logs."""
 
 MAX_BINS = 120
 _EVERY_S = 1.0
@@ -41,7 +41,7 @@ _RATE_OVER_S = 15.0
 
 @dataclass(kw_only=True, slots=True)
 class _Bin:
-    """What one task did in one stretch of time."""
+    """Phases, step and memory of one task in one time interval."""
 
     phases: dict[str, float] = field(default_factory=dict)
     step: int | None = None
@@ -55,9 +55,9 @@ class _Bin:
 
 
 class AttemptHistory:
-    """Phases, steps and memory of the tasks over time, in at most `MAX_BINS` equal stretches.
+    """Phases, steps and memory of the tasks over time, in at most `MAX_BINS` equal intervals.
 
-    When they are used up, each two become one, so that a history of any length has the same size.
+    When all intervals are used, each pair is merged, so the size of the history is bounded.
     """
 
     def __init__(self, begin_s: float) -> None:
@@ -66,7 +66,7 @@ class AttemptHistory:
         self._bins: dict[Task, list[_Bin]] = {}
 
     def add(self, task: Task, phase: str, *, begin_s: float, end_s: float) -> None:
-        """Record that a task was in a phase for so long."""
+        """Record a task's phase from `begin_s` to `end_s`."""
         while begin_s < end_s:
             index, found = self._at(task, begin_s)
             until_s = min(end_s, self.begin_s + (index + 1) * self.width_s)
@@ -76,12 +76,12 @@ class AttemptHistory:
             begin_s = until_s
 
     def note(self, task: Task, *, at_s: float, step: int | None, memory_bytes: int | None) -> None:
-        """Record how far a task is, and how much memory it has."""
+        """Record a task's step and memory."""
         _, found = self._at(task, at_s)
         found.merge(_Bin(step=step, memory_bytes=memory_bytes))
 
     def as_json(self, *, epoch_s: float) -> dict[str, Any]:
-        """Return the history with the time of day at which it begins."""
+        """Return the history as JSON types, with the time of day of its begin."""
         return {
             "begin": round(epoch_s + self.begin_s, 3),
             "width_s": self.width_s,
@@ -114,7 +114,7 @@ def _columns(bins: list[_Bin]) -> dict[str, Any]:
 
 @dataclass(kw_only=True, slots=True)
 class _Seen:
-    """Last reports of the present process of a task."""
+    """Latest heartbeat and memory of a task's current process."""
 
     pid: int | None = None
     beat: Beat | None = None
@@ -131,17 +131,17 @@ class _Seen:
 
 
 class LiveStatus:
-    """Writes `live.json` once a second and the history of an attempt every ten.
+    """Writer of `live.json` (once a second) and of the attempt's history (every ten seconds).
 
     Args:
-        run_dir: Where `live.json` is written.
-        logs: The directory of this attempt's logs.
-        attempt: Its number.
-        strategy: Of the job.
-        epoch_s: Returns the time of day when the clock stood at 0, which changes where somebody
-            sets it, or the machine sleeps.
-        hosts: Where each task is, in a job on several hosts.
-        is_here: Whether a task runs on this machine, so that its memory can be read.
+        run_dir: Directory of `live.json`.
+        logs: Directory of this attempt's logs.
+        attempt: Number of the attempt.
+        strategy: Strategy of the job.
+        epoch_s: Function that returns the time of day at which the monotonic clock was 0. The
+            result changes if the system clock is set or the machine sleeps.
+        hosts: Host of each task (empty for a job on one host).
+        is_here: Function that returns whether a task runs on this machine (to read its memory).
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class LiveStatus:
         self._written_s = self._history_written_s = -math.inf
 
     def see(self, state: JobState, awakening: Awakening) -> None:
-        """Take what has happened, and write where a second has passed since the last time."""
+        """Record new events, and write the files if one second has passed since the last write."""
         if self._history is None:
             self._history = AttemptHistory(state.started_s)
         for event in awakening.events:
@@ -189,13 +189,13 @@ class LiveStatus:
             seen.memory_bytes = memory_bytes(seen.pid)
             seen.peak_bytes = max(seen.peak_bytes or 0, seen.memory_bytes or 0) or None
         history.note(beat.task, at_s=beat.at_s, step=beat.step, memory_bytes=seen.memory_bytes)
-        if beat.step:  # from the first ones on, which may be those of a checkpoint
+        if beat.step:  # the first steps may be restored from a checkpoint
             seen.past.append((beat.at_s, beat.step))
             while seen.past[0][0] < beat.at_s - _RATE_OVER_S:
                 seen.past.popleft()
 
     def _write(self, state: JobState, history: AttemptHistory) -> None:
-        with contextlib.suppress(OSError):  # of no use to the job itself
+        with contextlib.suppress(OSError):  # the job does not need these files
             write_json(self._path, self._status(state), durable=False)
             if self._written_s - self._history_written_s >= _HISTORY_EVERY_S or state.is_over:
                 self._history_written_s = self._written_s
@@ -281,38 +281,38 @@ def prometheus_text(status: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def metrics_server(port: int, live_file: Path) -> Iterator[None]:
-    """Serve the metrics of `live_file` on a port, in a process of its own, while the block runs.
+    """Serve the metrics of `live_file` on a port, in a separate process, while the block runs.
 
-    It ends with the launcher, of whatever that dies: its standard input does.
+    The process exits when the launcher exits or is killed, because its standard input closes.
 
     Raises:
-        UsageError: the port is taken, or prometheus-client is not installed.
+        UsageError: The port is in use, or prometheus-client is not installed.
     """
     require_packages("--metrics_port", "prometheus_client", extra="metrics")
-    from tfdist.loopback import listen  # an HTTP server, which takes time
+    from tfdist.loopback import listen  # a slow import (HTTP server)
 
     with listen(port, flag="--metrics_port") as listener:
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(listener.fileno()), str(live_file)],
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
-            process_group=0,  # not that of the terminal, whose Ctrl-C is for the launcher
+            process_group=0,  # Ctrl-C in the terminal must not stop it
         )
     with process:  # closes its input, and waits
         try:
             yield
         finally:
-            process.kill()  # it writes nothing, and may be stopped
+            process.kill()  # it writes no file, and SIGTERM has no effect if it is stopped
 
 
 def serve_metrics(listener_fd: int, live_file: Path) -> None:
-    """Serve until the standard input ends."""
+    """Serve until standard input closes."""
     from tfdist.loopback import make_server
 
     def metrics() -> str:
         with contextlib.suppress(FileNotFoundError):
             return prometheus_text(json.loads(live_file.read_text(encoding="utf-8")))
-        return ""  # nothing has been written yet
+        return ""  # live.json does not exist yet
 
     listener = socket.socket(fileno=listener_fd)
     with make_server(listener, metrics, path="/metrics", content_type=_METRICS_TYPE) as server:

@@ -1,4 +1,4 @@
-"""This machine as its kernel shows it: control groups, processes, and GPUs."""
+"""CPUs, memory, processes and GPUs of this machine, read from the kernel."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Limit, use, and the counter of cache, in version 2 of control groups and in version 1."""
-_UNLIMITED = 1 << 60  # version 1 says so by a number near 2**63
+"""Files of limit and use, and the cache counter, for cgroup version 2 and version 1."""
+_UNLIMITED = 1 << 60  # version 1 writes a number near 2**63
 _GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -33,16 +33,16 @@ CAN_GO_ON = ("R", "S", "D")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """CPUs this process may use, and the GPUs it sees as CUDA_VISIBLE_DEVICES names them."""
+    """CPUs that this process may use, and visible GPUs as in CUDA_VISIBLE_DEVICES."""
 
     cpus: int
     gpus: tuple[str, ...] = ()
     has_gpu_driver: bool = False
-    """Whether TensorFlow could find a GPU at all, be it one that we did not."""
+    """Whether a GPU driver exists, so that TensorFlow may find a GPU not listed in `gpus`."""
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:
-    """Return what the launcher may use, by its affinity, control group and environment."""
+    """Return the CPUs and GPUs allowed by CPU affinity, control group and environment."""
     driver = any(Path(node).exists() for node in _GPU_NODES)
     return Machine(cpus=_cpus(), gpus=_gpus_of_machine(environ), has_gpu_driver=driver)
 
@@ -57,10 +57,10 @@ def _cpus() -> int:
 
 
 def control_groups(membership: Path, *, root: Path = _CGROUPS) -> Iterator[Path]:
-    """Yield the control groups in which a process's memory is counted, its own group first.
+    """Yield the control groups that count a process's memory, with the process's own group first.
 
-    `membership` is its ``cgroup`` file in /proc. Of the groups some may not be there: inside a
-    container it has the names from outside, and sees its own as the root.
+    `membership` is the process's ``cgroup`` file in /proc. Some groups may not exist: in a
+    container this file may have the host's names, while the container's own group is the root.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -78,13 +78,13 @@ def control_groups(membership: Path, *, root: Path = _CGROUPS) -> Iterator[Path]
 def memory_groups(
     *, root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")
 ) -> Iterator[tuple[int, int]]:
-    """Yield limit and use, in bytes, of each control group that bounds this process's memory.
+    """Yield limit and use, in bytes, of each control group that limits this process's memory.
 
-    What the kernel gives back when it is needed, the cache of files, does not count.
+    The use excludes the file cache that the kernel can free.
     """
     for group in control_groups(membership, root=root):
         for limit, use, cache in _MEMORY_FILES:
-            with contextlib.suppress(OSError, ValueError):  # "max", or not seen from in here
+            with contextlib.suppress(OSError, ValueError):  # "max", or not visible here
                 most = int((group / limit).read_text())
                 if most < _UNLIMITED:
                     cached = counters(group / "memory.stat").get(cache, 0)
@@ -92,7 +92,7 @@ def memory_groups(
 
 
 def counters(path: Path) -> dict[str, int]:
-    """Return what a file of a control group counts, by its names; nothing if it is not there."""
+    """Return the counters in a file of a control group, or {} if it cannot be read."""
     try:
         pairs = (line.split() for line in path.read_text().splitlines())
         return {name: int(count) for name, count in pairs}
@@ -115,13 +115,13 @@ def _gpus_of_machine(environ: Mapping[str, str]) -> tuple[str, ...]:
     except OSError:
         return ()
     except subprocess.TimeoutExpired:
-        process.kill()  # and not waited for: where the driver hangs it hears not even that
+        process.kill()  # do not wait: SIGKILL has no effect if the driver hangs
         return ()
     return listed_gpus(listed)
 
 
 def listed_gpus(text: str) -> tuple[str, ...]:
-    """Return the devices of ``nvidia-smi -L``; of a GPU that is divided (MIG) its parts."""
+    """Return the devices in the output of ``nvidia-smi -L`` (MIG devices for a divided GPU)."""
     gpus: list[str] = []
     for gpu in re.split("^(?=GPU )", text, flags=re.MULTILINE):
         parts = re.findall(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)", gpu, flags=re.MULTILINE)
@@ -132,17 +132,17 @@ def listed_gpus(text: str) -> tuple[str, ...]:
 def visible_gpus(value: str) -> tuple[str, ...]:
     """Return the devices that CUDA sees for a value of CUDA_VISIBLE_DEVICES.
 
-    CUDA stops at the first entry that is none, such as -1 or Slurm's NoDevFiles.
+    CUDA stops at the first entry that is not a device, such as -1 or Slurm's NoDevFiles.
     """
     entries = (entry.strip() for entry in value.split(","))
     return tuple(itertools.takewhile(re.compile(r"\d|GPU-|MIG-").match, entries))
 
 
 def proc_state(pid: int, *, pipe_fd: int | None = None) -> str | None:
-    """Return the state letter of a process, T for a stopped one; None if it is gone.
+    """Return the state letter of a process (T: stopped), or None if it has exited.
 
-    "" stands for one that can go on, but has not open the pipe of which `pipe_fd` is an end: it has
-    become another program, or has closed all that it had open, and cannot report any more.
+    Return "" if the process can run but no longer has the pipe of `pipe_fd` open. It has then
+    executed another program or closed its files, and cannot send heartbeats.
     """
     fields = stat_of(pid)
     state = fields[0].decode() if fields else None
@@ -152,7 +152,7 @@ def proc_state(pid: int, *, pipe_fd: int | None = None) -> str | None:
 
 
 def _holds_pipe(pid: int, pipe_fd: int) -> bool:
-    """Return whether a process has a pipe open; True where that is not known."""
+    """Return whether a process has a pipe open (True if this is unknown)."""
     wanted = f"pipe:[{os.fstat(pipe_fd).st_ino}]"
     folder = f"/proc/{pid}/fd"
     try:
@@ -167,7 +167,7 @@ def _holds_pipe(pid: int, pipe_fd: int) -> bool:
 
 
 def memory_bytes(pid: int) -> int | None:
-    """Return the resident memory of a process of this machine, None if it is gone."""
+    """Return the resident memory of a process in bytes, or None if it has exited."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE_BYTES
@@ -179,9 +179,9 @@ _COUNTER_FILES = ("memory.events", "memory.oom_control")
 
 
 class KillEvidence:
-    """Evidence of why the kernel killed a task, as far as this user may read it.
+    """Reasons why the kernel killed a task, from counters that this user may read.
 
-    A control group counts the processes of it that any out-of-memory killer has ended.
+    A control group counts its processes that an out-of-memory killer has killed.
     """
 
     def __init__(self, *, proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> None:
@@ -191,7 +191,7 @@ class KillEvidence:
         self._files: dict[int, Path] = {}
 
     def started(self, pid: int) -> None:
-        """Remember where a task's memory is counted, and how many were killed there so far."""
+        """Record the control group of a task's process, and its present count of kills."""
         groups = control_groups(self._proc / str(pid) / "cgroup", root=self._cgroups)
         for path in (group / name for group in groups for name in _COUNTER_FILES):
             if (count := counters(path).get("oom_kill")) is not None:
@@ -200,9 +200,9 @@ class KillEvidence:
                 return
 
     def of_kill(self, pid: int) -> str:
-        """Return why the kernel killed the task whose process was `pid`; "" if it is not known.
+        """Return why the kernel killed process `pid`, or "" if the reason is unknown.
 
-        A rise of a counter explains one death only.
+        Each increment of a counter explains only a single killed process.
         """
         path = self._files.pop(pid, None)
         if path is None or counters(path).get("oom_kill", 0) <= self._counted[path]:
@@ -212,7 +212,7 @@ class KillEvidence:
 
 
 def raise_file_limit(needed: int) -> tuple[int, int]:
-    """Let this process open `needed` files if it may; return the limits from before."""
+    """Raise this process's limit of open files to `needed` if allowed. Return the old limits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if soft != unlimited and soft < needed:

@@ -1,8 +1,7 @@
-"""Options of the launcher, validated when created, their command line, and the tasks' program.
+"""Options and command line of the launcher, and the program that the tasks run.
 
-The line is the launcher's own flags, then a program with flags of its own. The program's part
-must reach it untouched, whatever it looks like, so the line is cut at the program before `argparse`
-reads the first part.
+A command line holds the launcher's flags, then the program, then the program's own flags. The
+program must receive its flags unchanged. So `argparse` reads only the words before the program.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MAX_SECONDS = 1e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """What every task runs: a script by its path or a module by its name, and its flags."""
+    """Script (by path) or module (by name) that every task runs, with its flags."""
 
     target: str = DEFAULT_MODULE
     is_module: bool = True
@@ -43,26 +42,26 @@ class Program:
 
     @property
     def name(self) -> str:
-        """Return the program as a person calls it: ``train.py`` or ``package.module``."""
+        """Return the program's short name: ``train.py`` or ``package.module``."""
         return self.target if self.is_module else self.target.rpartition("/")[2]
 
     @property
     def python_args(self) -> tuple[str, ...]:
-        """Return what to write after ``python`` to run it by hand."""
+        """Return the words after ``python`` that run the program by hand."""
         return ("-m", self.target, *self.args) if self.is_module else (self.target, *self.args)
 
 
 def _option(default: Any, shown: str, about: str) -> Any:
-    """Return a field that is a flag: its default, and what ``--help`` says of value and meaning."""
+    """Return a dataclass field for a flag, with its default and its two texts in ``--help``."""
     return field(default=default, metadata={"shown": shown, "help": about})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions:
-    """The flags of the launcher.
+    """Flags of the launcher, validated when created.
 
     Raises:
-        UsageError: a value out of its range, or values that do not go together.
+        UsageError: A value is out of range, or two values exclude each other.
     """
 
     strategy: str = _option(
@@ -148,7 +147,7 @@ class LaunchOptions:
         if self.stages is not None and self.strategy == "auto":
             object.__setattr__(self, "strategy", "pipeline")
         if self.stages is not None and self.workers == 1:
-            object.__setattr__(self, "workers", self.stages)  # a task for each
+            object.__setattr__(self, "workers", self.stages)  # one task per stage
         if self.run_dir is not None and not self.run_dir.strip():
             fix = "give one, or leave --run_dir out"
             _refuse("run_dir", "''", "the path of a directory", fix, code="empty")
@@ -158,17 +157,17 @@ class LaunchOptions:
 
     @property
     def where(self) -> str:
-        """Return how the agents of other hosts are started."""
+        """Return how agents on other hosts are started: `on`, else ssh with `hosts`, else local."""
         return self.on or ("ssh" if self.hosts is not None else "local")
 
     @property
     def port_range(self) -> range | None:
-        """Return the ports that the job may have, None for any."""
+        """Return the ports that the job may use, or None for any port."""
         return None if self.ports is None else parse_ports(self.ports, where="--ports")
 
     @property
     def num_ps(self) -> int:
-        """Return how many ps a ps job has: one unless more were asked for."""
+        """Return the number of parameter servers in a ps job (default: 1)."""
         return self.ps or 1
 
 
@@ -182,7 +181,7 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "grace_s": (0, _MAX_SECONDS),
     "hang_timeout_s": (0, _MAX_SECONDS),
 }
-"""The least and the most of each number."""
+"""Minimum and maximum of each number."""
 
 
 def _check_numbers(options: LaunchOptions) -> None:
@@ -244,15 +243,15 @@ def _refuse(
 
 
 def seconds(text: str) -> float:
-    """Return the number of seconds that the text of a flag is; ValueError if it is none.
+    """Return a flag's text as a number of seconds, or raise ValueError.
 
-    The parser finds the words for its errors by this name.
+    The parser uses this function's name in its error messages.
     """
     return float(text)
 
 
 def switch(text: str) -> bool:
-    """Return the value of ``--flag=true`` or ``--flag``; ValueError if it is none."""
+    """Return the value of ``--flag=true`` or ``--flag``, or raise ValueError."""
     if text.lower() not in _SWITCH:
         raise ValueError(text)
     return _SWITCH[text.lower()]
@@ -262,7 +261,7 @@ def switch(text: str) -> bool:
 class _Flag:
     name: str
     read: Callable[[str], object] | None
-    """What makes a value of its text; None for a flag without a value."""
+    """Function that converts the flag's text to its value, or None for a boolean flag."""
     shown: str
     help: str
 
@@ -279,10 +278,10 @@ _SWITCH = {"": True, "true": True, "1": True, "yes": True, "false": False, "0": 
 
 
 def parse(argv: Sequence[str]) -> LaunchOptions | None:
-    """Return what `argv` asks for, or None when it asks for the help text.
+    """Return the options in `argv`, or None if `argv` contains ``--help``.
 
     Raises:
-        UsageError: an unknown flag, or a value that cannot be.
+        UsageError: A flag is unknown, or a value is invalid.
     """
     words, rest = split(argv, takes_value=_TAKES_VALUE)
     if "--help" in (word.partition("=")[0] for word in words):
@@ -321,10 +320,10 @@ def _parser() -> Parser:
 
 
 def split(argv: Sequence[str], *, takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Return the flags before the program as ``--name=value`` each, and the program as it is.
+    """Return the launcher's flags, and the remaining words (the program and its flags).
 
-    `takes_value` has the names of flags, which may be written with dashes; others are left as they
-    are.
+    Each flag named in `takes_value` is written as ``--name=value``. Its name may contain dashes.
+    Unknown flags stay unchanged.
     """
     words, rest = list[str](), list(argv)
     while rest and rest[0].startswith("-") and not begins_program(rest[0]):
@@ -350,12 +349,12 @@ The words after the program belong to the program. Without a program the job is
 
 
 def help_text() -> str:
-    """Return what ``--help`` prints."""
+    """Return the text that ``--help`` prints."""
     return _parser().format_help()
 
 
 def begins_program(token: str) -> bool:
-    """Return whether all from `token` on is the program's: it is no flag of the launcher."""
+    """Return whether `token` is the first word of the program's part of the command line."""
     name = token.removeprefix("--")
     return token in ("-m", "--") or name == "config" or name.startswith(("config.", "config="))
 
@@ -382,9 +381,9 @@ _READ_AT_IMPORT = re.compile("(TF|TF2|KERAS|XLA|OMP|CUDA)_(?!CONFIG$)[A-Z0-9_]+"
 
 
 def check_program(program: Program) -> None:
-    """Raise `UsageError` unless the script of all tasks is there; Python finds modules itself."""
+    """Raise UsageError if the tasks' script does not exist (modules are not checked)."""
     if program.target == DEFAULT_MODULE:
-        from tfdist.configs import command_line  # not for other programs: it takes a moment
+        from tfdist.configs import command_line  # a slow import
 
         command_line.parse(program.args)
     # Files in /dev and /proc differ from process to process.
@@ -402,14 +401,14 @@ def check_program(program: Program) -> None:
 def imports_tensorflow(program: Program, *, search: Sequence[str]) -> bool:
     """Return whether a program's own file imports tensorflow, keras or tfdist.
 
-    One that names a variable which these read at their import may set it, and has to do so before:
-    of such a program it returns False.
+    Return False if the file contains the name of a variable that these packages read at import.
+    The program may set that variable, which must happen before the import.
     """
     path = file_of_program(program, search=search)
     try:
         nodes = list(ast.walk(ast.parse(Path(path).read_bytes())))
     except (OSError, SyntaxError, ValueError):
-        return False  # the task says it
+        return False  # the task reports the error
     return any(map(_imports, nodes)) and not any(map(_names_a_variable, nodes))
 
 
@@ -430,9 +429,9 @@ def _names_a_variable(node: ast.AST) -> bool:
 
 
 def file_of_program(program: Program, *, search: Sequence[str]) -> str:
-    """Return the file of a program, of a package its ``__main__``; "" if it is not in `search`.
+    """Return a program's file (for a package, its ``__main__``), or "" if not in `search`.
 
-    Nothing is imported.
+    The program is not imported.
     """
     if not program.is_module:
         return program.target

@@ -1,6 +1,6 @@
-"""Plan of a job: one process per task, with its part of this machine's CPUs and GPUs.
+"""Plan of a job: one process per task, with its share of this machine's CPUs and GPUs.
 
-Pure, so that ``--dry_run`` can print it.
+Planning starts no process, so ``--dry_run`` can print the plan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.options import LaunchOptions, Program, StartMethod
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
+_SPARE_THREADS = 2  # in addition to one thread per worker that may block
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,34 +37,34 @@ class Attempt:
 
     number: int
     restarts: int = 0
-    """How often the launcher has started the job again before."""
+    """Number of earlier restarts of the job by this launcher."""
     run_dir: str
     cluster: ClusterSpec
     tasks: tuple[Task, ...]
-    """Those of this host."""
+    """Tasks on this host."""
     hosts: dict[str, str] = field(default_factory=dict)
-    """The host of each task of the job, by the task's name, where there are several."""
+    """Host of each task, by the task's name (empty for a job on one host)."""
 
     @property
     def logs(self) -> Path:
-        """Return the directory of its logs."""
+        """Return the directory of the attempt's logs."""
         return Path(self.run_dir) / "logs" / f"attempt-{self.number}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSpec:
-    """One task's process: what it runs, and in which environment."""
+    """Program, command and environment of one task's process."""
 
     task: Task
     program: Program
     argv: tuple[str, ...]
-    """What a person would type to run this task by hand."""
+    """Command that runs this task by hand."""
     env: Mapping[str, str]
     added: tuple[str, ...]
-    """Names in `env` that the launcher set; the rest is the user's own environment."""
+    """Names in `env` that the launcher sets. All others are from the user's environment."""
     title: str
     claim: str = ""
-    """Path of the file in which a task says that it trains alone; "" if any number may."""
+    """File that lists the tasks that train separate models ("" if this is allowed)."""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobDescription:
-    """A job that has been decided on, but for its ports."""
+    """Description of a job, without its ports."""
 
     options: LaunchOptions
     strategy: str
@@ -84,23 +84,23 @@ class JobDescription:
     run_dir: Path
     python: str = sys.executable
     start: StartMethod = "exec"
-    """How the tasks are started."""
+    """Method that starts the tasks."""
     fork_server: int | None = None
-    """Socket of a fork server that another process keeps."""
+    """Socket of a fork server that another process started, or None."""
     is_terminal: bool = False
-    """Whether what the tasks print is shown on a terminal."""
+    """Whether the tasks' output is shown on a terminal."""
     ports: Sequence[int] | None = None
-    """Those that its tasks may have; None for any."""
+    """Ports that the tasks may use (None: any)."""
     open_files: tuple[int, int] = field(
         default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)
     )
-    """The limits of open files that its tasks get: the launcher raises its own."""
+    """Soft and hard limit of open files in the tasks. The launcher raises only its own limit."""
 
     def specs(self, attempt: Attempt) -> tuple[ProcessSpec, ...]:
-        """Return the processes of an attempt's tasks on this host, in the order of their start.
+        """Return the processes of an attempt's tasks on this host, in start order.
 
         Raises:
-            UsageError: the job cannot be divided over this machine.
+            UsageError: The job does not fit this machine, for example with too few GPUs.
         """
         options = self.options
         job_options = JobOptions(
@@ -125,10 +125,10 @@ class JobDescription:
 
 
 def decided_strategy(options: LaunchOptions, machine: Machine) -> str:
-    """Return the strategy of the job, ``auto`` decided by the numbers asked for.
+    """Return the job's strategy. ``auto`` is resolved from the numbers of tasks and devices.
 
     Raises:
-        UsageError: a job of one process, of which something was asked that only others have.
+        UsageError: ``--evaluator`` is set for a job of one process.
     """
     strategy = options.strategy
     if strategy == "auto":
@@ -150,9 +150,9 @@ def decided_strategy(options: LaunchOptions, machine: Machine) -> str:
 def start_method(
     options: LaunchOptions, machine: Machine, *, imports_tensorflow: bool
 ) -> StartMethod:
-    """Return how the tasks are started.
+    """Return the method that starts the tasks.
 
-    ``auto`` forks a program that says it imports TensorFlow, and never where there may be a GPU.
+    ``auto`` means fork if the program imports TensorFlow and there is no GPU driver, else exec.
     """
     if options.start != "auto":
         return "fork" if options.start == "fork" else "exec"
@@ -161,9 +161,9 @@ def start_method(
 
 
 def render(specs: Sequence[ProcessSpec]) -> str:
-    """Return the tasks as commands for a shell, with what the launcher adds to each one's
-    environment and nothing of the user's own, which may hold secrets. Arguments that look like
-    secrets, by name or value, are hidden."""
+    """Return the tasks as shell commands, with the variables that the launcher adds.
+
+    The user's environment and arguments that look like secrets are omitted or hidden."""
     blocks = []
     for spec in specs:
         variables = [f"{name}={shlex.quote(spec.env[name])} \\" for name in spec.added]
@@ -183,7 +183,7 @@ def _process(
     forced = {VARIABLE: encode(config), "PYTHONUNBUFFERED": "1"}
     if options.ports is not None:
         forced[settings.PORTS] = options.ports
-    if attempt.restarts:  # besides those by a scheduler
+    if attempt.restarts:  # in addition to the scheduler's restarts
         before = settings.integer(job.environ, settings.RESTARTS) or 0
         forced[settings.RESTARTS] = f"{before + attempt.restarts}"
     if task in gpus:
@@ -193,7 +193,7 @@ def _process(
     defaults = {"TF_CPP_MIN_LOG_LEVEL": "1", "PYTHONFAULTHANDLER": "1"}
     defaults |= _thread_defaults(job, config, attempt.tasks)
     if not job.machine.has_gpu_driver:
-        defaults["CUDA_VISIBLE_DEVICES"] = "-1"  # else each task complains that it found none
+        defaults["CUDA_VISIBLE_DEVICES"] = "-1"  # else each task logs that it found no GPU
     if config.cluster.kind == "ps":
         defaults["GRPC_FAIL_FAST"] = "use_caller"
     forced |= _without_proxy(job.environ, config.cluster)
@@ -213,10 +213,10 @@ def _process(
 def _thread_defaults(
     job: JobDescription, config: TaskConfig, here: Collection[Task]
 ) -> dict[str, str]:
-    """Return the task's share of the CPUs; what the user has set himself goes before it.
+    """Return the thread variables for the task's share of the CPUs. The user's values override.
 
-    In a ps job an operation may hold an inter-op thread until a worker answers: with fewer
-    threads than workers the job hangs.
+    In a ps job an operation may block an inter-op thread until a worker answers. The job hangs if
+    it has fewer of these threads than workers.
     """
     cluster = config.cluster
     computing = max(1, sum(task.type in ("worker", "ps", "evaluator") for task in here))
@@ -232,9 +232,9 @@ def _compute_threads(count: int) -> dict[str, str]:
 
 
 def _without_proxy(environ: Mapping[str, str], cluster: ClusterSpec) -> dict[str, str]:
-    """Return the variables that keep connections between the tasks away from any proxy.
+    """Return the variables that exclude connections between the tasks from any proxy.
 
-    gRPC reads no_grpc_proxy before no_proxy, so where that is set it must say it too.
+    gRPC reads no_grpc_proxy before no_proxy. So if no_grpc_proxy is set, it is extended too.
     """
     addresses = (cluster.address(task) for task in cluster.tasks())
     ours = dict.fromkeys((*_LOOPBACK, *(split_address(address)[0] for address in addresses)))
@@ -254,9 +254,9 @@ def _divide_gpus(job: JobDescription, here: Collection[Task]) -> dict[Task, str]
     if not gpus:
         return {}
     workers = [task for task in here if task.type == "worker"]
-    most = 1 if job.strategy in ("ps", "pipeline") else len(gpus)  # what a task computes on
+    most = 1 if job.strategy in ("ps", "pipeline") else len(gpus)  # GPUs that one task can use
     each = job.options.devices_per_worker or min(most, len(gpus) // max(1, len(workers)) or 1)
-    shared = job.strategy == "ps" and each == 1  # its workers need no device of their own
+    shared = job.strategy == "ps" and each == 1  # ps workers can share a GPU
     if each * len(workers) > len(gpus) and not shared:
         raise UsageError(
             "--workers" if job.options.devices_per_worker is None else "--devices_per_worker",

@@ -1,4 +1,4 @@
-"""Processes of a job: their start, and one event loop over output, exits, notes and signals."""
+"""Processes of a job: their start, and an event loop for output, exits, notes and signals."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from tfdist.launch.screen import JobScreen, TaskOutput
 from tfdist.launch.task import STACK_SIGNAL
 
 _READ_BYTES = 1 << 16
-_MAX_READS = 64  # of one task's pipe at its end, which a child of its own may keep filling
+_MAX_READS = 64  # of an exited task's pipe, to which its child may still write
 
 
 class Starter:
-    """Starter of tasks as new Pythons, without a helper process of its own."""
+    """Starter of tasks as new Python processes. It has no helper process."""
 
     def __init__(self, *, clock: Callable[[], float], open_files: tuple[int, int]) -> None:
         self._clock = clock
@@ -56,7 +56,7 @@ class Starter:
     def start(
         self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
     ) -> Started | None:
-        """Start a task; None if `Started` will come from `collect`. Raises OSError if it cannot."""
+        """Start a task, or raise OSError. Return None if `collect` returns `Started` later."""
         child = start_process(
             bootstrap_command("task", str(notes_fd), *spec.words),
             env=env,
@@ -68,7 +68,7 @@ class Starter:
         return Started(task=spec.task, pid=child.pid, at_s=self._clock())
 
     def collect(self) -> list[Started | Ended]:
-        """Return which tasks have started or ended since the last call."""
+        """Return the starts and exits of tasks since the last call."""
         now_s = self._clock()
         over = {t: child for t, child in self._children.items() if child.poll() is not None}
         for task in over:
@@ -76,35 +76,35 @@ class Starter:
         return [Ended(task=t, status=child.returncode, at_s=now_s) for t, child in over.items()]
 
     def withdraw(self, task: Task) -> bool:
-        """Withdraw a start that has not been begun; return whether it could."""
+        """Cancel a start if it is still queued, and return whether it was."""
         return False
 
     def give_up(self) -> None:
-        """Have starts and ends that nobody tells of come to an end: its helper does not answer."""
+        """Stop a helper process that does not answer, so that its tasks count as exited."""
 
     def fileno(self) -> int | None:
-        """Return what to watch for news besides SIGCHLD."""
+        """Return the file descriptor to watch in addition to SIGCHLD, or None."""
         return None
 
     def owns(self, pid: int) -> bool:
-        """Return whether a child process of the launcher is one that the starter waits for."""
+        """Return whether the starter waits for this child process."""
         return any(child.pid == pid for child in self._children.values())
 
     @property
     def pid(self) -> int | None:
-        """Return the id of its helper, and of its session, which goes on to the next attempt."""
+        """Return the helper process's id, which is also its session, or None."""
         return None
 
     def close(self) -> None:
-        """End what the starter itself has running."""
+        """Stop the helper process."""
 
 
 class JobProcesses:
-    """The processes of a job on this host, attempt after attempt; a context manager.
+    """Processes of a job on this host over all attempts, as a context manager.
 
-    `wait` sleeps until something happens, also between attempts. From `begin` to `finish` tasks are
-    started and ended by `perform`. The guardian and a fork server live on from one attempt to the
-    next, and nothing is left behind in the end.
+    `wait` returns events, also between attempts. From `begin` to `finish`, `perform` starts and
+    stops tasks. All attempts share the guardian and the fork server. On exit, all processes of the
+    job are killed.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class JobProcesses:
         clock: Callable[[], float] = time.monotonic,
         hold: Collection[int] = (),
     ) -> None:
-        """Make it; the guardian keeps the descriptors `hold` open while a task may live."""
+        """Create it. The guardian keeps the file descriptors `hold` open until all tasks exit."""
         self._job = job
         self._screen = screen
         self.signals = signals
@@ -125,7 +125,7 @@ class JobProcesses:
         self._starter: Starter | ForkStarter = Starter(clock=clock, open_files=job.open_files)
         self._given: socket.socket | None = None
         if (descriptor := job.fork_server) is not None:
-            os.set_inheritable(descriptor, False)  # no task is to keep it open
+            os.set_inheritable(descriptor, False)  # tasks must not inherit it
             self._given = socket.socket(fileno=descriptor)
         self._specs: dict[Task, ProcessSpec] = {}
         self._chief: Task | None = None
@@ -133,8 +133,8 @@ class JobProcesses:
         self._news: list[Event] = []
         self._running: dict[Task, int | None] = {}
         self.agents: set[int] = set()
-        """Processes that the caller starts and waits for."""
-        self._pids: dict[Task, int] = {}  # of the last process of each task, also when it is over
+        """Child processes that the caller starts and waits for."""
+        self._pids: dict[Task, int] = {}  # last process of each task, also after its exit
         self._owed: dict[Task, int] = {}
         self._pipes: dict[int, tuple[Task, TaskOutput]] = {}
         self._is_patient = True
@@ -161,13 +161,13 @@ class JobProcesses:
         os.close(self._notes_write_fd)
 
     def begin(self, attempt: Attempt, *, fork_log: str) -> None:
-        """Begin an attempt, of whose tasks none is started yet.
+        """Begin an attempt, without starting its tasks.
 
-        `fork_log` is the name of the file beside the logs to which a fork server writes.
+        `fork_log` is the name of the fork server's log file in the directory of the logs.
 
         Raises:
-            OSError: its logs cannot be written, for example.
-            UsageError: the tasks cannot be divided over this machine.
+            OSError: The logs cannot be written, for example.
+            UsageError: The tasks do not fit this machine.
         """
         self._guard.check()
         self._specs = {}
@@ -185,13 +185,13 @@ class JobProcesses:
         self._specs = {spec.task: spec for spec in specs}
 
     def _ready_fork_server(self, specs: Sequence[ProcessSpec], *, log_path: Path) -> None:
-        """Start a fork server, unless that of the attempt before is there."""
+        """Start a fork server, unless the previous attempt's fork server still runs."""
         if isinstance(self._starter, ForkStarter) and not self._starter.is_over:
             return
         if (fd := self._starter.fileno()) is not None:
             self.unwatch(fd)
         self._starter.close()
-        given, self._given = self._given, None  # the first; another is started here
+        given, self._given = self._given, None  # use it only once
         self._starter = server = ForkStarter(
             environ={**shared_environment(specs), MARK: self._guard.mark},
             log_path=log_path,
@@ -208,11 +208,11 @@ class JobProcesses:
 
     @property
     def running(self) -> list[Task]:
-        """Return the tasks that have been started and have not ended."""
+        """Return the tasks that were started and have not exited."""
         return list(self._running)
 
     def perform(self, action: TaskAction) -> Ended | None:
-        """Do what was decided; return the end of a task that cannot be started."""
+        """Perform an action, and return an `Ended` event if a task cannot be started."""
         match action:
             case Start(task=task):
                 try:
@@ -245,7 +245,7 @@ class JobProcesses:
                 spec, env=env, output_fd=write_fd, notes_fd=self._notes_write_fd
             )
         except OSError:
-            del self._running[spec.task]  # or its next start would be taken for this one
+            del self._running[spec.task]  # it did not start
             raise
         finally:
             os.close(write_fd)
@@ -258,7 +258,7 @@ class JobProcesses:
             return
         pid = self._running[task]
         if pid is not None:
-            if signum == signal.SIGKILL and proc_state(pid) == "Z":  # and its parent is silent
+            if signum == signal.SIGKILL and proc_state(pid) == "Z":  # its parent did not report it
                 self._starter.give_up()
             _send(pid, signum)
         elif self._starter.withdraw(task):
@@ -276,7 +276,7 @@ class JobProcesses:
             self._guard.end_session(self._pids[task])
 
     def state_of(self, task: Task) -> str | None:
-        """Return the state of a task's process, as `proc_state`; None without one."""
+        """Return the state of a task's process, as `proc_state`, or None without a process."""
         pid = self._pids.get(task)
         return None if pid is None else proc_state(pid, pipe_fd=self._notes_fd)
 
@@ -287,20 +287,20 @@ class JobProcesses:
         *args: int,
         events: int = selectors.EVENT_READ,
     ) -> None:
-        """Have `wait` call a handler when there is something to read, and then return."""
+        """Make `wait` call `handler`, and return, when the file descriptor is ready."""
         self._selector.register(fd, events, (handler, args))
 
     def unwatch(self, fd: int) -> None:
-        """Take `watch` back."""
+        """Stop watching a file descriptor."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(fd)
 
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
-        """Return what has happened, after `timeout_s` at the latest."""
+        """Return new events after at most `timeout_s` seconds."""
         self._flush()
         ready = self._selector.select(0 if self._news else timeout_s)
-        # What a task printed waits until the supervisor knows what happened meanwhile: then the
-        # output caused by a peer's failure is suppressed.
+        # Return events before reading the tasks' output. The supervisor can then suppress output
+        # that is caused by a peer's failure.
         for handler, args in [key.data for key, _ in ready if key.fd not in self._pipes]:
             handler(*args)
         if not self._news:
@@ -310,18 +310,18 @@ class JobProcesses:
         return news
 
     def finish(self) -> None:
-        """End the attempt: what the tasks have left behind; read what is left of their output."""
+        """End the attempt: kill its remaining processes and read the remaining output."""
         left = self._guard.end_all(keep=self._starter.pid or 0)
         if left:
             self._screen.say(f"cannot be killed: processes {', '.join(map(str, left))}")
         for fd in list(self._pipes):
             self._read_all(fd)
-        for fd in list(self._pipes):  # held open by a process that cannot be killed
+        for fd in list(self._pipes):  # a process that cannot be killed has it open
             self._close_pipe(fd)
         self._screen.close()
         self._running.clear()
         self._owed.clear()
-        self._on_notes()  # written by tasks that have ended: nobody waits for them
+        self._on_notes()  # discard notes of tasks that have exited
         self._news.clear()
 
     def _on_started(self, started: Started) -> None:
@@ -342,13 +342,13 @@ class JobProcesses:
             self._reap_orphans()
 
     def _reap_orphans(self) -> None:
-        """Reap what the tasks left, if the kernel gives it to the launcher, as to PID 1."""
+        """Reap orphans of the tasks, if the launcher adopts them (for example as PID 1)."""
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with contextlib.suppress(ChildProcessError):
             while child := os.waitid(os.P_ALL, 0, flags):
                 pid = child.si_pid
                 if pid in self.agents or self._starter.owns(pid) or self._guard.owns(pid):
-                    return  # its own signal comes, or has come
+                    return  # its owner reaps it
                 os.waitpid(pid, 0)
 
     def _collect(self) -> None:
@@ -356,13 +356,13 @@ class JobProcesses:
         came = self._starter.collect()
         if fd is not None and self._starter.fileno() is None:
             self.unwatch(fd)
-        self._on_notes()  # written before the ends just seen, so to be reported before them
+        self._on_notes()  # written before these exits: report notes first
         for event in came:
             if isinstance(event, Started):
                 self._on_started(event)
                 continue
             self._running.pop(event.task, None)
-            self._owed.pop(event.task, None)  # of a start that has failed
+            self._owed.pop(event.task, None)  # its start has failed
             for fd in [fd for fd, (task, _) in self._pipes.items() if task == event.task]:
                 self._read_all(fd)
             self._news.append(self._explained(event))
@@ -370,7 +370,7 @@ class JobProcesses:
             self._guard.forget_empty()
 
     def _explained(self, ended: Ended) -> Ended:
-        """Return an end with its cause, where the kernel tells it."""
+        """Return `ended` with the kernel's reason for a SIGKILL, if known."""
         pid = self._pids.get(ended.task)
         if pid is None or ended.cause or ended.status != -signal.SIGKILL:
             return ended
@@ -390,7 +390,7 @@ class JobProcesses:
                     self._news.append(event)
 
     def _read(self, fd: int) -> bool:
-        """Pass on what is in a pipe; return whether there may be more."""
+        """Pass a pipe's data to the task's output, and return whether there may be more."""
         _, output = self._pipes[fd]
         try:
             data = os.read(fd, _READ_BYTES)
@@ -416,7 +416,7 @@ class JobProcesses:
             self._pipes[fd][1].flush_line()
 
     def _flush(self) -> None:
-        """Write to the consoles, and have the tasks wait when nobody reads what they print."""
+        """Write to the consoles. If a console is full, stop reading the tasks' output."""
         for console in self._screen.consoles:
             console.write()
             if console.is_full and not self._is_patient:
@@ -428,7 +428,7 @@ class JobProcesses:
                 self.unwatch(console.fd)
         out = self._screen.out
         if out.is_closed and self._is_patient and not self._is_closed:
-            self._is_closed = True  # once: a second request would kill
+            self._is_closed = True  # report it once: a second stop request kills
             self._news.append(StopRequest(signum=signal.SIGPIPE))
         if out.is_full is not self._is_paused:
             self._is_paused = out.is_full
@@ -440,6 +440,6 @@ class JobProcesses:
 
 
 def _send(pid: int, signum: int) -> None:
-    """Signal a task alone: its own processes, which may read its data, live until it has saved."""
+    """Signal a task's process but not its children, which it may need until it has saved."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signum)

@@ -1,6 +1,6 @@
 """Run directory of a job: its lock, its logs, and `report.json`.
 
-The report has each attempt, its tasks, and its root cause.
+The report lists all attempts, with the tasks and the root cause of each attempt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOGS = "logs"
 
 
 def chosen_run_dir(given: str | None) -> Path:
-    """Return the absolute path of the run directory: the one given, or a new name."""
+    """Return the absolute path of the given run directory, or a new path if None."""
     if given is not None:
         return Path(os.path.abspath(os.path.expanduser(given)))
     name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
@@ -38,7 +38,7 @@ def chosen_run_dir(given: str | None) -> Path:
 
 
 def next_attempt(run_dir: Path) -> int:
-    """Return the number of the next start of the job in `run_dir`, from 1 on."""
+    """Return the number of the next attempt in `run_dir` (first attempt: 1)."""
     try:
         names = os.listdir(run_dir / _LOGS)
     except OSError:
@@ -48,13 +48,13 @@ def next_attempt(run_dir: Path) -> int:
 
 
 class RunDir:
-    """A run directory that no other launcher uses until it is closed.
+    """Run directory, locked against other launchers while the context is open.
 
-    The lock is the kernel's: it ends with this process, however that ends. `attempt` is the number
-    of the last attempt that was started.
+    The kernel releases the lock when this process exits or is killed. `attempt` is the number of
+    the last attempt that was started.
 
     Raises:
-        TfdistError: it cannot be written to, or another job runs in it.
+        TfdistError: The directory is not writable, or another job uses it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,7 +82,7 @@ class RunDir:
         self._lock.release()
 
     def start_attempt(self) -> Path:
-        """Make and return the directory for the logs of another attempt, whose number it sets."""
+        """Set `attempt` to the next number, and create and return its log directory."""
         self.attempt = next_attempt(self.path)
         logs = self.path / _LOGS / f"attempt-{self.attempt}"
         try:
@@ -93,8 +93,8 @@ class RunDir:
 
 
 def not_writable(path: Path, error: OSError) -> TfdistError:
-    """Return the error for a run directory that refuses what is written to it."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):  # no mistake, and worth another try
+    """Return the error for a run directory that is not writable."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):  # not a usage error: a retry may succeed
         return TfdistError(f"--run_dir {path}: {error.strerror}. Fix: make room, or give another")
     return UsageError(
         "--run_dir",
@@ -117,15 +117,15 @@ def attempt_entry(
     stacks: Mapping[Task, Sequence[str]],
     hosts: Mapping[Task, str],
 ) -> dict[str, Any]:
-    """Return the report's entry of an attempt that is over.
+    """Return the report's entry for a finished attempt.
 
     Args:
-      attempt: one start of all tasks of a job, and its end.
-      number: of the attempt.
-      epoch_s: the time of day when the clock stood at 0.
-      last_lines: returns those of a task's output.
-      stacks: the last lines of the tasks that were asked for their stacks, after a hang.
-      hosts: where each task was, in a job on several hosts.
+      attempt: Final state of the attempt.
+      number: Number of the attempt.
+      epoch_s: Time of day at which the clock was 0.
+      last_lines: Function that returns the last lines of a task's output.
+      stacks: Last lines of each task that printed its stacks after a hang.
+      hosts: Host of each task (empty for a job on one host).
     """
 
     def time_of(at_s: float | None) -> str | None:
@@ -186,7 +186,7 @@ def attempt_entry(
 
 
 def restart_seconds(failed: JobState, following: JobState) -> float | None:
-    """Return the seconds from a failure until every task of the next attempt was started."""
+    """Return the seconds from a failure until all tasks of the next attempt were started."""
     firsts = [record.started_at_s for record in following.records if not record.restart]
     known = [moment for moment in firsts if moment is not None]
     all_started_s = max(known) if known and len(known) == len(firsts) else None
@@ -194,7 +194,7 @@ def restart_seconds(failed: JobState, following: JobState) -> float | None:
 
 
 def _restart_s(attempt: JobState, failure: Failure) -> float | None:
-    """Return the seconds from a failure until its task was started again alone."""
+    """Return the seconds from a task's failure until this task was restarted."""
     moments = [
         record.started_at_s
         for record in attempt.records
@@ -213,7 +213,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def earlier_attempts(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the attempts of earlier runs in this directory; none if the report is damaged."""
+    """Return the attempts in this directory's report, or [] if the report is unreadable."""
     try:
         report = json.loads((run_dir / REPORT_FILE).read_text())
         attempts = report["attempts"]
@@ -223,7 +223,7 @@ def earlier_attempts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def description_of_job(strategy: str, *, argv: Sequence[str]) -> dict[str, Any]:
-    """Return what runs and where, for `report.json`; values that are secrets by name left out."""
+    """Return the command, strategy and host for `report.json`, without secrets in the command."""
     return {
         "command": shlex.join(without_secrets(argv)),
         "strategy": strategy,
@@ -233,5 +233,5 @@ def description_of_job(strategy: str, *, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def versions_of_job() -> dict[str, str]:
-    """Return the versions it runs with; takes 20 ms, and so is not for a job's start."""
+    """Return the versions of the job's packages. This takes 20 ms, so do not call it at start."""
     return {**versions(), "Python": platform.python_version()}

@@ -1,4 +1,4 @@
-"""Console of the launcher, and the view of a job on it: the tasks' lines and its own."""
+"""Console of the launcher, with the output of the tasks and of the launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tfdist.cluster import Task
 
-_CHUNK_BYTES = 4096  # a pipe that is ready takes this much without blocking
+_CHUNK_BYTES = 4096  # a ready pipe accepts this much without blocking
 _BACKLOG_BYTES = 1 << 20
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -21,10 +21,10 @@ _ERASE = b"\r\x1b[K"
 
 
 class Console:
-    """Output to a descriptor that never waits for whoever reads it.
+    """Output to a file descriptor, without waiting for its reader.
 
-    What cannot be written yet is kept; `is_full` asks the caller to read no more output from
-    the tasks until there is room. `is_closed` says that nobody reads any more.
+    Pending output is kept in a backlog. If `is_full`, the caller must stop reading the tasks'
+    output. `is_closed` is True after the reader has closed the pipe.
     """
 
     def __init__(self, fd: int, *, is_terminal: bool = False, colour: bool = False) -> None:
@@ -32,23 +32,23 @@ class Console:
         self.is_terminal = is_terminal
         self.is_closed = False
         self.last_lines = ("", 0)
-        """Whose lines are the last that were added, and how many of them in one piece."""
+        """Name of the task that printed the last lines, and the number of these lines."""
         self._colour = colour
         self._backlog = bytearray()
         self._progress = b""
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether there is output that the reader has not taken yet."""
+        """Return whether output is pending."""
         return bool(self._backlog) and not self.is_closed
 
     @property
     def is_full(self) -> bool:
-        """Return whether so much is waiting that the tasks should wait too."""
+        """Return whether so much output is pending that the tasks must wait."""
         return len(self._backlog) > _BACKLOG_BYTES
 
     def say(self, text: str) -> None:
-        """Add lines of the launcher's own."""
+        """Add lines of the launcher."""
         self.last_lines = ("", 0)
         for line in text.splitlines():
             self._put(b"[launch] " + line.encode(errors="backslashreplace"))
@@ -60,12 +60,12 @@ class Console:
         self._put(self._prefix(name, hue) + text)
 
     def pass_on(self, line: bytes) -> None:
-        """Add a line as an agent has shown it."""
+        """Add an unchanged line from an agent."""
         self.last_lines = ("", 0)
         self._put(line)
 
     def progress(self, name: str, text: bytes, *, hue: int = 0) -> None:
-        """Show a line that the next one replaces; only a terminal can."""
+        """Show a progress line that the next line replaces (only on a terminal)."""
         if not self.is_terminal:
             return
         room = max(0, _columns(self.fd) - len(name) - 4)
@@ -75,34 +75,34 @@ class Console:
         self._add(_ERASE + self._progress)
 
     def drop_progress(self) -> None:
-        """Take the progress line away."""
+        """Erase the progress line."""
         if self._progress:
             self._progress = b""
             self._add(_ERASE)
 
     def write(self) -> None:
-        """Write what the reader takes without waiting."""
+        """Write as much pending output as possible without waiting."""
         self.drain(0.0)
 
     def drain(self, timeout_s: float | None) -> None:
-        """Write all that is left; wait for the reader as long as `timeout_s` each time."""
+        """Write all pending output. Wait at most `timeout_s` for each write (None: no limit)."""
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
         while self.is_waiting and poll.poll(None if timeout_s is None else timeout_s * 1000):
             self._write_some()
 
     def forget_backlog(self) -> None:
-        """Give up what is waiting for a reader that does not read."""
+        """Discard all pending output."""
         self._backlog.clear()
 
     def _write_some(self) -> None:
         try:
             written = os.write(self.fd, self._backlog[:_CHUNK_BYTES])
-        except BlockingIOError:  # somebody else has filled it, of a descriptor that never waits
+        except BlockingIOError:  # another process has filled the pipe
             return
         except OSError as error:
-            # A reader that has left wants no job; a terminal that was closed behind nohup, or a
-            # full disk, is no reason to end one. The logs have it all.
+            # A closed pipe stops the job. A closed terminal under nohup, or a full disk, does not
+            # stop the job. The logs contain all output.
             self.is_closed = error.errno == errno.EPIPE
             self._backlog.clear()
             return
@@ -125,32 +125,32 @@ class Console:
 
 
 MAX_LINE_BYTES = 1 << 16
-"""A line longer than this is shown in pieces, so that no task can fill the memory."""
+"""Maximum line length in bytes. Longer lines are split, so that a task cannot fill the memory."""
 
-# What TensorFlow's C++ says of itself while it loads, before its log level counts: the processor's
-# features and that there is no GPU, twice a task. It is in the log, and not on the screen.
+# Lines that TensorFlow's C++ code logs while it loads, before its log level applies. Examples are
+# the processor's features and the absence of a GPU. The log has these lines, the screen does not.
 _CHATTER = re.compile(rb"WARNING: All log messages before absl::InitializeLog|I0000 .*\.cc:\d+\] ")
 _LAST_LINES = 20
 _MAX_LAST_CHARS = 1000
 
 
 class LineSplitter:
-    """Lines of a stream of bytes, as a terminal would leave them on its screen.
+    """Splitter of a byte stream into lines, as a terminal would show them.
 
-    A carriage return begins a line again: only the last text of a line is left of it.
+    After a carriage return, new text replaces the line's earlier text.
     """
 
     def __init__(self) -> None:
         self._rest = b""
         self.progress: bytes | None = None
-        """What a terminal would show of the unfinished line, if it has been begun again."""
+        """Visible text of an unfinished line that has a carriage return, else None."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the lines that `data` completes."""
         *whole, rest = (self._rest + data).split(b"\n")
         lines = [piece for line in whole for piece in _pieces(_visible(line))]
         self.progress = None
-        if b"\r" in rest:  # whatever comes next replaces its last text, unless it is the line's end
+        if b"\r" in rest:  # the next text replaces this text, unless a newline follows
             self.progress = _visible(rest)
             rest = b"\r" + self.progress[:MAX_LINE_BYTES] + b"\r" * rest.endswith(b"\r")
         else:
@@ -160,7 +160,7 @@ class LineSplitter:
         return lines
 
     def end(self) -> list[bytes]:
-        """Return what is left when the stream has ended without a newline."""
+        """Return the unfinished line at the end of the stream."""
         rest, self._rest, self.progress = _visible(self._rest), b"", None
         return _pieces(rest) if rest else []
 
@@ -183,7 +183,7 @@ class TaskOutput:
         self._log_fd = os.open(log_path, flags, 0o644)
 
     def feed(self, data: bytes) -> None:
-        """Take what the task has written."""
+        """Log and show new output of the task."""
         self._log(data)
         self._show([line for line in self._splitter.feed(data) if not _CHATTER.match(line)])
         progress = self._splitter.progress
@@ -191,18 +191,18 @@ class TaskOutput:
             self._writer.progress(self.name, progress, hue=self._hue)
 
     def flush_line(self) -> None:
-        """Show the line that the task left unfinished when it ended."""
+        """Show the unfinished line of a task that has exited."""
         self._show(self._splitter.end())
 
     def close(self) -> None:
-        """End the log."""
+        """Show the unfinished line and close the log."""
         self.flush_line()
         if self._log_fd >= 0:
             os.close(self._log_fd)
             self._log_fd = -1
 
     def last_lines(self) -> tuple[str, ...]:
-        """Return the last lines as text, bytes that are not UTF-8 escaped."""
+        """Return the last lines as text, with invalid UTF-8 escaped."""
         return tuple(line.decode(errors="backslashreplace")[:_MAX_LAST_CHARS] for line in self.last)
 
     def _show(self, lines: list[bytes]) -> None:
@@ -225,7 +225,7 @@ class TaskOutput:
 
 
 def _visible(line: bytes) -> bytes:
-    """Return what is left of a line after its carriage returns: its last text."""
+    """Return a line's last text after its carriage returns."""
     if b"\r" not in line:
         return line
     return next((text for text in reversed(line.split(b"\r")) if text), b"")
@@ -240,7 +240,7 @@ _HURRIED_DRAIN_S = 1.0
 
 
 class JobScreen:
-    """Output of tasks on `out` and of the launcher on `err`, which may be the same."""
+    """Output of the tasks on `out`, and of the launcher on `err` (may be the same console)."""
 
     def __init__(self, *, out: Console, err: Console) -> None:
         self.out = out
@@ -250,10 +250,10 @@ class JobScreen:
         self._hues: dict[Task, int] = {}
         self._remote_lines: dict[Task, tuple[str, ...]] = {}
         self.hosts: dict[Task, str] = {}
-        """Where each task is, in a job on several hosts."""
+        """Host of each task (empty for a job on one host)."""
 
     def open(self, task: Task, log_path: Path, *, is_chief: bool) -> TaskOutput:
-        """Return a new place for a task's output; OSError if its log cannot be made."""
+        """Return a new output for a task, or raise OSError if its log cannot be created."""
         hue = self._hues.setdefault(task, len(self._hues))
         if (before := self._outputs.get(task)) is not None:
             before.close()
@@ -264,22 +264,22 @@ class JobScreen:
         return output
 
     def announce(self, text: str) -> None:
-        """Show a line that belongs to the job's output."""
+        """Show a line of the launcher in the tasks' output."""
         self.out.say(text)
 
     def say(self, text: str) -> None:
-        """Show lines of the launcher's own."""
+        """Show lines of the launcher."""
         self.out.write()
         self.err.say(text)
 
     def show_failure(self, task: Task, cause: str) -> None:
-        """Show what failed first and its last lines; from now on nothing of other tasks."""
+        """Show the root cause with its task's last lines, and hide later output of other tasks."""
         self.mute_others(task)
         failed = self._outputs.get(task)
         self.say(self._failure_block(task, failed, cause))
 
     def mute_others(self, task: Task) -> None:
-        """Show nothing of the other tasks from now on."""
+        """Hide all later output of other tasks."""
         for other, output in self._outputs.items():
             output.muted = other != task
 
@@ -293,18 +293,18 @@ class JobScreen:
         self._remote_lines[task] = lines
 
     def forget(self) -> None:
-        """Forget the tasks: the next attempt may have others."""
+        """Forget all tasks, because the next attempt may have different tasks."""
         self._outputs.clear()
         self._remote_lines.clear()
 
     def drain(self, *, is_hurried: bool) -> None:
-        """Wait for whoever reads the output, not for long when the job was asked to stop."""
+        """Write all pending output. If `is_hurried`, wait only briefly for the reader."""
         with contextlib.suppress(KeyboardInterrupt):
             for console in self.consoles:
                 console.drain(_HURRIED_DRAIN_S if is_hurried else None)
 
     def close(self) -> None:
-        """End all logs and take a progress line away."""
+        """Close all logs and erase the progress line."""
         for output in self._outputs.values():
             output.close()
         self.out.drop_progress()
@@ -329,7 +329,7 @@ def standard_screen(environ: Mapping[str, str]) -> JobScreen:
 
 
 def shows_in_place(fd: int, environ: Mapping[str, str]) -> bool:
-    """Return whether a line on `fd` can be written over, as on a terminal."""
+    """Return whether `fd` is a terminal that can overwrite a line."""
     return os.isatty(fd) and environ.get("TERM") != "dumb"
 
 

@@ -1,10 +1,9 @@
-"""Functions as jobs: `tfdist.spawn`, from a program or from the cell of a notebook.
+"""Functions as jobs: `tfdist.spawn`, in a program or in a notebook cell.
 
-The function and what it returns are pickled, by value where they are of ``__main__``, in files of a
-directory that only this user can enter: nothing is unpickled but what this process and the tasks it
-has started have written.
+The function and its result are pickled to files in a directory that only this user can enter. This
+process and its tasks unpickle only these files. Objects of ``__main__`` are pickled by value.
 
-Run as a module it is the program of each task.
+Run as a module, this file is the program of each task.
 """
 
 from __future__ import annotations
@@ -49,31 +48,30 @@ def spawn(
     ps: int = 0,
     **options: Any,
 ) -> Any:
-    """Run a function as a job on this machine and return what it returns in the chief.
+    """Run a function as a job on this machine and return the chief's result.
 
-    Every task calls ``fn(*args)``, in a new process; what they print is written to `sys.stdout`,
-    each line with its task before it. Ctrl-C, or interrupting a notebook's kernel, stops the job
-    as it stops that of the launcher: a `fit` with `BackupAndRestore` saves.
+    Every task calls ``fn(*args)`` in a new process. The tasks' output is written to `sys.stdout`,
+    with the task's name before each line. Ctrl-C, or interrupting a notebook's kernel, stops the
+    job. A `fit` with `BackupAndRestore` then saves a checkpoint.
 
     Args:
-      fn: a function; one of ``__main__``, or of a notebook's cell, goes with the variables that it
-        uses, any other by the name of its module.
-      *args: what it is called with. They are pickled, as what it returns is.
-      strategy: as ``--strategy`` of the launcher.
-      workers: as ``--workers``; 2 under multiworker and ps.
-      ps: as ``--ps``; 0 for none, or the one of a ps job.
-      **options: the launcher's other flags by their names, such as ``max_restarts=3``.
+      fn: Function to run. A function of ``__main__`` or of a notebook cell is pickled with the
+        variables that it uses. Any other function is pickled by the name of its module.
+      *args: Arguments of `fn`. The arguments and the result are pickled.
+      strategy: Strategy, as the launcher's ``--strategy`` (default: "multiworker").
+      workers: Number of workers, as ``--workers`` (default under multiworker and ps: 2).
+      ps: Number of parameter servers, as ``--ps`` (default: 1 in a ps job, else none).
+      **options: Other flags of the launcher by name, such as ``max_restarts=3``.
 
     Returns:
-      What `fn` returned in the chief; None where it ended by `sys.exit`.
+      The result of `fn` in the chief, or None if `fn` called `sys.exit`.
 
     Raises:
-      UsageError: an option that the launcher would refuse; a call inside a task of a job. Nothing
-        has been started.
-      TypeError, pickle.PicklingError: the function cannot be pickled. Nothing has been started.
-      JobFailed: the job failed. It has the first failure's task and traceback, and its exception
-        as the cause.
-      KeyboardInterrupt: it was interrupted, and the job has stopped.
+      UsageError: An option is invalid, or the caller is a task of a job. No task was started.
+      TypeError, pickle.PicklingError: The function cannot be pickled. No task was started.
+      JobFailed: The job failed. The error has the first failed task and its traceback. The task's
+        exception is the cause.
+      KeyboardInterrupt: The caller was interrupted, and the job has stopped.
     """
     if MARK in os.environ:
         raise UsageError(
@@ -96,7 +94,7 @@ def spawn(
         answers = _answers(folder)
     if entries := earlier_attempts(run_dir)[before:]:
         answers = [answer for answer in answers if answer["attempt"] == entries[-1]["attempt"]]
-    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # the kernel keeps the code to itself
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # the kernel discards the exit code
         code = entries[-1]["exit_code"] if entries else EXIT_FAILED
     if code == 0:
         values = [answer["value"] for answer in answers if answer["kind"] == "result"]
@@ -129,11 +127,11 @@ def _flags(
     return [f"--{n}={v}" for n, v in given.items() if v is not None and v is not False]
 
 
-# What goes to the tasks, and comes back.
+# Files to and from the tasks.
 
 
 def _pickled(fn: Any, args: Sequence[Any]) -> bytes:
-    """Return the function, and what a task needs to load it and to show its lines."""
+    """Return the pickled function, with the data that a task needs to load and trace it."""
     import cloudpickle
 
     call = cloudpickle.dumps((fn, tuple(args)))
@@ -142,17 +140,17 @@ def _pickled(fn: Any, args: Sequence[Any]) -> bytes:
 
 
 def _cells() -> dict[str, list[str]]:
-    """Return the lines of code that are of no file, as those of a notebook's cells."""
+    """Return the source lines of code without a file, such as notebook cells."""
     known: Mapping[str, Any] = linecache.cache
     return {name: e[2] for name, e in known.items() if len(e) == 4 and e[1] is None}
 
 
 def _answers(folder: Path) -> list[dict[str, Any]]:
-    """Return the answers of tasks, the last one of each task in each attempt."""
+    """Return the tasks' answers: the last answer of each task in each attempt."""
     return [
         pickle.loads(path.read_bytes())
         for path in sorted((folder / _ANSWERS).iterdir())
-        if not path.suffix  # a task was killed while it wrote the others
+        if not path.suffix  # files with a suffix are incomplete
     ]
 
 
@@ -162,8 +160,8 @@ def _failed(
     answers: Sequence[Mapping[str, Any]],
     lines: Sequence[str],
 ) -> JobFailed:
-    """Return the error for a job that has failed, as its report and its tasks tell it."""
-    if failure is None:  # the launcher refused it, or somebody stopped it
+    """Return the error for a failed job, from its report and its tasks' answers."""
+    if failure is None:  # the launcher rejected the job, or a signal stopped it
         said = lines[-1].removeprefix("[launch] ") if lines else "it said nothing"
         return JobFailed(f"the job ended with exit code {code}: {said}", exit_code=code)
     task = failure["task"]
@@ -174,16 +172,16 @@ def _failed(
     message = f"{task} failed first: {failure['cause']}" + (f"\n\n{more}" if more else "")
     failed = JobFailed(message, task=task, exit_code=code, traceback=trace)
     if errors and errors[-1]["value"] is not None:
-        with contextlib.suppress(Exception):  # of a class that only the task could make
+        with contextlib.suppress(Exception):  # its class may exist only in the task
             failed.__cause__ = pickle.loads(errors[-1]["value"])
     return failed
 
 
-# The launcher, as this process's child.
+# The launcher as a child process.
 
 
 def _run(flags: Sequence[str]) -> tuple[int, bool, Sequence[str]]:
-    """Run the launcher; return its exit code, whether it was interrupted, and its last lines."""
+    """Run the launcher. Return its exit code, whether it was interrupted, and its last lines."""
     process: subprocess.Popen[bytes] | None = None
     requests: list[int] = []
 
@@ -199,7 +197,7 @@ def _run(flags: Sequence[str]) -> tuple[int, bool, Sequence[str]]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a terminal's or a kernel's Ctrl-C comes through this process
+            start_new_session=True,  # this process forwards Ctrl-C
         )
         try:
             if requests:
@@ -212,7 +210,7 @@ def _run(flags: Sequence[str]) -> tuple[int, bool, Sequence[str]]:
 
 @contextlib.contextmanager
 def _interrupts_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have SIGINT call `handler`, where it would raise KeyboardInterrupt."""
+    """Call `handler` on SIGINT in the block, instead of raising KeyboardInterrupt."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT) if is_main else signal.SIG_IGN
     if before == signal.SIG_IGN:
@@ -226,14 +224,14 @@ def _interrupts_to(handler: Callable[[int, FrameType | None], None]) -> Iterator
 
 
 def _shown(process: subprocess.Popen[bytes]) -> Sequence[str]:
-    """Write what the launcher prints to `sys.stdout` until its end; return the last lines."""
+    """Copy the launcher's output to `sys.stdout` until it exits, and return the last lines."""
     assert process.stdout is not None
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     lines: deque[str] = deque([""], maxlen=_LINES_KEPT)
     while data := os.read(process.stdout.fileno(), _READ_BYTES):
         text = decoder.decode(data)
-        # What the caller's output has no letters for must not end the job.
+        # A character that the caller's encoding lacks must not stop the job.
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
         first, *more = text.split("\n")
@@ -243,7 +241,7 @@ def _shown(process: subprocess.Popen[bytes]) -> Sequence[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Stop a launcher whose output can no longer be shown; it leaves no process behind."""
+    """Close the launcher's output and stop it if it still runs."""
     if process.stdout is not None:
         process.stdout.close()
     if process.poll() is None:
@@ -251,11 +249,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-# In a task.
+# The program of a task.
 
 
 def serve(argv: Sequence[str]) -> None:
-    """Call the function as this task's program; the argument is the directory of its files."""
+    """Call the function as this task's program. `argv` holds the directory of the files."""
     import cloudpickle
 
     folder = Path(argv[0])
@@ -274,7 +272,7 @@ def serve(argv: Sequence[str]) -> None:
     except Exception as error:
         trace = "" if isinstance(error, TfdistError) else _traceback(error)
         pickled: bytes | None = None
-        with contextlib.suppress(Exception):  # one that cannot be pickled: its text is there
+        with contextlib.suppress(Exception):  # not picklable: the answer has only its text
             pickled = cloudpickle.dumps(error)
         _answer(folder, {"kind": "error", **me, "traceback": trace, "value": pickled})
         raise
@@ -294,7 +292,7 @@ def _answer(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # As the module of that name, so that nothing of its own is in the function's ``__main__``.
+    # Import this file by its name, so that its globals are not in the function's ``__main__``.
     from tfdist.launch.spawn import serve as _serve
 
     _serve(sys.argv[1:])

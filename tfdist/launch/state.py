@@ -1,7 +1,7 @@
 """State of one attempt of a job, and the restart policy.
 
-The state is its tasks, what was seen of them, and what was decided. Only `decide` in
-`supervisor.py` changes it; it holds no process, screen or clock.
+The state holds the attempt's tasks, their events and the supervisor's decisions. Only `decide` in
+`supervisor.py` changes the state. The state holds no process, screen or clock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tfdist.launch.events import exit_code_for, exit_code_of
 
 _EXIT_KILLED = exit_code_of(-signal.SIGKILL)
 
-# What differs between two runs of the same mistake: addresses in memory, ports, process ids, ages.
+# Parts of a message that differ between repeats of one error: addresses, ports, process ids, ages.
 _ACCIDENTAL = re.compile(
     r"0x[0-9a-fA-F]+|(?<=:)\d{4,5}\b|(?<=pid )\d+|(?<=process )\d+|(?<=for )\d+(?= s\b)"
     r"|(?<=after )\d+(?= s\b)"
@@ -30,20 +30,19 @@ _ACCIDENTAL = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartVerdict:
-    """Whether to start again, and what to say about it; nothing where nobody asked for it."""
+    """Decision on a restart, and its reason ("" if the job has no restarts configured)."""
 
     restart: bool = False
     reason: str = ""
 
 
 class RestartPolicy:
-    """Restarts of a job, those of single tasks too, and the decision on the next one.
+    """Restarts of a job and of its single tasks, and the decision on the next restart.
 
-    A restart repeats what failed only if it got no further: a failure of the same kind of task,
-    for the same cause and at the same step as the failure before it is not tried again. Where
-    no step is known, both within `window_s` count as the same place: before the first step.
-    SIGKILL of a task that is started again alone is never the same: the others may have got
-    further at that step, as in an evaluation.
+    The policy refuses a restart if the last two failures are the same. Two failures are the same
+    if task type, cause and step are equal. If no step is known, two failures within `window_s`
+    count as equal steps ("before the first step"). When only one task is restarted, two SIGKILLs
+    are never the same failure: other tasks may have made progress at that step.
     """
 
     def __init__(self, *, max_restarts: int, window_s: float) -> None:
@@ -52,10 +51,10 @@ class RestartPolicy:
         self._restarted: list[Failure] = []
 
     def verdict(self, failure: Failure, *, alone: bool = False) -> RestartVerdict:
-        """Return whether to start again after `failure`, the task `alone` or the whole job.
+        """Return whether to restart the job (or with `alone`, only the task) after `failure`.
 
-        Changes nothing. Of tasks that are started again alone each has its own last failure:
-        several of them may well be killed at the same step.
+        The policy does not change. With `alone`, a failure is compared only with earlier failures
+        of the same task, because several tasks may be killed at the same step.
         """
         if not self._max_restarts:
             return RestartVerdict()
@@ -103,103 +102,103 @@ def _kind_of(failure: Failure) -> tuple[str, str]:
 EVALUATOR = Task("evaluator", 0)
 
 RESTART_GRACE_S = 1.0
-"""How long the others may take before a restart: without a peer they are blocked in TensorFlow."""
+"""Grace period before a restart, in seconds. Tasks that lost a peer are blocked in TensorFlow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskRecord:
-    """How one task went. Times are those of the clock that the supervisor was given."""
+    """Start and end of one process of a task. Times are from the supervisor's clock."""
 
     task: Task
     pid: int | None = None
     status: int | None = None
-    """Exit code, or minus the signal that ended the task; None if it did not end."""
+    """Exit code, or the negative signal number, or None if the process did not exit."""
     started_at_s: float | None = None
     ended_at_s: float | None = None
     stopped: bool = False
-    """Whether the launcher had asked it to end."""
+    """Whether the launcher sent the process a signal to stop."""
     restart: int = 0
-    """Which restart of this task alone its process was; 0: the one it began with."""
+    """Number of the task's restart that started this process (0: first start)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TaskState:
-    """One task, and the record of each of its processes; the last is the present or next one."""
+    """State of one task, with a record per process. The last record is the current process."""
 
     records: list[TaskRecord]
     is_running: bool = False
-    """Whether it has a process, or is about to get one."""
+    """Whether the task has a process or its process is being started."""
     failed_alone: Failure | None = None
-    """What it is being ended for while the others go on."""
+    """Failure for which the launcher kills only this task, or None."""
 
     def record(self, **changes: Any) -> None:
-        """Change the record of its present process."""
+        """Update the record of the current process."""
         self.records[-1] = replace(self.records[-1], **changes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingHang:
-    """A hang that was found, and whose stacks are being printed."""
+    """Detected hang, while the stuck tasks print their stacks."""
 
     failure: Failure
     stuck: tuple[Task, ...]
     due_s: float
-    """When they are taken as printed."""
+    """Time at which the supervisor stops waiting for the stacks."""
 
 
 @dataclass(kw_only=True, slots=True)
 class JobState:
-    """All that is known of an attempt. Moments are those of the supervisor's clock."""
+    """State of an attempt. Times are from the supervisor's clock."""
 
     job_tasks: InitVar[Iterable[Task]]
-    """None of which has been started; first the chief, whose end ends a ps job."""
+    """Tasks of the job, not started yet, with the chief first."""
     tasks: dict[Task, TaskState] = field(init=False)
     logs: Path
-    """The directory of this attempt's logs."""
+    """Directory of this attempt's logs."""
     is_ps: bool
-    """Whether workers and ps serve the chief; a worker may then fail alone."""
+    """Whether this is a ps job: workers and ps serve the chief, and one worker can restart."""
     grace_s: float
-    """How long a task may take to end before it is killed."""
+    """Seconds a task has to exit before it is killed."""
     min_workers: int | None = None
-    """How many workers a ps job needs before its first step; None: all of them."""
+    """Number of workers that a ps job needs before its first step (None: all)."""
     policy: RestartPolicy
-    """Of the job: it counts the restarts of earlier attempts too."""
+    """Restart policy of the job, which also counts the restarts of earlier attempts."""
     watchdog: Watchdog
     root_cause: RootCause = field(init=False)
     now_s: float
-    """When the supervisor was last awake; at first, when the attempt began."""
+    """Time of the supervisor's last decision, initially the start of the attempt."""
     started_s: float = field(init=False)
 
     step: int | None = None
-    """The last step that any task has reported; None before the training."""
+    """Highest step that any task has reported (None before training)."""
     first_step_s: float | None = None
-    """When the first step of this attempt was done."""
+    """Time at which the first step of this attempt finished."""
     hang: PendingHang | None = None
     restarts: list[Failure] = field(default_factory=list)
-    """Failures after which a task was started again alone."""
+    """Failures after which only the failed task was restarted."""
     lost: list[Failure] = field(default_factory=list)
-    """Failures after which the others went on without the task."""
+    """Failures after which the job continued without the failed task."""
 
     alone: list[Task] = field(default_factory=list)
-    """Tasks that train with Keras and have joined no job."""
+    """Tasks that train a separate model with Keras (see `tfdist.launch.alone`)."""
 
     is_done: bool = False
-    """Whether the chief has ended with 0, or in any way while the job is ending."""
+    """Whether the chief exited with code 0 (with any code if the job is stopping)."""
     are_servers_closed: bool = False
-    """Whether those that served it were asked to end."""
+    """Whether the launcher told the workers and ps to exit after the chief exited."""
     straggler_deadline_s: float = math.inf
 
     failure: Failure | None = None
-    """The root cause of the attempt's failure."""
+    """Root cause of the attempt's failure."""
     verdict: RestartVerdict = field(default_factory=RestartVerdict)
     stop_signal: int | None = None
-    """By which the launcher was asked to stop."""
+    """Signal that told the launcher to stop."""
 
     is_ending: bool = False
-    """Whether the tasks were asked to end."""
+    """Whether the launcher told the tasks to exit."""
     is_killed: bool = False
     deadline_s: float = math.inf
-    """When the grace period ends; once killed, when a process that lives on is given up."""
+    """End of the grace period. After SIGKILL: end of the wait for processes to exit."""
 
     def __post_init__(self, job_tasks: Iterable[Task]) -> None:
         self.tasks = {task: TaskState(records=[TaskRecord(task=task)]) for task in job_tasks}
@@ -208,51 +207,51 @@ class JobState:
 
     @property
     def chief(self) -> Task:
-        """Return the task whose end ends a ps job."""
+        """Return the first task. A ps job ends when this task exits."""
         return next(iter(self.tasks))
 
     @property
     def running(self) -> list[Task]:
-        """Return the tasks that have not ended."""
+        """Return the tasks that were started and have not exited."""
         return [task for task, state in self.tasks.items() if state.is_running]
 
     @property
     def has_running(self) -> bool:
-        """Return whether any task has not ended."""
+        """Return whether any task is running."""
         return any(state.is_running for state in self.tasks.values())
 
     def is_running(self, task: Task) -> bool:
-        """Return whether a task has been started and has not ended."""
+        """Return whether a task was started and has not exited."""
         known = self.tasks.get(task)
         return known is not None and known.is_running
 
     @property
     def is_over(self) -> bool:
-        """Return whether all tasks have ended, or not even SIGKILL ends them."""
+        """Return whether all tasks have exited, or some did not exit after SIGKILL."""
         is_given_up = self.is_killed and self.now_s >= self.deadline_s
         return is_given_up or not self.has_running
 
     @property
     def exit_code(self) -> int:
-        """Return what the attempt ends with."""
+        """Return the exit code of the attempt."""
         if self.stop_signal is not None:
             return exit_code_for(self.stop_signal)
         return self.failure.exit_code if self.failure else 0
 
     @property
     def records(self) -> list[TaskRecord]:
-        """Return that of every process; one started again is followed by the next of its task."""
+        """Return the records of all processes, grouped by task in order of start."""
         return [record for task in self.tasks.values() for record in task.records]
 
     @property
     def restart(self) -> str:
-        """Return why the whole job is to be started again; empty if it is not."""
+        """Return the reason to restart the whole job, or "" if it must not restart."""
         is_worth_it = self.verdict.restart and self.stop_signal is None and not self.has_running
         return self.verdict.reason if is_worth_it else ""
 
     @property
     def next_s(self) -> float:
-        """Return when there is something to decide without another event."""
+        """Return the time of the next decision if no event happens before."""
         if self.is_ending:
             return self.deadline_s
         if self.hang is not None:
@@ -261,12 +260,12 @@ class JobState:
         return min(self.straggler_deadline_s, *checks_s)
 
     def reached(self, step: int | None) -> None:
-        """Record a step that a task has reached."""
+        """Record a step that a task has finished."""
         if step is not None:
             self.step = step if self.step is None else max(self.step, step)
 
     def is_expendable(self, task: Task) -> bool:
-        """Return whether the others can go on without a task, or while it is started again."""
+        """Return whether the job can continue while a task is missing or restarts."""
         return task == EVALUATOR or self.is_ps_worker(task)
 
     def is_ps_worker(self, task: Task) -> bool:
@@ -274,11 +273,11 @@ class JobState:
         return self.is_ps and task.type == "worker"
 
     def serves_nobody(self, task: Task) -> bool:
-        """Return whether a task is a worker or ps whose chief has ended as it should."""
+        """Return whether a task is a worker or ps, and the chief has already finished."""
         return self.is_ps and self.is_done and task != EVALUATOR
 
     def other_workers(self, failed: Container[Task]) -> list[Task]:
-        """Return the workers of a ps job that go on."""
+        """Return the running workers of a ps job that have not failed."""
         return [
             task
             for task in self.running
@@ -288,10 +287,10 @@ class JobState:
         ]
 
     def has_enough_without(self, failure: Failure, *, failed: Container[Task]) -> bool:
-        """Return whether enough workers are left.
+        """Return whether the job can continue without the failed tasks (not after a usage error).
 
-        A mistake in the program would be made by all, and before the first step any error may be
-        one.
+        Before the first step, any error may be a mistake in the program. The job then needs its
+        evaluator and `min_workers` workers (default: all).
         """
         if failure.exit_code == EXIT_USAGE:
             return False

@@ -1,7 +1,7 @@
 """Supervisor of one attempt: its end, its root cause, and the shutdown of its tasks.
 
-`decide` is a function of the state and of what has happened: a history can be replayed without
-any process. `Supervisor` sleeps until something happens, has it decided, and does what that says.
+`decide` returns actions for the state and the new events, so tests can replay events without any
+process. `Supervisor` waits for events, calls `decide`, and performs the returned actions.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ if TYPE_CHECKING:
     from tfdist.launch.multihost.leader import Team
 
 SERVER_GRACE_S = 3.0
-"""How long workers and ps may take to end once the chief has: they hold nothing to save."""
+"""Seconds that workers and ps have to exit after the chief. They have no state to save."""
 
 STRAGGLER_S, STRAGGLER_GRACES = 60.0, 6
-"""How long the other workers may go on after their chief is done: so long, or so many grace
-periods. They end by themselves, and no short grace is to cut that off."""
+"""Limits for the other workers to exit after the chief: seconds, or a number of grace periods.
+The longer limit applies, so that a short grace period does not interrupt a normal exit."""
 
 STACKS_S = 0.5
-"""How long the stacks of a task that hangs may take to come into its log."""
+"""Seconds to wait until a hanging task has printed its stacks."""
 
-_GIVE_UP_S = 10.0  # after SIGKILL, for a process that not even that ends
+_GIVE_UP_S = 10.0  # seconds to wait for a process to exit after SIGKILL
 
 
 def decide(state: JobState, awakening: Awakening) -> list[Action]:
-    """Return what to do about what has happened; `state` changes, and nothing else.
+    """Return the actions for an awakening, and update `state`.
 
-    Whatever comes in one awakening is seen together: a request to stop, or the end of the chief,
-    explains the ends around it.
+    All events of one awakening are judged together. A stop request, or the chief's exit, explains
+    other exits in the same awakening.
     """
     return _Decision(state, awakening).actions()
 
 
 class _Decision:
-    """One awakening of the supervisor."""
+    """Decision on one awakening of the supervisor."""
 
     def __init__(self, state: JobState, awakening: Awakening) -> None:
         self._state = state
@@ -85,7 +85,7 @@ class _Decision:
             self._see(event)
         self._find_failure()
         self._end_servers()
-        if not self._state.has_running:  # the last ones could not even print their stacks
+        if not self._state.has_running:  # the last tasks exited before printing their stacks
             self._end_hang()
         self._keep_deadlines()
         return self._actions
@@ -96,7 +96,7 @@ class _Decision:
     def _say(self, text: str) -> None:
         self._do(Say(text))
 
-    # what has happened
+    # events
 
     def _see(self, event: Event | Begin) -> None:
         state = self._state
@@ -129,7 +129,7 @@ class _Decision:
                 self._end_copies()
 
     def _end_copies(self) -> None:
-        """End a job whose tasks train alone on hosts that share no run directory."""
+        """Stop a job if several tasks train separate models on hosts without a shared directory."""
         first, task = map(str, self._state.alone[:2])
         cause = str(mistake(first, task, where="model.fit"))
         failure = Failure(
@@ -158,10 +158,10 @@ class _Decision:
         state.straggler_deadline_s = self._now_s + self._straggler_s
         state.is_done = True
         for served in filter(state.serves_nobody, state.root_cause.tasks):
-            state.root_cause.forget(served)  # they have seen it before
+            state.root_cause.forget(served)  # they saw the chief exit before
 
     def _end_failed_alone(self, task: Task) -> bool:
-        """Deal with the end of a task; return whether it was one that had failed alone."""
+        """Restart or drop a task that was killed for its own failure. Return whether it was."""
         known = self._state.tasks[task]
         failure, known.failed_alone = known.failed_alone, None
         if failure is None:
@@ -184,16 +184,16 @@ class _Decision:
         running, grace_s, chief = state.running, state.grace_s, state.chief
         tasks = f"{len(running)} tasks" if len(running) > 1 else "the task"
         self._say(f"{name}: ending {tasks} within {grace_s:g} s (a second signal kills at once)")
-        # The servers of a ps job go on until the chief has saved; its end ends them then.
+        # Workers and ps of a ps job keep running until the chief has saved and exited.
         is_saving = state.is_ps and state.is_running(chief)
         servers = set(running) - {chief} if is_saving else set()
-        as_term = signum in (signal.SIGPIPE, signal.SIGHUP)  # which no program saves at
+        as_term = signum in (signal.SIGPIPE, signal.SIGHUP)  # programs do not save on these signals
         self._stop(signal.SIGTERM if as_term else signum, within_s=grace_s, but=servers)
 
-    # what has failed
+    # failures
 
     def _find_failure(self) -> None:
-        """Find what failed first once anything has ended badly, and stop the rest."""
+        """Find the root cause of new failures or a hang, and stop the other tasks if needed."""
         state = self._state
         while not state.is_ending and state.hang is None:
             failed = state.root_cause.tasks
@@ -204,11 +204,11 @@ class _Decision:
                 return
             failure = self._dated(root_of(failure, state.watchdog))
             if not self._go_on(failure):
-                # Its process may still have a traceback to print.
+                # The failed task's process may still print a traceback.
                 self._fail(failure, but=(failure.task,))
 
     def _dated(self, failure: Failure) -> Failure:
-        """Return `failure` with the step it happened at and how long it took to be seen."""
+        """Return `failure` with its step and its detection time added."""
         return replace(failure, step=self._state.step, detect_s=self._now_s - failure.at_s)
 
     def _find_hang(self) -> None:
@@ -220,12 +220,12 @@ class _Decision:
             return
         failure = Failure(task=hang.task, cause=hang.cause, exit_code=1, at_s=hang.since_s)
         failure, stuck = self._dated(failure), hang.stuck
-        if self._can_go_on(failure):  # the others go on, and are not disturbed
+        if self._can_go_on(failure):  # the other tasks continue undisturbed
             stuck = tuple(task for task in stuck if task == failure.task)
         self._fail_after_stacks(failure, stuck)
 
     def _fail_after_stacks(self, failure: Failure, stuck: tuple[Task, ...]) -> None:
-        """Ask the stuck tasks for their Python stacks, and fail once they are printed."""
+        """Ask the stuck tasks to print their Python stacks, and schedule the failure after that."""
         due_s = self._now_s + (STACKS_S if stuck else 0.0)
         self._state.hang = PendingHang(failure=failure, stuck=stuck, due_s=due_s)
         if stuck:
@@ -234,12 +234,12 @@ class _Decision:
             self._do(AskForStacks(task))
 
     def _is_in_use(self, task: Task) -> bool:
-        """Return whether a task runs and is not being ended for a failure of its own."""
+        """Return whether a task runs and the launcher is not killing it for a failure."""
         known = self._state.tasks[task]
         return known.is_running and known.failed_alone is None
 
     def _end_hang(self) -> None:
-        """Act on a task that hangs, once the stacks have been printed."""
+        """Act on a hanging task after the stacks were printed."""
         state = self._state
         if state.hang is None or state.is_ending:
             return
@@ -264,26 +264,26 @@ class _Decision:
         self._stop(signal.SIGTERM, within_s=within_s, but=but)
 
     def _first(self, failure: Failure) -> Failure:
-        """Return the first of the failures that have left a job without workers."""
+        """Return the first worker's failure if `failure` leaves no worker, else `failure`."""
         state = self._state
         lost = [past for past in state.lost if state.is_ps_worker(past.task)]
         is_last = state.is_ps_worker(failure.task) and not state.other_workers({failure.task})
         is_mistake = failure.exit_code == EXIT_USAGE
         return lost[0] if lost and is_last and not is_mistake else failure
 
-    # going on with a task started again, or without it
+    # continue with the task restarted, or without the task
 
     def _verdict_on(self, failure: Failure) -> RestartVerdict:
-        """Return whether the failed task alone, where that can be, or the job starts again."""
+        """Return whether to restart: only the failed task if it is expendable, else the job."""
         alone = self._state.is_expendable(failure.task)
         return self._state.policy.verdict(failure, alone=alone)
 
     def _may_start(self, failure: Failure) -> bool:
-        """Return whether the failed task can be started again alone: its host is still there."""
+        """Return whether only the failed task can restart. Its host must be reachable."""
         return self._verdict_on(failure).restart and failure.task not in self._unreachable
 
     def _can_go_on(self, failure: Failure) -> bool:
-        """Return whether the others can go on: only an evaluator or workers of a ps job failed."""
+        """Return whether the job can continue: only an evaluator or workers of a ps job failed."""
         state = self._state
         failed = {failure.task, *state.root_cause.tasks}
         if not all(map(state.is_expendable, failed)):
@@ -291,7 +291,7 @@ class _Decision:
         return self._may_start(failure) or state.has_enough_without(failure, failed=failed)
 
     def _go_on(self, failure: Failure) -> bool:
-        """Have the others go on, with the failed task or without; return whether they can."""
+        """Continue the job with the failed task restarted or dropped, and return whether it can."""
         if not self._can_go_on(failure):
             return False
         task = self._state.tasks[failure.task]
@@ -304,7 +304,7 @@ class _Decision:
         return True
 
     def _start_again_or_drop(self, failure: Failure) -> None:
-        self._do(KillOne(failure.task))  # what it has left behind
+        self._do(KillOne(failure.task))  # its remaining child processes
         if self._may_start(failure):
             self._start_again(failure)
         else:
@@ -324,11 +324,11 @@ class _Decision:
     def _start(self, task: Task) -> None:
         known = self._state.tasks[task]
         known.is_running = True
-        self._state.watchdog.started(task, at_s=self._now_s)  # that it never does is a hang, too
+        self._state.watchdog.started(task, at_s=self._now_s)  # never starting is a hang
         self._do(Start(task, known.records[-1].restart))
 
     def _lose(self, failure: Failure) -> None:
-        """Go on without the failed task."""
+        """Continue without the failed task."""
         state, task, verdict = self._state, failure.task, self._verdict_on(failure)
         state.lost.append(failure)
         workers = state.other_workers({task})
@@ -340,14 +340,14 @@ class _Decision:
     # the end
 
     def _end_servers(self) -> None:
-        """Tell workers and ps to end, once, when the chief is done and its evaluator too."""
+        """Tell workers and ps to exit, once, after the chief and the evaluator have exited."""
         state = self._state
         is_evaluated = state.is_ending or not state.is_running(EVALUATOR)
         if state.is_ps and state.is_done and is_evaluated and not state.are_servers_closed:
             self._end_served()
 
     def _end_served(self) -> None:
-        """Tell what is left to end: it holds nothing to save, and nobody waits for it."""
+        """Tell all running tasks to exit. They have no state to save."""
         self._state.are_servers_closed = True
         self._stop(signal.SIGTERM, within_s=min(self._state.grace_s, SERVER_GRACE_S))
 
@@ -366,7 +366,7 @@ class _Decision:
 
     def _kill_overdue(self) -> None:
         state = self._state
-        # The servers of a ps job that is done may be kept from hearing by TensorFlow.
+        # After the chief has exited, TensorFlow may block SIGTERM in workers and ps.
         is_served_out = state.is_ps and not state.is_running(state.chief)
         if not is_served_out and not state.verdict.restart:
             self._say(f"killed, as still running: {named(state.running)}")
@@ -411,10 +411,10 @@ class _Decision:
 
 
 class Supervisor:
-    """Run of one attempt, which does what `decide` says.
+    """Event loop of one attempt, which performs the actions of `decide`.
 
     Attributes:
-      stacks: the last lines of the tasks that have printed their stacks, after a hang.
+      stacks: Last output lines of each task that printed its stacks after a hang.
     """
 
     def __init__(
@@ -434,7 +434,7 @@ class Supervisor:
         self.stacks: dict[Task, tuple[str, ...]] = {}
 
     def run(self) -> None:
-        """Start every task and return when the last one has ended."""
+        """Start every task and return when the last task has exited."""
         state = self._state
         for task in state.tasks:
             self._awake(Awakening(at_s=self._clock(), events=(Begin(task=task),)))
@@ -456,7 +456,7 @@ class Supervisor:
             self._observe(self._state, awakening)
 
     def _perform(self, action: Action) -> Ended | None:
-        """Do as decided; return the end of a task that cannot be started."""
+        """Perform an action, and return an `Ended` event if a task cannot be started."""
         if isinstance(action, Say):
             self._screen.say(action.text)
             return None

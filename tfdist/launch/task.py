@@ -1,7 +1,7 @@
-"""Process of a task: runs its program as ``python program args`` would, and its heartbeat.
+"""Process of a task: runs the program as ``python program args`` does, and sends heartbeats.
 
-Every task imports this before its program, so it imports nothing but what is built into Python:
-`signal` alone would cost milliseconds, and `threading` must first be imported by the main thread.
+Every task imports this module before its program, so it imports only fast standard modules.
+Importing `signal` takes milliseconds, and the main thread must be the first to import `threading`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _OURS = {
     "<frozen importlib._bootstrap>",
 }
 _INTERRUPTED = 130
-_MAX_CAUSE_CHARS = 500  # so that a note, escapes and all, is written to the pipe in one piece
+_MAX_CAUSE_CHARS = 500  # a note, with its escapes, fits one atomic write to the pipe
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run a program as a task's, and tell the launcher how it gets on.
+    """Run the task's program, and report failures and heartbeats to the launcher.
 
-    The arguments are the descriptor for notes and `ProcessSpec.words`.
+    `argv` holds the file descriptor for notes, then `ProcessSpec.words`.
     """
     descriptor, task, title, claim, kind, target, *args = argv
     notes_fd = int(descriptor)
@@ -49,9 +49,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:
-    """Return a function that tells the launcher when, how and why a program failed.
+    """Return a function that reports the time, exit code and cause of a failure to the launcher.
 
-    Where the program has forked, its children end by the same way: they tell nothing.
+    The function is inactive in forked children of the program.
     """
     pid = os.getpid()
 
@@ -63,14 +63,14 @@ def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:
         note = _note("raised", task, at_s=time.monotonic(), **said)
         try:
             os.write(notes_fd, note)
-        except OSError:  # the launcher is gone or does not listen: nobody to tell
+        except OSError:  # the launcher has exited or does not read
             return
 
     return failed
 
 
 def _note(event: str, task: str, **fields: object) -> bytes:
-    """Return a line for the launcher, which reads it by `tfdist.launch.events.decode_event`."""
+    """Return a line that the launcher decodes with `tfdist.launch.events.decode_event`."""
     line = _as_json({"event": event, "task": task, **fields})
     return f"{line}\n".encode(errors="backslashreplace")
 
@@ -86,10 +86,10 @@ def _as_json(value: object) -> str:
 
 
 def set_title(title: str) -> None:
-    """Name this process for ``ps`` and ``top`` where setproctitle is installed.
+    """Set this process's name in ``ps`` and ``top``, if setproctitle is installed.
 
-    Only the package's compiled part is loaded: its Python part costs more than the rest of
-    the start. SPT_NOENV keeps the environment in /proc, by which the launcher knows its own.
+    Only the package's compiled module is loaded, because its Python module is slow to import.
+    SPT_NOENV preserves /proc/<pid>/environ, where the guardian looks for the job's mark.
     """
     from importlib.machinery import ExtensionFileLoader, PathFinder
     from importlib.util import module_from_spec
@@ -118,10 +118,10 @@ def run_program(
     is_module: bool,
     failed: Callable[[int, str], None],
 ) -> None:
-    """Run `target` as ``__main__``; return, or raise SystemExit with its exit code.
+    """Run `target` as ``__main__``. Return, or raise SystemExit with the exit code.
 
-    `failed` is called with the exit code and the cause as soon as the program has failed:
-    ending takes a process with TensorFlow long enough that its peers may end before it.
+    `failed` is called with exit code and cause as soon as the program fails. A process with
+    TensorFlow exits slowly, so its peers may exit earlier.
     """
     try:
         if is_module:
@@ -154,7 +154,7 @@ def _run_script(path: str, args: Sequence[str]) -> None:
     )
     with open(full, "rb") as file:
         source = file.read()
-    # Not with this file's own `from __future__` imports, which `compile` would hand on.
+    # `compile` would otherwise apply this file's `from __future__` imports.
     exec(compile(source, full, "exec", dont_inherit=True), main.__dict__)
 
 
@@ -165,7 +165,7 @@ def _run_module(name: str, args: Sequence[str]) -> None:
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
     _fresh_main()
-    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # what python -m calls
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # as python -m does
 
 
 def _fresh_main() -> ModuleType:
@@ -176,7 +176,7 @@ def _fresh_main() -> ModuleType:
 
 
 def _explain(error: BaseException, *, failed: Callable[[int, str], None]) -> int:
-    """Print what went wrong, a line for a mistake, a traceback for a bug; return the exit code."""
+    """Print one line for a TfdistError, or a traceback. Return the exit code."""
     from tfdist.errors import TfdistError
 
     if isinstance(error, TfdistError):
@@ -192,9 +192,9 @@ def _explain(error: BaseException, *, failed: Callable[[int, str], None]) -> int
 
 
 def _gist(message: str) -> str:
-    """Return the line of a message that says what happened.
+    """Return the most useful line of an error message.
 
-    TensorFlow's begin with "Graph execution error:", and end with what it was and the node's name.
+    TensorFlow's messages begin with "Graph execution error:". The error and the node's name follow.
     """
     lines = [line.strip() for line in message.splitlines()]
     lines = [line for line in lines if line and not line.startswith("[[")]
@@ -213,13 +213,13 @@ _TRAINING = {
     "keras.src.backend.tensorflow.trainer": ("TensorFlowTrainer", ("fit", "train_on_batch")),
     "keras.src.optimizers.base_optimizer": ("BaseOptimizer", ("apply",)),
 }
-"""Modules of Keras, and in each the class and its methods by which every training goes."""
+"""Keras modules, with the class and methods that every training calls."""
 
 
 def watch_keras(task: str, claim: str) -> None:
-    """Have `tfdist.launch.alone` watch Keras once the program has imported it."""
+    """Let `tfdist.launch.alone` wrap Keras' training methods when the program imports Keras."""
     for name in _TRAINING:
-        if name in sys.modules:  # a fork server has
+        if name in sys.modules:  # imported by a fork server
             _watch(sys.modules[name], task, claim)
     sys.meta_path.insert(0, _KerasFinder(task, claim))
 
@@ -232,13 +232,13 @@ def _watch(module: ModuleType, task: str, claim: str) -> None:
 
 
 class _KerasFinder:
-    """Finder that leaves the finding to the others, and watches the modules of `_TRAINING`."""
+    """Import finder that wraps the modules of `_TRAINING` and uses the other finders."""
 
     def __init__(self, task: str, claim: str) -> None:
         self._task, self._claim = task, claim
 
     def find_spec(self, name: str, *where: object) -> ModuleSpec | None:
-        """Return the spec of a module of `_TRAINING`, None for any other."""
+        """Return the spec of a module of `_TRAINING`, or None for any other module."""
         if name not in _TRAINING:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
@@ -256,51 +256,51 @@ class _KerasFinder:
         return spec
 
 
-# Heartbeat: a line a second to the launcher, and stack dumps on request.
+# Heartbeat: one line per second to the launcher, and stack dumps on request.
 
 STACK_SIGNAL: int = _signal.SIGQUIT
-"""Makes a task print the Python stacks of all its threads, unless its program handles it."""
+"""Signal that makes a task print all Python stacks, unless its program handles the signal."""
 
 _RETRY_S = 0.2
-_MAX_PHASE_CHARS = 40  # so that a line is written to the pipe in one piece, or not at all
+_MAX_PHASE_CHARS = 40  # a line fits one atomic write to the pipe
 _STDERR_FD = 2
 
 
 def start_heartbeat(notes_fd: int, *, task: str, every_s: float = 1.0) -> None:
-    """Tell the launcher every `every_s` seconds what this process is doing, from now on.
+    """Start a thread that reports this process's phase to the launcher every `every_s` seconds.
 
-    The thread ends when nobody listens any more. It never holds up the program: while the pipe
-    is full it writes nothing. It blocks every signal, as these are the program's.
+    The thread exits after the launcher has exited. It never blocks the program: it skips writes
+    while the pipe is full. It blocks all signals, so that the program's threads receive them.
     """
     try:
-        # The same pipe opened again: whether writing waits is then this descriptor's alone, and
-        # not that of the other tasks and the launcher, who share `notes_fd`.
+        # Open the pipe again, so that O_NONBLOCK applies only to this file descriptor. Other
+        # tasks and the launcher share `notes_fd`.
         fd = os.open(f"/proc/self/fd/{notes_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # nobody listens
+    except OSError:  # the launcher has exited
         return
     before = _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
     try:
         _thread.start_new_thread(_beat, (fd, _identity(fd), task, every_s))
-    except RuntimeError:  # no thread to be had: without the pipe it is not expected to speak
+    except RuntimeError:  # cannot start a thread: without the pipe no heartbeat is expected
         os.close(fd)
     finally:
         _signal.pthread_sigmask(_signal.SIG_SETMASK, before)
 
 
 def print_stacks_on_request() -> None:
-    """Have `STACK_SIGNAL` print the stacks to standard error, also while no Python code can run."""
+    """Print the stacks to standard error on `STACK_SIGNAL`, even while Python code is blocked."""
     faulthandler.register(STACK_SIGNAL, file=_STDERR_FD, all_threads=True, chain=False)
 
 
 def steps_done() -> int | None:
-    """Return the steps that this process says it has done, None before its training."""
+    """Return this process's finished steps, or None before training."""
     phases = _phases()
     step = None if phases is None else phases.current().step
     return None if step is None else int(step)
 
 
 def _phases() -> ModuleType | None:
-    """Return `tfdist.phases` if the program has imported it whole; before, nothing is known."""
+    """Return `tfdist.phases`, or None unless the program has finished importing it."""
     module = sys.modules.get("tfdist.phases")
     return module if hasattr(module, "entered") else None
 
@@ -309,19 +309,19 @@ def _beat(fd: int, pipe: tuple[int, int] | None, task: str, every_s: float) -> N
     started_s = time.monotonic()
     due_s = started_s + every_s
     while True:
-        # Tasks of one machine beat together: the launcher wakes up once for all, and a step that
-        # they do together is interrupted once.
+        # Tasks of one machine send heartbeats at the same time. The launcher then wakes up once
+        # for all tasks, and a common step is interrupted only once.
         due_s = -(-due_s // every_s) * every_s
         time.sleep(max(0.0, due_s - time.monotonic()))
         while True:
-            if _identity(fd) != pipe:  # closed by the program: the number may be another file's
+            if _identity(fd) != pipe:  # the program has closed it, and may reuse its number
                 return
             try:
                 os.write(fd, _beat_note(task, started_s))
                 break
             except BlockingIOError:
                 time.sleep(_RETRY_S)
-            except OSError:  # the launcher is gone
+            except OSError:  # the launcher has exited
                 return
         due_s = max(due_s + every_s, time.monotonic())
 
@@ -335,14 +335,14 @@ def _identity(fd: int) -> tuple[int, int] | None:
 
 
 def _beat_note(task: str, started_s: float) -> bytes:
-    """Return what this process is doing."""
+    """Return a heartbeat with this process's phase and step."""
     phase, step, since_s, first_step_s = "import", None, started_s, None
     awaited = None
     phases = _phases()
     if phases is not None:
         state, awaited = phases.current(), phases.awaited()
         phase, step, first_step_s = phases.reported(), state.step, state.first_step_s
-        since_s = max(state.since_s, started_s)  # it may have been imported before the fork
+        since_s = max(state.since_s, started_s)  # `tfdist.phases` may be older than the fork
     alone = sys.modules.get("tfdist.launch.alone")
     return _note(
         "beat",
