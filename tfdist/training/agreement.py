@@ -3,9 +3,9 @@
 Each task uses its part of the same batches. Tasks can read different batches, for example because
 of an unseeded shuffle or different files. Some examples are then used twice and others never, with
 no error. So tasks compare their data. For data by index, they compare some examples before the
-first step. For ready-made batches, they compare the first batch and then one of 512. They also
-compare the number of batches, before the first step if it is known. Otherwise they compare the
-ends of their data.
+first step. For ready-made batches, they compare the first batch and then every 512th batch. They
+also compare the number of batches, before the first step if it is known. Otherwise they compare
+the ends of their data.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def require_same_batches(job: Job, feed: Feed, first: int, last: int) -> None:
     """Compare the feed's digests of the batches ``[first, last)``. A collective.
 
     Raises:
-      UsageError: tasks read different batches, or the data ended earlier in one task.
+      UsageError: tasks read different batches, or the data ended earlier in some task.
     """
     if feed.ends is not None:
         _require_same_ends(job, feed, last)

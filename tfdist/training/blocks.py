@@ -63,7 +63,7 @@ class BlockLengthPolicy:
     def note(self, steps: int, *, elapsed_s: float, is_whole: bool = True) -> None:
         """Record the number of steps done in a period.
 
-        A period that is not one whole block also includes other blocks' steps, or lacks some. It
+        A period that is no full block also includes other blocks' steps, or lacks some steps. It
         says little about the speed, so it is added to the next period.
         """
         if steps >= self._longest:
@@ -97,7 +97,7 @@ class Decision:
 def decide(
     job: Job, mine: Decision, *, requests: StopRequests | None, of: str = "the next block of steps"
 ) -> Decision:
-    """Combine all tasks' decisions and return the common one. A collective."""
+    """Combine all tasks' decisions into a common decision. A collective."""
     message = np.zeros(4 + len(SIGNALS))
     if job.is_chief:
         message[:3] = mine.last, mine.save, mine.learning_rate
@@ -122,7 +122,7 @@ def any_task(job: Job, value: bool, *, of: str) -> bool:
 class BlockRunner:
     """Runs a model's program block by block, and reads the metrics between blocks.
 
-    Every training task creates one for each program and calls it alike.
+    Every training task creates a runner for each program and calls it alike.
 
     Attributes:
       length: length policy of the next block.
@@ -143,7 +143,7 @@ class BlockRunner:
         self._read_metrics: Any = None
 
     def run(self, first: int, last: int, *, looked_at: bool) -> int:
-        """Run the steps ``[first, last)`` and return how many of the last ones are still running.
+        """Run the steps ``[first, last)`` and return the number of steps still running.
 
         With `looked_at`, all steps finish first. Wrong labels and data that end too early are
         reported in one line.
@@ -163,7 +163,7 @@ class BlockRunner:
         return left
 
     def finish(self) -> None:
-        """Wait for running steps, and keep the logs of the last one."""
+        """Wait for running steps, and keep the last step's logs."""
         if self.engine.steps_under_way:
             with naming_bad_data(self.program.feed):
                 self.logs = self.engine.finish(self.program)

@@ -379,7 +379,7 @@ def compiled_parts(model: keras.Model) -> tuple[Any, Any]:
 def require_as_compiled(model: keras.Model, before: tuple[Any, Any]) -> None:
     """Raise UsageError if a callback has compiled the model or replaced its optimizer.
 
-    The traced step would continue with the old ones.
+    The traced step would continue with the old parts.
     """
     if any(one is not other for one, other in zip(compiled_parts(model), before, strict=True)):
         raise UsageError(

@@ -172,7 +172,7 @@ def count_test_steps(callbacks: Sequence[keras.callbacks.Callback], steps: int) 
     """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.TensorBoard):
-            callback._global_test_batch += steps - 1  # its own hook adds one
+            callback._global_test_batch += steps - 1  # Keras' hook adds 1
 
 
 def begin_epoch(callbacks: Sequence[keras.callbacks.Callback]) -> None:

@@ -43,7 +43,7 @@ class VirtualEpochs:
             )
 
     def boundaries(self) -> tuple[int, ...]:
-        """Return the first example of each virtual epoch, then the end of the last one."""
+        """Return the first example of each virtual epoch, then the end of the last epoch."""
         parts = range(self.checkpoints + 1)
         return tuple(self.total_examples * k // self.checkpoints for k in parts)
 
@@ -54,8 +54,8 @@ class EpochPlan:
 
     Attributes:
       global_batch_size: examples of a step. The last step of an epoch may have fewer.
-      example_starts: first example of each epoch, then the end of the last; strictly increasing.
-      step_starts: first step of each epoch, then the end of the last.
+      example_starts: first example of each epoch, then the last epoch's end (all different).
+      step_starts: first step of each epoch, then the last epoch's end.
     """
 
     global_batch_size: int

@@ -94,7 +94,7 @@ def predict(
     building.build_to_predict(model, job, feed)
     if job.stages is None:  # the stages of a pipeline get the chief's weights
         require_same_weights(job, model)
-    # Layers that draw random numbers in `predict` draw new ones in each call, as in Keras.
+    # Layers that draw random numbers in `predict` draw again in each call, as in Keras.
     seed = int(broadcast(random.randrange(2**31)))
     program = program_of(model, job, "predict_step", feed, seed=seed)
     total = feed.plan.total_steps
@@ -241,7 +241,7 @@ class Evaluator(keras.callbacks.Callback):
         self._look()
 
     def on_train_end(self, logs: Any = None) -> None:
-        # A request that arrives between two tasks' hooks was seen by one of these tasks only.
+        # A request that arrives between two tasks' hooks was seen by only one task.
         if self.files is not None and self.model.stop_training:
             self.has_stopped |= self.files.is_stop_requested
 
@@ -339,7 +339,7 @@ def evaluate_checkpoints(
                 done = {line.get("checkpoint") for line in evaluator.files.lines()} | unread
                 if name is not None and name not in done:
                     checkpoint = store.read_named(name)
-                    if checkpoint is None:  # the chief has deleted it and written newer ones
+                    if checkpoint is None:  # the chief has deleted it and written newer checkpoints
                         unread.add(name)
                     else:
                         _record(line_of(name, checkpoint, requests), model, evaluator)

@@ -81,7 +81,7 @@ class Order:
     """Order of a run's examples.
 
     Attributes:
-      examples: number of examples to use from the start of the data; None if it is unknown.
+      examples: number of examples to use from the start of the data, or None if it is unknown.
       shuffle: True to shuffle in a different order in each pass.
       batches: number of ready-made batches to use, or None for all (default: None).
     """
@@ -92,7 +92,7 @@ class Order:
 
 
 class Feed(abc.ABC):
-    """Batches of a data set for an engine; see the module's docstring.
+    """Batches of a data set for an engine. The module's docstring gives an overview.
 
     Attributes:
       source: source of the examples.
@@ -102,7 +102,7 @@ class Feed(abc.ABC):
       batch_spec: nest of `tf.TensorSpec` of a batch, used to build the model.
       rows: rows of the first batch if replicas divide ready-made batches, else None.
       may_be_empty: True if a replica's batch fraction of some step can be empty.
-      direct: True if the compiled step makes its batch with `at`; otherwise batches come from
+      direct: True if the compiled step makes its batch with `at`, False if it reads batches from
         `iterator`.
       counts_fractions: True if batch fractions are known only after all replicas have counted.
       can_record: True if batches are made of examples by index.
@@ -110,7 +110,7 @@ class Feed(abc.ABC):
       digests: digests by step of batches that several tasks read fully and compare.
       digests_cover_inputs: False if inputs may differ between tasks, as with augmentation.
       ends: batch counts of the run at which a pass ended, for data of unknown length that several
-        tasks read fully and compare; None for other data.
+        tasks read fully and compare, else None.
       failure: exception of Python code that reads data (TensorFlow reports only its text).
     """
 
@@ -178,7 +178,7 @@ class Feed(abc.ABC):
         raise TypeError(f"{type(self).__name__} has no batch for a step by itself")
 
     def iterator(self, step: int) -> Any:
-        """Return the iterator positioned at `step`. A jump to another step creates a new one."""
+        """Return the iterator positioned at `step`, a new iterator after a jump between steps."""
         if self._next_step != step:
             self._iterator = iter(self.dataset(step, self.plan.total_steps))
             self._next_step = step
@@ -211,7 +211,7 @@ class Feed(abc.ABC):
 def ids_of_rows(number: Any, rows: Any, *, batch: int) -> Any:
     """Return ids for `rows` of the ready-made batch `number`.
 
-    Ids are unique within a pass, even if some batches are larger than the first one (`batch`).
+    Ids are unique within a pass, even if some batches are larger than the first (`batch`).
     """
     return rows // batch * 2**40 + number * batch + rows % batch
 
@@ -598,7 +598,7 @@ class StreamFeed(Feed):
 
 
 class InputFunctionFeed(StreamFeed):
-    """Feed of the user's input function; each replica uses whole batches."""
+    """Feed of the user's input function. Each replica uses whole batches."""
 
     source: InputFunctionSource  # type: ignore[assignment]
     counts_fractions = True

@@ -254,7 +254,7 @@ def _closing(engine: Engine, plan: RunPlan) -> Iterator[None]:
 
 
 def _seed(seed: int | None, saved: RunState | None) -> int:
-    """Return the run's seed, the same in every task: the given, the saved or a drawn one.
+    """Return the run's seed, the same in every task: the given, the saved or a drawn seed.
 
     A resumed run also draws, so that the program's later draws stay the same.
     """
@@ -270,7 +270,7 @@ def _seed(seed: int | None, saved: RunState | None) -> int:
 class StepLoop:
     """Runs a step function over data under every strategy, many steps in one compiled call.
 
-    Use it if `fit` does not fit, for example with several models or optimizers. tfdist calls the
+    Use it if `fit` is not enough, for example with several models or optimizers. tfdist calls the
     step function with one replica's batch, in replica context. The function computes losses,
     applies gradients with Keras optimizers, and returns a dict of scalars. tfdist scales losses
     of `keras.losses`, and weights the gradient of any other loss at the gradient hook. Create and

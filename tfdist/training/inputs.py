@@ -279,7 +279,7 @@ def _sizes_of(source: Source, length: Length, *, job: Job, seed: int) -> tuple[i
     """Return the number of examples of a global batch, and of one pass (None if unknown).
 
     Data by index use the requested batch size. Ready-made batches keep their size, and a smaller
-    last batch counts as a full one.
+    last batch counts as full.
     """
     whole = source.num_examples
     if isinstance(source, GraphSource | PythonSource):

@@ -60,7 +60,7 @@ def kept_of(model: keras.Model, key: Sequence[Any] | None) -> Kept | None:
 
 
 def keep(model: keras.Model, key: Sequence[Any] | None, plan: RunPlan, blocks: BlockRunner) -> None:
-    """Keep the plan and programs of a finished `fit` for the next one."""
+    """Keep the plan and programs of a finished `fit` for the next `fit`."""
     seed = blocks.program.seed
     if key is not None and isinstance(seed, tf.Variable):
         kept = Kept(key, seed, dataclasses.replace(plan, callbacks=None), blocks)

@@ -79,7 +79,7 @@ class RunPlan:
 class TrainLoop:
     """Runs the epochs of one `fit`, from the first or resumed step to the end or a stop.
 
-    Every training task creates one and calls it alike.
+    Every training task creates a loop and calls it alike.
 
     Attributes:
       step: number of steps done in the run.
@@ -245,7 +245,7 @@ class TrainLoop:
             require_as_compiled(self._model, self._compiled)
 
     def _validated(self, validation: Evaluation, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """Evaluate; after a stop signal, save a state that repeats the whole validation."""
+        """Evaluate. After a stop signal, save a state that repeats the whole validation."""
         if self._agree_to_stop():
             return validation.run(self._callbacks)  # the training ends after this validation
         listed = self._callbacks.callbacks
@@ -264,7 +264,7 @@ class TrainLoop:
         return stop
 
     def _warn_of_bad_loss(self, loss: Any, *, epoch: int) -> None:
-        """Log once that the loss is NaN or infinite; like in Keras, the run continues."""
+        """Log once that the loss is NaN or infinite. The run continues, as in Keras."""
         if self._warned or not isinstance(loss, float) or math.isfinite(loss):
             return
         self._warned = True
@@ -306,7 +306,7 @@ class TrainLoop:
         ended: Mapping[str, Any] | None = None,
         logs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save a checkpoint, with the logs of an `ended` epoch or of one before its validation."""
+        """Save a checkpoint, with the logs of an `ended` epoch or of a pending validation."""
         require_as_compiled(self._model, self._compiled)
         blocks, model, step = self._blocks, self._model, self.step
         with phases.entered("save"):
@@ -348,7 +348,7 @@ class TrainLoop:
     ) -> NoReturn:
         """Save a checkpoint, wait until it is on the disk, and raise `Stopped`. A collective.
 
-        If an epoch has only begun, nothing is saved: the end of any previous epoch already is.
+        If an epoch has only begun, skip the save: the end of any previous epoch is saved.
         The resumed run calls the first hooks of this epoch again.
         """
         if not at_epoch_begin:

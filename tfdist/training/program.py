@@ -34,7 +34,7 @@ class StepProgram:
       feed: source of the batches.
       seed: seed of every random draw in the step.
       training: True to reduce gradients, and to weight losses by the batch fraction.
-      fused: True to use fused kernels in layers; see `keras_compat.kernels`.
+      fused: True to use fused kernels in layers (see `keras_compat.kernels`).
       keras_metrics: Keras metrics that `function` updates.
       keep_logs: True to return the last step's result of `function`, a dict of scalars.
       exact: True to reject operations that draw random numbers without the run's seed.
@@ -262,7 +262,7 @@ def _logs_of(outputs: Any) -> dict[str, Any]:
 
 
 def find_batch_axes(program: StepProgram, job: Job) -> None:
-    """Trace the step with two batch sizes and record the shapes of its losses. Computes nothing."""
+    """Trace the step with two batch sizes, without running it, and record its losses' shapes."""
     feed, size = program.feed, program.feed.plan.global_batch_size
     spec = feed.batch_spec
     if not all(s is None or s.shape[1:].is_fully_defined() for s in tf.nest.flatten(spec)):
@@ -279,9 +279,9 @@ def find_batch_axes(program: StepProgram, job: Job) -> None:
 def trace_step(
     function: Callable[[Any], Any], job: Job, batch_spec: Any, *, rows: int, **options: Any
 ) -> tuple[keras_compat.StepTrace, Exception | None]:
-    """Trace a step on each replica, with `rows` rows for each, as if it were the only replica.
+    """Trace a step with `rows` rows on each replica, as if it were the only replica.
 
-    Returns the first replica's trace, and the step's exception or None. Computes nothing.
+    Does not run the step. Returns the first replica's trace, and its exception or None.
     `options` are options of `StepTrace`.
     """
     traces: dict[int, tuple[keras_compat.StepTrace, Exception | None]] = {}

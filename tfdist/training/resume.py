@@ -49,7 +49,7 @@ def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> RunState | None:
 
 
 def _acquire(backup: BackupAndRestore, job: Job) -> None:
-    """Acquire the backup's directory. Later attempts wait until the previous one releases it.
+    """Acquire the backup's directory. Later attempts wait until the previous attempt releases it.
 
     If a scheduler declares a node down and starts the job elsewhere, the old tasks may keep
     running until they have saved.
@@ -234,7 +234,7 @@ def keeping_choices(plan: RunPlan, *, job: Job) -> Iterator[None]:
 
 
 def require_exact(backups: Sequence[BackupAndRestore], feed: Feed, *, job: Job) -> None:
-    """Log once that a run resumes by replay; reject that under exact=True. Every task calls it.
+    """Log once that a run resumes by replay, or reject it under exact=True. Every task calls it.
 
     Raises:
       UsageError: exact=True with a stream, an asynchronous job, or a measured `split_size`.

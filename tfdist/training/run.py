@@ -29,8 +29,8 @@ class Run(keras.callbacks.Callback):
 
     Args:
       virtual_epochs: length of the run in examples, instead of `epochs` (default: None).
-      seed: seed of the example order, augmentation and Dropout. By default the chief draws one
-        from Python's `random`, which `keras.utils.set_random_seed` seeds.
+      seed: seed of the example order, augmentation and Dropout. By default the chief draws it
+        with Python's `random`, which `keras.utils.set_random_seed` seeds.
       overfit_batches: number of batches at the start of the data to overfit (default: all data).
       initial_weights: `.keras` or `.weights.h5` file, or checkpoint directory, to start from. See
         `tfdist.load_weights`. A resumed run continues with its own weights.
