@@ -3,10 +3,10 @@
 All tasks run the user's callbacks on the same logs, so all tasks decide alike. Callbacks that write
 files run only on the chief. Batch hooks run once per step block, for the last batch of the block. A
 callback that needs every batch forces blocks of one step, which are slower. A tfdist callback can
-set these class attributes: ``once_a_range = True`` if its hooks need only the last batch of a
-block, ``chief_only = True`` to run only on the chief, and ``wants_block_logs = True`` to get the
-logs of blocks. Its method ``next_step(step)`` returns the next step after `step` at which a block
-must end, or None. The engine calls ``resumed_at(step)`` with the first step of a resumed run.
+set three class attributes. ``once_a_range = True``: its hooks need only the last batch of a block.
+``chief_only = True``: it runs only on the chief. ``wants_block_logs = True``: it reads the logs of
+blocks. Its method ``next_step(step)`` returns the next step after `step` at which a block must end,
+or None. The engine calls ``resumed_at(step)`` with the first step of a resumed run.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ def _unpacked(kept: tf.Tensor, like: Any) -> Any:
 def joined(parts: Sequence[Any]) -> Any:
     """Return the rows of all parts as an array, or as in Keras ragged if their shapes differ.
 
-    Ragged or sparse rows stay ragged or sparse.
+    Numbers are stacked. Ragged or sparse rows stay ragged or sparse.
     """
     if len(parts) == 1:
         return parts[0]

@@ -19,8 +19,8 @@ class VirtualEpochs:
     """Training length in examples, divided into `checkpoints` parts of equal size.
 
     This follows the design pattern by Lakshmanan, Robinson and Munn ("Machine Learning Design
-    Patterns", 2020, chapter 4, Checkpoints). The number of examples and the number of checkpoints
-    define a run, independent of the data set's size, the batch size and the number of workers.
+    Patterns", 2020, chapter 4, Checkpoints). The numbers of examples and checkpoints define a run.
+    The data set's size, the batch size and the number of workers do not change it.
 
     Virtual epoch k ends exactly at example ``total_examples * (k + 1) // checkpoints``. If this
     boundary is inside a batch, the batch is cut there.

@@ -174,7 +174,7 @@ class Feed(abc.ABC):
         return next(iter(self.dataset(0, 1)))[0].data
 
     def at(self, step: tf.Tensor) -> list[Part]:
-        """Return the parts of this task's replicas in `step`, scalar int64; pure graph."""
+        """Return the parts of this task's replicas in `step` (scalar int64), in pure graph code."""
         raise TypeError(f"{type(self).__name__} has no batch for a step by itself")
 
     def iterator(self, step: int) -> Any:
@@ -189,7 +189,7 @@ class Feed(abc.ABC):
         self._next_step = step
 
     def batches_read(self) -> int | None:
-        """Return how many batches of the run this task has read ahead; None if not counted."""
+        """Return the number of batches that this task has read, or None if it is not counted."""
         return None
 
     def take_seed_from_a_variable(self) -> None:
@@ -420,7 +420,7 @@ class BatchFeed(PythonFeed):
 
 
 def require_even(sizes: set[int]) -> None:
-    """Raise UsageError if a batch's parts have different rows, as replicas cannot divide them."""
+    """Reject a batch if its parts have different numbers of rows: replicas cannot divide it."""
     if len(sizes) > 1:
         raise UsageError(
             "data",
@@ -584,7 +584,7 @@ class StreamFeed(Feed):
         low, high = share_of(replica, parts=self._job.num_replicas, size=whole.count)
         stop = tf.maximum(high, low + 1)
         data = rows_of(whole.data, low, stop)
-        share = (high - low) / tf.maximum(whole.count, 1)  # a batch may have no example
+        share = (high - low) / tf.maximum(whole.count, 1)  # a batch may be empty
         return Part(data, tf.cast(share, tf.float32), high - low)
 
     def _whole(self, number: tf.Tensor, data: Any) -> Part:

@@ -80,8 +80,8 @@ def fit(
       Keras' `History`, the same in every task.
 
     Raises:
-      UsageError: the model is not compiled or belongs to another scope, the strategy does not
-        support the data, the global batch is smaller than the number of replicas, or the
+      UsageError: the model is not compiled or belongs to another scope. The strategy does not
+        support the data. The global batch is smaller than the number of replicas. Or the
         optimizer's state cannot be sharded.
       Stopped: a task received SIGTERM, SIGUSR1 or SIGINT. With a `BackupAndRestore` callback, the
         next run resumes from its last checkpoint.
