@@ -1,11 +1,11 @@
-"""Agreement of a job's tasks: they compare what each has read, and the weights it computes with.
+"""Checks that a job's tasks read the same data and compute with the same weights.
 
-Each task takes its part of the same batches. Where tasks read different ones, by a shuffle or a
-generator of each process's own, another order of files or another version of them, some examples
-are seen twice and some never, and nothing fails. So tasks compare what they read: examples spread
-over data by index before the first step; of data that come as batches the first one that is read
-and one of 512 after it. They also compare how many batches they have: before the first step, or if
-nothing tells, where the data end in one of them.
+Each task uses its part of the same batches. Tasks can read different batches, for example because
+of an unseeded shuffle or different files. Some examples are then used twice and others never, with
+no error. So tasks compare their data. For data by index, they compare some examples before the
+first step. For ready-made batches, they compare the first batch and then every 512th batch. They
+also compare the number of batches, before the first step if it is known. Otherwise they compare
+the ends of their data.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _DIGEST_EVERY_STEPS = 512
 _EXAMPLES_BY_GRAPH = 32
 _EXAMPLES_BY_PYTHON = 8
 _SAME_WEIGHTS = 1e-4
-"""Sums of weights that differ by less, of the sum of their sizes, differ by rounding."""
+"""Relative difference of sums of weights below which the difference is due to rounding."""
 
 Digest = tuple[int, int]
-"""Of a whole batch, and of its targets alone; 48 bits each, which a float64 holds."""
+"""Digests of a whole batch and of its targets, 48 bits each to fit into a float64."""
 
 
 def leaves_of(batch: Any) -> list[Any]:
-    """Return the tensors of a batch, those that a sparse or ragged one is made of, too."""
+    """Return a batch's tensors, including the components of sparse and ragged tensors."""
     return [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
 
 
 def digest_is_due(step: Any, *, first: int) -> Any:
-    """Return whether tasks compare the batch of `step`, an int or tensor, read from `first` on."""
+    """Return whether tasks compare the batch of `step` (int or tensor) in a run from `first`."""
     return (step == first) | (step % _DIGEST_EVERY_STEPS == 0)
 
 
 def digest_of(leaves: Sequence[Any]) -> int:
-    """Return the digest of arrays, 48 bits."""
+    """Return the 48-bit digest of arrays."""
     found = hashlib.blake2b(digest_size=6)
     for leaf in leaves:
         array = np.asarray(leaf)
@@ -63,14 +63,14 @@ def digest_of(leaves: Sequence[Any]) -> int:
 
 
 def digests_of(batch: Any) -> Digest:
-    """Return the digests of a batch of arrays: of all of it, and of the targets alone."""
+    """Return the digests of a batch of arrays, and of its targets only."""
     return digest_of(leaves_of(batch)), digest_of(leaves_of(unpack(batch)[1]))
 
 
 def share_random_states(job: Job, source: Source) -> None:
-    """Give the random states that a stream's functions capture the chief's values. A collective.
+    """Copy the chief's random states to the functions of a stream in all tasks. A collective.
 
-    Such as the seed of a `RandomFlip` that a dataset maps: each process has drawn one of its own.
+    An example is the seed of a mapped `RandomFlip`, which each process draws independently.
     """
     if not isinstance(source, StreamSource) or job.num_tasks == 1:
         return
@@ -85,8 +85,8 @@ def require_same_examples(job: Job, source: Source) -> None:
     """Compare some examples of data by index. A collective of the training tasks.
 
     Raises:
-      UsageError: the tasks do not have the same number of examples, or not the same targets or, of
-        arrays, inputs at the same indices.
+      UsageError: the tasks have different numbers of examples, or different targets at the same
+        indices. For arrays, different inputs also raise it.
     """
     if job.num_tasks == 1 or not isinstance(source, GraphSource | PythonSource):
         return
@@ -116,7 +116,7 @@ _FIXES = {
 
 
 def require_same_lengths(job: Job, lengths: Mapping[str, int]) -> None:
-    """Compare numbers that say how long the tasks run. A collective of the training tasks.
+    """Compare numbers that set the length of the run. A collective of the training tasks.
 
     Raises:
       UsageError: a number differs. The error names two tasks and the number in each.
@@ -142,14 +142,14 @@ def _number(value: float) -> str:
 
 
 def _task(job: Job, index: int) -> str:
-    """Return the name of a training task by its place."""
+    """Return the name of the training task with this index."""
     return str(job.config.cluster.training_tasks()[index]) if job.config else f"task {index}"
 
 
 def data_ended(feed: Feed, error: UsageError) -> UsageError:
-    """Tell the other tasks that the data have ended in this one, and return the error for it.
+    """Report the end of this task's data to the other tasks, and return the error to raise.
 
-    That is `error` if they have ended in the other tasks too.
+    This is `error` if the data also ended in the other tasks.
     """
     job, count = current_job(), feed.batches_read()
     if job is None or job.ring is None or count is None:
@@ -165,7 +165,7 @@ def _end(count: int, task: str) -> str:
 
 
 def _require_same_ends(job: Job, feed: Feed, last: int) -> None:
-    """Compare after how many batches, fewer than `last`, the data have ended. A collective."""
+    """Compare the batch counts below `last` at which the tasks' data ended. A collective."""
     mine = sorted(end for end in list(feed.ends or ()) if end < last)
     row = (len(mine), mine[0], mine[-1]) if mine else (0, -1, -1)
     table = of_all_tasks(job, row, of="ends of the data").astype(np.int64)
@@ -180,10 +180,10 @@ def _require_same_ends(job: Job, feed: Feed, last: int) -> None:
 
 
 def require_same_batches(job: Job, feed: Feed, first: int, last: int) -> None:
-    """Compare the batches of ``[first, last)`` of which the feed has a digest. A collective.
+    """Compare the feed's digests of the batches ``[first, last)``. A collective.
 
     Raises:
-      UsageError: the tasks have read different batches, or one had fewer than another.
+      UsageError: tasks read different batches, or the data ended earlier in some task.
     """
     if feed.ends is not None:
         _require_same_ends(job, feed, last)
@@ -226,10 +226,10 @@ def _differ(what: str, seen: Sequence[str]) -> UsageError:
 def require_same_weights(job: Job, model: keras.Model) -> None:
     """Compare the trainable weights of all tasks, up to rounding. A collective.
 
-    Each computes its part of a step with its own. Processors that differ may round otherwise.
+    Each task computes with its own weights. Different processors may round differently.
 
     Raises:
-      UsageError: a weight differs, as where the chief alone has loaded some.
+      UsageError: a weight differs, for example because only the chief loaded weights.
     """
     if not job.has_peers:
         return

@@ -1,8 +1,8 @@
-"""Blocks of steps: what the training loop and an evaluation share.
+"""Step blocks, for the training loop and for evaluation.
 
-A block is what an engine runs in one call. `decide` makes all tasks run the same one, `BlockRunner`
-runs it and reads the model's metrics after it, and `BlockLengthPolicy` says how long the next one
-may be.
+A step block is the group of steps that an engine runs in one call. `decide` selects the same block
+in all tasks. `BlockRunner` runs it and then reads the model's metrics. `BlockLengthPolicy` sets the
+maximum length of the next block.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _BAD_LABEL = re.compile(r"label value of (-?\d+) which is outside the valid rang
 
 
 class BlockLengthPolicy:
-    """Length of the next step block, by how long the last one took: each takes about a second.
+    """Length of the next step block, chosen so that a block runs for about one second.
 
-    The first block is one step: nothing is known of its speed, and it traces the program. From
-    there on blocks grow step by step.
+    The first block is one step, because its speed is unknown and it traces the program. Later
+    blocks grow gradually.
     """
 
     def __init__(self) -> None:
@@ -50,21 +50,21 @@ class BlockLengthPolicy:
         self._steps, self._elapsed_s = 0, 0.0
 
     def steps(self) -> int:
-        """Return how many steps the next block may have."""
+        """Return the maximum number of steps of the next block."""
         if self._rate is None:
             return self._longest
         return min(max(1, int(self._rate * _BLOCK_S)), self._longest)
 
     @property
     def is_known(self) -> bool:
-        """Whether blocks are as long as they are by their speed, and do not grow any more."""
+        """True if the measured speed sets the block length, so that blocks stop growing."""
         return self._rate is not None and self._rate * _BLOCK_S < self._longest
 
     def note(self, steps: int, *, elapsed_s: float, is_whole: bool = True) -> None:
-        """Take in how many steps were done in so much time.
+        """Record the number of steps done in a period.
 
-        What is not a whole block, as steps of another were done too or some were not, tells
-        little of the speed: it counts together with what follows.
+        A period that is no full block also includes other blocks' steps, or lacks some steps. It
+        says little about the speed, so it is added to the next period.
         """
         if steps >= self._longest:
             self._longest = steps * _GROWTH
@@ -80,11 +80,11 @@ class Decision:
     """Decision before the next block, the same in every task.
 
     Attributes:
-      last: the block ends before this step, by the chief's clock.
-      stop: a callback of some task has asked to end.
-      signum: the signal by which some task has been asked to stop, None where none has.
-      save: a backup that goes by the clock is due after the block; the chief's.
-      learning_rate: the chief's; NaN where it cannot be set.
+      last: first step after the block, set by the chief.
+      stop: True if a callback of some task requests a stop.
+      signum: signal that requested a stop in some task, or None.
+      save: True if a time-based backup of the chief is due after the block.
+      learning_rate: learning rate of the chief; NaN if it cannot be set.
     """
 
     last: int
@@ -97,7 +97,7 @@ class Decision:
 def decide(
     job: Job, mine: Decision, *, requests: StopRequests | None, of: str = "the next block of steps"
 ) -> Decision:
-    """Return what is done next, by what each task would do. A collective."""
+    """Combine all tasks' decisions into a common decision. A collective."""
     message = np.zeros(4 + len(SIGNALS))
     if job.is_chief:
         message[:3] = mine.last, mine.save, mine.learning_rate
@@ -115,18 +115,18 @@ def decide(
 
 
 def any_task(job: Job, value: bool, *, of: str) -> bool:
-    """Return True in every task when `value` is true in some task. A collective."""
+    """Return True in every task if `value` is true in some task. A collective."""
     return bool(sum_over_tasks(job, np.array([float(value)]), of=of)[0])
 
 
 class BlockRunner:
-    """Runs a program of a model block by block, and reads the metrics in between.
+    """Runs a model's program block by block, and reads the metrics between blocks.
 
-    Every training task makes one for each program, and calls it alike.
+    Every training task creates a runner for each program and calls it alike.
 
     Attributes:
-      length: how long the next block may be.
-      logs: what the last step returned, where the program keeps it.
+      length: length policy of the next block.
+      logs: result of the last step, if the program keeps it.
     """
 
     def __init__(
@@ -143,13 +143,13 @@ class BlockRunner:
         self._read_metrics: Any = None
 
     def run(self, first: int, last: int, *, looked_at: bool) -> int:
-        """Run the steps ``[first, last)``; return how many of the last ones are still under way.
+        """Run the steps ``[first, last)`` and return the number of steps still running.
 
-        None are where somebody looks at the end of the block. Wrong labels and data that end are
-        logged in one line.
+        With `looked_at`, all steps finish first. Wrong labels and data that end too early are
+        reported in one line.
         """
         engine, counts = self.engine, self.program.training
-        # Work that takes long moves on with each block; what hangs does not.
+        # Each block renews the phase, so a long run is not mistaken for a hang.
         phases.enter(self._phase if self._has_run else "trace", step=first if counts else None)
         start, before = time.perf_counter(), engine.steps_under_way
         goes_on = self.length.is_known and not looked_at
@@ -163,7 +163,7 @@ class BlockRunner:
         return left
 
     def finish(self) -> None:
-        """Wait for the steps that are under way; what the last of them says is what counts."""
+        """Wait for running steps, and keep the last step's logs."""
         if self.engine.steps_under_way:
             with naming_bad_data(self.program.feed):
                 self.logs = self.engine.finish(self.program)
@@ -171,8 +171,8 @@ class BlockRunner:
     def metrics(self, logs: Mapping[str, float]) -> dict[str, Any]:
         """Return the model's metrics over all replicas. A collective: every task calls it alike.
 
-        As in Keras, `logs` of a step of the user's own win where their names are not those of
-        the model's metrics.
+        As in Keras, `logs` of a custom step replace the metrics if their names differ from the
+        names of the model's metrics.
         """
         require_same_place(self.job, of="metrics of the run")
         self.engine.publish_metrics(self.program)
@@ -183,19 +183,19 @@ class BlockRunner:
         metrics = {name: as_number(value) for name, value in results.items()}
         if not logs or set(logs) == set(metrics):
             return metrics
-        # What a step says of a metric is what its replica, or one worker's last block, has seen.
+        # A step's log of a metric covers only its replica, or one worker's last block.
         seen = {name for name, moved in updated.items() if moved.numpy()}
         of_metrics = {name: metrics[name] for name in logs if name in seen & set(metrics)}
         return with_metric_logs({**logs, **of_metrics}, self.program, self.job)
 
     def reset_metrics(self) -> None:
-        """Set every metric to zero, on every replica."""
+        """Reset every metric to zero on every replica."""
         self.model.reset_metrics()
         self.engine.reset_metrics()
 
     @property
     def learning_rate(self) -> float:
-        """The optimizer's learning rate where it can be set, else NaN (a schedule, or none)."""
+        """Learning rate of the optimizer if it can be set, else NaN (with a schedule)."""
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         rate = getattr(optimizer, "_learning_rate", None)
         return float(rate.numpy()) if isinstance(rate, keras.Variable) else math.nan
@@ -206,9 +206,9 @@ class BlockRunner:
             self.model.optimizer.learning_rate = value
 
     def _metrics_in_graph(self) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Return each metric's result and, beside logs of the step, whether a step has updated it.
+        """Return each metric's result and whether a step has updated the metric, both by name.
 
-        Both under the names of the results.
+        The second dict is empty unless the program keeps the step's logs.
         """
         results = flat_logs(self.model.get_metrics_result())
         updated: dict[str, tf.Tensor] = {}
@@ -224,9 +224,9 @@ class BlockRunner:
 
 @contextlib.contextmanager
 def naming_bad_data(feed: Any) -> Iterator[None]:
-    """Raise UsageError for data that end too soon and for a wrong label, in one line.
+    """Raise a one-line UsageError for data that end too early, and for a wrong label.
 
-    What Python code has raised that reads for the feed is raised as it is.
+    An error of Python code that reads data for the feed is raised unchanged.
     """
     try:
         yield
@@ -242,7 +242,7 @@ def naming_bad_data(feed: Any) -> Iterator[None]:
 
 
 def _bad_data(error: tf.errors.OpError) -> UsageError | None:
-    """Return what is wrong with the data, None where the error comes from something else."""
+    """Return an error about the data, or None if the error has another cause."""
     text = str(error)
     if isinstance(error, tf.errors.OutOfRangeError):
         return UsageError(

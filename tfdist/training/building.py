@@ -1,4 +1,4 @@
-"""Model building inside the strategy's scope, and checks against the strategy."""
+"""Creation of a model's variables inside the strategy's scope, and checks against the strategy."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tfdist.training.program import is_own, trace_step
 
 Slots = Literal["whole", "parts", "none"]
 _FEW_ROWS = 8
-"""A first axis of no more may be that of a stack, as of an anchor and a positive example."""
+"""Largest first axis that may stack other things, such as an anchor and a positive example."""
 
 
 def job_for(model: keras.Model, *, doing: str) -> Job:
-    """Return the job that `model` belongs to; raise UsageError for a model of another scope."""
+    """Return the job of `model`; raise UsageError for a model from another scope."""
     if not isinstance(model, keras.Model):
         kind = type(model)
         raise UsageError(
@@ -68,7 +68,7 @@ def _is_placed(job: Job) -> bool:
 
 
 def require_compiled_functions(*, doing: str) -> None:
-    """Raise UsageError where `tf.function` compiles nothing: steps would not be tfdist's."""
+    """Raise UsageError if `tf.function` runs eagerly, because steps must be compiled."""
     if tf.config.functions_run_eagerly():
         raise UsageError(
             f"tfdist.{doing}",
@@ -81,7 +81,7 @@ def require_compiled_functions(*, doing: str) -> None:
 
 
 def require_compiled(model: keras.Model, *, doing: str) -> None:
-    """Raise UsageError for a model that was not compiled."""
+    """Raise UsageError for a model that is not compiled, or compiled to run eagerly."""
     if not model.compiled:
         raise UsageError(
             f"tfdist.{doing}",
@@ -102,11 +102,11 @@ def require_compiled(model: keras.Model, *, doing: str) -> None:
 
 
 def build(model: keras.Model, job: Job, feed: Feed, *, slots: Slots = "whole") -> None:
-    """Make every variable of model, metrics, loss and optimizer inside the scope.
+    """Create all variables of model, metrics, loss and optimizer inside the scope.
 
-    By the specs of a batch, and by the first batch where these do not do. `slots`: of the
-    optimizer, whole, of this worker's part, or none yet. Every task calls it: making a variable is
-    a collective under multiworker.
+    Uses the specs of a batch, or the first batch if specs are not enough. `slots` selects the
+    optimizer's slots: all, only this worker's part, or none. Every task must call this, because
+    creating a variable is a collective under multiworker.
     """
     _require_targets(model, feed.batch_spec)
     _require_optimizer_of_scope(model, job)
@@ -146,7 +146,7 @@ def _making(slots: Slots, optimizer: Any, job: Job) -> AbstractContextManager[No
 
 
 def build_to_predict(model: keras.Model, job: Job, feed: Feed) -> None:
-    """Make every variable of the model inside the scope; it need not be compiled."""
+    """Create all variables of the model inside the scope, also if it is not compiled."""
     _require_one_state(model, job)
     if not _has_call(model):
         _require_built_parts(model)
@@ -154,7 +154,7 @@ def build_to_predict(model: keras.Model, job: Job, feed: Feed) -> None:
         with job.strategy.scope():
             try:
                 _called(model, tf.nest.map_structure(_symbolic, feed.batch_spec))
-            except Exception as error:  # which says more than that of another try
+            except Exception as error:  # this error says more than the second attempt's error
                 try:
                     _called(model, feed.first_batch())
                 except Exception:
@@ -162,19 +162,19 @@ def build_to_predict(model: keras.Model, job: Job, feed: Feed) -> None:
 
 
 def _build_by_a_call(model: keras.Model, feed: Feed) -> None:
-    """Build model, metrics and loss by a call in which nothing is computed.
+    """Build model, metrics and loss with a symbolic call that computes nothing.
 
-    Keras makes one, of symbols, under a strategy alone; they are dense and do not know the size of
-    a batch. Where a model cannot take them, it is called with the first batch itself. Where it
-    cannot take that, a step of its own may, which takes a batch apart in its own way.
+    Keras makes a symbolic call only under a strategy, with dense symbols of unknown batch size. If
+    the model rejects them, it is called with the first batch. If it rejects this batch too, its
+    own step may accept it, because the step may split a batch differently.
     """
     batch = tf.nest.map_structure(_symbolic, feed.batch_spec)
     if not all(layer.built for layer in model._flatten_layers()):
-        with contextlib.suppress(Exception):  # as where layers talk to those of other replicas
-            _called(model, batch, training=True)  # builds what training alone uses, too
+        with contextlib.suppress(Exception):  # layers that use other replicas fail here
+            _called(model, batch, training=True)  # also builds layers used only in training
     try:
         model._symbolic_build(data_batch=batch)
-    except Exception as error:  # which says more than that of another try
+    except Exception as error:  # this error says more than the second attempt's error
         _build_by_its_step(model, feed)
         if _is_ready_for_its_own_step(model):
             return
@@ -185,9 +185,9 @@ def _build_by_a_call(model: keras.Model, feed: Feed) -> None:
 
 
 def _build_by_its_step(model: keras.Model, feed: Feed) -> None:
-    """Build layers and metrics by the model's own steps, without updates; nothing is computed.
+    """Build layers and metrics by tracing the model's own steps, without updates.
 
-    The first trace may stop at a gradient by variables that it has made; the second has them.
+    The first trace may fail at the gradient of a variable that it has created. The second works.
     """
     symbols = tf.nest.map_structure(_symbolic, feed.batch_spec)
     for step in (model.train_step, model.test_step):
@@ -203,7 +203,7 @@ def _has_unbuilt_parts(model: keras.Model) -> bool:
 
 
 def _runs(step: Callable[[Any], Any], batch: Any) -> bool:
-    """Return whether a step, without its updates, runs to its end; nothing is computed."""
+    """Return whether a step, traced without its updates, reaches its end."""
 
     def traced(batch: Any) -> Any:
         trace = keras_compat.StepTrace(
@@ -218,7 +218,7 @@ def _runs(step: Callable[[Any], Any], batch: Any) -> bool:
 
     try:
         compute_output_spec(traced, batch)
-    except Exception:  # what it has built is looked at
+    except Exception:  # the caller checks which layers the trace has built
         return False
     return True
 
@@ -240,7 +240,7 @@ def _build_with(model: keras.Model, batch: Any) -> None:
 
 
 def _is_ready_for_its_own_step(model: keras.Model) -> bool:
-    """Return whether all but the optimizer is built, and the step is not Keras' own."""
+    """Return whether all but the optimizer is built and a step overrides Keras'."""
     loss, metrics = model._compile_loss, model._compile_metrics
     unbuilt = []
     if metrics is not None and not metrics.built:
@@ -258,7 +258,7 @@ def _has_call(model: keras.Model) -> bool:
 
 
 def _require_targets(model: keras.Model, batch_spec: Any) -> None:
-    """Raise UsageError for data without targets where Keras' own loss needs them."""
+    """Raise UsageError if Keras' own loss needs targets and the data have none."""
     _, y, _ = keras.utils.unpack_x_y_sample_weight(batch_spec)
     own = ("train_step", "test_step", "compute_loss")
     stock = not any(is_own(model, method) for method in own)
@@ -303,7 +303,7 @@ def require_known_variables(model: keras.Model) -> None:
 
 
 def build_in_parts(optimizer: Any, variables: Sequence[Any], job: Job) -> None:
-    """Build an optimizer on this worker's part of variables; whole where one has them all.
+    """Build an optimizer on this worker's part of the variables, or on all with one worker.
 
     A collective. Raises UsageError as `shards`.
     """
@@ -313,10 +313,10 @@ def build_in_parts(optimizer: Any, variables: Sequence[Any], job: Job) -> None:
 
 
 def shards(optimizer: Any, variables: Sequence[Any], job: Job, *, callbacks: Any = None) -> bool:
-    """Return whether there are several workers to divide the optimizer's state among.
+    """Return whether several workers divide the optimizer's state.
 
     Raises:
-      UsageError: the strategy, the optimizer or a callback needs the state whole.
+      UsageError: the strategy, the optimizer or a callback needs the full state.
     """
     divides = job.kind in ("ps", "pipeline")
     if job.num_replicas == 1 and not divides:
@@ -333,9 +333,9 @@ def shards(optimizer: Any, variables: Sequence[Any], job: Job, *, callbacks: Any
 
 
 def _require_variables_of_scope(model: keras.Model, job: Job) -> None:
-    """Raise UsageError for a variable that was made elsewhere.
+    """Raise UsageError for a variable created outside the strategy's scope.
 
-    Replicas would race on it, and no parameter server would have it.
+    Replicas would race on it, and no parameter server would hold it.
     """
     if job.num_replicas == 1 and job.kind != "ps":
         return
@@ -359,7 +359,7 @@ def _is_of_scope(value: Any, job: Job) -> bool:
 
 
 def _require_one_scale(model: keras.Model, job: Job) -> None:
-    """Raise UsageError for variables to which their gradient is assigned: a sum would be wrong."""
+    """Reject variables that are overwritten with their gradient: replicas cannot sum these."""
     for variable in model.trainable_variables if job.num_replicas > 1 else ():
         if variable.overwrite_with_gradient:
             raise UsageError(
@@ -372,14 +372,14 @@ def _require_one_scale(model: keras.Model, job: Job) -> None:
 
 
 def compiled_parts(model: keras.Model) -> tuple[Any, Any]:
-    """Return what tells one `compile` of a model from another."""
+    """Return objects that differ between two `compile` calls of a model."""
     return getattr(model, "optimizer", None), getattr(model, "_loss_tracker", None)
 
 
 def require_as_compiled(model: keras.Model, before: tuple[Any, Any]) -> None:
-    """Raise UsageError where a callback has compiled the model, or set another optimizer.
+    """Raise UsageError if a callback has compiled the model or replaced its optimizer.
 
-    The step is traced with what there was when `fit` began, and goes on with that.
+    The traced step would continue with the old parts.
     """
     if any(one is not other for one, other in zip(compiled_parts(model), before, strict=True)):
         raise UsageError(
@@ -392,10 +392,10 @@ def require_as_compiled(model: keras.Model, before: tuple[Any, Any]) -> None:
 
 
 def require_examples_first(model: keras.Model, job: Job, step: str, feed: Feed) -> None:
-    """Raise UsageError for batches of few rows that are no examples, and cannot be divided.
+    """Raise UsageError for small batches with another first axis than the examples.
 
-    A step of the model's own is traced, up to its optimizer, with what a replica gets of the rows;
-    where that fails and all of them do, it stacks something else.
+    A custom step is traced up to its optimizer with the rows of one replica. If this fails but all
+    rows work, the first axis stacks something else, and replicas cannot divide it.
     """
     batch_spec, rows = feed.batch_spec, feed.rows
     if job.num_replicas == 1 or rows is None or rows > _FEW_ROWS or not is_own(model, step):
@@ -419,7 +419,7 @@ def require_examples_first(model: keras.Model, job: Job, step: str, feed: Feed) 
 
 
 def _traces(model: keras.Model, job: Job, step: str, batch_spec: Any, *, rows: int) -> bool:
-    """Return whether a step with so many rows can be traced to its end or an optimizer."""
+    """Return whether a step with `rows` rows can be traced to its end or to an optimizer."""
     arrived = []
 
     def at_hook(gradients: Any) -> None:
@@ -435,7 +435,7 @@ def _traces(model: keras.Model, job: Job, step: str, batch_spec: Any, *, rows: i
 
 
 def _require_built_parts(model: keras.Model) -> None:
-    """Raise UsageError for a model that has steps of its own, no `call`, and an unbuilt layer."""
+    """Raise UsageError for an unbuilt layer in a model with custom steps and no `call`."""
     for layer in model._flatten_layers(include_self=False):
         if not layer.built:
             raise UsageError(
@@ -448,7 +448,7 @@ def _require_built_parts(model: keras.Model) -> None:
 
 
 def _require_one_state(model: keras.Model, job: Job) -> None:
-    """Raise UsageError for layers whose state goes from batch to batch, where several go on."""
+    """Reject stateful RNNs if replicas or ps workers split the batches."""
     if job.num_replicas == 1 and job.kind != "ps":
         return
     for layer in model._flatten_layers():

@@ -1,13 +1,12 @@
-"""Keras callbacks under every strategy: in which task each runs, and at which steps.
+"""Keras callbacks under every strategy: their tasks and their steps.
 
-All tasks run a user's callbacks on the same logs, so that they decide alike; those that write run
-on the chief. Batch hooks are called once a block, with the last batch of the block; a callback
-that looks at every batch gets blocks of one step, and pays for them. A class of our own whose
-hooks make do with the last batch of a block says so by ``once_a_range = True``, one that runs on
-the chief alone by ``chief_only = True``, and one that looks at the logs of blocks by
-``wants_block_logs = True``. By a method ``next_step(step)`` a callback names the next step after
-`step` at which a block is to end, or None; by ``resumed_at(step)`` it is told at which step a
-restored run goes on.
+All tasks run the user's callbacks on the same logs, so all tasks decide alike. Callbacks that write
+files run only on the chief. Batch hooks run once per step block, for the last batch of the block. A
+callback that needs every batch forces blocks of one step, which are slower. A tfdist callback can
+set three class attributes. ``once_a_range = True``: its hooks need only the last batch of a block.
+``chief_only = True``: it runs only on the chief. ``wants_block_logs = True``: it reads the logs of
+blocks. Its method ``next_step(step)`` returns the next step after `step` at which a block must end,
+or None. The engine calls ``resumed_at(step)`` with the first step of a resumed run.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _WRITERS = (
     keras.callbacks.OrbaxCheckpoint,
     keras.callbacks.ProgbarLogger,
 )
-# Their own batch hooks make do with the last batch of a block.
+# These classes' own batch hooks need only the last batch of a block.
 _BLOCK_IS_ENOUGH = (
     keras.callbacks.ProgbarLogger,
     keras.callbacks.ModelCheckpoint,
@@ -54,9 +53,9 @@ def callback_list(
     steps: int | None,
     history: bool = False,
 ) -> CallbackList:
-    """Return the callbacks of this task, with a progress bar on the chief.
+    """Return this task's callbacks, with a progress bar on the chief.
 
-    With `history`, a `History` is among them and becomes the model's.
+    With `history`, the list includes a `History`, which becomes the model's.
     """
     given = [c for c in keras.tree.flatten(callbacks) if c is not None] if callbacks else []
     for callback in given:
@@ -78,7 +77,7 @@ def callback_list(
 
 
 def _is_chiefs(callback: keras.callbacks.Callback) -> bool:
-    """Return whether a callback runs on the chief alone."""
+    """Return whether a callback runs only on the chief."""
     is_writer = isinstance(callback, _WRITERS) or getattr(callback, "chief_only", False)
     return is_writer or trackers.package_of(callback) is not None
 
@@ -92,7 +91,7 @@ def _require_callback(callback: Any) -> None:
             fix="write tfdist.BackupAndRestore(directory)",
             code="unsupported-callback",
         )
-    # A list of Keras' own is a callback too, and what is in it would be passed over.
+    # Keras' CallbackList is a callback itself, and its entries would be ignored.
     if isinstance(callback, CallbackList) or not isinstance(callback, keras.callbacks.Callback):
         raise UsageError(
             "callbacks",
@@ -104,7 +103,7 @@ def _require_callback(callback: Any) -> None:
 
 
 def _require_whole_weights(callback: keras.callbacks.Callback, job: Job) -> None:
-    """Raise UsageError for what saves a model of which the chief has one stage at that time."""
+    """Reject a pipeline callback that saves within an epoch: the chief then has only one stage."""
     saves = isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.OrbaxCheckpoint)
     if saves and job.stages is not None and callback.save_freq != "epoch":
         raise UsageError(
@@ -119,7 +118,7 @@ def _require_whole_weights(callback: keras.callbacks.Callback, job: Job) -> None
 
 
 def wants_every_batch(callback: keras.callbacks.Callback, *, mode: str) -> bool:
-    """Return True when the callback overrides a batch hook of `mode` (train, test, predict)."""
+    """Return True if the callback overrides a batch hook of `mode` (train, test, predict)."""
     if isinstance(callback, keras.callbacks.TensorBoard) and (
         callback._should_trace or callback.write_steps_per_second  # single batches
     ):
@@ -151,9 +150,9 @@ def _sees_every_batch(callback: keras.callbacks.Callback, hook: str) -> bool:
 def counting_steps(
     callbacks: Sequence[keras.callbacks.Callback], first: int, last: int
 ) -> Iterator[None]:
-    """Have Keras' TensorBoard, which counts its calls, count the steps of the block it is told of.
+    """Set the call counter of Keras' TensorBoard to the number of steps done.
 
-    It writes by its `update_freq` then: at the end of a block, under the last multiple in it.
+    TensorBoard then follows its `update_freq`: it writes at a block's end, as the last due step.
     """
     boards = [c for c in callbacks if isinstance(c, keras.callbacks.TensorBoard)]
     done = [board._global_train_batch + last - first for board in boards]
@@ -167,19 +166,19 @@ def counting_steps(
 
 
 def count_test_steps(callbacks: Sequence[keras.callbacks.Callback], steps: int) -> None:
-    """Have Keras' TensorBoard, which counts its calls, count the steps of a validation's block.
+    """Add a validation block's steps to the call counter of Keras' TensorBoard.
 
-    By their number it decides which validations it writes over the iterations.
+    TensorBoard uses the counter to decide which validations it writes over the iterations.
     """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.TensorBoard):
-            callback._global_test_batch += steps - 1  # its own hook adds one
+            callback._global_test_batch += steps - 1  # Keras' hook adds 1
 
 
 def begin_epoch(callbacks: Sequence[keras.callbacks.Callback]) -> None:
-    """Tell Keras' ModelCheckpoint that batches count from 0 again.
+    """Reset the batch number of Keras' ModelCheckpoint at the start of an epoch.
 
-    It takes it from a batch number that is not higher than the last, which a block of steps hides.
+    Keras detects a new epoch by a batch number that does not increase. Step blocks can hide that.
     """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.ModelCheckpoint):
@@ -187,7 +186,7 @@ def begin_epoch(callbacks: Sequence[keras.callbacks.Callback]) -> None:
 
 
 def wants_logs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
-    """Return True when some callback looks at the logs of a block."""
+    """Return True if some callback reads the logs of a block."""
     return any(
         isinstance(c, _BLOCK_IS_ENOUGH)
         or wants_every_batch(c, mode="train")
@@ -197,7 +196,7 @@ def wants_logs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
 
 
 def steps_to_save(callback: keras.callbacks.Callback) -> int | None:
-    """Return after how many more steps a ModelCheckpoint saves that counts them; else None."""
+    """Return the steps until a ModelCheckpoint that counts steps saves next, else None."""
     if not isinstance(callback, keras.callbacks.ModelCheckpoint) or callback.save_freq == "epoch":
         return None
     return max(1, int(callback.save_freq) - int(callback._batches_seen_since_last_saving))

@@ -1,6 +1,6 @@
-"""Engines: what runs blocks of steps under each strategy.
+"""Engines, which run step blocks under each strategy.
 
-`SynchronousEngine` serves single, mirrored and multiworker; `tfdist.ps` has the engine of a ps job.
+`SynchronousEngine` serves single, mirrored and multiworker. Other packages have the other engines.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def engine_for(job: Job) -> Engine:
 
 
 class SynchronousEngine(Engine):
-    """Runs a block of steps in one compiled call, on all replicas of the group together."""
+    """Runs a step block in one compiled call, on all replicas of the group together."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._blocks: dict[StepProgram, tuple[Any, bool]] = {}  # a function, whether it gathers
+        self._blocks: dict[StepProgram, tuple[Any, bool]] = {}  # block function, replicas gather
         self._steps: dict[StepProgram, Callable[..., Any]] = {}
 
     def run(
@@ -71,7 +71,7 @@ class SynchronousEngine(Engine):
         return {name: as_number(value) for name, value in logs.items()}
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
-        """Yield each step's outputs, whole on every task. A collective."""
+        """Yield each step's outputs, complete on every task. A collective."""
         function = self._steps.get(program)
         if function is None:
             function = self._steps[program] = self._compile_step(program)
@@ -85,15 +85,15 @@ class SynchronousEngine(Engine):
             yield self._gathered(locals_)
 
     def _advance(self, program: StepProgram, first: int, last: int) -> None:
-        """Tell a feed that is read ahead what is done, and compare what tasks have read."""
+        """Record the progress in a feed that reads ahead, and compare the tasks' batches."""
         if not program.feed.direct:
             program.feed.advanced_to(last)
             require_same_batches(self._job, program.feed, first, last)
 
     def _traced_block(self, program: StepProgram, first: int, last: int) -> tuple[Any, bool]:
-        """Return the function of a program's blocks, and whether replicas gather in a step.
+        """Return a program's block function, and whether replicas gather tensors in a step.
 
-        Raises UsageError where one that is to be exact draws by itself.
+        Raises UsageError if an exact program draws random numbers without the run's seed.
         """
         function, several = self._compile_block(program), self._job.num_replicas > 1
         if not several and not program.exact:
@@ -130,7 +130,7 @@ class SynchronousEngine(Engine):
                     kept = tf.raw_ops.OptionalFromValue(components=tf.nest.flatten(values))
                 return step + 1, kept, *rows
 
-            # What the step returns is known only once the loop is traced: it travels as a variant.
+            # The step's outputs are unknown until the loop is traced, so they travel as a variant.
             _, kept, *rows = tf.while_loop(
                 lambda step, *_: step < last,
                 body,
@@ -158,7 +158,7 @@ class SynchronousEngine(Engine):
         return run_step
 
     def _step(self, program: StepProgram, step: tf.Tensor, parts: list[Part]) -> list[Any]:
-        """Run one step on this task's replicas; return each one's outputs."""
+        """Run one step on this task's replicas and return each replica's outputs."""
         strategy, outputs = self._job.strategy, {}
 
         def in_replica() -> None:
@@ -176,16 +176,16 @@ class SynchronousEngine(Engine):
         return [outputs[local] for local in sorted(outputs)]
 
     def _reduced_logs(self, values: list[dict[str, tf.Tensor]]) -> Any:
-        """Add the last step's logs up over all replicas, so that every task sees the same."""
+        """Sum the last step's logs over all replicas, so that every task gets the same logs."""
         replicas, strategy = self._job.num_replicas, self._job.strategy
 
         def in_replica() -> Any:
             local = values_util.get_current_replica_id_as_int() or 0
-            # A copy on the replica's device: a collective goes by where its value is.
+            # Copy to the replica's device: a collective runs on the device of its value.
             mine = {n: tf.identity(tf.cast(v, tf.float32)) for n, v in values[local].items()}
             if replicas == 1:
                 return mine
-            # By the ring, if there is one: a worker that has other steps is found at its next sum.
+            # Prefer the ring: its next sum detects a worker that runs other steps.
             return dict(zip(mine, sum_over_replicas(list(mine.values())), strict=True))
 
         reduced = strategy.run(in_replica)
@@ -202,11 +202,11 @@ class SynchronousEngine(Engine):
 
 
 def _calls(program: StepProgram, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Cut a block into calls, in each of which what replicas gather keeps its shape.
+    """Split a block into calls, so that gathered tensors keep their shape within each call.
 
-    Sparse gradients are gathered, and within one call a gather accepts one shape only ("Shape
-    mismatch in the collective instance"). Batches by index change at the end of an epoch; those
-    that come ready may change at every step.
+    Sparse gradients are gathered, and a gather accepts only one shape per call ("Shape mismatch
+    in the collective instance"). The size of batches by index changes at the end of an epoch.
+    The size of ready-made batches may change at every step.
     """
     by_index = isinstance(program.feed.source, GraphSource | PythonSource)
     start = first
@@ -219,7 +219,7 @@ def _calls(program: StepProgram, first: int, last: int) -> Iterator[tuple[int, i
 
 
 def _draw_apart(job: Job) -> None:
-    """Have `tf.random` draw other numbers in each task, also where all have set the same seed."""
+    """Make `tf.random` draw different numbers in each task, even if all tasks set one seed."""
     graph = tf.compat.v1.get_default_graph()
     if graph.seed is not None:
         graph.seed += job.task_index
@@ -241,7 +241,7 @@ def _log_values(outputs: list[Any]) -> list[dict[str, tf.Tensor]]:
 
 
 def _unpacked(kept: tf.Tensor, like: Any) -> Any:
-    """Take the tensors out of an optional that was made of `like`."""
+    """Return the tensors of an optional that was created from `like`."""
     flat = tf.nest.flatten(like)
     tensors = tf.raw_ops.OptionalGetValue(
         optional=kept,
@@ -252,9 +252,9 @@ def _unpacked(kept: tf.Tensor, like: Any) -> Any:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Return the rows of all parts: an array, and as under Keras ragged where their shapes differ.
+    """Return the rows of all parts as an array, or as in Keras ragged if their shapes differ.
 
-    Numbers are stacked. Rows that come ragged or sparse stay so.
+    Numbers are stacked. Ragged or sparse rows stay ragged or sparse.
     """
     if len(parts) == 1:
         return parts[0]
@@ -268,16 +268,16 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def without_substitute(rows: Any, *, count: tf.Tensor) -> Any:
-    """Leave out the example that pads an empty batch fraction; in graph."""
+    """Remove the padding example of an empty batch fraction; in graph."""
     return rows[: tf.cast(count > 0, tf.int64) * tf.int64.max]
 
 
 @contextlib.contextmanager
 def naming_a_lost_server() -> Iterator[None]:
-    """Raise PeerLost with the name of a ps that is gone, where TensorFlow says what failed.
+    """Raise PeerLost with the name of a lost ps in place of TensorFlow's error.
 
-    So it is when a model is built, a learning rate or a metric is read, and a checkpoint is made.
-    Around a block, or a function as its decorator.
+    Errors occur while a model is built, a learning rate or metric is read, or a checkpoint is
+    saved. Use it as a context manager or as a decorator.
     """
     try:
         yield

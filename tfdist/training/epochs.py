@@ -1,7 +1,7 @@
-"""The step is the only clock: step <-> examples <-> (virtual) epoch.
+"""Conversion between steps, examples and (virtual) epochs of a run.
 
-Everything here is a function of integers; no state, no TensorFlow. `EpochPlan` answers for one
-run which examples a step consumes and where the epochs end.
+All functions here are pure and use integers only. `EpochPlan` returns the examples of each step of
+a run, and the ends of its epochs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tfdist.errors import UsageError, require_int
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VirtualEpochs:
-    """Training length in examples, cut into `checkpoints` parts of equal size.
+    """Training length in examples, divided into `checkpoints` parts of equal size.
 
-    After the design pattern of Lakshmanan, Robinson and Munn ("Machine Learning Design Patterns",
-    2020, chapter 4, Checkpoints): what a run is, is the number of examples it sees and the number
-    of checkpoints it makes, whatever the data set's size, batch size or number of workers.
+    This follows the design pattern by Lakshmanan, Robinson and Munn ("Machine Learning Design
+    Patterns", 2020, chapter 4, Checkpoints). The numbers of examples and checkpoints define a run.
+    The data set's size, the batch size and the number of workers do not change it.
 
-    The k-th virtual epoch ends at example ``total_examples * (k + 1) // checkpoints``, exactly: a
-    batch is cut where the boundary falls inside it.
+    Virtual epoch k ends exactly at example ``total_examples * (k + 1) // checkpoints``. If this
+    boundary is inside a batch, the batch is cut there.
     """
 
     total_examples: int
@@ -32,7 +32,7 @@ class VirtualEpochs:
     def __post_init__(self) -> None:
         for name in ("total_examples", "checkpoints"):
             number = require_int(f"VirtualEpochs: {name}", getattr(self, name), least=1)
-            object.__setattr__(self, name, number)  # Python's, as a checkpoint has it
+            object.__setattr__(self, name, number)  # a Python int, as in checkpoints
         if self.checkpoints > self.total_examples:
             raise UsageError(
                 "VirtualEpochs",
@@ -43,19 +43,19 @@ class VirtualEpochs:
             )
 
     def boundaries(self) -> tuple[int, ...]:
-        """Return the example at which each virtual epoch begins, and the end of the last one."""
+        """Return the first example of each virtual epoch, then the end of the last epoch."""
         parts = range(self.checkpoints + 1)
         return tuple(self.total_examples * k // self.checkpoints for k in parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EpochPlan:
-    """Begin of each epoch of one run, in examples and in steps.
+    """Start of each epoch of one run, in examples and in steps.
 
     Attributes:
-      global_batch_size: examples of a step; the last step of an epoch may have fewer.
-      example_starts: first example of each epoch, then the end of the last: strictly increasing.
-      step_starts: the same in steps.
+      global_batch_size: examples of a step. The last step of an epoch may have fewer.
+      example_starts: first example of each epoch, then the last epoch's end (all different).
+      step_starts: first step of each epoch, then the last epoch's end.
     """
 
     global_batch_size: int
@@ -64,7 +64,7 @@ class EpochPlan:
 
     @classmethod
     def from_boundaries(cls, boundaries: Sequence[int], *, global_batch_size: int) -> EpochPlan:
-        """Return a plan whose epochs begin at the given examples."""
+        """Return a plan with epochs that start at the given examples."""
         sizes = [b - a for a, b in itertools.pairwise(boundaries)]
         steps = itertools.accumulate((-(-size // global_batch_size) for size in sizes), initial=0)
         return cls(
@@ -81,27 +81,27 @@ class EpochPlan:
 
     @property
     def num_epochs(self) -> int:
-        """Epochs of the run."""
+        """Number of epochs in the run."""
         return len(self.step_starts) - 1
 
     @property
     def total_steps(self) -> int:
-        """Steps of the run."""
+        """Number of steps in the run."""
         return self.step_starts[-1]
 
     @property
     def smallest_step(self) -> int:
-        """Examples of the smallest step of the run."""
+        """Number of examples in the smallest step of the run."""
         sizes = {b - a for a, b in itertools.pairwise(self.example_starts)}
         return min(((size - 1) % self.global_batch_size + 1 for size in sizes), default=0)
 
     @property
     def all_full(self) -> bool:
-        """True when every step has `global_batch_size` examples."""
+        """True if every step has `global_batch_size` examples."""
         return self.smallest_step == self.global_batch_size
 
     def epoch_of(self, step: int) -> int:
-        """Return the epoch that `step` belongs to."""
+        """Return the epoch of `step`."""
         return bisect.bisect_right(self.step_starts, step) - 1
 
     def steps(self, epoch: int) -> range:
@@ -109,22 +109,22 @@ class EpochPlan:
         return range(self.step_starts[epoch], self.step_starts[epoch + 1])
 
     def span(self, step: int) -> range:
-        """Return the examples that `step` consumes, counted over the whole run."""
+        """Return the examples of `step`, counted from the start of the run."""
         epoch = self.epoch_of(step)
         first = self.example_starts[epoch]
         first += (step - self.step_starts[epoch]) * self.global_batch_size
         return range(first, min(first + self.global_batch_size, self.example_starts[epoch + 1]))
 
     def examples_before(self, step: int) -> int:
-        """Examples consumed by the steps before `step`."""
+        """Return the number of examples in the steps before `step`."""
         if step >= self.total_steps:
             return self.example_starts[-1]
         return self.span(step).start
 
 
 def share_of(position: int, *, parts: int, size: int) -> tuple[int, int]:
-    """Return the slice ``[first, last)`` of `size` examples that part `position` of `parts` takes.
+    """Return the slice ``[first, last)`` of `size` examples for part `position` of `parts`.
 
-    Sizes differ by one at the most; a part is empty where there are fewer examples than parts.
+    Sizes differ by at most one. With fewer examples than parts, some parts are empty.
     """
     return position * size // parts, (position + 1) * size // parts

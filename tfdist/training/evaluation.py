@@ -1,7 +1,7 @@
-"""`evaluate` and `predict`, each example exactly once; and the evaluator.
+"""`evaluate` and `predict`, which use each example exactly once, and the evaluator task.
 
-That is a task beside the training that evaluates each of its checkpoints. It takes part in nothing:
-it reads what the chief has saved, and asks it to stop by a file.
+The evaluator task runs beside the training and evaluates its checkpoints. It joins no collective.
+It reads the chief's checkpoints and requests a stop of the training through a file.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def evaluate(
     callbacks: Any = None,
     return_dict: bool = False,
 ) -> Any:
-    """Evaluate a compiled model; what `keras.Model.evaluate` does, under every strategy.
+    """Evaluate a compiled model under every strategy, like `keras.Model.evaluate`.
 
-    A collective: every training task calls it alike, and all get the same result: the metrics, as
-    a list or a dict, over each example exactly once.
+    This is a collective: every training task must call it with the same arguments. All tasks get
+    the same metrics, as a list or a dict. Each example counts exactly once.
     """
     job = building.job_for(model, doing="evaluate")
     building.require_compiled(model, doing="evaluate")
     evaluation = Evaluation(
         model, job, engine_for(job), (x, y, sample_weight), batch_size=batch_size, steps=steps
     )
-    if job.stages is None:  # those of a pipeline take the chief's
+    if job.stages is None:  # the stages of a pipeline get the chief's weights
         require_same_weights(job, model)
     listed = callback_list(
         callbacks, job=job, model=model, verbose=verbose, epochs=1, steps=evaluation.steps
@@ -83,18 +83,18 @@ def predict(
     steps: int | None = None,
     callbacks: Any = None,
 ) -> Any:
-    """Compute the model's outputs for each example of `x`, in order, once each.
+    """Return the model's outputs for each example of `x`, in order and once each.
 
-    What `keras.Model.predict` does, under every strategy. A collective: every training task calls
-    it alike, and all get the whole result, a nest of arrays ``[examples, ...]``.
+    Works like `keras.Model.predict`, under every strategy. This is a collective: every training
+    task must call it with the same arguments. All tasks get the full arrays ``[examples, ...]``.
     """
     job = building.job_for(model, doing="predict")
     length = _length(batch_size=batch_size, steps=steps)
     feed = prepare(x, None, None, job=job, length=length, shuffle=False, seed=0, model=model)
     building.build_to_predict(model, job, feed)
-    if job.stages is None:  # those of a pipeline take the chief's
+    if job.stages is None:  # the stages of a pipeline get the chief's weights
         require_same_weights(job, model)
-    # A layer that draws while it predicts draws anew in each call, as under Keras.
+    # Layers that draw random numbers in `predict` draw again in each call, as in Keras.
     seed = int(broadcast(random.randrange(2**31)))
     program = program_of(model, job, "predict_step", feed, seed=seed)
     total = feed.plan.total_steps
@@ -123,13 +123,13 @@ def _length(*, batch_size: int | None, steps: int | None) -> Length:
 
 
 def _goes_by_batch(callbacks: Any, *, mode: str, stop: bool) -> bool:
-    """Return True in every task when the chief stops, or has a callback for each batch."""
+    """Return True in every task if the chief stops or has a callback for each batch."""
     by_batch = any(wants_every_batch(c, mode=mode) for c in callbacks.callbacks)
     return bool(broadcast(by_batch or stop))
 
 
 class Evaluation:
-    """Data set, and the program that evaluates the model on it, traced once, run many times."""
+    """Data set and the traced program that evaluates the model on it, for repeated runs."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Evaluation:
     ) -> None:
         length = _length(batch_size=batch_size, steps=steps)
         self.feed = prepare(*data, job=job, length=length, shuffle=False, seed=0, model=model)
-        building.build(model, job, self.feed, slots="none")  # a fit makes them, or a part of them
+        building.build(model, job, self.feed, slots="none")  # `fit` creates slots, maybe in shards
         building.require_examples_first(model, job, "test_step", self.feed)
         program = program_of(model, job, "test_step", self.feed, seed=0)
         self.steps = self.feed.plan.total_steps
@@ -153,7 +153,7 @@ class Evaluation:
         """Evaluate every example once and return the metrics. A collective.
 
         Raises:
-          StopRequested: some task has been asked by a signal to stop; where `requests` notes them.
+          StopRequested: some task received a stop signal. Raised only if `requests` is given.
         """
         blocks, model = self._blocks, self._blocks.model
         blocks.reset_metrics()
@@ -183,7 +183,7 @@ class Evaluation:
         return result
 
     def _decide(self, first: int, *, by_batch: bool, requests: StopRequests | None) -> Decision:
-        """Return where the next block ends, and whether a callback has stopped the evaluation."""
+        """Return the end of the next block, and whether a callback stopped the evaluation."""
         blocks = self._blocks
         longest = 1 if by_batch else blocks.length.steps()
         mine = Decision(
@@ -198,20 +198,20 @@ class Evaluation:
         return decision
 
 
-# The evaluator: its settings in every task, and what `fit` does in it.
+# The evaluator task: its settings, and its part of `fit`.
 
 
 class Evaluator(keras.callbacks.Callback):
-    """Settings of the evaluator task of a job; among the callbacks of `fit`, in every task.
+    """Settings of the evaluator task. Pass it among the callbacks of `fit` in every task.
 
-    In the training tasks it ends the training when the evaluator has asked for it.
+    In the training tasks it stops the training when the evaluator requests a stop.
 
     Args:
-      monitor: the metric by which a checkpoint is the best.
-      mode: "min", "max", or "auto", which goes by the name.
-      patience: asks for the end of the training after so many checkpoints in a row that were no
-        better; None never does.
-      min_delta: what is not better by more than this is no better.
+      monitor: metric that selects the best checkpoint (default: "val_loss").
+      mode: "min", "max", or "auto" to choose by the metric's name (default: "auto").
+      patience: number of consecutive checkpoints without improvement after which the evaluator
+        requests a stop (default: None, never).
+      min_delta: smallest change that counts as an improvement (default: 0.0).
     """
 
     once_a_range = True
@@ -241,7 +241,7 @@ class Evaluator(keras.callbacks.Callback):
         self._look()
 
     def on_train_end(self, logs: Any = None) -> None:
-        # Where a request comes between the hooks of two tasks, only one of them has seen it.
+        # A request that arrives between two tasks' hooks was seen by only one task.
         if self.files is not None and self.model.stop_training:
             self.has_stopped |= self.files.is_stop_requested
 
@@ -252,10 +252,10 @@ class Evaluator(keras.callbacks.Callback):
 
 
 def evaluator_of(callbacks: Any, *, job: Job, validation_data: Any) -> Evaluator | None:
-    """Return what the evaluator of this job looks at, None in a job without one.
+    """Return the evaluator's settings, or None in a job without an evaluator.
 
     Raises:
-      UsageError: with an evaluator, nothing to evaluate, or a callback that cannot be had.
+      UsageError: validation data or a backup is missing, or a callback monitors a `val_` metric.
     """
     listed = [c for c in keras.tree.flatten(callbacks or []) if c is not None]
     given = next((c for c in listed if isinstance(c, Evaluator)), None)
@@ -294,18 +294,18 @@ def evaluate_checkpoints(
     callbacks: Any,
     evaluator: Evaluator,
 ) -> NoReturn:
-    """Do what `fit` does in the evaluator: evaluate checkpoints until the training has ended.
+    """Evaluate checkpoints until the training ends, then exit: `fit` in the evaluator task.
 
-    `evaluation_in` makes the evaluation, in a job of this task alone. Ends the program with 0; 75
-    where there was neither a training nor a checkpoint.
+    `evaluation_in` creates the evaluation, in a job with only this task. The exit code is 0 if
+    there is a checkpoint. Otherwise it depends on the chief: 75 if no training ran.
 
     Raises:
-      Stopped: it was asked to by a signal.
+      Stopped: the evaluator received a stop signal.
     """
     assert job.config is not None
     assert evaluator.files is not None
     watch = chief_watch(job.config, timeout_s=job.config.options.startup_timeout_s)
-    alone = dataclasses.replace(job, config=None)  # decides by itself when it evaluates
+    alone = dataclasses.replace(job, config=None)  # this task evaluates without the other tasks
     evaluation = evaluation_in(alone)
     quiet = callback_list(None, job=alone, model=model, verbose=0, epochs=1, steps=evaluation.steps)
     listed = keras.tree.flatten(callbacks or [])
@@ -333,13 +333,13 @@ def evaluate_checkpoints(
     with StopRequests() as requests:
         try:
             while True:
-                is_over = watch.done()  # asked first: what is found now is the last
+                is_over = watch.done()  # checked before the newest name, which is then the last
                 name = store.newest_name()
-                # By what is written: the process before this one may have done it.
+                # Read the file: an earlier process of this task may have evaluated it already.
                 done = {line.get("checkpoint") for line in evaluator.files.lines()} | unread
                 if name is not None and name not in done:
                     checkpoint = store.read_named(name)
-                    if checkpoint is None:  # the chief has removed it, and written others
+                    if checkpoint is None:  # the chief has deleted it and written newer checkpoints
                         unread.add(name)
                     else:
                         _record(line_of(name, checkpoint, requests), model, evaluator)
@@ -356,7 +356,7 @@ def evaluate_checkpoints(
 
 
 def _record(line: dict[str, Any], model: keras.Model, evaluator: Evaluator) -> None:
-    """Write down what a checkpoint has come to, keep the best, and ask for the end."""
+    """Record a checkpoint's metrics, save the best model, and request a stop if needed."""
     files = evaluator.files
     assert files is not None
     lines = files.with_line(line)
@@ -368,7 +368,7 @@ def _record(line: dict[str, Any], model: keras.Model, evaluator: Evaluator) -> N
     _LOG.info("step %d: %s %s%s", line["step"], evaluator.monitor, value, ", best" * is_best)
     if is_best:
         save_whole(model, files.best_file)
-    # Last: a checkpoint that has its line is not looked at again.
+    # Written last: a checkpoint with a line in the file is never evaluated again.
     files.write(lines)
     is_hopeless = evaluator.patience is not None and since >= evaluator.patience
     if is_hopeless and not files.is_stop_requested:
@@ -380,13 +380,13 @@ def _backups(callbacks: Sequence[Any]) -> list[BackupAndRestore]:
 
 
 def _require_no_validation(callback: Any) -> None:
-    """Refuse what decides by a metric that an epoch's end does not have."""
+    """Reject a callback that monitors a metric which is missing from an epoch's logs."""
     name, kind = getattr(callback, "monitor", None), type(callback).__name__
     if isinstance(callback, BackupAndRestore):
         name = callback.best
     is_saver = isinstance(callback, keras.callbacks.ModelCheckpoint)
     if isinstance(callback, Evaluator) or (is_saver and not callback.save_best_only):
-        return  # it takes any or none
+        return  # these work with or without the metric
     if isinstance(name, str) and name.startswith("val_"):
         raise UsageError(
             "callbacks",

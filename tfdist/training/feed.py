@@ -1,8 +1,8 @@
-"""Feeds: what each replica gets in a step, as a function of the step, and the same in every task.
+"""Feeds, which provide each replica's batches as a function of the step, the same in every task.
 
-A feed answers for one data set and one run: given a step, the batch of each replica of this task,
-its fraction of the global batch, and how many of its examples count. A replica whose share is empty
-gets one example with a count of 0, so that it takes part in every collective.
+A feed serves one data set and one run. For a step, it returns the batch of each replica of this
+task, its batch fraction, and its number of real examples. A replica with an empty batch fraction
+gets one padding example and a count of 0, so that it still joins every collective.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Part(NamedTuple):
 
     Attributes:
       data: nest of tensors ``[max(count, 1), ...]``: ``x``, ``(x, y)`` or ``(x, y, weight)``.
-      share: count / examples of the step, scalar float32.
-      count: examples that count, scalar int64.
-      examples: where the feed records, the tensors that `data` was made from: the indices by
-        which it was gathered and the passes they belong to, int64 ``[max(count, 1)]`` both.
+      share: batch fraction, count / examples of the step, scalar float32.
+      count: number of examples without padding, scalar int64.
+      examples: if the feed records, the indices of the examples and their passes over the data,
+        int64 ``[max(count, 1)]`` both, else None.
     """
 
     data: Any
@@ -78,12 +78,12 @@ def graph_span(plan: EpochPlan, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """In which order a run sees its examples.
+    """Order of a run's examples.
 
     Attributes:
-      examples: only the first so many of the data, None for a stream of unknown length.
-      shuffle: in an order of its own in each pass.
-      batches: only the first so many of batches that come ready, None for all.
+      examples: number of examples to use from the start of the data, or None if it is unknown.
+      shuffle: True to shuffle in a different order in each pass.
+      batches: number of ready-made batches to use, or None for all (default: None).
     """
 
     examples: int | None
@@ -92,26 +92,26 @@ class Order:
 
 
 class Feed(abc.ABC):
-    """Batches of a data set, as an engine asks for them; see the module's docstring.
+    """Batches of a data set for an engine. The module's docstring gives an overview.
 
     Attributes:
-      source: where the examples come from.
-      plan: the run's epochs, in steps and examples.
-      order: in which order the examples come.
-      seed: of the order and the transforms.
-      batch_spec: nest of `tf.TensorSpec` of a batch, to build the model from.
-      rows: of the first batch where replicas divide batches that the user has made, else None.
-      may_be_empty: True when a replica's batch fraction of some step can be empty.
-      direct: True when the step itself makes its batch by `at`; otherwise batches come from
+      source: source of the examples.
+      plan: epochs of the run, in steps and examples.
+      order: order of the examples.
+      seed: seed of the order and the transforms.
+      batch_spec: nest of `tf.TensorSpec` of a batch, used to build the model.
+      rows: rows of the first batch if replicas divide ready-made batches, else None.
+      may_be_empty: True if a replica's batch fraction of some step can be empty.
+      direct: True if the compiled step makes its batch with `at`, False if it reads batches from
         `iterator`.
-      counts_fractions: True when a replica's batch fraction is known only once all have counted.
-      can_record: True when a batch is made of examples by index.
-      records: True to give `Part.examples`; set before anything is made from the feed.
-      digests: by step, of batches that several tasks read whole and are to compare.
-      digests_cover_inputs: False where inputs may differ between tasks, as augmented ones do.
-      ends: after how many batches of the run a pass has ended, of data of unknown length that
-        several tasks read whole and are to compare; None for other data.
-      failure: what Python code that reads has raised, of which TensorFlow gives the text alone.
+      counts_fractions: True if batch fractions are known only after all replicas have counted.
+      can_record: True if batches are made of examples by index.
+      records: True to fill `Part.examples`. Set it before the first use of the feed.
+      digests: digests by step of batches that several tasks read fully and compare.
+      digests_cover_inputs: False if inputs may differ between tasks, as with augmentation.
+      ends: batch counts of the run at which a pass ended, for data of unknown length that several
+        tasks read fully and compare, else None.
+      failure: exception of Python code that reads data (TensorFlow reports only its text).
     """
 
     direct: bool = False
@@ -149,75 +149,75 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
-        """Return the parts of this task's replicas for the steps ``[first, last)``, made ahead.
+        """Return this task's parts for the steps ``[first, last)``, prefetched.
 
-        Elements are tuples, one `Part` for each replica of this task.
+        Elements are tuples with one `Part` for each replica of this task.
         """
 
     def worker_dataset(self) -> tf.data.Dataset:
-        """Return what each ps worker is given once, an endless dataset; called in graph."""
+        """Return the endless dataset that each ps worker receives once; called in graph."""
         raise TypeError(f"{type(self).__name__}: Python code does not run on a ps worker")
 
     def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
-        """Return what makes the parts of the steps ``[first, last)``, in order, on a ps worker.
+        """Return a function that makes the parts of the steps ``[first, last)`` on a ps worker.
 
-        Called in graph, once for the block, and what it returns once in a step's graph. `given`
-        is the worker's iterator over `worker_dataset`.
+        Called in graph, once for each block. The result is called once in a step's graph, and
+        returns the parts in order. `given` is the worker's iterator over `worker_dataset`.
         """
         raise TypeError(f"{type(self).__name__}: Python code does not run on a ps worker")
 
     def first_batch(self) -> Any:
-        """Return this task's first part of the first step, as the step gets it; eager tensors.
+        """Return this task's first part of the first step, as eager tensors.
 
-        A look that changes nothing.
+        This changes no state of the feed.
         """
         return next(iter(self.dataset(0, 1)))[0].data
 
     def at(self, step: tf.Tensor) -> list[Part]:
-        """Return the parts of this task's replicas in `step`, scalar int64; pure graph."""
+        """Return the parts of this task's replicas in `step` (scalar int64), in pure graph code."""
         raise TypeError(f"{type(self).__name__} has no batch for a step by itself")
 
     def iterator(self, step: int) -> Any:
-        """Return the iterator whose next element is that of `step`; made anew after a jump."""
+        """Return the iterator positioned at `step`, a new iterator after a jump between steps."""
         if self._next_step != step:
             self._iterator = iter(self.dataset(step, self.plan.total_steps))
             self._next_step = step
         return self._iterator
 
     def advanced_to(self, step: int) -> None:
-        """Note that the iterator's next element is that of `step`."""
+        """Record that the iterator's next element belongs to `step`."""
         self._next_step = step
 
     def batches_read(self) -> int | None:
-        """Return how many batches of the run this task has read ahead; None if not counted."""
+        """Return the number of batches that this task has read, or None if it is not counted."""
         return None
 
     def take_seed_from_a_variable(self) -> None:
-        """Have what the step itself computes read the seed, so that another run may set it."""
+        """Store the seed in a variable of the compiled step, so that the next `fit` can set it."""
         if self.direct:
             with tf.init_scope(), tf.device("/CPU:0"):
                 self.seed = ResourceVariable(self.seed, trainable=False, dtype=tf.int64)
 
     def close(self) -> None:
-        """End the iterator: its threads, and the batches that they have made ahead."""
+        """Delete the iterator, with its threads and prefetched batches."""
         self._iterator, self._next_step = None, -1
 
     def _transformed(self, data: Any, ids: Any, passes: Any) -> Any:
-        """Return a batch as the source's transform and the class weights make it; in graph."""
+        """Return a batch after the source's transform and the class weights; in graph."""
         data = self.source.transformed(data, example_ids=ids, epoch=passes, seed=self.seed)
         return self._weigh(data) if self._weigh else data
 
 
 def ids_of_rows(number: Any, rows: Any, *, batch: int) -> Any:
-    """Return an id for each of the `rows` of a batch that comes ready, by the batch's number.
+    """Return ids for `rows` of the ready-made batch `number`.
 
-    No other row of a pass has it, also where batches are larger than the first one, of `batch`.
+    Ids are unique within a pass, even if some batches are larger than the first (`batch`).
     """
     return rows // batch * 2**40 + number * batch + rows % batch
 
 
 class GraphFeed(Feed):
-    """Feeds from a graph-indexed source: a pure function of the step, under every strategy."""
+    """Feed of a source indexed in graph: a pure function of the step, under every strategy."""
 
     source: GraphSource
     can_record = True
@@ -227,13 +227,13 @@ class GraphFeed(Feed):
         self.direct = source.transform is None
 
     def at(self, step: tf.Tensor, arrays: Any = None) -> list[Part]:
-        """As in `Feed`; with `arrays` (of `GraphSource.arrays`) only those are read."""
+        """As in `Feed`. With `arrays` (from `GraphSource.arrays`), only these arrays are read."""
         first, last = graph_span(self.plan, step)
         size: Any = self.plan.global_batch_size if self.plan.all_full else last - first
         return [self._part(replica, first, size, arrays) for replica in self._job.replica_ids]
 
     def dataset(self, first: Any, last: Any, arrays: Any = None) -> tf.data.Dataset:
-        """As in `Feed`."""
+        """Return the parts as in `Feed`."""
 
         @_plain
         def parts(step: tf.Tensor) -> tuple[Part, ...]:
@@ -243,17 +243,17 @@ class GraphFeed(Feed):
         return steps.map(parts, num_parallel_calls=2, deterministic=True).prefetch(_AHEAD_STEPS)
 
     def worker_dataset(self) -> tf.data.Dataset:
-        """As in `Feed`: the arrays."""
+        """Return the arrays, endlessly repeated."""
         arrays = tf.data.Dataset.from_tensors(self.source.arrays())
         return arrays.with_options(lean_options()).repeat()
 
     def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
-        """As in `Feed`."""
+        """Return a function that makes the parts, as in `Feed`."""
         arrays = given.get_next()
         if self.direct:
             return lambda step: self.at(step, arrays)[0]
-        # Traced, optimized and started anew in each work unit, which costs as much as sending
-        # some megabytes: worth it for a transform, which is so done ahead.
+        # Each work unit traces, optimizes and starts this dataset again. That costs as much as
+        # sending some megabytes, and is worth it to run a transform ahead of the step.
         batches = iter(self.dataset(first, last, arrays))
         return lambda _: batches.get_next()[0]
 
@@ -280,11 +280,11 @@ class GraphFeed(Feed):
         return self._transformed(data, indices, passes), (indices, passes)
 
 
-# Feeds from Python: examples or whole batches by index, read ahead by threads.
+# Feeds from Python code: threads prefetch examples or whole batches by index.
 
 
 class PythonFeed(Feed):
-    """Feeds whose batches Python code makes; not under ps, where Python runs only in the chief."""
+    """Feed with batches from Python code. Not for ps, because only the chief runs the code."""
 
     def __init__(self, source: Any, plan: EpochPlan, **options: Any) -> None:
         super().__init__(source, plan, **options)
@@ -292,7 +292,7 @@ class PythonFeed(Feed):
         self._threads = _THREADS
 
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
-        """As in `Feed`; read ahead by threads, delivered in order."""
+        """As in `Feed`. Threads read ahead, and parts keep their order."""
         leaves = [spec for spec in tf.nest.flatten(self._spec) if spec is not None]
         one = (*leaves, tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.int64),
                tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.int64))  # fmt: skip
@@ -305,10 +305,10 @@ class PythonFeed(Feed):
 
     @abc.abstractmethod
     def _batch(self, step: int) -> tuple[int, Callable[[int, int], tuple[Any, Any, Any]]]:
-        """Return the size of a batch, and what gives leaves, ids and passes of some of its rows."""
+        """Return a batch's size, and a function that returns leaves, ids and passes of its rows."""
 
     def _load(self, step: int) -> tuple[Any, ...]:
-        """Return, for each replica of this task: leaves, ids, passes, share, count."""
+        """Return `(*leaves, ids, passes, share, count)` for each replica of this task."""
         size, rows = self._batch(step)
         parts = []
         for replica in self._job.replica_ids:
@@ -319,7 +319,7 @@ class PythonFeed(Feed):
         return tuple(parts)
 
     def _ordered(self, positions: np.ndarray, *, size: int) -> np.ndarray:
-        """Return what is at positions of the run, in the order of its passes over `size` things."""
+        """Return the indices at these positions of the run, for passes over `size` items."""
         return example_at_numpy(
             positions, num_examples=size, seed=self.seed, shuffle=self.order.shuffle
         )
@@ -349,7 +349,7 @@ class PythonFeed(Feed):
                 yield waiting.popleft().result()
 
     def _hooks_before(self, step: int, *, is_first: bool) -> Sequence[Callable[[], None]]:
-        """Return what to call before a step is read, the first or another; nothing else is then."""
+        """Return the calls to make before a step is read, while no other step is being read."""
         return ()
 
     def _packed(self, part: tuple[Any, ...]) -> Part:
@@ -362,7 +362,7 @@ class PythonFeed(Feed):
 
 
 class IndexedFeed(PythonFeed):
-    """Feed by index: each task reads the examples of its own replicas."""
+    """Feed by index: each task reads only its own replicas' examples."""
 
     source: PythonSource
     can_record = True
@@ -379,7 +379,7 @@ class IndexedFeed(PythonFeed):
 
 
 class BatchFeed(PythonFeed):
-    """Feed of a PyDataset's batches: each task reads them whole and takes its replicas' slices."""
+    """Feed of a PyDataset: each task reads whole batches and slices its replicas' parts."""
 
     source: PyDatasetSource
     digests_cover_inputs = False
@@ -391,7 +391,7 @@ class BatchFeed(PythonFeed):
         self._batches = self.order.batches or source.num_batches
 
     def _hooks_before(self, step: int, *, is_first: bool) -> Sequence[Callable[[], None]]:
-        """As in `PythonFeed`; one that begins within a pass has not been told of it."""
+        """As in `PythonFeed`. A run that starts within a pass also calls `on_epoch_begin`."""
         begins = self._batches is not None and step % self._batches == 0
         if step and begins:
             return self.source.on_epoch_end, self.source.on_epoch_begin
@@ -420,7 +420,7 @@ class BatchFeed(PythonFeed):
 
 
 def require_even(sizes: set[int]) -> None:
-    """Raise UsageError where a batch's parts differ in rows: replicas cannot divide them."""
+    """Reject a batch if its parts have different numbers of rows: replicas cannot divide it."""
     if len(sizes) > 1:
         raise UsageError(
             "data",
@@ -431,19 +431,19 @@ def require_even(sizes: set[int]) -> None:
         )
 
 
-# Feeds from streams: a dataset of the user's own batches, resumed by reading it again.
+# Feeds from streams: datasets of ready-made batches, which a resumed run reads again.
 
 
 def reading_of(job: Job, seed: int) -> Reading:
-    """Return how a job reads a stream."""
+    """Return a job's settings for reading a stream."""
     return Reading(seed=seed, in_step=job.num_tasks > 1 or job.kind == "ps")
 
 
 class StreamFeed(Feed):
-    """Feed of a stream: every task reads the same batches and takes its replicas' slices.
+    """Feed of a stream: every task reads the same batches and slices its replicas' parts.
 
-    The global batch is then the user's own, whatever the number of tasks. Under ps each worker
-    reads its own part of a training stream, over and over: not each example exactly once.
+    The user's batch is the global batch, for any number of tasks. Under ps each worker repeatedly
+    reads its own part of a training stream, so examples are not used exactly once.
     """
 
     source: StreamSource
@@ -463,11 +463,11 @@ class StreamFeed(Feed):
                 self._read = ResourceVariable(0, trainable=False, dtype=tf.int64)
 
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
-        """As in `Feed`; called eagerly."""
+        """Return the parts as in `Feed`; called eagerly."""
         return self._dataset(first, last, self._reading)
 
     def first_batch(self) -> Any:
-        """As in `Feed`; fills no cache of the user's."""
+        """Return the first part as in `Feed`, without writes to the user's caches."""
         reading = dataclasses.replace(self._reading, peek=True)
         return next(iter(self._dataset(0, 1, reading)))[0].data
 
@@ -482,18 +482,18 @@ class StreamFeed(Feed):
         return numbered.map(_plain(self._parts)).prefetch(_AHEAD_STEPS)
 
     def _batches(self, reading: Reading) -> tf.data.Dataset:
-        """Return what this task reads for each step, without an end."""
+        """Return the endless dataset of this task's batches."""
         batches = read(self.source.dataset_for(), reading)
         if self.ends is not None and not reading.peek:
             batches = batches.concatenate(self._noted_end(batches))
         return self._endless(batches)
 
     def batches_read(self) -> int | None:
-        """As in `Feed`."""
+        """Return the number of batches read ahead, as in `Feed`."""
         return None if self._read is None else int(self._read.numpy())
 
     def _noted_end(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """Return a dataset without a batch, which notes that it is reached."""
+        """Return an empty dataset that records when it is reached."""
 
         def end(_: tf.Tensor) -> tf.data.Dataset:
             none = tf.numpy_function(self._note_end, [self._read.read_value()], tf.int64)
@@ -507,7 +507,7 @@ class StreamFeed(Feed):
         return np.int64(0)
 
     def _noted(self, first: int, step: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
-        """Count a batch, and note the digests of one that tasks are to compare."""
+        """Count a batch, and record its digests if tasks are to compare them."""
         noted = [self._read.assign(step + 1, read_value=False)]
         if self._is_compared:
             noted.append(self._digested(first, step, batch))
@@ -528,7 +528,7 @@ class StreamFeed(Feed):
         return np.True_
 
     def worker_dataset(self) -> tf.data.Dataset:
-        """As in `Feed`: the dataset's own graph when order counts, else the worker's batches."""
+        """Return the dataset's graph if order matters, else the worker's batches."""
         with tf.init_scope():
             graph = serialized(self.source.dataset_for(), self._reading)
         if self._in_order:
@@ -538,7 +538,7 @@ class StreamFeed(Feed):
         return self._endless(batches).shard(self._job.num_workers, index)
 
     def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
-        """As in `Feed`."""
+        """Return a function that makes the parts, as in `Feed`."""
         batches = given
         if self._in_order:
             whole = self._endless(_from_graph(given.get_next(), self.source))
@@ -549,7 +549,7 @@ class StreamFeed(Feed):
         batches = self.order.batches
         if batches is None:
             return dataset if self.source.is_endless else dataset.repeat()
-        return dataset.take(batches).cache().repeat()  # the same ones in each pass of a shuffle
+        return dataset.take(batches).cache().repeat()  # the same batches in each shuffled pass
 
     def _parts(self, step: tf.Tensor, data: Any) -> tuple[Part, ...]:
         whole = self._whole(step, data)
@@ -560,9 +560,9 @@ class StreamFeed(Feed):
         return tuple(self._part(whole, replica) for replica in self._job.replica_ids)
 
     def _require_even(self, data: Any) -> tf.Tensor:
-        """Return an operation that fails for a batch that replicas cannot divide.
+        """Return an operation that fails if replicas cannot divide the batch.
 
-        The first batch does not tell: the last ones of two zipped datasets may be of other sizes.
+        Every batch is checked, because zipped datasets may differ only in their last batches.
         """
         leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
         rows = tf.stack([tf.shape(leaf, tf.int64)[0] for leaf in leaves])
@@ -584,21 +584,21 @@ class StreamFeed(Feed):
         low, high = share_of(replica, parts=self._job.num_replicas, size=whole.count)
         stop = tf.maximum(high, low + 1)
         data = rows_of(whole.data, low, stop)
-        share = (high - low) / tf.maximum(whole.count, 1)  # a batch may have no example
+        share = (high - low) / tf.maximum(whole.count, 1)  # a batch may be empty
         return Part(data, tf.cast(share, tf.float32), high - low)
 
     def _whole(self, number: tf.Tensor, data: Any) -> Part:
-        """Return the part of a whole batch; `number` is that of no other batch of the run."""
+        """Return the part of a whole batch; `number` is unique among the run's batches."""
         size = tf.cast(tf.shape(_first(data))[0], tf.int64)
         ids = ids_of_rows(number, tf.range(size), batch=self.plan.global_batch_size)
         data = self._transformed(data, ids, 0)
-        # Counted once more: a transform may leave rows out.
+        # Count again: a transform may remove rows.
         size = tf.cast(tf.shape(_first(data))[0], tf.int64)
         return Part(data, tf.constant(1.0), size)
 
 
 class InputFunctionFeed(StreamFeed):
-    """Feed of what the user's function gives each task; a replica takes whole batches."""
+    """Feed of the user's input function. Each replica uses whole batches."""
 
     source: InputFunctionSource  # type: ignore[assignment]
     counts_fractions = True
@@ -609,7 +609,7 @@ class InputFunctionFeed(StreamFeed):
         self.ends = None
 
     def _batches(self, reading: Reading) -> tf.data.Dataset:
-        """As in `StreamFeed`; the devices of a task have the batches of one reading in turn."""
+        """As in `StreamFeed`. A task's devices share the batches of one dataset in turn."""
         job = self._job
         context = tf.distribute.InputContext(
             num_input_pipelines=job.num_tasks,
@@ -625,7 +625,7 @@ class InputFunctionFeed(StreamFeed):
         return tuple(self._whole(n, d) for n, d in zip(numbers, data, strict=True))
 
     def worker_dataset(self) -> tf.data.Dataset:
-        """As in `Feed`: the function's dataset for this worker."""
+        """Return the function's dataset for this worker."""
         context = tf.distribute.InputContext(
             num_input_pipelines=self._job.num_workers,
             input_pipeline_id=(tf.distribute.coordinator.experimental_get_current_worker_index()),
@@ -635,9 +635,9 @@ class InputFunctionFeed(StreamFeed):
 
 
 def _from_step(first: int, batches: tf.data.Dataset, count: Any) -> tf.data.Dataset:
-    """Leave out the first batches: reads them again, and report on the way that this goes on.
+    """Skip the batches before step `first` by reading them, and report progress.
 
-    It may take longer than a task may hang. A variable may count them.
+    Skipping may take longer than the hang timeout. `count`, if given, counts the skipped batches.
     """
     if first == 0:
         return batches
@@ -661,9 +661,9 @@ def _go_on() -> np.bool_:
 
 
 def _in_groups(batches: tf.data.Dataset, size: int) -> tf.data.Dataset:
-    """Return tuples of so many batches that follow each other, each of its own shape.
+    """Return tuples of `size` consecutive batches, each with its own shape.
 
-    Two iterators over one dataset would not do: a shuffle gives each of them another order.
+    Separate iterators over the dataset would not work: a shuffle gives each another order.
     """
     alone = tf.data.Dataset.zip((batches,))
     if size == 1:
@@ -683,7 +683,7 @@ def _from_graph(graph: tf.Tensor, source: Any) -> tf.data.Dataset:
 
 
 def rows_of(batch: Any, start: Any, stop: Any) -> Any:
-    """Return rows of each tensor of a nest, which may be ragged or sparse."""
+    """Return rows ``[start, stop)`` of each tensor in a nest, also if ragged or sparse."""
 
     def rows(leaf: Any) -> Any:
         if not isinstance(leaf, tf.SparseTensor):

@@ -1,4 +1,4 @@
-"""`fit`, which is `keras.Model.fit` under every strategy, and `StepLoop`, the engine without it."""
+"""`fit` and `StepLoop`: training of a Keras model, or by a step function, under every strategy."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def fit(
     validation_freq: Any = 1,
     **settings: Any,
 ) -> keras.callbacks.History:
-    """Train a compiled model; what `keras.Model.fit` does, under every strategy.
+    """Train a compiled model under every strategy, like `keras.Model.fit`.
 
-    The arguments and their meaning are Keras' own; `batch_size` is the global batch. A collective:
-    every training task calls it alike (under ps only the chief gets this far). In an evaluator it
-    evaluates checkpoints until the training has ended, and then ends the program.
+    The named arguments have the same meaning as in Keras, and `batch_size` is the global batch.
+    This is a collective: every training task must call it with the same arguments. Under ps only
+    the chief trains. The evaluator task evaluates checkpoints until training ends, then exits.
 
-    `model.fit` of a model that was made in `strategy.scope()` does the same.
+    For a model created in `strategy.scope()`, `model.fit` does the same.
 
     Args:
       settings: settings of `tfdist.Run`, as keywords.
@@ -80,11 +80,11 @@ def fit(
       Keras' `History`, the same in every task.
 
     Raises:
-      UsageError: the model is of another scope, or not compiled; the data cannot be had under
-        this strategy; the global batch is smaller than the number of replicas; the optimizer's
-        state cannot be sharded.
-      Stopped: a task was asked to stop by SIGTERM, SIGUSR1 or SIGINT; what a `BackupAndRestore`
-        among the callbacks saved is where the next run goes on.
+      UsageError: the model is not compiled or belongs to another scope. The strategy does not
+        support the data. The global batch is smaller than the number of replicas. Or the
+        optimizer's state cannot be sharded.
+      Stopped: a task received SIGTERM, SIGUSR1 or SIGINT. With a `BackupAndRestore` callback, the
+        next run resumes from its last checkpoint.
     """
     callbacks, run = run_of(callbacks, settings)
     job = building.job_for(model, doing="fit")
@@ -126,7 +126,7 @@ def fit(
             evaluator=evaluator,
         )
     if evaluator is not None:
-        validation_data = None  # the evaluator's
+        validation_data = None  # the evaluator task validates
         callbacks = [c for c in keras.tree.flatten(callbacks) if c is not evaluator] + [evaluator]
     flat = keras.tree.flatten(callbacks or [])
     backups = [callback for callback in flat if isinstance(callback, BackupAndRestore)]
@@ -171,7 +171,7 @@ def fit(
         model=model,
     )
     if run.initial_weights is not None and saved is None:
-        building.build(model, job, feed, slots="none")  # slots may begin as copies of the weights
+        building.build(model, job, feed, slots="none")  # slots may start as copies of the weights
         with draws_nothing():  # a resumed run does not load them
             load_weights(model, run.initial_weights, job=job)
     building.build(model, job, feed, slots="parts" if sharded else "whole")
@@ -198,7 +198,7 @@ def fit(
 
 
 def _checked(seed: int | None, max_staleness: int | None) -> int | None:
-    """Return the seed as Python's int; raise UsageError where one of them cannot be."""
+    """Return the seed as a Python int; raise UsageError if a value is not a valid integer."""
     if max_staleness is not None:
         require_int("max_staleness", max_staleness, least=0)
     return None if seed is None else require_int("seed", seed, least=0)
@@ -213,7 +213,7 @@ def _train(
     key: Callable[[], Any] | None,
     blocks: BlockRunner | None = None,
 ) -> keras.callbacks.History:
-    """Run what is planned, on a model that is built, with the `blocks` of the last fit if given."""
+    """Run the plan on a built model, with the `blocks` of the last `fit` if given."""
     with (
         StopRequests() as requests,
         _closing(engine, plan),
@@ -242,7 +242,7 @@ def _train(
 
 @contextlib.contextmanager
 def _closing(engine: Engine, plan: RunPlan) -> Iterator[None]:
-    """Close them in the end, after an error too; what comes then is the program's own."""
+    """Close the engine, the backups and the feeds at the end, also after an error."""
     try:
         yield
     finally:
@@ -257,9 +257,9 @@ def _closing(engine: Engine, plan: RunPlan) -> Iterator[None]:
 
 
 def _seed(seed: int | None, saved: RunState | None) -> int:
-    """Return the run's seed, the same in every task: as given, as saved, or as the chief draws it.
+    """Return the run's seed, the same in every task: the given, the saved or a drawn seed.
 
-    It is drawn for a resumed run too, so that what the program draws later stays the same.
+    A resumed run also draws, so that the program's later draws stay the same.
     """
     if seed is None:
         drawn = random.randrange(2**31)
@@ -267,30 +267,30 @@ def _seed(seed: int | None, saved: RunState | None) -> int:
     return int(broadcast(seed))
 
 
-# A step function of the user's own.
+# Training by a user's step function.
 
 
 class StepLoop:
-    """Runs a step function over data, many steps in one compiled call, under every strategy.
+    """Runs a step function over data under every strategy, many steps in one compiled call.
 
-    For what `fit` does not know: several models, several optimizers. The step function is called
-    with one replica's batch, in replica context; it computes losses with `keras.losses` (or by
-    hand: a gradient of a loss that nobody scaled is weighted at the gradient hook), applies
-    gradients with Keras optimizers, and returns a dict of scalars. Models and optimizers are made
-    and built (``optimizer.build(model.trainable_variables)``) inside ``strategy.scope()``.
+    Use it if `fit` is not enough, for example with several models or optimizers. tfdist calls the
+    step function with one replica's batch, in replica context. The function computes losses,
+    applies gradients with Keras optimizers, and returns a dict of scalars. tfdist scales losses
+    of `keras.losses`, and weights the gradient of any other loss at the gradient hook. Create and
+    build models and optimizers inside ``strategy.scope()``. To build an optimizer, call
+    ``optimizer.build(model.trainable_variables)``. Every training task creates a loop with the
+    same arguments and calls it equally often.
 
     Args:
-      step: the step function.
-      data: what `tfdist.fit` takes as ``x``, or a tuple ``(x, y)`` of arrays.
-      global_batch_size: examples of a step over all replicas; under ps, of one worker's step.
-      seed: of the order of the examples and of random layers; the chief draws one if None.
-      metrics: Keras metrics that the step updates; `results` reads them.
-      first_step: where to go on.
-      max_staleness: as in `tfdist.fit`.
-      sharded_optimizers: optimizers that are not built, each with its variables. They are built
-        here, under multiworker as `sharded_optimizer` of `tfdist.fit` does it.
-
-    Every training task makes one with the same arguments and calls it equally often.
+      step: step function.
+      data: data as for ``x`` of `tfdist.fit`, or a tuple ``(x, y)`` of arrays.
+      global_batch_size: examples of a step over all replicas, or of one worker's step under ps.
+      seed: seed of the example order and of random layers (default: drawn by the chief).
+      metrics: Keras metrics that the step updates and `results` reads (default: none).
+      first_step: first step to run (default: 0).
+      max_staleness: same as in `tfdist.fit`.
+      sharded_optimizers: unbuilt optimizers, each with its variables. They are built here, under
+        multiworker in shards like `sharded_optimizer` of `tfdist.fit`.
     """
 
     @naming_a_lost_server()
@@ -340,10 +340,10 @@ class StepLoop:
 
     @naming_a_lost_server()
     def run(self, steps: int) -> dict[str, Any]:
-        """Run the next `steps` steps; return what the last one returned, over all replicas.
+        """Run the next `steps` steps and return the last step's result, over all replicas.
 
-        A result of a metric is over all steps since the metric was reset. Scalars come as floats,
-        other tensors as arrays.
+        A metric's result covers all steps since the metric was reset. Scalars are floats, other
+        tensors are arrays.
         """
         require_int("steps", steps, least=1)
         with naming_bad_data(self._program.feed):
@@ -355,10 +355,10 @@ class StepLoop:
 
     @naming_a_lost_server()
     def results(self, *, reset: bool = True) -> dict[str, Any]:
-        """Return each metric over all replicas, and set it to zero. A collective.
+        """Return each metric over all replicas and, by default, reset it. A collective.
 
-        Scalars come as floats, other results as arrays; of a metric whose result is a dict, each of
-        its parts by its own name.
+        Scalars are floats, other results are arrays. If a metric's result is a dict, each entry
+        is returned under its own name.
         """
         require_same_place(self._job, of="metrics of a StepLoop")
         self._engine.publish_metrics(self._program)

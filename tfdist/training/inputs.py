@@ -42,12 +42,12 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Length:
-    """Length of a run over some data; see the arguments of `fit`.
+    """Length of a run over some data. The other attributes are arguments of `fit`.
 
     Attributes:
-      once: the data's end is the end, whatever `steps_per_epoch` says.
-      most_epochs: what `keras.config.max_epochs` says.
-      most_steps: of an epoch: what `keras.config.max_steps_per_epoch` says.
+      once: True to stop at the end of the data, regardless of `steps_per_epoch`.
+      most_epochs: maximum number of epochs, from `keras.config.max_epochs`.
+      most_steps: maximum number of steps of an epoch, from `keras.config.max_steps_per_epoch`.
     """
 
     batch_size: int | None = None
@@ -61,7 +61,7 @@ class Length:
 
 
 def split(arrays: tuple[Any, Any, Any], *, validation_split: float) -> tuple[Any, Any]:
-    """Split the last part off as validation data, as Keras does."""
+    """Split off the last part of the arrays as validation data, as in Keras."""
     number = isinstance(validation_split, int | float | np.number)
     require(
         number and 0 <= validation_split < 1,
@@ -95,10 +95,10 @@ def prepare(
     class_weight: dict[int, float] | None = None,
     model: keras.Model | None = None,
 ) -> Feed:
-    """Make data ready for a run, of a `model` that may preprocess them. Every task does so.
+    """Return the feed of a run's data, which `model` may preprocess. Every task calls it.
 
     Raises:
-      UsageError: the data cannot be had under this strategy, are empty, or do not fit `length`.
+      UsageError: the strategy does not support the data, or they are empty or do not fit `length`.
     """
     length = _checked(length)
     _require_class_weight(class_weight)
@@ -112,7 +112,7 @@ def prepare(
     steps = len(plan.steps(0)) if plan.num_epochs else 0
     lengths = {"batch_size": batch, "epochs": plan.num_epochs, "steps of an epoch": steps}
     require_same_lengths(job, lengths | {"steps": plan.total_steps})
-    ready = not isinstance(source, GraphSource | PythonSource)  # the user has made the batches
+    ready = not isinstance(source, GraphSource | PythonSource)  # the user's data are batches
     require(
         plan.all_full or not (ready and length.virtual_epochs),
         "virtual_epochs",
@@ -138,10 +138,10 @@ def prepare(
 
 
 def _checked_source(source: Source, *, job: Job, shuffle: bool) -> Source:
-    """Return the source as it is read, of which every task has the same. A collective."""
+    """Return the source for this strategy, after a check that all tasks match. A collective."""
     check_supported(source, job.kind)
     if isinstance(source, InputFunctionSource) and not shuffle:
-        # Each once: not by tasks that may overlap.
+        # With a dataset, tasks read each example once. Their input functions may overlap.
         source = StreamSource(source.dataset_for(), transform=source.transform)
     share_random_states(job, source)
     require_same_examples(job, source)
@@ -149,14 +149,14 @@ def _checked_source(source: Source, *, job: Job, shuffle: bool) -> Source:
 
 
 def _preprocessing_of(model: keras.Model | None) -> Callable[..., Any] | None:
-    """Return what a model of KerasHub makes of its batches in `fit`, None where it is nothing."""
+    """Return the preprocessing of a KerasHub model's `fit`, or None."""
     if model is None or not is_own(model, "fit") or getattr(model, "preprocessor", True) is None:
         return None
     return getattr(model, "preprocess_samples", None)
 
 
 def _order_of(examples: int | None, length: Length, *, batch: int, shuffle: bool) -> Order:
-    """Return the order of the examples, of which `overfit_batches` may leave a few."""
+    """Return the order of the examples, limited by `overfit_batches`."""
     few = length.overfit_batches
     if few:
         examples = few * batch if examples is None else min(examples, few * batch)
@@ -165,7 +165,7 @@ def _order_of(examples: int | None, length: Length, *, batch: int, shuffle: bool
 
 
 def _checked(length: Length) -> Length:
-    """Return it with Python's integers, as a checkpoint has them; raise UsageError."""
+    """Return the length with Python integers, as in checkpoints; raise UsageError."""
     numbers: dict[str, Any] = {"epochs": require_int("epochs", length.epochs, least=0)}
     for name in ("batch_size", "steps_per_epoch", "overfit_batches"):
         value = getattr(length, name)
@@ -218,7 +218,7 @@ def _require_enough(batch: int, job: Job) -> None:
 
 
 def _require_class_weight(class_weight: Any) -> None:
-    """Raise UsageError unless this is None or a dict of class numbers."""
+    """Raise UsageError unless the argument is None or a dict of class numbers."""
     classes = class_weight if isinstance(class_weight, dict) else ()
     require(
         class_weight is None
@@ -242,7 +242,7 @@ def _class_weights(class_weight: dict[int, float] | None) -> Callable[[Any], Any
         columns = y if y.shape.rank == 2 else y[:, tf.newaxis]
         number = columns[:, 0]
         number = tf.cast(tf.round(number) if number.dtype.is_floating else number, tf.int32)
-        one_hot = tf.shape(columns)[-1] > 1  # a generator's width may be known here alone
+        one_hot = tf.shape(columns)[-1] > 1  # a generator's width may be known only at run time
         classes = tf.where(one_hot, tf.argmax(columns, axis=-1, output_type=tf.int32), number)
         listed = tf.logical_and(classes >= 0, classes < unlisted)
         return x, y, tf.gather(tf.constant(weights), tf.where(listed, classes, unlisted))
@@ -265,7 +265,7 @@ def _with_weight(spec: Any) -> Any:
     return x, y, tf.TensorSpec([None], tf.float32)
 
 
-# Choice of a source's feed and batch sizes.
+# Choice of a source's feed and batch size.
 
 
 _DEFAULT_BATCH_SIZE = 32
@@ -276,22 +276,22 @@ _COUNTING = (
 
 
 def _sizes_of(source: Source, length: Length, *, job: Job, seed: int) -> tuple[int, int | None]:
-    """Return the examples of a global batch, and of one pass, None where that is not known.
+    """Return the number of examples of a global batch, and of one pass (None if unknown).
 
-    Of a source by index as asked, of batches as they come; a last one that is smaller counts as
-    whole.
+    Data by index use the requested batch size. Ready-made batches keep their size, and a smaller
+    last batch counts as full.
     """
     whole = source.num_examples
     if isinstance(source, GraphSource | PythonSource):
         batch, steps = length.batch_size, length.steps_per_epoch
         if batch is None and steps and whole and steps <= whole:
-            batch = -(-whole // steps)  # as Keras has it
+            batch = -(-whole // steps)  # as in Keras
         return batch or _DEFAULT_BATCH_SIZE, whole
     batch = _size_of_first(source, num_replicas=job.num_replicas)
     batches = getattr(source, "num_batches", None)
     if batches is None and isinstance(source, StreamSource) and not source.is_endless:
         batches = _counted(source, length, job=job, seed=seed)
-    if not isinstance(source, InputFunctionSource):  # of which each task may have its own number
+    if not isinstance(source, InputFunctionSource):  # each task may have another number there
         require_same_lengths(job, {"batches": -1 if batches is None else batches})
     if batches == 0:
         raise UsageError(
@@ -305,9 +305,9 @@ def _sizes_of(source: Source, length: Length, *, job: Job, seed: int) -> tuple[i
 
 
 def _counted(source: StreamSource, length: Length, *, job: Job, seed: int) -> int | None:
-    """Return how many batches of a stream there are for an epoch, None where nobody has to know.
+    """Return the number of a stream's batches in an epoch, or None if it is not needed.
 
-    It is read once for that, as far as it is used, and as the run will: it may fill a cache.
+    This reads the stream once, up to the used length and like the run. It may fill a cache.
     """
     known = length.steps_per_epoch is not None or length.virtual_epochs is not None
     if known and not length.once:

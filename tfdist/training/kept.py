@@ -1,7 +1,7 @@
-"""Feeds and traced programs that a model keeps from one `fit` for the next one on the same data.
+"""Feeds and traced programs that a model keeps for its next `fit` on the same data.
 
-A script that calls `fit` for each epoch so traces once. The seed is a variable of the programs, so
-that the next fit computes what it would without them.
+With them, a script that calls `fit` for each epoch traces only once. The seed is a variable of the
+programs, so the next `fit` returns the same results as with a new trace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tfdist.training.run import Run
 
 _NAME = "_tfdist_kept"
 _MOST_BYTES = 2**24
-"""Data of more are not compared: an epoch of them takes longer than a trace."""
+"""Larger data are not compared: an epoch over them takes longer than a trace."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ def key_of(model: keras.Model, job: Job, run: Run, data: Any, *others: Any) -> S
 
 
 def kept_of(model: keras.Model, key: Sequence[Any] | None) -> Kept | None:
-    """Return what the last fit has left, if it had the same key."""
+    """Return the state kept by the last `fit` if its key is the same, else None."""
     kept: Kept | None = vars(model).get(_NAME)
     return kept if kept is not None and key is not None and kept.key == key else None
 
 
 def keep(model: keras.Model, key: Sequence[Any] | None, plan: RunPlan, blocks: BlockRunner) -> None:
-    """Keep what a fit that has ended leaves for the next one."""
+    """Keep the plan and programs of a finished `fit` for the next `fit`."""
     seed = blocks.program.seed
     if key is not None and isinstance(seed, tf.Variable):
         kept = Kept(key, seed, dataclasses.replace(plan, callbacks=None), blocks)
-        object.__setattr__(model, _NAME, kept)  # no layer, no variable
+        object.__setattr__(model, _NAME, kept)  # hide it from Keras, which tracks layers

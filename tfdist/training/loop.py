@@ -1,7 +1,7 @@
-"""Training loop: blocks of steps between the steps at which callbacks or saves are due.
+"""Training loop: step blocks between the steps at which callbacks or saves are due.
 
-`fit` does not count batches. Each part that depends on steps or time says when it is next due;
-before a block the chief tells all tasks how far to go, so that tasks cannot disagree.
+`fit` does not loop over single batches. Each callback or backup names its next due step. Before
+each block, the chief tells all tasks at which step the block ends, so tasks cannot disagree.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """Settings of a run, as `fit` has decided them before its first step.
+    """Settings of a run, decided by `fit` before the first step.
 
     Attributes:
-      feed: of the training data, with the run's epochs.
-      seed: of every random draw of the run.
-      validation: at the end of an epoch; None for none.
-      validation_freq: as in `fit`.
-      initial_epoch: as in `fit`.
-      callbacks: of the user.
-      verbose: as in `fit`.
-      backups: those of the callbacks that save and restore.
-      saved: where the first of them goes on, None for the beginning.
-      max_staleness: as in `fit`.
-      observers: those of the callbacks that observe steps.
+      feed: training data, with the run's epochs.
+      seed: seed of every random draw in the run.
+      validation: evaluation at the end of an epoch, or None.
+      validation_freq: same as in `fit`.
+      initial_epoch: same as in `fit`.
+      callbacks: callbacks of the user.
+      verbose: same as in `fit`.
+      backups: callbacks that save and restore.
+      saved: state from which the first backup resumes, or None for a new run.
+      max_staleness: same as in `fit`.
+      observers: callbacks that observe steps.
     """
 
     feed: Feed
@@ -77,12 +77,12 @@ class RunPlan:
 
 
 class TrainLoop:
-    """Runs the epochs of one `fit`, from the resumed step to their end or a stop.
+    """Runs the epochs of one `fit`, from the first or resumed step to the end or a stop.
 
-    Every training task makes one and runs it alike.
+    Every training task creates a loop and calls it alike.
 
     Attributes:
-      step: steps done of the run.
+      step: number of steps done in the run.
     """
 
     def __init__(self, plan: RunPlan, blocks: BlockRunner, requests: StopRequests) -> None:
@@ -111,10 +111,10 @@ class TrainLoop:
         self._with_logs = bool(broadcast(wants_logs(listed)))
 
     def run(self) -> keras.callbacks.History:
-        """Run the epochs from where the run stands; return Keras' History.
+        """Run the remaining epochs and return Keras' History.
 
         Raises:
-          Stopped: some task was asked by a signal to stop; what there was to save is saved.
+          Stopped: some task received a stop signal. The state is already saved if possible.
         """
         model, epochs = self._model, self._epochs
         self.step, start = resume.first_step_and_epoch(self._plan)
@@ -139,7 +139,7 @@ class TrainLoop:
         return model.history
 
     def _prepare_trackers(self) -> None:
-        """Have trackers note what they log beside the checkpoints, and go on in their runs."""
+        """Start the trackers' journals beside the checkpoints, and resume the trackers' runs."""
         if not self._plan.backups:
             return
         backup = self._plan.backups[0]
@@ -152,7 +152,7 @@ class TrainLoop:
                     tracker.resume_run(state)
 
     def _run_epoch(self, epoch: int, *, is_first: bool) -> dict[str, Any]:
-        """Run what is left of an epoch, and its validation; return its logs."""
+        """Run the rest of an epoch and its validation, and return the epoch's logs."""
         plan, steps = self._plan, self._epochs.steps(epoch)
         within = self.step > steps.start
         if not within:
@@ -161,15 +161,15 @@ class TrainLoop:
         with phases.entered("callback"):
             self._callbacks.on_epoch_begin(epoch)
         if within:
-            self._restore()  # after the hook, which may set what the checkpoint knows better
-        if self._job.stages is None or not is_first:  # a pipeline begins with the chief's
+            self._restore()  # after the hook: the checkpoint's values override the hook's
+        if self._job.stages is None or not is_first:  # a pipeline starts with the chief's weights
             require_same_weights(self._job, self._model)
         try:
             self._run_steps(steps)
         except StopRequested as request:
             self._stop(request.signum, at_epoch_begin=self.step == steps.start)
         self._blocks.engine.publish_state(self._blocks.program)
-        # As they were, where only the validation of the epoch is due.
+        # If only the epoch's validation is left, use the saved logs of its training.
         kept = resume.logs_before_validation(plan.saved) if is_first else None
         logs = kept or self._blocks.metrics(self._blocks.logs)
         self._warn_of_bad_loss(logs.get("loss"), epoch=epoch)
@@ -184,10 +184,10 @@ class TrainLoop:
         return logs
 
     def _run_steps(self, steps: range) -> None:
-        """Run the rest of an epoch's steps; return early when a callback stops them.
+        """Run the rest of an epoch's steps, and return early if a callback stops the training.
 
         Raises:
-          StopRequested: some task has been asked by a signal to stop.
+          StopRequested: some task received a stop signal.
         """
         while self.step < steps.stop:
             decision = self._decide(steps.stop)
@@ -195,13 +195,13 @@ class TrainLoop:
                 self._blocks.finish()
             if decision.stop:
                 self._model.stop_training = True
-                if self.step > steps.start:  # one that has begun has a step, as under Keras
+                if self.step > steps.start:  # a started epoch runs at least one step, as in Keras
                     return
             if decision.signum is not None:
                 raise StopRequested(decision.signum)
             self._blocks.learning_rate = decision.learning_rate
             self._run_block(decision, epoch=steps)
-            if self.step < steps.stop:  # at an epoch's end validation comes first
+            if self.step < steps.stop:  # at the end of an epoch, validation runs first
                 for backup in self._plan.backups:
                     if decision.save or backup.wants(self.step):
                         self._save(backup)
@@ -221,7 +221,7 @@ class TrainLoop:
         return dataclasses.replace(decision, last=self.step + 1) if decision.stop else decision
 
     def _due(self) -> list[int]:
-        """Return the next step of each callback that goes by steps, after the present one."""
+        """Return the next due step of each callback that depends on steps."""
         if self._every_batch:
             return [self.step + 1]
         left = map(steps_to_save, self._callbacks.callbacks)
@@ -238,16 +238,16 @@ class TrainLoop:
             left = blocks.run(first, last, looked_at=looked_at)
             self.step = last
             logs: dict[str, Any] = {}
-            if self._with_logs and left < last - epoch.start:  # a step of the epoch has been done
+            if self._with_logs and left < last - epoch.start:  # some step of the epoch is complete
                 logs = blocks.metrics(blocks.logs)
             with phases.entered("callback"):
                 self._callbacks.on_train_batch_end(last - 1 - epoch.start, logs)
             require_as_compiled(self._model, self._compiled)
 
     def _validated(self, validation: Evaluation, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """Evaluate; when asked to stop, save so that a resumed run does all of it again."""
+        """Evaluate. After a stop signal, save a state that repeats the whole validation."""
         if self._agree_to_stop():
-            return validation.run(self._callbacks)  # the training ends with it
+            return validation.run(self._callbacks)  # the training ends after this validation
         listed = self._callbacks.callbacks
         before = callback_state.get_states(listed) if self._plan.backups else {}
         requests = self._requests if resume.may_break_off(self._model, listed) else None
@@ -258,13 +258,13 @@ class TrainLoop:
             self._stop(request.signum, logs=logs)
 
     def _agree_to_stop(self) -> bool:
-        """End the training in every task when a callback of some task has. A collective."""
+        """Stop the training in every task if a callback of some task stops it. A collective."""
         stop = any_task(self._job, self._model.stop_training, of="requests to stop")
         self._model.stop_training = stop
         return stop
 
     def _warn_of_bad_loss(self, loss: Any, *, epoch: int) -> None:
-        """Report once that the loss is NaN or infinite; like Keras, the run goes on."""
+        """Log once that the loss is NaN or infinite. The run continues, as in Keras."""
         if self._warned or not isinstance(loss, float) or math.isfinite(loss):
             return
         self._warned = True
@@ -277,13 +277,13 @@ class TrainLoop:
         )
 
     def _resume_between_epochs(self, epoch: int) -> None:
-        """Restore a run that stands between two epochs, or at its end, or is asked to stop."""
+        """Restore a run between two epochs or at its end, or before a requested stop."""
         saved, asked = self._plan.saved, self._model.stop_training
         if saved is None:
             return
         ended = saved.stopped or epoch == self._epochs.num_epochs
         if not ended and not asked and self.step > self._epochs.steps(epoch).start:
-            return  # within one: `_run_epoch` restores it
+            return  # the run is within an epoch: `_run_epoch` restores it
         self._restore()
         self._model.stop_training = saved.stopped or asked
         if ended and self._job.is_chief:
@@ -306,7 +306,7 @@ class TrainLoop:
         ended: Mapping[str, Any] | None = None,
         logs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Have a checkpoint made, also of an epoch that has `ended` or is yet to be validated."""
+        """Save a checkpoint, with the logs of an `ended` epoch or of a pending validation."""
         require_as_compiled(self._model, self._compiled)
         blocks, model, step = self._blocks, self._model, self.step
         with phases.entered("save"):
@@ -328,7 +328,7 @@ class TrainLoop:
             self._saved_step = step
 
     def _finish(self) -> None:
-        """Wait for what is being written; a request to stop that came too late is answered."""
+        """Wait for unfinished writes, then handle a stop signal received after the last step."""
         with phases.entered("save"):
             for backup in self._plan.backups:
                 backup.wait()
@@ -346,10 +346,10 @@ class TrainLoop:
         at_epoch_begin: bool = False,
         logs: Mapping[str, Any] | None = None,
     ) -> NoReturn:
-        """Save, wait until that is on the disk, and raise `Stopped`. A collective.
+        """Save a checkpoint, wait until it is on the disk, and raise `Stopped`. A collective.
 
-        Where an epoch has only begun, its first hooks have been called and will be called again:
-        the state to go on from is that of the end of the epoch before, which is saved already.
+        If an epoch has only begun, skip the save: the end of any previous epoch is saved.
+        The resumed run calls the first hooks of this epoch again.
         """
         if not at_epoch_begin:
             for backup in self._plan.backups:
@@ -364,20 +364,20 @@ class TrainLoop:
         line = resume.stop_message(
             signum, step=self.step, saved_step=self._saved_step, has_backup=has_backup
         )
-        if self._job.is_chief:  # before another one's end has the launcher end all
+        if self._job.is_chief:  # first: when another task exits, the launcher stops all tasks
             _LOG.warning("%s", line)
         with phases.entered("save"):
-            # Whoever ended now would take down the others, and with them the chief's last write.
+            # Exit together: an early exit would stop the other tasks during the chief's last write.
             sum_over_tasks(self._job, np.zeros(1), of="the end of a stopped run")
         phases.enter("done")
         raise Stopped(signum, line)
 
 
 def _finalize(model: keras.Model) -> None:
-    """Have averages (`use_ema`) take the place of the weights that are trained.
+    """Replace the trained weights by their averages (`use_ema`).
 
-    Keras pairs weights and averages by their order. That of the averages is of the weights that the
-    optimizer was built for, some of which may be frozen since.
+    Keras pairs weights and averages by position. The averages follow the weights for which the
+    optimizer was built, and some of these weights may be frozen now.
     """
     optimizer, trained = model.optimizer, {id(v) for v in model.trainable_weights}
     inner = getattr(optimizer, "inner_optimizer", optimizer)

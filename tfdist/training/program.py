@@ -1,7 +1,7 @@
-"""Step program: what a step computes on each replica; engine: what runs many of them.
+"""Step programs and the interface of engines.
 
-A `StepProgram` is a step function over a data set; `run_replica` is one replica's part of one step,
-traced once. An `Engine` runs blocks of a program's steps under one kind of strategy.
+A `StepProgram` is a step function over a data set. `run_replica` computes one replica's part of one
+step, and is traced once. An `Engine` runs step blocks of a program under one kind of strategy.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class StepProgram:
     """Step function over a data set.
 
     Attributes:
-      function: called with one replica's batch, in replica context; returns a dict of scalars.
-      feed: where batches come from.
-      seed: of every random draw in the step.
-      training: True where gradients are reduced and losses weighted by the batch fraction.
-      fused: True where layers take fused kernels; see `keras_compat.kernels`.
-      keras_metrics: which `function` updates.
-      keep_logs: True to return what `function` returned in the last step.
-      exact: True to refuse operations that draw by themselves.
-      max_staleness: under ps, steps of others that may come between one's reading and its writing.
-      observers: note in graph which examples a step consumes; none by default.
-      batch_axes: which losses of the step have an axis of the batch.
-      metric_logs: logs of `function` that are computed from metrics, found when it is traced.
+      function: step function, called in replica context with one replica's batch.
+      feed: source of the batches.
+      seed: seed of every random draw in the step.
+      training: True to reduce gradients, and to weight losses by the batch fraction.
+      fused: True to use fused kernels in layers (see `keras_compat.kernels`).
+      keras_metrics: Keras metrics that `function` updates.
+      keep_logs: True to return the last step's result of `function`, a dict of scalars.
+      exact: True to reject operations that draw random numbers without the run's seed.
+      max_staleness: under ps, maximum number of updates by others between a step's read and write.
+      observers: observers that record in graph the examples of each step (default: none).
+      batch_axes: losses of the step that have a batch axis.
+      metric_logs: logs of `function` that are computed from metrics, found during the trace.
     """
 
     function: Callable[[Any], Any]
@@ -61,25 +61,25 @@ class StepProgram:
 
     @property
     def metrics(self) -> list[Any]:
-        """Keras variables that a replica with an empty batch fraction leaves as they were."""
+        """Keras variables that must not change on a replica with an empty batch fraction."""
         return [variable for metric in self.keras_metrics for variable in metric.variables]
 
 
 class StepObserver(Protocol):
-    """Notes in the compiled step which examples it consumes, and gets the notes of each block."""
+    """Records the examples of each step in the compiled step, and receives each block's records."""
 
     def rows(self, steps: tf.Tensor) -> list[tf.TensorArray]:
-        """Return arrays with room for a row of each of `steps` steps; in graph, before the loop."""
+        """Return arrays with room for `steps` rows; in graph, before the loop."""
 
     def noted(self, rows: list[Any], at: tf.Tensor, parts: Sequence[Part]) -> list[Any]:
-        """Return `rows` with the parts of this task's replicas noted at row `at`; in graph."""
+        """Return `rows` with this task's replica parts recorded at row `at`; in graph."""
 
     def write(
         self, first: int, last: int, rows: list[Any], *, worker: int = -1, begun: int = 1
     ) -> None:
-        """Take the stacked rows of the steps ``[first, last)``.
+        """Store the stacked rows of the steps ``[first, last)``.
 
-        Under ps `worker` ran them, and some worker began them `begun` times.
+        Under ps, `worker` ran these steps, and workers started them `begun` times.
         """
 
 
@@ -92,13 +92,13 @@ class RunObserver(keras.callbacks.Callback):
 
 
 class Engine(Protocol):
-    """Runs blocks of steps of a program. Every training task calls it alike.
+    """Runs step blocks of a program. Every training task calls it alike.
 
-    All that the loop, evaluation and `StepLoop` know of a strategy: one that runs the model in
-    stages, or keeps the optimizer's state in shards, is one more class with these methods and a
-    line in `engines.engine_for`. What an engine keeps elsewhere than in the model's variables it
-    puts there when it is asked to, before anybody reads them. What stands here is right for one
-    that keeps nothing and leaves no step under way.
+    This is the whole interface between a strategy and the loop, evaluation and `StepLoop`. A new
+    strategy needs one more class with these methods, and a line in `engines.engine_for`. An engine
+    may keep state outside the model's variables. It then writes the state to these variables when
+    a method requests it. The defaults suit an engine that keeps no state and returns only after
+    all steps are done.
     """
 
     def run(
@@ -106,49 +106,49 @@ class Engine(Protocol):
     ) -> dict[str, float]:
         """Run the steps ``[first, last)``; return the last step's logs if the program keeps them.
 
-        Returns once every step is done, or where the next block `goes_on` from here before anybody
-        looks, maybe with some steps under way.
+        Returns after all steps are done. If `goes_on` is true, the next block follows directly,
+        and some steps may still be running on return.
         """
 
     def finish(self, program: StepProgram) -> dict[str, float]:
-        """Wait for what `run` has left under way; return the last step's logs, as `run` does."""
+        """Wait for running steps, and return the last step's logs like `run`."""
         return {}
 
     def close(self) -> None:
-        """Forget what `run` has dispatched and nobody has begun; wait until the rest has ended.
+        """Drop dispatched steps that have not started, and wait for the others to end.
 
-        Where a training ends with an error: nothing changes the model after it.
+        Called at the end of `fit`, also after an error: later the model must not change.
         """
         return
 
     @property
     def steps_under_way(self) -> int:
-        """Number of steps that `run` has left under way."""
+        """Number of steps from `run` that are still running."""
         return 0
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
         """Yield each step's outputs as a nest of arrays ``[examples of the step, ...]``.
 
-        Every task yields the whole of it, in the order of the examples.
+        Every task yields all outputs, in the order of the examples.
         """
 
     def reset_metrics(self) -> None:
-        """Set to zero what the engine itself keeps of the metrics."""
+        """Reset the engine's own metric state to zero."""
         return
 
     def publish_metrics(self, program: StepProgram) -> None:
-        """Put what the engine itself keeps of the metrics into `program.metrics`."""
+        """Write the engine's own metric state to `program.metrics`."""
         return
 
     def publish_state(self, program: StepProgram) -> None:
-        """Put all that the engine itself keeps, metrics too, into the variables of the model.
+        """Write all of the engine's own state, with metrics, to the model's variables.
 
-        Before a checkpoint, and at an epoch's end, where callbacks may look at weights.
+        Called before a checkpoint, and at the end of an epoch, when callbacks may read weights.
         """
         return
 
     def take_state(self, program: StepProgram) -> None:
-        """Take over what was restored into the variables of the model, to go on from there."""
+        """Load the engine's own state from the model's restored variables."""
         return
 
 
@@ -178,14 +178,14 @@ def program_of(
 
 
 def is_own(model: keras.Model, name: str) -> bool:
-    """Return True where a method is of the model's class or set on the model, not Keras' own."""
+    """Return True if the model or its class overrides Keras' method."""
     return getattr(getattr(model, name), "__func__", None) is not getattr(TensorFlowTrainer, name)
 
 
 def plain(function: Callable[[Any], Any], job: Job, *, where: str) -> Callable[[Any], Any]:
-    """Return a step function; raise UsageError for a `tf.function` where it would be wrong.
+    """Return a step function; reject a `tf.function` if several replicas or ps run it.
 
-    What a replica notes of its step, such as which of its logs are scaled, would stay inside.
+    Values that a replica records during a step, such as scaled logs, would stay inside it.
     """
     several = job.num_replicas > 1 or job.kind == "ps"
     if several and isinstance(function, tf.types.experimental.PolymorphicFunction):
@@ -210,12 +210,12 @@ def run_replica(
     at_hook: Callable[[Sequence[Any]], None] | None = None,
     counts: UpdateCounts | None = None,
 ) -> Any:
-    """Run one step on one replica, in its context; return what the step function returned.
+    """Run one step on one replica, in its context, and return the step function's result.
 
-    Logs are returned as this replica's part of a sum over the replicas.
-    `local` holds the values of variables, by `id`, that the step keeps to itself: reads and writes
-    of them go there. `at_hook` is called with the gradients where they enter an optimizer. `counts`
-    is what optimizers have for their counts of updates.
+    Logs are returned as this replica's term of a sum over the replicas.
+    `local` maps the `id` of a variable to a value that the step keeps private: reads and writes of
+    the variable use that value. `at_hook` is called with the gradients at the gradient hook.
+    `counts` holds the optimizers' update counts.
     """
     share = part.share
     if program.feed.counts_fractions and num_replicas > 1:
@@ -249,7 +249,7 @@ def run_replica(
 
 
 def _logs_of(outputs: Any) -> dict[str, Any]:
-    """Return the logs that a step function returned, by name."""
+    """Return a step function's logs by name."""
     require(
         isinstance(outputs, dict) and outputs,
         "step",
@@ -262,7 +262,7 @@ def _logs_of(outputs: Any) -> dict[str, Any]:
 
 
 def find_batch_axes(program: StepProgram, job: Job) -> None:
-    """Trace the step with two batch sizes, and note the shapes of its losses. Computes nothing."""
+    """Trace the step with two batch sizes, without running it, and record its losses' shapes."""
     feed, size = program.feed, program.feed.plan.global_batch_size
     spec = feed.batch_spec
     if not all(s is None or s.shape[1:].is_fully_defined() for s in tf.nest.flatten(spec)):
@@ -279,10 +279,10 @@ def find_batch_axes(program: StepProgram, job: Job) -> None:
 def trace_step(
     function: Callable[[Any], Any], job: Job, batch_spec: Any, *, rows: int, **options: Any
 ) -> tuple[keras_compat.StepTrace, Exception | None]:
-    """Trace a step on each replica, with so many rows for each, as if it were the only one.
+    """Trace a step with `rows` rows on each replica, as if it were the only replica.
 
-    Returns the trace of the first replica, and what the step raised there. Computes nothing.
-    `options` are those of the `StepTrace`.
+    Does not run the step. Returns the first replica's trace, and its exception or None.
+    `options` are options of `StepTrace`.
     """
     traces: dict[int, tuple[keras_compat.StepTrace, Exception | None]] = {}
 
@@ -315,7 +315,7 @@ def trace_step(
 
 
 def _resized(spec: Any, rows: int) -> Any:
-    """Return the spec of a batch part with so many rows."""
+    """Return the spec of a batch part with `rows` rows."""
     shape = [rows, *spec.shape[1:]]
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
@@ -323,7 +323,7 @@ def _resized(spec: Any, rows: int) -> Any:
 
 
 def _of_constant_shape(part: Any) -> Any:
-    """Return a part whose shape TensorFlow follows through the graph, if it is sparse too."""
+    """Return a part with a static shape, also for a sparse tensor."""
     if isinstance(part, tf.SparseTensor) and part.shape.is_fully_defined():
         return tf.SparseTensor(part.indices, part.values, part.shape.as_list())
     return part
@@ -336,7 +336,7 @@ def as_number(value: tf.Tensor) -> Any:
 
 
 def with_metric_logs(logs: dict[str, Any], program: StepProgram, job: Job) -> dict[str, Any]:
-    """Return a step's logs, in which those computed from metrics are over all replicas and steps.
+    """Return a step's logs, with logs computed from metrics taken over all replicas and steps.
 
     A collective, after `Engine.publish_metrics`: every task calls it alike.
     """
@@ -345,7 +345,7 @@ def with_metric_logs(logs: dict[str, Any], program: StepProgram, job: Job) -> di
 
 
 def flat_logs(logs: dict[str, Any]) -> dict[str, Any]:
-    """Put what a metric of many results gave among the others, as Keras does."""
+    """Return logs with the results of multi-result metrics as entries of their own, as in Keras."""
     flat: dict[str, Any] = {}
     for name, value in logs.items():
         flat.update(flat_logs(value) if isinstance(value, dict) else {name: value})

@@ -1,4 +1,4 @@
-"""Resuming of stopped runs: their saved state, messages, and compatibility checks."""
+"""Saved state of stopped runs, checks before a run is resumed, and messages."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _AGAIN_S = 0.5
 
 
 def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> RunState | None:
-    """Return what the first backup's newest checkpoint says, in every task. A collective.
+    """Return the run state of the first backup's newest checkpoint, in every task. A collective.
 
-    Finds out at once, in the chief, whether every backup can write; raises as
-    `BackupAndRestore.prepare`, and StartupTimeout where the attempt before goes on writing.
+    The chief first checks that every backup can write. This raises the errors of
+    `BackupAndRestore.prepare`, and StartupTimeout if the previous attempt keeps writing.
     """
     if not backups:
         return None
@@ -42,17 +42,17 @@ def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> RunState | None:
     if job.is_chief:
         for backup in backups:
             _acquire(backup, job)
-            backup.close()  # until the training begins: what comes before it may be refused
+            backup.close()  # reopened for training: checks before it may still reject the run
         saved = backups[0].saved()
     state = broadcast(None if saved is None else dataclasses.asdict(saved))
     return None if state is None else RunState(**state)
 
 
 def _acquire(backup: BackupAndRestore, job: Job) -> None:
-    """Take the backup's directory; a later attempt waits until the one before has released it.
+    """Acquire the backup's directory. Later attempts wait until the previous attempt releases it.
 
-    A scheduler that calls a node down starts the job elsewhere, and the tasks there may live on
-    for as long as they save.
+    If a scheduler declares a node down and starts the job elsewhere, the old tasks may keep
+    running until they have saved.
     """
     options = job.config.options if job.config else JobOptions()
     deadline_s = time.monotonic() + options.startup_timeout_s
@@ -73,7 +73,7 @@ def _acquire(backup: BackupAndRestore, job: Job) -> None:
 
 
 def first_step_and_epoch(plan: RunPlan) -> tuple[int, int]:
-    """Return the next step of a run, and the first epoch whose end is still to come."""
+    """Return the next step of a run, and its first unfinished epoch."""
     epochs, saved = plan.feed.plan, plan.saved
     first = epochs.step_starts[min(plan.initial_epoch, epochs.num_epochs)]
     if saved is not None:
@@ -82,12 +82,12 @@ def first_step_and_epoch(plan: RunPlan) -> tuple[int, int]:
     if logs_before_validation(saved) is not None:
         epoch -= 1
     elif saved is not None and saved.stopped and first > epochs.step_starts[epoch]:
-        epoch += 1  # a callback had stopped it in the middle; its hooks have been called
+        epoch += 1  # a callback stopped this epoch early, and its end hooks have run
     return first, epoch
 
 
 def fingerprint(feed: Feed) -> dict[str, Any]:
-    """Return what must stay the same in all attempts: which examples a step consumes."""
+    """Return the settings that must be equal in all attempts: they set each step's examples."""
     return {
         "global_batch_size": feed.plan.global_batch_size,
         "examples_in_the_data": feed.order.examples,
@@ -97,18 +97,17 @@ def fingerprint(feed: Feed) -> dict[str, Any]:
 
 
 def epoch_at(step: int, plan: EpochPlan) -> dict[str, Any]:
-    """Return which epoch a step belongs to: callbacks and History have counted those before it."""
+    """Return the epoch of a step, because callbacks and History have counted earlier epochs."""
     epoch = plan.epoch_of(step)
     return {"epoch": epoch + 1, "first_example_of_the_epoch": plan.example_starts[epoch]}
 
 
 def require_resumable(plan: RunPlan, *, job: Job) -> None:
-    """Refuse what cannot be resumed as asked. Every task calls it.
+    """Reject a run that cannot be resumed as requested. Every task calls it.
 
     Raises:
-      UsageError: exact=True, and the data are a stream or the job is asynchronous; or what differs
-        between the saved run and this one. A run may be made longer: its examples so far must be
-        those of the plan.
+      UsageError: exact=True with a stream or an asynchronous job, or a setting differs between the
+        saved run and this one. A run may become longer if its examples so far are the same.
     """
     require_exact(plan.backups, plan.feed, job=job)
     saved, epochs = plan.saved, plan.feed.plan
@@ -132,11 +131,11 @@ def require_resumable(plan: RunPlan, *, job: Job) -> None:
         )
 
 
-# Message of a stopped run, and the logs it keeps of an epoch not yet validated.
+# Message of a stopped run, and the saved logs of an epoch before its validation.
 #
-# Validation sets the metrics to zero, so that after it has begun a checkpoint cannot say any more
-# how the training of the epoch went. Its logs are kept beside, and a resumed run validates from the
-# beginning.
+# Validation resets the metrics, so a later checkpoint has lost the training metrics of the epoch.
+# The checkpoint therefore keeps the epoch's logs separately. A resumed run repeats the whole
+# validation.
 
 
 NOTHING_LEFT = (
@@ -147,7 +146,7 @@ _KEY = "logs_before_validation"
 
 
 def stop_message(signum: int, *, step: int, saved_step: int | None, has_backup: bool) -> str:
-    """Return the one line that the chief logs and `Stopped` carries."""
+    """Return the line that the chief logs and that `Stopped` has as its message."""
     stopped = f"stopped by {signal.Signals(signum).name} at step {step}"
     if not has_backup:
         return f"{stopped}; nothing is saved, as there is no tfdist.BackupAndRestore"
@@ -161,14 +160,14 @@ def stop_message(signum: int, *, step: int, saved_step: int | None, has_backup: 
 
 
 def kept_logs(logs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what to put into `RunState.fingerprint` so that `logs_before_validation` finds it."""
+    """Return the entry for `RunState.fingerprint` that `logs_before_validation` reads."""
     if logs is None:
         return {}
     return {_KEY: {name: np.asarray(value).tolist() for name, value in logs.items()}}
 
 
 def logs_before_validation(saved: RunState | None) -> dict[str, Any] | None:
-    """Return the logs of an epoch whose validation was broken off, None where none was."""
+    """Return the logs of an epoch with an interrupted validation, else None."""
     logs = None if saved is None else saved.fingerprint.get(_KEY)
     if logs is None:
         return None
@@ -176,19 +175,19 @@ def logs_before_validation(saved: RunState | None) -> dict[str, Any] | None:
 
 
 def may_break_off(model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]) -> bool:
-    """Return whether the state is that of the training in the middle of a validation.
+    """Return whether the model's state stays equal to the training state during a validation.
 
-    One who has put other weights in their place cannot be asked for the very bits back, and
-    stateful layers go on from batch to batch.
+    It does not if a callback swaps in other weights, because swapping back may change bits. It
+    also does not if stateful layers change from batch to batch.
     """
     swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
     return not (swaps or states_of(model))
 
 
 def reason_not_to_save(model: keras.Model, metrics: Mapping[str, Any]) -> str:
-    """Return why a state is not worth saving, by the metrics of its epoch; empty where it is.
+    """Return why a state is not saved, based on its epoch's metrics, or "" to save it.
 
-    Data to validate on may give a loss that is not finite to the best of weights: then these tell.
+    A `val_loss` that is not finite can be caused by the data, so the weights decide then.
     """
     loss = metrics.get("loss", 0.0)
     if not np.isfinite(loss):
@@ -199,7 +198,7 @@ def reason_not_to_save(model: keras.Model, metrics: Mapping[str, Any]) -> str:
     return "" if all(np.isfinite(w).all() for w in weights) else "a weight is not finite"
 
 
-# Obstacles to bit-exact resuming, refused by `BackupAndRestore(exact=True)`.
+# Obstacles to bit-exact resuming, rejected by `BackupAndRestore(exact=True)`.
 
 
 _OPS_SHOWN = 3
@@ -210,9 +209,9 @@ _CHOICES = "stages.json"
 
 @contextlib.contextmanager
 def keeping_choices(plan: RunPlan, *, job: Job) -> Iterator[None]:
-    """Have the cut and the like written beside the checkpoints when they are chosen. A collective.
+    """Write a pipeline's stage cuts and similar choices beside the checkpoints. A collective.
 
-    So a run that is killed before its first checkpoint goes on with the same ones.
+    A run killed before its first checkpoint then resumes with the same choices.
     """
     if job.stages is None:
         yield
@@ -220,7 +219,7 @@ def keeping_choices(plan: RunPlan, *, job: Job) -> Iterator[None]:
     chosen = job.stages.chosen
     chosen.counted = any(backup.exact for backup in plan.backups)
     if chosen.counted:
-        chosen.cuts.clear()  # an evaluation before may have timed one
+        chosen.cuts.clear()  # an earlier evaluation may have timed a cut
     found: dict[str, Any] = {}
     if job.is_chief:
         chosen.files = [backup.store.directory / _CHOICES for backup in plan.backups]
@@ -235,10 +234,10 @@ def keeping_choices(plan: RunPlan, *, job: Job) -> Iterator[None]:
 
 
 def require_exact(backups: Sequence[BackupAndRestore], feed: Feed, *, job: Job) -> None:
-    """Log once that a run resumes by replay; under exact=True it is refused. Every task calls it.
+    """Log once that a run resumes by replay, or reject it under exact=True. Every task calls it.
 
     Raises:
-      UsageError: exact=True, and the data are a stream or the job is asynchronous.
+      UsageError: exact=True with a stream, an asynchronous job, or a measured `split_size`.
     """
     stream = isinstance(feed.source, StreamSource | InputFunctionSource)
     if any(backup.exact for backup in backups):
@@ -267,11 +266,11 @@ def require_exact(backups: Sequence[BackupAndRestore], feed: Feed, *, job: Job) 
 
 
 def require_deterministic(graph: Any) -> None:
-    """Raise UsageError that names the operations of a traced step that draw by themselves.
+    """Raise UsageError with the operations of a traced step that draw without the run's seed.
 
     Args:
-      graph: the `tf.Graph` of a block of steps, with all functions it calls. Python code inside
-        (`tf.py_function`) is not looked into.
+      graph: `tf.Graph` of a step block, with all functions it calls. Python code inside
+        (`tf.py_function`) is not checked.
     """
     graph_def = graph.as_graph_def(add_shapes=False)
     bodies = [graph_def.node, *(f.node_def for f in graph_def.library.function)]

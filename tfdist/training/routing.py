@@ -1,7 +1,7 @@
-"""Routing of calls of Keras' `fit`, `evaluate`, `predict` and of single batches to the engine.
+"""Routing of Keras' `fit`, `evaluate`, `predict` and single-batch methods to the engine.
 
-`tfdist.strategy.native` has every Keras model call `call` here. A model of the job's scope goes to
-the engine, and every other model to Keras.
+`tfdist.strategy.native` makes every Keras model call `call` in this module. `call` sends models of
+the job's scope to the engine, and all other models to Keras.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _fit_by: contextvars.ContextVar[Any] = contextvars.ContextVar("fit_by", default=
 
 @contextlib.contextmanager
 def fits_by(function: Callable[..., Any] | None) -> Iterator[None]:
-    """Have `function` called for each `model.fit` of a model of the job, instead of the engine."""
+    """Call `function` instead of the engine for each `model.fit` of a model of the job."""
     token = _fit_by.set(function)
     try:
         yield
@@ -46,7 +46,7 @@ def fits_by(function: Callable[..., Any] | None) -> Iterator[None]:
 
 
 def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Do what a call of a model's `original` method asks for, on the engine or by Keras."""
+    """Run a call of a model's `original` method in the engine or in Keras."""
     name, job = original.__name__, current_job()
     explicit = is_on_the_way(model, name)
     of_scope = isinstance(model, keras.Model) and (
@@ -56,9 +56,9 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
         if job is not None and name in ("fit", "train_on_batch"):
             _tell_of_training_alone(job, name)
         return original(model, *args, **kwargs)
-    by_keras = "_use_cached_eval_dataset" in kwargs  # which Keras' own fit evaluates
+    by_keras = "_use_cached_eval_dataset" in kwargs  # an evaluation inside Keras' own fit
     if name.endswith("_on_batch") and job is not None and job.kind != "pipeline":
-        # Replicas of a mirrored job compute the same gradient each, but join their outputs.
+        # Replicas of a mirrored job all compute the same gradient, but they join their outputs.
         by_keras = job.num_replicas == 1 or (name == "train_on_batch" and job.kind == "mirrored")
     if by_keras:
         return original(model, *args, **kwargs)
@@ -90,23 +90,23 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 def _arguments(
     original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call, besides the model, by name."""
+    """Return the arguments of a call by name, without the model."""
     bound = inspect.signature(original).bind(model, *args, **kwargs).arguments
     arguments = {**bound, **bound.get("kwargs", {})}
     for name in ("self", "kwargs"):
         arguments.pop(name, None)
     callbacks = arguments.get("callbacks")
-    if isinstance(callbacks, keras.callbacks.CallbackList):  # the engine makes a list of its own
+    if isinstance(callbacks, keras.callbacks.CallbackList):  # the engine makes its own list
         own = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
         arguments["callbacks"] = [c for c in callbacks.callbacks if not isinstance(c, own)]
     return arguments
 
 
 def _reason_for_keras(model: keras.Model, arguments: Mapping[str, Any]) -> str | None:
-    """Return why Keras' own loop does a call in one process, None if the engine does it."""
+    """Return why Keras' own loop runs a call in one process, or None if the engine runs it."""
     callbacks = keras.tree.flatten(arguments.get("callbacks") or [])
     if any(isinstance(c, Run | BackupAndRestore | ModelCheckpoint) for c in callbacks):
-        return None  # the engine refuses what it cannot do
+        return None  # the engine rejects unsupported arguments
     if getattr(model, "run_eagerly", False):
         return "run_eagerly=True"
     if tf.config.functions_run_eagerly():
@@ -122,7 +122,7 @@ def _reason_for_keras(model: keras.Model, arguments: Mapping[str, Any]) -> str |
 
 
 def _require_no_search(arguments: Mapping[str, Any], job: Job) -> None:
-    """Refuse a `tuner.search` in a job, of which each task would choose trials of its own."""
+    """Reject a `tuner.search` in a job: each task would choose its own trials."""
     for callback in keras.tree.flatten(arguments.get("callbacks") or []):
         require(
             not type(callback).__module__.startswith("keras_tuner."),
@@ -144,7 +144,7 @@ def _tell_of_training_alone(job: Job, name: str) -> None:
 
 
 def _caller() -> str:
-    """Return the file and line of the program that calls a method, or has Keras call it."""
+    """Return the file and line in the user's program that called the method."""
     frame = sys._getframe(1)
     inside = ("keras", "tfdist", "keras_hub", "keras_tuner", "mlflow")
     while frame.f_globals.get("__name__", "").partition(".")[0] in inside and frame.f_back:

@@ -1,4 +1,4 @@
-"""`Run`, the callback that carries the settings of one `fit`."""
+"""`Run`, the callback with the settings of one `fit`."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from tfdist.training.epochs import VirtualEpochs
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Run(keras.callbacks.Callback):
-    """Settings of one `fit` that Keras' `fit` lacks; one of its callbacks.
+    """Settings of one `fit` that Keras' `fit` lacks. Pass it among the callbacks.
 
-    KerasTuner, KerasHub, MLflow and a user's own `fit` pass callbacks on, and no other argument.
+    KerasTuner, KerasHub, MLflow and a user's own `fit` forward callbacks but no other arguments.
 
     Args:
-      virtual_epochs: length of the run in examples, instead of `epochs`.
-      seed: seed of the order of the examples, of augmentation and of Dropout. By default the chief
-        draws one from Python's `random`, which `keras.utils.set_random_seed` seeds.
-      overfit_batches: number of batches at the beginning of the data to train on, on purpose.
-      initial_weights: a `.keras` or `.weights.h5` file or a checkpoint directory to start from;
-        see `tfdist.load_weights`. A resumed run continues with its own weights.
-      max_staleness: under ps, the maximum number of updates by other workers between a step's
-        read of the weights and its write; None for any number. Other strategies have none.
-      sharded_optimizer: under multiworker each worker keeps the optimizer's state of its part of
-        the weights only; see the guide on training. With one worker there is nothing to divide.
-      fused_kernels: compute normalization, GELU, attention and `EinsumDense` in training steps
-        by one kernel each, or a few, which rounds in another way; see the guide on training.
+      virtual_epochs: length of the run in examples, instead of `epochs` (default: None).
+      seed: seed of the example order, augmentation and Dropout. By default the chief draws it
+        with Python's `random`, which `keras.utils.set_random_seed` seeds.
+      overfit_batches: number of batches at the start of the data to overfit (default: all data).
+      initial_weights: `.keras` or `.weights.h5` file, or checkpoint directory, to start from. See
+        `tfdist.load_weights`. A resumed run continues with its own weights.
+      max_staleness: maximum number of updates by other workers between a step's read of the
+        weights and its write (default: None, no limit). Applies to ps only.
+      sharded_optimizer: True to keep on each multiworker worker only its part of the optimizer's
+        state. See the guide on training. With one worker this has no effect.
+      fused_kernels: True to compute normalization, GELU, attention and `EinsumDense` in training
+        steps with one or a few kernels each. Rounding differs. See the guide on training.
     """
 
     virtual_epochs: VirtualEpochs | None = None
@@ -54,7 +54,7 @@ class Run(keras.callbacks.Callback):
         super().__init__()
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Raise UsageError: the engine takes the settings, and does not call the callback."""
+        """Raise UsageError: the engine reads the settings and never calls this callback."""
         require_engine(self)
 
 
@@ -62,7 +62,7 @@ SETTINGS = tuple(field.name for field in dataclasses.fields(Run))
 
 
 def run_of(callbacks: Any, settings: Mapping[str, Any]) -> tuple[list[Any], Run]:
-    """Return the callbacks without the settings of the run, and the settings."""
+    """Return the callbacks without `Run`, and the run's settings."""
     listed = keras.tree.flatten(callbacks or [])
     runs = [callback for callback in listed if isinstance(callback, Run)]
     runs += [Run(**settings)] if settings else []
@@ -77,16 +77,16 @@ def run_of(callbacks: Any, settings: Mapping[str, Any]) -> tuple[list[Any], Run]
     return [c for c in listed if not isinstance(c, Run)], runs[0] if runs else Run()
 
 
-# Calls of the engine by `tfdist.fit(model, ...)`, and by the model's own `fit` in between.
+# Calls of `tfdist.fit(model, ...)`, which reach the engine directly or through `model.fit`.
 
 
 _on_the_way: contextvars.ContextVar[Any] = contextvars.ContextVar("on_the_way", default=None)
-"""The model, and the name of its method, whose call is to end at the engine."""
+"""Model and method name of the current call, which must reach the engine."""
 
 
 @contextlib.contextmanager
 def on_the_way(model: keras.Model | None, name: str) -> Iterator[None]:
-    """Have calls of this method of the model end at the engine, whatever scope it was made in."""
+    """Send calls of this model's method to the engine, regardless of the model's scope."""
     token = _on_the_way.set(None if model is None else (model, name))
     try:
         yield
@@ -95,13 +95,13 @@ def on_the_way(model: keras.Model | None, name: str) -> Iterator[None]:
 
 
 def is_on_the_way(model: keras.Model, name: str) -> bool:
-    """Return whether a call of this method of the model is to end at the engine."""
+    """Return whether the current call of this model's method must reach the engine."""
     asked = _on_the_way.get()
     return asked is not None and asked[0] is model and asked[1] == name
 
 
 def by_own_method(engine: Callable[..., Any]) -> Callable[..., Any]:
-    """Have `tfdist.fit(model)` call `model.fit` if the model's class overrides it."""
+    """Call `model.fit` in `tfdist.fit(model)` if the model's class overrides it."""
     name = engine.__name__
 
     @functools.wraps(engine)
@@ -123,7 +123,7 @@ def by_own_method(engine: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_in_method(model: keras.Model, name: str) -> bool:
-    """Return whether the model's own method is being called: it calls `tfdist.fit` itself."""
+    """Return whether the model's own method is running, so that it called `tfdist.fit`."""
     methods = [inspect.unwrap(vars(c)[name]) for c in type(model).__mro__ if name in vars(c)]
     codes = {getattr(method, "__code__", None) for method in methods}
     frame: FrameType | None = sys._getframe(2)

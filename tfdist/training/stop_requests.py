@@ -1,8 +1,8 @@
-"""Stop requests by signal, noticed while the main thread is inside a long compiled call.
+"""Stop requests by signal, detected while the main thread is inside a long compiled call.
 
-Python runs a signal's handler between two of its own instructions, and so not before such a call
-has returned. What it does at once is to write the number to the wake-up descriptor, where a thread
-reads it here.
+Python runs a signal handler only between two bytecode instructions, so not before the compiled call
+returns. But Python writes the signal's number to the wake-up descriptor immediately, and a thread
+in this module reads it there.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tfdist.errors import Stopped
 
 _LOG = logging.getLogger(__name__)
 _SAME_REQUEST_S = 0.1
-_END = 0  # which no signal has: no signal comes any more
+_END = 0  # no signal has number 0: it tells the listening thread to exit
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""What asks a run to save and stop; SIGUSR1 is how some schedulers announce the end."""
+"""Signals that make a run save and stop. Some schedulers announce the end by SIGUSR1."""
 
 
 class StopRequested(Exception):
-    """Some task of the job has been asked to stop. Raised at the same point in all of them."""
+    """Raised at the same point in all tasks after some task received a stop signal."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -37,19 +37,19 @@ class StopRequested(Exception):
 
 
 class StopRequests:
-    """Receives the first of `SIGNALS` while it is entered, and ends the process at the second.
+    """Receives the first of `SIGNALS` while entered, and exits the process at the second.
 
-    Only in the main thread of the program, where Python has its signals; in another one it gets
-    nothing. A signal that the program was started to ignore, as nohup does, stays ignored. At the
-    end everything is as it was before; a signal that nobody has answered by `Stopped` is then sent
-    again, to whoever handled it before. A task that stops for the signal of another one takes the
-    first signal of its own, even after the end, as the same request: the first task to be gone has
-    a launcher or a scheduler tell the others, which may still have something to write.
+    It works only in the main thread, because Python handles signals there. Signals that the process
+    ignores from its start, as under nohup, stay ignored. On exit it restores the old handlers. If
+    no `Stopped` has answered the signal, it then sends the signal again to the old handler.
+
+    A task may stop because of another task's signal. It then treats its own first signal as the
+    same request, even after the exit. When the first task exits, a launcher or scheduler signals
+    the other tasks, which may still be writing.
 
     Args:
-      end: ends the process with an exit code, from the thread that has got the second signal.
-        What sends one signal to a process and to its group delivers it twice: within a tenth of a
-        second that is one request.
+      end: function that exits the process with an exit code (default: `os._exit`). The listening
+        thread calls it at the second signal. Signals within 0.1 s of the first count as one.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StopRequests:
         self.signum: int | None = None
 
     def slots(self) -> list[float]:
-        """Return what this task adds to a message to all: 1 for the signal it has got, else 0."""
+        """Return this task's part of a message to all tasks: 1 for its received signal, else 0."""
         return [float(self.signum == signum) for signum in SIGNALS]
 
     def __enter__(self) -> StopRequests:
@@ -85,7 +85,7 @@ class StopRequests:
         self._thread.start()
         self._before_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         for signum in SIGNALS:
-            if signal.getsignal(signum) not in (signal.SIG_IGN, None):  # None: a handler of C
+            if signal.getsignal(signum) not in (signal.SIG_IGN, None):  # None: a C handler
                 self._before[signum] = signal.signal(signum, _caught)
         return self
 
@@ -106,12 +106,12 @@ class StopRequests:
             if self.signum is None and not _entered:
                 self._pass_over_one()
         elif self.signum is not None:
-            if isinstance(error, Exception):  # the signal may end the process before it is logged
+            if isinstance(error, Exception):  # log first: the signal may end the process
                 _LOG.error("%s while stopping: %s", signal.Signals(self.signum).name, error)
             signal.raise_signal(self.signum)
 
     def _give_back(self) -> None:
-        """Set the handlers and the descriptor as they were."""
+        """Restore the old handlers and the old wake-up descriptor."""
         _entered.remove(self)
         self._set_handlers()
         signal.set_wakeup_fd(self._before_fd)
@@ -140,7 +140,7 @@ class StopRequests:
         now_s = self._clock()
         if signum not in self._before:
             if self._before_fd >= 0:
-                with contextlib.suppress(OSError):  # as Python does where its reader is gone
+                with contextlib.suppress(OSError):  # Python also ignores a closed descriptor
                     os.write(self._before_fd, bytes([signum]))
         elif self.signum is None:
             self._signal_s = now_s
@@ -152,12 +152,12 @@ class StopRequests:
 
 
 def signal_of(slots: Sequence[float]) -> int | None:
-    """Return the signal that some task has got, by the sum of all tasks' `slots`."""
+    """Return the signal that some task received, from the sum of all tasks' `slots`."""
     return next((s for s, count in zip(SIGNALS, slots, strict=True) if count > 0), None)
 
 
 def _caught(signum: int, frame: FrameType | None) -> None:
-    """A handler only so that the signal is caught: its number comes through the descriptor."""
+    """Do nothing: this handler only makes Python write the signal to the wake-up descriptor."""
 
 
 _entered: list[StopRequests] = []
@@ -165,7 +165,7 @@ _entered: list[StopRequests] = []
 
 @functools.cache
 def _forget_in_children() -> None:
-    """Have forked children answer signals as before: theirs would come through our descriptor."""
+    """Restore the old handlers in forked children, which share our wake-up descriptor."""
     os.register_at_fork(after_in_child=_forget)
 
 

@@ -1,9 +1,9 @@
 """Experiment trackers: the callbacks of MLflow and W&B.
 
-They are known by the package that their class is from (`TRACKERS`). They run in the chief, see each
-epoch and the end of each block of steps, and do not shorten blocks. The tracker's run is part of
-the checkpoint: a resumed training goes on in it, and logs no step that is logged already. One that
-fails is left out from there on, with one warning.
+The package of a callback's class tells whether it is a tracker (`TRACKERS`). Trackers run in the
+chief and log each epoch and the end of each step block. They do not shorten blocks. The checkpoint
+holds the id of the tracker's run: a resumed training continues that run and logs no step twice. If
+a tracker fails, tfdist logs one warning and stops calling it.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from tfdist.files import write_json
 from tfdist.outputs.run_directory import read_json
 
 TRACKERS: Mapping[str, str] = {"mlflow": "MLflow", "wandb": "Weights & Biases"}
-"""The packages whose callbacks are trackers, and what they are called."""
+"""Packages with callbacks that are trackers, and the trackers' display names."""
 
 _LOG = logging.getLogger(__name__)
 
 
 def is_of_tracker(kind: type) -> bool:
-    """Return whether a class comes from the package of a tracker."""
+    """Return whether a class is defined in the package of a tracker."""
     return kind.__module__.partition(".")[0] in TRACKERS
 
 
 def package_of(callback: Any) -> str | None:
-    """Return the tracker's package from which a callback's class comes or is derived."""
+    """Return the tracker package that defines the callback's class or a base class, or None."""
     kinds = [kind for kind in type(callback).__mro__ if is_of_tracker(kind)]
     return kinds[0].__module__.partition(".")[0] if kinds else None
 
 
 def wrapped(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
-    """Return a tracker's callback as a `Tracker`, any other as it is.
+    """Return a tracker's callback as a `Tracker`, and any other callback unchanged.
 
-    One that saves models, as a `ModelCheckpoint`, is none: it has a state of its own.
+    A tracker's `ModelCheckpoint` stays unchanged, because it saves models and has its own state.
     """
     package = package_of(callback)
     if package is None or isinstance(callback, keras.callbacks.ModelCheckpoint):
@@ -55,12 +55,12 @@ def wrapped(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
 
 
 class Tracker(keras.callbacks.Callback):
-    """Callback of a tracker, in the chief, called at the end of blocks.
+    """Wrapper of a tracker's callback, in the chief, called at the end of blocks.
 
     Attributes:
-      inner: the tracker's own callback.
-      package: a key of `TRACKERS`.
-      step: steps done of the run.
+      inner: the tracker's callback.
+      package: package name, a key of `TRACKERS`.
+      step: number of steps done in the run.
     """
 
     once_a_range = True
@@ -78,7 +78,7 @@ class Tracker(keras.callbacks.Callback):
 
     @property
     def wants_block_logs(self) -> bool:
-        """Return whether the logs at the end of a block are of use to it."""
+        """Return whether the tracker uses the logs at the end of a block."""
         if self.package == "wandb" and hasattr(self.inner, "logging_batch_wise"):
             return bool(self.inner.logging_batch_wise)
         if self.package == "mlflow" and hasattr(self.inner, "log_every_n_steps"):
@@ -87,92 +87,92 @@ class Tracker(keras.callbacks.Callback):
         return any(not is_default(getattr(self.inner, hook)) for hook in hooks)
 
     def keep_journal(self, path: Path) -> None:
-        """Write down in a file what has been logged, beside the checkpoints.
+        """Write a journal of the logged steps and epochs to a file beside the checkpoints.
 
-        What it has of this very run, begun again before it had a checkpoint, is logged already.
+        It continues an existing journal of the same run, for a restart before any checkpoint.
         """
         self._journal = path
         self._logged.update(self._noted(self.get_state()["run"]))
 
     def resume_run(self, state: Mapping[str, Any]) -> None:
-        """Go on in the tracker's run of a checkpoint; before `on_train_begin`."""
+        """Continue the tracker's run of a checkpoint. Call this before `on_train_begin`."""
         run = state.get("run") if isinstance(state, dict) else None
         if not isinstance(run, str) or state.get("package") != self.package:
             return
-        if not re.fullmatch(r"[\w-]+", run):  # no path, nor an address
+        if not re.fullmatch(r"[\w-]+", run):  # reject paths and addresses
             return
         with self._warning_of_failure(f"resume its run {run}"):
             _resume(self.package, run)
             self._logged.update(self._noted(run))
-            if self.package == "mlflow":  # which writes by a thread: what it has is what counts
+            if self.package == "mlflow":  # MLflow writes in a thread: ask it for its last step
                 self._logged.update(_logged_in_mlflow(self.inner, run))
             self._is_resumed = True
 
     def get_state(self) -> dict[str, Any]:
-        """Return the tracker's run, for the checkpoint."""
+        """Return the id of the tracker's run, for the checkpoint."""
         run = None
-        with contextlib.suppress(Exception):  # one that has failed has none
+        with contextlib.suppress(Exception):  # a failed tracker has no run
             run = run_of(self.package)
         return {"package": self.package, "run": run}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: `resume_run` has had it, before anything was logged."""
+        """Do nothing: `resume_run` has used the state already, before the first log."""
 
     def resumed_at(self, step: int) -> None:
-        """Count from the step at which the run goes on."""
+        """Set the step counter to the first step of the resumed run."""
         self.step = step
 
     def set_model(self, model: keras.Model) -> None:
-        """Take the model."""
+        """Set the model."""
         super().set_model(model)
         self._call("set_model", model)
 
     def set_params(self, params: Any) -> None:
-        """Take Keras' parameters."""
+        """Set Keras' parameters."""
         super().set_params(params)
         self._call("set_params", params)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Have the tracker begin; MLflow's run has the model's parameters, which cannot change."""
+        """Start the tracker, except in a resumed MLflow run with its fixed parameters."""
         if self.package == "mlflow":
             _watch_failures_of_mlflow(self.fail)
         if not (self.package == "mlflow" and self._is_resumed):
             self._call("on_train_begin", logs)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Have the tracker end, with all written that it has been given."""
+        """Stop the tracker after all its logs are written."""
         self._call("on_train_end", logs)
         if self.package == "mlflow" and not self._is_broken:
             with self._warning_of_failure("write"):
                 sys.modules["mlflow"].flush_async_logging()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Tell it of an epoch."""
+        """Report the start of an epoch to the tracker."""
         self._epoch = epoch
         self._call("on_epoch_begin", epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Log an epoch, unless it is logged already."""
+        """Log an epoch unless the run already has it."""
         if epoch > self._logged["epoch"]:
             self._call("on_epoch_end", epoch, logs)
             self._note(epoch=epoch)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Tell it of a validation."""
+        """Report the start of a validation to the tracker."""
         self._call("on_test_begin", logs)
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Log a validation, unless that of its epoch is logged already."""
+        """Log a validation unless the run already has its epoch."""
         if self._epoch > self._logged["epoch"]:
             self._call("on_test_end", logs)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Tell it of a block."""
+        """Report the start of a block to the tracker."""
         self._first_batch = batch
         self._call("on_train_batch_begin", batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Log the end of a block, unless that step is logged already."""
+        """Log the end of a block unless the run already has that step."""
         before = self.step
         self.step += batch - self._first_batch + 1
         if self._is_broken or self.step <= self._logged["step"]:
@@ -183,9 +183,9 @@ class Tracker(keras.callbacks.Callback):
                     self._note(step=self.step)
 
     def _log_block(self, before: int, batch: int, logs: Any) -> bool:
-        """Log the end of a block, where one of the tracker's steps is in it; by the run's steps.
+        """Log the end of a block if the block contains one of the tracker's logging steps.
 
-        The callback of W&B counts calls, and logs a batch of number 0 whatever its rate.
+        W&B's callback counts calls, and it logs batch number 0 at any logging rate.
         """
         inner, every = self.inner, _steps_between_logs(self.package, self.inner)
         if every is None:
@@ -198,7 +198,7 @@ class Tracker(keras.callbacks.Callback):
                 inner.on_train_batch_end(batch, logs)
             finally:
                 inner.log_every_n_steps = every
-        else:  # under the number of the block's last batch
+        else:  # log with the number of the block's last batch
             inner.global_step = inner.global_batch = self.step - 1
             inner.on_train_batch_end(0, logs)
         return True
@@ -210,14 +210,14 @@ class Tracker(keras.callbacks.Callback):
 
     @contextlib.contextmanager
     def _warning_of_failure(self, doing: str) -> Iterator[None]:
-        """Leave the tracker out when it fails: the training goes on, and is in its other logs."""
+        """Disable the tracker if it fails. The training continues with its other logs."""
         try:
             yield
         except Exception as error:
             self.fail(doing, error)
 
     def fail(self, doing: str, error: Exception) -> None:
-        """Leave it out from here on; of a failure after the first nothing is said."""
+        """Disable the tracker, and log a warning for the first failure only."""
         if not self._is_broken:
             self._is_broken = True
             warn(f"{TRACKERS[self.package]}: cannot {doing}", error)
@@ -229,10 +229,10 @@ class Tracker(keras.callbacks.Callback):
                 write_json(self._journal, {**self.get_state(), **self._logged}, durable=False)
 
     def _noted(self, run: str | None) -> dict[str, int]:
-        """Return the last step and epoch of a run that the journal has."""
+        """Return the last step and epoch of a run in the journal."""
         noted = None
         if self._journal is not None:
-            with contextlib.suppress(TfdistError):  # of a machine that lost its power
+            with contextlib.suppress(TfdistError):  # unreadable, for example after a power loss
                 noted = read_json(self._journal)
         if run is None or noted is None or noted.get("run") != run:
             return {}
@@ -240,21 +240,21 @@ class Tracker(keras.callbacks.Callback):
 
 
 def warn(what: str, error: Exception) -> None:
-    """Log in one line that a tracker is left out."""
+    """Log one warning line that a tracker is disabled."""
     gist = (str(error).splitlines() or [""])[0]
     _LOG.warning("%s (%s: %s); the training goes on without it", what, type(error).__name__, gist)
 
 
 def crossed(before: int, after: int, every: int) -> bool:
-    """Return whether a multiple of `every` is among the steps ``(before, after]``."""
+    """Return whether the steps ``(before, after]`` contain a multiple of `every`."""
     return after // every > before // every
 
 
-# What differs between trackers: how they count steps, how a run is called and gone on with.
+# Differences between trackers: how they count steps, and how their runs are named and resumed.
 
 
 def _steps_between_logs(package: str, inner: Any) -> int | None:
-    """Return how often a tracker's callback logs steps, None for each block as it comes."""
+    """Return the steps between logs of a tracker's callback, or None to log every block."""
     every = None
     if package == "mlflow":
         every = getattr(inner, "log_every_n_steps", None)
@@ -264,7 +264,7 @@ def _steps_between_logs(package: str, inner: Any) -> int | None:
 
 
 class _FailuresOfMlflow(logging.Filter):
-    """Takes what MLflow logs of failures, for each call: its callback and threads raise none."""
+    """Log filter that reports MLflow's logged failures: its callback and threads raise none."""
 
     def __init__(self, fail: Callable[[str, Exception], None]) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class _FailuresOfMlflow(logging.Filter):
 
 
 def _watch_failures_of_mlflow(fail: Callable[[str, Exception], None]) -> None:
-    """Have `fail` called for them, and nobody before it any more."""
+    """Call `fail` for each failure that MLflow logs, instead of any earlier `fail`."""
     for name in ("async_logging.async_logging_queue", "autologging_utils"):
         logger = logging.getLogger(f"mlflow.utils.{name}")
         logger.filters[:] = [f for f in logger.filters if not isinstance(f, _FailuresOfMlflow)]
@@ -286,7 +286,7 @@ def _watch_failures_of_mlflow(fail: Callable[[str, Exception], None]) -> None:
 
 
 def run_of(package: str) -> str | None:
-    """Return the id of the tracker's run, None where none is under way."""
+    """Return the id of the tracker's current run, or None."""
     module: Any = sys.modules[package]
     if package == "mlflow":
         run = module.active_run()
@@ -295,7 +295,7 @@ def run_of(package: str) -> str | None:
 
 
 def _resume(package: str, run: str) -> None:
-    """Go on in a run, in place of the one that the program has begun for it."""
+    """Resume a run, instead of the run that the program has started."""
     if run_of(package) == run:
         return
     if package == "mlflow":
@@ -311,13 +311,13 @@ def _resume(package: str, run: str) -> None:
 
 
 def resume_in_mlflow(run: str) -> None:
-    """Make the run the active one; the one that the program has begun for it is deleted."""
+    """Resume an MLflow run, and delete the run that the program has started instead."""
     mlflow: Any = sys.modules["mlflow"]
     begun = mlflow.active_run()
     if begun is not None and begun.info.run_id == run:
         return
     client = mlflow.MlflowClient()
-    client.get_run(run)  # before the other is given up
+    client.get_run(run)  # fails here if the run is missing, before the other run is deleted
     if begun is not None:
         mlflow.end_run()
         client.delete_run(begun.info.run_id)
@@ -342,10 +342,10 @@ def in_use(callbacks: Any) -> set[str]:
 def make_tracker(
     name: str, *, run_name: str, directory: Path, config: Mapping[str, Any]
 ) -> keras.callbacks.Callback | None:
-    """Begin a run of a tracker, ``mlflow`` or ``wandb``; return its callback. Of the chief.
+    """Start a run of ``mlflow`` or ``wandb`` in the chief and return the tracker's callback.
 
-    Where it goes is for the tracker's own variables to say (MLFLOW_TRACKING_URI, WANDB_MODE). None,
-    with one warning, where it is not installed or cannot begin.
+    The tracker's own variables set the destination (MLFLOW_TRACKING_URI, WANDB_MODE). If the
+    tracker is not installed or fails to start, log one warning and return None.
     """
     try:
         make = _make_mlflow if name == "mlflow" else _make_wandb
@@ -366,7 +366,7 @@ def _make_mlflow(run_name: str, directory: Path, config: Mapping[str, Any]) -> A
 
 def _make_wandb(run_name: str, directory: Path, config: Mapping[str, Any]) -> Any:
     wandb = importlib.import_module("wandb")
-    file = directory / "config.json"  # of a run that is begun anew there it is another one
+    file = directory / "config.json"  # a new run in the same directory has another file time
     identity = f"{file.stat().st_mtime_ns} {file.read_text()}"
     wandb.init(
         project=os.environ.get("WANDB_PROJECT", "tfdist"),
