@@ -102,7 +102,7 @@ class ParameterServerEngine:
         return work.logs
 
     def finish(self, program: StepProgram) -> dict[str, float]:
-        """Wait for the work units that `run` left in flight; return the last step's logs."""
+        """Wait for the work units that `run` left in flight. Return the last step's logs."""
         self._take(list(self._under_way))
         return self._work[program].logs if program in self._work else {}
 
@@ -291,7 +291,7 @@ class Work:
         return np.array([count.numpy() for count in self._counted], np.int64)
 
     def __call__(self, first: int, last: int, incarnation: WorkerIncarnation) -> Any:
-        """Run the steps ``[first, last)`` on a worker; return their results on this task."""
+        """Run the steps ``[first, last)`` on a worker. Return their results on this task."""
         life, given = self._data.get(incarnation.worker_index, (0, None))
         if life != incarnation.life:
             given = iter(self._dataset())
@@ -304,7 +304,7 @@ class Work:
         return keras.tree.map_structure(_fetched, found)
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
-        """Add the totals and set the logs of a range; return the staleness of its steps."""
+        """Add the totals and set the logs of a range. Return the staleness of its steps."""
         totals, rest = np.split(numbers, [self._num_totals])
         self.totals = totals if self.totals is None else self.totals + totals
         logs: dict[str, Any] = {}
@@ -322,7 +322,7 @@ class Work:
         return found
 
     def _steps(self, data: Any, numbers: tf.Tensor) -> Any:
-        """Run the steps; return the vector that `take` splits, and the observers' rows."""
+        """Run the steps. Return the vector that `take` splits, and the observers' rows."""
         first, last = numbers[0], numbers[1]
         part_of = self._program.feed.worker_parts(data, first, last)
         program, steps = self._program, last - first
@@ -404,7 +404,7 @@ class Work:
         counts: UpdateCounts | None = None,
         watcher: contextlib.AbstractContextManager[Any] | None = None,
     ) -> tuple[Any, Any]:
-        """Run one step; return its result and the metric totals after it."""
+        """Run one step. Return its result and the metric totals after it."""
         program = self._program
         returned: list[Any] = []
         local = dict(zip(map(id, program.metrics), totals, strict=False))
@@ -466,7 +466,7 @@ class UpdateClock:
         return max(int(count.numpy()) for count in self._counts.values())
 
     def begin(self) -> list[tf.Tensor]:
-        """Begin a range of steps, in graph; return the empty `ages` for the first `step`."""
+        """Begin a range of steps, in graph. Return the empty `ages` for the first `step`."""
         ages = []
         for device in self._counts:
             with tf.device(device):
@@ -482,7 +482,7 @@ class UpdateClock:
     def step(
         self, ages: list[tf.Tensor], *, work: Callable[[VariableWatcher], _T]
     ) -> tuple[_T, list[tf.Tensor]]:
-        """Trace a step's `work`; return its result, and `ages` with this step's staleness.
+        """Trace a step's `work`. Return its result, and `ages` with this step's staleness.
 
         A server counts the step after its write of the variables that the step trains. If the step
         trains no variables, the first server counts it. `work` enters its argument, the watcher, in

@@ -1,4 +1,4 @@
-"""The workarounds for Keras that only a step with parameter servers needs.
+"""Workarounds for Keras that only a step with parameter servers needs.
 
 They are installed with those of `tfdist.training.keras_compat` if `tfdist.ps` is imported, which
 only a ps job does. The module also exports the other helpers that such a step needs.
@@ -64,7 +64,7 @@ class UpdateCounts:
             self.each[place] += 1
 
     def value(self, variable: Variable) -> tf.Tensor | None:
-        """Return a count in this step; return None for other variables and in an update."""
+        """Return a count in this step. Return None for other variables and in an update."""
         place, in_update = self._place(variable), distribute_lib.get_update_replica_id() is not None
         if place is None or (in_update and not self._also_in_updates):
             return None

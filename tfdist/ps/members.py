@@ -1,4 +1,4 @@
-"""Workers that a ps job's chief is connected to; each may exit and return.
+"""Workers that a ps job's chief is connected to. Each may exit and return.
 
 TensorFlow's own coordinator connects to all declared workers or to no worker. It waits for all of
 them at the start, and again after several deaths
@@ -132,7 +132,7 @@ class Members:
 
     @classmethod
     def of(cls, strategy: tf.distribute.Strategy) -> Members:
-        """Return a strategy's members; create them if TensorFlow connected it to all workers."""
+        """Return a strategy's members. Create them if TensorFlow connected it to all workers."""
         members = getattr(strategy, "members", None)
         if isinstance(members, cls):
             return members
@@ -144,7 +144,7 @@ class Members:
         return members
 
     def admit(self, worker: int) -> bool:
-        """Connect to a worker that started or restarted; return False if it does not answer."""
+        """Connect to a worker that started or restarted. Return False if it does not answer."""
         if self._is_stuck or not self.answers(worker):
             return False
         time.sleep(_STEADY_S)
@@ -170,7 +170,7 @@ class Members:
             self.connected = self.connected - {worker}
 
     def _updated(self, definition: Any) -> bool:
-        """Give the runtime the new cluster; return False if the call hangs or hung before.
+        """Give the runtime the new cluster. Return False if the call hangs or hung before.
 
         The call waits without a timeout for a worker that dies during it.
         """
@@ -350,7 +350,7 @@ _LARGE_BYTES = 2**25
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Make glibc reuse freed blocks of up to 32 MiB; return False if it keeps its settings.
+    """Make glibc reuse freed blocks of up to 32 MiB. Return False if it keeps its settings.
 
     Until a server has freed a block that large, glibc returns a step's memory to the kernel. At
     the next step the kernel supplies it again, page by page, filled with zeros. The user's own

@@ -1,4 +1,4 @@
-"""Strategy of a ps job: TensorFlow's, over the workers that are alive, with variables by bytes.
+"""Strategy of a ps job: TensorFlow's, over the live workers, with variables placed by bytes.
 
 TensorFlow assigns variables to servers in turn and ignores their size
 (tensorflow/python/distribute/parameter_server_strategy_v2.py, `_create_variable_round_robin`). With

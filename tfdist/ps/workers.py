@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.5
 _GONE_S = 4.0  # silence after which a ps, or a worker with a work unit, counts as dead
 _MAX_LOSSES = 5  # workers lost during one work unit before the unit counts as the cause
-_MAX_FAILURES = 3  # in a row, of a live worker; a worker that restarted unnoticed fails once
+_MAX_FAILURES = 3  # in a row, of a live worker. A worker that restarted unnoticed fails once
 
 # Messages of the runtime for a worker that restarted between two calls.
 _REPLACED = (
@@ -45,10 +45,10 @@ _REPLACED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerIncarnation:
-    """One connection to a worker. It ends if the worker dies or restarts."""
+    """Connection to a worker. It ends if the worker dies or restarts."""
 
     worker_index: int
-    life: int  # number of connections to the worker so far; its kept data ends with each
+    life: int  # number of connections so far. A new connection loses the worker's data
 
     @property
     def task(self) -> str:
@@ -175,7 +175,7 @@ class WorkerPool:
                 return  # another thread serves this worker
 
     def _admit(self, worker: int) -> bool:
-        """Connect to a worker that answers again; wait briefly and return False if it does not."""
+        """Connect to a worker that answers again. Wait briefly and return False if it does not."""
         if not self.shares[worker].is_left_out and self._members.admit(worker):
             _LOG.info("worker-%d connected", worker)
             with self._changed:
@@ -194,7 +194,7 @@ class WorkerPool:
         return False
 
     def _take(self, incarnation: WorkerIncarnation) -> WorkUnit | None:
-        """Wait for the next work unit; None once the pool has failed."""
+        """Wait for the next work unit and return it, or None after the pool has failed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -213,7 +213,7 @@ class WorkerPool:
             return unit
 
     def _release(self, incarnation: WorkerIncarnation) -> bool:
-        """Take a worker's unit from it; return False if it had no unit any more."""
+        """Remove a worker's unit. Return False if the unit was already removed."""
         with self._changed:
             unit = self._held.pop(incarnation, None)
             if unit is None:
@@ -224,7 +224,7 @@ class WorkerPool:
             return True
 
     def _run(self, unit: WorkUnit, incarnation: WorkerIncarnation, executor: Any) -> bool:
-        """Run a work unit; return False if the pool has reclaimed it meanwhile."""
+        """Run a work unit. Return False if the pool has reclaimed it meanwhile."""
         value, error = None, None
         try:
             device = f"/job:worker/replica:0/task:{incarnation.worker_index}"
@@ -264,7 +264,7 @@ class WorkerPool:
     def _recover(
         self, unit: WorkUnit, incarnation: WorkerIncarnation, error: tf.errors.OpError
     ) -> bool:
-        """Requeue if a worker died; fail if a ps died; return False for any other error."""
+        """Requeue if a worker died, fail if a ps died, and return False for any other error."""
         gone = self._members.missing()
         if gone:
             self._fail(PeerLost(f"{gone[0]} does not answer any more"))
@@ -345,7 +345,7 @@ class WorkerPool:
 
 
 def is_of_the_network(error: tf.errors.OpError) -> bool:
-    """Return whether an error may come from a worker's death, rather than from the work.
+    """Return whether an error may result from a worker's death, rather than from the work.
 
     Only the death of a task cancels calls, such as its own calls to other tasks.
     """
@@ -361,7 +361,7 @@ _worker_pools: weakref.WeakKeyDictionary[tf.distribute.Strategy, WorkerPool] = (
 
 
 def worker_pool_of(strategy: tf.distribute.Strategy, *, patience_s: float = 60.0) -> WorkerPool:
-    """Return the worker pool of a strategy; create it at the first call."""
+    """Return the worker pool of a strategy. Create it at the first call."""
     if strategy not in _worker_pools:
         _worker_pools[strategy] = WorkerPool(Members.of(strategy), patience_s=patience_s)
     return _worker_pools[strategy]
@@ -373,7 +373,7 @@ class WorkerTally:
 
     units: int = 0
     steps: int = 0
-    losses: int = 0  # units in flight when it died; each may have been applied in part
+    losses: int = 0  # units in flight when it died, maybe applied in part
     failures: int = 0  # units in a row that failed although the worker answers
 
     @property
@@ -383,7 +383,7 @@ class WorkerTally:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Account:
-    """Record of the training steps of one process. Each completed once; some started again.
+    """Record of the training steps of one process. Each completed once. Some started again.
 
     `staleness` counts steps by the number of other updates between a step's read and its write.
     """

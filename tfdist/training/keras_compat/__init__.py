@@ -13,14 +13,14 @@ code of Keras in August 2026 (the future 3.16) is unchanged in these places.
     sharding    each worker updates its part of each variable, and has slots only for that part
     kernels     fixed order of sums, oneDNN's kernel for gradients of pools, and an option of `fit`
                 for fewer kernels in normalization, GELU and attention
-    losses      weights a replica's loss by its batch fraction; means count examples
+    losses      weights a replica's loss by its batch fraction, and means by their examples
     metrics     results in logs cover all replicas; a number of the step counts once
-    variables   reduces statistics with the gradients; additions and updates are one operation each;
-                random draws depend only on (seed, step, replica)
+    variables   reduces statistics with the gradients. Additions and updates are one operation each.
+                Random draws depend only on (seed, step, replica)
 
 The central part is the gradient hook. `Optimizer.apply` sums the gradients over the replicas
 before any other work. Clipping, finiteness checks, accumulation and decay then see the same
-gradients as on one device, and each replica applies the same update to its own copy.
+gradients as on one device. Each replica applies the same update to its own copy.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ __all__ = [
 
 
 def install() -> None:
-    """Install the replacements once per process; those for ps only in a ps job."""
+    """Install the replacements once per process, those for ps only in a ps job."""
     on_servers()  # adds the replacements for ps
     for replacement in REPLACEMENTS:
         replacement.put_in_place()

@@ -175,7 +175,7 @@ def _max_pool_grad(
 
 
 def pools_again() -> AbstractContextManager[None]:
-    """Make pools that this block adds to the default graph compute again in their gradient.
+    """Make gradients of pools compute the pool again, for pools added to the graph in this block.
 
     Use it for a graph that another graph, without a loop, differentiates as a whole.
     """
@@ -285,7 +285,7 @@ def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
 def _normalized_by_xla(
     original: Original, trace: StepTrace, self: Any, inputs: tf.Tensor
 ) -> tf.Tensor:
-    """Normalize float32 by its last axis, with both weights; else call Keras' own code."""
+    """Normalize float32 by its last axis, with both weights. Else call Keras' own code."""
     if not (trace.fused and _is_over_last_axis(self, inputs)):
         return original(self, inputs)
     weights = map(keras.ops.convert_to_tensor, (self.gamma, self.beta))

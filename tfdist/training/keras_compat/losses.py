@@ -76,8 +76,8 @@ def _sums_by_fraction(
 ) -> Any:
     """Return a value that is the sum or weighted mean after weighting by the batch fraction.
 
-    If the batch fraction is empty, the value comes from a padding example and has weight 0. For a
-    micro-batch the value is also divided by `trace.part`, the later weight of its loss.
+    If the batch fraction is empty, a padding example supplies the value, with weight 0. For a
+    micro-batch, a sum is also divided by `trace.part`, the later weight of its loss.
     """
     by_weights = reduction == "mean_with_sample_weight" and sample_weight is not None
     if by_weights and tuple(values.shape) != () and _sums_in_step(trace, "a weighted loss"):
@@ -166,7 +166,7 @@ def _unmasked_in_all(
 
 
 def _sums_in_step(trace: StepTrace, what: str) -> bool:
-    """Return whether replicas can sum at this place; warn if there are several and they cannot."""
+    """Return whether replicas can sum at this place. Warn if several replicas cannot."""
     if trace.num_replicas > 1 and not trace.is_in_step():
         warn_once(
             f"{what} in a loop or condition of the step is divided by what each of "
@@ -209,7 +209,7 @@ def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
 
 
 def has_examples(loss: tf.Tensor, batch_axes: BatchAxes, *, number: int, what: str) -> bool:
-    """Return whether a loss has a batch axis; raise UsageError if this is unknown."""
+    """Return whether a loss has a batch axis. Raise UsageError if this is unknown."""
     found = batch_axes.has_batch(number)
     if found is None:
         raise UsageError(
@@ -265,7 +265,7 @@ def _summing_by_the_tape(
 
 
 def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor] | None:
-    """Return the tape's output gradients; None if no target has a loss per example."""
+    """Return the tape's output gradients, or None if no target has a loss per example."""
     if not all(isinstance(target, tf.Tensor) for target in targets):
         return None
     what = "the gradient of a tensor"

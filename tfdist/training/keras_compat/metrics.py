@@ -39,7 +39,7 @@ _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 
 @replaces(Metric, "__getattribute__", issue=f"{_KERAS}/metrics/metric.py#L167")
 def _in_a_step(original: Original, trace: StepTrace, self: Any, name: str) -> Any:
-    """Return an attribute; wrap `result` and `update_state` of any class for the step."""
+    """Return an attribute. Wrap `result` and `update_state` of any class for the step."""
     found = original(self, name)
     if name == "result" and trace.sources is not None:
         return functools.partial(_noted_result, found, trace)
@@ -231,7 +231,7 @@ def _is_number(value: Any) -> bool:
 def _update_once(
     update: Callable[..., Any], trace: StepTrace, metric: Metric, *args: Any, **kwargs: Any
 ) -> Any:
-    """Update a metric; update a user's own metric once per step if its arguments are numbers."""
+    """Update a metric. Update a user's own metric once per step if its arguments are numbers."""
     numbers = keras.tree.flatten([args, kwargs])
     is_own = not type(metric).update_state.__module__.startswith("keras.src.")
     if not is_own or not _is_partial(trace) or not all(map(_is_number, numbers)):

@@ -253,7 +253,7 @@ wholes_of: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDict
 
 
 def scattered(optimizer: Any, grads: list[Any], variables: Sequence[Any], trace: StepTrace) -> Any:
-    """Return this worker's part of the sum of each gradient; reduce the statistics, too.
+    """Return this worker's part of the sum of each gradient. Reduce the statistics, too.
 
     With two workers the sum of parts is bit-identical to the whole sum. With more, the order of
     additions would differ, so this function computes the whole sum and cuts it.

@@ -1,8 +1,8 @@
 """Sharded optimizer state: each worker updates its part of every variable (ZeRO stage 1).
 
 The optimizer is built on flat variables that hold this worker's part of each trainable variable,
-so its slots cover only the part. A step sums the gradients part by part, runs Keras' own update on
-the parts, and gathers the new weights (Rajbhandari et al., 2020,
+so its slots cover only the part. A step sums the gradients part by part. It runs Keras' own update
+on the parts and gathers the new weights (Rajbhandari et al., 2020,
 https://arxiv.org/abs/1910.02054). Each element sees the same operations as without sharding, so the
 results are bit-identical. Clipping by a norm gathers the gradients first, because a sum of partial
 sums can differ in its last bit.
@@ -149,7 +149,7 @@ def _innermost(optimizer: Any) -> Any:
 
 
 def _step_of(optimizer: Any) -> StepTrace:
-    """Return the trace of the step that applies the optimizer; raise UsageError outside steps."""
+    """Return the trace of the step that applies the optimizer. Raise UsageError outside steps."""
     trace = current()
     if trace is None or not trace.in_hook:
         raise not_sharded(

@@ -38,7 +38,7 @@ class BatchAxes:
         self.shapes: Sequence[Sequence[tf.TensorShape]] | None = None
 
     def has_batch(self, number: int) -> bool | None:
-        """Return whether the loss of this number has a batch axis; None if unknown."""
+        """Return whether the loss of this number has a batch axis, or None if unknown."""
         found = [shapes[number] for shapes in self.shapes or () if number < len(shapes)]
         ranks = {shape.rank for shape in found}
         if len(found) < 2 or len(ranks) > 1 or None in ranks:
@@ -133,7 +133,7 @@ class StepTrace:
         return [part for part in flat if part is not None]
 
     def rows(self) -> int | None:
-        """Return the number of examples in the batch; None if it is unknown until run time."""
+        """Return the number of examples in the batch, or None if it is unknown until run time."""
         shapes = [part.shape for part in tf.nest.flatten(self.batch) if part is not None]
         return shapes[0][0] if shapes and shapes[0].rank else None
 
@@ -142,7 +142,7 @@ _thread = threading.local()
 
 
 def current() -> StepTrace | None:
-    """Return the trace of this thread; None outside a tfdist step."""
+    """Return the trace of this thread, or None outside a tfdist step."""
     return getattr(_thread, "trace", None)
 
 
