@@ -1,7 +1,7 @@
 """Parameter server strategy: the code that only a ps job needs.
 
-`make_strategy` and the function that creates the engine import it, only in a ps job. Every task
-needs the modules of the first group. The chief needs both groups.
+Only a ps job imports this package. Every task needs the modules of the first group. The chief needs
+both groups.
 
     strategy      TensorFlow's strategy over the connected workers, and the placement of variables
     members       the connected workers (they may exit and return), and the loop of a server task

@@ -574,7 +574,7 @@ _DECIDING = ("update_state", "reset_state")
 
 
 def require_sums(program: StepProgram) -> None:
-    """Reject metrics that do not declare or support totals that add up over work units."""
+    """Reject metrics if their totals do not add up over work units or do not declare it."""
     for metric in _with_nested(program.keras_metrics):
         kinds = type(metric).__mro__
         definers = {name: next(k for k in kinds if name in vars(k)) for name in _DECIDING}

@@ -211,7 +211,7 @@ _LINE = re.compile(r"tfdist (chief|worker|ps)-(\d+): (.+)\n")
 def send_versions(config: TaskConfig) -> threading.Event:
     """Send this task's versions to the chief from a thread, when the chief's address answers.
 
-    Returns an event that is set after the send.
+    Returns an event that is set when the chief has answered.
     """
     received = threading.Event()
     line = f"tfdist {config.task}: {own_versions()}\n".encode()

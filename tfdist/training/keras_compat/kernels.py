@@ -43,12 +43,12 @@ _TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow"
 # decides which term this is (aggregate_ops.h). AddN sums the gradients of one tensor, and a pass of
 # the graph optimizer also turns any ``a + b + c`` into AddN. For two terms the order does not
 # matter. tfdist therefore adds terms one by one and disables that pass, which has no finer switch.
-# The pass made no step of a CNN, LSTM, ResNet or transformer faster by 1 % (float32 on a CPU, not
-# measured on GPUs).
+# Its other rewritings made no step of a CNN, LSTM, ResNet or transformer faster by 1 % (float32 on
+# a CPU, not measured on GPUs).
 #
-# Gradients are added from the last to the first. The last two are those of a mean and a variance,
-# in an order that differs between a tape around a layer and the layer's backward function. Added
-# first, they round the same in the stages of a pipeline and on one device.
+# Gradients are added from the last to the first. In a normalization the last two are those of mean
+# and variance. Their order differs between a tape around a layer and the layer's backward function.
+# Added first, they round the same in the stages of a pipeline and on one device.
 
 
 _thread = threading.local()
@@ -57,7 +57,7 @@ _thread = threading.local()
 def compiled(function: Callable[..., Any]) -> Any:
     """Return a `tf.function` without TensorFlow's warning of frequent tracing.
 
-    tfdist traces such a function once per program, so often in a process. TensorFlow would warn
+    tfdist traces such a function once per program, and a process has many. TensorFlow would warn
     of this (https://github.com/tensorflow/tensorflow/issues/34025) and has no public option to
     disable the warning for one function. Ended by: no release, TensorFlow 2.21 included.
     Sums have a fixed order, as in `adding_in_order`.
@@ -142,8 +142,8 @@ REPLACEMENTS.append(_ADD_N)
 # That kernel needs the workspace of oneDNN's own pool in the same graph. TensorFlow selects it only
 # if its pass over the nodes visits the pool before the gradient (mkl_layout_pass.cc). A loop of
 # steps has no first node: the start of the pass depends on names and on graph optimizations. The
-# other kernel is bit-identical and ten times slower on one thread. Therefore the gradient computes
-# the pool again, in a function of the two without a loop.
+# other kernel is bit-identical and ten times slower on one thread. Therefore the pool is computed
+# again beside its gradient, in a separate function without a loop.
 
 
 _AGAIN = "TfdistMaxPoolAgain"
@@ -204,8 +204,8 @@ def _has_pool(dtype: tf.DType) -> bool:
 # Each of Keras' kernels reads all activations, and as many kernels again compute the gradient. A
 # fused kernel reads them once. BatchNormalization uses TensorFlow's fused kernel.
 # LayerNormalization and GELU use kernels compiled by XLA. One product with the matrix of weights,
-# with the bias, replaces Keras' product per example. All of them round differently, so they are
-# off by default.
+# with the bias, replaces Keras' product per example. Fused kernels round differently from Keras, so
+# they are off by default.
 
 
 _fused: weakref.WeakSet[keras.Layer] = weakref.WeakSet()
@@ -257,7 +257,8 @@ def _by_fused_kernel(
         is_training=True,
     )
     # The kernel returns the sample variance, and Keras uses the population variance. Use a single
-    # product: TensorFlow may merge two products with constants, which changes the rounding.
+    # product: TensorFlow merges two products with constants if it knows the shape, which changes
+    # the rounding.
     count = tf.cast(tf.reduce_prod(tf.shape(inputs)[:3]), variance.dtype)
     new = 1.0 - self.momentum
     for moving, value, factor in (
