@@ -1,15 +1,15 @@
-"""Parameter server strategy: everything that only a ps job has.
+"""Parameter server strategy: the code that only a ps job needs.
 
-A ps job alone imports it: `make_strategy`, and where an engine is made. Every task needs the
-modules of the first group, the chief those of both.
+Only a ps job imports this package. Every task needs the modules of the first group. The chief needs
+both groups.
 
-    strategy      TensorFlow's strategy, over the workers that are there; where a variable is made
-    members       which workers these are, as they come, die and return; what a server task does
-    split         a variable in parts on several servers
+    strategy      TensorFlow's strategy over the connected workers, and the placement of variables
+    members       the connected workers (they may exit and return), and the loop of a server task
+    split         a variable split into parts on several servers
 
-    engine        ranges of steps are dispatched; what a work unit of them runs on a worker; and
-                  what comes back, metrics and staleness too, is added up
-    workers       the pool: work units, each to a worker that is free and alive, as stale as allowed
-    messages      what crosses between a worker and the servers: few messages
+    engine        dispatches ranges of steps, runs a work unit on a worker, and
+                  adds up the results, including metrics and staleness
+    workers       the pool: sends each work unit to a free live worker, within the staleness bound
+    messages      reduces the messages between a worker and the servers
     keras_compat  the workarounds for Keras that only these steps need
 """

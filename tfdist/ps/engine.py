@@ -1,8 +1,8 @@
 """Parameter server engine: the chief dispatches ranges of steps to workers.
 
-A step is one update by one worker. Each worker keeps the arrays it was sent once, and the metrics
-of its range; it returns them with the range, and the chief adds them up. Nothing that many workers
-write at once decides a count.
+A step is one update by one worker. The chief sends arrays to a worker once, and the worker keeps
+them. A worker returns the metrics of its range with the result, and the chief adds them up. Counts
+never depend on a variable that several workers write at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CLOSURES_PER_WORKER = 2
 
 
 class DispatchedBlock(NamedTuple):
-    """The steps ``[first, last)`` of a program on their way, and their future result."""
+    """Dispatched steps ``[first, last)`` of a program, and their future result."""
 
     program: StepProgram
     first: int
@@ -49,7 +49,7 @@ class DispatchedBlock(NamedTuple):
 
 
 class ParameterServerEngine:
-    """Runs a range of steps as work units of some steps each. Called by the chief alone."""
+    """Engine that runs a range of steps as work units. Only the chief calls it."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -57,21 +57,21 @@ class ParameterServerEngine:
         self._worker_pool = worker_pool_of(job.strategy, patience_s=options.startup_timeout_s)
         self._workers = len(self._worker_pool.shares)
         self._clock: UpdateClock | None = None
-        self._applied = 0  # when nobody worked last, by the clock
-        self._completed = 0  # since then
+        self._applied = 0  # the clock when the workers were last idle
+        self._completed = 0  # steps since then
         self._work: dict[StepProgram, Work] = {}
         self._under_way: list[DispatchedBlock] = []
 
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
-        """Run the steps ``[first, last)`` on whatever workers there are.
+        """Run the steps ``[first, last)`` on the live workers.
 
-        Waits for all of them, or where the next range `goes_on` from here, until the last one has
-        begun, so that no worker waits for the others' last work units.
+        Waits until all steps are done. If the next range continues from here (`goes_on`), waits
+        only until the last work unit has started. This way no worker idles between ranges.
         """
         if program not in self._work:
-            for variable in program.metrics:  # of a new run, or one of another program
+            for variable in program.metrics:  # of a new run, or of another program
                 require(
                     not np.any(variable.numpy()),
                     "metrics",
@@ -95,27 +95,27 @@ class ParameterServerEngine:
         if goes_on:
             with self._nothing_left_after_an_error():
                 self._worker_pool.wait_until_begun()
-            # In their order, so that sums are the same whoever was first.
+            # In order of dispatch, so that sums do not depend on which worker finished first.
             self._take(list(itertools.takewhile(lambda p: p.future.done(), self._under_way)))
         else:
             self.finish(program)
         return work.logs
 
     def finish(self, program: StepProgram) -> dict[str, float]:
-        """Wait for what `run` has left under way; return the last step's logs."""
+        """Wait for the work units that `run` left in flight. Return the last step's logs."""
         self._take(list(self._under_way))
         return self._work[program].logs if program in self._work else {}
 
     def close(self) -> None:
-        """Forget what no worker has begun, and wait until what they have begun has ended."""
+        """Cancel work units that have not started, and wait for the others to end."""
         self._worker_pool.drop()
         begun = [unit.future for unit in self._under_way if not unit.future.cancelled()]
         self._under_way.clear()
         concurrent.futures.wait(begun)
         if begun and self._clock is not None:
-            # Of the steps that an error has ended nobody knows which were applied, and how often.
+            # After an error the number of applied steps is unknown: restart both counts.
             self._completed = 0
-            with contextlib.suppress(tf.errors.OpError):  # the ps may be what has ended
+            with contextlib.suppress(tf.errors.OpError):  # the ps may have exited
                 self._applied = self._clock.applied
 
     @property
@@ -129,14 +129,14 @@ class ParameterServerEngine:
                 self._under_way.remove(unit)
         if units and not self._under_way:
             self._work[units[-1].program].rests()
-            if self._clock is not None:  # it is exact only while nobody works
+            if self._clock is not None:  # exact only while all workers are idle
                 before, self._applied = self._applied, self._clock.applied
                 self._worker_pool.account.applied_twice += self._applied - before - self._completed
                 self._completed = 0
 
     @contextlib.contextmanager
     def _nothing_left_after_an_error(self) -> Iterator[None]:
-        """Where waiting ends with an error, no worker changes the model any more."""
+        """Close the engine on an error, so that workers stop updating the model."""
         try:
             yield
         except BaseException:
@@ -144,7 +144,7 @@ class ParameterServerEngine:
             raise
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
-        """Yield each step's outputs, in order; a few steps a worker are under way at a time."""
+        """Yield each step's outputs, in order, with a few steps per worker in flight."""
         self._prepared(program, outputs=True)
         waiting: collections.deque[Future[Done]] = collections.deque()
         for step in range(first, last):
@@ -159,7 +159,7 @@ class ParameterServerEngine:
             work.totals = None
 
     def publish_metrics(self, program: StepProgram) -> None:
-        """Put the totals that workers have returned into the model's metrics."""
+        """Write the totals that workers have returned to the model's metrics."""
         work = self._work.get(program)
         if work is None or work.totals is None:
             return
@@ -173,7 +173,7 @@ class ParameterServerEngine:
     publish_state = publish_metrics  # the rest of the state is on the servers
 
     def take_state(self, program: StepProgram) -> None:
-        """Start from the totals that are in the model's metrics."""
+        """Set the totals from the model's metrics."""
         flat = [np.asarray(v.numpy(), np.float64).ravel() for v in program.metrics]
         self._prepared(program).totals = np.concatenate([*flat, np.zeros(0)])
 
@@ -210,10 +210,10 @@ class ParameterServerEngine:
 
 
 def steps_of_a_unit(*, most: int, workers: int, max_staleness: int | None) -> int:
-    """Return how long work units may be that still let as many workers as can be work at a time.
+    """Return the most steps per work unit that still keep as many workers busy as possible.
 
-    With a bound of k at most k + 1 work at a time. Half of the bound is for the work units that are
-    under way when one begins, half for those that begin while it is.
+    With a staleness bound of k, at most k + 1 workers run at a time. Half of the bound is for work
+    units in flight when a unit starts. The other half is for units that start during it.
     """
     if max_staleness is None:
         return most
@@ -221,14 +221,14 @@ def steps_of_a_unit(*, most: int, workers: int, max_staleness: int | None) -> in
     return most if not others else min(most, max(1, max_staleness // (2 * others)))
 
 
-# Closure of a ps job: a range of a program's steps, traced once, and what its calls return.
+# Closure of a ps job: a range of a program's steps, traced once, and the results of its calls.
 
 
 class _Carried(NamedTuple):
-    """What a step of a work unit hands to the next: tensors, and lists of them.
+    """State that a step of a work unit passes to the next step.
 
-    Its `logs` are float32 ``[numbers]``, its `counts` those of each optimizer. `rows` are the notes
-    of observers, `ages` the lists of `UpdateClock.step`, `totals` the metrics'.
+    `logs` are float32 ``[numbers]``, and `counts` the update counts of the optimizers. `rows` are
+    the observers' records, `ages` the lists of `UpdateClock.step`, `totals` the metric variables.
     """
 
     step: tf.Tensor
@@ -240,7 +240,7 @@ class _Carried(NamedTuple):
 
 
 class Work:
-    """A program, traced for the workers of a job, and the results of its steps."""
+    """Program traced for the workers of a job, with the results of its steps."""
 
     def __init__(
         self,
@@ -250,48 +250,48 @@ class Work:
         clock: UpdateClock | None = None,
         outputs: bool = False,
     ) -> None:
-        """Trace the program: here once, as many threads at once might each trace it."""
-        self.totals: np.ndarray | None = None  # of the metrics since they were reset
+        """Trace the program once, before several threads could each trace it."""
+        self.totals: np.ndarray | None = None  # of the metrics since their last reset
         self.logs: dict[str, Any] = {}  # of the last step with a result
         self._program = program
         self._strategy = strategy
         self._clock = clock
         self._num_totals = sum(int(np.prod(v.shape)) for v in program.metrics)
         self._log_shapes: dict[str, tuple[int, ...]] = {}
-        # Counts of the optimizers that each step applies, and what it adds to each of them; their
-        # values before step 0, and when no step was under way any more.
+        # The count of each optimizer that a step applies, and the step's increment of that count.
+        # Then the values of the counts before step 0, and when the workers were last idle.
         self._counted: list[Any] = []
         self._counts_each = np.zeros(0, np.int64)
         self._counts_of_step_0: np.ndarray | None = None
         self._counts_at_rest: np.ndarray | None = None
-        # Each worker's iterator, with the life of the worker in which it was made.
+        # Iterator of each worker, with the incarnation of the worker that created it.
         self._data: dict[int, tuple[int, Any]] = {}
         self._dataset = compiled(program.feed.worker_dataset).get_concrete_function()
         iterator = tf.data.IteratorSpec(self._dataset.structured_outputs.element_spec)
-        # The first step, the one after the last, and each optimizer's count before the first.
+        # First step, last step + 1, and the count of each optimizer before the first step.
         numbers = tf.TensorSpec([None], tf.int64)
         traced = compiled(self._outputs if outputs else self._steps)
         self._closure = traced.get_concrete_function(iterator, numbers)
 
     def count_from(self, step: int) -> None:
-        """Have what optimizers count follow the step from here on, while none is under way.
+        """Set the optimizers' counts for `step`. Call it only if no step is in flight.
 
-        They go on from where this program's steps have brought them, unless somebody has changed
-        them since `rests`, such as another program of the same optimizer or a callback.
+        The counts continue from the last step of this program. If a callback or another program
+        with the same optimizer has changed them since `rests`, they continue from the new values.
         """
         counts = self._counts()
         if self._counts_at_rest is None or np.any(counts != self._counts_at_rest):
             self._counts_of_step_0 = counts - step * self._counts_each
 
     def rests(self) -> None:
-        """Note that no step is under way any more."""
+        """Record the counts now that no step is in flight."""
         self._counts_at_rest = self._counts()
 
     def _counts(self) -> np.ndarray:
         return np.array([count.numpy() for count in self._counted], np.int64)
 
     def __call__(self, first: int, last: int, incarnation: WorkerIncarnation) -> Any:
-        """Run the steps ``[first, last)`` on a worker; return what comes of them, on this task."""
+        """Run the steps ``[first, last)`` on a worker. Return their results on this task."""
         life, given = self._data.get(incarnation.worker_index, (0, None))
         if life != incarnation.life:
             given = iter(self._dataset())
@@ -304,7 +304,7 @@ class Work:
         return keras.tree.map_structure(_fetched, found)
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
-        """Take in the totals and log of a range; return the staleness of its steps."""
+        """Add the totals and set the logs of a range. Return the staleness of its steps."""
         totals, rest = np.split(numbers, [self._num_totals])
         self.totals = totals if self.totals is None else self.totals + totals
         logs: dict[str, Any] = {}
@@ -322,7 +322,7 @@ class Work:
         return found
 
     def _steps(self, data: Any, numbers: tf.Tensor) -> Any:
-        """Run the steps; return what `take` takes apart, and what was recorded."""
+        """Run the steps. Return the vector that `take` splits, and the observers' rows."""
         first, last = numbers[0], numbers[1]
         part_of = self._program.feed.worker_parts(data, first, last)
         program, steps = self._program, last - first
@@ -351,12 +351,12 @@ class Work:
             parallel_iterations=1,
         )[0]
         stale = self._clock.staleness(end.ages) if self._clock else tf.zeros([0])
-        # As one vector: each tensor would be a message of its own.
+        # One vector, because each tensor would be a separate message.
         parts = [tf.reshape(tf.cast(p, tf.float64), [-1]) for p in (*end.totals, end.logs, stale)]
         return tf.concat(parts, 0), [[row.stack() for row in noted] for noted in end.rows]
 
     def _turn(self, given: _Carried, first: tf.Tensor, part_of: Callable[..., Part]) -> _Carried:
-        """Run one step, and rewire its messages once all of it is traced."""
+        """Run one step, and rewire its messages after the whole step is traced."""
         clock, observers = self._clock, self._program.observers
         graph = tf.compat.v1.get_default_graph()
         before, position = len(graph.get_operations()), given.step - first
@@ -404,7 +404,7 @@ class Work:
         counts: UpdateCounts | None = None,
         watcher: contextlib.AbstractContextManager[Any] | None = None,
     ) -> tuple[Any, Any]:
-        """Run one step; return what it returned, and the metric totals after it."""
+        """Run one step. Return its result and the metric totals after it."""
         program = self._program
         returned: list[Any] = []
         local = dict(zip(map(id, program.metrics), totals, strict=False))
@@ -427,7 +427,7 @@ class Work:
 
 
 def _fetched(value: Any) -> Any:
-    """Return a worker's result as an array or a number; what is ragged or sparse stays so."""
+    """Return a worker's result as an array or number. Ragged and sparse values keep their type."""
     if isinstance(value, tf.Tensor):
         return value.numpy()
     with tf.device("/job:chief/replica:0/task:0/device:CPU:0"):
@@ -438,8 +438,8 @@ def _fetched(value: Any) -> Any:
 
 # Staleness of a step, measured by counters on the parameter servers.
 #
-# What a counter does at each step, its server does alone: no step waits for it, and none sends a
-# message for it.
+# Only the server of a counter runs the counter's operations at each step. No step waits for them
+# or sends a message for them.
 
 
 _NO_LIMIT = 2**62
@@ -449,7 +449,7 @@ _T = TypeVar("_T")
 
 
 class UpdateClock:
-    """A counter on each of the servers, by their devices."""
+    """Counter of updates on each server, by device."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._counts: dict[str, Any] = {}
@@ -462,11 +462,11 @@ class UpdateClock:
 
     @property
     def applied(self) -> int:
-        """The updates so far, by all workers, on the server that has seen most of them."""
+        """Number of updates so far by all workers, on the server with the most updates."""
         return max(int(count.numpy()) for count in self._counts.values())
 
     def begin(self) -> list[tf.Tensor]:
-        """Begin a range of steps, in graph; return what `step` takes from step to step."""
+        """Begin a range of steps, in graph. Return the empty `ages` for the first `step`."""
         ages = []
         for device in self._counts:
             with tf.device(device):
@@ -482,11 +482,11 @@ class UpdateClock:
     def step(
         self, ages: list[tf.Tensor], *, work: Callable[[VariableWatcher], _T]
     ) -> tuple[_T, list[tf.Tensor]]:
-        """Trace a step's `work`; return its result, and `ages` with what this step has found.
+        """Trace a step's `work`. Return its result, and `ages` with this step's staleness.
 
-        Each server whose variables the step trains counts it once it has written them; the first
-        server does if it trains none. `work` enters the watcher that it is called with in the
-        thread that traces the step. `look_first` has to follow when all of the step is traced.
+        A server counts the step after its write of the variables that the step trains. If the step
+        trains no variables, the first server counts it. `work` enters its argument, the watcher, in
+        the thread that traces the step. Call `look_first` after the whole step is traced.
         """
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
@@ -505,7 +505,7 @@ class UpdateClock:
         kept = dict(zip(self._counts, ages, strict=True))
         for device in self._counting:
             with tf.device(device), tf.control_dependencies(writes.get(device, [])):
-                # Adds and returns what was there before it, in one operation.
+                # Adds 1 and returns the value before it, in one operation.
                 number = tf.raw_ops.ResourceCountUpTo(
                     resource=self._counts[device].handle, limit=_NO_LIMIT, T=tf.int64
                 )
@@ -515,10 +515,10 @@ class UpdateClock:
         return result, list(kept.values())
 
     def look_first(self, operations: Sequence[Any]) -> None:
-        """Have the step look at a server's clock before it does anything else there.
+        """Make the step read a server's clock before any other operation on that server.
 
-        Given all operations of the step. What it reads within a condition or a loop is left alone:
-        to wait there would cost a message.
+        Takes all operations of the step. Reads within a condition or a loop do not wait for the
+        clock, because the wait would cost a message.
         """
         clocks = {id(count.handle) for count in self._counts.values()}
         for op in operations:
@@ -529,9 +529,9 @@ class UpdateClock:
                 op._add_control_input(self._begun[device].op)
 
     def staleness(self, ages: list[tf.Tensor]) -> tf.Tensor:
-        """Return how many updates of others there were from before each step until its own.
+        """Return the number of other workers' updates between each step's read and its write.
 
-        On that server on which there were most.
+        Of all servers, the largest number counts.
         """
         found = []
         for device, kept in zip(self._counts, ages, strict=True):
@@ -554,7 +554,7 @@ def _variables_of(op: Any) -> list[Any]:
 def _writes(op: Any) -> bool:
     """Return whether an operation may write.
 
-    A loop that only reads, as a recurrent layer's, does not: to wait for it would cost a message.
+    A loop that only reads (as in recurrent layers) does not: the wait would cost a message.
     """
     if op.type in _LOOPS:
         body = op.graph._get_function(op.get_attr("body").name)
@@ -562,11 +562,11 @@ def _writes(op: Any) -> bool:
     return bool(op.type.startswith(_WRITES)) and op.type not in READS
 
 
-# Metrics of a ps job: their totals add up over work units; others are refused.
+# Metrics of a ps job: their totals must add up over work units. Other metrics are rejected.
 #
-# A work unit begins at zero and returns what its steps have added; the chief adds that up. So every
-# variable of a metric has to be a sum over the examples. Keras' own metrics are. A metric with an
-# `update_state` or a `reset_state` of its own says that it is one by the attribute `adds_up`.
+# A work unit starts at zero and returns its totals, and the chief adds them up. Each variable of a
+# metric must therefore be a sum over the examples. Keras' own metrics meet this condition. A metric
+# with its own `update_state` or `reset_state` must declare it with the attribute `adds_up`.
 
 
 _BY_KERAS = "keras.src."
@@ -574,7 +574,7 @@ _DECIDING = ("update_state", "reset_state")
 
 
 def require_sums(program: StepProgram) -> None:
-    """Refuse metrics whose totals do not add up over work units, or do not say so."""
+    """Reject metrics if their totals do not add up over work units or do not declare it."""
     for metric in _with_nested(program.keras_metrics):
         kinds = type(metric).__mro__
         definers = {name: next(k for k in kinds if name in vars(k)) for name in _DECIDING}

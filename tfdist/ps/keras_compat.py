@@ -1,7 +1,7 @@
-"""The workarounds for Keras that only a step with parameter servers needs.
+"""Workarounds for Keras that only a step with parameter servers needs.
 
-Put in place with those of `tfdist.training.keras_compat`, once `tfdist.ps` is imported, which a ps
-job alone does; what else such a step needs is found here, too.
+They are installed with those of `tfdist.training.keras_compat` if `tfdist.ps` is imported, which
+only a ps job does. The module also exports the other helpers that such a step needs.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ __all__ = [
 
 
 class UpdateCounts:
-    """What optimizers have for their counts while a step is traced; made in the step's graph.
+    """Update counts that optimizers see while a step is traced. Create it in the step's graph.
 
     Args:
-      given: updates that the steps before this one make, int64 ``[optimizers]``, as many as were
-        found to be `followed` when the step was traced.
+      given: Updates made by the earlier steps, int64 ``[optimizers]``, one number for each of the
+        variables in `followed`.
     """
 
     def __init__(self, given: tf.Tensor) -> None:
@@ -53,7 +53,7 @@ class UpdateCounts:
         self._graph = tf.compat.v1.get_default_graph()
 
     def follow(self, variable: Variable) -> None:
-        """Take over an optimizer's count, unless a condition decides about its updates."""
+        """Replace an optimizer's count, except if a condition decides on its updates."""
         if self._in_step() and self._place(variable) is None:
             self.followed.append(variable)
             self.each.append(0)
@@ -64,7 +64,7 @@ class UpdateCounts:
             self.each[place] += 1
 
     def value(self, variable: Variable) -> tf.Tensor | None:
-        """What a count is in this step; None for another variable, and within an update."""
+        """Return a count in this step. Return None for other variables and in an update."""
         place, in_update = self._place(variable), distribute_lib.get_update_replica_id() is not None
         if place is None or (in_update and not self._also_in_updates):
             return None
@@ -72,7 +72,7 @@ class UpdateCounts:
 
     @contextlib.contextmanager
     def also_in_updates(self) -> Iterator[None]:
-        """Count are those of the step within an update as well."""
+        """Use the step's counts within an update as well."""
         before, self._also_in_updates = self._also_in_updates, True
         try:
             yield
@@ -89,10 +89,10 @@ class UpdateCounts:
         return next((i for i, one in enumerate(self.followed) if one is variable), None)
 
 
-# The learning rate is that of the step that was dispatched, in an update too.
+# An update uses the learning rate of the dispatched step.
 #
-# Within an update the count of an optimizer is the server's (see `UpdateCounts`), and there Keras
-# asks for the learning rate once more, to have weights decay by it.
+# Within an update an optimizer sees the server's count (see `UpdateCounts`). Keras computes the
+# learning rate there a second time, for weight decay.
 # Ended by: no release, Keras 3.15.1 included.
 
 
@@ -104,10 +104,10 @@ def _of_the_step(original: Original, trace: StepTrace, self: Any) -> Any:
         return original(self)
 
 
-# A loss scale grows also where workers have counted past the step at which it does.
+# A loss scale also grows if workers have counted past its growth step.
 #
-# Keras asks whether the count equals that step. Two workers that both read the number before it add
-# one each, and no step equals it any more: the scale would not grow until gradients overflow.
+# Keras tests whether the count equals that step. If two workers read the count before it and both
+# add 1, the count skips that step. The scale would then not grow until gradients overflow.
 # Ended by: no release, Keras 3.15.1 included.
 
 
@@ -124,18 +124,18 @@ def _growing_past_the_step(
     original(self, grads, trainable_variables)
 
 
-# What the workers of a ps job accumulate is neither lost nor counted twice.
+# Gradient accumulation of several workers loses no gradient and counts each gradient once.
 #
-# Keras reads a sum of gradients, adds to it and writes it; an update reads the sums by way of the
-# worker, and sets them to 0 when it is done. What others add meanwhile is lost, and two updates at
-# once take the same. Here a gradient is added in one operation, and an update takes from a sum what
-# it reads there, on the server and under a lock. What is not finite has no difference: it begins
-# anew, as under Keras.
+# Keras reads a sum of gradients, adds to it and writes it. An update reads the sums on the worker
+# and sets them to 0 at its end. Gradients that others add meanwhile are lost, and two simultaneous
+# updates use the same sum. Here one operation adds a gradient. An update subtracts from a sum the
+# value that it read, on the server and under a lock. Elements that are not finite restart at 0, as
+# in Keras.
 # Ended by: no release, Keras 3.15.1 included.
 
 
 def taken(variable: Any, trace: StepTrace) -> tf.Tensor:
-    """Take a sum of gradients that is in `trace.taken` off its server, once in a step."""
+    """Return a sum of gradients in `trace.taken`, subtracted from its server once per step."""
     parts = trace.taken[id(variable)]
     if not parts:
         for part in parts_of(variable._value):
@@ -161,7 +161,7 @@ def _take(part: Any) -> tf.Tensor:
 
         done = tf.cond(tf.reduce_all(is_finite), subtract, begin_anew)
     with tf.control_dependencies([done]):
-        tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)  # which holds it until then
+        tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)  # holds the lock until then
     return mine
 
 
@@ -200,12 +200,12 @@ def _are_on_servers(variables: Iterable[Any]) -> bool:
     return all(server_of(part) is not None for one in variables for part in parts_of(one))
 
 
-# Averages of weights are taken on the parameter servers, and begin with the first update there.
+# The parameter servers compute the averages of weights, from the first update on the server.
 #
-# Keras takes them in the step: by way of the worker, which reads weights and averages once more and
-# sends the new averages, while others do the same. And they begin in the step whose number is 0. Of
-# the first steps under ps any may come first, and one that then puts the averages in the place of
-# the weights would take what has not begun.
+# Keras computes them in the step, on the worker. The worker reads weights and averages again and
+# sends the new averages, while other workers do the same. Keras starts the averages in step 0.
+# Under ps another step may be the first to finish. If that step replaced weights by averages, it
+# would use averages that have not started.
 # Ended by: no release, Keras 3.15.1 included.
 
 
@@ -218,7 +218,7 @@ def _on_their_servers(
         return original(self, trainable_variables)
 
     def update(weight: Any, average: Any) -> None:
-        # The count is the server's here, as in any update.
+        # `iterations` is the server's count here, as in any update.
         is_begun = tf.cast(tf.not_equal(self.iterations, 0), weight.dtype)
         momentum = is_begun * tf.cast(self.ema_momentum, weight.dtype)
         before, now = tf.convert_to_tensor(average), tf.convert_to_tensor(weight)
@@ -233,10 +233,10 @@ def _on_their_servers(
     return None
 
 
-# Muon's weights decay on the parameter servers, in one operation each.
+# The parameter servers apply Muon's weight decay, in one operation per weight.
 #
-# It has a weight decay of its own, which reads a weight and writes it, by way of the worker: what
-# others have written since the step read it is lost.
+# Muon has its own weight decay, which reads and writes each weight on the worker. Writes by other
+# workers between that read and that write are lost.
 # Ended by: no release, Keras 3.15.1 included.
 
 
@@ -258,11 +258,11 @@ def _subtracted(original: Original, trace: StepTrace, self: Any, variables: Any)
             )
 
 
-# A variable is constrained on the parameter server that holds it.
+# The parameter server that holds a variable applies its constraint.
 #
-# Keras reads what it has updated, constrains it and writes it back. By way of the worker the
-# variable crosses the network twice, and what others write until it is back is lost. A variable in
-# parts goes that way all the same, as a constraint may need it whole.
+# Keras reads the updated variable, constrains it and writes it back. On the worker, this sends the
+# variable over the network twice, and loses the writes of other workers in between. The worker
+# still constrains a split variable, because a constraint may need the whole value.
 # Ended by: no release, Keras 3.15.1 included.
 
 
@@ -279,15 +279,15 @@ def _on_its_server(original: Original, trace: StepTrace, self: Any) -> Callable[
     return on_its_server
 
 
-# The metrics of a ps job live in the step and not in their variables. A tensor that a condition, a
-# loop or a function makes is not to be had outside of it, so they are updated in the step itself.
+# The step holds the metrics of a ps job in tensors, not in variables. A tensor created in a
+# condition, loop or function cannot be used outside, so updates must be in the step itself.
 
 
 def hold(variable: Any, value: tf.Tensor, trace: StepTrace) -> None:
-    """Have `value` be that of a variable which lives in the step, from here on.
+    """Set the value of a variable that the step holds in a tensor.
 
     Raises:
-      UsageError: in a condition, a loop or a function within the step.
+      UsageError: The call is in a condition, loop or function within the step.
     """
     require(
         trace.is_in_step(),

@@ -1,10 +1,10 @@
-"""Workers that a ps job's chief is connected to; each may leave and return.
+"""Workers that a ps job's chief is connected to. Each may exit and return.
 
-TensorFlow's own coordinator connects to every declared worker or to none: it waits at the start
-until all are up, and after several deaths until all are back
-(tensorflow/python/distribute/coordinator/cluster_coordinator.py, `WorkerPreemptionHandler`). But
-its runtime takes a cluster in which tasks are absent, and takes another such cluster at any time.
-So the cluster it is given here is that of the workers that answer. Seen on TensorFlow 2.21.
+TensorFlow's own coordinator connects to all declared workers or to no worker. It waits for all of
+them at the start, and again after several deaths
+(tensorflow/python/distribute/coordinator/cluster_coordinator.py, `WorkerPreemptionHandler`). The
+runtime, however, accepts a cluster with absent tasks, and accepts a new cluster at any time. This
+module gives the runtime a cluster of only the workers that answer. Seen on TensorFlow 2.21.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from tfdist.strategy.rendezvous import (
 )
 
 _LOG = logging.getLogger(__name__)
-_STEADY_S = 0.5  # how long a worker must answer: one that is being killed does for a moment
+_STEADY_S = 0.5  # time a worker must answer: a killed worker still answers briefly
 _UPDATE_TIMEOUT_S = 30.0
 
 
 class Members:
-    """The workers that the chief of a ps job is connected to. Safe to use from any thread."""
+    """Workers that the chief of a ps job is connected to. Thread-safe."""
 
     def __init__(self, cluster: ClusterSpec, *, min_workers: int | None = None) -> None:
         self._cluster = cluster
@@ -69,7 +69,7 @@ class Members:
         self.server_devices = [
             f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(self.num_ps)
         ]
-        self.connected: frozenset[int] = frozenset()  # indices of the workers that get work
+        self.connected: frozenset[int] = frozenset()  # indices of workers that get work
         self._updating = threading.Lock()
         self._noting = threading.Lock()  # never held for long
         self._is_stuck = False
@@ -77,11 +77,11 @@ class Members:
     def wait(
         self, config: TaskConfig, *, timeout_s: float, versions: VersionHandshake
     ) -> frozenset[int]:
-        """Return the workers that are there once all are, or enough of them after `timeout_s`.
+        """Return the workers that answer: all of them, or at least `min_workers` at the timeout.
 
         Raises:
-          StartupTimeout: a ps, or too many workers, did not come; the message names them.
-          UsageError: one of them has another version than this task.
+          StartupTimeout: A ps or too many workers did not answer. The message names them.
+          UsageError: A task has other versions than this task.
         """
         tasks = [task for task in self._cluster.tasks() if task.type in ("ps", "worker")]
         missing = wait_for_answers(config, tasks, timeout_s=timeout_s)
@@ -96,7 +96,7 @@ class Members:
         return workers
 
     def missing(self) -> list[Task]:
-        """Return the parameter servers at whose address nothing answers now."""
+        """Return the parameter servers that do not answer now."""
         servers = [task for task in self._cluster.tasks() if task.type == "ps"]
         return missing_peers(self._cluster, servers)
 
@@ -104,7 +104,7 @@ class Members:
         return answers(self._cluster.worker[worker])
 
     def spec(self, workers: Collection[int]) -> tf.train.ClusterSpec:
-        """Return the cluster as if only `workers` had been declared, each under its own index."""
+        """Return the cluster with only these `workers`. Each keeps its index."""
         cluster = self._cluster
         return tf.train.ClusterSpec(
             {
@@ -115,8 +115,8 @@ class Members:
         )
 
     def connect(self, workers: Collection[int]) -> None:
-        """Connect to `workers` and all ps; the first call, before anything is placed on them."""
-        # As TensorFlow's own coordinator: one call to a worker at a time, none of them waited for.
+        """Connect to `workers` and all ps. Call it before creating anything on them."""
+        # As in TensorFlow's coordinator: one call to a worker at a time, without waiting for it.
         os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
         os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
         filters = server_lib.ClusterDeviceFilters()
@@ -132,7 +132,7 @@ class Members:
 
     @classmethod
     def of(cls, strategy: tf.distribute.Strategy) -> Members:
-        """The members of a ps job, also of a strategy that TensorFlow connected to all at once."""
+        """Return a strategy's members. Create them if TensorFlow connected it to all workers."""
         members = getattr(strategy, "members", None)
         if isinstance(members, cls):
             return members
@@ -144,7 +144,7 @@ class Members:
         return members
 
     def admit(self, worker: int) -> bool:
-        """Connect to a worker that has come or come back; False while it does not answer."""
+        """Connect to a worker that started or restarted. Return False if it does not answer."""
         if self._is_stuck or not self.answers(worker):
             return False
         time.sleep(_STEADY_S)
@@ -158,7 +158,7 @@ class Members:
             try:
                 if self._is_stuck or not self._updated(definition):
                     return False
-            except tf.errors.OpError as error:  # one of them died meanwhile: the next call tells
+            except tf.errors.OpError as error:  # a worker died meanwhile: the next call finds it
                 _LOG.debug("worker-%d could not be connected to yet: %s", worker, error)
                 return False
             with self._noting:
@@ -170,9 +170,9 @@ class Members:
             self.connected = self.connected - {worker}
 
     def _updated(self, definition: Any) -> bool:
-        """Tell the runtime who is there; False, for ever, when it does not come back from that.
+        """Give the runtime the new cluster. Return False if the call hangs or hung before.
 
-        It waits without a limit for a worker that dies at that moment.
+        The call waits without a timeout for a worker that dies during it.
         """
         done: Future[None] = Future()
 
@@ -194,10 +194,10 @@ class Members:
         return not self._is_stuck
 
 
-# The versions of a ps job are compared where its tasks meet. A worker or ps sends its own to the
-# chief, a line of text to what answers at the chief's address. Until all are there that is a
-# listener of ours, which answers. Afterwards, or in a chief that has made its strategy by itself,
-# it is TensorFlow's server, which greets everybody and hangs up on who does not speak gRPC.
+# The chief of a ps job compares the versions of all tasks. A worker or ps sends a line with its
+# versions to the chief's address. Until all tasks have connected, our own listener answers there.
+# Later, or if the chief's script creates its own strategy, TensorFlow's server answers. That server
+# sends a greeting to any client and closes connections that do not use gRPC.
 
 
 _RETRY_S = 0.1
@@ -209,9 +209,9 @@ _LINE = re.compile(r"tfdist (chief|worker|ps)-(\d+): (.+)\n")
 
 
 def send_versions(config: TaskConfig) -> threading.Event:
-    """Send the chief this task's versions from a thread, as soon as something answers there.
+    """Send this task's versions to the chief from a thread, when the chief's address answers.
 
-    Returns what is set then.
+    Returns an event that is set when the chief has answered.
     """
     received = threading.Event()
     line = f"tfdist {config.task}: {own_versions()}\n".encode()
@@ -233,7 +233,7 @@ def send_versions(config: TaskConfig) -> threading.Event:
 
 
 class VersionHandshake:
-    """Versions that the tasks of a job have sent to its chief."""
+    """Versions that the tasks of a job send to its chief."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._config = config
@@ -241,7 +241,7 @@ class VersionHandshake:
 
     @contextlib.contextmanager
     def receiving_at(self, listener: socket.socket) -> Iterator[None]:
-        """Receive from all who connect, until the end of the block."""
+        """Receive versions from all clients until the block ends."""
         end = threading.Event()
         thread = threading.Thread(target=self._receive_all, args=(listener, end), daemon=True)
         thread.start()
@@ -250,13 +250,13 @@ class VersionHandshake:
         finally:
             end.set()
             with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # ends `accept`, which keeps the port
+                listener.shutdown(socket.SHUT_RDWR)  # ends `accept`, which holds the port
             thread.join()
 
     def require_same(self, tasks: Collection[Task]) -> None:
-        """Raise UsageError for one of the tasks that has another version than this process.
+        """Raise UsageError if one of the tasks has other versions than this process.
 
-        Of those that are there; each is given a moment to send it, as some never do.
+        Waits at most 3 s for the versions, because some tasks never send them.
         """
         end_s = time.monotonic() + _VERSIONS_TIMEOUT_S
         while not self._found.keys() >= set(tasks) and time.monotonic() < end_s:
@@ -273,13 +273,13 @@ class VersionHandshake:
         while not end.is_set():
             try:
                 client, _ = listener.accept()
-            except OSError:  # the end, or no descriptor is left for a moment
+            except OSError:  # the end, or no file descriptor is free
                 end.wait(_RETRY_S)
                 continue
-            # Each in a thread of its own: one that speaks slowly holds up nobody.
+            # One thread per client, so that a slow client does not block the others.
             try:
                 threading.Thread(target=self._receive, args=(client,), daemon=True).start()
-            except RuntimeError:  # no thread is to be had: it comes again
+            except RuntimeError:  # cannot start a thread: the client retries
                 client.close()
 
     def _receive(self, client: socket.socket) -> None:
@@ -292,7 +292,7 @@ class VersionHandshake:
             task = Task(kind, int(index))
             if task in self._config.cluster.tasks():
                 self._found[task] = versions
-            else:  # answered as well, so that it does not come again
+            else:  # answer it too, so that the client stops sending
                 _LOG.warning(
                     "ignored the versions that %s sent from %s: the cluster has no such task",
                     *(task, client.getpeername()[0]),
@@ -300,18 +300,18 @@ class VersionHandshake:
             client.sendall(b"tfdist: heard\n")
 
 
-# Server loop of a worker or ps task: serve the chief until it is gone.
+# Server loop of a worker or ps task: serve the chief until the chief exits.
 
 
 def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
-    """Serve this task's devices to the chief, and end the process when the chief has gone.
+    """Serve this task's devices to the chief, and exit the process after the chief exits.
 
-    `tf.distribute.Server.join` never returns; so the chief's port is asked once a second. The
-    exit code is 0 after a chief that was there, 75 when none came within `timeout_s`, 143 on
-    SIGTERM.
+    `tf.distribute.Server.join` never returns, so this function polls the chief's port every second.
+    The exit code is 0 if the chief connected and exited, 75 if it did not connect within
+    `timeout_s`, and 143 on SIGTERM.
     """
     stop = threading.Event()
-    # A scheduler's warning goes to all tasks: the chief saves, and needs its servers for that.
+    # A scheduler warns all tasks. The chief then saves, and needs its servers for the save.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     keep_freed_memory(os.environ)
     protos = tf.compat.v1.ConfigProto()
@@ -329,7 +329,7 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
         )
     met = send_versions(config)
     phases.enter("serve")
-    # TensorFlow's own handler swallows SIGTERM: ours is set once the server is up.
+    # TensorFlow's own handler ignores SIGTERM, so set ours after the server starts.
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     _LOG.info("%s serves at %s", config.task, config.cluster.address(config.task))
     code = wait_for_chief_to_end(config, stop=stop, timeout_s=timeout_s, met=met)
@@ -343,18 +343,18 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
 # Memory allocator settings of a ps server: freed tensor memory is kept.
 
 
-# Of <malloc.h>. The values are those to which glibc goes by itself in a process that has freed a
-# block of 32 MiB: larger ones are of their own, less than twice as much free memory is kept.
+# From <malloc.h>. glibc sets the same values after a process has freed a block of 32 MiB. Larger
+# blocks are mapped separately, and glibc keeps at most 64 MiB of free memory.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE_BYTES = 2**25
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:
-    """Let freed blocks of up to 32 MiB serve the next ones; False where that is not for us to say.
+    """Make glibc reuse freed blocks of up to 32 MiB. Return False if it keeps its settings.
 
-    Where a server has freed nothing so large yet, glibc gives the memory of a step's tensors back
-    to the kernel and gets it again at the next one, page by page, filled with zeros. A user's own
-    settings of glibc's malloc go before these; another C library has none.
+    Until a server has freed a block that large, glibc returns a step's memory to the kernel. At
+    the next step the kernel supplies it again, page by page, filled with zeros. The user's own
+    malloc settings have priority. Other C libraries have no such option.
     """
     tuned = environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)

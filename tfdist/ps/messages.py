@@ -1,4 +1,4 @@
-"""Messages between a worker and the servers in a step: what is small goes and comes together."""
+"""Messages between a worker and the servers in a step: small tensors share messages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _BRANCHES = ("then_branch", "else_branch", "cond", "body", "f")
 
 
 def tasks_of_captures(graph: Any) -> dict[str, str]:
-    """Return the task that holds each variable that a function's graph captured, by input name."""
+    """Return the task of each variable that a function's graph captured, by input name."""
     return {inner.name: _task_of_captured(outer) for outer, inner in graph.captures}
 
 
 def task_of(operation: tf.Operation, captured: Mapping[str, str]) -> str:
-    """Return the task that runs an operation: a server's, if one of its variables is there."""
+    """Return the task that runs an operation: a server if it holds one of its variables."""
     places = (captured.get(t.name, WORKER) for t in operation.inputs if t.dtype == tf.resource)
     return next((one for one in places if one != WORKER), _task_of_device(operation.device))
 
@@ -33,7 +33,7 @@ def function_names(operation: tf.Operation) -> list[str]:
 
 
 def _task_of_captured(tensor: Any) -> str:
-    """Return the task of what a graph captured, through the graphs around it."""
+    """Return the task of a captured tensor, resolved through the outer graphs."""
     tensor = outermost(tensor)
     is_placed = tensor.dtype == tf.resource or hasattr(tensor, "numpy")
     return _task_of_device(tensor.device) if is_placed else WORKER
@@ -48,7 +48,7 @@ def _task_of_device(device: str) -> str:
 
 
 def outermost(handle: Any) -> Any:
-    """Return the tensor, such as a variable's handle, behind one that each function captures."""
+    """Return the outermost tensor, such as a variable's handle, behind a captured tensor."""
     graph = getattr(handle, "graph", None)
     while graph is not None and hasattr(graph, "captures"):
         handle = next((outer for outer, inner in graph.captures if inner is handle), handle)
@@ -58,18 +58,18 @@ def outermost(handle: Any) -> Any:
 
 # Small gradients go to a parameter server together.
 #
-# A message costs its two ends more than a tenth of a millisecond of processor, whatever is in it,
-# and half of a model's variables are biases.
+# A message of any size costs its sender and receiver more than 0.1 ms of CPU time, and half of a
+# model's variables are biases.
 
 
-_SMALL_BYTES = 2**16  # packing copies, which pays for what costs less to copy than to send
+_SMALL_BYTES = 2**16  # packing copies a tensor: worth it if the copy costs less than a message
 
 
 def sent_together(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Return pairs of gradient and variable, the small gradients taken apart on their server.
+    """Return the gradient-variable pairs, with small gradients packed and split on their server.
 
-    Their values are the same to the last bit. To be called when nothing but the update itself
-    still needs the gradients: it would have to fetch them from there.
+    The values are bit-identical. Call it after the last use of the gradients except the update:
+    any other use would fetch them from the server.
     """
     pairs = list(pairs)
     alike = collections.defaultdict(list)
@@ -89,23 +89,23 @@ def sent_together(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def is_small(value: Any) -> bool:
-    """Return whether a gradient, or what is read of a variable, costs less to copy than to send."""
+    """Return whether a gradient or a variable's value costs less to copy than to send."""
     if not isinstance(value, tf.Tensor) or not value.shape.is_fully_defined():
         return False
     return bool(value.shape.num_elements() * value.dtype.size <= _SMALL_BYTES)
 
 
-# Reads of a step from parameter servers: once each, small ones together.
+# Reads of a step from parameter servers: one read per variable, small variables packed together.
 #
 # Layers and regularizers read a variable anew each time. TensorFlow also sends a message if it only
-# needs to know that a value on another task is there, as of a kernel whose shape it knows.
+# needs to know that a value on another task exists, such as a kernel with a known shape.
 
 
 def read_together(operations: Sequence[tf.Operation]) -> None:
-    """Rewire the worker's part of a step, given all operations of the step once it is traced.
+    """Rewire the reads of a traced step, given all of its operations.
 
-    Values are the same to the last bit, and of one moment where a variable was read several
-    times. Left alone are gathers, and reads before which something else in the step has to be.
+    The values are bit-identical, and repeated reads of a variable return the same value. Gathers
+    and reads with control dependencies stay unchanged.
     """
     captured = tasks_of_captures(tf.compat.v1.get_default_graph())
     alike = collections.defaultdict(list)
@@ -122,7 +122,7 @@ def read_together(operations: Sequence[tf.Operation]) -> None:
 
 
 def _read_of_servers(operations: Sequence[tf.Operation]) -> Iterator[tuple[str, list[tf.Tensor]]]:
-    """Of each variable on a server: the server, and what is read before the first write to it."""
+    """Yield `(server, reads before the first write)` for each variable on a server."""
     read: dict[int, tuple[str, list[tf.Tensor]]] = {}
     written: set[int] = set()
     for operation in operations:
@@ -153,7 +153,7 @@ def _uses_by_worker(
 
 
 def _fetched(values: list[tf.Tensor], *, server: str) -> list[tf.Tensor]:
-    """`values` on the worker, sent by their server as one tensor."""
+    """Return `values` on the worker, sent by their server as one tensor."""
     if len(values) == 1:
         return [tf.identity(values[0])]
     with tf.device(server):

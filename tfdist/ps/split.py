@@ -1,11 +1,10 @@
 """Split variable: rows on several parameter servers, one variable to Keras.
 
-TensorFlow's own `ShardedVariable` is not what Keras' tapes, optimizers and files take for a
-variable (it has no `handle`, no `numpy`). Here a Keras variable stays one: in layers it is its
-whole value, which a step puts together of its parts once, and again only after it has written to
-them; in files and checkpoints too, so that they do not depend on the number of servers. Only an
-optimizer's update is done part by part, each where the part is, with its rows of the gradient and
-of the slots.
+Keras' tapes, optimizers and files do not accept TensorFlow's own `ShardedVariable`, which has no
+`handle` and no `numpy`. A split variable here stays one Keras variable. Layers read its whole
+value. A step concatenates the parts once, and again only after it has written to them. Files and
+checkpoints hold the whole value, so they do not depend on the number of servers. Only an
+optimizer's update runs part by part, on the part's server, with its rows of gradient and slots.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from tfdist.errors import UsageError
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Step:
-    """What a step being traced has read of split variables, by their `id`.
+    """Values of split variables that the step being traced has read, by the variable's `id`.
 
     Attributes:
-      graph: the step's own.
-      firsts: the value that was read first. It is what tapes know a variable by: a later one is
-        derived from it, so that a gradient by it counts all that was read.
-      wholes: the value now, in the step's own graph; None for what a condition has changed, which
-        is read where it is asked for until the step's own graph asks.
+      graph: Graph of the step.
+      firsts: First value read. Tapes identify a variable by this tensor. Later values derive from
+        it, so that its gradient includes all reads.
+      wholes: Current value in the step's graph. None after a write in a condition: then each read
+        concatenates the parts again, until the next read in the step's graph.
     """
 
     graph: Any
@@ -44,15 +43,15 @@ class _Step:
 
 
 class _Thread(threading.local):
-    part: int | None = None  # that stands for the whole in an update
-    step: _Step | None = None  # that is being traced
+    part: int | None = None  # the part that an update sees as the whole variable
+    step: _Step | None = None  # the step being traced
 
 
 _thread = _Thread()
 
 
 class SplitVariable(tf.__internal__.types.Tensor):
-    """The rows of a variable, in parts that are variables."""
+    """Variable made of several variables, each with some of its rows."""
 
     def __init__(self, parts: Sequence[Any], *, name: str) -> None:
         first = parts[0]
@@ -84,20 +83,20 @@ class SplitVariable(tf.__internal__.types.Tensor):
 
     @property
     def handle(self) -> tf.Tensor:
-        """What a gradient tape knows the variable by: its first value in this step."""
+        """Tensor by which a gradient tape identifies the variable: its first value in this step."""
         if _thread.part is not None or _thread.step is None:
             return self.read_value()
         return self._first(_thread.step)
 
     def read_value(self) -> tf.Tensor:
-        """Return the whole value; in an update, the value of the part that is updated."""
+        """Return the whole value, or in an update the value of the part being updated."""
         if _thread.part is not None:
             return tf.convert_to_tensor(self.parts[_thread.part])
         if _thread.step is None:
             return self._put_together()
         first, now = self._first(_thread.step), self._now(_thread.step)
         if self.trainable:
-            # A tape takes anything that has a handle for a variable.
+            # A tape accepts any object with a handle as a variable.
             pywrap_tfe.TFE_Py_TapeVariableAccessed(types.SimpleNamespace(handle=first))
         return first if now is first else tf.grad_pass_through(lambda _: now)(first)
 
@@ -117,7 +116,7 @@ class SplitVariable(tf.__internal__.types.Tensor):
 
     def _first(self, step: _Step) -> tf.Tensor:
         if id(self) not in step.firsts:
-            # Of the step's own graph, also where a loop or a condition is the first to read it.
+            # In the step's own graph, even if a loop or a condition reads it first.
             with step.graph.as_default():
                 step.firsts[id(self)] = self._put_together()
             step.wholes.setdefault(id(self), step.firsts[id(self)])
@@ -135,7 +134,7 @@ class SplitVariable(tf.__internal__.types.Tensor):
         return whole
 
     def _forget(self, step: _Step) -> None:
-        """What was read is not the value any more: it is about to be written."""
+        """Drop the value that the step has read, before a write."""
         graph = tf.compat.v1.get_default_graph()
         if graph is step.graph:
             step.wholes.pop(id(self), None)
@@ -143,7 +142,7 @@ class SplitVariable(tf.__internal__.types.Tensor):
         step.wholes[id(self)] = None
         while graph is not step.graph and id(self) in step.firsts:
             if not isinstance(graph, CondBranchFuncGraph):
-                # It would read in its second turn what the step has read before its first.
+                # The second iteration would see the value from before the first.
                 raise UsageError(
                     "step",
                     received=f"{self.name}, which is in parts, updated in a tf.while_loop or"
@@ -166,7 +165,7 @@ class SplitVariable(tf.__internal__.types.Tensor):
             getattr(part, name)(self.rows_of(value, number))
 
     def rows_of(self, value: Any, number: int) -> Any:
-        """Return the rows of a tensor or of slices of the whole that belong to a part."""
+        """Return a part's rows of a tensor or of sparse slices of the whole."""
         start = sum(self.rows[:number])
         end = start + self.rows[number]
         if not isinstance(value, tf.IndexedSlices):
@@ -219,7 +218,7 @@ def parts_of(variable: Any) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def reading_once() -> Iterator[None]:
-    """While a step is traced: what it reads of a split variable is read once between two writes."""
+    """Make the step being traced read each split variable once between two writes."""
     _thread.step = _Step(graph=tf.compat.v1.get_default_graph())
     try:
         yield
@@ -229,7 +228,7 @@ def reading_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def standing_for_whole(part: int) -> Iterator[None]:
-    """Every split variable is its part of this number; for what is done row by row."""
+    """Make every split variable stand for its part of this number, for row-wise updates."""
     before, _thread.part = _thread.part, part
     try:
         yield
@@ -237,13 +236,13 @@ def standing_for_whole(part: int) -> Iterator[None]:
         _thread.part = before
 
 
-# Which optimizers may update a variable that is in parts.
+# Optimizers that may update a split variable.
 #
-# A part of it is updated with its rows of the gradient and of the slots alone. Nothing would tell
-# that an optimizer which needs other rows too, for a norm as an example, came to another result.
+# The update of a part sees only its rows of the gradient and of the slots. An optimizer that needs
+# other rows too, for example for a norm, would silently compute a different result.
 
 
-# Whose update of a row needs no other row of the same variable.
+# Optimizers that update each row independently of the other rows.
 _BY_ROWS = (
     "SGD",
     "RMSprop",
@@ -259,7 +258,7 @@ _BY_ROWS = (
 
 
 def require_by_rows(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Raise UsageError for an optimizer that needs one of the variables whole."""
+    """Raise UsageError if the optimizer needs a whole variable and one is split."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     split = [v for v in variables if isinstance(getattr(v, "value", v), SplitVariable)]
     by_rows = tuple(getattr(keras.optimizers, name) for name in _BY_ROWS)

@@ -1,10 +1,10 @@
-"""Strategy of a ps job: TensorFlow's, over the workers that are alive, with variables by bytes.
+"""Strategy of a ps job: TensorFlow's, over the live workers, with variables placed by bytes.
 
-TensorFlow takes the servers in turn, whatever the size of a variable
-(tensorflow/python/distribute/parameter_server_strategy_v2.py, `_create_variable_round_robin`), so
-that of two servers one may hold every large kernel and the other every bias. Here a variable is on
-the server with the fewest bytes, or in parts on several. What is made beside another variable, as
-an optimizer's slots are, is on that one's server in TensorFlow too.
+TensorFlow assigns variables to servers in turn and ignores their size
+(tensorflow/python/distribute/parameter_server_strategy_v2.py, `_create_variable_round_robin`). With
+two servers, one may hold every large kernel and the other every bias. This strategy puts a variable
+on the server with the fewest bytes, or splits it over several servers. Both place a variable that
+is colocated with another, such as an optimizer's slot, on the server of that variable.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def parameter_server(
     resolver: tf.distribute.cluster_resolver.ClusterResolver,
     options: JobOptions,
 ) -> tf.distribute.Strategy:
-    """Make the strategy of a ps job in its chief; any other task serves, and does not return."""
+    """Return the strategy of a ps job on the chief. On any other task, serve and never return."""
     timeout_s = options.startup_timeout_s
     if config.task.type in ("worker", "ps"):
         serve(config, timeout_s=timeout_s)
-    # Without it a call to a task that has died waits for the task to come back.
+    # Without it a call to a dead task waits until the task restarts.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     members = Members(config.cluster, min_workers=options.min_workers)
     versions = VersionHandshake(config)
-    # As the workers ask for this task meanwhile.
+    # The workers connect to this task meanwhile.
     with rendezvous.answering(config) as listener, versions.receiving_at(listener):
         workers = members.wait(config, timeout_s=timeout_s, versions=versions)
     with rendezvous.last_resort(timeout_s=timeout_s), restricting_server(config):
@@ -56,7 +56,7 @@ def parameter_server(
 
 
 class ElasticParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy):
-    """TensorFlow's strategy over the workers that are there; work is given out by the engine."""
+    """TensorFlow's strategy over the connected workers. The engine dispatches the work."""
 
     def __init__(
         self,
@@ -69,37 +69,37 @@ class ElasticParameterServerStrategy(tf.distribute.experimental.ParameterServerS
         self.members = members
         self._first_workers = workers
         super().__init__(resolver)
-        # TensorFlow's constructor takes no extension of another class: its last lines once more.
+        # TensorFlow's constructor accepts no other extension class: repeat its last lines.
         extended = BalancedExtended(self, resolver, split_bytes=split_bytes)
         tf.distribute.Strategy.__init__(self, extended)
         self._should_use_with_coordinator = True
         self.extended._allow_run_without_coordinator = True
 
     def _connect_to_cluster(self, coordinator_name: str) -> None:
-        # Its scope makes TensorFlow's own coordinator, which then has nothing to do.
+        # The scope also creates TensorFlow's own coordinator, which stays idle.
         self._num_workers, self._num_ps = self.members.num_workers, self.members.num_ps
         self.members.connect(self._first_workers)
 
 
 def rows_of_parts(rows: int, *, size_bytes: int, split_bytes: int, num_ps: int) -> tuple[int, ...]:
-    """Return the rows of each part of a variable; a single part means that it stays whole.
+    """Return the rows of each part of a variable. A variable with a single part stays whole.
 
-    As few parts as make none larger than `split_bytes`, but no more than there are ps, and of
-    the same number of rows or one less.
+    The number of parts is the smallest that keeps each within `split_bytes`, and at most `num_ps`.
+    The parts have equally many rows, or one row less.
     """
     parts = max(min(num_ps, rows, -(-size_bytes // split_bytes)), 1)
     return tuple(rows // parts + (index < rows % parts) for index in range(parts))
 
 
 class BalancedExtended(ParameterServerStrategyV2Extended):
-    """TensorFlow's, but for where it makes a variable, and for variables in parts."""
+    """TensorFlow's extension, with placement of variables by bytes and with split variables."""
 
     def __init__(
         self, strategy: tf.distribute.Strategy, resolver: Any, *, split_bytes: int | None
     ) -> None:
         super().__init__(strategy, resolver, None)
         self._split_bytes = split_bytes
-        self._sizes_bytes = [0] * self._num_ps  # of what is on each ps, by its index
+        self._sizes_bytes = [0] * self._num_ps  # of the variables on each ps, by index
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         beside = kwargs.get("colocate_with")
@@ -155,7 +155,7 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
         return variable
 
     def _create_variable_round_robin(self, next_creator: Any, **kwargs: Any) -> Any:
-        # Of which TensorFlow takes the remainder.
+        # TensorFlow places the variable by this count modulo the number of servers.
         self._variable_count = self._sizes_bytes.index(min(self._sizes_bytes))
         return super()._create_variable_round_robin(next_creator, **kwargs)
 
@@ -163,7 +163,7 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
         def table(next_creator: Any, *args: Any, **kwargs: Any) -> WorkerTable:
             return WorkerTable(self._container_strategy(), lambda: next_creator(*args, **kwargs))
 
-        # The first of TensorFlow's makes its own.
+        # Replaces the first of TensorFlow's scopes, which creates its own table.
         _, *others = super()._resource_creator_scope()
         return [ops.resource_creator_scope("StaticHashTable", table), *others]
 
@@ -187,14 +187,14 @@ class BalancedExtended(ParameterServerStrategyV2Extended):
 
 
 class WorkerTable(ps_values.DistributedTable):
-    """Lookup table of which each worker has a copy, made when a life of it first needs one.
+    """Lookup table with a copy on each worker, created at its first use after each connection.
 
-    TensorFlow has its coordinator make them once, which neither knows a worker that was absent then
-    nor that one has come back, and which would connect to the workers by itself.
+    TensorFlow's coordinator creates the copies once. It misses workers that are absent then or that
+    restart later, and it would open its own connections to the workers.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, wrapped_creator: Any) -> None:
-        self._copies: dict[int, tuple[int | None, Any]] = {}  # by worker: the life, and its table
+        self._copies: dict[int, tuple[int | None, Any]] = {}  # by worker: the life and its table
         super().__init__(strategy, wrapped_creator)
 
     def _maybe_build_distributed_table(self) -> None:
@@ -206,7 +206,7 @@ class WorkerTable(ps_values.DistributedTable):
             if context is None:
                 return self._coordinator_instance.resource_handle
             worker = context.worker
-            life = getattr(worker, "life", None)  # one of a coordinator of the user's own has none
+            life = getattr(worker, "life", None)  # a worker of the user's own coordinator has none
             made_in, table = self._copies.get(worker.worker_index, (None, None))
             if table is None or made_in != life:
                 table = self._wrapped_creator()
@@ -217,9 +217,9 @@ class WorkerTable(ps_values.DistributedTable):
 
 
 def _is_of(value: Any, variable: SplitVariable) -> bool:
-    """Return whether an argument of an update has a row for each of the variable's.
+    """Return whether an argument of an update has a row for each row of the variable.
 
-    Of a gradient the shape may be known at run time alone; other arguments are scalars.
+    The shape of a gradient may be unknown until run time. Other arguments are scalars.
     """
     if isinstance(value, tf.IndexedSlices):
         return True
@@ -227,7 +227,7 @@ def _is_of(value: Any, variable: SplitVariable) -> bool:
 
 
 def _initial_value(kwargs: dict[str, Any]) -> tf.Tensor:
-    """Return what a variable starts from, made here, as its size is not known before."""
+    """Return a variable's initial value. It is computed here, because its size is needed."""
     value = kwargs["initial_value"]
     with tf.device("/device:CPU:0"):
         return tf.convert_to_tensor(value() if callable(value) else value, kwargs.get("dtype"))

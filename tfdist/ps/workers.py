@@ -1,8 +1,8 @@
 """Worker pool of a ps job: dispatches each work unit to one live worker.
 
-A work unit goes to whichever worker is free, so that a slow one gets fewer. What a worker had when
-it died goes to the next; the worker gets work again as soon as it is back. Work goes on while there
-is one worker, also where the runtime never says that another has gone.
+Each work unit runs on the next free worker, so a slow worker gets fewer units. If a worker dies,
+another worker reruns its unit. The worker gets work again after it reconnects. The job continues
+while one worker is alive, even if the runtime never reports the death of another worker.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tfdist.ps.members import Members
 
 _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.5
-_GONE_S = 4.0  # how long who has work, or the weights for it, may not answer before it has gone
-_MAX_LOSSES = 5  # of one work unit, before it is thought to be what ends the workers
-_MAX_FAILURES = 3  # in a row, of a worker that answers; one that came back unseen fails once
+_GONE_S = 4.0  # silence after which a ps, or a worker with a work unit, counts as dead
+_MAX_LOSSES = 5  # workers lost during one work unit before the unit counts as the cause
+_MAX_FAILURES = 3  # in a row, of a live worker. A worker that restarted unnoticed fails once
 
-# What the runtime says of a worker that ended and came back between two calls.
+# Messages of the runtime for a worker that restarted between two calls.
 _REPLACED = (
     "unknown device",
     "Primary device is not remote",
@@ -45,10 +45,10 @@ _REPLACED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerIncarnation:
-    """Worker incarnation that runs a work unit."""
+    """Connection to a worker. It ends if the worker dies or restarts."""
 
     worker_index: int
-    life: int  # how often the worker has been connected to; what it kept ends with a life
+    life: int  # number of connections so far. A new connection loses the worker's data
 
     @property
     def task(self) -> str:
@@ -56,7 +56,7 @@ class WorkerIncarnation:
 
 
 class Done(NamedTuple):
-    """The value of a work unit, the worker that did it, and how often it was begun."""
+    """Value of a work unit, the worker that finished it, and the number of its starts."""
 
     value: Any
     worker_index: int
@@ -65,9 +65,9 @@ class Done(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class WorkUnit:
-    """A work unit, the future of its result, and how many workers were lost over it.
+    """Work unit, with the future of its result and the number of workers lost while they ran it.
 
-    `others` are the steps of other units that may be applied before its end.
+    `others` is the number of steps of other units that may be applied before this unit ends.
     """
 
     function: Callable[[WorkerIncarnation], Any]
@@ -79,7 +79,7 @@ class WorkUnit:
     others: int = 0
 
     def may_begin_beside(self, under_way: Collection[WorkUnit]) -> bool:
-        """Return whether no step of this or of those under way can be staler than this allows."""
+        """Return whether all steps, here and in flight, stay within this unit's staleness bound."""
         bound = self.max_staleness
         if bound is None or not self.steps:
             return True
@@ -95,7 +95,7 @@ class WorkUnit:
 
 
 class WorkerPool:
-    """Worker pool with a thread per worker, which runs one work unit at a time on it."""
+    """Worker pool with a thread per worker. A worker runs one work unit at a time."""
 
     def __init__(self, members: Members, *, patience_s: float) -> None:
         self._members = members
@@ -119,12 +119,12 @@ class WorkerPool:
         steps: int = 0,
         max_staleness: int | None = None,
     ) -> Future[Done]:
-        """Have `function` called for whichever worker is free, with its devices as the default.
+        """Call `function` for the next free worker, with the worker's devices as the default.
 
-        The result, or what it raised, comes by the future. It is called again if its worker dies.
-        `steps` are those of training in it. It begins only when none of them can have more than
-        `max_staleness` steps of other work units between its beginning and its end, nor those that
-        are under way. Raises PeerLost once a ps or all workers have gone.
+        The future returns its result or raises its error. If the worker dies, the pool calls
+        `function` again. `steps` is the number of training steps in it. The pool starts the unit
+        only if at most `max_staleness` steps of other units can run during it, and during each unit
+        in flight. Raises PeerLost after a ps or all workers have died.
         """
         future: Future[Done] = Future()
         with self._changed:
@@ -166,7 +166,7 @@ class WorkerPool:
             if unit is None:
                 return
             if unit.losses and not self._members.answers(worker):
-                # It is not what has ended this worker: another begins it.
+                # This unit did not cause the death of this worker: another worker starts it.
                 self._members.lost(worker)
                 self._release(incarnation)
                 self._requeue(unit)
@@ -175,7 +175,7 @@ class WorkerPool:
                 return  # another thread serves this worker
 
     def _admit(self, worker: int) -> bool:
-        """Connect to a worker that is there again; False, after a little while, if it is not."""
+        """Connect to a worker that answers again. Wait briefly and return False if it does not."""
         if not self.shares[worker].is_left_out and self._members.admit(worker):
             _LOG.info("worker-%d connected", worker)
             with self._changed:
@@ -194,7 +194,7 @@ class WorkerPool:
         return False
 
     def _take(self, incarnation: WorkerIncarnation) -> WorkUnit | None:
-        """Wait for the next work unit; None once the pool has failed."""
+        """Wait for the next work unit and return it, or None after the pool has failed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -213,7 +213,7 @@ class WorkerPool:
             return unit
 
     def _release(self, incarnation: WorkerIncarnation) -> bool:
-        """Note that a worker has its work unit no more; False if that had been done."""
+        """Remove a worker's unit. Return False if the unit was already removed."""
         with self._changed:
             unit = self._held.pop(incarnation, None)
             if unit is None:
@@ -224,7 +224,7 @@ class WorkerPool:
             return True
 
     def _run(self, unit: WorkUnit, incarnation: WorkerIncarnation, executor: Any) -> bool:
-        """Run a work unit; False if it was reclaimed from the worker meanwhile."""
+        """Run a work unit. Return False if the pool has reclaimed it meanwhile."""
         value, error = None, None
         try:
             device = f"/job:worker/replica:0/task:{incarnation.worker_index}"
@@ -241,13 +241,13 @@ class WorkerPool:
             share.units, share.steps, share.failures = share.units + 1, share.steps + unit.steps, 0
             unit.future.set_result(Done(value=value, worker_index=worker, times=unit.losses + 1))
         elif isinstance(error, tf.errors.OpError) and self._recover(unit, incarnation, error):
-            executor.clear_error()  # which it would raise again at its end
+            executor.clear_error()  # else the executor raises the error again when it ends
         else:
             unit.future.set_exception(error)
         return True
 
     def _report_oldest(self) -> None:
-        """Report how old the oldest work unit under way is, and who has it."""
+        """Report the age and the worker of the oldest work unit in flight."""
         phases.set_pending_work(
             min(
                 (
@@ -264,7 +264,7 @@ class WorkerPool:
     def _recover(
         self, unit: WorkUnit, incarnation: WorkerIncarnation, error: tf.errors.OpError
     ) -> bool:
-        """Requeue after the end of a worker, fail after that of a ps; False for any other error."""
+        """Requeue if a worker died, fail if a ps died, and return False for any other error."""
         gone = self._members.missing()
         if gone:
             self._fail(PeerLost(f"{gone[0]} does not answer any more"))
@@ -290,7 +290,7 @@ class WorkerPool:
         return True
 
     def _lose(self, unit: WorkUnit, incarnation: WorkerIncarnation, reason: str) -> None:
-        """Give the work unit of a worker that is gone, or cannot do it, to another."""
+        """Requeue the work unit of a worker that died or cannot run it."""
         self._members.lost(incarnation.worker_index)
         self.shares[incarnation.worker_index].losses += 1
         unit.losses += 1
@@ -310,7 +310,7 @@ class WorkerPool:
             self._changed.notify()
 
     def _watch(self) -> None:
-        """Find out who is gone while a call that needs them does not end."""
+        """Detect dead workers and servers while a call to them is blocked."""
         silent_since_s: dict[Any, float] = {}
         while self._fatal is None:
             time.sleep(_PROBE_EVERY_S)
@@ -328,14 +328,14 @@ class WorkerPool:
                     continue
                 with self._changed:
                     unit = self._held.get(one)
-                if unit is not None and self._release(one):  # else its call has ended meanwhile
+                if unit is not None and self._release(one):  # else its call ended meanwhile
                     self._lose(unit, one, f"{one.task} is gone")
                     self._begin_to_serve(one.worker_index, life=one.life)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self._fatal = error
-            # Of those under way too: the call to a worker may never end.
+            # Units in flight fail too, because the call to a worker may never end.
             for unit in (*self._waiting, *self._held.values()):
                 unit.future.set_exception(error)
             self._waiting.clear()
@@ -345,9 +345,9 @@ class WorkerPool:
 
 
 def is_of_the_network(error: tf.errors.OpError) -> bool:
-    """Return whether an error may be the end of a worker, and not a mistake in the work.
+    """Return whether an error may result from a worker's death, rather than from the work.
 
-    Nothing but the end of a task cancels a call: of what it had asked others for, say.
+    Only the death of a task cancels calls, such as its own calls to other tasks.
     """
     of_network = tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError
     if isinstance(error, of_network):
@@ -361,7 +361,7 @@ _worker_pools: weakref.WeakKeyDictionary[tf.distribute.Strategy, WorkerPool] = (
 
 
 def worker_pool_of(strategy: tf.distribute.Strategy, *, patience_s: float = 60.0) -> WorkerPool:
-    """Return the one worker pool of a strategy."""
+    """Return the worker pool of a strategy. Create it at the first call."""
     if strategy not in _worker_pools:
         _worker_pools[strategy] = WorkerPool(Members.of(strategy), patience_s=patience_s)
     return _worker_pools[strategy]
@@ -369,12 +369,12 @@ def worker_pool_of(strategy: tf.distribute.Strategy, *, patience_s: float = 60.0
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class WorkerTally:
-    """Work units that a worker finished, and the steps of training in them."""
+    """Counts of the work units and training steps that a worker finished, and of its failures."""
 
     units: int = 0
     steps: int = 0
-    losses: int = 0  # units under way when it died; each may have been applied in part
-    failures: int = 0  # units in a row that it did not get done although it answers
+    losses: int = 0  # units in flight when it died, maybe applied in part
+    failures: int = 0  # units in a row that failed although the worker answers
 
     @property
     def is_left_out(self) -> bool:
@@ -383,12 +383,12 @@ class WorkerTally:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Account:
-    """The training steps of one process: each was completed once, and some were begun again.
+    """Record of the training steps of one process. Each completed once. Some started again.
 
-    `staleness` counts steps by the updates of others between their reading and writing.
+    `staleness` counts steps by the number of other updates between a step's read and its write.
     """
 
-    applied_twice: int = 0  # updates that the servers have seen, less the steps completed
+    applied_twice: int = 0  # updates on the servers, minus the completed steps
     staleness: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     repeats: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
 

@@ -1,26 +1,26 @@
-"""Every workaround for Keras and TensorFlow that the training step needs, in one place.
+"""All workarounds for Keras and TensorFlow that the training step needs.
 
-The replacements are put in place once, by `install`, and do nothing unless the calling thread is
-tracing a tfdist step (`tracing`): anything else in the process sees stock Keras. `REPLACEMENTS`
-has them, with those of `tfdist.ps.keras_compat` in a ps job, each with the issue it works around.
-`tests/integration/test_keras_compat.py` has one test for each that fails on the day Keras no
-longer needs it. Seen on Keras 3.12 to 3.15, TensorFlow 2.20 and 2.21; no release ends one of them,
-and Keras' code of August 2026, to become 3.16, reads the same in these places.
+`install` applies the replacements once. They are active only while the calling thread traces a
+tfdist step (`tracing`), so all other code in the process sees stock Keras. `REPLACEMENTS` lists
+them with their issues, and in a ps job includes those of `tfdist.ps.keras_compat`. Each has a test
+in `tests/integration/test_keras_compat.py` that fails when Keras no longer needs the replacement.
+Seen on Keras 3.12 to 3.15, TensorFlow 2.20 and 2.21. No release fixes any of these issues, and the
+code of Keras in August 2026 (the future 3.16) is unchanged in these places.
 
-    trace       what a replacement is, and what it knows of the step that this thread is tracing
-    gradients   the gradient hook: gradients are reduced where they enter the optimizer
-    reduction   the sum over replicas itself, in few messages, which keeps no graph
-    sharding    each worker updates its part of each variable, and has slots of that alone
-    kernels     sums are made in one order, pools have the gradient of oneDNN's kernel, and where
-                `fit` is asked to, normalization, GELU and attention take fewer kernels
-    losses      a replica's loss counts by its fraction of the global batch; means count examples
-    metrics     results in logs are those of all replicas; a number of the step counts once
-    variables   statistics travel with the gradients; additions and updates are one operation each;
-                draws come from (seed, step, replica)
+    trace       definition of a replacement, and the state of the step that this thread is tracing
+    gradients   gradient hook: reduces gradients when they enter the optimizer
+    reduction   sum over replicas, in few messages, without keeping a graph
+    sharding    each worker updates its part of each variable, and has slots only for that part
+    kernels     fixed order of sums, oneDNN's kernel for gradients of pools, and an option of `fit`
+                for fewer kernels in normalization, GELU and attention
+    losses      weights a replica's loss by its batch fraction, and means by their examples
+    metrics     results in logs cover all replicas; a number of the step counts once
+    variables   reduces statistics with the gradients. Additions and updates are one operation each.
+                Random draws depend only on (seed, step, replica)
 
-The heart is the gradient hook: where they enter `Optimizer.apply`, and nowhere else,
-they are summed over the replicas. Clipping, finiteness checks, accumulation and decay then see
-what one device would see, and every replica does the same update on its own copy.
+The central part is the gradient hook. `Optimizer.apply` sums the gradients over the replicas
+before any other work. Clipping, finiteness checks, accumulation and decay then see the same
+gradients as on one device. Each replica applies the same update to its own copy.
 """
 
 from __future__ import annotations
@@ -79,15 +79,15 @@ __all__ = [
 
 
 def install() -> None:
-    """Put the replacements in place, each once a process; those of a ps job in one alone."""
-    on_servers()  # which adds them
+    """Install the replacements once per process, those for ps only in a ps job."""
+    on_servers()  # adds the replacements for ps
     for replacement in REPLACEMENTS:
         replacement.put_in_place()
 
 
 @contextlib.contextmanager
 def tracing(trace: StepTrace) -> Iterator[StepTrace]:
-    """Make Keras follow `trace` in this thread; used inside the replica function of a step."""
+    """Make Keras use `trace` in this thread. For the replica function of a step."""
     install()
     servers = on_servers()
     reading = servers.reading_once() if servers else contextlib.nullcontext()

@@ -1,10 +1,10 @@
-"""The gradient hook: gradients are reduced where they enter the optimizer.
+"""Gradient hook: reduces gradients when they enter the optimizer.
 
-Keras clips, checks and accumulates each replica's own gradient and sums after
-(https://github.com/tensorflow/tensorflow/issues/25806 says so of its forerunner), so that clipping
-differs from one device, an overflow on one replica goes unseen, and a mean over uneven shares is a
-wrong mean. And it squares each slice of a sparse gradient by itself, so that rows that occur twice,
-in a batch or on two replicas, count as several gradients (`summed_rows`).
+Keras clips, checks and accumulates each replica's own gradient and sums later
+(https://github.com/tensorflow/tensorflow/issues/25806 reports this for its predecessor). Clipping
+then differs from one device, an overflow on one replica stays undetected, and a mean over unequal
+batch fractions is wrong. Keras also squares each slice of a sparse gradient separately. A row that
+occurs twice, in a batch or on two replicas, then counts as two gradients (`summed_rows`).
 Ended by: no release, Keras 3.15.1 included.
 """
 
@@ -39,7 +39,7 @@ from tfdist.training.keras_compat.variables import on_servers
 _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
 
 
-# Keras asks the first replica alone whether the gradients are finite.
+# Keras checks only the first replica's gradients for finite values.
 @replaces(LossScaleOptimizer, "apply", issue=f"{_SOURCE}/loss_scale_optimizer.py#L276")
 @replaces(BaseOptimizer, "apply", issue=f"{_SOURCE}/base_optimizer.py#L588")
 def _gradient_hook(
@@ -82,13 +82,13 @@ def _gradient_hook(
 
 
 def _in_group() -> bool:
-    """Return whether Keras would sum over replicas, as it does for a group of one, too."""
+    """Return whether Keras would sum over replicas, which includes a group of one replica."""
     group = tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy
     return isinstance(tf.distribute.get_strategy(), group) or _on_ps()
 
 
 def _require_built(optimizer: Any) -> None:
-    """Raise UsageError for one that would make variables in a step, where no replica can."""
+    """Raise UsageError if the optimizer would create variables in a step on several replicas."""
     if not optimizer.built:
         raise UsageError(
             "optimizer",
@@ -106,7 +106,7 @@ def _on_ps() -> bool:
 
 @contextlib.contextmanager
 def _cross_replica_on_ps() -> Iterator[None]:
-    """Under ps, updates go straight to the variables, from where no thread is waited for."""
+    """Update variables directly under ps, in a context that waits for no other thread."""
     if not _on_ps():
         yield
         return
@@ -122,7 +122,7 @@ def _cross_replica_on_ps() -> Iterator[None]:
 def _loss_scaling(
     original: Original, trace: StepTrace, self: Any, grads: Any, trainable_variables: Any = None
 ) -> Any:
-    """After the gradient hook replicas find the same gradients finite, without `merge_call`."""
+    """Skip `merge_call`: after the hook, all replicas check the same gradients."""
     if trace.in_hook:
         return self._common_apply(grads, trainable_variables)
     return original(self, grads, trainable_variables)
@@ -130,16 +130,16 @@ def _loss_scaling(
 
 @replaces(LossScaleOptimizer, "scale_loss", issue=f"{_SOURCE}/loss_scale_optimizer.py#L315")
 def _scaling_as_it_will_unscale(original: Original, trace: StepTrace, self: Any, loss: Any) -> Any:
-    """Let the scale of the gradients be the one that the loss had; another worker may change it."""
+    """Unscale gradients by the scale of their loss, even if another worker changes it meanwhile."""
     if trace.is_in_step() and self.built:
         scale = tf.convert_to_tensor(self.dynamic_scale)
         trace.held.setdefault(id(self.dynamic_scale), scale)
     return original(self, loss)
 
 
-# The update sums once more, and has no switch against it. Nothing is done with gradients after it
-# but the update, so that it is also where they are packed. On one device the sum does nothing but
-# keep the graph of the step (see `reduction.all_reduce`).
+# Keras' update sums again and has no option to skip this sum. Only the update uses the gradients
+# afterwards, so this replacement also packs them. On one device the sum would only keep the graph
+# of the step in memory (see `reduction.all_reduce`).
 @replaces(
     TFOptimizer,
     "_all_reduce_sum_gradients",

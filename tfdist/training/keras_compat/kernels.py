@@ -1,4 +1,4 @@
-"""What TensorFlow computes steps by: the order of its sums, its pools, and kernels for several ops.
+"""TensorFlow's computation of a step: order of sums, gradients of pools, and fused kernels.
 
 Ended by: no release, Keras 3.15.1 and TensorFlow 2.21 included.
 """
@@ -37,31 +37,30 @@ _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 _TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow"
 
 
-# Order of sums of three and more terms, which does not go by the threads.
+# Order of sums of three and more terms, independent of the threads.
 #
-# TensorFlow's AddN begins with whichever of its terms nothing else holds by the time it runs, and
-# that goes by which thread was faster (aggregate_ops.h). Gradients of one tensor are summed by it,
-# and a pass of the graph's optimizer makes it of any ``a + b + c``. Of two terms the order does not
-# matter. So what tfdist compiles adds one term after the other, without that pass, which has no
-# finer switch; its other rewritings made no step of a CNN, LSTM, ResNet or transformer faster by
-# 1 % (float32, a CPU; GPUs are not tried).
+# TensorFlow's AddN starts with a term that no other operation holds when it runs. Thread timing
+# decides which term this is (aggregate_ops.h). AddN sums the gradients of one tensor, and a pass of
+# the graph optimizer also turns any ``a + b + c`` into AddN. For two terms the order does not
+# matter. tfdist therefore adds terms one by one and disables that pass, which has no finer switch.
+# Its other rewritings made no step of a CNN, LSTM, ResNet or transformer faster by 1 % (float32 on
+# a CPU, not measured on GPUs).
 #
-# Gradients are added from the last to the first: a tape around a layer and a backward function of
-# it have the two of a mean and of a variance, which come last, in either order. So a normalization
-# rounds in the same way in the stages of a pipeline and on one device.
+# Gradients are added from the last to the first. In a normalization the last two are those of mean
+# and variance. Their order differs between a tape around a layer and the layer's backward function.
+# Added first, they round the same in the stages of a pipeline and on one device.
 
 
 _thread = threading.local()
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """`tf.function` for what is traced once for each program, and so often in a process.
+    """Return a `tf.function` without TensorFlow's warning of frequent tracing.
 
-    TensorFlow takes that for a mistake and warns, by the name of the Python function
-    (https://github.com/tensorflow/tensorflow/issues/34025); it has no public switch for one
-    function. Ended by: no release, TensorFlow 2.21 included.
-
-    And its sums are made in one order, as by `adding_in_order`.
+    tfdist traces such a function once per program, and a process has many. TensorFlow would warn
+    of this (https://github.com/tensorflow/tensorflow/issues/34025) and has no public option to
+    disable the warning for one function. Ended by: no release, TensorFlow 2.21 included.
+    Sums have a fixed order, as in `adding_in_order`.
     """
     made = tf.function(function, autograph=False)
     made._omit_frequent_tracing_warning = True
@@ -73,21 +72,21 @@ class _Compiled:
         self._made = made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it, adding in order."""
+        """Run the function with sums in a fixed order."""
         with adding_in_order():
             return self._made(*args, **kwargs)
 
     def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what is compiled for such arguments; its callers add in order themselves."""
+        """Return the concrete function. Its callers must use `adding_in_order` themselves."""
         with adding_in_order():
             return self._made.get_concrete_function(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def adding_in_order() -> Iterator[None]:
-    """Have what this thread traces and runs meanwhile add one term after the other.
+    """Make this thread trace and run sums with a fixed order of terms in this block.
 
-    A user's option that switches the optimizer's arithmetic pass on has no effect meanwhile.
+    The block overrides a user's option that enables the arithmetic pass of the graph optimizer.
     """
     _ADD_N.put_in_place()
     eager = context.context()
@@ -119,7 +118,7 @@ def _added(original: Original, _: Any, inputs: Sequence[Any], name: str | None =
     terms = [tf.convert_to_tensor(value) for value in inputs]  # IndexedSlices do not add
     total = tf.identity(functools.reduce(operator.add, reversed(terms)), name)
     for term in terms:
-        total.set_shape(term.shape)  # as AddN: all are equal, and each may know a part
+        total.set_shape(term.shape)  # as in AddN: equal shapes, each maybe known in part
     return total
 
 
@@ -127,7 +126,7 @@ def _is_of_floats(value: Any) -> bool:
     return tf.is_tensor(value) and (value.dtype.is_floating or value.dtype.is_complex)
 
 
-# Outside of a step too: replicas' values are summed by the main thread.
+# Active outside of a step too, because the main thread sums the replicas' values.
 _ADD_N = Replacement(
     owner=gen_math_ops,
     name="add_n",
@@ -138,13 +137,13 @@ _ADD_N = Replacement(
 REPLACEMENTS.append(_ADD_N)
 
 
-# The gradient of max pooling by oneDNN's kernel.
+# The gradient of max pooling with oneDNN's kernel.
 #
-# That kernel needs what oneDNN's own pool has left in the same graph, and TensorFlow takes it where
-# its pass over the nodes comes by the pool before the gradient (mkl_layout_pass.cc). In a loop of
-# steps no node is the first, and where the pass begins goes by names and by how the graph was
-# optimized. The other kernel takes ten times as long on one thread; the bits are the same. So the
-# pool is computed once more beside its gradient, in a function of their own, without a loop.
+# That kernel needs the workspace of oneDNN's own pool in the same graph. TensorFlow selects it only
+# if its pass over the nodes visits the pool before the gradient (mkl_layout_pass.cc). A loop of
+# steps has no first node: the start of the pass depends on names and on graph optimizations. The
+# other kernel is bit-identical and ten times slower on one thread. Therefore the pool is computed
+# again beside its gradient, in a separate function without a loop.
 
 
 _AGAIN = "TfdistMaxPoolAgain"
@@ -176,9 +175,9 @@ def _max_pool_grad(
 
 
 def pools_again() -> AbstractContextManager[None]:
-    """Have pools that the default graph gets meanwhile be computed again in their gradient.
+    """Make gradients of pools compute the pool again, for pools added to the graph in this block.
 
-    For a graph that is differentiated as a whole, in another one, which has no loop.
+    Use it for a graph that another graph, without a loop, differentiates as a whole.
     """
     return tf.compat.v1.get_default_graph().gradient_override_map({"MaxPool": _AGAIN})
 
@@ -195,18 +194,18 @@ def _gradient(images: tf.Tensor, gradient: tf.Tensor, **window: Any) -> tf.Tenso
 
 
 def _has_pool(dtype: tf.DType) -> bool:
-    """Return whether oneDNN computes pools of this type here."""
+    """Return whether oneDNN computes pools of this dtype on this machine."""
     on_cpu = not tf.config.list_physical_devices("GPU")
     return on_cpu and dtype in (tf.float32, tf.bfloat16) and _pywrap_util_port.IsMklEnabled()
 
 
-# Kernels that take what Keras composes of several, in steps of a `fit` that asks for them.
+# Fused kernels instead of several kernels, an option of `fit`.
 #
-# Each of Keras' goes through all of the activations, and as many again do for the gradient. One
-# kernel, TensorFlow's for BatchNormalization and what XLA compiles for LayerNormalization and GELU,
-# goes through them once. Products with a matrix of weights are one for all examples, with the bias,
-# where Keras' are one for each. All round in another way, so they are taken where they are asked
-# for.
+# Each of Keras' kernels reads all activations, and as many kernels again compute the gradient. A
+# fused kernel reads them once. BatchNormalization uses TensorFlow's fused kernel.
+# LayerNormalization and GELU use kernels compiled by XLA. One product with the matrix of weights,
+# with the bias, replaces Keras' product per example. Fused kernels round differently from Keras, so
+# they are off by default.
 
 
 _fused: weakref.WeakSet[keras.Layer] = weakref.WeakSet()
@@ -214,16 +213,16 @@ _by_xla = functools.partial(tf.function, jit_compile=True, autograph=False)
 
 
 def fuse(model: keras.Model, *, fused: bool) -> None:
-    """Have steps of a model that are traced from now on take the kernels, or Keras' own way.
+    """Select fused kernels or Keras' own operations for steps of a model traced from now on.
 
-    It holds for its layers, whichever model has them, until it is set anew.
+    The choice applies to the model's layers, in any model that has them, until the next call.
     """
     for layer in model._flatten_layers():
         (_fused.add if fused else _fused.discard)(layer)
 
 
 def is_fused(model: keras.Model) -> bool:
-    """Return whether `fuse` has set a layer of the model to the kernels."""
+    """Return whether `fuse` has selected fused kernels for a layer of the model."""
     return any(layer in _fused for layer in model._flatten_layers())
 
 
@@ -240,8 +239,8 @@ def _by_fused_kernel(
 ) -> tf.Tensor:
     """Normalize float32 ``[batch, height, width, channels]`` and update the moving statistics.
 
-    All else goes Keras' way: inference, frozen layers, other shapes, axes and types, masks,
-    `synchronized` and `renorm`.
+    Keras' own code handles all other cases: inference, frozen layers, masks, `synchronized`,
+    `renorm`, and other shapes, axes and types.
     """
     if not (
         trace.fused and training and self.trainable and mask is None and _has_kernel(self, inputs)
@@ -252,13 +251,14 @@ def _by_fused_kernel(
         x=inputs,
         scale=keras.ops.convert_to_tensor(self.gamma) if self.scale else tf.ones(channels),
         offset=keras.ops.convert_to_tensor(self.beta) if self.center else tf.zeros(channels),
-        mean=tf.zeros([0]),  # which a training step has none of
+        mean=tf.zeros([0]),  # training takes no mean or variance
         variance=tf.zeros([0]),
         epsilon=self.epsilon,
         is_training=True,
     )
-    # The kernel's variance is that of a sample, Keras' of the population. One product for each:
-    # of two with constants TensorFlow makes one where it knows the shape, which rounds otherwise.
+    # The kernel returns the sample variance, and Keras uses the population variance. Use a single
+    # product: TensorFlow merges two products with constants if it knows the shape, which changes
+    # the rounding.
     count = tf.cast(tf.reduce_prod(tf.shape(inputs)[:3]), variance.dtype)
     new = 1.0 - self.momentum
     for moving, value, factor in (
@@ -286,7 +286,7 @@ def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
 def _normalized_by_xla(
     original: Original, trace: StepTrace, self: Any, inputs: tf.Tensor
 ) -> tf.Tensor:
-    """Normalize float32 by its last axis, with both weights. All else goes Keras' way."""
+    """Normalize float32 by its last axis, with both weights. Else call Keras' own code."""
     if not (trace.fused and _is_over_last_axis(self, inputs)):
         return original(self, inputs)
     weights = map(keras.ops.convert_to_tensor, (self.gamma, self.beta))
@@ -310,9 +310,9 @@ def _is_over_last_axis(layer: Any, inputs: tf.Tensor) -> bool:
 def _gelu_by_xla(
     original: Original, trace: StepTrace, x: Any, approximate: bool = True
 ) -> tf.Tensor:
-    """Activate float32; of large negative numbers to float32's precision of 1, not of the result.
+    """Apply GELU to float32. Large negative inputs have the absolute precision of float32 at 1.
 
-    TensorFlow takes `erfc` and `pow` for it: 4 times the time of `erf`, 20 times that of products.
+    TensorFlow uses `erfc`, 4 times slower than `erf`, and `pow`, 20 times slower than products.
     """
     x = tf.convert_to_tensor(x)
     if not (trace.fused and _is_known_float32(x)):
@@ -322,7 +322,7 @@ def _gelu_by_xla(
 
 
 def _is_known_float32(x: tf.Tensor) -> bool:
-    """XLA compiles for each shape anew, so all but the examples must be known."""
+    """Return whether `x` is float32 with known axes after the first: XLA compiles per shape."""
     return bool(x.dtype == tf.float32 and x.shape.rank and x.shape[1:].is_fully_defined())
 
 
@@ -345,7 +345,7 @@ def _dense(
 def _einsum_dense(
     original: Original, trace: StepTrace, self: Any, inputs: tf.Tensor, training: Any = None
 ) -> tf.Tensor:
-    """Project as attention does: all letters of the inputs' last axes are summed over."""
+    """Project as in attention: sum over all letters of the inputs' last axes."""
     matrix = re.fullmatch(r"(\w{2,})(\w+),\2(\w*)->\1\3", self.equation.replace(" ", ""))
     letters = "".join(matrix.groups()) if matrix else ""
     axes = len(matrix[2]) if matrix and len(set(letters)) == len(letters) else 0
@@ -357,7 +357,7 @@ def _projected(
 ) -> tf.Tensor:
     """Multiply the last `axes` by a matrix of weights, in one kernel with the bias.
 
-    Keras' product by example has a gradient of the weights by example too, which is then summed.
+    Keras' product per example also computes the weights' gradient per example and sums it later.
     """
     if not (trace.fused and axes and _is_projection(layer, inputs, axes)):
         return original(layer, inputs, training=training)
@@ -365,7 +365,7 @@ def _projected(
     leading, units = inputs.shape[:-axes], kernel.shape[axes:]
     rows = tf.reshape(inputs, [-1, math.prod(kernel.shape[:axes])])
     outputs = rows @ tf.reshape(kernel, [rows.shape[1], -1])
-    if layer.bias is not None:  # the kernel takes both where nothing is between them
+    if layer.bias is not None:  # the kernel fuses both if they are adjacent
         bias = keras.ops.convert_to_tensor(layer.bias)
         outputs = tf.nn.bias_add(outputs, tf.reshape(bias, [-1]))
     outputs = tf.reshape(outputs, tf.concat([tf.shape(inputs)[:-axes], units], 0))
@@ -395,7 +395,7 @@ def _attention_by_heads(
     value: tf.Tensor,
     *rest: Any,
 ) -> tf.Tensor:
-    """Transpose float32 ``[batch, length, heads, width]`` once, where each `einsum` does."""
+    """Transpose float32 ``[batch, length, heads, width]`` once. Keras does it in each `einsum`."""
     if not (trace.fused and query.dtype == tf.float32):
         return original(query, key, value, *rest)
     bias, mask, is_causal, scale = rest
@@ -409,7 +409,7 @@ def _attention_by_heads(
 
 @functools.cache
 def _elementwise(function: Callable[[tf.Tensor], tf.Tensor]) -> Any:
-    """Return the function in one kernel, and its gradient, which computes it again, in another."""
+    """Return the function as one kernel. Its gradient, one more kernel, computes it again."""
     forward = _by_xla(function)
 
     @_by_xla
@@ -444,8 +444,8 @@ def _layer_norm(epsilon: float) -> Any:
     @tf.custom_gradient
     def normalized(x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor) -> tuple[tf.Tensor, Any]:
         def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            # Of x itself and of nothing kept, so that it has a gradient in turn. Sums over the
-            # examples are TensorFlow's, as without the kernel; XLA's take the same time.
+            # Computed from x, not from kept tensors, so that it also has a gradient. TensorFlow
+            # sums over the examples, as without the kernel. XLA's sums take the same time.
             of_x, by_example = backward(x, gamma, upstream)
             leading = list(range(x.shape.rank - 1))
             sums = (tf.reduce_sum(each, leading) for each in (by_example, upstream))

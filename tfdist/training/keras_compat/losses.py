@@ -1,14 +1,14 @@
-"""A replica's loss counts by its fraction of the global batch.
+"""Weighting of a replica's loss by its batch fraction.
 
-While a step is traced every loss is a mean over the replica's own part of the batch, and a sum is
-divided by the batch fraction: terms may be added up, whoever made them. Gradients are weighted by
-the fraction at the gradient hook, metrics and logs where they are updated.
+While a step is traced, every loss is a mean over the replica's own part of the batch. A sum is
+divided by the batch fraction, so all terms of a loss can be added. The gradient hook weights the
+gradients by the batch fraction. Updates of metrics and logs weight their values by it.
 
-Keras takes 1 / replicas, whatever the batch fraction, of some losses, and nothing at all of sums,
-of a loss function that returns one number, and of what is made by hand. Masked entries and sample
-weights are counted by each replica for itself. A tensor of several losses is summed, by `add_loss`
-or the tape. What layers add is in lists that all replicas share. Ended by: no release, Keras 3.15.1
-included.
+Keras divides some losses by the number of replicas, whatever the batch fraction. It does not scale
+sums, loss functions that return one number, or losses computed by hand. Each replica counts masked
+entries and sample weights separately. `add_loss` and the tape sum a tensor of several losses. All
+replicas share the lists of the losses that layers add.
+Ended by: no release, Keras 3.15.1 included.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _NN = f"{_TENSORFLOW}/ops/nn_impl_distribute.py"
 
 
 def logs_by_fraction(logs: dict[str, Any], trace: StepTrace) -> dict[str, tf.Tensor]:
-    """Return one replica's logs such that the sum over replicas is that of one device.
+    """Return one replica's logs, weighted so that the sum over replicas equals one device's logs.
 
-    Exact for means over examples and for losses.
+    This is exact for means over examples and for losses.
     """
     found = {name: tf.cast(tf.convert_to_tensor(log), tf.float32) for name, log in logs.items()}
     if trace.num_replicas == 1:
@@ -74,10 +74,10 @@ def _sums_by_fraction(
     sample_weight: Any = None,
     reduction: Any = _MEAN,
 ) -> Any:
-    """Return what counts as the sum, or the weighted mean, once it is weighted by the fraction.
+    """Return a value that is the sum or weighted mean after weighting by the batch fraction.
 
-    That of an empty batch fraction is of an example which does not count. Of a micro-batch, whose
-    whole loss is weighted by its part of the step, it is what makes the sum over the step.
+    If the batch fraction is empty, a padding example supplies the value, with weight 0. For a
+    micro-batch, a sum is also divided by `trace.part`, the later weight of its loss.
     """
     by_weights = reduction == "mean_with_sample_weight" and sample_weight is not None
     if by_weights and tuple(values.shape) != () and _sums_in_step(trace, "a weighted loss"):
@@ -94,13 +94,13 @@ def _sums_by_fraction(
 
 
 def _by_fraction(value: tf.Tensor, trace: StepTrace) -> tf.Tensor:
-    """Return a sum over the examples such that its part by the batch fraction is the sum."""
+    """Divide a sum over the examples by its later weight, the batch fraction times `part`."""
     mean = tf.math.divide_no_nan(value, tf.cast(trace.share * trace.part, value.dtype))
     trace.means.add(mean.op.name)
     return mean
 
 
-# What TensorFlow's guide to custom training writes divides by the number of replicas.
+# The functions of TensorFlow's guide to custom training divide by the number of replicas.
 
 
 @replaces(tf.nn, "compute_average_loss", issue=f"{_NN}#L72")
@@ -133,9 +133,9 @@ def _one_number_of_all(
     reduction: Any = _MEAN,
     dtype: Any = None,
 ) -> Any:
-    """Weight what a loss function returned as one number by mask and weights of the whole batch.
+    """Weight a scalar from a loss function by the mask and sample weights of the whole batch.
 
-    It counts by the examples, as any mean; replicas would weight it by their own.
+    Keras would weight it by the replica's own mask and sample weights.
     """
     values = tf.convert_to_tensor(values, dtype)
     is_one = values.shape.rank == 0 and (mask is not None or sample_weight is not None)
@@ -147,14 +147,14 @@ def _one_number_of_all(
     return original(values, sample_weight, mask, reduction, dtype)
 
 
-# Keras divides by the replica's own number of unmasked entries, or sum of sample weights.
+# Keras divides by the replica's own number of unmasked entries or sum of sample weights.
 
 
 @replaces(keras_loss, "apply_mask", issue=f"{_SOURCE}#L197")
 def _unmasked_in_all(
     original: Original, trace: StepTrace, sample_weight: Any, mask: Any, dtype: Any, reduction: Any
 ) -> Any:
-    """Weight unmasked entries such that the mean by the share is that over the whole batch."""
+    """Weight unmasked entries so that the means, weighted by `share`, add up to the whole mean."""
     is_mean = mask is not None and reduction in (_MEAN, "mean")
     if not is_mean or not _sums_in_step(trace, "a masked loss"):
         return original(sample_weight, mask, dtype, reduction)
@@ -166,7 +166,7 @@ def _unmasked_in_all(
 
 
 def _sums_in_step(trace: StepTrace, what: str) -> bool:
-    """Return whether replicas can sum where `what` is computed; warn where several cannot."""
+    """Return whether replicas can sum at this place. Warn if several replicas cannot."""
     if trace.num_replicas > 1 and not trace.is_in_step():
         warn_once(
             f"{what} in a loop or condition of the step is divided by what each of "
@@ -177,26 +177,26 @@ def _sums_in_step(trace: StepTrace, what: str) -> bool:
 
 
 def _over_replicas(count: tf.Tensor, trace: StepTrace) -> tf.Tensor:
-    """Sum a count over all replicas that have an example; no gradient goes through it."""
+    """Sum a count over all replicas that have an example, without a gradient."""
     mine = tf.stop_gradient(count) * tf.sign(tf.cast(trace.share, count.dtype))
     return sum_over_replicas([mine])[0]
 
 
-# Several losses in one tensor are summed: by Keras where a layer adds them, else by the tape.
+# Several losses in one tensor are summed: by Keras if a layer adds them, else by the tape.
 
 
 def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
-    """Return whether a tensor has a loss for each example, so that its sum is one over the batch.
+    """Return whether a tensor has a loss per example, so that its sum is a sum over the batch.
 
-    Raises UsageError if its shape does not tell. A tensor without an axis of the batch has several
-    means, with a warning.
+    Raises UsageError if the shape does not determine this. Warns for a tensor without a batch axis
+    and treats its numbers as means.
     """
     number = len(trace.losses)
     trace.losses.append(tf.TensorShape(value.shape))
     if trace.num_replicas == 1 or value.shape.rank == 0:
         return False
     if trace.batch_axes.shapes is None:
-        trace.batch_axes.are_wanted = True  # the engine traces again with what it finds
+        trace.batch_axes.are_wanted = True  # the engine then finds the batch axes and traces again
         return False
     if has_examples(value, trace.batch_axes, number=number, what=what):
         return True
@@ -209,7 +209,7 @@ def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
 
 
 def has_examples(loss: tf.Tensor, batch_axes: BatchAxes, *, number: int, what: str) -> bool:
-    """Return whether a loss has an axis of the batch; raise UsageError if that is unknown."""
+    """Return whether a loss has a batch axis. Raise UsageError if this is unknown."""
     found = batch_axes.has_batch(number)
     if found is None:
         raise UsageError(
@@ -237,7 +237,7 @@ def _summing_what_is_added(original: Original, trace: StepTrace, self: Any, loss
 
 
 def added_in_part(loss: tf.Tensor, trace: StepTrace, *, is_sum: bool) -> tf.Tensor:
-    """Return a layer's loss in a micro-batch, whose part of the step it will be weighted by."""
+    """Return a layer's loss in a micro-batch, for later weighting by the micro-batch's part."""
     total = tf.reduce_sum(tf.cast(loss, tf.float32))
     return _by_fraction(total, trace) if is_sum else total
 
@@ -252,7 +252,7 @@ def _summing_by_the_tape(
     output_gradients: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Have gradients by a loss per example, which are sums, count as such."""
+    """Treat the gradient of a tensor with a loss per example as that of a sum."""
     if output_gradients is None:
         variables = tf.nest.flatten(sources)
         if all(isinstance(v, tf.Variable | keras.Variable) for v in variables):
@@ -265,7 +265,7 @@ def _summing_by_the_tape(
 
 
 def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor] | None:
-    """Return what a tape begins with; None where no target has a loss for each example."""
+    """Return the tape's output gradients, or None if no target has a loss per example."""
     if not all(isinstance(target, tf.Tensor) for target in targets):
         return None
     what = "the gradient of a tensor"
@@ -287,7 +287,7 @@ def warn_of_parts(targets: Sequence[Any], trace: StepTrace) -> None:
 
 
 def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
-    """Warn where a loss goes by products of the batch with itself, as contrastive losses do."""
+    """Warn if a loss depends on products of the batch with itself, as contrastive losses do."""
     if compares_examples(targets, trace):
         warn_once(
             f"a matrix product of the batch with itself {trace.division}: each compares the "
@@ -298,10 +298,10 @@ def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
 
 
 def compares_examples(targets: Sequence[Any], trace: StepTrace, losses: Any = ()) -> bool:
-    """Return whether a product of the batch with itself is behind one of the tensors.
+    """Return whether one of the tensors depends on a product of the batch with itself.
 
-    It has an entry for each pair of examples, or one that is summed over all examples. Some of
-    Keras' `losses` compare a whole batch otherwise.
+    Such products have an entry per pair of examples, or sum over all examples. Some of Keras'
+    `losses` compare the examples of a batch in other ways.
     """
     if any(map(_is_of_a_batch, losses)):
         return True
@@ -324,7 +324,7 @@ def _is_of_a_batch(loss: Any) -> bool:
 
 
 def _warn_of_quotients(targets: Sequence[Any], trace: StepTrace) -> None:
-    """Warn where a sum over the batch is divided by a number that goes by a replica's part."""
+    """Warn if a sum over the batch is divided by a number that depends on a replica's part."""
     behind = ops_behind([target for target in targets if isinstance(target, tf.Tensor)])
     count = trace.num_replicas * trace.micros
     parts = f"{count} {'micro-batches' if trace.micros > 1 else 'replicas'}"
@@ -344,14 +344,14 @@ def _warn_of_quotients(targets: Sequence[Any], trace: StepTrace) -> None:
 
 
 def _is_of_part(operation: tf.Operation, trace: StepTrace) -> bool:
-    """Return whether an operation gives a part of the batch or its size, which may be constant."""
+    """Return whether an operation returns a part of the batch or its size (maybe constant)."""
     if operation.type == "Const":
         return trace.rows() in np.ravel(tf.get_static_value(operation.outputs[0]))
     return operation.type == "Shape" or any(part.op is operation for part in trace.parts())
 
 
-# Replicas are traced in threads that take turns where they talk to each other, in the middle of a
-# forward pass too; Keras clears the lists of a layer when the next one begins.
+# Each replica is traced in a thread. The threads switch at collectives, also during a forward pass.
+# Keras clears the loss lists of a layer when the next replica's pass starts.
 
 
 class _LayerOfTheStep:
@@ -376,12 +376,12 @@ def _on_lists_of_the_step(
     return original(own, *args, **kwargs)
 
 
-# Means and synchronized statistics count the examples that count.
+# Means and synchronized statistics weight batches by their examples, without padding.
 #
-# The loss of each of several outputs is a mean over batches where the size of a batch is not known
-# when the step is traced, and a small last batch would count too much: examples are counted, in
-# `metrics` of this package. The padding example of a replica whose batch fraction is empty counts
-# neither in a mean nor in synchronized statistics.
+# With several outputs, Keras logs each output's loss as a mean over batches if the batch size is
+# unknown at tracing. A small last batch would then count too much, so `metrics` in this package
+# weights by examples. If a replica's batch fraction is empty, its padding example has weight 0 in
+# means and in synchronized statistics.
 
 
 @replaces(CompileLoss, "call", issue=f"{_KERAS}/trainers/compile_utils.py#L836")
@@ -405,14 +405,14 @@ def _noting_losses(original: Original, trace: StepTrace, self: Any, *args: Any, 
 def _of_examples_that_count(
     original: Original, trace: StepTrace, x: tf.Tensor, axes: Any, keepdims: bool
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean and variance of float `x` over `axes` and all replicas."""
+    """Return mean and variance of float `x` over `axes` and all replicas."""
     context = tf.distribute.get_replica_context()
     if trace.num_replicas == 1 or context is None:
         found: tuple[tf.Tensor, tf.Tensor] = original(x, axes, keepdims)
         return found
     counts = tf.cast(tf.convert_to_tensor(trace.examples) > 0, x.dtype)
     share = tf.cast(trace.share, x.dtype)
-    # A replica's gradient is weighted at the hook alone; where replicas' meet they are weighted.
+    # The sum over replicas needs weighted gradients. The hook weights later, so undo it after.
     sums = [
         _gradient_times(
             counts * tf.reduce_sum(values, axis=axes, keepdims=True),
@@ -431,6 +431,6 @@ def _of_examples_that_count(
 
 
 def _gradient_times(value: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
-    """Return the very value, whose gradient is multiplied by a factor."""
+    """Return the same value, with its gradient multiplied by a factor."""
     more = value * (factor - 1)
     return value + (more - tf.stop_gradient(more))

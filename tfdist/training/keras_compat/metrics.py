@@ -1,10 +1,10 @@
-"""Metrics in a step: results count over all replicas and steps, a number of the step counts once.
+"""Metrics in a step: results cover all replicas and steps, and a number of the step counts once.
 
-On one device the result of a metric in the logs of a step is that of the whole epoch. On several
-replicas, and in a work unit under ps, a step sees a part of the metric's state. Here the step notes
-which of its tensors are results, and what it computes from them is computed again from the whole
-state. A metric that is given a number of the step, such as a loss, sees it on each replica; it is
-to count once. Ended by: no release, Keras 3.15.1 included.
+On one device, a metric's result in a step's logs covers the whole epoch. On several replicas, and
+in a work unit under ps, a step sees only a part of the metric's state. Here the step records which
+of its tensors are results, and the logs are computed again from the whole state. A metric update
+with a number of the step, such as a loss, runs on each replica but must count once.
+Ended by: no release, Keras 3.15.1 included.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 
 @replaces(Metric, "__getattribute__", issue=f"{_KERAS}/metrics/metric.py#L167")
 def _in_a_step(original: Original, trace: StepTrace, self: Any, name: str) -> Any:
-    """Return an attribute; `result` and `update_state` of whichever class take the step's part."""
+    """Return an attribute. Wrap `result` and `update_state` of any class for the step."""
     found = original(self, name)
     if name == "result" and trace.sources is not None:
         return functools.partial(_noted_result, found, trace)
@@ -48,7 +48,7 @@ def _in_a_step(original: Original, trace: StepTrace, self: Any, name: str) -> An
     return found
 
 
-# Logs that are computed from metrics.
+# Logs computed from metrics.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -56,9 +56,9 @@ class _Formula:
     """Computation of a log from values of metrics.
 
     Attributes:
-      graph: operations from the values to the log.
-      output: name of the log's tensor.
-      sources: functions that return the whole values, by the names of the step's tensors.
+      graph: Operations from the values to the log.
+      output: Name of the log's tensor.
+      sources: Functions that return the whole values, by the name of the step's tensor.
     """
 
     graph: tf.compat.v1.GraphDef
@@ -74,7 +74,7 @@ class _Formula:
 
 
 class MetricLogs:
-    """Logs of a step that are computed from metrics, read over all replicas and steps."""
+    """Logs of a step that are computed from metrics, over all replicas and steps."""
 
     def __init__(self) -> None:
         self._formulas: dict[str, _Formula] = {}
@@ -84,17 +84,17 @@ class MetricLogs:
         return bool(self._formulas)
 
     def note(self, logs: Mapping[str, Any], trace: StepTrace) -> None:
-        """Find these logs among all logs of the step that is being traced.
+        """Find these logs among all logs of the step being traced.
 
         Raises:
-          UsageError: a log is computed from a metric and from other values of the step.
+          UsageError: A log is computed from a metric and from other values of the step.
         """
         if trace.sources is not None:
             found = {name: _formula(name, log, trace) for name, log in logs.items()}
             self._formulas = {name: formula for name, formula in found.items() if formula}
 
     def read(self, strategy: tf.distribute.Strategy) -> dict[str, tf.Tensor]:
-        """Return the logs since metrics were reset. A collective, unless there is no such log."""
+        """Return the logs since the last reset. A collective if there are such logs."""
         if not self:
             return {}
         if self._read is None:
@@ -105,7 +105,7 @@ class MetricLogs:
 
 
 def note_source(value: Any, whole: Callable[[], Any], trace: StepTrace) -> tf.Tensor:
-    """Return the step's value of a metric as a tensor of its own, noted with the whole value."""
+    """Return the step's value of a metric as a new tensor, recorded with its whole value."""
     found = tf.identity(value, name=_SOURCE)
     if trace.sources is not None and trace.is_in_step():
         trace.sources[found.op.name] = whole
@@ -115,7 +115,7 @@ def note_source(value: Any, whole: Callable[[], Any], trace: StepTrace) -> tf.Te
 
 
 def _noted_result(result: Callable[[], Any], trace: StepTrace) -> Any:
-    """Return a metric's result, and note that its tensors are that."""
+    """Return a metric's result, and record its tensors as results."""
     found = result()
 
     def whole(index: int) -> Any:
@@ -131,7 +131,7 @@ def _noted_result(result: Callable[[], Any], trace: StepTrace) -> Any:
 
 
 def _formula(name: str, log: Any, trace: StepTrace) -> _Formula | None:
-    """Return how a log is computed from metrics; None if it is not."""
+    """Return the formula of a log that is computed from metrics, or None for other logs."""
     tensor, sources = tf.convert_to_tensor(log), trace.sources or {}
     if not tf.is_symbolic_tensor(tensor):
         return None
@@ -159,13 +159,13 @@ def _formula(name: str, log: Any, trace: StepTrace) -> _Formula | None:
 
 
 def _graph_of(operations: list[tf.Operation], trace: StepTrace) -> tf.compat.v1.GraphDef:
-    """Return operations as a graph of their own, on any device."""
+    """Return a separate graph of the operations, without device placement."""
     graph = tf.compat.v1.GraphDef()
     for operation in operations:
         node = graph.node.add()
         node.CopyFrom(operation.node_def)
         node.ClearField("device")
-        node.attr.pop("_class", None)  # places it beside a variable
+        node.attr.pop("_class", None)  # colocates it with a variable
         inputs = [given for given in node.input if not given.startswith("^")]
         node.input[:] = inputs
     if any(attr.HasField("func") for node in graph.node for attr in node.attr.values()):
@@ -174,7 +174,7 @@ def _graph_of(operations: list[tf.Operation], trace: StepTrace) -> tf.compat.v1.
 
 
 def _hides_source(operation: tf.Operation) -> bool:
-    """Return whether a condition, a loop or a function has a metric's result in its own graph."""
+    """Return whether a condition, loop or function has a metric's result in its own graph."""
     functions = [a.func.name for a in operation.node_def.attr.values() if a.HasField("func")]
     found = [operation.graph._get_function(name) for name in functions]
     return any(
@@ -184,12 +184,12 @@ def _hides_source(operation: tf.Operation) -> bool:
     )
 
 
-# Numbers of the step that metrics are given.
+# Metric updates with numbers of the step.
 #
-# A number is taken for what one device has: a mean over the examples is weighted by the batch
-# fraction, or by a micro-batch's part of the step, and a sum over the examples is added up. What a
-# metric does with a mean is linear for `Mean` and `Sum`. Any other metric is given the number of
-# the whole batch on one replica, so that it may also square it or count in whole numbers.
+# The metric must get the number that one device has. A mean over the examples is weighted by the
+# batch fraction, or by a micro-batch's part of the step. Sums over the examples add up. `Mean` and
+# `Sum` are linear in the number. Any other metric gets the number of the whole batch on one
+# replica, so it may also square the number or count in integers.
 
 
 @replaces(Mean, "update_state", issue=f"{_KERAS}/metrics/reduction_metrics.py#L138")
@@ -217,7 +217,7 @@ def _sum_of_steps(
 
 
 def _is_partial(trace: StepTrace) -> bool:
-    """Return whether a metric of this replica or micro-batch sees a part of the step."""
+    """Return whether metrics of this replica or micro-batch see only a part of the step."""
     return not trace.in_update and (trace.num_replicas > 1 or tf.is_tensor(trace.part))
 
 
@@ -231,7 +231,7 @@ def _is_number(value: Any) -> bool:
 def _update_once(
     update: Callable[..., Any], trace: StepTrace, metric: Metric, *args: Any, **kwargs: Any
 ) -> Any:
-    """Update a metric; one of the user's own that is given numbers of the step, once a step."""
+    """Update a metric. Update a user's own metric once per step if its arguments are numbers."""
     numbers = keras.tree.flatten([args, kwargs])
     is_own = not type(metric).update_state.__module__.startswith("keras.src.")
     if not is_own or not _is_partial(trace) or not all(map(_is_number, numbers)):
@@ -254,13 +254,13 @@ def _update_once(
         new = tf.convert_to_tensor(variable)
         if trace.num_replicas > 1:
             variable.assign(tf.where(counts_here, new, old))
-        elif new.dtype.is_floating:  # of micro-batches, which follow each other
+        elif new.dtype.is_floating:  # of micro-batches, which run one after another
             variable.assign(old + (new - old) * tf.cast(trace.part, new.dtype))
     return returned
 
 
 def _of_whole_batch(numbers: list[Any], trace: StepTrace) -> tuple[list[Any], Any]:
-    """Return numbers of the whole batch, and whether this replica is the first with examples."""
+    """Return the whole batch's numbers, and whether this is the first replica with examples."""
     wholes = [tf.convert_to_tensor(n) if isinstance(n, Variable) else n for n in numbers]
     sums = [_is_sum(number, trace) for number in wholes]
     if trace.num_replicas == 1:
@@ -285,11 +285,11 @@ def _of_whole_batch(numbers: list[Any], trace: StepTrace) -> tuple[list[Any], An
 
 
 def _is_computed(number: Any) -> bool:
-    """Return whether a number may be another one on each replica."""
+    """Return whether a number may differ between replicas."""
     return tf.is_symbolic_tensor(number) and number.dtype != tf.bool and number.op.type != "Const"
 
 
-# Sums over the examples, told from means by the operations that a number was computed by.
+# Sums over the examples. The operations that computed a number tell sums from means.
 
 
 _ELEMENTWISE = frozenset(
@@ -301,9 +301,9 @@ _REDUCTIONS = frozenset(("All", "Any", "Max", "Mean", "Min", "Prod", "Sum"))
 
 
 def _is_sum(value: Any, trace: StepTrace) -> bool:
-    """Return whether a number of the step is a sum over the replica's examples, or their number.
+    """Return whether a number of the step is a sum over the replica's examples, or their count.
 
-    A number that grows in another way is taken for a mean.
+    All other numbers count as means.
     """
     if isinstance(value, int) and value == trace.rows() and value > 1:
         warn_once(
@@ -317,7 +317,7 @@ def _is_sum(value: Any, trace: StepTrace) -> bool:
 
 
 def _growth(tensor: tf.Tensor, trace: StepTrace) -> int:
-    """Return the power of the number of examples by which a tensor without their axis grows."""
+    """Return the exponent n if a tensor without a batch axis grows as (number of examples)^n."""
     operation = tensor.op
     kind, inputs = operation.type, list(operation.inputs)
     if operation.name in trace.means or not inputs:
@@ -343,7 +343,7 @@ def _growth(tensor: tf.Tensor, trace: StepTrace) -> int:
 
 
 def _growth_of_divisor(dividend: tf.Tensor, divisor: tf.Tensor, trace: StepTrace) -> int:
-    """Return the growth of a divisor; a size that was known is a constant."""
+    """Return the growth of a divisor. A constant equal to a known size grows, too."""
     number = tf.get_static_value(divisor)
     if number is None:
         return _growth(divisor, trace)
@@ -364,7 +364,7 @@ def _is_size(shape: tf.Tensor, begin: tf.Tensor, trace: StepTrace) -> bool:
 
 
 def _has_their_axis(tensor: tf.Tensor, trace: StepTrace) -> bool:
-    """Return whether a tensor has the axis of the examples, by its shape and its operations."""
+    """Return whether a tensor has a batch axis, judged by its shape and its operations."""
     if tensor.shape.is_fully_defined() and trace.rows() not in tuple(tensor.shape):
         return False
     ends = {operation.name for operation in ops_behind([tensor]) if _reduces_first_axis(operation)}

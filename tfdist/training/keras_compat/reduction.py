@@ -1,4 +1,4 @@
-"""Sum over replicas: gradients and statistics together, in few messages."""
+"""Sums of gradients and statistics over replicas, together and in few messages."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _BY_RING = frozenset((tf.float16, tf.float32, tf.float64, tf.int32, tf.int64))
 
 
 def reduced(grads: list[Any], trace: StepTrace) -> list[Any]:
-    """Sum gradients over the replicas; the statistics of the forward pass travel with them."""
+    """Sum gradients over the replicas, together with the statistics of the forward pass."""
     noted, trace.statistics = trace.statistics, []
     values = [tf.convert_to_tensor(v.value) for v in noted]
-    # A scalar may count steps: so that the mean of equal ones is that number, it is computed in
-    # float64 and divided by the sum of the shares, which are rounded.
-    # In half precision shares of 8 bits would not sum to 1.
+    # A scalar may count steps, and the mean of equal scalars must be that number. Compute it in
+    # float64 and divide by the sum of the rounded shares. Half-precision values use float32: in
+    # half precision the shares would not sum to 1.
     is_scalar = [value.shape.rank == 0 for value in values]
     halves = [tf.float32 if value.dtype.size == 2 else value.dtype for value in values]
     types = [tf.float64 if s else half for s, half in zip(is_scalar, halves, strict=True)]
@@ -50,7 +50,7 @@ def reduced(grads: list[Any], trace: StepTrace) -> list[Any]:
 
 
 def warn_of_its_own(optimizer: Any) -> None:
-    """Warn of an optimizer that takes gradients by a method of its own, before they are summed."""
+    """Warn if the optimizer has its own `apply` method, which sees gradients before the sum."""
     for name in ("apply", "apply_gradients"):
         owner = next(kind for kind in type(optimizer).__mro__ if name in vars(kind))
         if not owner.__module__.startswith("keras.src."):
@@ -62,7 +62,7 @@ def warn_of_its_own(optimizer: Any) -> None:
 
 
 def reduce_statistics(trace: StepTrace) -> None:
-    """Reduce what was written after the last gradient hook, at the end of the step."""
+    """Reduce statistics written after the last gradient hook, at the end of the step."""
     if trace.statistics:
         reduced([], trace)
 
@@ -82,10 +82,10 @@ def times(gradient: Any, factor: tf.Tensor | float) -> Any:
 
 
 def summed_rows(gradient: Any) -> Any:
-    """Return the same gradient with each row once: a sparse one may have several slices of a row.
+    """Return the gradient with each row once. A sparse gradient may have several slices of a row.
 
-    Their number varies from step to step, and a gather over replicas accepts one shape only: to be
-    called after it.
+    Call it after the gather over replicas: the number of distinct rows varies by replica, and a
+    gather needs equal shapes.
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
@@ -95,7 +95,7 @@ def summed_rows(gradient: Any) -> Any:
 
 
 def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sum each tensor over all replicas, in as few messages as can be. Replica context."""
+    """Sum each tensor over all replicas in as few messages as possible. Replica context."""
     job = current_job()
     if job is None or job.ring is None or job.strategy is not tf.distribute.get_strategy():
         return _by_collectives(tensors)
@@ -112,10 +112,10 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def scatter_over_workers(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return this worker's part, flat, of the sum of each tensor. Replica context.
+    """Return this worker's flat part of the sum of each tensor. Replica context.
 
-    Of floating point and known shapes, in a job with a ring. With two workers to the bits of
-    `sum_over_replicas`; with more the ring adds in another order.
+    Needs a job with a ring, and floating-point tensors of known shapes. With two workers the result
+    is bit-identical to `sum_over_replicas`. With more, the ring adds in another order.
     """
     ring, results = _ring(), list(tensors)
     for bucket in _buckets(tensors):
@@ -129,9 +129,9 @@ def scatter_over_workers(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 def gather_over_workers(
     parts: Sequence[tf.Tensor], shapes: Sequence[tuple[int, ...]]
 ) -> list[tf.Tensor]:
-    """Return the whole tensors of these shapes, of which each worker has its part, flat."""
+    """Return the whole tensors of these shapes, gathered from the workers' flat parts."""
     ring, results = _ring(), list(parts)
-    # The same buckets in every worker: by what is whole.
+    # Whole sizes decide the buckets, so that all workers have the same buckets.
     wholes = [tf.TensorSpec(shape, part.dtype) for shape, part in zip(shapes, parts, strict=True)]
     for bucket in _buckets(wholes):
         sizes = tuple(wholes[i].shape.num_elements() for i in bucket)
@@ -149,7 +149,7 @@ def _ring() -> Ring:
 
 
 def _in_turn(call: Callable[..., Any], tensors: Sequence[tf.Tensor]) -> Any:
-    """Call the ring with tensors, after each call of it that was traced before."""
+    """Call the ring with tensors, after all ring calls that were traced earlier."""
     turn = _turn()
     with tf.control_dependencies([turn.read_value()]):
         results = tf.numpy_function(call, list(tensors), [tensor.dtype for tensor in tensors])
@@ -162,18 +162,18 @@ def _in_turn(call: Callable[..., Any], tensors: Sequence[tf.Tensor]) -> Any:
 def _turn() -> Any:
     """Return a variable that each sum reads and then writes, so that workers sum in one order.
 
-    TensorFlow keeps the order of calls of Python within one function only; that of what reads and
-    writes a variable holds in a `tf.cond` and a `tf.function` within the step, too. It is of no
-    strategy.
+    TensorFlow keeps Python calls in order only within one function. It keeps reads and writes of a
+    variable in order also in a `tf.cond` or a `tf.function` within the step. The variable belongs
+    to no strategy.
     """
     with tf.init_scope(), tf.device("/CPU:0"):
         return ResourceVariable(0, trainable=False, dtype=tf.int64)
 
 
 def _sum_name() -> str:
-    """Report which sum of the step is being traced: one in a branch is no other's.
+    """Return a name for the sum being traced, unique in the step, so that branches do not mix.
 
-    By its number, as names of tensors and layers may differ between workers of one program.
+    The name is a number, because names of tensors and layers may differ between workers.
     """
     trace = current()
     if trace is None:
@@ -183,9 +183,9 @@ def _sum_name() -> str:
 
 
 def _buckets(tensors: Sequence[Any]) -> list[list[int]]:
-    """Return groups of tensors that are summed by one call, in the order in which they are ready.
+    """Return groups of tensors to sum in one call each, in the order in which they are ready.
 
-    Gradients of the last layers come first: their sum is made while others are computed.
+    Gradients of the last layers are first. Their sum runs while the others are computed.
     """
     buckets: list[list[int]] = [[]]
     filled = 0
@@ -201,9 +201,9 @@ def _buckets(tensors: Sequence[Any]) -> list[list[int]]:
 
 
 def _by_collectives(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Small ones are packed into few messages.
+    """Sum tensors by TensorFlow's collectives, with small tensors packed into few messages.
 
-    A large one is a message of its own: it needs no copy, and leaves while others are computed.
+    A large tensor is a separate message: this saves a copy and overlaps with other computations.
     """
     results: list[tf.Tensor] = list(tensors)
     for pack in _packs(tensors):
@@ -221,8 +221,8 @@ def _by_collectives(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 def all_reduce(values: Any) -> Any:
     """Sum a structure of tensors over all replicas, without a gradient. Replica context.
 
-    `ReplicaContext.all_reduce` is a `tf.custom_gradient`. TensorFlow registers each one until the
-    process ends, and with it the graph of the step, some MiB for each trace:
+    `ReplicaContext.all_reduce` is a `tf.custom_gradient`. TensorFlow keeps each custom gradient
+    and the graph of its step until the process exits, which is some MiB per trace:
     https://github.com/tensorflow/tensorflow/issues/97697. Ended by: no release, 2.21 included.
     """
     extended = tf.distribute.get_strategy().extended
@@ -230,7 +230,7 @@ def all_reduce(values: Any) -> Any:
 
 
 def _packs(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
-    """Return groups of tensors that travel together: of one type, of no more than `_PACK_BYTES`."""
+    """Return groups of tensors for one message each: one dtype, at most `_PACK_BYTES`."""
     packs: list[list[int]] = []
     open_packs: dict[Any, tuple[list[int] | None, int]] = {}
     for i, tensor in enumerate(tensors):
@@ -245,25 +245,25 @@ def _packs(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
     return packs
 
 
-# Where an optimizer is built on parts of the variables: this worker's part of each sum.
+# This worker's part of each sum, for an optimizer that is built on parts of the variables.
 
 
 wholes_of: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-"""The variables of each optimizer that is built on parts of them, in the order of the parts."""
+"""Whole variables of each optimizer that is built on parts, in the order of the parts."""
 
 
 def scattered(optimizer: Any, grads: list[Any], variables: Sequence[Any], trace: StepTrace) -> Any:
-    """Return this worker's part of the sum of each gradient; statistics travel, too.
+    """Return this worker's part of the sum of each gradient. Reduce the statistics, too.
 
-    With two workers the sum of parts has the bits of the whole sum. With more it adds in another
-    order, so that the whole sum is made and cut.
+    With two workers the sum of parts is bit-identical to the whole sum. With more, the order of
+    additions would differ, so this function computes the whole sum and cuts it.
     """
     indices = map(optimizer._get_variable_index, variables)
     parts = [place_of(optimizer._trainable_variables[index]) for index in indices]
     if trace.num_replicas > 2:
         return [_own(g, part) for g, part in zip(reduced(grads, trace), parts, strict=True)]
     dense = [i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)]
-    # Of a layer over sequences the shape of a gradient is known at run time alone.
+    # For layers over sequences, TensorFlow knows the shape of a gradient only at run time.
     sums = scatter_over_workers([tf.ensure_shape(grads[i], variables[i].shape) for i in dense])
     others = reduced([None if isinstance(g, tf.Tensor) else g for g in grads], trace)
     totals = [_own(g, part) for g, part in zip(others, parts, strict=True)]
@@ -273,14 +273,14 @@ def scattered(optimizer: Any, grads: list[Any], variables: Sequence[Any], trace:
 
 
 def _own(gradient: Any, part: VariablePart) -> Any:
-    """Return this part, flat, of a gradient that is whole."""
+    """Return this part of a whole gradient, flat."""
     if isinstance(gradient, tf.IndexedSlices):
         return _own_elements(summed_rows(gradient), part)
     return None if gradient is None else cut(gradient, part)
 
 
 def _own_elements(slices: tf.IndexedSlices, part: VariablePart) -> tf.IndexedSlices:
-    """Return this part of a gradient by rows as one by elements: Keras' sparse updates differ."""
+    """Return this part of a row-wise gradient by elements, still sparse: dense updates differ."""
     width = math.prod(part.shape[1:])
     first_of_row = tf.cast(slices.indices, tf.int64) * width - part.first
     places = tf.reshape(first_of_row[:, None] + tf.range(width, dtype=tf.int64), [-1])

@@ -1,11 +1,11 @@
 """Sharded optimizer state: each worker updates its part of every variable (ZeRO stage 1).
 
 The optimizer is built on flat variables that hold this worker's part of each trainable variable,
-so that its slots are of the part alone. In a step the gradients are summed part by part, Keras'
-own update runs on the parts, and the new weights are gathered (Rajbhandari et al., 2020,
-https://arxiv.org/abs/1910.02054). Every element sees the operations that it sees without sharding,
-so that the bits are the same. What needs a norm gathers the gradients first: a sum of sums of parts
-is another one in its last bit.
+so its slots cover only the part. A step sums the gradients part by part. It runs Keras' own update
+on the parts and gathers the new weights (Rajbhandari et al., 2020,
+https://arxiv.org/abs/1910.02054). Each element sees the same operations as without sharding, so the
+results are bit-identical. Clipping by a norm gathers the gradients first, because a sum of partial
+sums can differ in its last bit.
 Ended by: no release, Keras 3.15.1 included.
 """
 
@@ -37,12 +37,12 @@ _NAMES = (
     *("Lion", "ScheduleFreeAdamW"),
 )
 BY_ELEMENT = tuple(getattr(keras.optimizers, n) for n in _NAMES if hasattr(keras.optimizers, n))
-"""Those whose update of an element looks at no other one."""
+"""Optimizers that update each element independently of all other elements."""
 _TYPES = ("float16", "float32", "float64")
 
 
 def require_by_element(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Raise UsageError for what cannot be updated part by part."""
+    """Raise UsageError if the optimizer or a variable does not support updates by parts."""
     inner = _innermost(optimizer)
     if type(inner) not in BY_ELEMENT:
         raise not_sharded(
@@ -69,12 +69,12 @@ def not_sharded(
 
 @contextlib.contextmanager
 def building_in_parts(optimizer: Any, job: Job) -> Iterator[None]:
-    """Have whoever builds the optimizer here build it on this worker's parts of the variables.
+    """Make a build of the optimizer in this block use this worker's parts of the variables.
 
-    Keras does so as it builds a model. In the job's scope; a collective.
+    Keras builds the optimizer with the model. Use it in the job's scope. This is a collective.
 
     Raises:
-      UsageError: the optimizer has whole slots already, or cannot update parts.
+      UsageError: The optimizer already has whole slots, or cannot update parts.
     """
     if optimizer in wholes_of:
         yield
@@ -91,7 +91,7 @@ def building_in_parts(optimizer: Any, job: Job) -> Iterator[None]:
 
 @contextlib.contextmanager
 def building_by(optimizer: Any, build: Callable[[Sequence[Any]], None]) -> Iterator[None]:
-    """Have whoever builds the optimizer here call `build` instead."""
+    """Replace the optimizer's `build` method in this block."""
     object.__setattr__(optimizer, "build", build)
     try:
         yield
@@ -101,7 +101,7 @@ def building_by(optimizer: Any, build: Callable[[Sequence[Any]], None]) -> Itera
 
 @contextlib.contextmanager
 def following_slots(optimizer: Any, follow: Callable[..., None]) -> Iterator[None]:
-    """Have ``follow(slot, variable, name, initializer)`` called for slots as they are made here."""
+    """Call ``follow(slot, variable, name, initializer)`` for each slot created in this block."""
     inner = _innermost(optimizer)
     make = inner.add_variable_from_reference
 
@@ -127,7 +127,7 @@ def _build(optimizer: Any, variables: Sequence[Any], job: Job) -> None:
             type(optimizer).build(optimizer, parts)
     for one in {id(o): o for o in (optimizer, _innermost(optimizer))}.values():
         wholes_of[one] = tuple(variables)
-        for index, variable in enumerate(variables):  # by which its users ask
+        for index, variable in enumerate(variables):  # callers look parts up by variable
             one._trainable_variables_indices[one._var_key(variable)] = index
         for name, method in _METHODS.items():
             if hasattr(one, name):
@@ -135,11 +135,11 @@ def _build(optimizer: Any, variables: Sequence[Any], job: Job) -> None:
 
 
 def _part(variable: Any, job: Job) -> Any:
-    """Make the variable for this worker's part, of the same name and path."""
+    """Create the variable for this worker's part, with the same name and path."""
     part = own_part(job, tuple(variable.shape))
     value = variable.numpy().reshape(-1)[part.first : part.end]
     made = keras.Variable(value, dtype=variable.dtype, trainable=False, name=variable.name)
-    made._path = variable.path  # what slots are named after
+    made._path = variable.path  # Keras names slots after this path
     mark(made, part)
     return made
 
@@ -149,7 +149,7 @@ def _innermost(optimizer: Any) -> Any:
 
 
 def _step_of(optimizer: Any) -> StepTrace:
-    """Return the trace of the step that applies the optimizer; elsewhere nobody gathers."""
+    """Return the trace of the step that applies the optimizer. Raise UsageError outside steps."""
     trace = current()
     if trace is None or not trace.in_hook:
         raise not_sharded(
@@ -160,11 +160,11 @@ def _step_of(optimizer: Any) -> StepTrace:
     return trace
 
 
-# A sharded optimizer is Keras' own, with these methods in place of the class'.
+# A sharded optimizer is Keras' own object, with these methods instead of its class's methods.
 
 
 def _apply_to_parts(optimizer: Any, grads: Any, trainable_variables: Any) -> None:
-    """Clip, decay, update and average the parts; then gather the weights."""
+    """Clip, decay, update and average the parts, then gather the weights."""
     trace, wholes = _step_of(optimizer), wholes_of[optimizer]
     mine = [optimizer._get_variable_index(variable) for variable in trainable_variables]
     parts = optimizer._trainable_variables
@@ -177,7 +177,7 @@ def _apply_to_parts(optimizer: Any, grads: Any, trainable_variables: Any) -> Non
 
 
 def _clip_whole(optimizer: Any, grads: Any) -> Any:
-    """Clip by a norm of the whole gradients, added in the order in which Keras adds."""
+    """Clip by a norm of the whole gradients, with additions in the order that Keras uses."""
     clip = functools.partial(type(optimizer)._clip_gradients, optimizer)
     if not (optimizer.clipnorm or optimizer.global_clipnorm):
         return clip(grads)
@@ -194,7 +194,7 @@ def _check_finite(optimizer: Any, grads: Any) -> Any:
 
 
 def _save_nothing(optimizer: Any, store: Any) -> None:
-    """Leave the slots out of a `.keras` file: one task, which alone writes it, has a part."""
+    """Leave the slots out of a `.keras` file, because its writer has only its own part."""
     warn_once(
         f"the state of {type(optimizer).__name__} is sharded: files of the model are without it; "
         "checkpoints of BackupAndRestore have it"
@@ -202,12 +202,12 @@ def _save_nothing(optimizer: Any, store: Any) -> None:
 
 
 def _take_averages(optimizer: Any, variables: Any) -> None:
-    """Have averaged weights take the place of the last ones, as Keras does. A collective."""
+    """Replace the weights by their averages, as Keras does. This is a collective."""
     inner, asked = _innermost(optimizer), set(map(id, variables))
     if inner.use_ema:
         averages = inner._model_variables_moving_average
         for variable, average in zip(wholes_of[inner], averages, strict=True):
-            if id(variable) in asked:  # others are frozen since it was built
+            if id(variable) in asked:  # others were frozen after the build
                 variable.assign(whole(average))
 
 
@@ -221,9 +221,9 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 
 def _refresh(optimizer: Any, variable: Any, part: Any) -> None:
-    """Take the part from the weights, which something else than the optimizer may have set."""
+    """Copy the part from the weights, which other code than the optimizer may have set."""
     own_copy(part).assign(cut(own_copy(variable).read_value(), place_of(part)))
-    # Which weights decay is told of whole variables.
+    # Keras decides by the whole variable whether a weight decays.
     decays = optimizer._use_weight_decay(variable.value)
     optimizer._exclude_from_weight_decay_cache[optimizer._var_key(part)] = decays
 

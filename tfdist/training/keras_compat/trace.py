@@ -1,4 +1,4 @@
-"""Replacements of names of Keras, and the state of the step that a thread is tracing for them."""
+"""Replacements of names in Keras, and the state of the step that a thread is tracing."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _LOG = logging.getLogger(__name__)
 
 
 class BatchAxes:
-    """Which losses of a step have an axis of the batch.
+    """Record of the losses of a step that have a batch axis.
 
-    The size of an axis alone does not tell. The step is traced with two batch sizes: an axis of the
-    batch is one whose size differs. In its first trace on several replicas a step reports that it
-    has a loss for which this matters; only then are the two traces made.
+    The size of an axis does not identify a batch axis. The engine therefore traces the step with
+    two batch sizes, and an axis with two different sizes is a batch axis. The engine does this only
+    if the first trace on several replicas finds a loss that may have a batch axis.
 
     Attributes:
-      are_wanted: whether a loss of the step may have an axis of the batch.
-      shapes: for each of the two batch sizes, the shapes of the losses; None before the traces.
+      are_wanted: Whether a loss of the step may have a batch axis.
+      shapes: Shapes of the losses for each of the two batch sizes. None before these traces.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class BatchAxes:
         self.shapes: Sequence[Sequence[tf.TensorShape]] | None = None
 
     def has_batch(self, number: int) -> bool | None:
-        """Return whether the loss of this number has an axis of the batch; None if unknown."""
+        """Return whether the loss of this number has a batch axis, or None if unknown."""
         found = [shapes[number] for shapes in self.shapes or () if number < len(shapes)]
         ranks = {shape.rank for shape in found}
         if len(found) < 2 or len(ranks) > 1 or None in ranks:
@@ -54,34 +54,34 @@ class StepTrace:
     """State of the step that this thread is tracing, for the replacements.
 
     Attributes:
-      num_replicas: replicas whose gradients are summed; 1 needs no reduction.
-      share: this replica's part of the global batch, scalar float32 or a float.
-      examples: how many of this replica's examples count, scalar integer.
-      part: of a micro-batch, examples / examples of the step, by which its whole loss is weighted.
-      micros: micro-batches of the step.
-      random_key: int32 [2] of (seed, step, replica), from which every draw of the step comes.
-      update_key: of (seed, step), for draws in an optimizer's update, the same on all
-        replicas; None where there is one.
-      batch: what the step function is given, a nest of tensors ``[examples, ...]``.
-      fused: layers take the fused ones of `kernels` in this package.
-      local: values of variables, by `id`, that live in the step and not in the variable.
-      at_hook: called with the gradients where they enter an optimizer.
-      held: values of variables, by `id`, that the step has read once and goes on with.
-      taken: what an update takes of sums of gradients, part by part, by the `id` of the sum.
-      counts: what optimizers have for their counts of updates; None for what is in the variable.
-      updated: parts of variables that a sharded optimizer updates, in the order of its gradients.
-      whole_sums: names of operations that give sums over the batch, which count as such.
-      means: names of operations that give losses, whose parts by the batch fraction add up.
-      sources: functions that return whole values, by the names of the operations that give the
-        step's values of metrics; None if the step's values are whole.
-      hides_sources: True if a condition, a loop or a function in the step has a metric's result.
-      in_update: True while a metric is updated by numbers of the whole batch.
-      layers: what holds the losses that layers have added, by the `id` of the layer.
-      updates: False if optimizers change nothing, as in a trace that builds or looks at shapes.
-      losses: shapes of the losses that gradients are taken of or layers add, in their order.
-      batch_axes: which of these losses have an axis of the batch.
-      numbers: of the draws of seed generators, by their `id`; those of others count up.
-      graph: the step's own.
+      num_replicas: Number of replicas that sum gradients. 1 needs no reduction.
+      share: Batch fraction of this replica, a scalar float32 tensor or a float.
+      examples: Number of this replica's examples without padding, a scalar integer.
+      part: Weight of a micro-batch's loss: its examples / the step's examples (default: 1.0).
+      micros: Number of micro-batches in the step (default: 1).
+      random_key: Key for all draws of the step, int32 [2] from (seed, step, replica).
+      update_key: Key for draws in an optimizer's update, from (seed, step), so equal on all
+        replicas. None if there is only one replica.
+      batch: Argument of the step function, a nest of tensors ``[examples, ...]``.
+      fused: Whether layers use the fused kernels of `kernels` in this package.
+      local: Values of variables that the step holds in tensors, by the variable's `id`.
+      at_hook: Function that the gradient hook calls with the gradients.
+      held: Values of variables that the step reads once and then reuses, by `id`.
+      taken: This update's parts of the summed gradients, by the `id` of the sum.
+      counts: Optimizers' update counts in this step. None to use the counts in the variables.
+      updated: Parts of variables that a sharded optimizer updates, in the order of its gradients.
+      whole_sums: Names of operations that return sums over the batch, counted as sums.
+      means: Names of operations that return losses. Weighted by batch fraction, they add up.
+      sources: Functions that return whole metric values, by the name of the operation with the
+        step's value. None if the step's values are whole.
+      hides_sources: True if a condition, loop or function in the step has a metric's result.
+      in_update: True while a metric is updated with numbers of the whole batch.
+      layers: Holders of the losses that layers have added, by the `id` of the layer.
+      updates: False if optimizers must change nothing, as in a trace to build or to find shapes.
+      losses: Shapes of the losses of gradients and layers, in order of computation.
+      batch_axes: Record of the losses that have a batch axis.
+      numbers: Draw numbers of seed generators, by `id`. Other generators count upwards.
+      graph: Graph of the step.
     """
 
     num_replicas: int
@@ -117,12 +117,12 @@ class StepTrace:
     graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
 
     def is_in_step(self) -> bool:
-        """Return whether what is traced now is of the step itself, and not of a condition in it."""
+        """Return whether the current graph is the step's own, not that of a condition in it."""
         return tf.compat.v1.get_default_graph() is self.graph
 
     @property
     def division(self) -> str:
-        """Where a part of the batch is computed by itself, for a warning; empty if it is whole."""
+        """Phrase for warnings that says how the batch is divided. Empty if it is whole."""
         if self.num_replicas > 1:
             return f"on {self.num_replicas} replicas"
         return "in micro-batches" if self.micros > 1 else ""
@@ -133,7 +133,7 @@ class StepTrace:
         return [part for part in flat if part is not None]
 
     def rows(self) -> int | None:
-        """Return the examples of the batch, None where they are known at run time alone."""
+        """Return the number of examples in the batch, or None if it is unknown until run time."""
         shapes = [part.shape for part in tf.nest.flatten(self.batch) if part is not None]
         return shapes[0][0] if shapes and shapes[0].rank else None
 
@@ -142,13 +142,13 @@ _thread = threading.local()
 
 
 def current() -> StepTrace | None:
-    """Return the trace that this thread follows, None outside a tfdist step."""
+    """Return the trace of this thread, or None outside a tfdist step."""
     return getattr(_thread, "trace", None)
 
 
 @contextlib.contextmanager
 def following(trace: StepTrace) -> Iterator[None]:
-    """Make `trace` the current one of this thread, until the block ends."""
+    """Make `trace` the current trace of this thread until the block ends."""
     before = current()
     _thread.trace = trace
     try:
@@ -159,7 +159,7 @@ def following(trace: StepTrace) -> Iterator[None]:
 
 @functools.cache
 def warn_once(line: str) -> None:
-    """Log a line once in the process, on the chief, or in the stage that it is of."""
+    """Log a line once per process, on the chief and in the stages of the first pipeline."""
     job = current_job()
     if job is None or job.is_chief or (job.stages is not None and job.stages.pipeline == 0):
         _LOG.warning("%s", line)
@@ -168,7 +168,7 @@ def warn_once(line: str) -> None:
 def ops_behind(
     values: Sequence[Any], until: Collection[str] = frozenset()
 ) -> Iterator[tf.Operation]:
-    """Yield the operations that tensors were computed by, back to those of the names `until`."""
+    """Yield the operations that computed the tensors, back to those named in `until`."""
     seen = set()
     waiting = [value.op for value in values]
     while waiting:
@@ -188,14 +188,14 @@ Original = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """Workaround: what it replaces, by what, and why.
+    """Workaround that replaces a name in Keras or TensorFlow, with its reason.
 
     Attributes:
-      owner: the class or module that has the name.
-      name: of a method, property or function.
-      instead: called while a step is traced: with the original, the trace, and the arguments.
-      issue: the public issue, or the line of the released source where there is none.
-      anywhere: called outside of a step too, in the whole process, with None for the trace.
+      owner: Class or module that has the name.
+      name: Name of a method, property or function.
+      instead: Function called while a step is traced, with the original, trace and arguments.
+      issue: Link to the public issue, or to the line of released source if no issue exists.
+      anywhere: Whether `instead` also runs outside steps, with None as trace (default: False).
     """
 
     owner: Any
@@ -206,12 +206,12 @@ class Replacement:
 
     @property
     def target(self) -> str:
-        """Return what is replaced, such as ``SeedGenerator.next``."""
+        """Full name of the replaced object, such as ``SeedGenerator.next``."""
         return f"{self.owner.__name__}.{self.name}"
 
     @functools.cache  # noqa: B019  # they live as long as the process
     def put_in_place(self) -> None:
-        """Replace the name, once a process."""
+        """Replace the name, once per process."""
         found = getattr(self.owner, self.name)
         is_property = isinstance(found, property)
         original = found.fget if is_property else found
@@ -228,13 +228,13 @@ class Replacement:
 
 
 REPLACEMENTS: list[Replacement] = []
-"""All of them; a module of workarounds adds its own as it is imported."""
+"""All replacements. A module of workarounds adds its own when it is imported."""
 
 
 def replaces(
     owner: Any, name: str, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Have the decorated function stand in for a name while a step is traced; see `Replacement`."""
+    """Return a decorator that registers a function as a `Replacement` of a name."""
 
     def register(instead: Callable[..., Any]) -> Callable[..., Any]:
         REPLACEMENTS.append(Replacement(owner=owner, name=name, instead=instead, **options))

@@ -1,9 +1,8 @@
 """Reads and writes of Keras variables in a step, updates by an optimizer, and random draws.
 
-BatchNormalization's statistics are noted to be reduced, what lives in the step is read and written
-there, an optimizer's count is that of the step, additions are one operation, and after the gradient
-hook each replica updates its own copy.
-Ended by: no release, Keras 3.15.1 included.
+BatchNormalization's statistics are recorded and reduced. Values that the step holds are read and
+written in the step. An optimizer's count is the step's count. Each addition is one operation. After
+the gradient hook, each replica updates its own copy. Ended by: no release, Keras 3.15.1 included.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 
 
 def on_servers() -> Any:
-    """Return `tfdist.ps.keras_compat`, by which a step on parameter servers differs, else None.
+    """Return `tfdist.ps.keras_compat` in a ps job, else None.
 
-    A ps job alone imports `tfdist.ps`, and does so before it traces its first step.
+    Only a ps job imports `tfdist.ps`, and it does so before it traces its first step.
     """
     if "tfdist.ps" not in sys.modules:
         return None
@@ -54,9 +53,9 @@ def on_servers() -> Any:
     return keras_compat
 
 
-# BatchNormalization writes each replica's own moving statistics, and they drift apart, as weights
-# do that a step updates without an optimizer. The gradient hook takes them along; what is written
-# after the last gradient hook is reduced at the end of the step.
+# BatchNormalization writes each replica's own moving statistics, and they diverge. Weights that a
+# step updates without an optimizer diverge, too. The gradient hook reduces both. The end of the
+# step reduces values written after the last gradient hook.
 
 
 @replaces(
@@ -74,7 +73,7 @@ def _noting_writes(original: Original, trace: StepTrace, self: Any, value: Any) 
         trace.statistics.append(self)
     if trace.num_replicas == 1 or trace.in_hook or self.aggregation == "none":
         return original(self, value)
-    # By its own `aggregation` TensorFlow would add replicas up, or take one, before that.
+    # With its own `aggregation`, TensorFlow would sum the replicas or use only one of them.
     copies = self._value
     own = copies._get_on_device_or_primary() if hasattr(copies, "_values") else copies
     return own.assign(tf.cast(value, own.dtype))
@@ -90,8 +89,8 @@ def _is_statistic(variable: Any, trace: StepTrace) -> bool:
     )
 
 
-# Keras makes the metrics of `compile` in the first step that has outputs for them. Of several
-# replicas each would make its own there, and a ps worker has no servers to make them on.
+# Keras creates the metrics of `compile` in the first step with outputs for them. Each of several
+# replicas would create its own, and a ps worker cannot create them on the servers.
 @replaces(CompileMetrics, "build", issue=f"{_KERAS}/trainers/compile_utils.py#L183")
 def _metrics_before_the_step(original: Original, trace: StepTrace, self: Any, *args: Any) -> Any:
     strategy = tf.distribute.get_strategy()
@@ -108,13 +107,13 @@ def _metrics_before_the_step(original: Original, trace: StepTrace, self: Any, *a
     return original(self, *args)
 
 
-# Under ps the metrics stay in the worker's step while the weights are on the servers. Keras'
-# StatelessScope takes either all variables or none.
+# Under ps the worker's step holds the metrics, and the servers hold the weights. Keras'
+# StatelessScope covers all variables, so it cannot be used for the metrics only.
 
 
 @replaces(Variable, "value", issue=f"{_KERAS}/backend/common/stateless_scope.py#L82")
 def _local_value(original: Original, trace: StepTrace, self: Any) -> Any:
-    """Read a variable that lives in the step; `_noting_writes` is the other half."""
+    """Read a variable that the step holds in a tensor. `_noting_writes` writes it."""
     found = trace.local.get(id(self), trace.held.get(id(self)))
     if found is None and id(self) in trace.taken:
         from tfdist.ps.keras_compat import taken
@@ -129,11 +128,11 @@ def _local_value(original: Original, trace: StepTrace, self: Any) -> Any:
     return note_source(found, lambda: self, trace)
 
 
-# Keras adds by reading, adding and assigning, which loses updates under a parameter server.
+# Keras adds in three operations: read, add, assign. Under ps this loses updates of others.
 
 
 def _where_added(value: Any, variable: Any) -> AbstractContextManager[Any]:
-    """Make a number on the parameter server, to which each step would send it otherwise."""
+    """Create a constant on the parameter server, so that steps need not send it."""
     if tf.is_tensor(value) or server_of(variable) is None:
         return nullcontext()
     device: AbstractContextManager[Any] = tf.device(variable.device)
@@ -167,16 +166,15 @@ for _name in ("assign_add", "assign_sub"):
 
 # After the gradient hook each replica updates its own copy of a variable.
 #
-# TensorFlow's way through `merge_call` cannot stand inside a `cond`, where loss scaling and
-# accumulation need it (https://github.com/keras-team/keras/issues/20582).
+# TensorFlow uses `merge_call`, which cannot run inside a `cond`. Loss scaling and accumulation
+# update variables in a `cond` (https://github.com/keras-team/keras/issues/20582).
 #
-# SGD with momentum updates a variable in one operation. Keras makes it of several: it writes the
-# momentum, reads it again and adds it to the variable. Each goes through the whole of the variable,
-# which costs a step of a few megabytes some percent of its time; and of two workers that update a
-# parameter server at once, one's gradient may be lost to the momentum, or be added twice.
-# TensorFlow has the same update in one operation, to the same bits, which locks what it writes
-# until it is done. (Its Adam rounds in another way than Keras', whose slots lose nothing: what a
-# worker adds to them is added.)
+# SGD with momentum updates a variable in one operation here. Keras uses several: it writes the
+# momentum, reads it again and adds it to the variable. Each scans the whole variable, which costs
+# a few percent of a step with some megabytes of weights. If two workers update a parameter server
+# at once, the momentum may miss a gradient or count it twice. TensorFlow's single operation is
+# bit-identical and locks its outputs until it is done. Adam stays Keras' own: TensorFlow's Adam
+# rounds differently, and Keras' Adam only adds to its slots, which loses no update.
 
 
 _TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/distribute"
@@ -225,7 +223,7 @@ def _momentum(
 
 
 def _is_ours(gradient: Any, variable: Any, trace: StepTrace) -> bool:
-    """Return whether this is a dense gradient of a whole variable, in a step's hook."""
+    """Return whether this is a dense gradient of a whole variable in a step's hook."""
     if not (trace.num_replicas == 1 or trace.in_hook) or in_stateless_scope():
         return False
     servers = on_servers()
@@ -233,9 +231,9 @@ def _is_ours(gradient: Any, variable: Any, trace: StepTrace) -> bool:
     return isinstance(gradient, tf.Tensor) and not is_split
 
 
-# Dropout and friends draw from (seed, step, replica).
+# Random draws, as in dropout, depend only on (seed, step, replica).
 #
-# Keras gives every replica the same seed state, and a resumed run another one.
+# Keras gives all replicas the same seed state, and gives a resumed run a different state.
 # Ended by: no release, Keras 3.15.1 included.
 
 
@@ -244,7 +242,7 @@ _SEEDS = f"{_KERAS}/random/seed_generator.py"
 
 
 def random_key(seed: int | tf.Variable, *, step: tf.Tensor, replica: tf.Tensor | int) -> tf.Tensor:
-    """Return int32 [2], a hash of (seed, step, replica): one draw's seed is an offset of it."""
+    """Return a hash of (seed, step, replica), int32 [2]. Each draw adds an offset to it."""
     if isinstance(seed, tf.Variable):  # of at most 31 bits
         key, high = tf.stack([seed * 2**32, seed]), 0
     else:
@@ -285,13 +283,13 @@ def _warn_in_loop(trace: StepTrace) -> None:
         )
 
 
-# A draw without a seed makes a generator for each thread, so for each replica while its step is
-# traced, where no variable can be made.
+# For a draw without a seed, Keras creates a generator per thread. Each replica is traced in its
+# own thread and cannot create variables there.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _SeedsOfTheStep:
-    """Stands for the global generator."""
+    """Substitute for the global generator."""
 
     trace: StepTrace
 
