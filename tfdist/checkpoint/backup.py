@@ -43,7 +43,7 @@ _MORE = ("acc", "auc", "precision", "recall", "f1", "iou", "r2", "similarity")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """The progress of a run, stored in a checkpoint beside the arrays.
+    """The progress of a run, saved in a checkpoint in addition to the arrays.
 
     Attributes:
       step: Number of completed steps.
@@ -65,7 +65,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     Every task passes it to `tfdist.fit`. Only the chief reads and writes the directory. If you
     start a run again with the same directory, training resumes from the newest checkpoint. If the
-    run already finished, a log line says so and the run does nothing.
+    run already finished, tfdist logs this and trains no further.
 
     The callback saves at the end of each (virtual) epoch and at the intervals below. Training waits
     while the state is copied. Then a thread of the chief writes the copy. If a save is due during
@@ -83,8 +83,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         value is also kept.
       mode: "min" or "max", the better direction. "auto" (default) derives it from the name.
       exact: Reject a resume that cannot be bit-identical (see the guide on checkpoints).
-      publish: Model directory of a server. A process of the chief exports each best checkpoint, or
-        each new one without `best`, to ``publish/NAME/VERSION`` during the run.
+      publish: Model directory of a server. A process of the chief exports each best checkpoint to
+        ``publish/NAME/VERSION`` during the run. Without `best`, it exports each new checkpoint.
       publish_model: ``file.py:function`` that returns the built model. Needed for custom classes.
 
     Raises:
@@ -166,7 +166,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._written: Future[Path] | None = None
 
     def next_step(self, step: int) -> int | None:
-        """Return the step of the next save after `step`; None without `every_steps`."""
+        """Return the step of the next save after `step`, or None without `every_steps`."""
         every = self._every_steps
         return None if every is None else (step // every + 1) * every
 
@@ -191,7 +191,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._prepared = True
 
     def saved(self) -> RunState | None:
-        """Return the run's progress in the newest checkpoint, None without one (chief only).
+        """Return the run's progress in the newest checkpoint, or None (chief only).
 
         If all checkpoints are damaged, log a warning and return None: the run starts from step 0.
         """
@@ -342,7 +342,7 @@ def _place(job: Job) -> dict[str, Any]:
     }
     if job.stages is None:
         return place
-    options = job.stages.options  # all schedules sum gradients in one order
+    options = job.stages.options  # all schedules sum gradients in the same order
     cut = "auto" if options.cut is None else options.cut
     return place | {
         "stages": job.stages.count,
@@ -398,7 +398,7 @@ def daly(save_s: float, mtbf_s: float) -> float:
 
 
 def interval_for(save_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval in seconds, or a longer one that limits the cost to `MOST_COST`.
+    """Return Daly's interval in seconds, or a longer interval to limit the cost to `MOST_COST`.
 
     Args:
       save_s: Seconds for which a save blocks the training, at least 0.
@@ -553,7 +553,7 @@ def best_so_far(
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """`keras.callbacks.ModelCheckpoint` for every strategy, with the same arguments.
 
-    Only the chief writes. It writes a temporary file beside the target and renames it. After a
+    Only the chief writes. It writes a temporary file next to the target and renames it. After a
     crash the previous file is intact.
 
     Raises:

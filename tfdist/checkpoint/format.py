@@ -182,7 +182,7 @@ def is_counts(value: object) -> bool:
 
 
 def check_size(directory: Path, manifest: Manifest) -> None:
-    """Raise Damaged if the shard is missing or has another size; Unreadable for other errors."""
+    """Raise Damaged if the shard is missing or has another size, Unreadable for other errors."""
     path, expected = directory / manifest.shard["file"], manifest.shard["size_bytes"]
     try:
         found = path.lstat()

@@ -209,7 +209,7 @@ def require_same_configuration(
 
 
 def _roles(names: Mapping[str, Any]) -> dict[str, str]:
-    """Return the roles of slots and metric variables, which tell variables of one shape apart.
+    """Return the roles of slots and metric variables. Roles distinguish variables of equal shape.
 
     The role of a slot is its weight. The role of a metric variable is its path without the numbers
     that Keras adds to make names unique. Slots without a known weight are left out.

@@ -100,7 +100,7 @@ class CheckpointStore:
         meta: Mapping[str, Any],
         best: bool = False,
     ) -> Path:
-        """Write a checkpoint, remove old ones, and return the directory of the new one.
+        """Write a checkpoint, remove old checkpoints, and return the new directory.
 
         The method reads one array at a time, so the mapping may compute `arrays` lazily. `meta` is
         JSON. A checkpoint with `best` is kept until the next checkpoint with `best`. Only one task
@@ -156,15 +156,15 @@ class CheckpointStore:
     def written_at(self, step: int) -> float | None:
         """Return the time of the newest write of `step` in seconds since 1970, or None."""
         paths = [location.path for location in self._locations() if location.step == step]
-        with contextlib.suppress(IndexError, FileNotFoundError):  # a newer one has replaced it
+        with contextlib.suppress(IndexError, FileNotFoundError):  # the writer has just removed it
             return paths[-1].stat().st_mtime
         return None
 
     def read(self, step: int | None = None) -> Checkpoint:
-        """Read the checkpoint of `step`, or the newest intact one by default.
+        """Read the checkpoint of `step` (default: the newest intact checkpoint).
 
-        If the newest checkpoint is damaged, log a warning and read the one before. Memory holds one
-        copy of the arrays.
+        If the newest checkpoint is damaged, log a warning and read the previous checkpoint. Memory
+        holds one copy of the arrays.
 
         Raises UsageError if no checkpoint exists or its format is newer than this tfdist. Raises
         Unreadable, a TfdistError, if it may be intact but cannot be read now. Raises NothingWhole,
@@ -196,7 +196,7 @@ class CheckpointStore:
         raise NothingWhole(f"{self.directory}: no readable checkpoint: {'; '.join(problems)}")
 
     def read_named(self, name: str) -> Checkpoint | None:
-        """Return the checkpoint in the directory `name`; None if it cannot be read.
+        """Return the checkpoint in the directory `name`, or None if it cannot be read.
 
         For example, the writer may just have removed it. Raises UsageError for a newer format.
         """
@@ -249,7 +249,7 @@ class CheckpointStore:
         return sound
 
     def _discard_old(self) -> None:
-        """Remove all checkpoints except the last `keep` intact ones and the best one."""
+        """Remove all checkpoints except the best and the last `keep` intact checkpoints."""
         sound = self._sound()
         kept = {location.path for location, _ in sound[-self._keep :]}
         kept.update([location.path for location, manifest in sound if manifest.best][-1:])
