@@ -36,7 +36,7 @@ class _Own:
 
 # RandomCrop and RandomFlip move pixels, described by a map of rows, int32[b, height], and a map of
 # columns, int32[b, width]. A map contains the source row or column of each pixel. -1 means zeros.
-# Rescale and Normalize compute ``images * scale + offset`` with a number or one per channel.
+# Rescale and Normalize compute ``images * scale + offset``. A factor is a scalar or per channel.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +122,7 @@ class Rescale(_Own):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Normalize(_Own):
-    """Scaling to ``(images - mean) / std``, with a number for all channels or one for each."""
+    """Scaling to ``(images - mean) / std``, with scalars or a value for each channel."""
 
     mean: float | Sequence[float]
     std: float | Sequence[float]

@@ -165,7 +165,7 @@ def _is_cut_short(num_examples: int) -> bool:
 
     RandomIndexShuffle uses log2 of the largest index as the number of bits, rounded up to an even
     number of at least 16. This is too small if the index is a power of two. For example, the order
-    of 65,537 or 262,145 examples would contain one example twice and another never.
+    of 65,537 or 262,145 examples would contain an example twice and miss another.
     """
     largest = num_examples - 1
     exponent = largest.bit_length() - 1

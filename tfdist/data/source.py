@@ -141,7 +141,7 @@ def lean_options() -> tf.data.Options:
     """Return the options for a dataset that maps steps to batches of captured arrays.
 
     TensorFlow's default optimizations copy every captured array once per dataset: an array of
-    2.3 GB took 3 s. They also made such a pipeline two to four times slower. Keras' array adapter
+    2.3 GB took 3 s. They also made the pipeline two to four times slower. Keras' array adapter
     turns them off for the same reason.
     """
     options = tf.data.Options()

@@ -16,7 +16,7 @@ graph then cause wrong data without an error. `read` returns a copy with these c
 - **Order that depends on timing** (`deterministic=False`, draws in a parallel map). With several
   tasks, the order is made deterministic and a parallel map with draws runs one call at a time.
 
-The user's dataset is unchanged. If its graph cannot be copied, tfdist reads the dataset itself.
+The user's dataset is unchanged. If its graph cannot be copied, tfdist reads the original.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class StreamSource(_BatchSource):
 class InputFunctionSource(_BatchSource):
     """A function of `tf.distribute.InputContext` that returns the batches of one task.
 
-    Every training task calls it. To find the shapes, tfdist calls it again with the context of a
-    single pipeline.
+    The function selects a task's data. Every training task calls it. To find the shapes, tfdist
+    calls it again with the context of a single pipeline.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ def serialized(dataset: tf.data.Dataset, reading: Reading) -> tf.Tensor:
 def python_operation(dataset: tf.data.Dataset) -> str | None:
     """Return the name of an operation of this dataset that runs Python code, or None.
 
-    Such an operation runs only in the process that created it. The result is also None if the graph
+    The operation runs only in the process that created it. The result is also None if the graph
     cannot be copied.
     """
     graph = _graph_of(dataset)
@@ -563,7 +563,7 @@ def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:
         return
     if node.op in _SEEDED_DATASETS:
         at, generator = _SEEDED_DATASETS[node.op]
-        if generator:  # a new one: the user's generator keeps its state between reads
+        if generator:  # a new generator: the user's keeps its state between reads
             _, name = body.add("DummySeedGenerator", like=node.name, output="handle")
             node.input[generator] = name
         values = [_value_of(body.producer(reference)) for reference in node.input[at : at + 2]]
@@ -597,7 +597,7 @@ def _drawn_by_tensorflow(seed: int) -> frozenset[int]:
 def _shuffles_once(node: Any) -> bool:
     """Return whether a node shuffles in the same order each time (no reshuffle).
 
-    `take` and `skip` split such an order, for example into training and validation data. Runs and
+    `take` and `skip` split this order, for example into training and validation data. Runs and
     evaluations have different seeds. The fixed order keeps their parts disjoint.
     """
     again = "reshuffle_each_iteration"
