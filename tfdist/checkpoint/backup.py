@@ -63,9 +63,10 @@ class RunState:
 class BackupAndRestore(keras.callbacks.Callback):
     """Callback that saves model, optimizer, metrics and callbacks, and resumes at the saved step.
 
-    Every task passes it to `tfdist.fit`. Only the chief reads and writes the directory. If you
-    start a run again with the same directory, training resumes from the newest checkpoint. If the
-    run already finished, tfdist logs this and trains no further.
+    Every task passes it to `tfdist.fit`. Only the chief reads and writes the directory, so the
+    directory may be local to the chief's host. If you start a run again with the same directory,
+    training resumes from the newest checkpoint. If the run already finished, tfdist logs this and
+    trains no further.
 
     The callback saves at the end of each (virtual) epoch and at the intervals below. Training waits
     while the state is copied. Then a thread of the chief writes the copy. If a save is due during

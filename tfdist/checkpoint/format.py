@@ -31,7 +31,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 _CHECKSUM = "manifest_sha256"
 _SHARD = "arrays"
-# Offsets are multiples of this, so that a shard can be memory-mapped as any dtype.
+# Offsets are multiples of 64 bytes, so that a shard can be memory-mapped as any dtype.
 _ALIGNMENT_BYTES = 64
 _CHUNK_BYTES = 16 << 20
 # Limit far above the largest models. Reading a manifest needs about 20 times its size in memory.

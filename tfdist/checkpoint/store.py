@@ -119,7 +119,7 @@ class CheckpointStore:
                 try:
                     write_checkpoint(unfinished, arrays, step=step, best=best, meta=meta)
                     os.replace(unfinished, self.directory / name)
-                    # Not every file system renames a directory together with its files.
+                    # Some file systems do not rename a directory together with its files.
                     os.stat(self.directory / name / MANIFEST)
                 except BaseException:
                     shutil.rmtree(unfinished, ignore_errors=True)
