@@ -1,16 +1,15 @@
 """Checkpoints: the store, the callbacks that save and resume, and warm starts.
 
-    format          the files of one checkpoint
-    store           the directory of checkpoints, readable after a crash at any moment
-    saved_run       whether a checkpoint holds a run, whoever wrote it
-    state           a model as arrays and back, its digests, and the configuration it belongs to
-    callback_state  the state of callbacks as JSON
-    backup          `BackupAndRestore`, which saves a run and resumes it; `ModelCheckpoint`; the
-                    best checkpoint and the interval between two
-    publish         export of a run's checkpoints as it goes on
-    warm_start      weights of another run to begin with
+    format          files of one checkpoint
+    store           crash-safe directory of checkpoints
+    saved_run       checks that a checkpoint holds a run
+    state           conversion of a model to arrays and back, digests, and its configuration
+    callback_state  state of callbacks as JSON
+    backup          callbacks that save and resume a run: `BackupAndRestore`, `ModelCheckpoint`
+    publish         export of checkpoints during the run
+    warm_start      initial weights from another run
 
-Reading a checkpoint needs no TensorFlow.
+You can read a checkpoint without TensorFlow.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`BackupAndRestore`: saves a run and resumes it at the saved step; and `ModelCheckpoint`.
+"""Callbacks that save and resume a run: `BackupAndRestore` and `ModelCheckpoint`.
 
-Besides: the interval that `every="auto"` chooses, and the selection of the best checkpoint.
+The module also chooses the interval for `every="auto"` and selects the best checkpoint.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _MORE = ("acc", "auc", "precision", "recall", "f1", "iou", "r2", "similarity")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """What a checkpoint says of a run besides its arrays; everything else follows from the step.
+    """The progress of a run, saved in a checkpoint in addition to the arrays.
 
     Attributes:
-      step: steps done.
-      examples: examples consumed by them.
-      seed: of the run.
-      stopped: a callback had asked to stop.
-      fingerprint: what must not change between the attempts of a run.
+      step: Number of completed steps.
+      examples: Number of examples in these steps.
+      seed: Seed of the run.
+      stopped: True if a callback asked to stop the training.
+      fingerprint: Settings that must stay the same in every attempt of the run.
     """
 
     step: int
@@ -61,43 +61,42 @@ class RunState:
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Saves model, optimizer, metrics and callbacks every so often; resumes at that very step.
+    """Callback that saves model, optimizer, metrics and callbacks, and resumes at the saved step.
 
-    Given to `tfdist.fit` by every task; the chief writes and reads, so the directory need only be
-    the chief's. A run that is started again with the same directory goes on; one that had come to
-    its end says so and does nothing.
+    Every task passes it to `tfdist.fit`. Only the chief reads and writes the directory, so the
+    directory may be local to the chief's host. If you start a run again with the same directory,
+    training resumes from the newest checkpoint. If the run already finished, tfdist logs this and
+    trains no further.
 
-    Training waits while the state is copied; a thread of the chief writes the copy. One write is
-    under way at a time: what is due before it has ended waits for it, and nothing is left out.
+    The callback saves at the end of each (virtual) epoch and at the intervals below. Training waits
+    while the state is copied. Then a thread of the chief writes the copy. If a save is due during
+    a write, it waits for the end of that write. No save is skipped.
 
     Args:
-      directory: of the checkpoints; nothing else should write there.
-      every_steps: save after each so many steps.
-      every_s: save when so many seconds have passed since the last time.
-      every: "auto" chooses the seconds, from how long a save blocks the training and `mtbf_s`; see
-        `tfdist.checkpoint.backup`.
-      mtbf_s: with "auto", mean time between failures in seconds (default: a day).
-      keep: how many checkpoints are kept, beside the best.
-      best: name of a metric of the logs, like "val_loss"; the checkpoint at the end of the epoch
-        in which it was best is kept too.
-      mode: "min" or "max": which is better; "auto" goes by the name.
-      exact: refuse what cannot be resumed to the same bits (see the guide on checkpoints).
-      publish: directory of models to be served: a process of the chief exports each best checkpoint
-        (without `best` each new one) to ``publish/NAME/VERSION`` as the run goes.
-      publish_model: ``file.py:function`` that returns the built model, for one with own classes.
-
-    It saves at the end of each (virtual) epoch as well.
+      directory: Directory of the checkpoints. Only this callback may write there.
+      every_steps: Number of steps between two saves.
+      every_s: Seconds between two saves.
+      every: "auto" computes the seconds from the time a save blocks the training and from `mtbf_s`
+        (see `tfdist.checkpoint.backup`).
+      mtbf_s: Mean time between failures in seconds for "auto" (default: a day).
+      keep: Number of checkpoints to keep besides the best (default: 3).
+      best: Name of a metric in the logs, like "val_loss". The checkpoint of the epoch with the best
+        value is also kept.
+      mode: "min" or "max", the better direction. "auto" (default) derives it from the name.
+      exact: Reject a resume that cannot be bit-identical (see the guide on checkpoints).
+      publish: Model directory of a server. A process of the chief exports each best checkpoint to
+        ``publish/NAME/VERSION`` during the run. Without `best`, it exports each new checkpoint.
+      publish_model: ``file.py:function`` that returns the built model. Needed for custom classes.
 
     Raises:
-      UsageError: an interval is not positive; the checkpoint is of another model, data, batch
-        size, seed, or of a newer format; another process writes to the directory, or it cannot
-        be written.
-      TfdistError: the disk is full; what was saved before is untouched. Raised by the next
-        `save`, or by `wait`.
+      UsageError: An interval is not positive. The checkpoint has another model, data, batch size,
+        seed, or a newer format. Another process writes to the directory.
+      TfdistError: The directory cannot be written, or the disk is full. Earlier checkpoints stay
+        intact. The next `save` or `wait` raises an error of the writing thread.
     """
 
     found_states: Mapping[str, Any]
-    """The states of callbacks in the checkpoint that `saved` has found; in the chief."""
+    """States of the callbacks in the checkpoint that `saved` found (chief only)."""
 
     def __init__(
         self,
@@ -168,34 +167,34 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._written: Future[Path] | None = None
 
     def next_step(self, step: int) -> int | None:
-        """Return the step after which it is next due, None where it does not go by steps."""
+        """Return the step of the next save after `step`, or None without `every_steps`."""
         every = self._every_steps
         return None if every is None else (step // every + 1) * every
 
     def due(self) -> bool:
-        """True when it goes by time, its time has come, and none is being written; of the chief."""
+        """Return True if the interval in seconds is over and no write is running (chief only)."""
         every_s = self._auto.interval_s if self._auto else self._every_s
         if every_s is None or self._clock() - self._saved_at < every_s:
             return False
         return self._written is None or self._written.done()
 
     def wants(self, step: int) -> bool:
-        """Return True when a checkpoint is due after `step` by the number of steps."""
+        """Return True if `every_steps` asks for a checkpoint after `step`."""
         return self._every_steps is not None and step % self._every_steps == 0
 
     def prepare(self) -> None:
-        """Take the directory, and find out before any training whether it can be written.
+        """Lock the directory and check before training that it can be written (chief only).
 
-        Chief only; once it has worked it does nothing until `close`. Raises as the class says.
+        Further calls before `close` do nothing. Raises the errors listed for the class.
         """
         if not self._prepared:
             self.store.prepare()
             self._prepared = True
 
     def saved(self) -> RunState | None:
-        """What the newest checkpoint says of the run, None where there is none. Chief only.
+        """Return the run's progress in the newest checkpoint, or None (chief only).
 
-        Where there are some and none is whole, a warning says so and the run starts over.
+        If all checkpoints are damaged, log a warning and return None: the run starts from step 0.
         """
         if self.store.newest_name() is None:
             return None
@@ -209,16 +208,16 @@ class BackupAndRestore(keras.callbacks.Callback):
         return _run_state(checkpoint)
 
     def save(self, model: keras.Model, job: Job, run: RunState, *, callbacks: Any) -> None:
-        """Copy the state and have it written. A collective: every training task calls it alike.
+        """Copy the state and start to write the copy. Collective: every training task calls it.
 
-        Raises in the chief what went wrong with the checkpoint before.
+        In the chief, raises the error of the previous write.
         """
         best = self._best.improved
         if run == self._saved_run and not best:
             return
         began_s = self._clock()
         if job.is_chief:
-            self.wait()  # before copying: there is never more than one copy
+            self.wait()  # before copying, so that memory holds at most one copy
             self.prepare()
         arrays = state.capture(model, job)
         self._saved_at = self._clock()
@@ -240,26 +239,26 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._written = self._writer.submit(
             self.store.write, run.step, arrays, meta=meta, best=best
         )
-        self._writer.shutdown(wait=False)  # its thread ends with the write
+        self._writer.shutdown(wait=False)  # the thread exits after the write
         if self._auto:
             self._auto.saved(blocked_s=self._clock() - began_s)
             _LOG.info("%s: next save in %.3g s", self.store.directory, self._auto.interval_s)
 
     def pass_over(self) -> None:
-        """Note that this state, of an epoch's end maybe, is not saved, and so not the best."""
+        """Note that the current state is not saved, so that it does not count as the best."""
         self._best.not_saved()
 
     def wait(self) -> None:
-        """Return when everything saved is on the disk; raise what went wrong, once."""
+        """Wait until the last save is on the disk. Raise the error of that write once."""
         if self._written is not None:
             self._writer.shutdown()
             written, self._written = self._written, None
             written.result()
 
     def close(self) -> None:
-        """Wait for a write under way and let another run write; `save` takes it again.
+        """Wait for a running write and release the directory. `save` locks it again.
 
-        An error that nobody has waited for is logged: something else is being raised.
+        Logs an error of the write instead of raising it: another error may be on its way.
         """
         try:
             self.wait()
@@ -271,7 +270,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._prepared = False
 
     def restore(self, model: keras.Model, job: Job, *, callbacks: Any) -> None:
-        """Set model, optimizer, metrics and callbacks as they were saved. A collective."""
+        """Restore model, optimizer, metrics and callbacks. Collective: every task calls it."""
         checkpoint = self.store.read(self._found_step) if job.is_chief else None
         if checkpoint is not None:
             self._require_same(model, job, checkpoint.meta)
@@ -334,7 +333,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 def _place(job: Job) -> dict[str, Any]:
-    """On what the last bits of a run depend beside the run itself, as far as it is known."""
+    """Return the known settings of the job that affect the last bits of a run's results."""
     place = {
         "strategy": job.kind,
         "replicas": job.num_replicas,
@@ -344,7 +343,7 @@ def _place(job: Job) -> dict[str, Any]:
     }
     if job.stages is None:
         return place
-    options = job.stages.options  # all schedules sum gradients in one order
+    options = job.stages.options  # all schedules sum gradients in the same order
     cut = "auto" if options.cut is None else options.cut
     return place | {
         "stages": job.stages.count,
@@ -361,7 +360,7 @@ def _run_state(checkpoint: Checkpoint) -> RunState:
 
 
 def _of_all_tasks(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what every task has to know of a checkpoint, besides the arrays of the model."""
+    """Return the parts of a checkpoint that every task needs, except the model's arrays."""
     arrays = checkpoint.arrays.items()
     return {
         "run": dataclasses.asdict(_run_state(checkpoint)),
@@ -371,22 +370,22 @@ def _of_all_tasks(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-# Checkpoint interval from what a save costs and how often the run fails.
+# Checkpoint interval, computed from the cost of a save and the failure rate of the run.
 #
-# Too many saves cost time, too few lose work. With `save_s` of blocking time for a save and a mean
-# time between failures of `mtbf_s` the best time of training between two saves is, to first order,
-# ``sqrt(2 save_s mtbf_s)`` (Young, "A first order approximation to the optimum checkpoint
-# interval", Communications of the ACM 17 (9), 1974), and to a higher order what `daly` returns
-# (Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
-# Generation Computer Systems 22 (3), 2006). Both take failures for independent, at a constant rate.
+# Frequent saves cost time, rare saves lose work. A save blocks the training for `save_s`, and
+# failures are `mtbf_s` apart on average. The best interval is about ``sqrt(2 save_s mtbf_s)``
+# (Young, "A first order approximation to the optimum checkpoint interval", Communications of the
+# ACM 17 (9), 1974). `daly` returns a more exact value (Daly, "A higher order estimate of the
+# optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22 (3), 2006).
+# Both formulas assume independent failures at a constant rate.
 
 
 MOST_COST = 0.01
-"""The largest part of the time that saving may cost."""
+"""Largest share of the run time that saves may use."""
 FIRST_S = 60.0
-"""Until the first save, when nothing is known of its cost."""
+"""Seconds until the first save. Its cost is still unknown."""
 DEFAULT_MTBF_S = 86_400.0
-"""A day, if the user gives no mean time between failures."""
+"""Mean time between failures by default: a day."""
 _NEWEST = 0.5
 
 
@@ -400,20 +399,20 @@ def daly(save_s: float, mtbf_s: float) -> float:
 
 
 def interval_for(save_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval, or the shortest at which saving costs `MOST_COST` if that is longer.
+    """Return Daly's interval in seconds, or a longer interval to limit the cost to `MOST_COST`.
 
     Args:
-      save_s: for how long a save blocks the training, not negative.
-      mtbf_s: mean time between failures, positive.
+      save_s: Seconds for which a save blocks the training, at least 0.
+      mtbf_s: Mean time between failures in seconds, above 0.
     """
     return max(daly(save_s, mtbf_s), save_s * (1 / MOST_COST - 1))
 
 
 class AutoInterval:
-    """Interval of one run, chosen anew after each save; of the chief.
+    """Save interval of one run, computed again after each save (chief only).
 
     Attributes:
-      interval_s: from the end of a save to the next.
+      interval_s: Seconds from the copy of the state in one save to the next save.
     """
 
     def __init__(self, *, mtbf_s: float | None = None) -> None:
@@ -422,27 +421,27 @@ class AutoInterval:
         self._save_s: float | None = None
 
     def saved(self, *, blocked_s: float) -> None:
-        """Choose the next interval after a save that blocked the training for so long."""
+        """Compute the next interval after a save that blocked the training for `blocked_s`."""
         before = blocked_s if self._save_s is None else self._save_s
         self._save_s = before + _NEWEST * (blocked_s - before)
         self.interval_s = interval_for(self._save_s, self._mtbf_s)
 
 
-# The best checkpoint by one metric, at an epoch's end or by an evaluator's lines.
+# Selection of the best checkpoint by one metric, from epoch logs or an evaluator's lines.
 
 
 class Best:
-    """Follows one metric of the logs; says when it is better than it ever was.
+    """Tracker of one metric in the logs that detects a new best value.
 
     Args:
-      name: of the metric, as in the logs; None follows nothing.
-      mode: "min", "max", or "auto", which goes by the name.
+      name: Name of the metric in the logs. None turns the tracker off.
+      mode: "min", "max", or "auto", which derives the direction from the name.
 
     Attributes:
-      improved: True between the end of an epoch that was the best so far and the next one's begin.
+      improved: True from the end of an epoch with a new best value to the next epoch's begin.
 
     Raises:
-      UsageError: another mode, or "auto" with a name that does not tell.
+      UsageError: The mode is unknown, or "auto" cannot derive a direction from the name.
     """
 
     def __init__(self, name: str | None, mode: str) -> None:
@@ -454,11 +453,11 @@ class Best:
         self._warned = False
 
     def epoch_begins(self) -> None:
-        """Forget the end of the epoch before."""
+        """Reset `improved` at the begin of an epoch."""
         self.improved = False
 
     def epoch_ends(self, logs: Mapping[str, Any]) -> None:
-        """Look at an epoch's logs; raise UsageError where they can never have the metric."""
+        """Read an epoch's logs. Raise UsageError if they can never contain the metric."""
         if self._name is None or not self._is_in(logs):
             return
         value = float(logs[self._name])
@@ -467,16 +466,16 @@ class Best:
             self._before, self._value = self._value, value
 
     def not_saved(self) -> None:
-        """Forget the epoch that has ended: no checkpoint is of it."""
+        """Discard the value of the last epoch, which has no checkpoint."""
         if self.improved:
             self.improved, self._value = False, self._before
 
     def get_state(self) -> dict[str, Any] | None:
-        """Return what a resumed run needs to go on, as JSON."""
+        """Return the metric's name and best value for a resumed run, as JSON."""
         return None if self._name is None else {"name": self._name, "value": self._value}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, unless that followed another metric or is no state."""
+        """Restore `state`. Ignore it if it has another metric or another format."""
         match state:
             case {"name": self._name, "value": int() | float() as value}:
                 self._value = value
@@ -501,7 +500,7 @@ def is_better(
 ) -> bool:
     """Return whether a metric beats the best so far by more than `min_delta`.
 
-    None and what is not finite never do; the first value that is finite does.
+    None, NaN and infinity never count as better. The first finite value always does.
     """
     if value is None or not math.isfinite(value):
         return False
@@ -509,7 +508,7 @@ def is_better(
 
 
 def less_is_better(name: str, mode: str, *, where: str) -> bool:
-    """Return which way a metric gets better; UsageError at `where` where nothing tells."""
+    """Return True if lower values are better. Raise UsageError at `where` if this is unknown."""
     less, more = name.endswith(_LESS), any(part in name for part in _MORE)
     if mode == "auto" and less != more:
         return less
@@ -527,12 +526,12 @@ def less_is_better(name: str, mode: str, *, where: str) -> bool:
 def best_so_far(
     lines: Sequence[Mapping[str, Any]], *, monitor: str, less: bool, min_delta: float = 0.0
 ) -> tuple[Mapping[str, Any] | None, int]:
-    """Return an evaluator's best line, None where no metric was finite, and how many came after it.
+    """Return an evaluator's best line and the number of lines after it.
 
-    What is not better by more than `min_delta` is no better.
+    The best line is None if no value is finite. A line must be better by more than `min_delta`.
 
     Raises:
-      UsageError: no line has the metric.
+      UsageError: No line has the metric.
     """
     if lines and all(monitor not in line for line in lines):
         names = [name for name in lines[-1] if name.startswith("val_")]
@@ -549,21 +548,21 @@ def best_so_far(
     return best, since
 
 
-# `ModelCheckpoint`: Keras' own, written by the chief alone and never half.
+# `ModelCheckpoint`: the callback of Keras with atomic writes, only in the chief.
 
 
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """What `keras.callbacks.ModelCheckpoint` does, with the same arguments, under every strategy.
+    """`keras.callbacks.ModelCheckpoint` for every strategy, with the same arguments.
 
-    Only the chief writes. A file appears whole or not at all: it is written beside its place and
-    renamed, so that a crash leaves the one before.
+    Only the chief writes. It writes a temporary file next to the target and renames it. After a
+    crash the previous file is intact.
 
     Raises:
-      TfdistError: the file cannot be written; one that was there before is untouched.
+      TfdistError: The file cannot be written. The previous file stays unchanged.
     """
 
     def set_model(self, model: keras.Model) -> None:
-        """Take the model, seen through a view whose saves are atomic."""
+        """Set the model, wrapped so that its saves are atomic."""
         self._model = _Saving(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -571,7 +570,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 class _Saving:
-    """A model as `ModelCheckpoint` uses it: whatever else is asked for is the model's."""
+    """Wrapper of a model with atomic saves. All other attributes are the model's."""
 
     def __init__(self, model: keras.Model) -> None:
         self._wrapped = model
@@ -587,9 +586,9 @@ class _Saving:
 
 
 def save_whole(model: keras.Model, filepath: str | os.PathLike[str]) -> None:
-    """Save a model as a file that appears whole or not at all; the chief calls it.
+    """Save a model to a file atomically (chief only).
 
-    Raises TfdistError where it cannot be written.
+    Raises TfdistError if the file cannot be written.
     """
     _whole_or_not(os.fspath(filepath), model.save)
 

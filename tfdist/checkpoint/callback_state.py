@@ -1,6 +1,6 @@
-"""The state of callbacks as JSON: a small protocol, and adapters for Keras' callbacks.
+"""State of callbacks as JSON: a small protocol, and adapters for the callbacks of Keras.
 
-A callback of the user's own takes part by ``get_state() -> JSON`` and ``set_state(state)``.
+To save the state of your own callback, define ``get_state() -> JSON`` and ``set_state(state)``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from tfdist.errors import UsageError, require
 from tfdist.files import replacing
 
-# What is saved of each class, and set again: by attribute an example, which says its type.
+# The saved attributes of each class. The value is an example that shows the attribute's type.
 _COUNT, _METRIC, _TEXT = 0, 0.0, ""
 _ATTRIBUTES: dict[type, dict[str, Any]] = {
     keras.callbacks.EarlyStopping: {
@@ -37,15 +37,15 @@ _ATTRIBUTES: dict[type, dict[str, Any]] = {
     keras.callbacks.History: {"history": {}, "epoch": [_COUNT]},
     keras.callbacks.TensorBoard: {**{"_global_train_batch": _COUNT, "_global_test_batch": _COUNT}},
     keras.callbacks.SwapEMAWeights: {"_ema_weights_in_model": False},
-    keras.callbacks.CSVLogger: {"keys": [_TEXT]},  # its columns, as of its first epoch
+    keras.callbacks.CSVLogger: {"keys": [_TEXT]},  # its columns, known after the first epoch
 }
 
 
 def get_states(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return the states of those that have one, by name: the class, and which one of it.
+    """Return the states of callbacks by name: the class name and a number, like "History-0".
 
-    They are copies, which a callback does not change while a checkpoint is written. Raises
-    UsageError for a state that JSON cannot hold.
+    The states are copies: callbacks may change during the write of a checkpoint. Callbacks without
+    a state are left out. Raises UsageError for a state that JSON cannot hold.
     """
     states = {}
     for name, callback in _named(callbacks):
@@ -65,11 +65,11 @@ def get_states(callbacks: Sequence[Any]) -> dict[str, Any]:
 
 
 def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
-    """Give each callback its state back; to be called after `on_train_begin`, which resets it.
+    """Restore the state of each callback. Call it after `on_train_begin`, which resets the state.
 
-    One that monitors another metric than the run did begins anew: what was best is not of it.
-    Nothing is set but what `get_states` saves, as a checkpoint may be another person's; raises
-    UsageError for values of other types.
+    If a callback of Keras now monitors another metric, its state is not restored. For callbacks of
+    Keras, only the attributes that `get_states` saves are set: a checkpoint may be untrusted.
+    Raises UsageError for values of other types.
     """
     for name, callback in _named(callbacks):
         if states.get(name) is not None and hasattr(callback, "set_state"):
@@ -86,7 +86,7 @@ def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
 
 
 def _saved(name: str, callback: Any, states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of one of Keras' callbacks in the states; none for other callbacks."""
+    """Return the saved attributes of a callback of Keras, empty for other callbacks."""
     state, known = states.get(name), _attributes_of(callback)
     if state is None or not known:
         return {}
@@ -108,7 +108,7 @@ def _attributes_of(callback: Any) -> dict[str, Any]:
 
 
 def _fits(value: Any, like: Any) -> bool:
-    """Return whether a value of JSON has the type of an example."""
+    """Return whether a JSON value has the type of the example `like`."""
     if isinstance(like, list):
         return value is None or (isinstance(value, list) and all(_fits(v, like[0]) for v in value))
     if isinstance(like, dict):
@@ -119,7 +119,7 @@ def _fits(value: Any, like: Any) -> bool:
 
 
 def _as_array(value: Any) -> Any:
-    """Return a list of numbers as an array; anything else a callback has put there as it is."""
+    """Return a list of numbers as an array, and any other value unchanged."""
     if not isinstance(value, list):
         return value
     try:
@@ -129,9 +129,9 @@ def _as_array(value: Any) -> Any:
 
 
 def _set_direction(callback: Any) -> None:
-    """Have a ModelCheckpoint that saves within epochs know which way its metric gets better.
+    """Set the direction of the metric in a ModelCheckpoint that saves within epochs.
 
-    Keras sets it at the end of the first epoch, and fails where there is a best value before.
+    Keras sets the direction at the end of the first epoch, and fails if a best value exists before.
     """
     if not isinstance(callback, keras.callbacks.ModelCheckpoint) or callback.monitor_op is not None:
         return
@@ -140,7 +140,7 @@ def _set_direction(callback: Any) -> None:
 
 
 def best_weights(callbacks: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the weights that EarlyStopping keeps to restore in the end, as arrays by name."""
+    """Return the best weights that EarlyStopping keeps, as arrays by name."""
     return {
         f"callbacks/{name}/{i}": np.array(weight)
         for name, callback in _named(callbacks)
@@ -150,7 +150,7 @@ def best_weights(callbacks: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def set_best_weights(callbacks: Sequence[Any], arrays: Mapping[str, Any]) -> None:
-    """Give EarlyStopping its kept weights back; raise UsageError for weights of another model."""
+    """Restore the best weights of EarlyStopping. Raise UsageError for weights of another model."""
     for name, callback in _named(callbacks):
         kept: list[Any] = []
         while (key := f"callbacks/{name}/{len(kept)}") in arrays:
@@ -180,13 +180,13 @@ def _named(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def prepare_to_resume(callbacks: Sequence[Any], *, epoch: int) -> None:
-    """Cut CSV logs before `epoch`, whose lines the run will write again.
+    """Remove the lines from `epoch` on from CSV logs: the resumed run writes them again.
 
-    To be called before `on_train_begin`. TensorBoard itself shows the last event of a step.
+    Call it before `on_train_begin`. TensorBoard logs stay uncut: it shows a step's last event.
     """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.CSVLogger) and os.path.exists(callback.filename):
-            if epoch or not callback.append:  # else the lines may all be of another run
+            if epoch or not callback.append:  # else all lines may belong to another run
                 _cut(callback.filename, separator=callback.sep, epoch=epoch)
             callback.append = True
 
@@ -195,7 +195,7 @@ def _get(callback: Any) -> Any:
     if hasattr(callback, "get_state"):
         return callback.get_state()
     if isinstance(callback, keras.callbacks.TensorBoard):
-        # What it has kept back, the steps after the checkpoint will not give again.
+        # The steps after the checkpoint do not write the buffered events again.
         for writer in getattr(callback, "_writers", {}).values():
             writer.flush()
     names = _attributes_of(callback)
@@ -203,14 +203,14 @@ def _get(callback: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return NumPy arrays and numbers as JSON has them."""
+    """Convert NumPy arrays and numbers to JSON values."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(type(value).__name__)
 
 
 def _cut(path: str, *, separator: str, epoch: int) -> None:
-    """Remove the last lines of a CSV log, from `epoch` on; those before may be of another run."""
+    """Remove the last lines of a CSV log from `epoch` on. Earlier lines may be another run's."""
     with open(path, newline="") as file:
         rows = [row for row in csv.reader(file, delimiter=separator) if row]
     while len(rows) > 1 and _epoch_of(rows[-1]) >= epoch:
@@ -220,7 +220,7 @@ def _cut(path: str, *, separator: str, epoch: int) -> None:
 
 
 def _epoch_of(row: Sequence[str]) -> float:
-    """Return the epoch of a line of a CSV log, infinity where a loss of power left no number."""
+    """Return the epoch of a CSV line, or infinity if a power failure left no number."""
     try:
         return float(row[0])
     except ValueError:

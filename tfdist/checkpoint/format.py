@@ -1,7 +1,7 @@
 """Format of one checkpoint: a shard of raw bytes, and a manifest that lists its arrays.
 
-A shard is the arrays one after another, little-endian and in C order. The manifest is JSON with
-the checksum of each shard and one of its own. Both are synced to the disk as they are written.
+A shard contains the arrays in sequence, little-endian and in C order. The manifest is JSON with the
+checksums of the shard and of the manifest. Both files are synced to the disk after the write.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ VERSION = 1
 MANIFEST = "manifest.json"
 _CHECKSUM = "manifest_sha256"
 _SHARD = "arrays"
-# Offsets are multiples of this, so that a shard can be memory-mapped as any dtype.
+# Offsets are multiples of 64 bytes, so that a shard can be memory-mapped as any dtype.
 _ALIGNMENT_BYTES = 64
 _CHUNK_BYTES = 16 << 20
-# Many times the manifest of the largest models: it is read whole, and takes some 20 times its size.
+# Limit far above the largest models. Reading a manifest needs about 20 times its size in memory.
 _MANIFEST_BYTES = 256 << 20
 _PLAIN_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
 _NUMBERS = [
@@ -44,8 +44,8 @@ _NUMBERS = [
 ]
 _CODES = "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
 _DTYPES = {dtype.name: dtype for dtype in map(np.dtype, [*_CODES, *_NUMBERS])}
-_MOST_DIMENSIONS = 64  # NumPy's
-# With these a file is not what was written, and will not be at a second try.
+_MOST_DIMENSIONS = 64  # limit of NumPy
+# These errors mean that the file is damaged. A second try would fail too.
 _DAMAGE = frozenset(
     (
         *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO),
@@ -57,20 +57,20 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Damaged(Exception):
-    """A checkpoint that cannot be read as it was written; the message says what is wrong."""
+    """Error for a damaged checkpoint. The message names the problem."""
 
 
 class Unreadable(TfdistError):
-    """A checkpoint that may be whole, and cannot be read now."""
+    """Error for a checkpoint that may be intact but cannot be read now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Everything about a checkpoint but the arrays themselves.
+    """Description of a checkpoint, without the content of the arrays.
 
     Attributes:
-      shard: of the file of the arrays: ``file``, ``size_bytes`` and ``sha256``.
-      arrays: of each array: ``shard``, ``offset`` in bytes, ``dtype`` and ``shape``.
+      shard: ``file``, ``size_bytes`` and ``sha256`` of the file of arrays.
+      arrays: ``shard``, ``offset`` in bytes, ``dtype`` and ``shape`` of each array, by name.
     """
 
     step: int
@@ -83,9 +83,10 @@ class Manifest:
 def write_checkpoint(
     directory: Path, arrays: Mapping[str, Any], *, step: int, best: bool, meta: Mapping[str, Any]
 ) -> None:
-    """Write a shard and the manifest into a new `directory` and fsync each.
+    """Write a shard and the manifest into a new `directory` and fsync both.
 
-    Raises OSError, and TypeError where `meta` is not JSON.
+    Raises OSError, TypeError if `meta` is not JSON, and UsageError for too much metadata or an
+    unsupported dtype.
     """
     shutil.rmtree(directory, ignore_errors=True)
     os.mkdir(directory)
@@ -116,7 +117,7 @@ def write_checkpoint(
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read that of a checkpoint; raise as `read_arrays`, and UsageError for a later format."""
+    """Read a manifest. Raise as `read_arrays` does, and UsageError for a newer format."""
     file = directory / MANIFEST
     if directory.is_symlink():
         raise Damaged("a symbolic link")
@@ -171,17 +172,17 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value of JSON is a whole number that an int64 holds, and not negative."""
+    """Return whether a JSON value is an integer of at least 0 that fits an int64."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
 def is_counts(value: object) -> bool:
-    """Return whether a value of JSON is a list of such numbers, as a shape is."""
+    """Return whether a JSON value is a list of integers like a shape (see `is_count`)."""
     return isinstance(value, list) and all(map(is_count, value))
 
 
 def check_size(directory: Path, manifest: Manifest) -> None:
-    """Raise Damaged where the shard is missing or not as long as it was written, or TfdistError."""
+    """Raise Damaged if the shard is missing or has another size, Unreadable for other errors."""
     path, expected = directory / manifest.shard["file"], manifest.shard["size_bytes"]
     try:
         found = path.lstat()
@@ -194,9 +195,9 @@ def check_size(directory: Path, manifest: Manifest) -> None:
 
 
 def read_arrays(directory: Path, manifest: Manifest) -> dict[str, Array]:
-    """Read the arrays and verify their checksum; hold them once.
+    """Read one copy of the arrays and verify their checksum.
 
-    Raises Damaged, and Unreadable if they may be whole and cannot be read now.
+    Raises Damaged, or Unreadable if the file may be intact but cannot be read now.
     """
     check_size(directory, manifest)
     path, digest = directory / manifest.shard["file"], hashlib.sha256()
@@ -211,7 +212,7 @@ def read_arrays(directory: Path, manifest: Manifest) -> dict[str, Array]:
                 arrays[name] = array.astype(dtype, copy=False)
     except OSError as error:
         raise _reading_failed(path, error) from error
-    except MemoryError as error:  # the file does have so many bytes
+    except MemoryError as error:  # the size of the file is already verified
         raise Unreadable(f"checkpoint {path}: not enough memory to read it") from error
     except (ValueError, EOFError) as error:
         raise Damaged(f"{path.name}: {error}") from error
@@ -221,9 +222,9 @@ def read_arrays(directory: Path, manifest: Manifest) -> dict[str, Array]:
 
 
 def _layout(manifest: Manifest) -> list[tuple[str, int, np.dtype[Any], list[int]]]:
-    """Return name, bytes before it, type and shape of each array, in the order of the shard.
+    """Return name, bytes of padding before it, dtype and shape of each array, in file order.
 
-    Raises Damaged unless they fill the shard as they were written.
+    Raises Damaged unless the arrays and their padding fill the shard.
     """
     layout, position = [], 0
     try:
@@ -244,7 +245,7 @@ def _layout(manifest: Manifest) -> list[tuple[str, int, np.dtype[Any], list[int]
 
 
 def _write_shard(path: Path, arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write the arrays; return the file and the entries of `Manifest`."""
+    """Write the arrays. Return `shard` and `arrays` of the `Manifest`."""
     digest = hashlib.sha256()
     entries = {}
     size_bytes = 0
@@ -272,7 +273,7 @@ def _write_shard(path: Path, arrays: Mapping[str, Any]) -> tuple[dict[str, Any],
 
 
 def raw_bytes(array: Array) -> memoryview:
-    """Return the array's little-endian bytes in C order, without a copy where it lies like that."""
+    """Return the array's little-endian bytes in C order. Copy the array only if necessary."""
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
 
@@ -294,16 +295,13 @@ def _read_all(file: FileIO, target: memoryview, digest: Any) -> None:
 
 
 def _reading_failed(path: Path, error: OSError) -> Exception:
-    """Return what to raise where a file of a checkpoint cannot be read.
-
-    Only what is damaged is passed over for an older one, and later removed.
-    """
+    """Return the exception for an unreadable file: only Damaged leads to an older checkpoint."""
     if error.errno in _DAMAGE:
         return Damaged(f"{path.name}: {error.strerror}")
     return Unreadable(f"checkpoint {path}: {error.strerror or error}")
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
-    # Once through JSON first: it makes integer keys strings, and those sort in another order.
+    # The first pass through JSON turns integer keys into strings, which sort in another order.
     text = json.dumps(json.loads(json.dumps(body)), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

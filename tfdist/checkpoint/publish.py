@@ -1,7 +1,7 @@
-"""Publishing a run's checkpoints as versions while it goes on: `tfdist.export --follow` beside it.
+"""Export of a run's checkpoints as model versions during the run, by `tfdist.export --follow`.
 
-The process is the chief's child. It reads what `BackupAndRestore` has written, so the training does
-not wait for it, whatever its strategy is.
+The export is a child process of the chief. It reads the checkpoints of `BackupAndRestore`, so the
+training never waits for it, under any strategy.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tfdist.files import one_line_errors, write_text
 
 _LOG = logging.getLogger(__name__)
 _MODEL = "model.json"
-_END_S = 120.0  # for the last export
+_END_S = 120.0  # timeout of the last export
 
 
 class Publisher:
-    """The process that publishes; in the chief.
+    """Exporter of checkpoints in a child process of the chief.
 
     Args:
-      directory: of the models that a server serves; a version is ``directory/NAME/VERSION``.
-      make: ``file.py:function``, which makes the model; by default it is written down as it is.
-      run: the run directory of a ``tfdist.train``, which says what the model is.
+      directory: Model directory of a server. A version is ``directory/NAME/VERSION``.
+      make: ``file.py:function`` that builds the model (default: the configuration of the model).
+      run: Run directory of ``tfdist.train``, which describes the model.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Publisher:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, model: keras.Model, checkpoints: Path, *, best: bool) -> None:
-        """Start the process, unless it runs; it follows the best checkpoint, or the newest.
+        """Start the process unless it runs already. It exports the best checkpoint or the newest.
 
-        Raises UsageError where another process could not make the model again.
+        Raises UsageError if another process cannot build the model again.
         """
         if self._process is not None:
             return
@@ -66,7 +66,7 @@ class Publisher:
         )
 
     def close(self) -> None:
-        """Have the last checkpoint published too, and wait for it."""
+        """Wait for the export of the last checkpoint and for the exit of the process."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -82,9 +82,9 @@ class Publisher:
 
 
 def _written(model: keras.Model, directory: Path) -> Path:
-    """Write down what the model is made of, for another process; return the file."""
+    """Write the model's configuration to a file for another process. Return the file."""
     for layer in model._flatten_layers():
-        # A learned vocabulary is no weight: Keras has it in the configuration if it was given.
+        # A vocabulary is no weight. Keras puts it into the configuration only if it was passed in.
         require(
             not hasattr(layer, "get_vocabulary") or layer.get_config()["vocabulary"] is not None,
             "publish",
@@ -104,7 +104,7 @@ def _written(model: keras.Model, directory: Path) -> Path:
 
 @contextlib.contextmanager
 def saveable(model: keras.Model, *, where: str, fix: str) -> Iterator[None]:
-    """Raise UsageError, of `where`, for a model that Keras cannot save, or load again, within."""
+    """Raise UsageError at `where` if Keras cannot save or load the model in the block."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -119,6 +119,6 @@ def saveable(model: keras.Model, *, where: str, fix: str) -> Iterator[None]:
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that is no task of the job and uses no GPU."""
+    """Return the environment of a process outside the job that uses no GPU."""
     kept = {k: v for k, v in environ.items() if k != "TF_CONFIG" and not k.startswith("TFDIST_")}
     return kept | {"CUDA_VISIBLE_DEVICES": "-1"}

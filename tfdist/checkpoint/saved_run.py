@@ -1,7 +1,7 @@
 """Checks that a checkpoint holds a run, with the types and shapes that `BackupAndRestore` writes.
 
-The checksums of a checkpoint find damage, and anybody can compute them for other content. The rest
-of the package reads metadata without more checks after these.
+Checksums detect damage but not forgery: an attacker can compute them for other content. After these
+checks the rest of the package reads the metadata without further checks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OF_LATER_VERSIONS = {"configuration": dict, "place": dict, "stages": dict}
 
 
 class RunStore(CheckpointStore):
-    """Checkpoints of a run; one that holds something else is damaged."""
+    """Store of a run's checkpoints. A checkpoint with other content counts as damaged."""
 
     def _read(self, location: Location) -> Checkpoint:
         checkpoint = super()._read(location)
@@ -32,7 +32,7 @@ class RunStore(CheckpointStore):
 
 
 def check_run(meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
-    """Raise Damaged unless metadata and arrays are of a run."""
+    """Raise Damaged unless metadata and arrays belong to a run."""
     for name in ("step", "examples"):
         _require(is_count(meta.get(name)), name)
     for name, kind in _TYPES.items():
@@ -52,12 +52,12 @@ def check_run(meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
     cuts = stages.get("cuts", {})
     _require(isinstance(cuts, dict), "stages")
     _require(all(map(is_counts, [*cuts.values(), stages.get("cut", [])])), "stages")
-    size = stages.get("split_size")  # None: an option gives it
+    size = stages.get("split_size")  # None: an option sets the size
     _require(size is None or (is_count(size) and size > 0), "stages")
 
 
 def _check_variables(variables: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
-    """Raise Damaged unless each variable has its array, and they are numbered from 0 on."""
+    """Raise Damaged unless each variable has an array and the numbers of a group start at 0."""
     groups = Counter(name.partition("/")[0] for name in variables)
     for name, entry in variables.items():
         match = _VARIABLE.fullmatch(name)
@@ -66,7 +66,7 @@ def _check_variables(variables: Mapping[str, Any], arrays: Mapping[str, Array]) 
         path, shape, dtype = entry
         is_named = isinstance(path, str) and isinstance(dtype, str)
         _require(is_named and is_counts(shape) and name in arrays, "variables")
-        # One that each replica has its own of has them as its first axis.
+        # An array of a per-replica variable has an additional first axis of replicas.
         _require(tuple(shape) in (arrays[name].shape, arrays[name].shape[1:]), "variables")
     others = [name for name in arrays if not name.startswith("callbacks/")]
     _require(len(others) == len(variables), "arrays")
@@ -78,7 +78,7 @@ def _require(condition: object, name: str) -> None:
 
 
 def _is_numbers(value: object) -> bool:
-    """Return whether a value of JSON is a number, or an array of them."""
+    """Return whether a JSON value is a number or an array of numbers."""
     try:
         return isinstance(value, int | float | list) and np.asarray(value, "float64").ndim < 64
     except (TypeError, ValueError, OverflowError, RecursionError):

@@ -1,13 +1,13 @@
-"""State of a model as arrays and back, under every strategy, and the configuration it belongs to.
+"""Conversion of a model's state to arrays and back under every strategy, and its configuration.
 
-Weights and optimizer slots are the same on every replica; metric totals are each replica's own,
-and are kept so: a total that was summed and divided differs in its last bit.
+Weights and optimizer slots are the same on every replica. Metric totals differ between replicas. A
+checkpoint saves each replica's total: a sum divided later would differ in its last bit.
 
-The configuration is compared when a run is resumed: plain values of ``get_config``, lists of
-numbers, regularizers and constraints of optimizer, layers and losses. Left out is what may change
-between the attempts of a run, or does so by itself: names, seeds (draws follow from the run's
-seed), the learning rate (the checkpoint's, or the program's schedule), and whether a layer is
-trainable.
+A resume compares the configuration of optimizer, layers and losses. It compares plain values of
+``get_config``, lists of numbers, regularizers and constraints. It ignores settings that may change
+between the attempts of a run: names, seeds, the learning rate, and whether a layer is trainable.
+Random numbers depend on the run's seed instead. The learning rate is part of the checkpoint or of
+the program's schedule.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Settings = dict[str, Any]
 
 
 def variables_of(model: keras.Model) -> dict[str, Any]:
-    """Return the variables that make up the state of a run, by the name they are stored under."""
+    """Return the variables of a run's state, by their names in a checkpoint."""
     slots = {id(v): v for one in _all_optimizers(model) for v in one.variables}
     groups = {
         "weights": model.weights,
@@ -49,14 +49,14 @@ def variables_of(model: keras.Model) -> dict[str, Any]:
 
 
 def states_of(model: keras.Model) -> list[Any]:
-    """Return what stateful recurrent layers go on with, which is no weight to Keras."""
+    """Return the states of stateful recurrent layers, which Keras does not list as weights."""
     layers = (layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.RNN))
     states = [layer.states for layer in layers if layer.stateful]
     return [state for state in keras.tree.flatten(states) if state is not None]
 
 
 def _all_optimizers(model: keras.Model) -> Iterator[Any]:
-    """Yield that of `compile`, and those that a step of the model's own may use beside it."""
+    """Yield the optimizer of `compile` and the optimizers that a custom `train_step` may use."""
     optimizer = getattr(model, "optimizer", None)  # Keras sets it in compile
     if optimizer is not None:
         yield optimizer
@@ -70,11 +70,11 @@ def _all_optimizers(model: keras.Model) -> Iterator[Any]:
 
 
 def capture(model: keras.Model, job: Job) -> Arrays:
-    """Copy the state into arrays. A collective: every training task calls it alike.
+    """Copy the state into arrays. Collective: every training task calls it.
 
-    An array is of the variable's shape, those of per-replica variables ``[replicas, *shape]``.
-    Only the chief gets them; the others send the rows of their replicas and get nothing. What is
-    sent are bytes, after the steps and outside of them: no arithmetic of the training sees it.
+    An array has the variable's shape. Arrays of per-replica variables are ``[replicas, *shape]``.
+    Only the chief returns arrays. Other tasks send the rows of their replicas and return an empty
+    dict. The tasks send bytes between two steps, so a save does not change results.
     """
     arrays = {}
     for name, variable in variables_of(model).items():
@@ -82,18 +82,18 @@ def capture(model: keras.Model, job: Job) -> Arrays:
             array = _rows_of_all(variable, job)
         elif part_of(variable) is not None:
             array = gathered(job, variable)
-        elif job.is_chief:  # in memory of our own: the next steps write to the variable's
+        elif job.is_chief:  # a copy, because the next steps overwrite the variable
             array = np.asarray(_copies(variable, job)[0].numpy())
             array = array if array.flags.owndata else array.copy()
         else:
             continue
-        if job.is_chief:  # one at a time: the others forget it
+        if job.is_chief:  # other tasks drop each array at once
             arrays[name] = array
     return arrays
 
 
 def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> None:
-    """Set the state from the chief's `arrays`. A collective: every task calls it alike."""
+    """Set the state from the chief's `arrays`. Collective: every task calls it."""
     for name, variable in variables_of(model).items():
         value = None if arrays is None else arrays[name]
         if _per_replica(variable):
@@ -104,21 +104,21 @@ def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> N
 
 
 def renew_constants(model: keras.Model) -> None:
-    """Have layers that compute with copies of their weights take those that have just been set."""
+    """Update the layers that compute with copies of their weights after new weights are set."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()
 
 
 def from_chief(job: Job, value: Any, *, like: Any) -> np.ndarray[Any, Any]:
-    """Return the chief's array, of the shape and type of `like`, in every task. A collective."""
+    """Return the chief's array in every task, with shape and dtype of `like`. Collective."""
     dtype = _numpy_dtype(like)
     mine = np.asarray(value, dtype) if job.is_chief else np.zeros(tuple(like.shape), dtype)
     return sum_bytes(job, mine, of="the chief's value of a variable")
 
 
 def names_of(model: keras.Model) -> dict[str, list[Any]]:
-    """Return what each array is: the variable's path, shape and type, as JSON."""
+    """Return path, shape and dtype of each array's variable, as JSON."""
     return {
         name: [v.path, list((part_of(v) or v).shape), str(v.dtype)]
         for name, v in variables_of(model).items()
@@ -126,7 +126,7 @@ def names_of(model: keras.Model) -> dict[str, list[Any]]:
 
 
 def configuration_of(model: keras.Model) -> dict[str, list[Settings]]:
-    """Return the model's optimizers (from the outermost inwards), layers and losses, as JSON."""
+    """Return settings of the optimizers (outermost first), layers and losses, as JSON."""
     loss = getattr(model, "loss", None)
     losses = keras.tree.flatten(loss) if isinstance(loss, list | tuple | dict) else [loss]
     return {
@@ -142,9 +142,9 @@ def configuration_of(model: keras.Model) -> dict[str, list[Settings]]:
 def require_same_variables(
     model: keras.Model, saved: Mapping[str, Any], *, where: str, group: str = ""
 ) -> None:
-    """Raise UsageError that names the differences between a saved state and the model's.
+    """Raise UsageError with the differences between the saved variables and the model's.
 
-    With a `group` ("weights", "optimizer", "metrics") nothing else is looked at.
+    With a `group` ("weights", "optimizer", "metrics"), compare only variables of this group.
     """
     mine, saved = (
         {name: entry for name, entry in entries.items() if name.startswith(group)}
@@ -182,7 +182,7 @@ def require_shapes(model: keras.Model, job: Job, arrays: Mapping[str, Any], *, w
 
 
 def require_shape(array: Any, shape: tuple[int, ...], variable: Any, *, where: str) -> None:
-    """Raise UsageError for an array of a checkpoint that has another shape."""
+    """Raise UsageError if an array of a checkpoint has another shape."""
     require(
         array.shape == shape,
         where,
@@ -196,7 +196,7 @@ def require_shape(array: Any, shape: tuple[int, ...], variable: Any, *, where: s
 def require_same_configuration(
     saved: Mapping[str, Sequence[Settings]] | None, mine: dict[str, list[Settings]], *, where: str
 ) -> None:
-    """Raise UsageError that names the settings in which a saved run differs; None passes."""
+    """Raise UsageError with the settings that differ in a saved run. None passes."""
     differences = [] if saved is None else list(_differences(saved, mine))
     require(
         not differences,
@@ -209,10 +209,10 @@ def require_same_configuration(
 
 
 def _roles(names: Mapping[str, Any]) -> dict[str, str]:
-    """Return what else of the same shape could be taken for another, and what it is.
+    """Return the roles of slots and metric variables. Roles distinguish variables of equal shape.
 
-    That is the weight of each slot, and of each metric's variable the path. Left out are numbers by
-    which Keras tells names of a process apart, and slots whose path does not tell.
+    The role of a slot is its weight. The role of a metric variable is its path without the numbers
+    that Keras adds to make names unique. Slots without a known weight are left out.
     """
     owners = {
         f"/{path.replace('/', '_')}_": name
@@ -230,13 +230,13 @@ def _roles(names: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(differences: Sequence[str]) -> str:
-    """Return the first ones without what a terminal would act on: names may be a stranger's."""
+    """Return the first differences, with control characters escaped: names may be untrusted."""
     text = named(differences, most=_DIFFERENCES_SHOWN)
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _own_of_chief(job: Job, value: Any, variable: Any) -> np.ndarray[Any, Any]:
-    """Return the chief's array, and of one that tasks have parts of this task's. A collective."""
+    """Return the chief's array, or this task's part of it if the variable is split. Collective."""
     part = part_of(variable)
     if part is None:
         return from_chief(job, value, like=variable)
@@ -245,17 +245,17 @@ def _own_of_chief(job: Job, value: Any, variable: Any) -> np.ndarray[Any, Any]:
 
 
 def _rows_of_all(variable: Any, job: Job) -> np.ndarray[Any, Any]:
-    """Return ``[replicas, *shape]``, a row of each replica. A collective."""
+    """Return ``[replicas, *shape]`` with one row per replica. Collective."""
     rows = np.zeros((job.num_replicas, *variable.shape), _numpy_dtype(variable))
     for replica, copy in zip(job.replica_ids, _copies(variable, job), strict=True):
         rows[replica] = copy.numpy()
-    if job.num_replicas == 1:  # of a pipeline, which has put it in every task
+    if job.num_replicas == 1:  # a pipeline has already sent it to every task
         return rows
     return sum_bytes(job, rows, of="the replicas' own values")
 
 
 def _restore_replicas(variable: Any, job: Job, rows: Any) -> None:
-    """Give each replica its row; with another number of replicas, the first one the sum."""
+    """Set each replica's row. If the number of replicas differs, the first replica gets the sum."""
     shape, dtype = tuple(variable.shape), _numpy_dtype(variable)
     if rows is not None and len(rows) != job.num_replicas:
         total = rows.sum(axis=0, dtype=dtype)
@@ -315,13 +315,13 @@ def _settings(thing: Any) -> Settings:
     try:
         config = thing.get_config()
     except (AttributeError, NotImplementedError, TypeError, ValueError):
-        config = {}  # a class of the user's own that says nothing of itself
+        config = {}  # a custom class without a configuration
     plain = _plain(config) if isinstance(config, dict) else {}
     return {**plain, "class": getattr(thing, "__name__", type(thing).__name__)}
 
 
 def _plain(config: Settings) -> Settings:
-    """Those of the settings that are compared, as JSON has them."""
+    """Return the settings to compare, as JSON values."""
     plain: Settings = {}
     for key, value in config.items():
         if key in _FREE:
@@ -336,27 +336,27 @@ def _plain(config: Settings) -> Settings:
 
 
 def _is_numbers(value: Any) -> bool:
-    """Return whether a setting is a list of numbers, or of such lists, as a layer's strides are."""
+    """Return whether a setting is a number or a (nested) list of numbers, like strides."""
     if isinstance(value, list | tuple):
         return all(map(_is_numbers, value))
     return value is None or isinstance(value, bool | int | float)
 
 
-# Two digests that tell whether two runs computed the same.
+# Two digests that show whether two runs have the same results.
 
 
 def weights_sha256(model: Any) -> str:
-    """Return SHA-256 over `model.weights` in order, as little-endian C-order bytes.
+    """Return the SHA-256 of `model.weights` in order, as little-endian bytes in C order.
 
-    Reads each variable once, one at a time. Not a collective: the chief alone may call it.
+    Reads one variable at a time. Not a collective: any single task may call it.
     """
     return _sha256(model.weights)
 
 
 def state_sha256(model: Any, *, read: Callable[[Any], Any] = np.asarray) -> str:
-    """Return SHA-256 over `model.weights` and then the variables of its optimizer.
+    """Return the SHA-256 of `model.weights` and then of the optimizer's variables.
 
-    `read` returns the array of a variable; of a sharded one that is a collective.
+    `read` returns the array of a variable. For a sharded variable, `read` is a collective.
     """
     optimizer = getattr(model, "optimizer", None)
     slots = () if optimizer is None else optimizer.variables

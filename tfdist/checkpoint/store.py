@@ -1,9 +1,9 @@
 """Crash-safe directory of checkpoints: readable after a crash at any moment.
 
-A checkpoint is a directory ``step-<step>.<serial>``: a shard of raw bytes and a manifest that names
-it with its checksum. It is written under a hidden name, fsynced file by file, and renamed. The
-serial counts writes, so that the newest is the one written last, also when a step is written
-again. TensorFlow is not needed to read or write one.
+A checkpoint is a directory ``step-<step>.<serial>`` with a shard of raw bytes and a manifest. The
+manifest contains the checksum of the shard. The store writes a hidden directory, syncs each file to
+the disk, and renames the directory. The serial counts the writes: the highest serial is the newest
+checkpoint, even if a step is written again. Reads and writes need no TensorFlow.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _UNFINISHED, _DISCARDED = ".unfinished-", ".discarded-"
 
 
 class SecondWriter(UsageError):
-    """Another process writes to the directory."""
+    """Error for a directory to which another process writes."""
 
 
 class NothingWhole(TfdistError):
-    """There are checkpoints, and every one of them is damaged."""
+    """Error for a directory in which every checkpoint is damaged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """What was written at a step."""
+    """Content of a checkpoint: step, arrays, metadata, and the mark as the best."""
 
     step: int
     arrays: dict[str, np.ndarray[Any, np.dtype[Any]]]
@@ -67,10 +67,10 @@ class Location:
 
 
 class CheckpointStore:
-    """Writes and reads the checkpoints of one directory.
+    """Directory of checkpoints with one writer and any number of readers.
 
-    Any number of processes may read; one writes. The lock is taken by `prepare` or the first
-    `write` and held until `close`, the end of the process, or the end of this object.
+    `prepare` or the first `write` locks the directory. The lock lasts until `close`, the exit of
+    the process, or the deletion of this object.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
@@ -81,10 +81,10 @@ class CheckpointStore:
         self._known_damaged: set[Path] = set()
 
     def prepare(self) -> None:
-        """Become the writer: make the directory, take the lock, remove what a crash left.
+        """Create the directory, lock it, and remove the leftovers of a crash.
 
-        Called by the task that writes. Raises UsageError for a second writer or a later format,
-        and TfdistError for a path that cannot be written.
+        Only the writing task calls this method. Raises UsageError for a second writer or a newer
+        format, and TfdistError for a path that cannot be written.
         """
         with self._writing:
             try:
@@ -100,15 +100,15 @@ class CheckpointStore:
         meta: Mapping[str, Any],
         best: bool = False,
     ) -> Path:
-        """Write a checkpoint and remove those no longer kept; return its directory.
+        """Write a checkpoint, remove old checkpoints, and return the new directory.
 
-        `arrays` is read one at a time, so it may compute them when asked. `meta` is JSON. A
-        checkpoint written with `best` is kept until a better one is. Safe to call from any thread;
-        one task calls.
+        The method reads one array at a time, so the mapping may compute `arrays` lazily. `meta` is
+        JSON. A checkpoint with `best` is kept until the next checkpoint with `best`. Only one task
+        may call this method, from any thread.
 
-        Raises TfdistError (disk full, no permission) with every earlier checkpoint in place, and
-        UsageError for a second writer or a dtype that cannot be stored. An old one that cannot be
-        removed is a warning.
+        Raises TfdistError for a full disk or a missing permission: earlier checkpoints stay intact.
+        Raises UsageError for a second writer or an unsupported dtype. If an old checkpoint cannot
+        be removed, logs a warning.
         """
         with self._writing:
             try:
@@ -119,56 +119,56 @@ class CheckpointStore:
                 try:
                     write_checkpoint(unfinished, arrays, step=step, best=best, meta=meta)
                     os.replace(unfinished, self.directory / name)
-                    # Not every file system renames a directory together with its files.
+                    # Some file systems do not rename a directory together with its files.
                     os.stat(self.directory / name / MANIFEST)
                 except BaseException:
                     shutil.rmtree(unfinished, ignore_errors=True)
                     raise
-                self._known_damaged.discard(self.directory / name)  # of a directory that was moved
+                self._known_damaged.discard(self.directory / name)  # from a directory moved since
                 fsync(self.directory)
             except OSError as error:
                 raise self._failed(f"checkpoint of step {step} in ", error) from error
             try:
                 self._discard_old()
-            except (OSError, TfdistError) as error:  # this one is whole, and the next save tries
+            except (OSError, TfdistError) as error:  # the next save retries
                 logger.warning("%s: an old checkpoint was not removed: %s", self.directory, error)
         return self.directory / name
 
     def steps(self) -> list[int]:
-        """Return the steps of the whole checkpoints, in the order they were written."""
+        """Return the steps of the intact checkpoints, in the order of their writes."""
         return [location.step for location, _ in self._sound()]
 
     def latest(self) -> int | None:
-        """Return the step that was written last, None where there is none."""
+        """Return the step of the newest intact checkpoint, or None."""
         steps = self.steps()
         return steps[-1] if steps else None
 
     def newest_name(self) -> str | None:
-        """Return the name of the directory that was written last, whole or not."""
+        """Return the directory name of the newest checkpoint, intact or damaged, or None."""
         locations = self._locations()
         return locations[-1].path.name if locations else None
 
     def best(self) -> int | None:
-        """Return the step of the last checkpoint written with `best`."""
+        """Return the step of the newest intact checkpoint with `best`, or None."""
         steps = [location.step for location, manifest in self._sound() if manifest.best]
         return steps[-1] if steps else None
 
     def written_at(self, step: int) -> float | None:
-        """Return when the newest checkpoint of a step was whole, in seconds since 1970."""
+        """Return the time of the newest write of `step` in seconds since 1970, or None."""
         paths = [location.path for location in self._locations() if location.step == step]
-        with contextlib.suppress(IndexError, FileNotFoundError):  # a newer one has replaced it
+        with contextlib.suppress(IndexError, FileNotFoundError):  # the writer has just removed it
             return paths[-1].stat().st_mtime
         return None
 
     def read(self, step: int | None = None) -> Checkpoint:
-        """Read the checkpoint of `step`, or the newest one that is whole.
+        """Read the checkpoint of `step` (default: the newest intact checkpoint).
 
-        A damaged newest one is named in a warning and the one before it used; a damaged one that
-        was asked for by its step is an error. Holds no more than the arrays once.
+        If the newest checkpoint is damaged, log a warning and read the previous checkpoint. Memory
+        holds one copy of the arrays.
 
-        Raises UsageError if there is none or its format is newer than this tfdist; Unreadable, a
-        TfdistError, if it may be whole and cannot be read now; and NothingWhole, a TfdistError, if
-        all are damaged.
+        Raises UsageError if no checkpoint exists or its format is newer than this tfdist. Raises
+        Unreadable, a TfdistError, if it may be intact but cannot be read now. Raises NothingWhole,
+        a TfdistError, if all checkpoints (of `step`, if given) are damaged.
         """
         locations = [
             each for each in reversed(self._locations()) if step is None or each.step == step
@@ -187,7 +187,7 @@ class CheckpointStore:
             try:
                 return self._read(location)
             except Damaged as error:
-                if not os.path.lexists(location.path):  # the writer has removed it, for a newer one
+                if not os.path.lexists(location.path):  # the writer has just removed it
                     return self.read(step)
                 problems.append(f"{location.path.name} is damaged ({error})")
                 if len(problems) < len(locations) and location.path not in self._known_damaged:
@@ -196,9 +196,9 @@ class CheckpointStore:
         raise NothingWhole(f"{self.directory}: no readable checkpoint: {'; '.join(problems)}")
 
     def read_named(self, name: str) -> Checkpoint | None:
-        """Return the checkpoint in the directory of that name; None if it cannot be read.
+        """Return the checkpoint in the directory `name`, or None if it cannot be read.
 
-        As when the writer removes it meanwhile. Raises UsageError for a newer format.
+        For example, the writer may just have removed it. Raises UsageError for a newer format.
         """
         try:
             return self._read(next(p for p in self._locations() if p.path.name == name))
@@ -207,7 +207,7 @@ class CheckpointStore:
             return None
 
     def close(self) -> None:
-        """Let another writer in."""
+        """Release the lock, so that another process can write."""
         with self._writing:
             self._lock.release()
 
@@ -221,7 +221,7 @@ class CheckpointStore:
         )
 
     def _locations(self) -> list[Location]:
-        """Return the checkpoints there are, whole or not, oldest first."""
+        """Return all checkpoints, intact or damaged, oldest first."""
         try:
             names = os.listdir(self.directory)
         except FileNotFoundError:
@@ -235,9 +235,9 @@ class CheckpointStore:
         )
 
     def _sound(self) -> list[tuple[Location, Manifest]]:
-        """Return those whose manifest reads and whose shard has its length, with the bytes unread.
+        """Return the checkpoints with a valid manifest and a shard of the right size.
 
-        Left out is what has been found damaged when it was read.
+        The bytes of the shard are not read. Checkpoints that `read` found damaged are left out.
         """
         sound = []
         for location in self._locations():
@@ -249,13 +249,13 @@ class CheckpointStore:
         return sound
 
     def _discard_old(self) -> None:
-        """Remove what is neither among the last `keep` nor the best; the damaged do not count."""
+        """Remove all checkpoints except the best and the last `keep` intact checkpoints."""
         sound = self._sound()
         kept = {location.path for location, _ in sound[-self._keep :]}
         kept.update([location.path for location, manifest in sound if manifest.best][-1:])
         for location in self._locations():
             if location.path not in kept:
-                # Out of sight in one move first, so that a crash leaves none half deleted.
+                # The rename is atomic: after a crash, no visible checkpoint is half deleted.
                 discarded = self.directory / f"{_DISCARDED}{location.path.name}"
                 os.replace(location.path, discarded)
                 _remove(discarded)
@@ -263,9 +263,9 @@ class CheckpointStore:
     def _become_the_writer(self) -> None:
         if self._lock.is_in_place:
             return
-        self._lock.release()  # of a directory that was moved or removed: another run may write here
+        self._lock.release()  # the directory was moved or removed: another run may write here
         _make_directory(self.directory)
-        self._sound()  # refuses a directory of a later format before it is touched
+        self._sound()  # raises UsageError for a newer format before any change
         try:
             self._lock.acquire()
         except Held as held:
@@ -281,7 +281,7 @@ class CheckpointStore:
                 _remove(self.directory / leftover)
 
     def _failed(self, where: str, error: OSError) -> TfdistError:
-        """Return what is wrong and what is safe, in one line."""
+        """Return an error that names the problem and the newest intact checkpoint in one line."""
         newest = None
         with contextlib.suppress(OSError, TfdistError):
             newest = self.latest()
@@ -299,14 +299,14 @@ def _manifest_of(location: Location) -> Manifest:
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory with what is in it, or a file or link; errors are left to the next try."""
+    """Remove a directory tree, a file, or a link. Ignore errors: a later call retries."""
     shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):  # it was no directory
+    with contextlib.suppress(OSError):  # already removed, or still a directory
         path.unlink()
 
 
 def _make_directory(directory: Path) -> None:
-    """Make the directory of a store, and those above it, on the disk too; raise OSError."""
+    """Create the directory and its parents and sync them to the disk. Raise OSError."""
     if not directory.is_dir():
         _make_directory(directory.parent)
         directory.mkdir(exist_ok=True)

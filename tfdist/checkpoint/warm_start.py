@@ -1,4 +1,4 @@
-"""Warm starts from trained weights: a checkpoint, a `.keras` or a `.weights.h5` file."""
+"""Warm starts from the weights in a checkpoint, a `.keras` file or a `.weights.h5` file."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def load_weights(
     layers: Sequence[str] | None = None,
     best: bool = False,
 ) -> list[str]:
-    """Set the model's weights from a file or checkpoint. A collective: every task calls it.
+    """Set the model's weights from a file or checkpoint. Collective: every task calls it.
 
-    The chief reads; the others get the weights from it. The optimizer stays as it is.
+    The chief reads the file and sends the weights to the other tasks. The optimizer is unchanged.
 
     Args:
-      model: built; frozen layers (``trainable = False``) take their weights too.
-      path: a `.keras` file (read in Keras' safe mode), a `.weights.h5` file, or a directory that
-        `BackupAndRestore` wrote.
-      layers: names of the layers to set, the others stay as they are; by default all of them.
-      best: of a directory, the checkpoint that was marked best instead of the newest.
+      model: Built model. Frozen layers (``trainable = False``) also get weights.
+      path: A `.keras` file (read in the safe mode of Keras), a `.weights.h5` file, or a directory
+        of `BackupAndRestore`.
+      layers: Names of the layers to set (default: all). Other layers are unchanged.
+      best: True to use the best checkpoint of a directory instead of the newest (default: False).
 
     Returns:
-      The paths of the variables that were set.
+      Keys of the variables that were set, like ``dense/0/kernel``.
 
     Raises:
-      UsageError: no such file; a layer is not in it or in the model; shapes differ.
+      UsageError: The file or a layer does not exist, or shapes differ.
     """
     job = job or job_of(model.distribute_strategy)
     path = os.fspath(path)
@@ -66,10 +66,10 @@ def load_weights(
 
 
 def _wanted(model: keras.Model, layers: Sequence[str] | None) -> dict[str, Any]:
-    """Return the variables to set, by their layer, their position in it and their name.
+    """Return the variables to set, by keys ``layer/position/name``.
 
-    Those that are of no layer have the model itself in its place; of several layers of one name,
-    the second has ``#2`` after it.
+    For variables outside of all layers the layer name is empty. If layers share a name, the second
+    layer's name ends with ``#2``.
     """
     names = [layer.name for layer in model.layers]
     for name in layers or ():
@@ -126,14 +126,14 @@ def _read(model: keras.Model, path: str, wanted: dict[str, Any], *, best: bool) 
 
 
 def load_model_file(path: str | os.PathLike[str]) -> keras.Model:
-    """Return the model in a `.keras` file, read in Keras' safe mode; raise UsageError."""
+    """Return the model in a `.keras` file, read in the safe mode of Keras. Raise UsageError."""
     with loading(path, expected="a whole .keras file, of classes that this process knows"):
         return keras.models.load_model(path, compile=False, safe_mode=True)
 
 
 @contextlib.contextmanager
 def loading(path: str | os.PathLike[str], *, expected: str) -> Iterator[None]:
-    """Raise UsageError for any error in the block: a damaged file can cause every kind of them."""
+    """Raise UsageError for any error in the block: damaged files cause errors of every type."""
     try:
         yield
     except Exception as error:
@@ -148,16 +148,16 @@ def loading(path: str | os.PathLike[str], *, expected: str) -> Iterator[None]:
 
 
 def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
-    """Read into the model, and put back what it had: only what is wanted is set later.
+    """Read the file into the model, return the values, and restore the model's own weights.
 
-    Keras would set the optimizer too, here in the chief alone.
+    Optimizers are skipped: otherwise Keras would set them too, and only in the chief.
     """
     before = model.get_weights()
     optimizers = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
     try:
         model.load_weights(path, objects_to_skip=optimizers)
         return {key: variable.numpy() for key, variable in _wanted(model, None).items()}
-    except Exception as error:  # a damaged file can cause every kind
+    except Exception as error:  # damaged files cause errors of every type
         first = f"{type(error).__name__}: {error}".splitlines()[0]
         what = "weights of another model" if isinstance(error, ValueError) else "a damaged file"
         raise _unreadable(path, f"{what} ({first})") from error
@@ -166,9 +166,9 @@ def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
 
 
 def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> None:
-    """Set the weights of a model of this process alone, which the same program has made.
+    """Set the weights of a model in a single process, built by the same program as the run's.
 
-    Raises UsageError for another model's.
+    Raises UsageError for the weights of another model.
     """
     state.require_same_variables(model, checkpoint.meta["variables"], where=where, group="weights")
     for i, variable in enumerate(model.weights):
@@ -180,7 +180,7 @@ def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> No
 
 
 def _values_of(model: keras.Model, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Take them by the order of the weights where the model is the same, else by their paths."""
+    """Return the weights by key: by order if all shapes are the same, otherwise by path."""
     saved = checkpoint.meta["variables"]
     weights = {n: a for n, a in checkpoint.arrays.items() if n.startswith("weights/")}
     paths = Counter(saved[name][0] for name in weights)
@@ -189,7 +189,7 @@ def _values_of(model: keras.Model, checkpoint: Checkpoint) -> dict[str, Any]:
     same = [list(v.shape) for v in model.weights] == [saved[n][1] for n in weights]
     found = {}
     for key, variable in _wanted(model, None).items():
-        # Paths are of the process that named them: a layer made before shifts them all.
+        # Paths depend on the process: an additional layer built earlier shifts all of them.
         if same:
             found[key] = weights[positions[id(variable)]]
         elif variable.path in by_path:

@@ -1,14 +1,14 @@
-"""Data as a function of the step: sources, their order, and augmentation.
+"""Data as a function of the step: sources, the order of examples, and augmentation.
 
-resolve         which source the user's data become; by default arrays
-source          what every source gives: examples by index, or batches one after the other
-arrays          arrays in memory, or mapped from files
-tfrecord, tfds  records by their number; a TFDS split as one of these sources
+resolve         conversion of the user's data to a source
+source          interface of sources: examples by index, or a stream of batches
+arrays          arrays in memory or mapped from files
+tfrecord, tfds  TFRecord files by record number, and splits of TFDS datasets
 python_indexed  examples or batches by index, read by Python code
-stream          a `tf.data.Dataset` of batches, read from a copy of its graph
-draws           the example at each position and its random numbers, as functions of integers
+stream          `tf.data.Dataset` of batches, read from a copy of its graph
+draws           order of the examples and their random numbers, as functions of integers
 augment         transforms of a batch of images
-cache           files made once for all processes of a machine
+cache           files that all processes of a machine share
 digits          scikit-learn's digits as a TFDS dataset
 """
 

@@ -1,4 +1,4 @@
-"""Arrays as a source: in memory, or mapped from files where they are too large for that."""
+"""Arrays as a source: in memory, or mapped from files if they are too large for memory."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from tfdist.data.source import GraphSource, Nest, Transform
 from tfdist.errors import UsageError, require
 
 MEMORY_LIMIT_BYTES = 2**31
-"""Past this sum, arrays in memory are refused under ps: no message to a worker carries 2 GiB."""
+"""Largest sum of arrays in memory under ps. A message to a worker is limited to 2 GiB."""
 
 
 class ArraySource(GraphSource):
-    """Arrays `[num_examples, ...]` as the arguments of `keras.Model.fit` take them.
+    """Arrays `[num_examples, ...]`, with the same arguments as `keras.Model.fit`.
 
-    `x`, `y` and `sample_weight` are arrays, tensors, pandas frames, or tuples or dicts of them.
-    They are packed and converted as Keras does it: floating point becomes `keras.config.floatx()`,
-    everything else keeps its type, and `y` of shape `(n,)` stays so. An `np.memmap` is mapped from
-    its own file if that is possible. Raises `UsageError` for a value that is not an array and for
-    lengths that differ.
+    `x`, `y` and `sample_weight` are arrays, tensors, pandas frames, or tuples or dicts of them. As
+    in Keras, floating point values become `keras.config.floatx()` and other values keep their type.
+    `y` keeps the shape `(n,)`. An `np.memmap` is mapped from its file if possible. Raises
+    `UsageError` if a value is not an array or if lengths differ.
     """
 
     kind = "arrays"
@@ -44,7 +43,7 @@ class ArraySource(GraphSource):
         sample_weight: Nest = None,
         transform: Transform | None = None,
     ) -> None:
-        # Of a list, TensorFlow's datasets would make one tensor.
+        # TensorFlow's datasets would convert a list to one tensor.
         x, y, sample_weight = keras.tree.lists_to_tuples((x, y, sample_weight))
         sample_weight = _weight_per_output(y, sample_weight)
         parts = {"x": x, "y": y, "sample_weight": sample_weight}
@@ -60,7 +59,7 @@ class ArraySource(GraphSource):
         self.element_spec = _map_present(lambda column: column.spec, self._columns)
 
     def require_sendable(self) -> None:
-        """Raise `UsageError` for more in memory than ps workers can be sent."""
+        """Raise `UsageError` if the arrays in memory are too large to send to ps workers."""
         size_bytes = sum(column.size_bytes for column in self._present if column.file is None)
         require(
             size_bytes <= MEMORY_LIMIT_BYTES,
@@ -73,7 +72,7 @@ class ArraySource(GraphSource):
 
     @tf.autograph.experimental.do_not_convert
     def gather(self, indices: tf.Tensor, *, arrays: Nest = None) -> Nest:
-        """Return the examples at `indices`, int64[b] -> nest of [b, ...]."""
+        """Return the examples at `indices`: int64[b] -> nest of [b, ...]."""
         if arrays is None:
             arrays = _map_present(lambda column: column.held(), self._columns)
 
@@ -82,19 +81,19 @@ class ArraySource(GraphSource):
                 return None
             return tf.cast(tf.gather(array, indices, axis=0), column.spec.dtype)
 
-        # Beside the arrays: on an accelerator the whole of them would be copied for each batch.
+        # On the CPU, like the arrays: an accelerator would copy whole arrays for each batch.
         with tf.device("/device:CPU:*"):
             return tf.nest.map_structure(take, self._columns, arrays)
 
     @tf.autograph.experimental.do_not_convert
     def arrays(self) -> Nest:
-        """Return the arrays as tensors; in a graph, a mapped file as what maps it there."""
+        """Return the arrays as tensors. In a graph, operations map the mapped files."""
         return _map_present(lambda column: column.sent(), self._columns)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class _Column:
-    """One array: a tensor in memory or a mapped file, and the type its examples are given as."""
+    """One array: a tensor in memory or a mapped file, and the spec of its examples."""
 
     spec: tf.TensorSpec
     tensor: tf.Tensor | None = None
@@ -103,11 +102,11 @@ class _Column:
     @property
     def size_bytes(self) -> int:
         array: Any = self.file or self.tensor
-        item_bytes = 16 if array.dtype == tf.string else array.dtype.size  # a string's handle
+        item_bytes = 16 if array.dtype == tf.string else array.dtype.size  # a string handle
         return math.prod(array.shape) * item_bytes
 
     def held(self) -> tf.Tensor:
-        """Return the eager tensor of this process, made on first use; functions capture it."""
+        """Return the eager tensor of this process, created at the first call."""
         if self.tensor is None:
             assert self.file is not None
             with tf.init_scope(), tf.device("/CPU:0"):
@@ -121,7 +120,7 @@ class _Column:
 
 
 def _column(leaf: Any) -> _Column:
-    """Return an array as it is kept: mapped from its file if that is possible, else in memory."""
+    """Return an array's column: mapped from its file if possible, otherwise in memory."""
     dtype = dtype_of(leaf)
     if dtype.is_floating:
         dtype = tf.as_dtype(keras.config.floatx())
@@ -137,12 +136,12 @@ def _column(leaf: Any) -> _Column:
 
 
 def _map_present(function: Callable[[Any], Any], nest: Nest) -> Nest:
-    """Map the leaves of a nest that are not None."""
+    """Apply `function` to the leaves of a nest that are not None."""
     return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), nest)
 
 
 def _weight_per_output(y: Nest, sample_weight: Nest) -> Nest:
-    """Repeat one weight per example for each of several outputs, as Keras does."""
+    """Use one weight per example for all outputs, as Keras does."""
     if sample_weight is None or not tf.nest.is_nested(y):
         return sample_weight
     is_nested = tf.nest.is_nested(sample_weight)
@@ -174,14 +173,14 @@ def _common_length(columns: dict[str, Nest]) -> int:
 
 
 def is_array(value: object) -> bool:
-    """Return whether Keras takes `value` as an array (pandas, JAX and torch included)."""
+    """Return whether Keras accepts `value` as an array (also pandas, JAX and torch)."""
     return value is not None and bool(array_slicing.can_slice_array(value))
 
 
 def _as_column(value: Any, *, where: str) -> Any:
-    """Return `value` as NumPy array (memmaps stay memmaps) or dense eager tensor.
+    """Return `value` as a NumPy array (a memmap stays a memmap) or a dense eager tensor.
 
-    Raises `UsageError`, which begins with `where`, for what cannot be indexed by example.
+    Raises `UsageError` at `where` for a value without an axis of examples.
     """
     require_dense(value, where=where)
     array = _to_array(value) if is_array(value) else None
@@ -197,13 +196,13 @@ def _as_column(value: Any, *, where: str) -> Any:
 
 
 def dtype_of(array: Any) -> tf.DType:
-    """Return the type as TensorFlow has it."""
+    """Return the TensorFlow dtype of an array."""
     is_text = isinstance(array, np.ndarray) and array.dtype.kind in "OUS"
     return tf.string if is_text else tf.as_dtype(array.dtype)
 
 
 def require_dense(value: Any, *, where: str) -> None:
-    """Raise `UsageError`, which begins with `where`, for a sparse or ragged array."""
+    """Raise `UsageError` at `where` for a sparse or ragged array."""
     if is_scipy_sparse(value) or isinstance(value, tf.SparseTensor | tf.RaggedTensor):
         raise UsageError(
             where,
@@ -228,17 +227,17 @@ def _to_array(value: Any) -> Any:
     return np.asarray(value)
 
 
-# Arrays in files, read through the page cache by `ImmutableConst` instead of held in memory.
+# Arrays in files, which `ImmutableConst` reads through the page cache.
 
 
-# A slice along axis 0 shares the memory of what it is taken from only where it starts at a
-# multiple of this; elsewhere TensorFlow copies.
+# A slice along axis 0 shares memory with its source if it starts at a multiple of this number of
+# bytes. Otherwise TensorFlow copies the slice.
 _ALIGNMENT_BYTES = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MappedFile:
-    """A C-contiguous array `[num_examples, ...]` that begins `offset_bytes` into a file."""
+    """C-contiguous array `[num_examples, ...]` that starts at byte `offset_bytes` of a file."""
 
     path: str
     dtype: tf.DType
@@ -246,23 +245,23 @@ class MappedFile:
     offset_bytes: int = 0
 
     def mapped(self) -> tf.Tensor:
-        """Return the whole array, in a graph: operations that map it where the graph runs.
+        """Return the array in a graph, from operations that map the file in the graph's process.
 
-        The tensor occupies no memory of its own; the process needs the file under this path.
+        The tensor needs no additional memory. The process needs the file at the same path.
         """
         item_bytes = self.dtype.size
-        # A type of one byte is mapped as it is: nothing can be cast bit by bit to bool.
+        # Types of one byte are mapped directly, because `tf.bitcast` does not support bool.
         stored = self.dtype if item_bytes == 1 else tf.uint8
         size_bytes = math.prod(self.shape) * item_bytes
         end = self.offset_bytes + size_bytes
         whole = tf.raw_ops.ImmutableConst(dtype=stored, shape=(end,), memory_region_name=self.path)
-        # Constant folding evaluates the operation and keeps a copy of the whole file in memory,
-        # only to find it too large to fold. It passes over operations that carry this attribute,
-        # which an empty list leaves without any other effect. Seen in TensorFlow 2.21; a test tells
-        # when the copy is no longer made.
+        # Constant folding evaluates the operation, keeps a copy of the whole file in memory, and
+        # then finds the copy too large to fold. It skips operations with this attribute. An empty
+        # list has no other effect. Seen in TensorFlow 2.21. A test fails if a later TensorFlow no
+        # longer makes the copy.
         empty = attr_value_pb2.AttrValue(list=attr_value_pb2.AttrValue.ListValue(i=[]))
         whole.op._set_attr("_scoped_allocator", empty)
-        # int64 bounds: TensorFlow would take Python integers as int32 and overflow past 2 GB.
+        # int64 bounds: TensorFlow converts Python integers to int32, which overflows above 2 GB.
         begin = tf.constant([self.offset_bytes], tf.int64)
         data = tf.slice(whole, begin, tf.constant([size_bytes], tf.int64))
         shape = tf.constant([*self.shape, item_bytes] if item_bytes > 1 else self.shape, tf.int64)
@@ -273,10 +272,10 @@ class MappedFile:
 
 
 def of_memmap(array: np.memmap[Any, Any]) -> MappedFile | None:
-    """Return where an array is in its own file; None where it cannot be mapped as it is.
+    """Return the place of an array in its file, or None if the array cannot be mapped.
 
-    It needs a file name, numbers in native byte order, no private changes (mode "c"), and bytes
-    in one piece that begins at a multiple of 64.
+    The array needs a file name, numbers in native byte order, and contiguous bytes that start at a
+    multiple of 64. Private changes (mode "c") are not supported.
     """
     is_plain = array.dtype.kind in "biufc" and array.dtype.isnative and array.flags.c_contiguous
     if not is_plain or array.mode == "c" or array.filename is None or array.size == 0:
@@ -290,7 +289,7 @@ def of_memmap(array: np.memmap[Any, Any]) -> MappedFile | None:
 
 
 def _file_offset(array: np.memmap[Any, Any]) -> int | None:
-    """Return where in its file the array begins; `array.offset` is the parent's for a view."""
+    """Return the array's offset in its file. For a view, `array.offset` is the parent's."""
     mapping = getattr(array, "_mmap", None)
     if mapping is None:
         return None

@@ -1,9 +1,8 @@
 """Augmentation of a batch of images with random draws per example.
 
-What happens to an example depends on (seed, epoch, example id) and on nothing else: not on the
-batch it is in, the number of workers, or what was drawn before. All transforms work on the whole
-batch `[b, height, width, channels]` at once. Crops and flips that follow each other are carried
-out by one gather.
+The changes of an example depend only on (seed, epoch, example id). They do not depend on its batch,
+the number of workers, or earlier draws. Each transform changes the whole batch
+`[b, height, width, channels]` in one call. Consecutive crops and flips share one gather.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _Numbers = np.float64 | np.ndarray[Any, Any]
 
 
 class _Own:
-    """A transform of this module: by itself what it is in a chain of one."""
+    """Base class of this module's transforms. A call applies a `Compose` of one transform."""
 
     __slots__ = ()
 
@@ -35,17 +34,17 @@ class _Own:
         return Compose([self])(batch, example_ids=example_ids, epoch=epoch, seed=seed)
 
 
-# RandomCrop and RandomFlip move pixels. A map of rows is int32[b, height], of columns int32[b,
-# width]: the row or column of the image that each pixel shows; -1 stands for none, filled with
-# zeros. Rescale and Normalize are ``images * scale + offset``, each one number or one per channel.
+# RandomCrop and RandomFlip move pixels, described by a map of rows, int32[b, height], and a map of
+# columns, int32[b, width]. A map contains the source row or column of each pixel. -1 means zeros.
+# Rescale and Normalize compute ``images * scale + offset``. A factor is a scalar or per channel.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RandomCrop(_Own):
-    """Pads with `padding` zeros on each side and cuts out a window at a random place.
+    """Random crop of an image with `padding` pixels of zeros added on each side.
 
-    `size` is (height, width) of the window, by default that of the image. As in He et al., "Deep
-    residual learning" (2015), for CIFAR-10: ``RandomCrop(padding=4)``.
+    `size` is the (height, width) of the window (default: size of the image). He et al., "Deep
+    residual learning" (2015), use ``RandomCrop(padding=4)`` for CIFAR-10.
     """
 
     padding: int = 0
@@ -65,7 +64,7 @@ class RandomCrop(_Own):
     def move(
         self, rows: tf.Tensor, columns: tf.Tensor, *, draws: Draws
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the maps of the window."""
+        """Return the maps of rows and columns for the window."""
         height, width = self.size or (None, None)
         return (
             self._window(rows, length=height, draws=draws, index=0),
@@ -78,7 +77,7 @@ class RandomCrop(_Own):
         available = line.shape[1] or tf.shape(line)[1]
         length = available if length is None else length
         places = available + 2 * self.padding - length + 1
-        # Raises at once for images of a known size.
+        # Raises at trace time if the size of the images is known.
         enough = tf.debugging.assert_positive(
             places, message=f"RandomCrop: images smaller than a window of {length}"
         )
@@ -93,7 +92,7 @@ class RandomCrop(_Own):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RandomFlip(_Own):
-    """Mirrors an image left to right, top to bottom, or both, each with probability one half."""
+    """Random flip, `horizontal` (left to right), `vertical`, or both, each with probability 0.5."""
 
     horizontal: bool = True
     vertical: bool = False
@@ -101,7 +100,7 @@ class RandomFlip(_Own):
     def move(
         self, rows: tf.Tensor, columns: tf.Tensor, *, draws: Draws
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the maps with some of them reversed."""
+        """Return the maps of rows and columns, reversed for the examples to flip."""
         if self.vertical:
             rows = _flipped(rows, draws.below(2, index=0))
         if self.horizontal:
@@ -111,7 +110,7 @@ class RandomFlip(_Own):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rescale(_Own):
-    """Returns ``images * scale + offset`` as floating point."""
+    """Scaling to ``images * scale + offset`` in floating point."""
 
     scale: float
     offset: float = 0.0
@@ -123,7 +122,7 @@ class Rescale(_Own):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Normalize(_Own):
-    """Returns ``(images - mean) / std`` as floating point; one number, or one per channel."""
+    """Scaling to ``(images - mean) / std``, with scalars or a value for each channel."""
 
     mean: float | Sequence[float]
     std: float | Sequence[float]
@@ -150,10 +149,10 @@ _SCALES = (Rescale, Normalize)
 
 
 class Compose:
-    """Applies transforms one after the other; two of a kind draw apart.
+    """Sequence of transforms. Two transforms of the same class draw different random numbers.
 
-    `x` must be one tensor of images, or a dict or tuple in which `key` names it; `y` and
-    `sample_weight` pass unchanged.
+    `x` must be a tensor of images, or a dict or tuple with the images at `key`. `y` and
+    `sample_weight` are unchanged.
     """
 
     def __init__(self, transforms: Sequence[Transform], *, key: str | int | None = None) -> None:
@@ -167,7 +166,7 @@ class Compose:
     def __call__(
         self, batch: Nest, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int
     ) -> Nest:
-        """Return the batch with other images; `example_ids` int64[b], `epoch` int64[] or [b]."""
+        """Return the transformed batch. `example_ids` is int64[b], `epoch` is int64[] or [b]."""
         by = {"example_ids": example_ids, "epoch": epoch, "seed": seed}
         for kind, group in itertools.groupby(enumerate(self.transforms), key=_kind_of):
             members: list[tuple[int, Any]] = list(group)
@@ -209,7 +208,7 @@ class Compose:
         return (x, *batch[1:]) if isinstance(batch, tuple) else x
 
     def _moved(self, batch: Nest, members: list[tuple[int, Any]], by: Mapping[str, Any]) -> Nest:
-        """Return the batch after what moves pixels; `by` is what each draw depends on."""
+        """Return the batch after crops and flips. `by` contains example ids, epoch and seed."""
         images = self._images(batch)
         size = tf.shape(images)
         rows = _identity(images.shape[1] or size[1], count=size[0])
@@ -221,7 +220,7 @@ class Compose:
 
 
 def for_evaluation(transform: Transform | None) -> Transform | None:
-    """Return what of a transform validation and prediction apply: all that is not random."""
+    """Return `transform` without crops and flips, for validation and prediction."""
     if isinstance(transform, _MOVES):
         return None
     if isinstance(transform, Compose):
@@ -235,10 +234,10 @@ def _kind_of(numbered: tuple[int, Transform]) -> tuple[type, ...] | None:
 
 
 def _scaled(images: tf.Tensor, steps: Sequence[Any]) -> tf.Tensor:
-    """Apply all steps as one product and one sum, as `keras.config.floatx()`.
+    """Apply all steps as one product and one sum, in `keras.config.floatx()`.
 
-    Joined here, in double precision, and not left to the graph optimizer, so that the values do
-    not depend on the graph around them.
+    The steps are merged in double precision. If the graph optimizer merged them, the values would
+    depend on the rest of the graph.
     """
     scale: _Numbers = np.float64(1.0)
     offset: _Numbers = np.float64(0.0)
@@ -250,26 +249,26 @@ def _scaled(images: tf.Tensor, steps: Sequence[Any]) -> tf.Tensor:
 
 
 def _pick(images: tf.Tensor, *, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
-    """Return the pixels [b, h, w, c] that `rows` [b, h] and `columns` [b, w] name."""
-    # One line of zeros above and to the left is what -1 points at.
+    """Return the pixels [b, h, w, c] at `rows` [b, h] and `columns` [b, w]."""
+    # Index -1 points to a line of zeros above and to the left.
     padded = tf.pad(images, [[0, 0], [1, 0], [1, 0], [0, 0]])
     size = tf.shape(padded)
     row_starts = (tf.range(size[0])[:, None] * size[1] + rows + 1) * size[2]
     indices = row_starts[:, :, None] + (columns + 1)[:, None, :]
-    # One gather of single pixels; two gathers (rows, then columns) and the projective transform
-    # measured no faster, mostly slower.
+    # One gather of single pixels: two gathers (rows, then columns) and the projective transform
+    # were mostly slower and never faster in measurements.
     pixels = tf.gather(tf.reshape(padded, [-1, size[3]]), indices)
     shape = [images.shape[0], rows.shape[1], columns.shape[1], images.shape[3]]
     return tf.ensure_shape(pixels, shape)
 
 
 def _identity(length: int | tf.Tensor, *, count: tf.Tensor) -> tf.Tensor:
-    """Return the map of `count` images as they are, int32[count, length]."""
+    """Return the map of `count` unchanged images, int32[count, length]."""
     line = tf.range(length)
     lines = tf.broadcast_to(line, [count, length])
     return tf.ensure_shape(lines, [None, length if isinstance(length, int) else None])
 
 
 def _flipped(line: tf.Tensor, flips: tf.Tensor) -> tf.Tensor:
-    """Return the maps, those reversed for which `flips` (int32[b]) is 1."""
+    """Return the maps, reversed for examples with `flips` (int32[b]) equal to 1."""
     return tf.where(flips[:, None] == 1, tf.reverse(line, [1]), line)

@@ -1,4 +1,4 @@
-"""Cache files, made once and read by every process of a job."""
+"""Cache files that one process writes and every process of a job reads."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MAKING_S = 3600.0
 
 
 def private_cache_dir() -> Path | None:
-    """Return `~/.cache/tfdist`, or None if another user could have put files there.
+    """Return `~/.cache/tfdist`, or None if another user could have written files there.
 
-    The directory and the one above it belong to this user or root; so do links in their place.
+    The directory, its parent, and links to them must belong to this user or root.
     """
     directory = Path("~/.cache/tfdist")
     with contextlib.suppress(OSError, RuntimeError):  # this user has no home
@@ -35,16 +35,16 @@ def private_cache_dir() -> Path | None:
 
 
 def _is_own(directory: Path, *, shut: int) -> bool:
-    """Return whether a directory is this user's or root's, without the permissions in `shut`."""
+    """Return whether a directory belongs to this user or root and lacks the `shut` permissions."""
     link, found = directory.lstat(), directory.stat()
     return {link.st_uid, found.st_uid} <= {0, os.geteuid()} and not found.st_mode & shut
 
 
 @contextlib.contextmanager
 def exclusive(lock_file: Path, *, purpose: str, timeout_s: float) -> Iterator[None]:
-    """Holds a lock that dies with its owner; says whom it waits for, and gives up in the end.
+    """Hold a lock during the block. While another process holds the lock, log its process ID.
 
-    Raises `StartupTimeout` after `timeout_s` seconds, `TfdistError` where it cannot be made.
+    Raises `StartupTimeout` after `timeout_s` seconds, `TfdistError` if the file cannot be created.
     """
     deadline_s, wait_s = time.monotonic() + timeout_s, 0.0
     where = f"{purpose} in {lock_file.parent}"
@@ -75,10 +75,10 @@ def cached_file(
     cache_dir: Path | None = None,
     purpose: str,
 ) -> Iterator[Path]:
-    """Yield the file made for `key`, after making it if no process on this machine has yet.
+    """Yield the cache file for `key`. If it does not exist on this machine, write it first.
 
-    `write` fills the path it is given; the result appears under its name whole or not at all.
-    Without a directory that only this user can write to, the file lasts as long as the block.
+    `write` writes the content to a given path. The file then appears atomically under its name. If
+    no private cache directory exists, the file is temporary and is removed after the block.
     """
     with tempfile.TemporaryDirectory(prefix="tfdist-") as own:
         directory = cache_dir or private_cache_dir() or Path(own)

@@ -1,6 +1,6 @@
-"""scikit-learn's handwritten digits as a TFDS dataset, `tfdist_digits`; importing registers it.
+"""The TFDS dataset `tfdist_digits`: scikit-learn's handwritten digits. The import registers it.
 
-These are 1,797 real scans of 8 x 8 pixels that need no download.
+The dataset contains 1,797 real scans of 8 x 8 pixels and needs no download.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import tensorflow_datasets as tfds
 
 from tfdist.errors import require_packages
 
-# One in this many examples of each digit is a test example.
+# Every fifth example of each digit is a test example.
 _TEST_STRIDE = 5
 
 
 class TfdistDigits(tfds.core.GeneratorBasedBuilder):
-    """Builds the splits `train` and `test`, about 80 % and 20 % of every digit."""
+    """Builder of the splits `train` (about 80 % of each digit) and `test` (about 20 %)."""
 
     VERSION = tfds.core.Version("1.0.0")
     RELEASE_NOTES = {"1.0.0": "First version."}  # noqa: RUF012  (TFDS declares it so)
@@ -26,7 +26,7 @@ class TfdistDigits(tfds.core.GeneratorBasedBuilder):
     def _info(self) -> tfds.core.DatasetInfo:
         features = tfds.features.FeaturesDict(
             {
-                # 17 grey values, 0 to 16: counts of ink in blocks of 4 x 4 pixels.
+                # Grey values 0 to 16: number of dark pixels in a block of 4 x 4 pixels.
                 "image": tfds.features.Tensor(shape=(8, 8, 1), dtype=np.uint8),
                 "label": tfds.features.ClassLabel(num_classes=10),
             }
@@ -71,7 +71,7 @@ def _load_digits() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def _every_nth_of_each_label(labels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return bool[n]: true for the fifth, tenth, ... example of each label in the data's order."""
+    """Return bool[n] that is true for each label's fifth, tenth, ... example in data order."""
     chosen = np.zeros(len(labels), bool)
     for label in np.unique(labels):
         chosen[np.flatnonzero(labels == label)[_TEST_STRIDE - 1 :: _TEST_STRIDE]] = True

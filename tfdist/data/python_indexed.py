@@ -1,4 +1,4 @@
-"""Examples by index in Python: map-style datasets, and Keras' PyDataset."""
+"""Sources that read by index in Python: map-style datasets and Keras' PyDataset."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _NUMBER = int | float | str | bytes | np.generic
 
 
 class PythonSource(Source):
-    """Anything with `__len__` and `__getitem__` that gives one example: ``(x, y)`` or a dict.
+    """Collection with `__len__` and `__getitem__`. An item is an example: ``(x, y)`` or a dict.
 
-    `__getitems__(indices)` is used where there is one (TFDS `as_data_source`, torch style).
-    `convert` makes ``(x, y)`` of what the collection holds. Examples must have one shape. Floating
-    point becomes `keras.config.floatx()`. Reads happen in threads of this process, several at
-    once.
+    If the collection has `__getitems__(indices)`, as in TFDS `as_data_source` and torch, that is
+    called instead. `convert` converts an item to ``(x, y)``. All examples must have the same shape.
+    Floating point values become `keras.config.floatx()`. Several threads of this process read at
+    the same time.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PythonSource(Source):
         self.transform = transform
 
     def fetch(self, indices: np.ndarray[Any, Any]) -> Nest:
-        """Return the examples at `indices` (int64[b], not empty) as arrays [b, ...]."""
+        """Return the examples at `indices` (int64[b], b at least 1) as arrays [b, ...]."""
         wanted = [int(index) for index in indices]
         get_many = getattr(self._examples, "__getitems__", None)
         found = get_many(wanted) if get_many else [self._examples[index] for index in wanted]
@@ -61,10 +61,10 @@ class PythonSource(Source):
 
 
 class PyDatasetSource(Source):
-    """A `keras.utils.PyDataset`: each item is a whole batch, made by the user's code.
+    """A `keras.utils.PyDataset`: each item is a batch from the user's code.
 
-    `num_examples` is not known; the loop counts batches. The batches of one pass are permuted
-    like examples elsewhere.
+    `num_examples` is unknown, so the training loop counts batches. Shuffling permutes the batches
+    of a pass.
     """
 
     def __init__(
@@ -89,17 +89,17 @@ class PyDatasetSource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in one pass; None for an endless PyDataset."""
+        """Number of batches in one pass, or None for an endless PyDataset."""
         count = self._dataset.num_batches
         return None if count is None else int(count)
 
     @property
     def workers(self) -> int:
-        """How many threads the user allows for `fetch_batch`."""
+        """Number of threads that may call `fetch_batch`, set by the user."""
         return max(1, int(self._dataset.workers))
 
     def fetch_batch(self, index: int) -> Nest:
-        """Return batch `index` as NumPy arrays, packed as Keras packs it."""
+        """Return batch `index` as NumPy arrays: a dict, or a tuple as Keras packs it."""
         where = f"{type(self._dataset).__name__}[{index}]"
         batch = self._dataset[index]
         batch = _without_lists(tuple(batch) if isinstance(batch, list) else batch)
@@ -132,11 +132,11 @@ class PyDatasetSource(Source):
         return batch
 
     def on_epoch_begin(self) -> None:
-        """Passes the beginning of an epoch on to the user's dataset."""
+        """Call `on_epoch_begin` of the user's dataset."""
         self._dataset.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Passes the end of an epoch on to the user's dataset; refuses another length after it."""
+        """Call `on_epoch_end` of the user's dataset. Raise UsageError if its length changes."""
         before = self.num_batches
         self._dataset.on_epoch_end()
         require(
@@ -150,7 +150,7 @@ class PyDatasetSource(Source):
 
 
 def _without_lists(nest: Any) -> Any:
-    """Make a list of numbers an array, and one of arrays a tuple: tf.data would stack these."""
+    """Convert lists of numbers to arrays and other lists to tuples: tf.data would stack lists."""
     if isinstance(nest, dict):
         return {key: _without_lists(part) for key, part in nest.items()}
     if isinstance(nest, list) and all(isinstance(n, _NUMBER) for n in nest):

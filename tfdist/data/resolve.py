@@ -1,4 +1,4 @@
-"""Conversion of the user's data to a source, and the sources each strategy supports."""
+"""Conversion of the user's data to a source, and a check that the strategy supports the source."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _ACCEPTED = (
 
 
 def as_source(x: Nest, y: Nest = None, *, sample_weight: Nest = None) -> Source:
-    """Return the source for the data arguments of `keras.Model.fit`, by Keras' own rules.
+    """Return the source for the data arguments of `keras.Model.fit`.
 
-    Raises `UsageError` for what is none of the accepted kinds, and for `y` or `sample_weight`
-    beside something that brings its own.
+    Raises `UsageError` if the type of `x` is not supported. Also raises it for `y` or
+    `sample_weight` if `x` is not an array: then the items of `x` contain them.
     """
     leaves = tf.nest.flatten(x) if isinstance(x, dict | list | tuple) else [x]
     present = [leaf for leaf in leaves if leaf is not None]
@@ -54,11 +54,11 @@ def as_source(x: Nest, y: Nest = None, *, sample_weight: Nest = None) -> Source:
 
 
 def check_supported(source: Source, strategy_kind: str) -> None:
-    """Raise `UsageError` where a strategy cannot.
+    """Raise `UsageError` if the strategy does not support the source.
 
-    Under ps the workers build their batches from graph operations alone: Python code would run
-    only in the chief's process, and variables of it are out of reach. Under pipeline all tasks read
-    the same batches.
+    Under ps the workers build batches only from graph operations. They can neither run the chief's
+    Python code nor read its variables. Under pipeline all tasks must read the same batches, so a
+    function of InputContext is rejected.
     """
     if strategy_kind == "pipeline" and isinstance(source, InputFunctionSource):
         raise UsageError(
@@ -112,7 +112,7 @@ def _source_of(x: Any) -> tuple[Source, str]:
         fix = "convert each part with np.asarray(...); tfdist.data.load(name, split) reads TFDS"
         raise _not_accepted(x, fix=fix)
     if any(parent.__module__.startswith("grain.") for parent in type(x).__mro__):
-        # Keras takes a grain dataset as batches; ours would take its items as examples.
+        # Keras reads the items of a grain dataset as batches, but PythonSource as examples.
         fix = "pass tfdist.data.PythonSource(dataset) with one example per item"
         raise _not_accepted(x, fix=fix)
     if hasattr(type(x), "__len__") and hasattr(type(x), "__getitem__"):

@@ -1,8 +1,8 @@
 """Source interface: examples by index, or batches of a stream.
 
-There are three kinds. *graph*: any example by its index in pure graph operations, under every
-strategy. *python*: any example by its index in Python; not under ps. *stream*: batches one after
-the other, as the user made them.
+There are three kinds. A *graph* source reads examples by index in graph operations, under every
+strategy. A *python* source reads examples or batches by index in Python, except under ps. A
+*stream* source reads the user's batches in sequence.
 """
 
 from __future__ import annotations
@@ -21,64 +21,64 @@ Nest = Any
 
 
 class Transform(Protocol):
-    """Changes the images of a batch, each by its own draw, whatever batch it is in."""
+    """Change of a batch with random draws per example, which do not depend on the batch."""
 
     def __call__(
         self, batch: Nest, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int
     ) -> Nest:
-        """Return the batch with `x` changed; `example_ids` int64[b], `epoch` int64[] or [b]."""
+        """Return the changed batch. `example_ids` is int64[b], `epoch` is int64[] or [b]."""
 
 
 class Source(abc.ABC):
-    """Examples and where they come from; `transform` is applied to each batch after it is read."""
+    """Base class of sources. `transform` is applied to each batch after the read."""
 
     kind = "data"
     transform: Transform | None = None
     num_examples: int | None = None
-    """The number of examples in one pass, or None where it is not known."""
+    """Number of examples in one pass, or None if unknown."""
     element_spec: Nest
-    """Nest of `tf.TensorSpec` of one example, before the transform; None where y is absent."""
+    """Nest of `tf.TensorSpec` of one example before the transform, with None for absent parts."""
 
     def describe(self) -> str:
-        """Return one line for the log: the kind and the number of examples."""
+        """Return the kind and the number of examples, as a line for the log."""
         count = "" if self.num_examples is None else f": {self.num_examples:,} examples"
         return f"{self.kind}{count}"
 
     def transformed(
         self, batch: Nest, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int
     ) -> Nest:
-        """Return the batch after this source's transform, or as it is where there is none."""
+        """Return the batch after this source's transform, or unchanged without a transform."""
         if self.transform is None:
             return batch
         return self.transform(batch, example_ids=example_ids, epoch=epoch, seed=seed)
 
 
 class GraphSource(Source):
-    """Examples by index in pure graph operations."""
+    """Base class of sources that read examples by index in graph operations."""
 
     @abc.abstractmethod
     def gather(self, indices: tf.Tensor, *, arrays: Nest = None) -> Nest:
         """Return the examples at `indices` (int64[b], b may be 0), batched along axis 0.
 
-        Without `arrays` the data held by this process are captured, not copied into the graph.
-        With `arrays` (what `arrays()` gave, perhaps through a dataset) only those are read.
+        Without `arrays`, the graph captures the data of this process and does not copy them. With
+        `arrays` (the result of `arrays()`, directly or from a dataset), it reads only these.
         """
 
     @abc.abstractmethod
     def arrays(self) -> Nest:
-        """Return the nest of tensors that `gather` reads, for a process that is not this one.
+        """Return the nest of tensors that `gather` reads, for another process.
 
-        To be called inside the dataset function of each ps worker
-        (``Dataset.from_tensors(source.arrays()).repeat()``): arrays in memory are then sent to
-        the worker once, and a mapped file is mapped by the worker itself, under the same path.
+        Call it in the dataset function of each ps worker, for example as
+        ``Dataset.from_tensors(source.arrays()).repeat()``. Arrays in memory are sent to the worker
+        once. The worker maps a mapped file from the same path.
         """
 
 
 def preprocessed(source: Source, preprocess: Callable[..., Nest] | None) -> Source:
-    """Return a source whose batches, as its transform leaves them, are preprocessed besides.
+    """Return a copy of the source that applies `preprocess` after the transform.
 
-    `preprocess` gets x, y and sample weights of a batch, None for what it does not have, in graph,
-    and returns them packed.
+    `preprocess` runs in graph mode. It gets x, y and sample weights of a batch (None for absent
+    parts) and returns them packed.
     """
     if preprocess is None:
         return source
@@ -92,9 +92,9 @@ def preprocessed(source: Source, preprocess: Callable[..., Nest] | None) -> Sour
 
 
 def traced_transform(source: Source) -> Any:
-    """Return the source's transform as a function of a batch and ids, in graph, traced.
+    """Return the source's transform as a traced graph function of a batch and example ids.
 
-    For batches of any size, or of one where it asks for that.
+    Any batch size works, unless the transform needs a fixed size. Then the trace has 8 rows.
     """
 
     @tf.function(autograph=False)
@@ -114,7 +114,7 @@ def traced_transform(source: Source) -> Any:
 
 
 def spec_of_batches(source: Source) -> Nest:
-    """Return the spec of a batch, of any size, as the source's transform leaves it."""
+    """Return the spec of a batch of any size after the source's transform."""
     if source.transform is None:
         return batch_spec(source.element_spec)
 
@@ -127,11 +127,11 @@ def spec_of_batches(source: Source) -> Nest:
 
 
 def batch_spec(element_spec: Nest, rows: int | None = None) -> Nest:
-    """Return the spec of a batch of such examples, of any size or so many, before the transform."""
+    """Return the spec of a batch before the transform, with `rows` examples or any number."""
 
     def batched(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
         if not isinstance(spec, tf.TensorSpec):
-            return spec  # none, or ragged or sparse, whose examples are not described one by one
+            return spec  # None, ragged or sparse: these have no spec of one example
         return tf.TensorSpec([rows, *spec.shape], spec.dtype)
 
     return tf.nest.map_structure(batched, element_spec)
@@ -140,9 +140,9 @@ def batch_spec(element_spec: Nest, rows: int | None = None) -> Nest:
 def lean_options() -> tf.data.Options:
     """Return the options for a dataset that maps steps to batches of captured arrays.
 
-    TensorFlow's default rewriting of a dataset copies every captured array once for each dataset
-    (measured: 2.3 GB and 3 s for an array of that size) and made such a pipeline two to four
-    times slower. Keras' array adapter turns it off for the same reason.
+    TensorFlow's default optimizations copy every captured array once per dataset: an array of
+    2.3 GB took 3 s. They also made the pipeline two to four times slower. Keras' array adapter
+    turns them off for the same reason.
     """
     options = tf.data.Options()
     options.experimental_optimization.apply_default_optimizations = False
@@ -152,5 +152,5 @@ def lean_options() -> tf.data.Options:
 
 
 def unpack(batch: Nest) -> tuple[Nest, Nest, Nest]:
-    """Return `(x, y, sample_weight)` of a batch, None for what it does not have."""
+    """Return `(x, y, sample_weight)` of a batch, with None for absent parts."""
     return keras.utils.unpack_x_y_sample_weight(batch)

@@ -1,22 +1,22 @@
-"""Batches one after the other: a `tf.data.Dataset`, or a function that makes one per task.
+"""Streams of batches: a `tf.data.Dataset`, or a function that makes a dataset for each task.
 
-A dataset is read in parts: its first batch for its size, up to a step for a resumed run, up to the
-end of a run that stops early. Every task of a job reads it, and each takes its part of a batch.
-Three things in a user's graph make that wrong without a word, so `read` has a rewritten copy of it:
+tfdist reads the first batch for its shape. A resumed run skips to a step, and a stopped run leaves
+the rest. Every task of a job reads the dataset and uses its part of each batch. Three features of a
+graph then cause wrong data without an error. `read` returns a copy with these changes:
 
-- **A cache that an iterator is filling while it is dropped.** What is below the cache is cancelled:
-  a prefetch answers "end of sequence", a function fails and its element is left out; the cache or
-  snapshot then takes what it has for the whole (docs/upstream/tensorflow-cache-after-prefetch.md).
-  So each is fed through `_guarded`, whose end no cancelled reading reaches, and each dataset gets a
-  memory cache of tfdist's own, out of reach of iterators that the program itself has dropped.
-- **Draws without a seed**, as of `shuffle(n)`, or with that of the program alone: they get seeds
-  from the seed of the run. All tasks then see the same batches, and a resumed run sees those of the
-  run before. A shuffle with a seed begins with its first order in each reading. That of
+- **Caches.** If an iterator is dropped while it fills a cache, TensorFlow cancels the datasets
+  below the cache. A cancelled prefetch reports "end of sequence". A failed function drops its
+  element. The cache or snapshot then treats the truncated data as complete (see
+  docs/upstream/tensorflow-cache-after-prefetch.md). In the copy, `_guarded` prevents this: a
+  cancelled read never reaches the end. Iterators of the user's program use other memory caches.
+- **Draws without a seed**, like `shuffle(n)`, or with only the program's seed. They get seeds from
+  the run's seed. All tasks and all attempts of a run then see the same batches. A shuffle with a
+  seed starts with its first order in each read. The order of
   `shuffle(n, reshuffle_each_iteration=False)` is the same in all runs and evaluations.
-- **Order that depends on timing** (`deterministic=False`, draws within a parallel map): with
-  several tasks, order is made deterministic and a parallel map that draws runs one call at a time.
+- **Order that depends on timing** (`deterministic=False`, draws in a parallel map). With several
+  tasks, the order is made deterministic and a parallel map with draws runs one call at a time.
 
-The user's dataset stays as it is. Where its graph cannot be copied it is read as it is.
+The user's dataset is unchanged. If its graph cannot be copied, tfdist reads the original.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 _LARGE_BYTES = 2**16
 _IGNORE_STATE = 1  # tf.data's ExternalStatePolicy.IGNORE
 _SEED_OF_SPLITS = 0
-_STRIPPED = "/device::0"  # what TensorFlow leaves of the host of a `py_function`, and then refuses
+_STRIPPED = "/device::0"  # stripped device of a `py_function`, which TensorFlow then rejects
 _COPIES = itertools.count()
 _MOST = 2**31 - 1
 _plain = tf.autograph.experimental.do_not_convert
@@ -54,7 +54,7 @@ _PARALLEL_MAPS = frozenset({"ParallelMapDataset", "ParallelMapDatasetV2"})
 _PARALLEL_INTERLEAVES = frozenset(f"ParallelInterleaveDatasetV{n}" for n in (2, 3, 4))
 _MOST_SEED, _DRAWN = 2**31 - 1, 4096
 _ASSIGNING = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
-# Inputs that are the two seeds, and the input that is the state of a generator (0: none).
+# Position of the first of two seed inputs, and of the generator's state (0: no such input).
 _SEEDED_DATASETS = {
     "ShuffleDataset": (2, 0),
     "ShuffleDatasetV3": (2, 4),
@@ -63,8 +63,8 @@ _SEEDED_DATASETS = {
     "RandomDataset": (0, 0),
     "RandomDatasetV2": (0, 2),
 }
-# They draw from a state of the process or of a `tf.random.Generator`, which no checkpoint holds.
-# Keras' layers and tfdist's data draw from the run's seed and the step instead.
+# Operations that draw from a state of the process or of a `tf.random.Generator`. Checkpoints do not
+# contain this state. Keras' layers and tfdist's data draw from the run's seed and the step instead.
 DRAWING = frozenset(
     (
         *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
@@ -82,41 +82,41 @@ DRAWING = frozenset(
 
 
 class _BatchSource(Source):
-    """Batches of a `tf.data.Dataset`; `_whole` is the one that a single pipeline would read."""
+    """Base class of streams. A single input pipeline would read the dataset `_whole`."""
 
     _whole: tf.data.Dataset
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in one pass, or None where it is unknown or endless."""
+        """Number of batches in one pass, or None if unknown or infinite."""
         return self._cardinality if self._cardinality >= 0 else None
 
     @property
     def is_endless(self) -> bool:
-        """Whether the dataset says that it never ends (`repeat()` without a count)."""
+        """True if the dataset's cardinality is infinite (`repeat()` without a count)."""
         return self._cardinality == tf.data.INFINITE_CARDINALITY
 
     @functools.cached_property
     def _cardinality(self) -> int:
-        with tf.init_scope():  # a feed may ask while a function is traced
+        with tf.init_scope():  # a feed may call this while it traces a function
             return int(self._whole.cardinality())
 
     @functools.cached_property
     def element_spec(self) -> Nest:
-        """Nest of specs of one example: those of a batch without their first axis."""
+        """Nest of specs of one example: the specs of a batch without the first axis."""
         return tf.nest.map_structure(_without_batch_axis, self.batched_spec)
 
     @property
     def batched_spec(self) -> Nest:
-        """The dataset's own specs, batch axis included."""
+        """Specs of a batch, as the dataset defines them."""
         return self._whole.element_spec
 
 
 class StreamSource(_BatchSource):
-    """A `tf.data.Dataset` of batches, as the user shuffled and batched it.
+    """A `tf.data.Dataset` of batches, shuffled and batched by the user.
 
-    A run resumes it by reading again what was read before; that is exact where the dataset gives
-    the same batches each time. Raises `UsageError` where its elements are not batches.
+    A resumed run reads and skips the batches of earlier steps. The resume is exact if the dataset
+    yields the same batches each time. Raises `UsageError` if its elements are not batches.
     """
 
     kind = "stream, tf.data.Dataset"
@@ -126,15 +126,15 @@ class StreamSource(_BatchSource):
         self.transform = transform
 
     def dataset_for(self, context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
-        """Return the dataset; every task gets the whole of it and takes its share of a batch."""
+        """Return the dataset. Every task reads the whole dataset and uses its part of a batch."""
         return self._whole
 
 
 class InputFunctionSource(_BatchSource):
     """A function of `tf.distribute.InputContext` that returns the batches of one task.
 
-    The function decides what a task gets. It is called in every task that trains, and once more
-    with a context of a single pipeline where the shapes are asked for.
+    The function selects a task's data. Every training task calls it. To find the shapes, tfdist
+    calls it again with the context of a single pipeline.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class InputFunctionSource(_BatchSource):
         self.transform = transform
 
     def dataset_for(self, context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
-        """Return what the function gives for this context; raise `UsageError` if no dataset."""
+        """Return the function's dataset for this context. Raise `UsageError` for other results."""
         dataset = self._function(context or tf.distribute.InputContext())
         if not isinstance(dataset, tf.data.Dataset):
             raise UsageError(
@@ -168,7 +168,7 @@ class InputFunctionSource(_BatchSource):
 
 
 def captured_resources(dataset: Any) -> Iterator[tf.Tensor]:
-    """Yield the variables and tables that its functions capture, those of its inputs first."""
+    """Yield the variables and tables that a dataset's functions capture, inputs first."""
     for parent in getattr(dataset, "_inputs", list)():
         yield from captured_resources(parent)
     for wrapper in getattr(dataset, "_functions", list)():
@@ -200,17 +200,17 @@ def _without_batch_axis(spec: Any) -> Any:
     return spec
 
 
-# Reading in parts, from a rewritten copy of the graph.
+# Reads in parts, from a rewritten copy of the graph.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How a dataset is to be read.
+    """Options for a read of a dataset.
 
     Attributes:
-      seed: of the draws that the user gave none.
-      in_step: several tasks read it and must see the same batches.
-      peek: leave caches, snapshots and variables alone: a look at the first batch changes none.
+      seed: Seed for draws without a seed (default: 0).
+      in_step: True if several tasks read the dataset and must see the same batches.
+      peek: True for a read of the first batch that must not change caches, snapshots or variables.
     """
 
     seed: int = 0
@@ -219,10 +219,10 @@ class Reading:
 
 
 def read(dataset: tf.data.Dataset, reading: Reading) -> tf.data.Dataset:
-    """Return `dataset` as it can be read in parts; see the module's docstring.
+    """Return a copy of `dataset` that can be read in parts (see the module's docstring).
 
-    Each call starts the draws of the graph anew. Caches are shared by all readings of one dataset.
-    To be called eagerly.
+    Each call restarts the draws of the graph. All copies of one dataset share its memory caches.
+    Call this function eagerly.
     """
     graph = _graph_of(dataset)
     if graph is None:
@@ -231,7 +231,7 @@ def read(dataset: tf.data.Dataset, reading: Reading) -> tf.data.Dataset:
 
 
 def serialized(dataset: tf.data.Dataset, reading: Reading) -> tf.Tensor:
-    """Return the graph of `read` as a string, for a process that is not this one."""
+    """Return the graph of `read` as a string, for another process."""
     graph = _graph_of(dataset)
     if graph is not None:
         return tf.constant(graph.rewritten(reading).SerializeToString())
@@ -243,8 +243,8 @@ def serialized(dataset: tf.data.Dataset, reading: Reading) -> tf.Tensor:
 def python_operation(dataset: tf.data.Dataset) -> str | None:
     """Return the name of an operation of this dataset that runs Python code, or None.
 
-    Such an operation runs only in the process that made it. What cannot be copied counts as free
-    of Python.
+    The operation runs only in the process that created it. The result is also None if the graph
+    cannot be copied.
     """
     graph = _graph_of(dataset)
     return None if graph is None else python_operation_of(graph.definition)
@@ -259,7 +259,7 @@ def python_operation_of(graph: Any) -> str | None:
 def random_states(dataset: tf.data.Dataset) -> list[tf.Tensor]:
     """Return the handles of the integer variables that functions of a dataset capture.
 
-    Such are the states of `keras.random.SeedGenerator` and `tf.random.Generator`.
+    These are the states of `keras.random.SeedGenerator` and `tf.random.Generator`.
     """
     found: dict[int, tf.Tensor] = {}
     for handle in captured_resources(dataset):
@@ -270,10 +270,10 @@ def random_states(dataset: tf.data.Dataset) -> list[tf.Tensor]:
 
 
 class _StreamGraph:
-    """The graph of one dataset, and what its copies share: large tensors, tables, caches."""
+    """Graph of one dataset, with the large tensors, tables and caches that its copies share."""
 
     def __init__(self, dataset: tf.data.Dataset, definition: Any) -> None:
-        self.dataset_of_user = dataset  # its Python functions and tables live as long as it does
+        self.dataset_of_user = dataset  # keeps its Python functions and tables alive
         self.spec = dataset.element_spec
         self.definition = definition
         self._made: dict[Reading, Callable[[], tf.Tensor]] = {}
@@ -289,11 +289,11 @@ class _StreamGraph:
                     self.rewritten(reading), with_variables=not reading.peek
                 )
             dataset = tf.data.experimental.from_variant(make(), structure=self.spec)
-        dataset._tfdist_owner = self  # Python functions and caches live as long as a reader
+        dataset._tfdist_owner = self  # a reader keeps functions and caches alive
         return dataset
 
     def rewritten(self, reading: Reading) -> Any:
-        """Return the `GraphDef` for a reading; every task of a job makes the same."""
+        """Return the `GraphDef` for a reading. It is the same in every task of a job."""
         graph = type(self.definition)()
         graph.CopyFrom(self.definition)
         for body in _bodies(graph):
@@ -318,9 +318,10 @@ class _StreamGraph:
         return graph
 
     def _function(self, graph: Any, *, with_variables: bool) -> Callable[[], tf.Tensor]:
-        """Compile what makes a new dataset of the graph; large tensors and caches are captured.
+        """Compile a function that creates a dataset from the graph.
 
-        Without variables the graph has copies of them, so that a peek draws no random number.
+        The function captures large tensors, caches and, with `with_variables`, variables. A peek
+        uses copies of the variables, so that it does not advance random generators.
         """
         end = next(node for node in graph.node if node.op == "_Retval")
         output = end.input[0]
@@ -352,7 +353,7 @@ class _StreamGraph:
         return make.get_concrete_function()
 
     def _own_caches(self, graph: Any) -> dict[str, tf.Tensor]:
-        """Give each memory cache of the graph a memory of this object."""
+        """Connect each memory cache of the graph to a cache of this object."""
         found = {}
         for node in graph.node:
             if node.op == "CacheDatasetV2":
@@ -366,10 +367,10 @@ class _StreamGraph:
 
 
 class _Body:
-    """The nodes of the graph itself, or of one of its functions.
+    """Nodes of the graph or of one of its functions.
 
-    `depth` is 0 for the graph, 1 for a function that one of its datasets calls, 2 for a function of
-    a dataset that such a function makes.
+    `depth` is 0 for the graph and 1 for a function that one of its datasets calls. It is 2 for a
+    function of a dataset that a function of depth 1 creates.
     """
 
     def __init__(self, nodes: Any, *, function: Any = None, depth: int = 0) -> None:
@@ -379,24 +380,24 @@ class _Body:
         self.by_name = {node.name: node for node in nodes}
 
     def producer(self, reference: str) -> Any:
-        """Return the node that an input names, or None where it is an argument of the function."""
+        """Return the node of an input, or None if the input is an argument of the function."""
         return self.by_name.get(reference.split(":")[0])
 
     def add(self, operation: str, *, like: str, output: str = "output") -> tuple[Any, str]:
-        """Add a node; return it and how an input names its output."""
+        """Add a node. Return the node and the name of its output."""
         name = f"{like}/tfdist_{len(self.nodes)}"
         node = self.by_name[name] = self.nodes.add(name=name, op=operation)
         return node, name if self.function is None else f"{name}:{output}:0"
 
     def constant(self, like: str, value: Any, dtype: tf.DType = tf.int64) -> str:
-        """Add a constant; return how an input names it."""
+        """Add a constant and return the name of its output."""
         node, name = self.add("Const", like=like)
         node.attr["dtype"].type = dtype.as_datatype_enum
         node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
         return name
 
     def draw(self, like: str, seeds: tuple[int, int]) -> str:
-        """Add a draw of a seed, another one at each call; return how an input names it."""
+        """Add an operation that draws a new seed at each call. Return the name of its output."""
         bounds = (
             self.constant(like, [], tf.int32),
             self.constant(like, 1),
@@ -410,7 +411,7 @@ class _Body:
         return name
 
     def become(self, node: Any, operation: str, inputs: Sequence[str]) -> None:
-        """Make a node another operation, with those of its attributes that this one has."""
+        """Replace the operation of a node. Keep the attributes that the new operation has."""
         node.op = operation
         node.input[:] = inputs
         known = {attribute.name for attribute in op_def_registry.get(operation).attr}
@@ -424,7 +425,7 @@ def _forget_function(name: str) -> None:
 
 
 def _graph_of(dataset: tf.data.Dataset) -> _StreamGraph | None:
-    """The graph of a dataset, made once; None where it cannot be copied."""
+    """Return the graph of a dataset, built at the first call, or None if it cannot be copied."""
     if not hasattr(dataset, "_tfdist_graph"):
         found = None
         try:
@@ -447,11 +448,11 @@ def _graph_of(dataset: tf.data.Dataset) -> _StreamGraph | None:
 
 
 class _NotMatchedError(Exception):
-    """The captured resources of a dataset are not those of its graph."""
+    """Error for a dataset that captures more or fewer resources than its graph contains."""
 
 
 def _with_its_length(dataset: tf.data.Dataset, graph: _StreamGraph) -> tf.data.Dataset:
-    """Have a reading that ends before the dataset's own cardinality fail, as of a cut cache."""
+    """Make a read fail if it ends before the dataset's cardinality, as with a truncated cache."""
     count = int(graph.dataset_of_user.cardinality())
     skips = any(node.op == "IgnoreErrorsDataset" for node in graph.definition.node)
     if count < 0 or skips:
@@ -460,11 +461,11 @@ def _with_its_length(dataset: tf.data.Dataset, graph: _StreamGraph) -> tf.data.D
 
 
 def _bodies(graph: Any) -> list[_Body]:
-    """The graph itself and its functions in the order of their first use, the same in all tasks."""
+    """Return the graph and its functions in the order of first use, the same in all tasks."""
     functions = {function.signature.name: function for function in graph.library.function}
     bodies = [_Body(graph.node)]
     seen: set[str] = set()
-    for body in bodies:  # grows on the way
+    for body in bodies:  # the loop appends to the list
         for node in body.nodes:
             depth = body.depth + ("Dataset" in node.op)
             for name in _called(node):
@@ -486,7 +487,7 @@ def _called(node: Any) -> Iterator[str]:
 
 
 def _rename_functions(bodies: Sequence[_Body]) -> None:
-    """Give the functions new names: TensorFlow would go on with those it knows by the old ones."""
+    """Rename the functions: for known names, TensorFlow would use the functions it already has."""
     number = next(_COPIES)
     names = {
         body.function.signature.name: f"{body.function.signature.name}_tfdist_{number}"
@@ -530,10 +531,10 @@ def _guard_caches(body: _Body, library: Any) -> None:
 
 @functools.cache
 def _guarded(types: Sequence[int], shapes: Sequence[bytes]) -> Sequence[Any]:
-    """Return the definitions of a function of a dataset, the function first.
+    """Return the definitions of a dataset function and of its own functions, this function first.
 
-    It gives the dataset with an end that takes a function's call, which fails again and again in a
-    reading that is being cancelled: the end is then never reached.
+    The function appends an empty dataset with a function call to the dataset. In a cancelled read
+    this call fails each time. The cancelled read therefore never reaches the end.
     """
     spec = tuple(
         tf.TensorSpec(TensorShapeProto.FromString(shape), tf.as_dtype(dtype))
@@ -553,16 +554,16 @@ def _guarded(types: Sequence[int], shapes: Sequence[bytes]) -> Sequence[Any]:
 
 
 def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:
-    """Give a node that draws without a seed one of its own.
+    """Set seeds in a node that draws without a seed.
 
-    A dataset that a function makes is made anew at each call, and gets another seed each time.
-    What is deeper still would draw the same in each of these: it is left as it is.
+    If a function creates the dataset, each call gets a new seed. Nodes of depth 2 or more are
+    unchanged: with fixed seeds they would repeat their draws in each of these datasets.
     """
     if body.depth > 1:
         return
     if node.op in _SEEDED_DATASETS:
         at, generator = _SEEDED_DATASETS[node.op]
-        if generator:  # of its own: that of the user's dataset goes on from reading to reading
+        if generator:  # a new generator: the user's keeps its state between reads
             _, name = body.add("DummySeedGenerator", like=node.name, output="handle")
             node.input[generator] = name
         values = [_value_of(body.producer(reference)) for reference in node.input[at : at + 2]]
@@ -579,10 +580,7 @@ def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:
 
 
 def _is_of_program(node: Any, seeds: Sequence[int | None]) -> bool:
-    """Return whether seeds are by `tf.random.set_seed` alone, and not of the dataset.
-
-    By them each fit of a program would see one order.
-    """
+    """Return whether only `tf.random.set_seed` sets the seeds: every fit would see one order."""
     whole, own = seeds
     if whole is None or whole != context.global_seed() or _shuffles_once(node):
         return False
@@ -591,15 +589,16 @@ def _is_of_program(node: Any, seeds: Sequence[int | None]) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def _drawn_by_tensorflow(seed: int) -> frozenset[int]:
-    """Return the first seeds that TensorFlow draws for operations without one of their own."""
+    """Return the first seeds that TensorFlow draws for operations without a seed."""
     numbers = random.Random(seed)
     return frozenset(numbers.randint(0, _MOST_SEED) for _ in range(_DRAWN))
 
 
 def _shuffles_once(node: Any) -> bool:
-    """Return whether a node shuffles in one order, of which `take` and `skip` make parts.
+    """Return whether a node shuffles in the same order each time (no reshuffle).
 
-    These are read in runs and evaluations that have seeds of their own, and are to stay apart.
+    `take` and `skip` split this order, for example into training and validation data. Runs and
+    evaluations have different seeds. The fixed order keeps their parts disjoint.
     """
     again = "reshuffle_each_iteration"
     return again in node.attr and not node.attr[again].b
@@ -626,7 +625,7 @@ def _value_of(node: Any) -> int | None:
 
 
 def _put_in_order(node: Any, body: _Body, *, drawing: set[str]) -> None:
-    """Have a node give its elements in one order, with draws in one order."""
+    """Make the order of a node's elements and draws deterministic."""
     if "deterministic" in node.attr and node.attr["deterministic"].s:
         node.attr["deterministic"].s = b"true"
     if drawing.isdisjoint(_called(node)):
@@ -634,7 +633,7 @@ def _put_in_order(node: Any, body: _Body, *, drawing: set[str]) -> None:
     if node.op in _PARALLEL_MAPS:
         node.input[len(_data_inputs(node)) - 1] = body.constant(node.name, 1)
     elif node.op in _PARALLEL_INTERLEAVES:
-        # Its data, the arguments of its function, the cycle's length and the block's.
+        # Inputs: dataset, arguments of the function, cycle length, block length.
         count = 1 + len(node.attr["Targuments"].list.type) + 2
         body.become(node, "InterleaveDataset", node.input[:count])
 
@@ -644,7 +643,7 @@ def _data_inputs(node: Any) -> list[str]:
 
 
 def _drawing_functions(graph: Any) -> set[str]:
-    """Return the functions that draw from a state, or call one that does."""
+    """Return the functions that draw from a state, directly or through other functions."""
     functions = {function.signature.name: function for function in graph.library.function}
 
     @functools.cache
@@ -658,21 +657,21 @@ def _drawing_functions(graph: Any) -> set[str]:
 
 
 def _large_constants(definition: Any) -> dict[str, tf.Tensor]:
-    """Take the large tensors out of a graph, so that copies share them."""
+    """Return the large tensors of a graph, so that its copies share them."""
     found = {}
     for node in definition.node:
         if node.op != "Const" or node.ByteSize() < _LARGE_BYTES:
             continue
         with tf.init_scope(), tf.device("/CPU:0"):
             found[f"{node.name}:0"] = tf.constant(tf.make_ndarray(node.attr["value"].tensor))
-        # ps workers get the whole graph, which is made from the definition: it keeps its own.
+        # The definition keeps its tensors, because ps workers get the whole graph.
     return found
 
 
 def _resources(dataset: tf.data.Dataset, definition: Any) -> dict[str, tf.Tensor]:
-    """Return which inputs of the graph are which variable or table of this process.
+    """Return the variable or table of this process for each resource input of the graph.
 
-    The serialized graph has copies of them, whose later changes nobody would see.
+    Without this mapping, a reader would use the copies in the serialized graph and miss changes.
     """
     inputs = [
         reference for node in definition.node for reference in _resource_arguments(node, definition)
@@ -687,7 +686,7 @@ def _resources(dataset: tf.data.Dataset, definition: Any) -> dict[str, tf.Tensor
 
 
 def _resource_arguments(node: Any, definition: Any) -> Iterator[str]:
-    """The inputs of a node that are resources for its functions."""
+    """Yield the inputs of a node that are resource arguments of its functions."""
     arguments = [
         dtype
         for key in sorted(node.attr)

@@ -1,4 +1,4 @@
-"""TensorFlow Datasets: prepared once for all tasks of a job, then read by index."""
+"""TensorFlow Datasets as sources: one task prepares the dataset, then all tasks read by index."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def load(
     memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
     prepare_timeout_s: float = 3600.0,
 ) -> Source:
-    """Return a split of a TFDS dataset as a source of ``(x, y)``; every task may call it.
+    """Return a split of a TFDS dataset as a source of ``(x, y)``. Every task may call it.
 
-    `name` and `split` are as in `tfds.load` ("mnist", "train[:90%]"). `convert` makes one example
-    of the dict of features in graph operations, by default the dataset's supervised pair. TFRecords
-    of more than `memory_limit_bytes` are read by index; other splits are held in memory. Raises
-    `UsageError` for unknown names and for examples without one fixed shape, `TfdistError` for
-    unknown splits, and `StartupTimeout` if another task prepares for too long.
+    `name` and `split` are as in `tfds.load` ("mnist", "train[:90%]"). `convert` converts the dict
+    of features to an example in graph operations (default: the dataset's supervised pair). If the
+    split exceeds `memory_limit_bytes` and has TFRecord files, it is read by index. Other splits are
+    held in memory. Raises `UsageError` for an unknown name or examples without a fixed shape,
+    `TfdistError` for an unknown split, `StartupTimeout` after `prepare_timeout_s` seconds of wait.
     """
     builder = prepare(name, data_dir=data_dir, timeout_s=prepare_timeout_s)
-    # One file after the other: the order of the examples is that of the files.
+    # Files are read in sequence, so that the examples have the order of the files.
     reading = _tfds().ReadConfig(interleave_cycle_length=1, try_autocache=False)
     try:
         dataset = builder.as_dataset(split=split, shuffle_files=False, read_config=reading)
-    except ValueError as error:  # a split that the dataset does not have
+    except ValueError as error:  # unknown split
         raise TfdistError(f"dataset {name}: {error}") from error
     convert = convert or _supervised_pair(builder)
     dataset = dataset.map(convert, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
@@ -69,12 +69,12 @@ def load(
     return ArraySource(x, y, sample_weight=sample_weight, transform=transform)
 
 
-@draws_nothing()  # TFDS draws names of temporary folders: who finds the data prepared does not
+@draws_nothing()  # TFDS draws names of temporary folders only in the task that prepares
 def prepare(name: str, *, data_dir: str | Path | None = None, timeout_s: float = 3600.0) -> Any:
-    """Return the TFDS builder of a prepared dataset.
+    """Return the TFDS builder of a dataset, and prepare the dataset if necessary.
 
-    One process at a time prepares; the others wait for it, say so, and find it done. The lock ends
-    with its owner, however that ends.
+    One process prepares the dataset. The other processes log that they wait for it. If the process
+    dies, the operating system releases its lock.
     """
     builder = _builder(name, data_dir)
     if builder.is_prepared():
@@ -85,7 +85,7 @@ def prepare(name: str, *, data_dir: str | Path | None = None, timeout_s: float =
         if "://" in str(builder.data_dir_root)
         else exclusive(lock_file, purpose=f"preparing dataset {name}", timeout_s=timeout_s)
     ):
-        # Anew, because a builder reads what is there when it is made.
+        # A new builder, because a builder reads the directory when it is created.
         builder = _builder(name, data_dir)
         if not builder.is_prepared():
             _log.info("preparing dataset %s in %s", name, builder.data_dir)

@@ -1,4 +1,4 @@
-"""TFRecord files as a source: any record by its number, in pure graph operations."""
+"""TFRecord files as a source that reads records by number in graph operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfdist.data.cache import cached_file
 from tfdist.data.source import GraphSource, Nest, Transform
 from tfdist.errors import UsageError, require
 
-# A record: length (uint64), checksum of the length (uint32), the bytes, their checksum (uint32).
+# A record: length (uint64), checksum of the length (uint32), bytes, checksum of the bytes (uint32).
 _HEADER = struct.Struct("<QI")
 _FOOTER_BYTES = 4
 MEMORY_LIMIT_BYTES = 2**30
@@ -24,16 +24,16 @@ MEMORY_LIMIT_BYTES = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RecordIndex:
-    """Where each record of a set of files begins, and how many bytes it has."""
+    """Offset and length of each record in a set of files."""
 
     files: tuple[str, ...]
     sizes_bytes: tuple[int, ...]
     file_numbers: np.ndarray[Any, Any]  # int64[num_records]
-    offsets: np.ndarray[Any, Any]  # int64[num_records]: of the record's header in its file
-    lengths: np.ndarray[Any, Any]  # int64[num_records]: of the record's own bytes
+    offsets: np.ndarray[Any, Any]  # int64[num_records]: offset of the record's header in its file
+    lengths: np.ndarray[Any, Any]  # int64[num_records]: bytes of the record's content
 
     def within(self, spans: Sequence[tuple[str, int, int]]) -> RecordIndex:
-        """Return the records of these runs only: (file, first record in it, count)."""
+        """Return the index of some runs of records: (file, first record in the file, count)."""
         starts = np.searchsorted(self.file_numbers, np.arange(len(self.files) + 1))
         runs = []
         for file, first, count in spans:
@@ -57,15 +57,15 @@ class RecordIndex:
 
 
 class TFRecordSource(GraphSource):
-    """Uncompressed TFRecord files; `parse` makes the examples from the records of a batch.
+    """Uncompressed TFRecord files. `parse` converts a batch of records to examples.
 
-    `files` is a path, a pattern, or several; in sorted order they make one sequence of records.
-    `parse` is a graph function, string[b] -> nest of [b, ...], `tf.io.parse_example` for one.
-    Files of up to `memory_limit_bytes` together are held in memory as one string; past that each
-    record is read from its file at its offset. The offsets are found once by a scan of the
-    headers, and kept below `cache_dir` until a file changes. `spans` restricts the source to runs
-    of records, (file, first, count) each. Raises `UsageError` for files that
-    are missing, compressed or cut short.
+    `files` is a path, a pattern, or a list of them. The matches of a pattern are sorted. `parse` is
+    a graph function, string[b] -> nest of [b, ...], for example `tf.io.parse_example`. If all files
+    together have up to `memory_limit_bytes`, they are held in memory as one string. Otherwise each
+    record is read from its file. The constructor scans the headers for offsets and saves these in
+    `cache_dir`. It scans again if a file has changed. `spans` restricts the source to runs of
+    records, each (file, first, count). Raises `UsageError` if a file is missing, compressed or
+    truncated.
     """
 
     kind = "TFRecord files"
@@ -91,17 +91,17 @@ class TFRecordSource(GraphSource):
 
     @tf.autograph.experimental.do_not_convert
     def gather(self, indices: tf.Tensor, *, arrays: Nest = None) -> Nest:
-        """Return the parsed records at `indices`, int64[b] -> nest of [b, ...]."""
+        """Return the parsed records at `indices`: int64[b] -> nest of [b, ...]."""
         if arrays is None:
             arrays = self._held_arrays()
         return self._parse(self._records(indices, arrays))
 
     @tf.autograph.experimental.do_not_convert
     def arrays(self) -> Nest:
-        """Return the index, and the files' bytes where they are held in memory.
+        """Return the index, and the bytes of the files if they are held in memory.
 
-        In a graph these are operations that read the files, under the same paths, wherever the
-        graph runs.
+        In a graph, operations read the files in the process that runs the graph. The files need the
+        same paths there.
         """
         return self._held_arrays() if tf.executing_eagerly() else self._make_arrays()
 
@@ -137,7 +137,7 @@ class TFRecordSource(GraphSource):
 
 
 def load_index(files: Sequence[str], *, cache_dir: Path | None = None) -> RecordIndex:
-    """Return the index of these files, from the cache where none has changed since."""
+    """Return the index of these files, from the cache if no file has changed."""
     states = [tf.io.gfile.stat(file) for file in files]
     sizes = tuple(int(state.length) for state in states)
     key = repr([(f, s, state.mtime_nsec) for f, s, state in zip(files, sizes, states, strict=True)])
@@ -164,7 +164,7 @@ def _expand(files: str | Path | Sequence[str | Path]) -> list[str]:
     patterns = [files] if isinstance(files, str | Path) else list(files)
     found: list[str] = []
     for pattern in map(str, patterns):
-        exists = tf.io.gfile.exists(pattern)  # a path may have brackets in it
+        exists = tf.io.gfile.exists(pattern)  # a path may contain brackets
         matches = [pattern] if exists else sorted(tf.io.gfile.glob(pattern))
         if not matches:
             raise _bad_file(pattern, received="no such file", fix="check the path or pattern")
@@ -181,7 +181,7 @@ def _absolute(file: str) -> str:
 
 
 def _scan(file: str, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset, length) of each record; read the headers only."""
+    """Yield (offset, length) of each record. Read only the headers."""
     with _open(file) as handle:
         offset = 0
         while offset < size_bytes:
@@ -200,11 +200,11 @@ def _scan(file: str, size_bytes: int) -> Iterator[tuple[int, int]]:
 def _open(file: str) -> BinaryIO:
     if "://" in file:
         return tf.io.gfile.GFile(file, "rb")
-    return open(file, "rb", buffering=0)  # a buffer would read what is then skipped
+    return open(file, "rb", buffering=0)  # a buffer would read the skipped bytes
 
 
 def _read_record(place: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
-    """Read one record: a dataset of the file from its offset on, of which one is taken."""
+    """Read the record at an offset of a file: the first element of a dataset from there on."""
     file, offset = place
     kinds = {"output_types": [tf.string], "output_shapes": [tf.TensorShape([])]}
     records = tf.raw_ops.TFRecordDatasetV2(
