@@ -1,9 +1,9 @@
 """Chief of a sweep: requests trials from the search, runs them, and journals each change.
 
-The journal's events of a trial are ``asked`` (before the trial has any file), ``started`` (before
-its job starts), ``killed`` (the job was killed and will restart) and ``ended`` (once). If a chief
-dies between two events, the next chief finds the trial in the journal. It resumes the trial's job
-from its checkpoint. If the trial has reached its goal, the chief only records the outcome.
+A trial has four events: ``asked`` (before its files exist), ``started`` (before its job starts),
+``killed`` (its job will restart) and ``ended`` (once). If a chief dies between two events, the
+next chief finds the trial in the journal. The next chief resumes the trial's job from its
+checkpoint. If the trial has reached its goal, the chief only records the outcome.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ StopRequests = Callable[[], Sequence[int]]
 
 
 class Chief:
-    """Chief of one sweep; call `run` once."""
+    """Chief of one sweep. Call `run` once."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Chief:
         self._unpublished: list[str] = []
 
     def run(self) -> int:
-        """Run trials until all have ended or a signal stops the sweep; return the exit code.
+        """Run trials until all have ended or a signal stops the sweep. Return the exit code.
 
         After a stop, the same command resumes the sweep. Too many failed trials end the sweep.
         """
@@ -114,7 +114,7 @@ class Chief:
         return not (self._running or can_ask or self._waiting())
 
     def _fill(self) -> None:
-        """Start trials in all free slots; journal each start first."""
+        """Start trials in all free slots. Journal each start first."""
         for slot in self._runner.free_slots({job.slot for job, _ in self._running.values()}):
             job = self._prepare(slot)
             if job is None:
@@ -124,7 +124,7 @@ class Chief:
             self._changed(job.trial)
 
     def _prepare(self, slot: Slot) -> TrialJob | None:
-        """Journal the start of the next trial and return its job; record finished trials."""
+        """Journal the start of the next trial and return its job. Record finished trials."""
         while not self._too_many_failed():
             trial = self._waiting() or self._next_trial()
             if trial is None:
@@ -158,7 +158,7 @@ class Chief:
         return next((trial for trial in left if trial.id not in self._running), None)
 
     def _next_trial(self) -> Trial | None:
-        """Request another trial from the search; after IDLE, first wait for a trial to end."""
+        """Request another trial from the search. After IDLE, first wait for a trial to end."""
         if self._no_more or not self._ask_again:
             return None
         answer = self._search.ask()

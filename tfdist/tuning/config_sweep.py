@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # these modules import KerasTuner and TensorFlow
 
 
 class ConfigSweep(sweep.Sweep):
-    """Sweep over the fields of a config file; `config` lacks the search space's values."""
+    """Sweep over the fields of a config file. `config` lacks the search space's values."""
 
     options: SweepOptions
 
@@ -79,7 +79,7 @@ class ConfigSweep(sweep.Sweep):
 
 @contextlib.contextmanager
 def _silent_standard_error() -> Iterator[None]:
-    """Discard all output to standard error, also from C++; exceptions are printed later."""
+    """Discard all output to standard error, also from C++. Exceptions are printed later."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

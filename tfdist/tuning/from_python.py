@@ -41,7 +41,7 @@ from tfdist.tuning.trial_job import Assignment, TrialFailed, TrialProgram, read_
 
 
 def sweep_dir_of(tuner: Any, given: str | os.PathLike[str] | None) -> Path:
-    """Return the sweep directory for a tuner; reject the tuner's own directory."""
+    """Return the sweep directory for a tuner. Raise UsageError for the tuner's own directory."""
     if given is None:
         return default_dir(tuner)
     theirs = Path(tuner.directory, tuner.project_name).resolve()
@@ -230,7 +230,7 @@ def search(
 
 
 class TunerSweep(Sweep):
-    """Sweep over the search space of a KerasTuner tuner; `fitting` holds the fit's arguments."""
+    """Sweep over the search space of a KerasTuner tuner. `fitting` holds the fit's arguments."""
 
     def __init__(
         self, tuner: Any, options: RunOptions, program: TrialProgram, fitting: Mapping[str, Any]
@@ -279,7 +279,7 @@ class TunerSweep(Sweep):
         return search_of(self._tuner, self.options.sweep_dir, begun)
 
     def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> dict[str, str]:
-        """Return the assignment of a trial; a trial that continues another uses its checkpoints.
+        """Return the assignment of a trial. A trial that continues another uses its checkpoints.
 
         The best trial is retrained from its first epoch, with hyperband for `max_epochs`.
         """

@@ -35,7 +35,7 @@ from tfdist.tuning.trial_job import Assignment
 def run_assigned(
     tuner: Any, assignment: Assignment, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Run the trial with `tuner.run_trial`; the chief writes the result.
+    """Run the trial with `tuner.run_trial`. The chief writes the result.
 
     All tasks of a job must call this function. Raises UsageError if the objective is unreported.
     """
@@ -157,7 +157,7 @@ class _TrialFit:
         }
 
     def has_reported(self, results: Any, objective: str) -> bool:
-        """Return whether the metric lines hold the result: the epochs of exactly one fit.
+        """Return whether the metric lines contain the result, from the epochs of a single fit.
 
         No lines exist if early stopping had already ended the trial that this trial continues.
         """

@@ -62,7 +62,7 @@ class RunOptions:
     retrain_best: bool = _flag(False, "", "train the best anew and save the model")
     overwrite: bool = _flag(False, "", "move an earlier sweep aside, into old-1, ...")
     backup_every_steps: int | None = None
-    """Steps between saves of a `tfdist.tuning.search` trial; a config file has its own field."""
+    """Steps between saves of a `tfdist.tuning.search` trial. A config file has its own field."""
 
     def __post_init__(self) -> None:
         require_one_of("--strategy", self.strategy, STRATEGIES)
@@ -107,7 +107,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOptions(RunOptions):
-    """Options of `tfdist.tune`; raises UsageError as `RunOptions` does."""
+    """Options of `tfdist.tune`. Invalid values raise UsageError, as in `RunOptions`."""
 
     config: str = field(
         metadata={"metavar": "FILE", "help": "a config file with space(hp, config)"}
@@ -118,7 +118,7 @@ class SweepOptions(RunOptions):
     factor: int = _flag(3, "F", "hyperband: one in F trials is continued (3)")
     seed: int | None = _flag(None, "S", "of the search and of every trial (drawn)")
     config_flags: tuple[str, ...] = ()
-    """``--config.field=value`` flags of every trial; the search space's values override them."""
+    """``--config.field=value`` flags of every trial. The search space's values override them."""
 
     def __post_init__(self) -> None:
         RunOptions.__post_init__(self)  # slots=True made a new class, so super() does not work

@@ -114,7 +114,7 @@ def record_asked(hp: Any) -> dict[str, Any]:
 
 
 def describe_space(hyperparameters: Any, *, where: str, function: str) -> list[dict[str, Any]]:
-    """Return a search space as JSON, for the journal; raise UsageError if it is empty."""
+    """Return a search space as JSON, for the journal, or raise UsageError if it is empty."""
     space: list[dict[str, Any]] = json.loads(json.dumps(hyperparameters.get_config()["space"]))
     require(
         space,

@@ -224,7 +224,7 @@ def _console() -> Console:
 
 
 def show(path: Path) -> None:
-    """Print the sweep in a directory without changing it; raise UsageError if there is none."""
+    """Print the sweep in a directory without changing it, or raise UsageError if there is none."""
     lines = read(path / JOURNAL)
     require(
         lines,

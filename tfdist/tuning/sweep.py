@@ -70,7 +70,7 @@ class Sweep(ABC):
 
     @abstractmethod
     def describe(self) -> Mapping[str, Any]:
-        """Return the description as JSON; a sweep with another description is another sweep.
+        """Return the description as JSON. A sweep with another description is another sweep.
 
         The call can take seconds. The fork server imports the trials' modules meanwhile. Raises
         UsageError if the description is invalid.
@@ -81,18 +81,18 @@ class Sweep(ABC):
         """Return a search without trials, from the journal's first line."""
 
     def flags_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> tuple[str, ...]:
-        """Return the ``--config.field=value`` flags of a trial; raise UsageError if invalid.
+        """Return the ``--config.field=value`` flags of a trial. Raise UsageError if invalid.
 
         With `is_best`, the flags train the values again, for all epochs, and save the model.
         """
         return ()
 
     def asked_for(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return the trial's values that its program reads; None if the trial reports them."""
+        """Return the trial's values that its program reads, or None if the trial reports them."""
         return None
 
     def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> Mapping[str, str]:
-        """Return environment variables to add for a trial; `is_best` is as in `flags_of`."""
+        """Return environment variables to add for a trial. `flags_of` explains `is_best`."""
         return {}
 
     def retraining(self, trial: Trial, begun: Mapping[str, Any]) -> TrialJob:
@@ -106,7 +106,7 @@ class Sweep(ABC):
 
 
 def run(sweep: Sweep) -> tuple[int, SweepState]:
-    """Run or resume a sweep; return the exit code and the sweep's state.
+    """Run or resume a sweep. Return the exit code and the sweep's state.
 
     Raises:
       UsageError: The sweep is invalid, or trials can start on none of the hosts.
@@ -166,7 +166,7 @@ def _run_trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
 
 
 def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> None:
-    """Journal the description of a new sweep; for an old one, check that it is the same."""
+    """Journal the description of a new sweep. For an old one, check that it is the same."""
     if not journal.lines:
         seed = now["seed"] or sweep.first_seed or random.SystemRandom().randrange(1, 2**31)
         journal.add("begun", **{**now, "seed": seed})
@@ -201,7 +201,7 @@ def runner_of(
 
 
 def _hosts_of(options: RunOptions, environ: Mapping[str, str]) -> TrialHosts | None:
-    """Return the hosts of the trials; None if Ray chooses them."""
+    """Return the hosts of the trials, or None if Ray chooses them."""
     if options.on == "ray":
         return None
     if options.hosts is not None:
@@ -217,7 +217,7 @@ def _hosts_of(options: RunOptions, environ: Mapping[str, str]) -> TrialHosts | N
 def _fork_template(
     options: RunOptions, program: TrialProgram, *, machine: Machine, environ: Mapping[str, str]
 ) -> ForkTemplate | None:
-    """Return the process that imports once for all trials; None if GPUs make forks unsafe."""
+    """Return the process that imports once for all trials, or None if GPUs make forks unsafe."""
     if not options.is_here or program.imports is None or machine.gpus or machine.has_gpu_driver:
         return None
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": "-1"}  # as in the launcher
@@ -232,7 +232,7 @@ def _fork_template(
 def launch_flags(
     options: RunOptions, *, cpus: int, elsewhere: TrialHosts | None = None
 ) -> list[str]:
-    """Return the launcher's flags for every trial; warn if there are more tasks than CPUs.
+    """Return the launcher's flags for every trial. Warn if there are more tasks than CPUs.
 
     The function assumes that all hosts have as many CPUs as this one. A task on another host needs
     an address, so a trial with one process runs there as a multiworker job with one worker.
@@ -279,7 +279,7 @@ def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, be
 
 
 def retrain(runner: LauncherRunner, job: TrialJob, *, stop_requests: StopRequests) -> int:
-    """Run the job that retrains the best trial; log the result and return the exit code.
+    """Run the job that retrains the best trial. Log the result and return the exit code.
 
     If the job is killed, this function restarts it, and the job resumes from its checkpoint.
     """
@@ -402,7 +402,7 @@ def _identity(description: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def chief_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of a sweep's chief; raise UsageError if another process holds it."""
+    """Hold the lock of a sweep's chief, or raise UsageError if another process holds it."""
     lock = FileLock(path / LOCK)
     try:
         with one_line_errors(lock.path):

@@ -46,7 +46,7 @@ LEAST_EPOCHS = 2
 
 
 Medians = tuple[float | None, ...]
-"""Median of the other trials' averages so far, by virtual epoch; None for too few trials."""
+"""Median of the other trials' averages so far, by virtual epoch, or None for too few trials."""
 
 
 def medians_of(others: Sequence[Sequence[float]]) -> Medians:
@@ -60,7 +60,7 @@ def medians_of(others: Sequence[Sequence[float]]) -> Medians:
 
 
 def values_of(metrics: Iterable[Mapping[str, Any]], objective: str) -> tuple[float, ...]:
-    """Return the objective of each line of metrics; NaN if the value is missing or null."""
+    """Return the objective of each line of metrics. NaN if the value is missing or null."""
     found = (line.get(objective) for line in metrics)
     return tuple(math.nan if value is None else float(value) for value in found)
 
@@ -80,7 +80,7 @@ class Slot:
     number: int = 0
     """Number of the slot on its host, from 0. It selects the trial's share of the GPUs."""
     host: str | None = None
-    """Name of the host in ``--hosts``; None on this machine."""
+    """Name of the host in ``--hosts``, or None on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +139,7 @@ class Assignment:
 
 
 def read_assignment(environ: Mapping[str, str]) -> Assignment | None:
-    """Return the trial assigned to this process; None if no sweep started the process."""
+    """Return the trial assigned to this process, or None if no sweep started the process."""
     text = environ.get(VARIABLE)
     return Assignment(**json.loads(text)) if text else None
 
@@ -159,7 +159,7 @@ class Completed:
     stopped_at: int | None = None
     """Virtual epoch after which the early-stopping rule stopped the trial, or None."""
     hyperparameters: Mapping[str, Any] | None = None
-    """Hyperparameters that the program read; None if the program did not report them."""
+    """Hyperparameters that the program read, or None if the program did not report them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -471,7 +471,7 @@ class LaunchedTrial:
         return self._outcome(status)
 
     def stop(self) -> None:
-        """Tell the trial to save and exit; `poll` returns None until the trial has exited."""
+        """Tell the trial to save and exit. `poll` returns None until the trial has exited."""
         self._is_unwanted = True
         self._end()
 
@@ -532,7 +532,7 @@ class LaunchedTrial:
         self._since_s = time.monotonic()
 
     def _watch(self) -> None:
-        """Stop a job that has reached its goal or hangs; kill a job that does not stop."""
+        """Stop a job that has reached its goal or hangs. Kill a job that does not stop."""
         now_s = time.monotonic()
         if self._kill_at_s is not None:
             if now_s > self._kill_at_s:
