@@ -1,8 +1,8 @@
 """Request queue of a model: assigns requests to replicas and retries requests.
 
-If a replica dies, the dispatcher sends each of its requests once more. Each retry goes to a replica
-that has no other request. If a second replica dies, its request is the cause and gets an error, and
-the other requests get their answers. The caller passes the sockets and the clock.
+If a replica dies, the dispatcher retries each of its requests once, on a replica that has no other
+request. If that replica dies too, the request is the cause and gets an error. The other requests
+get their answers. The caller passes the sockets and the clock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Room:
         self._given = asyncio.Event()
 
     async def take(self, size_bytes: int) -> None:
-        """Take memory as soon as enough is free; raise RequestError after one second."""
+        """Take memory as soon as enough is free, or raise RequestError after one second."""
         try:
             async with asyncio.timeout(_ROOM_S):
                 while size_bytes > self.left_bytes:
@@ -94,7 +94,7 @@ class Ticket:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ReplicaLink:
-    """Front's state of a replica; `since` is when it last answered or last became busy."""
+    """Front's state of a replica. `since` is when it last answered or last became busy."""
 
     id: int
     send: Callable[[Frame], None]
@@ -195,7 +195,7 @@ class Dispatcher:
         self.pump()
 
     def lost(self, id: int) -> None:
-        """Remove a dead replica and retry each of its requests once, one at a time."""
+        """Remove a dead replica and retry each of its requests once, in sequence."""
         link = self.links.pop(id, None)
         if link is None:
             return
@@ -233,7 +233,7 @@ class Dispatcher:
             queue.extend(kept)
 
     def pump(self) -> None:
-        """Send waiting requests to replicas that have room; one replica runs the retries."""
+        """Send waiting requests to replicas that have room. One replica runs the retries."""
         while self._suspects:
             link = self._quarantine()
             if link is None or link.outstanding:
@@ -260,7 +260,7 @@ class Dispatcher:
         return min(room, key=lambda one: len(one.outstanding), default=None)
 
     def _send(self, ticket: Ticket, link: ReplicaLink) -> bool:
-        """Send a request, unless its client has disconnected; return whether it was sent."""
+        """Send a request, unless its client has disconnected. Return whether it was sent."""
         if ticket.abandoned:
             ticket.held.shrink()
             return False

@@ -48,7 +48,7 @@ _SMALL = 1e-2  # the same tolerance, as a part of the largest output, for output
 _ALONE = 8  # maximum number of samples to also send one at a time
 _EXAMPLES = 2
 _FREE_LENGTH = 16  # size of a drawn example in a dimension of unknown size
-_WORDS = 8  # words in the first drawn text; the next text has twice as many
+_WORDS = 8  # words in the first drawn text, doubled for each further text
 _UNNAMED = re.compile(r"(keras_tensor|input_layer)(_\d+)?")  # Keras' default names
 _OTHERS_S = 600.0  # longest wait for another export into the directory
 
@@ -150,7 +150,7 @@ class _Export:
 
 
 def _checked(export: _Export, samples: Any, wanted: Any, *, apart: Any) -> dict[str, Any]:
-    """Check a signature with two calls; return the manifest's description of inputs and outputs.
+    """Check a signature with two calls. Return the manifest's description of inputs and outputs.
 
     The examples in `apart` differ and show whether each answer depends only on its own example.
     Raises TfdistError if the two calls differ from each other or from the `wanted` outputs.
@@ -291,7 +291,7 @@ def _count(x: Any) -> int:
 
 
 def _gap(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Return the largest difference of finite numbers; for other types 1 if any value differs."""
+    """Return the largest difference of finite numbers. For other types, return 0 or 1."""
     if wanted.dtype.kind not in "fiu":
         return float((found != wanted).any())
     with np.errstate(invalid="ignore"):  # infinity minus infinity
@@ -523,7 +523,7 @@ def read_model(
 
 
 def newest_in(source: Path, *, best: bool = False) -> str | None:
-    """Return an identifier of a source's newest (or best) model; None if there is no model."""
+    """Return an identifier of a source's newest (or best) model, or None if there is no model."""
     if source.suffix == ".keras":
         with contextlib.suppress(FileNotFoundError):
             return f"{source.stat().st_ino}:{source.stat().st_mtime_ns}"

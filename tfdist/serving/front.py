@@ -98,7 +98,7 @@ class FrontOptions:
 
 
 class ReplicaConnection(asyncio.Protocol):
-    """Connection to a replica; one write sends all frames of an event-loop iteration."""
+    """Connection to a replica. One write sends all frames of an event-loop iteration."""
 
     def __init__(self, id: int, dispatcher: Dispatcher) -> None:
         self._id = id
@@ -216,7 +216,7 @@ class Front:
         self._control.write(json.dumps(message).encode() + b"\n")
 
     def _route(self, model: Dispatcher) -> None:
-        """Connect to new replicas; report drained replicas to the supervisor."""
+        """Connect to new replicas. Report drained replicas to the supervisor."""
         for id in model.replicas.keys() - self._connected:
             self._connected.add(id)
             connection = ReplicaConnection(id, model)
@@ -262,7 +262,7 @@ class Front:
         held: Held,
         scope: Message | None = None,
     ) -> bytes:
-        """Return a replica's answer to a request, and take over `held`; raise RequestError.
+        """Return a replica's answer to a request. Take over `held`. Raise RequestError on errors.
 
         An HTTP `scope` holds the ticket until then. If the client disconnects, `Connection` answers
         the ticket. For gRPC, the server cancels this coroutine.
@@ -344,7 +344,7 @@ class Front:
         return handle
 
     async def _message(self, context: Any, held: Held) -> bytes:
-        """Return the message of a call; raise RequestError.
+        """Return the message of a call, or raise RequestError.
 
         gRPC reports the size of a message only after it is complete. Until then, a call holds
         memory for the largest message. Slow messages hold at most three quarters of all memory.
@@ -433,7 +433,7 @@ class Front:
         self._metrics.observe("rest", target, str(status), time.monotonic() - start)
 
     async def _body(self, receive: Callable[[], Awaitable[Message]], held: Held) -> bytes:
-        """Return the body of a request, with its memory in `held`; raise RequestError.
+        """Return the body of a request, with its memory in `held`, or raise RequestError.
 
         It reads and drops a body that is too large: a client that still sends reads no answer.
         """
@@ -510,8 +510,8 @@ class _Parser:
 def _connection(silence_s: float) -> type[HttpToolsProtocol]:
     """Return a subclass of uvicorn's connection with limits, because uvicorn has none.
 
-    The connection closes if the head of a request is too slow or too large, if a client pipelines
-    too many requests, or if it reads no answers for `silence_s`. If a client disconnects, its
+    The connection closes if a request's head is too slow or too large. It also closes if a client
+    pipelines too many requests or reads no answers for `silence_s`. If a client disconnects, its
     requests get an error, and replicas do not compute them any more.
     """
 
@@ -673,7 +673,7 @@ def main() -> int:
     die_with(int(supervisor))
     fields = json.loads(text)
     options = FrontOptions(**{**fields, "limits": QueueLimits(**fields["limits"])})
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C; stop by SIGTERM
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")

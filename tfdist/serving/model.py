@@ -138,7 +138,7 @@ class ServedModel:
                     signature.call(*[np.repeat(array[:1], size, axis=0) for array in call.arrays])
 
     def answer(self, requests: Sequence[tuple[Kind, bytes]]) -> list[bytes | RequestError]:
-        """Return the answers in the order of the requests; compatible requests share a call."""
+        """Return the answers in the order of the requests. Compatible requests share a call."""
         calls = [self._decoded(kind, payload) for kind, payload in requests]
         groups: dict[object, list[tuple[int, Call]]] = {}
         for at, call in enumerate(calls):
@@ -156,7 +156,7 @@ class ServedModel:
         return answers
 
     def _batches(self, members: Sequence[tuple[int, Call]]) -> Iterator[list[tuple[int, Call]]]:
-        """Yield batches of calls; a call with more rows than the limit is a batch of one call."""
+        """Yield batches of calls. A call with more rows than the limit is a batch of one call."""
         batch, rows = list[tuple[int, Call]](), 0
         for at, call in members:
             rows += call.rows
@@ -234,7 +234,7 @@ class ServedModel:
         return bytes(response.SerializeToString())
 
     def _run(self, calls: Sequence[Call]) -> list[bytes | RequestError]:
-        """Answer calls of one signature together; after an error, run each call separately."""
+        """Answer calls of one signature together. After an error, run each call separately."""
         signature = self.signatures[calls[0].signature]
         try:
             return self._run_batch(signature, calls)
@@ -282,7 +282,7 @@ def _spec(info: Any) -> TensorSpec:
 
 
 def _array(tensor: Any, spec: TensorSpec, name: str) -> np.ndarray:
-    """Return the array in a tensor of a request; check its size before allocating memory."""
+    """Return the array in a tensor of a request, after a check of its size."""
     has = tf.as_dtype(tensor.dtype)
     if np.dtype(has.as_numpy_dtype) != spec.dtype:
         wanted = tf.as_dtype(spec.dtype).name

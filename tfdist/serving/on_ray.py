@@ -127,7 +127,7 @@ class RayReplica:
         return answers
 
     def _keep_looking(self) -> None:
-        """Scan for new versions once a second; `LoadedModel` refuses versions that fail to load."""
+        """Scan for new versions once a second. `LoadedModel` refuses versions that fail to load."""
         pause = threading.Event()
         while not pause.wait(_SCAN_S):
             for name, model in self._models.items():
@@ -138,7 +138,7 @@ class RayReplica:
 
 
 def run(options: ServeOptions) -> None:
-    """Deploy on the cluster at RAY_ADDRESS or on a new one; delete it at SIGTERM or Ctrl-C.
+    """Deploy on the cluster at RAY_ADDRESS or on a new one. Delete it at SIGTERM or Ctrl-C.
 
     Raises UsageError if there is no model, or TfdistError if Ray cannot deploy the models.
     """

@@ -115,7 +115,7 @@ class FrameBuffer:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Add bytes to the buffer; yield the complete frames."""
+        """Add bytes to the buffer. Yield the complete frames."""
         self._bytes += data
         at = 0
         try:
@@ -212,7 +212,7 @@ def parse_model_spec(payload: bytes) -> Target:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VersionState:
-    """State of a version; `message` is the reason why it is not served."""
+    """State of a version. `message` is the reason why it is not served."""
 
     version: int
     state: str
@@ -228,7 +228,7 @@ class ModelStatus:
 
 
 def version_of(target: Target, status: ModelStatus | None) -> int:
-    """Return the version that answers the request; raise RequestError if it is not served."""
+    """Return the version that answers the request, or raise RequestError if it is not served."""
     if status is None:
         raise target.not_found()
     if status.served is None:

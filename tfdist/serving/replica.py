@@ -42,7 +42,7 @@ _OBJECTS = 100_000  # new objects before Python's garbage collector runs
 
 
 def main() -> int:
-    """Serve until the supervisor kills this process; return 1 if the version fails to load."""
+    """Serve until the supervisor kills this process. Return 1 if the version fails to load."""
     die_with(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C: the supervisor ends replicas
     logging.getLogger("tensorflow").setLevel(logging.ERROR)  # drop warnings about Sessions
@@ -93,7 +93,7 @@ def _serve(model: ServedModel, connection: socket.socket, *, max_batch: int) -> 
 
 
 def _received(connection: socket.socket, buffer: FrameBuffer, *, wait: bool) -> list[Frame]:
-    """Return the received frames. With `wait`, wait for a frame; none means end of stream."""
+    """Return the received frames. With `wait`, an empty list means the end of the stream."""
     frames: list[Frame] = []
     while True:
         block = wait and not frames

@@ -26,7 +26,7 @@ _URL_SAFE = str.maketrans("-_", "+/")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """Input or output of a signature; `shape` has -1 for a dimension of unknown size."""
+    """Input or output of a signature. `shape` has -1 for a dimension of unknown size."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...] | None
@@ -67,7 +67,7 @@ def parse(body: bytes) -> dict[str, Any]:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         try:
-            document = json.loads(body)  # json accepts NaN; orjson has the better error message
+            document = json.loads(body)  # json accepts NaN, but orjson's error message is better
         except (ValueError, RecursionError):
             invalid(f"JSON Parse error: {error.msg} at offset: {error.pos}")
     if not isinstance(document, dict):

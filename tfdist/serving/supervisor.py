@@ -44,7 +44,7 @@ _SCAN_S = 0.25
 _LOAD_S = 600.0  # longest time to load a version before the replica is killed
 _PAUSE_S = 0.1  # wait before the supervisor replaces an exited front
 _END_S = 5.0  # time for a front to exit, in addition to `drain_s`
-_SO_ATTACH_REUSEPORT_CBPF = 51  # from asm-generic/socket.h; Python's socket lacks this constant
+_SO_ATTACH_REUSEPORT_CBPF = 51  # asm-generic/socket.h (missing in Python's socket module)
 _RETURN = 0x06  # BPF_RET | BPF_K
 _ANY, _MAPPED = "0.0.0.0", "::ffff:"
 _BACKLOG = 2048
@@ -92,7 +92,7 @@ class ServiceSupervisor:
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until a stop signal; then answer the received requests and end all processes."""
+        """Serve until a stop signal. Then answer the received requests and end all processes."""
         loop = asyncio.get_running_loop()
         for signum in STOP_SIGNALS:
             if signal.getsignal(signum) != signal.SIG_IGN:  # ignored under nohup
@@ -130,7 +130,7 @@ class ServiceSupervisor:
                 await asyncio.sleep(_PAUSE_S)
 
     async def _run_front(self) -> int:
-        """Run a front until it exits; return its exit code."""
+        """Run a front until it exits. Return its exit code."""
         names = [field.name for field in dataclasses.fields(FrontOptions)]
         options = {name: getattr(self._options, name) for name in names}
         text = json.dumps(options, default=dataclasses.asdict)
@@ -294,7 +294,7 @@ class ServiceSupervisor:
                 _LOG.error("%s: no spare could be started: %s", name, error)
 
     def _start_replica(self, order: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-        """Return a spare or new replica process after sending its order; raise TfdistError."""
+        """Return a spare or new replica process after sending its order, or raise TfdistError."""
         self._spares = [spare for spare in self._spares if spare.poll() is None]
         process = self._spares.pop(0) if self._spares else self._start_spare()
         assert process.stdin is not None

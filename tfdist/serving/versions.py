@@ -22,7 +22,7 @@ _LONGEST_WAIT_S = 30.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replica:
-    """Process that serves or loads a version; `index` is its number among the version's replicas.
+    """Process that serves or loads a version. `index` is its number among the version's replicas.
 
     The process starts `wait_s` seconds after `Model.plan` returned it.
     """
@@ -53,7 +53,7 @@ class Model:
         return max((v for v in self.found if v not in self.refused), default=self.served)
 
     def scanned(self, found: Mapping[int, str]) -> Model:
-        """Update the versions on disk; retry a refused version if its files have changed.
+        """Update the versions on disk. Retry a refused version if its files have changed.
 
         A version that is loading finishes first, so that frequent new versions cannot block all
         serving. A served version without files and replicas is no longer served.
@@ -78,7 +78,7 @@ class Model:
         return dataclasses.replace(self, replicas=replicas, deaths=deaths)._update_served()
 
     def failed(self, id: int, reason: str) -> Model:
-        """Record that a replica failed to load its version; refuse it unless it is served."""
+        """Record that a replica failed to load its version. Refuse it unless it is served."""
         one = self.replica(id)
         if one is None or one.version == self.served:
             return self
@@ -182,7 +182,7 @@ def find_models(directory: Path, name: str | None = None) -> dict[str, Path]:
 
 
 def require_models(directory: Path, name: str | None = None) -> dict[str, Path]:
-    """Return the models to serve; raise UsageError if there are none."""
+    """Return the models to serve, or raise UsageError if there are none."""
     with one_line_errors(f"serve: cannot read {directory}"):
         models = find_models(directory, name)
     require(
