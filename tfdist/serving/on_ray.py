@@ -160,7 +160,7 @@ def run(options: ServeOptions) -> None:
         raise TfdistError(f"serve: Ray has not deployed {options.directory}: {reason}") from error
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: stop.set())  # set late: Ray sets its own
+        signal.signal(signum, lambda *_: stop.set())  # after Ray set its own handlers
     address = f"http://{options.host}:{options.rest_port}/v1/models"
     print(f"serving {options.directory} on ray: REST {address}", flush=True)
     stop.wait()

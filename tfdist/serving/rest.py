@@ -113,7 +113,7 @@ def _array(value: Any, spec: TensorSpec, name: str, has_others: bool) -> np.ndar
     array = _converted(value, spec.dtype, has_others)
     if array is None:
         leaves = np.array(value, object).reshape(-1)  # `flat` has a limit of 32 dimensions
-        while len(leaves) > 1:  # binary search: a linear one takes minutes for millions
+        while len(leaves) > 1:  # binary search: a linear search takes minutes for millions
             half = len(leaves) // 2
             is_before = _converted(leaves[:half].tolist(), spec.dtype, has_others=True) is None
             leaves = leaves[:half] if is_before else leaves[half:]

@@ -55,7 +55,7 @@ class Sweep(ABC):
     first_seed: int | None = None
     """Seed of a new sweep if its description has no seed (default: None, draw a seed)."""
     max_epochs: int | None = None
-    """Virtual epochs of a whole run. A later trial can continue a shorter one in its directory.
+    """Virtual epochs of a whole run. A later trial can continue a shorter trial's directory.
     None if the program ends each trial itself and each trial has a separate directory."""
     trackers: Collection[str] = ()
     """Packages of the experiment trackers that the trials log to."""
@@ -265,7 +265,7 @@ def launch_flags(
 def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, best: str) -> None:
     """Journal which trial is retrained, and move the retraining of another trial aside.
 
-    A resumed sweep may find a better trial than the one it retrained before.
+    A resumed sweep may find a better trial than its retrained trial.
 
     Raises TfdistError if the directory cannot be moved.
     """
