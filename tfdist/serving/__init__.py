@@ -1,16 +1,15 @@
-"""Serving: a trained model as a verified SavedModel in a version directory, and its service.
+"""Serving: export of trained models to verified SavedModels, and a service for these models.
 
-export      from a model, a run or checkpoints to a version that has been checked and published
+export      export of a model, a run or checkpoints as a checked and published version
 
-protocol    frames between front and replicas; addresses, codes and messages that need no model
-rest        TensorFlow Serving's JSON, to and from arrays
-dispatch    the requests of a model: which replica gets which, what is tried again
-versions    which version is served, loaded or refused
-model       a version that is loaded: batches of requests in, answers out; loads TensorFlow
-replica     the process around it
-front       the process that clients talk to, and what it counts
-supervisor  holds the sockets, starts and replaces the others
+protocol    frames between front and replicas, addresses, status codes, messages without a model
+rest        conversion between TensorFlow Serving's JSON and arrays
+dispatch    the request queue of a model: assignment to replicas, and retries
+versions    the served, loading and refused versions of a model
+model       a loaded version that answers batches of requests (imports TensorFlow)
+replica     the process that runs a loaded version
+front       the process that accepts requests, and its metrics
+supervisor  the process that holds the sockets and starts and replaces the other processes
 
 on_ray      the same models as a deployment of Ray Serve
-load        requests to a model server, and how long they take
 """

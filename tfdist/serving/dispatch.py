@@ -1,8 +1,8 @@
-"""The requests of a model: which replica gets which, and what is tried again.
+"""Request queue of a model: assigns requests to replicas and retries requests.
 
-No request is lost with its replica. Those that a dead replica had are sent once more, each alone to
-a replica that has nothing else: so the one that kills replicas is known after the second, and its
-neighbours are answered. Sockets and clock are arguments.
+If a replica dies, the dispatcher retries each of its requests once, on a replica that has no other
+request. If that replica dies too, the request is the cause and gets an error. The other requests
+get their answers. The caller passes the sockets and the clock.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from tfdist.serving.protocol import (
 )
 
 Outcome = bytes | RequestError
-_ROOM_S = 1.0  # how long a request waits for memory
-MAX_DEATHS = 2  # replicas that end with a request
+_ROOM_S = 1.0  # longest wait of a request for memory
+MAX_DEATHS = 2  # replica deaths after which a request gets an error
 
 
 class Room:
-    """The memory that requests of all models and both protocols share."""
+    """Memory budget for the requests of all models and both protocols."""
 
     def __init__(self, size_bytes: int) -> None:
         self.left_bytes = size_bytes
         self._given = asyncio.Event()
 
     async def take(self, size_bytes: int) -> None:
-        """Take memory as soon as there is enough; raise RequestError after a second."""
+        """Take memory as soon as enough is free, or raise RequestError after one second."""
         try:
             async with asyncio.timeout(_ROOM_S):
                 while size_bytes > self.left_bytes:
@@ -54,7 +54,7 @@ class Room:
 
 
 class Held:
-    """The memory that one request has taken of a room."""
+    """Memory that one request has taken from a `Room`."""
 
     def __init__(self, room: Room, size_bytes: int = 0) -> None:
         self._room = room
@@ -70,16 +70,16 @@ class Held:
         self._size_bytes = size_bytes
 
     def move(self) -> Held:
-        """Return another owner of the memory; this one has none from then on."""
+        """Move the memory to a new owner and return the new owner."""
         size_bytes, self._size_bytes = self._size_bytes, 0
         return Held(self._room, size_bytes)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Ticket:
-    """One request: its bytes and their memory until it is answered, and who waits for the outcome.
+    """Request with its bytes, their memory, and the callback that gets the outcome.
 
-    If it names a `version`, no other version answers it.
+    If `version` is set, no other version answers the request.
     """
 
     kind: Kind
@@ -94,7 +94,7 @@ class Ticket:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ReplicaLink:
-    """A replica as the front sees it; `since` is when it last answered, or had nothing to do."""
+    """Front's state of a replica. `since` is when it last answered or last became busy."""
 
     id: int
     send: Callable[[Frame], None]
@@ -105,13 +105,13 @@ class ReplicaLink:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QueueLimits:
-    """Bounds of a queue.
+    """Limits of a queue.
 
     Attributes:
-      requests: that wait for a replica.
-      size_bytes: of all requests of a service, from their first byte to their answer.
-      window: requests that a replica may have at a time; those behind its batch are in its socket.
-      hang_s: how long a replica that has requests may answer none before it counts as hanging.
+      requests: Maximum number of requests that wait for a replica (default: 1000).
+      size_bytes: Maximum bytes of all unanswered requests of a service (default: 512 MiB).
+      window: Maximum number of requests at one replica, in its batch or socket (default: 64).
+      hang_s: Seconds without an answer after which a busy replica hangs (default: 15).
     """
 
     requests: int = 1000
@@ -121,7 +121,7 @@ class QueueLimits:
 
 
 class Dispatcher:
-    """A model as the supervisor describes it, the queue of its requests, and its replicas."""
+    """State of a model from the supervisor, the queue of its requests, and its replicas."""
 
     def __init__(
         self,
@@ -129,10 +129,10 @@ class Dispatcher:
         clock: Callable[[], float],
         on_batch: Callable[[int], None] = lambda size: None,
     ) -> None:
-        """Take a function that is called with the size of the batch of each answer."""
+        """Create a dispatcher that calls `on_batch` with the batch size of each answer."""
         self.status = ModelStatus()
-        self.replicas: dict[int, str] = {}  # those that get requests, and where each listens
-        self.draining: set[int] = set()  # killed by the supervisor once they have no request
+        self.replicas: dict[int, str] = {}  # socket path of each replica that gets requests
+        self.draining: set[int] = set()  # the supervisor kills these after their last request
         self.links: dict[int, ReplicaLink] = {}
         self.counts: Counter[str] = Counter()
         self._limits = limits
@@ -144,12 +144,12 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """Requests that no replica has."""
+        """Number of requests that are not at a replica."""
         return len(self._waiting) + len(self._suspects)
 
     @property
     def figures(self) -> Counter[str]:
-        """Current values and counts of events, by name."""
+        """Current values and event counts, by name."""
         outstanding = sum(len(link.outstanding) for link in self.links.values())
         now = {"waiting": self.waiting, "outstanding": outstanding}
         now |= {"replicas": len(self._serving()), "version": self.status.served or 0}
@@ -195,7 +195,7 @@ class Dispatcher:
         self.pump()
 
     def lost(self, id: int) -> None:
-        """Take that a replica has ended: what it had is tried once more, each request alone."""
+        """Remove a dead replica and retry each of its requests once, in sequence."""
         link = self.links.pop(id, None)
         if link is None:
             return
@@ -211,12 +211,12 @@ class Dispatcher:
         self.pump()
 
     def hanging(self) -> list[int]:
-        """Return the replicas that have requests and have answered none for too long."""
+        """Return the replicas that have requests but sent no answer for `hang_s` seconds."""
         before = self._clock() - self._limits.hang_s
         return [o.id for o in self.links.values() if o.outstanding and o.since < before]
 
     def expire(self) -> None:
-        """Answer the requests whose deadline has passed, and forget those that nobody waits for."""
+        """Answer requests past their deadline with an error, and drop abandoned requests."""
         now = self._clock()
         sent = [ticket for link in self.links.values() for ticket in link.outstanding.values()]
         for ticket in [*self._waiting, *self._suspects, *sent]:
@@ -233,7 +233,7 @@ class Dispatcher:
             queue.extend(kept)
 
     def pump(self) -> None:
-        """Send what waits to replicas that have room; one of them runs what is tried again."""
+        """Send waiting requests to replicas that have room. One replica runs the retries."""
         while self._suspects:
             link = self._quarantine()
             if link is None or link.outstanding:
@@ -246,7 +246,7 @@ class Dispatcher:
         return [link for link in self.links.values() if link.id in self.replicas]
 
     def _quarantine(self) -> ReplicaLink | None:
-        """Return the replica that gets nothing but requests which another one ended with."""
+        """Return the replica that runs only retries, or None."""
         serving = self._serving()
         alone = next((link for link in serving if link.alone), None)
         if alone or not self._suspects:
@@ -260,7 +260,7 @@ class Dispatcher:
         return min(room, key=lambda one: len(one.outstanding), default=None)
 
     def _send(self, ticket: Ticket, link: ReplicaLink) -> bool:
-        """Send a request unless its client has left; return whether it was sent."""
+        """Send a request, unless its client has disconnected. Return whether it was sent."""
         if ticket.abandoned:
             ticket.held.shrink()
             return False

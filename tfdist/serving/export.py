@@ -1,6 +1,6 @@
-"""Export of a model to a SavedModel that serves: checked first, published whole or not at all.
+"""Export of a model to a SavedModel: checked first, then published atomically.
 
-`read_model` has the model of a `.keras` file, a run directory or checkpoints.
+`read_model` reads the model from a `.keras` file, a run directory or checkpoints.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _LOG = logging.getLogger(__name__)
 SIGNATURE = "serving_default"
 MANIFEST = "manifest.json"
 _TOLERANCE = 1e-6
-_ROUNDING = 1e-3  # at most, of one example alone and in a batch, which float16 adds in other orders
-_SMALL = 1e-2  # of the largest output, at most, where that is below 0.1
-_ALONE = 8  # samples that are sent one by one, too
+_ROUNDING = 1e-3  # tolerance between batched and single examples (float16 sums vary in order)
+_SMALL = 1e-2  # the same tolerance, as a part of the largest output, for outputs below 0.1
+_ALONE = 8  # maximum number of samples to also send one at a time
 _EXAMPLES = 2
-_FREE_LENGTH = 16  # of a dimension that the model leaves open
-_WORDS = 8  # of a drawn text, twice as many of the next
-_UNNAMED = re.compile(r"(keras_tensor|input_layer)(_\d+)?")  # by Keras, which counts in a process
-_OTHERS_S = 600.0  # how long another export into the directory may take
+_FREE_LENGTH = 16  # size of a drawn example in a dimension of unknown size
+_WORDS = 8  # words in the first drawn text, doubled for each further text
+_UNNAMED = re.compile(r"(keras_tensor|input_layer)(_\d+)?")  # Keras' default names
+_OTHERS_S = 600.0  # longest wait for another export into the directory
 
 
 def export_model(
@@ -62,32 +62,31 @@ def export_model(
     samples: Any = None,
     origin: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Export a model as ``directory/name/version``, the tree that model servers take.
+    """Export a model to ``directory/name/version``, the layout that model servers read.
 
-    The SavedModel computes what `tfdist.predict` does: random layers are off, batches may have any
-    size, inputs and outputs have their names. Before it is published its signature is called twice,
-    which must give equal bits, and compared with `tfdist.predict` on `samples` (within 1e-6, or
-    1e-6 of the largest output where that is above 1). A collective: every task of a job calls it,
-    outside of ``strategy.scope()``; the chief writes.
+    The SavedModel computes the same outputs as `tfdist.predict`: random layers are off, and batches
+    can have any size. Inputs and outputs keep their names. Before it publishes the model, the
+    function calls the signature twice and requires bit-identical outputs. It also compares them
+    with `tfdist.predict` on `samples` (tolerance: 1e-6, relative for outputs above 1). Every task
+    of a job must call this function, outside of ``strategy.scope()``. The chief writes the files.
 
     Args:
-      model: built; of any strategy.
-      directory: made where it does not exist.
-      name: of the model; by default the model's own.
-      version: a whole number from 1 to 2**63 - 1; by default one above the newest that is there.
-      samples: arrays ``[examples, ...]`` in the nest in which the model takes its inputs, for the
-        check and for the server's warm-up; by default drawn at random. A subclassed model needs
-        them, as they alone say what its inputs are.
-      origin: of the weights, such as run and step, for the manifest.
+      model: Built model of any strategy.
+      directory: Export directory, created if missing.
+      name: Name of the model (default: ``model.name``).
+      version: Integer from 1 to 2**63 - 1 (default: newest existing version plus one).
+      samples: Arrays ``[examples, ...]`` in the structure of the model's inputs, for the check and
+        the server's warm-up (default: random). Required for a subclassed model.
+      origin: Origin of the weights, such as run and step, for the manifest.
 
     Returns:
-      The version directory: the SavedModel, its warm-up request, and ``manifest.json``. In
-      `directory` is TensorFlow Serving's ``models.config``, with all models that are there.
+      The version directory with the SavedModel, a warm-up request and ``manifest.json``. The
+      export also writes TensorFlow Serving's ``models.config`` for all models in `directory`.
 
     Raises:
-      UsageError: the model is not built, or Keras cannot save it; the version is there already.
-      TfdistError: what was exported does not give the model's answers, or cannot be written;
-        another export into the directory takes more than ten minutes.
+      UsageError: The model is not built, Keras cannot save it, or the version already exists.
+      TfdistError: The exported model's outputs differ from the model's outputs, the directory
+        cannot be written, or another export into it takes more than ten minutes.
     """
     job = job_of(model.distribute_strategy)
     nest = _inputs_of(model, samples)
@@ -132,7 +131,7 @@ def export_model(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Export:
-    """A signature that was written, and its inputs and outputs in the order of their nests."""
+    """Exported signature, with its inputs and outputs in the order of their structures."""
 
     signature: Any
     inputs: Sequence[tf.TensorSpec]
@@ -140,21 +139,21 @@ class _Export:
 
     def named(self, x: Any) -> dict[str, tf.Tensor]:
         if isinstance(x, Mapping) and x.keys() == {spec.name for spec in self.inputs}:
-            x = [x[spec.name] for spec in self.inputs]  # as Keras takes it for a list of inputs
+            x = [x[spec.name] for spec in self.inputs]  # Keras accepts a dict for a list of inputs
         flat = zip(self.inputs, map(np.asarray, keras.tree.flatten(x)), strict=True)
         return {spec.name: tf.cast(tf.constant(a), spec.dtype) for spec, a in flat}
 
     def answers(self, x: Any) -> dict[str, np.ndarray]:
-        with keras_compat.adding_in_order():  # as bits are compared
+        with keras_compat.adding_in_order():  # the check compares bits
             answer = self.signature(**self.named(x))
         return {name: answer[name].numpy() for name in self.outputs}
 
 
 def _checked(export: _Export, samples: Any, wanted: Any, *, apart: Any) -> dict[str, Any]:
-    """Call a signature twice; return how inputs and outputs look.
+    """Check a signature with two calls. Return the manifest's description of inputs and outputs.
 
-    Examples that are `apart` tell whether it answers each by itself. Raises TfdistError where the
-    two calls differ, or are not what was `wanted`.
+    The examples in `apart` differ and show whether each answer depends only on its own example.
+    Raises TfdistError if the two calls differ from each other or from the `wanted` outputs.
     """
     first, again = (export.answers(samples) for _ in range(2))
     for name, value in first.items():
@@ -179,9 +178,9 @@ def _checked(export: _Export, samples: Any, wanted: Any, *, apart: Any) -> dict[
 
 
 def _is_by_example(export: _Export, samples: Any) -> bool:
-    """Return whether samples are answered alone as they are together, but for rounding.
+    """Return whether single samples get the same answers as in a batch, up to rounding.
 
-    False where the model does not take them, as drawn ones.
+    Return False if the model rejects the samples, which can happen with drawn samples.
     """
     arrays = [np.asarray(array) for array in keras.tree.flatten(samples)]
     try:
@@ -201,7 +200,7 @@ def _is_by_example(export: _Export, samples: Any) -> bool:
 
 
 def _warn_of_others(target: Path, manifest: Mapping[str, Any]) -> None:
-    """Warn if the version before has other inputs or outputs, which a take-over would break."""
+    """Warn if the inputs or outputs differ from the previous version, which can break clients."""
     numbers = {version_number(path.name) or 0: path for path in target.parent.iterdir()}
     before = max((number for number in numbers if number < int(target.name)), default=0)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -216,7 +215,7 @@ def _warn_of_others(target: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _inputs_of(model: keras.Model, samples: Any) -> Any:
-    """Return the nest of a model's inputs, a `tf.TensorSpec` with a name for each."""
+    """Return the structure of a model's inputs, with a named `tf.TensorSpec` for each input."""
     require(
         model.built,
         "export_model",
@@ -225,7 +224,7 @@ def _inputs_of(model: keras.Model, samples: Any) -> Any:
         fix="give it an Input, or train it first",
         code="not-built",
     )
-    nest = getattr(model, "_inputs_struct", None)  # of a functional model
+    nest = getattr(model, "_inputs_struct", None)  # only a functional model has it
     if nest is None and isinstance(model, keras.Sequential) and model.inputs:
         nest = model.inputs[0]
     if nest is None and samples is None:
@@ -261,15 +260,15 @@ def _inputs_of(model: keras.Model, samples: Any) -> Any:
 
 
 def _spec(tensor: Any, name: str) -> tf.TensorSpec:
-    is_text = getattr(tensor.dtype, "kind", "f") in "OSU"  # of samples
+    is_text = getattr(tensor.dtype, "kind", "f") in "OSU"  # only samples have a NumPy dtype
     dtype = tf.as_dtype("string" if is_text else keras.backend.standardize_dtype(tensor.dtype))
     return tf.TensorSpec([None, *tensor.shape[1:]], dtype, name=re.sub("[^A-Za-z0-9_]", "_", name))
 
 
 def _drawn(nest: Any, *, apart: bool = False) -> Any:
-    """Return examples for inputs that nobody gave: floats in [0, 1), zeros, or empty text.
+    """Return drawn examples: floats in [0, 1), integer zeros, or empty strings.
 
-    Those that are `apart` have zeros and ones, and texts of several lengths.
+    With `apart`, integers are zeros and ones, and strings have different lengths.
     """
     rng = np.random.default_rng(0)
 
@@ -292,16 +291,16 @@ def _count(x: Any) -> int:
 
 
 def _gap(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Return how far finite numbers are apart at most; of anything else 1 if some differ."""
+    """Return the largest difference of finite numbers. For other types, return 0 or 1."""
     if wanted.dtype.kind not in "fiu":
         return float((found != wanted).any())
-    with np.errstate(invalid="ignore"):  # of infinity less itself
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
         gaps = np.where(np.isfinite(wanted), np.abs(found.astype(float) - wanted), 0.0)
     return float(np.max(gaps, initial=0.0))
 
 
 def _largest(array: np.ndarray) -> float:
-    """Return the largest absolute value of finite numbers; of anything else 1."""
+    """Return the largest absolute value of finite numbers, or 1 for other types."""
     if array.dtype.kind not in "fiu":
         return 1.0
     return float(np.max(np.abs(array[np.isfinite(array)]), initial=0.0))
@@ -336,12 +335,12 @@ def _copy(model: keras.Model) -> keras.Model:
             keras.saving.custom_object_scope(classes),
         ):
             model.save(path)
-            # Not in Keras' safe mode: the file was written by the line above.
+            # Safe mode is off because the line above wrote the file.
             return keras.models.load_model(path, compile=False, safe_mode=False)
 
 
 def _write(model: keras.Model, nest: Any, directory: Path) -> _Export:
-    """Write the SavedModel, which takes what is in the nest."""
+    """Write a SavedModel with the inputs in the structure `nest`."""
     flat: list[tf.TensorSpec] = keras.tree.flatten(nest)
     names: list[str] = []
 
@@ -360,9 +359,9 @@ def _write(model: keras.Model, nest: Any, directory: Path) -> _Export:
 
 
 def _by_name(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
-    """Return outputs by their names: those of a dict, else of the layers, else by number."""
+    """Return outputs by name: from dict keys, otherwise from the layers, otherwise numbered."""
     paths = keras.tree.flatten_with_path(outputs)
-    functional = getattr(model, "_functional", None) or model  # of a Sequential
+    functional = getattr(model, "_functional", None) or model  # a Sequential has `_functional`
     names = list(getattr(functional, "output_names", None) or [])
     if isinstance(outputs, dict):
         names = ["_".join(map(str, path)) for path, _ in paths]
@@ -378,12 +377,12 @@ def _by_name(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
             fix="have the model return it dense, or leave it out",
             code="not-a-tensor",
         )
-    halves = (tf.float16, tf.bfloat16)  # a client has no bfloat16, nor has JSON its NaN
+    halves = (tf.float16, tf.bfloat16)  # clients lack bfloat16, and JSON lacks its NaN
     return {n: tf.cast(v, tf.float32) if v.dtype in halves else v for n, v in named.items()}
 
 
 def _write_warm_up(directory: Path, name: str, request: Mapping[str, tf.Tensor]) -> None:
-    """Write the request that TensorFlow Serving sends to a version before it serves it."""
+    """Write the warm-up request that TensorFlow Serving runs before it serves a version."""
     from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 
     predict_request = predict_pb2.PredictRequest()
@@ -402,10 +401,10 @@ def _write_warm_up(directory: Path, name: str, request: Mapping[str, tf.Tensor])
 
 @contextlib.contextmanager
 def _publishing(directory: Path, name: str, version: int | None) -> Iterator[tuple[Path, Path]]:
-    """Yield the directory of a new version, and the one to write, which becomes it.
+    """Yield the path of a new version, and the temporary directory to write.
 
-    It is renamed once the block has ended without error: servers look at names that are numbers
-    alone. No other export writes in `directory` meanwhile. Raises OSError.
+    If the block raises no error, the temporary directory is renamed to the version. Servers read
+    only directories with numbers as names. A lock excludes other exports. Raises OSError.
     """
     require(
         re.fullmatch(r"[\w.-]+", name) and not name.startswith("."),
@@ -418,7 +417,7 @@ def _publishing(directory: Path, name: str, version: int | None) -> Iterator[tup
     home = directory / name
     home.mkdir(parents=True, exist_ok=True)
     with FileLock(directory / ".lock") as lock:
-        with contextlib.suppress(OSError):  # a file system that has no locks
+        with contextlib.suppress(OSError):  # the file system may not support locks
             lock.acquire(within_s=_OTHERS_S)
         target = _new_version(home, version)
         unfinished = target.with_name(f".partial-{target.name}")
@@ -460,7 +459,7 @@ def _new_version(home: Path, version: int | None) -> Path:
 
 
 def _write_config(directory: Path) -> None:
-    """List the models for TensorFlow Serving, whose image has them in /models."""
+    """Write the list of models for TensorFlow Serving. Its image has the models in /models."""
     from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
 
     config = ModelServerConfig()
@@ -470,18 +469,18 @@ def _write_config(directory: Path) -> None:
     write_text(directory / "models.config", text_format.MessageToString(config))
 
 
-# Where a trained model comes from: a `.keras` file, a run directory, or checkpoints.
+# Sources of a trained model: a `.keras` file, a run directory, or checkpoints.
 
 
 def read_model(
     source: Path, *, step: int | None = None, best: bool = False, make: str | None = None
 ) -> tuple[keras.Model, dict[str, Any]]:
-    """Return the model of this process alone that `source` holds, and where it comes from.
+    """Return the model in `source`, without a strategy, and the origin of its weights.
 
-    The source is a `.keras` file (read in Keras' safe mode), the run directory of a `tfdist.train`,
-    or a directory that `tfdist.BackupAndRestore` wrote. `make` is ``file.py:function``, which makes
-    the model of the checkpoints, or the ``model.json`` of `BackupAndRestore(publish=...)`. Raises
-    UsageError if there is no such file or checkpoint, or it is another model's.
+    The source is a `.keras` file (read in Keras' safe mode), a run directory of `tfdist.train`, or
+    a directory written by `tfdist.BackupAndRestore`. `make` is a ``file.py:function`` that returns
+    the checkpoints' model, or the ``model.json`` of `BackupAndRestore(publish=...)`. Raises
+    UsageError if the file or checkpoint is missing or belongs to another model.
     """
     if source.suffix == ".keras":
         require(
@@ -524,7 +523,7 @@ def read_model(
 
 
 def newest_in(source: Path, *, best: bool = False) -> str | None:
-    """Return what tells a source's newest model, or best, from the one before; None without one."""
+    """Return an identifier of a source's newest (or best) model, or None if there is no model."""
     if source.suffix == ".keras":
         with contextlib.suppress(FileNotFoundError):
             return f"{source.stat().st_ino}:{source.stat().st_mtime_ns}"
@@ -541,7 +540,7 @@ def _checkpoints_in(source: Path) -> Path:
 
 
 def _made_by(make: str) -> keras.Model:
-    """Call the function that ``file.py:function`` names, or make what a JSON file describes."""
+    """Return the model from a ``file.py:function`` or from a JSON description."""
     if make.endswith(".json") and Path(make).is_file():
         with loading(make, expected="the model.json that BackupAndRestore(publish=...) writes"):
             model = keras.models.model_from_json(Path(make).read_text())
@@ -563,7 +562,7 @@ def _bad_make(make: str, received: str) -> UsageError:
 
 
 def _of_run(config: dict[str, Any]) -> tuple[keras.Model, keras.Model]:
-    """Return a model that takes pixels as they are stored, and the one in it that was trained."""
+    """Return a model that takes stored pixel values, and the trained model inside it."""
     import ml_collections
 
     from tfdist.app.recipe import build_model, load_datasets
@@ -578,7 +577,7 @@ def _of_run(config: dict[str, Any]) -> tuple[keras.Model, keras.Model]:
         num_classes=datasets.num_classes,
         dropout=read.dropout,
     )
-    keras.config.set_dtype_policy(policy)  # the data of the run are normalised in float32
+    keras.config.set_dtype_policy(policy)  # the run normalized its data in float32
     images = keras.Input(datasets.image_shape, name="image")
     variance = np.square(np.asarray(read.augmentation.std, np.float64)).tolist()
     mean = list(read.augmentation.mean)

@@ -1,13 +1,13 @@
-"""The front: the process that clients talk to, by REST and gRPC, without TensorFlow.
+"""Front: the process that accepts REST and gRPC requests, without TensorFlow.
 
     python -m tfdist.serving.front SUPERVISOR REST GRPC OPTIONS
 
-The arguments are the pid of its supervisor, the descriptor of the listening socket of REST, the
-address of gRPC, and `FrontOptions` as JSON; its standard input is a socket to the supervisor.
+The arguments are the supervisor's pid, the descriptor of the listening REST socket, the gRPC
+address, and `FrontOptions` as JSON. Standard input is a socket to the supervisor.
 
-It keeps the bytes of each request until they are answered, and gives them to replicas. In lines of
-JSON the supervisor says which there are, and which versions are served; the front says which
-replicas the supervisor is to end. uvicorn serves HTTP, grpc.aio gRPC.
+The front keeps the bytes of each request until the answer and sends them to a replica. The
+supervisor sends the replicas and the served versions as lines of JSON. The front replies with the
+replicas that the supervisor should kill. uvicorn serves HTTP, and grpc.aio serves gRPC.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from tfdist.serving.protocol import (
 
 _LOG = logging.getLogger("tfdist.serve")
 _TICK_S = 0.1
-_MOST_CONNECTIONS = 4096  # of HTTP, at a time
-_MOST_PIPELINED = 256  # requests of a connection that wait for the answer before theirs
-_HEAD_BYTES = 64 << 10  # of a request that is not whole
-_UNREAD_BYTES = 64 << 10  # of a gRPC call whose message is not read yet
-_SLOW_S = 0.1  # after which a message counts as one that comes slowly
-_MOST_OF_AN_ERROR = 500  # characters by gRPC, of 12 bytes each in a trailer, which has 8 KiB
-_TICKET = "tfdist.ticket"  # key of the scope of a request
+_MOST_CONNECTIONS = 4096  # maximum number of open HTTP connections
+_MOST_PIPELINED = 256  # maximum number of pipelined requests of an HTTP connection
+_HEAD_BYTES = 64 << 10  # maximum size of the head of a request
+_UNREAD_BYTES = 64 << 10  # flow-control window of a gRPC call before its message is read
+_SLOW_S = 0.1  # time to receive a message after which it is slow
+_MOST_OF_AN_ERROR = 500  # gRPC: up to 12 bytes per character in a trailer of 8 KiB
+_TICKET = "tfdist.ticket"  # key of the ticket in the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
 _GRPC_KINDS = {"Predict": Kind.GRPC_PREDICT, "GetModelMetadata": Kind.GRPC_METADATA}
 _PAGE = (Path(__file__).parent / "page.html").read_bytes()
@@ -82,9 +82,9 @@ Message = MutableMapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FrontOptions:
-    """Settings of a front; empty file names for none.
+    """Settings of a front. An empty file name means no file.
 
-    A client may take `silence_s` over the head of a request, and again over its body.
+    A client must send the head of a request within `silence_s`, and then its body as well.
     """
 
     limits: QueueLimits = dataclasses.field(default_factory=QueueLimits)
@@ -98,7 +98,7 @@ class FrontOptions:
 
 
 class ReplicaConnection(asyncio.Protocol):
-    """The socket to a replica; frames of one turn of the loop are one write."""
+    """Connection to a replica. One write sends all frames of an event-loop iteration."""
 
     def __init__(self, id: int, dispatcher: Dispatcher) -> None:
         self._id = id
@@ -107,7 +107,7 @@ class ReplicaConnection(asyncio.Protocol):
         self._unsent: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio
+        self._transport = cast(asyncio.Transport, transport)  # uvloop has its own class
         self._dispatcher.connected(self._id, self.send)
 
     def send(self, frame: Frame) -> None:
@@ -128,7 +128,7 @@ class ReplicaConnection(asyncio.Protocol):
 
 
 class Metrics:
-    """What a front counts, for Prometheus: requests by outcome and time, how full queues are."""
+    """Prometheus metrics of a front: requests by outcome, latencies, batch sizes and queues."""
 
     def __init__(self, models: Mapping[str, Dispatcher]) -> None:
         self.registry = CollectorRegistry()
@@ -158,14 +158,14 @@ class Metrics:
 
     def observe(self, via: str, model: str, code: str, seconds: float) -> None:
         key = (via, model, code)
-        if key not in self._children:  # looking them up by their labels takes longer than counting
+        if key not in self._children:  # a lookup by labels is slower than an increment
             self._children[key] = (self._requests.labels(*key), self._seconds.labels(via, model))
         requests, times = self._children[key]
         requests.inc()
         times.observe(seconds)
 
     def collect(self) -> Iterator[Any]:
-        """Yield the state of the models now, as a custom collector of Prometheus does."""
+        """Yield the models' current figures, as a custom collector of Prometheus."""
         for texts, make in ((_GAUGES, GaugeMetricFamily), (_COUNTS, CounterMetricFamily)):
             for key, about in texts.items():
                 family = make(f"tfdist_serving_{key}", about, labels=["model"])
@@ -175,7 +175,7 @@ class Metrics:
 
 
 class Front:
-    """Models, their dispatchers, and the two protocols over them."""
+    """Front process: the models' dispatchers, and the REST and gRPC handlers."""
 
     def __init__(
         self, options: FrontOptions, control: asyncio.StreamWriter, *, is_local: bool
@@ -216,7 +216,7 @@ class Front:
         self._control.write(json.dumps(message).encode() + b"\n")
 
     def _route(self, model: Dispatcher) -> None:
-        """Connect to replicas; tell the supervisor which draining ones have no request left."""
+        """Connect to new replicas. Report drained replicas to the supervisor."""
         for id in model.replicas.keys() - self._connected:
             self._connected.add(id)
             connection = ReplicaConnection(id, model)
@@ -231,7 +231,7 @@ class Front:
     async def _connect(self, id: int, path: str, connection: ReplicaConnection) -> None:
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: connection, path)
-        except OSError:  # it has ended, or the next tick tries again
+        except OSError:  # the replica has exited, or the next tick retries
             self._connected.discard(id)
 
     @property
@@ -239,7 +239,7 @@ class Front:
         return bool(self.models) and all(model.replicas for model in self.models.values())
 
     async def tick(self) -> None:
-        """Look every tenth of a second at deadlines, hanging replicas and drained ones."""
+        """Check deadlines, hanging replicas and drained replicas every 0.1 s."""
         while True:
             await asyncio.sleep(_TICK_S)
             for name, model in self.models.items():
@@ -262,10 +262,10 @@ class Front:
         held: Held,
         scope: Message | None = None,
     ) -> bytes:
-        """Return a replica's answer to a request, whose memory this takes over; raise RequestError.
+        """Return a replica's answer to a request. Take over `held`. Raise RequestError on errors.
 
-        A `scope` of HTTP has the ticket meanwhile, which `Connection` answers when the client
-        leaves; gRPC cancels this coroutine.
+        An HTTP `scope` holds the ticket until then. If the client disconnects, `Connection` answers
+        the ticket. For gRPC, the server cancels this coroutine.
         """
         protocol.version_of(target, self._status(target))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -290,7 +290,7 @@ class Front:
             outcome = await future
         finally:
             ticket.abandoned = True
-            del scope[_TICKET]  # an idle connection keeps its scope
+            del scope[_TICKET]  # idle connections keep their scope
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome
@@ -302,24 +302,24 @@ class Front:
     def _authorize(self, sent: str) -> None:
         wanted = f"Bearer {self._token}"
         is_right = self._token and hmac.compare_digest(sent.encode(), wanted.encode())
-        if self.options.token and not is_right:  # nobody's where the file has become empty
+        if self.options.token and not is_right:  # also if the token file is empty
             raise RequestError(Code.UNAUTHENTICATED, "Send the token: 'Authorization: Bearer ...'")
 
     # gRPC
 
     def grpc_service(self) -> grpc.GenericRpcHandler:
-        """Return the PredictionService; messages stay bytes."""
-        # On the wire as unary_unary, which would read a message before it calls the handler.
+        """Return the PredictionService with messages as bytes."""
+        # Same wire format as unary_unary, which reads the message before it calls the handler.
         handler = grpc.stream_unary_rpc_method_handler
         methods = {name: handler(self._grpc(kind)) for name, kind in _GRPC_KINDS.items()}
         return grpc.method_handlers_generic_handler(_PREDICTION, methods)
 
     def _grpc(self, kind: Kind) -> Callable[[Any, Any], Awaitable[bytes]]:
-        """Return the handler that answers requests of a kind, or with their error."""
+        """Return the handler for requests of a kind."""
 
         async def handle(_: Any, context: Any) -> bytes:
             start = time.monotonic()
-            name, code, payload = "", Code.CANCELLED, b""  # by the client, unless it is answered
+            name, code, payload = "", Code.CANCELLED, b""  # defaults if the client cancels
             held = Held(self._room)
             try:
                 if self.options.token:
@@ -344,10 +344,10 @@ class Front:
         return handle
 
     async def _message(self, context: Any, held: Held) -> bytes:
-        """Return the message of a call; raise RequestError.
+        """Return the message of a call, or raise RequestError.
 
-        gRPC tells its size only once it is whole, so that it holds the memory of the largest until
-        then. Messages that come slowly hold at most three quarters of all memory.
+        gRPC reports the size of a message only after it is complete. Until then, a call holds
+        memory for the largest message. Slow messages hold at most three quarters of all memory.
         """
         loop, options, is_slow, too_many = asyncio.get_running_loop(), self.options, False, False
         most_slow = options.limits.size_bytes // self.most_bytes * 3 // 4
@@ -433,9 +433,9 @@ class Front:
         self._metrics.observe("rest", target, str(status), time.monotonic() - start)
 
     async def _body(self, receive: Callable[[], Awaitable[Message]], held: Held) -> bytes:
-        """Return the body of a request, whose memory it holds; raise RequestError.
+        """Return the body of a request, with its memory in `held`, or raise RequestError.
 
-        What is too much is read too, and dropped: a client that still sends reads no answer.
+        It reads and drops a body that is too large: a client that still sends reads no answer.
         """
         parts, size_bytes, error, more = list[bytes](), 0, None, True
         try:
@@ -470,10 +470,10 @@ def _client_gone() -> RequestError:
 
 
 class _Parser:
-    """httptools' parser, which reads a request that offers an upgrade as one without the offer.
+    """httptools' parser that ignores the Upgrade header of a request.
 
-    httptools skips the body of such a request, which Java's HttpClient sends, for example. A server
-    may ignore the offer (RFC 9110, 7.8).
+    httptools skips the body of a request with this header. Java's HttpClient sends this header, for
+    example. A server may ignore the header (RFC 9110, 7.8).
     """
 
     def __init__(self, connection: HttpToolsProtocol) -> None:
@@ -495,11 +495,11 @@ class _Parser:
 
     def _begin(self) -> None:
         self._parser = httptools.HttpRequestParser(self._connection)
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn
 
     def _without_offer(self) -> bytes:
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
-        if method == b"CONNECT":  # which is an upgrade by itself
+        if method == b"CONNECT":  # httptools treats CONNECT as an upgrade
             raise httptools.HttpParserError("CONNECT is not supported")
         lines = [method + b" " + self._connection.url + b" HTTP/" + version]
         headers = self._connection.headers
@@ -508,23 +508,23 @@ class _Parser:
 
 
 def _connection(silence_s: float) -> type[HttpToolsProtocol]:
-    """Return uvicorn's connection, closed when a client takes too long over the head of a request.
+    """Return a subclass of uvicorn's connection with limits, because uvicorn has none.
 
-    Or too much, or sends many requests before it has its answers, or reads nothing of those:
-    uvicorn itself sets no limit to any of it. When a client leaves, its requests are answered, so
-    that they are not computed any more.
+    The connection closes if a request's head is too slow or too large. It also closes if a client
+    pipelines too many requests or reads no answers for `silence_s`. If a client disconnects, its
+    requests get an error, and replicas do not compute them any more.
     """
 
     class Connection(HttpToolsProtocol):
-        _room: float  # bytes that the head may have yet
-        _unread_bytes: float  # of answers, when it was last looked
+        _room: float  # bytes left for the head of the request
+        _unread_bytes: float  # unread bytes of answers at the last check
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.parser = cast(httptools.HttpRequestParser, _Parser(self))
-            self._unanswered = list[Any]()  # uvicorn itself knows only the last request
+            self._unanswered = list[Any]()  # uvicorn keeps only the last request
             self._wait()
-            self._reader = self._timer  # until there is one
+            self._reader = self._timer  # placeholder until the first pause
 
         def data_received(self, data: bytes) -> None:
             self._room -= len(data)
@@ -541,7 +541,7 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
             if self.parser.should_upgrade():
                 return  # the parser reads this request again
             self._timer.cancel()
-            self._room = math.inf  # for the body, which the app bounds
+            self._room = math.inf  # `Front.app` limits the body
             super().on_headers_complete()
             unanswered = [one for one in self._unanswered if not one.response_complete]
             self._unanswered = [*unanswered, self.cycle]
@@ -558,7 +558,7 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
             self._reader.cancel()
 
         def _close_unless_read(self) -> None:
-            """Let the client go once it has read nothing of its answer, which is in memory."""
+            """Close the connection if the client has read no bytes since the last check."""
             before, self._unread_bytes = self._unread_bytes, self.transport.get_write_buffer_size()
             if self._unread_bytes >= before:
                 self.transport.abort()
@@ -568,7 +568,7 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:
             if self.parser.should_upgrade():
                 return
             super().on_message_complete()
-            self._room = _HEAD_BYTES  # of the next request
+            self._room = _HEAD_BYTES  # for the next request
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._timer.cancel()
@@ -624,7 +624,7 @@ async def _grpc_server(front: Front, address: str) -> grpc.aio.Server:
             ("grpc.max_receive_message_length", front.most_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
-            ("grpc.http2.bdp_probe", 0),  # which lets calls send more before they are read
+            ("grpc.http2.bdp_probe", 0),  # the probe would enlarge the window
             ("grpc.server_handshake_timeout_ms", silence_ms),
             ("grpc.keepalive_time_ms", silence_ms),
             ("grpc.keepalive_timeout_ms", silence_ms),
@@ -673,7 +673,7 @@ def main() -> int:
     die_with(int(supervisor))
     fields = json.loads(text)
     options = FrontOptions(**{**fields, "limits": QueueLimits(**fields["limits"])})
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the supervisor sends SIGTERM
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")

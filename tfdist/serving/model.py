@@ -1,7 +1,7 @@
-"""A version of a model, loaded: requests in, answers out, batched.
+"""Loaded version of a model that answers batches of requests. This module imports TensorFlow.
 
-A Session and callables made once, as TensorFlow Serving has it: calling a signature that
-`tf.saved_model.load` returns takes 380 us of processor where this takes 18. Loads TensorFlow.
+As in TensorFlow Serving, a model has one Session, and callables are made once. A call takes 18 us
+of CPU time. A call of a signature from `tf.saved_model.load` takes 380 us.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tfdist.serving import rest
 from tfdist.serving.protocol import Code, Kind, RequestError, invalid, reason_of
 from tfdist.serving.rest import DEFAULT_SIGNATURE, TensorSpec
 
-_MOST_BYTES = 64 << 20  # of an input whose values are given once for all
-_MOST_OF_A_BYTE = 8  # of an array, by a request: a small int64
-_FIELDS = {  # of a TensorProto, in which clients look for the values of a type
+_MOST_BYTES = 64 << 20  # size limit of an input if the request repeats one value
+_MOST_OF_A_BYTE = 8  # array bytes per byte of a request: a small int64 takes one byte
+_FIELDS = {  # the field of a TensorProto for the values of each type
     "float32": "float_val",
     "float64": "double_val",
     "int64": "int64_val",
@@ -46,15 +46,15 @@ _FIELDS = {  # of a TensorProto, in which clients look for the values of a type
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
-    """A signature that can be called with arrays in the order of `inputs`."""
+    """Signature of a model, called with arrays in the order of `inputs`."""
 
     inputs: Mapping[str, TensorSpec]
     outputs: tuple[str, ...]
     call: Callable[..., Sequence[Any]]
-    batches: bool  # requests can share a call, as each example is answered by itself
+    batches: bool  # requests can share a call: each answer depends only on its own example
 
     def run(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the outputs by name; TensorFlow gives a text without dimensions as bytes."""
+        """Return the outputs by name, as arrays. TensorFlow returns a scalar string as bytes."""
         values = zip(self.outputs, self.call(*arrays), strict=True)
         return {
             name: np.array(value, object) if isinstance(value, bytes) else np.asarray(value)
@@ -64,7 +64,7 @@ class Signature:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """A predict request, decoded: what to feed and how to write the answer."""
+    """Decoded predict request: the input arrays, and the function that encodes the answer."""
 
     signature: str
     arrays: tuple[np.ndarray, ...]
@@ -76,20 +76,20 @@ class Call:
 
 
 class ServedModel:
-    """One version, with a callable for each signature."""
+    """Version of a model, with a callable for each signature."""
 
     def __init__(self, directory: Path, name: str, *, batch_sizes: Sequence[int]) -> None:
         self.name = name
         self.version = int(directory.name)
         self._sizes = tuple(sorted(batch_sizes))
-        self._by_example = True  # but for an export whose requests may not share a batch
+        self._by_example = True  # the manifest can say that requests must not share a batch
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             manifest = json.loads((directory / "manifest.json").read_text())
             self._by_example = bool(manifest["by_example"])
         graph = tf.Graph()
         options = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=1)
         options.intra_op_parallelism_threads = len(os.sched_getaffinity(0))
-        options.gpu_options.allow_growth = True  # other replicas, and versions, are beside it
+        options.gpu_options.allow_growth = True  # other replicas and versions share the GPU
         with graph.as_default():
             self._session = tf.compat.v1.Session(graph=graph, config=options)
             meta = tf.compat.v1.saved_model.load(self._session, ["serve"], str(directory))
@@ -110,7 +110,7 @@ class ServedModel:
             feed=[info.name for info in inputs.values()],
             fetch=[info.name for info in outputs.values()],
         )
-        options.run_options.inter_op_thread_pool = -1  # in the thread that calls
+        options.run_options.inter_op_thread_pool = -1  # run in the caller's thread
         return Signature(
             inputs=specs,
             outputs=tuple(outputs),
@@ -121,7 +121,7 @@ class ServedModel:
         )
 
     def warm_up(self, directory: Path) -> None:
-        """Answer the requests in ``assets.extra``, and a batch of each size."""
+        """Run the warm-up requests in ``assets.extra``, and a batch of each batch size."""
         file = directory / "assets.extra" / "tf_serving_warmup_requests"
         if not file.is_file():
             return
@@ -138,7 +138,7 @@ class ServedModel:
                     signature.call(*[np.repeat(array[:1], size, axis=0) for array in call.arrays])
 
     def answer(self, requests: Sequence[tuple[Kind, bytes]]) -> list[bytes | RequestError]:
-        """Return the answers to requests, in their order; those that fit share a call."""
+        """Return the answers in the order of the requests. Compatible requests share a call."""
         calls = [self._decoded(kind, payload) for kind, payload in requests]
         groups: dict[object, list[tuple[int, Call]]] = {}
         for at, call in enumerate(calls):
@@ -156,7 +156,7 @@ class ServedModel:
         return answers
 
     def _batches(self, members: Sequence[tuple[int, Call]]) -> Iterator[list[tuple[int, Call]]]:
-        """Yield calls for one batch after the other; one of more examples is one by itself."""
+        """Yield batches of calls. A call with more rows than the limit is a batch of one call."""
         batch, rows = list[tuple[int, Call]](), 0
         for at, call in members:
             rows += call.rows
@@ -234,7 +234,7 @@ class ServedModel:
         return bytes(response.SerializeToString())
 
     def _run(self, calls: Sequence[Call]) -> list[bytes | RequestError]:
-        """Answer calls of one signature; if that fails, each by itself."""
+        """Answer calls of one signature together. After an error, run each call separately."""
         signature = self.signatures[calls[0].signature]
         try:
             return self._run_batch(signature, calls)
@@ -248,13 +248,13 @@ class ServedModel:
 
     def _run_batch(self, signature: Signature, calls: Sequence[Call]) -> list[bytes | RequestError]:
         if not signature.batches:
-            return [call.encode(signature.run(call.arrays)) for call in calls]  # of one call
+            return [call.encode(signature.run(call.arrays)) for call in calls]  # one call
         rows = [call.rows for call in calls]
         size = next((one for one in self._sizes if one >= sum(rows)), sum(rows))
         columns = zip(*(call.arrays for call in calls), strict=True)
         outputs = signature.run([_padded(column, size) for column in columns])
         if any(array.ndim == 0 or len(array) != size for array in outputs.values()):
-            return [call.encode(signature.run(call.arrays)) for call in calls]  # have no rows
+            return [call.encode(signature.run(call.arrays)) for call in calls]  # no rows
         answers: list[bytes | RequestError] = []
         start = 0
         for call, count in zip(calls, rows, strict=True):
@@ -282,7 +282,7 @@ def _spec(info: Any) -> TensorSpec:
 
 
 def _array(tensor: Any, spec: TensorSpec, name: str) -> np.ndarray:
-    """Return the array in a tensor of a request, checked before memory is taken for it."""
+    """Return the array in a tensor of a request, after a check of its size."""
     has = tf.as_dtype(tensor.dtype)
     if np.dtype(has.as_numpy_dtype) != spec.dtype:
         wanted = tf.as_dtype(spec.dtype).name
@@ -302,7 +302,7 @@ def _array(tensor: Any, spec: TensorSpec, name: str) -> np.ndarray:
 
 
 def _padded(column: Sequence[np.ndarray], size: int) -> np.ndarray:
-    """Return the rows of requests as one array of `size` rows, the last one repeated."""
+    """Return the rows of requests as one array, padded to `size` rows with the last row."""
     missing = size - sum(map(len, column))
     if len(column) == 1 and not missing:
         return column[0]

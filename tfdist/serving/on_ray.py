@@ -1,7 +1,7 @@
 """``tfdist.serve DIR --on ray``: the exported models as a deployment of Ray Serve.
 
-Each replica has all models of the directory, which its node must be able to read, and takes new
-versions over by itself. REST alone, of the addresses and texts of the front. Needs ``ray[serve]``.
+Each replica loads all models and new versions from the directory. Each node must have the
+directory. Only REST is available, with the front's addresses and messages. Needs ``ray[serve]``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SCAN_S = 1.0
 
 
 class LoadedModel:
-    """The version of a model that this process serves."""
+    """Model with the version that this process serves."""
 
     def __init__(self, name: str, directory: Path, options: ServeOptions) -> None:
         self.session: ServedModel | None = None
@@ -51,7 +51,7 @@ class LoadedModel:
         self.versions = Model(replicas_wanted=1)
 
     def look(self) -> None:
-        """Load the newest version in place of the one before."""
+        """Load the newest version and replace the served version."""
         found = self.versions.scanned(find_versions(self._directory))
         self.versions, starts, _ = found.plan(self._ids)
         for one in starts:
@@ -77,7 +77,7 @@ class LoadedModel:
 
 
 class RayReplica:
-    """A process with all models."""
+    """Process that serves all models."""
 
     def __init__(self, options: ServeOptions) -> None:
         if not options.directory.is_dir():
@@ -106,7 +106,7 @@ class RayReplica:
         protocol.version_of(target, status)
         session = self._models[target.name].session
         if session is None or target.version not in (None, session.version):
-            raise target.not_found()  # another version was loaded this moment
+            raise target.not_found()  # a new version replaced it after the check
         answer = await self._answers((session, kind, await request.body()))
         if isinstance(answer, RequestError):
             raise answer
@@ -116,7 +116,7 @@ class RayReplica:
     async def _answers(
         self, requests: list[tuple[ServedModel, Kind, bytes]]
     ) -> list[bytes | RequestError]:
-        """Answer what has come while the batch before was computed."""
+        """Answer the requests that arrived during the computation of the previous batch."""
         answers: list[bytes | RequestError] = [b""] * len(requests)
         for model in {one for one, _, _ in requests}:
             own = [at for at, (one, _, _) in enumerate(requests) if one is model]
@@ -127,7 +127,7 @@ class RayReplica:
         return answers
 
     def _keep_looking(self) -> None:
-        """Look for versions; one that cannot be loaded is refused."""
+        """Scan for new versions once a second. `LoadedModel` refuses versions that fail to load."""
         pause = threading.Event()
         while not pause.wait(_SCAN_S):
             for name, model in self._models.items():
@@ -138,9 +138,9 @@ class RayReplica:
 
 
 def run(options: ServeOptions) -> None:
-    """Deploy on the cluster of RAY_ADDRESS, or a new one; delete it at SIGTERM or Ctrl-C.
+    """Deploy on the cluster at RAY_ADDRESS or on a new one. Delete it at SIGTERM or Ctrl-C.
 
-    Raises UsageError where there is no model, TfdistError where Ray cannot deploy them.
+    Raises UsageError if there is no model, or TfdistError if Ray cannot deploy the models.
     """
     require_models(options.directory, options.name)
     http = {"host": options.host, "port": options.rest_port, "request_timeout_s": options.timeout_s}
@@ -155,12 +155,12 @@ def run(options: ServeOptions) -> None:
         ray.init(log_to_driver=False, logging_level=logging.WARNING)
         serve.start(proxy_location="EveryNode", http_options=http)
         serve.run(deploy(RayReplica).bind(options), name=_APPLICATION, route_prefix="/")
-    except (ConnectionError, RuntimeError) as error:  # of a cluster that is not there, too
+    except (ConnectionError, RuntimeError) as error:  # also if the cluster is missing
         reason = (str(error).strip().splitlines() or ["no reason"])[-1]
         raise TfdistError(f"serve: Ray has not deployed {options.directory}: {reason}") from error
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: stop.set())  # only now: Ray sets its own
+        signal.signal(signum, lambda *_: stop.set())  # after Ray set its own handlers
     address = f"http://{options.host}:{options.rest_port}/v1/models"
     print(f"serving {options.directory} on ray: REST {address}", flush=True)
     stop.wait()

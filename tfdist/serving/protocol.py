@@ -1,8 +1,8 @@
-"""What front and replicas say to each other, and the part of TensorFlow Serving's protocol that
-needs no model: addresses, status codes, names of the requested model, states of its versions.
+"""Frames between front and replicas, and the model-independent part of TensorFlow Serving's
+protocol: addresses, status codes, names of requested models, states of versions.
 
-Pure, and without TensorFlow or NumPy. Most stubs of ``tensorflow-serving-api`` load TensorFlow, so
-a request is read here only as far as the message in its field 1, which all requests have.
+This module is pure and imports neither TensorFlow nor NumPy. Most stubs of
+``tensorflow-serving-api`` import TensorFlow, so this module reads only field 1 of a request.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Code = enum.IntEnum(
     " INTERNAL UNAVAILABLE DATA_LOSS UNAUTHENTICATED",
     start=0,
 )
-"""Status codes of gRPC, which TensorFlow has too."""
+"""Status codes of gRPC and TensorFlow."""
 HTTP_STATUS = {
-    Code.CANCELLED: 499,  # nginx's: the client has gone, and nobody reads the answer
+    Code.CANCELLED: 499,  # nginx's code for a client that has disconnected
     Code.INVALID_ARGUMENT: 400,
     Code.FAILED_PRECONDITION: 400,
     Code.UNAUTHENTICATED: 401,
@@ -41,11 +41,11 @@ HTTP_STATUS = {
     Code.UNAVAILABLE: 503,
     Code.DEADLINE_EXCEEDED: 504,
 }
-"""Status of an HTTP answer by code; 500 for the others."""
+"""HTTP status by code. All other codes have status 500."""
 
 
 class RequestError(Exception):
-    """A request that is answered with an error: a code and a line for the client."""
+    """Error answer to a request: a status code and a message for the client."""
 
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
@@ -57,8 +57,8 @@ def invalid(message: str) -> NoReturn:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first line of an error of any kind that says why."""
-    text = str(error).removeprefix("Graph execution error:")  # the head of a Session's
+    """Return the first line of an error's message, or the name of its class."""
+    text = str(error).removeprefix("Graph execution error:")  # a Session's errors start with it
     return (text.strip().splitlines() or [type(error).__name__])[0][:500]
 
 
@@ -67,7 +67,7 @@ def error_body(error: RequestError) -> bytes:
 
 
 class Kind(enum.IntEnum):
-    """What a frame carries: a request by its form and method, or an answer."""
+    """Content of a frame: a request (by protocol and method), an answer or an error."""
 
     REST_PREDICT = 1
     REST_METADATA = 2
@@ -84,9 +84,9 @@ _HEAD = struct.Struct("<IQBH")  # length of the payload, id of the request, kind
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """One message on the socket between front and replica.
+    """Message on the socket between front and replica.
 
-    `batch` is how many requests were answered together with this one.
+    `batch` is the number of requests in the batch of this answer.
     """
 
     id: int
@@ -109,13 +109,13 @@ def decode_error(payload: bytes) -> RequestError:
 
 
 class FrameBuffer:
-    """Frames out of the bytes of a stream, in whatever pieces they come."""
+    """Parser of frames from a byte stream."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Take bytes; yield the frames that are whole."""
+        """Add bytes to the buffer. Yield the complete frames."""
         self._bytes += data
         at = 0
         try:
@@ -132,16 +132,16 @@ class FrameBuffer:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address, or the name localhost, is of this machine alone."""
+    """Return whether a host is a loopback address or ``localhost``."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def require_own_name(host: str) -> None:
-    """Raise RequestError if a Host header has the name of a site, as one that resolves to us has.
+    """Raise RequestError if a Host header has the name of a web site.
 
-    Pages of that site could send requests otherwise. No site has a name of one word.
+    The check stops DNS rebinding by the pages of such a site. Names without a dot are allowed.
     """
     name = re.sub(r":\d*$", "", host).strip("[]").rstrip(".").lower()
     if not (is_loopback(name) or "." not in name or name.endswith(".localhost")):
@@ -154,7 +154,7 @@ def require_own_name(host: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """The model that a request names, and at most a version of it."""
+    """Model that a request names, with an optional version."""
 
     name: str
     version: int | None = None
@@ -169,7 +169,7 @@ class Target:
 
 
 def version_number(text: str) -> int | None:
-    """Return the version that a text names: the digits of an int64. None for any other text."""
+    """Return the version number in a text, or None if the text is not a non-negative int64."""
     number = int(text) if re.fullmatch("[0-9]{1,255}", text) else -1
     return number if 0 <= number < 1 << 63 else None
 
@@ -180,10 +180,10 @@ _READ = re.compile(f"(?i:{_MODEL})(?:/(metadata))?")
 
 
 def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
-    """Return the model that an HTTP request names and what is to be done with it.
+    """Return the model that an HTTP request names, and the kind of the request.
 
-    None in place of a kind: the states of its versions. Raises RequestError, as the model server of
-    TensorFlow does, for all other addresses.
+    The kind is None for a request for the versions' states. Raises RequestError for other
+    addresses, as TensorFlow Serving does.
     """
     pattern = {"POST": _CALL, "GET": _READ}.get(method)
     match = pattern.fullmatch(path) if pattern else None
@@ -198,7 +198,7 @@ def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
 
 
 def parse_model_spec(payload: bytes) -> Target:
-    """Return the model that a gRPC request names: field 1 of all requests that name one."""
+    """Return the model that a gRPC request names in its field 1."""
     try:
         spec = ModelSpec.FromString(BytesValue.FromString(payload).value)
     except DecodeError as error:
@@ -212,7 +212,7 @@ def parse_model_spec(payload: bytes) -> Target:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VersionState:
-    """A version and how it is; `message` is why it is not served."""
+    """State of a version. `message` is the reason why it is not served."""
 
     version: int
     state: str
@@ -221,14 +221,14 @@ class VersionState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelStatus:
-    """The version of a model that gets requests, and the states of all versions."""
+    """Served version of a model, and the states of its versions."""
 
     served: int | None = None
     states: Sequence[VersionState] = ()
 
 
 def version_of(target: Target, status: ModelStatus | None) -> int:
-    """Return the version that is to answer; raise RequestError where it is not served."""
+    """Return the version that answers the request, or raise RequestError if it is not served."""
     if status is None:
         raise target.not_found()
     if status.served is None:
@@ -241,7 +241,7 @@ def version_of(target: Target, status: ModelStatus | None) -> int:
 
 
 def states_of(target: Target, status: ModelStatus | None) -> list[VersionState]:
-    """Return the states of a model's versions, newest first, or of the one that is asked for."""
+    """Return the states of a model's versions, newest first, or of the requested version."""
     if status is None:
         message = f"Could not find any versions of model {target.name}"
         raise RequestError(Code.NOT_FOUND, message)

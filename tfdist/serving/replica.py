@@ -1,14 +1,14 @@
-"""A replica: a process that has one version of a model and answers the frames of a front.
+"""Replica: a process that loads one version of a model and answers the frames of a front.
 
     python -m tfdist.serving.replica SUPERVISOR
 
-SUPERVISOR is the pid of the process with which this one ends. It loads TensorFlow and reads its
-order from its standard input, a line of JSON: the version's directory, the model's name, the path
-of the socket to listen at, its cores (none for all), and the sizes to which batches are padded. A
-spare one waits for that. It loads the version, and writes to its standard output that it is ready
-or why it is not. Then it serves one front at a time. A
-front that ends takes nothing with it: the replica waits for the next one. What has come while it
-computed is its next batch; it waits for nothing to fill one.
+SUPERVISOR is the pid of the supervisor. The replica dies with that process. It imports TensorFlow
+and reads its order from standard input. A spare waits at this point. The order is a line of JSON
+with the version's directory, the model's name, the path of the socket, the CPU cores (empty: all)
+and the batch sizes for padding. The replica loads the version and writes `ready` or the reason of
+a failure to standard output. Then it serves one front at a time. If a front exits, the replica
+waits for the next one. A batch has the requests that arrived during the previous batch. A replica
+never waits to fill a batch.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
     from tfdist.serving.model import ServedModel
 
 _PIECE = 1 << 20
-_OBJECTS = 100_000  # that may be added before garbage is looked for
+_OBJECTS = 100_000  # new objects before Python's garbage collector runs
 
 
 def main() -> int:
-    """Serve until the supervisor ends this process; return 1 where the version does not load."""
+    """Serve until the supervisor kills this process. Return 1 if the version fails to load."""
     die_with(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the supervisor ends replicas
-    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it warns of what a Session is
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C: the supervisor ends replicas
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # drop warnings about Sessions
     status = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer to the supervisor
+    os.dup2(2, 1)  # send prints of libraries to standard error
     try:
-        from tfdist.serving.model import ServedModel  # TensorFlow, before there is an order
+        from tfdist.serving.model import ServedModel  # import TensorFlow before the order arrives
 
         line = sys.stdin.readline()
         if not line:
-            return 0  # no order has come, and none will
+            return 0  # the supervisor closed the pipe without an order
         order = json.loads(line)
         if order["cores"]:
-            os.sched_setaffinity(0, order["cores"])  # before the threads of a Session are made
+            os.sched_setaffinity(0, order["cores"])  # before the Session starts threads
         directory, sizes = Path(order["directory"]), order["batch_sizes"]
         model = ServedModel(directory, order["name"], batch_sizes=sizes)
         model.warm_up(directory)
@@ -66,7 +66,7 @@ def main() -> int:
     except Exception as error:
         print(json.dumps({"failed": reason_of(error)}), file=status)
         return 1
-    # What is loaded stays; the lists of one request alone would have the collector look at them.
+    # The model's objects stay alive. Exclude them from collections, which requests trigger.
     gc.freeze()
     gc.set_threshold(_OBJECTS)
     print(json.dumps({"ready": True}), file=status)
@@ -93,7 +93,7 @@ def _serve(model: ServedModel, connection: socket.socket, *, max_batch: int) -> 
 
 
 def _received(connection: socket.socket, buffer: FrameBuffer, *, wait: bool) -> list[Frame]:
-    """Return the frames that have come; with `wait` at least one, or none at the end."""
+    """Return the received frames. With `wait`, an empty list means the end of the stream."""
     frames: list[Frame] = []
     while True:
         block = wait and not frames

@@ -1,6 +1,6 @@
-"""TensorFlow Serving's JSON: requests to arrays, arrays to answers, errors in its words.
+"""TensorFlow Serving's JSON: conversion of requests to arrays and of arrays to answers.
 
-Forms and texts follow ``tensorflow_serving/util/json_tensor.cc``. Pure, and without TensorFlow.
+Formats and messages follow ``tensorflow_serving/util/json_tensor.cc``. Pure, without TensorFlow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _URL_SAFE = str.maketrans("-_", "+/")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """Input or output of a signature: `shape` has -1 for a dimension that is left open."""
+    """Input or output of a signature. `shape` has -1 for a dimension of unknown size."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...] | None
@@ -35,9 +35,9 @@ class TensorSpec:
 def decode_predict(
     body: bytes, signatures: Mapping[str, Mapping[str, TensorSpec]]
 ) -> tuple[str, dict[str, np.ndarray], bool]:
-    """Return the signature that a JSON body names, its inputs by name, and whether it is by row.
+    """Return a JSON body's signature name, its inputs by name, and whether it has 'instances'.
 
-    Raises RequestError, with TensorFlow Serving's text where it is a usual one.
+    Raises RequestError, for common errors with TensorFlow Serving's message.
     """
     document = parse(body)
     signature = document.get("signature_name") or DEFAULT_SIGNATURE
@@ -50,7 +50,7 @@ def decode_predict(
     if row == ("inputs" in document):
         invalid("Missing 'inputs' or 'instances' key, or both are there")
     values = _by_row(document["instances"], specs) if row else _by_name(document["inputs"], specs)
-    # Whether there may be bools or texts among the values: more texts than names.
+    # The values may include bools, or strings if the body has more strings than names.
     content = document["instances" if row else "inputs"]
     more = body.count(b'"') // 2 - len(document) - ("signature_name" in document)
     if more > 0:
@@ -62,12 +62,12 @@ def decode_predict(
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in a body, in which NaN and Infinity are numbers."""
+    """Return the JSON object in a body. NaN and Infinity are valid numbers."""
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         try:
-            document = json.loads(body)  # which knows NaN; orjson's error says what is wrong
+            document = json.loads(body)  # json accepts NaN, but orjson's error message is better
         except (ValueError, RecursionError):
             invalid(f"JSON Parse error: {error.msg} at offset: {error.pos}")
     if not isinstance(document, dict):
@@ -76,7 +76,7 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def _by_row(instances: Any, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    """Return the values of each input in 'instances': a list of objects, or of the only input."""
+    """Return each input's values from 'instances': a list of objects or of one input's values."""
     if not isinstance(instances, list) or not instances:
         invalid("Expecting 'instances' to be a list/array with values")
     if not _is_object(instances[0]):
@@ -91,7 +91,7 @@ def _by_row(instances: Any, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
 
 
 def _by_name(inputs: Any, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    """Return the values of each input in 'inputs': an object, or the values of the only input."""
+    """Return each input's values from 'inputs': an object or one input's values."""
     if not _is_object(inputs):
         return _of_only_input("inputs", inputs, specs)
     for name in specs:
@@ -113,12 +113,12 @@ def _array(value: Any, spec: TensorSpec, name: str, has_others: bool) -> np.ndar
     array = _converted(value, spec.dtype, has_others)
     if array is None:
         leaves = np.array(value, object).reshape(-1)  # `flat` has a limit of 32 dimensions
-        while len(leaves) > 1:  # by halves: one after the other would take minutes for millions
+        while len(leaves) > 1:  # binary search: a linear search takes minutes for millions
             half = len(leaves) // 2
             is_before = _converted(leaves[:half].tolist(), spec.dtype, has_others=True) is None
             leaves = leaves[:half] if is_before else leaves[half:]
         for leaf in leaves:
-            if isinstance(leaf, list):  # as an array of objects has it
+            if isinstance(leaf, list):  # NumPy keeps ragged lists as objects
                 invalid(f"input {name}: lists of different lengths, or too many in one another")
             if _converted(leaf, spec.dtype, has_others=True) is None:
                 shown, wanted = _shown(leaf), _NAMES.get(spec.dtype.name, spec.dtype.name)
@@ -133,7 +133,7 @@ def _array(value: Any, spec: TensorSpec, name: str, has_others: bool) -> np.ndar
 
 
 def require_fit(shape: Sequence[int], spec: TensorSpec, name: str) -> None:
-    """Raise RequestError unless an input has the shape that the signature asks for."""
+    """Raise RequestError if an input's shape does not match the signature."""
     if spec.shape is None:
         return
     pairs = zip(spec.shape, shape, strict=False)
@@ -143,10 +143,10 @@ def require_fit(shape: Sequence[int], spec: TensorSpec, name: str) -> None:
 
 
 def _converted(value: Any, dtype: np.dtype[Any], has_others: bool) -> np.ndarray | None:
-    """Return a nest of lists as an array, or None where it is ragged or of another type.
+    """Return nested lists as an array, or None if they are ragged or of another type.
 
-    Bools, which NumPy takes for numbers, and texts, of which each takes it as many bytes as the
-    longest, are looked for first where the request may have them.
+    With `has_others`, the function first rejects bools and strings. NumPy would convert bools to
+    numbers and pad each string to the longest one.
     """
     if dtype.kind == "O":
         return _text(value)
@@ -154,7 +154,7 @@ def _converted(value: Any, dtype: np.dtype[Any], has_others: bool) -> np.ndarray
         if has_others and not _has_only((bool,) if dtype.kind == "b" else (int, float), value):
             return None
         array = np.array(value)
-        if dtype == np.uint64 and array.dtype.kind == "f":  # as NumPy has it of 1 beside 2**63
+        if dtype == np.uint64 and array.dtype.kind == "f":  # for example [1, 2**63]
             whole = all(isinstance(one, int) for one in np.array(value, object).reshape(-1))
             array = np.array(value, dtype) if whole else array
     except (ValueError, OverflowError, TypeError, RecursionError):
@@ -168,7 +168,7 @@ def _converted(value: Any, dtype: np.dtype[Any], has_others: bool) -> np.ndarray
     if array.dtype.kind in "iu":
         if dtype.kind in "iu":
             least, most = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
-        else:  # the whole numbers between which a type of floats has them all
+        else:  # the range in which the float type represents all integers
             most = 2 ** (ml_dtypes.finfo(dtype).nmant + 1) - 1
             least = -most
         fits = least <= int(array.min()) and int(array.max()) <= most
@@ -188,7 +188,7 @@ def _has_only(kinds: tuple[type, ...], value: Any) -> bool:
 
 
 def _text(value: Any) -> np.ndarray | None:
-    """Return a nest of texts and ``{"b64": ...}`` as an array of bytes."""
+    """Return nested strings and ``{"b64": ...}`` objects as an array of bytes, or None."""
     array = np.array(value, object)
     flat = array.reshape(-1)
     for at, leaf in enumerate(flat):
@@ -235,7 +235,7 @@ def encode_predict(outputs: Mapping[str, np.ndarray], *, row: bool) -> bytes:
         return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def listed(values: Any) -> Any:
-        # A float with the digits of its type: 0.1 of float32 is 0.10000000149 as a double.
+        # Keep the digits of the float type: a float32 of 0.1 is 0.10000000149 as a double.
         return (values.astype(str).astype(float) if values.dtype.kind == "f" else values).tolist()
 
     # json writes NaN and Infinity, as TensorFlow Serving does.
@@ -243,7 +243,7 @@ def encode_predict(outputs: Mapping[str, np.ndarray], *, row: bool) -> bytes:
 
 
 def _plain(name: str, array: np.ndarray) -> Any:
-    """Return values for JSON; those of an output ``..._bytes`` as base64."""
+    """Return values for JSON. Outputs with names that end in ``_bytes`` become base64."""
     if array.dtype.kind in "fiub":
         return array if array.ndim else array[()]
     if array.dtype.kind != "O":

@@ -1,7 +1,7 @@
-"""The supervisor of a service: it holds the sockets, starts front and replicas, and replaces them.
+"""Supervisor of a service: holds the sockets, and starts and replaces the front and the replicas.
 
-It answers no request itself, so that nothing a client sends can end it. A front that ends finds, as
-the next one, its listening socket open and the replicas running. All processes die with this one.
+The supervisor answers no requests, so no request can crash it. If a front exits, the next front
+uses the same listening socket and the same replicas. All processes die with the supervisor.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from tfdist.serving.versions import (
 _LOG = logging.getLogger("tfdist.serve")
 _MODULES = {"front": "tfdist.serving.front", "replica": "tfdist.serving.replica"}
 _SCAN_S = 0.25
-_LOAD_S = 600.0  # after which a replica that is still loading is ended
-_PAUSE_S = 0.1  # before a front that has ended is replaced
-_END_S = 5.0  # that a front has to end, beside the time for its requests
-_SO_ATTACH_REUSEPORT_CBPF = 51  # asm-generic/socket.h; Python's socket has no name for it
+_LOAD_S = 600.0  # longest time to load a version before the replica is killed
+_PAUSE_S = 0.1  # wait before the supervisor replaces an exited front
+_END_S = 5.0  # time for a front to exit, in addition to `drain_s`
+_SO_ATTACH_REUSEPORT_CBPF = 51  # asm-generic/socket.h (missing in Python's socket module)
 _RETURN = 0x06  # BPF_RET | BPF_K
 _ANY, _MAPPED = "0.0.0.0", "::ffff:"
 _BACKLOG = 2048
@@ -53,7 +53,7 @@ _PIECE = 1 << 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions(FrontOptions):
-    """Settings of a service: those of the flags of ``tfdist.serve``."""
+    """Settings of a service, from the flags of ``tfdist.serve``."""
 
     directory: Path
     name: str | None = None
@@ -67,7 +67,7 @@ class ServeOptions(FrontOptions):
 
 
 class ServiceSupervisor:
-    """Sockets, processes, and the models' state."""
+    """Supervisor process, with the sockets, the child processes and the models' state."""
 
     def __init__(self, options: ServeOptions, *, modules: Mapping[str, str] = _MODULES) -> None:
         self._options = options
@@ -92,10 +92,10 @@ class ServiceSupervisor:
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until asked to stop; answer what has come, and end all processes."""
+        """Serve until a stop signal. Then answer the received requests and end all processes."""
         loop = asyncio.get_running_loop()
         for signum in STOP_SIGNALS:
-            if signal.getsignal(signum) != signal.SIG_IGN:  # as of nohup
+            if signal.getsignal(signum) != signal.SIG_IGN:  # ignored under nohup
                 loop.add_signal_handler(signum, self._stop.set)
         front = asyncio.create_task(self._keep_front())
         scan = asyncio.create_task(self._keep_scanning())
@@ -121,7 +121,7 @@ class ServiceSupervisor:
         while not self._stop.is_set():
             try:
                 how = _how(await self._run_front())
-            except TfdistError as error:  # no room for a process, which may be over soon
+            except TfdistError as error:  # cannot start a process: retry
                 if self._front is None:
                     raise
                 how = str(error)
@@ -130,7 +130,7 @@ class ServiceSupervisor:
                 await asyncio.sleep(_PAUSE_S)
 
     async def _run_front(self) -> int:
-        """Run one front until it has ended; return its exit code."""
+        """Run a front until it exits. Return its exit code."""
         names = [field.name for field in dataclasses.fields(FrontOptions)]
         options = {name: getattr(self._options, name) for name in names}
         text = json.dumps(options, default=dataclasses.asdict)
@@ -149,7 +149,7 @@ class ServiceSupervisor:
                 message = json.loads(line)
                 if "listening" in message:
                     self._grpc.front_listens.set()
-                if (id := message.get("end")) in self._replicas:  # it hangs, or has no request left
+                if (id := message.get("end")) in self._replicas:  # hanging or drained
                     self._replicas[id].kill()
         self._grpc.front_listens.clear()
         code = await asyncio.to_thread(self._front.wait)
@@ -183,7 +183,7 @@ class ServiceSupervisor:
                 try:
                     found = find_versions(path)
                 except OSError as error:
-                    if name not in unread:  # it may be so for long
+                    if name not in unread:  # warn only once
                         _LOG.warning("%s: cannot read %s: %s", name, path, error.strerror)
                     unread.add(name)
                 else:
@@ -192,7 +192,7 @@ class ServiceSupervisor:
             await asyncio.sleep(_SCAN_S)
 
     def _set(self, name: str, model: Model) -> None:
-        """Take a model's new state, do what it asks for, and tell the front."""
+        """Set a model's new state, start and drain replicas, and inform the front."""
         before, self._models[name] = self._models[name], model
         for version in model.refused.keys() - before.refused.keys():
             _LOG.error("%s: version %d is refused: %s", name, version, model.refused[version])
@@ -218,12 +218,12 @@ class ServiceSupervisor:
     # Replicas
 
     async def _run_replica(self, name: str, replica: Replica) -> None:
-        """Run a replica, after a pause, from its start to its end."""
+        """Start a replica after its wait, and follow it until it exits."""
         id = replica.id
         await asyncio.sleep(replica.wait_s)
         model = self._models[name]
         if self._stop.is_set() or model.replica(id) is None or replica.version not in model.found:
-            self._models[name] = model.without(id)  # not wanted any more, or its files are gone
+            self._models[name] = model.without(id)  # obsolete, or its files are gone
             return
         order: dict[str, Any] = {
             "directory": str(self._directory(name, replica.version)),
@@ -236,7 +236,7 @@ class ServiceSupervisor:
             process = self._start_replica(order)
         except TfdistError as error:
             _LOG.error("%s: no replica could be started: %s", name, error)
-            self._models[name] = model.without(id)  # the next scan starts another
+            self._models[name] = model.without(id)  # the next scan retries
             return
         self._replicas[id] = process
         _LOG.info(
@@ -251,12 +251,12 @@ class ServiceSupervisor:
         self._set(name, self._models[name].ended(id, how))
 
     def _cores_of(self, index: int) -> list[int]:
-        """Return the cores of a replica: a part of all, or one that several share."""
+        """Return the CPU cores of a replica: an equal part, or one shared core if few exist."""
         cores, replicas = sorted(os.sched_getaffinity(0)), self._options.replicas
         return cores[index::replicas] if replicas < len(cores) else [cores[index % len(cores)]]
 
     async def _follow(self, name: str, id: int, process: subprocess.Popen[bytes]) -> None:
-        """Read a replica's line about its loading, and wait for its end."""
+        """Read a replica's status line after loading, and wait until the replica exits."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), process.stdout
@@ -280,7 +280,7 @@ class ServiceSupervisor:
             return
         replica = model.replica(id)
         if replica is not None and replica.version != model.served:
-            with contextlib.suppress(OSError):  # the next look says so
+            with contextlib.suppress(OSError):  # the next scan reports the error
                 found = find_versions(self._paths[name]).get(replica.version)
                 if found != model.found.get(replica.version):
                     self._set(name, model.failed(id, "its files have changed while it was loaded"))
@@ -288,17 +288,17 @@ class ServiceSupervisor:
         _LOG.info("%s: replica %d is ready", name, id)
         self._set(name, model.loaded(id))
         if len(self._spares) < self._options.spares and not self._stop.is_set():
-            try:  # now, as nothing else is being loaded
+            try:  # start it now, while no version is loading
                 self._spares.append(self._start_spare())
-            except TfdistError as error:  # the next replica is loaded without it
+            except TfdistError as error:  # the next replica starts without one
                 _LOG.error("%s: no spare could be started: %s", name, error)
 
     def _start_replica(self, order: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-        """Return a process that has its order; raise TfdistError."""
+        """Return a spare or new replica process after sending its order, or raise TfdistError."""
         self._spares = [spare for spare in self._spares if spare.poll() is None]
         process = self._spares.pop(0) if self._spares else self._start_spare()
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it has just ended
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it just exited
             pipe.write(json.dumps(order).encode() + b"\n")
         return process
 
@@ -333,14 +333,14 @@ def _how(code: int) -> str:
 
 
 class GrpcPort:
-    """The port of gRPC: who connects to it while there is no front waits for the next one.
+    """Port of gRPC that keeps new connections waiting while no front runs.
 
-    gRPC takes no socket of others, so each front opens its own at the port (SO_REUSEPORT). This one
-    is held beside it, and a program of the kernel's gives connections to the front's wherever there
-    is one. Those that come in between are relayed to the next front, for their whole life. gRPC
-    takes dual-stack sockets where there are some, and the kernel keeps the two kinds apart.
+    gRPC accepts no existing socket, so each front opens its own socket at the port (SO_REUSEPORT).
+    The supervisor holds another socket at this port. A BPF program prefers the front's socket. If
+    no front listens, this class relays the connection to the next front until it closes. The
+    socket is dual-stack if possible, as in gRPC, because the kernel groups sockets by their kind.
 
-    Raises OSError where the IPv4 address cannot be had.
+    Raises OSError if the IPv4 address cannot be bound.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -367,7 +367,7 @@ class GrpcPort:
         return (_ANY if host == "::" else host.removeprefix(_MAPPED)), port
 
     async def run(self) -> None:
-        """Relay the connections for which there is no front, until this is cancelled."""
+        """Relay connections that arrive while no front listens, until cancelled."""
         server = await asyncio.start_server(self._relay, sock=self._listener, backlog=_BACKLOG)
         async with server:
             await server.serve_forever()
@@ -376,7 +376,7 @@ class GrpcPort:
         self._listener.close()
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if writer.get_extra_info("peername")[1] in self._relayed:  # the front has died this moment
+        if writer.get_extra_info("peername")[1] in self._relayed:  # the front just died
             writer.close()
             return
         await self.front_listens.wait()
@@ -396,10 +396,10 @@ class GrpcPort:
 
 
 def _prefer_the_next(listener: socket.socket) -> None:
-    """Give connections to the second socket that listens at a port, to this first one if none does.
+    """Make the kernel prefer the second socket at a port, with the first socket as a fallback.
 
-    The kernel asks a program for the number of the socket (socket(7), SO_ATTACH_REUSEPORT_CBPF);
-    this one says 1, and where that is no number of a socket, the kernel takes the one there is.
+    A BPF program returns the socket's number (socket(7), SO_ATTACH_REUSEPORT_CBPF). This program
+    returns 1. If no socket has the number 1, the kernel uses the only socket.
     """
     instruction = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 1))
     program = struct.pack("HL", 1, ctypes.addressof(instruction))
@@ -407,7 +407,7 @@ def _prefer_the_next(listener: socket.socket) -> None:
 
 
 async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    """Hand on bytes until one side has ended, then end the other."""
+    """Copy bytes until one side closes, then close the other side."""
     with contextlib.suppress(OSError):
         while data := await source.read(_PIECE):
             sink.write(data)

@@ -1,7 +1,7 @@
-"""The versions of a model: which is served, which is loaded beside it, which are refused.
+"""Versions of a model: the served version, the version that is loading, and refused versions.
 
-Pure: `Model` is what is known, its methods return it changed, and `plan` says what to do next.
-The same twice changes nothing more, so that a lost message is made good by the next look.
+This module is pure. The methods of `Model` return a changed copy, and `plan` returns the next
+actions. Repeated updates have no further effect, so the next scan makes up for a lost message.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from tfdist.errors import require
 from tfdist.files import one_line_errors
 from tfdist.serving.protocol import ModelStatus, VersionState, version_number
 
-MAX_DEATHS = 3  # of replicas that end while they load a version that was never served
+MAX_DEATHS = 3  # replica deaths during loading after which a new version is refused
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replica:
-    """A process that has a version, or is loading it; `index` is its number among the version's.
+    """Process that serves or loads a version. `index` is its number among the version's replicas.
 
-    It is started `wait_s` after it was planned.
+    The process starts `wait_s` seconds after `Model.plan` returned it.
     """
 
     id: int
@@ -36,27 +36,27 @@ class Replica:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """The state of a model."""
+    """State of a model."""
 
     replicas_wanted: int
-    # Versions on the disk with the fingerprint of their files, and those that do not load.
+    # Fingerprints of the versions on disk, and the reasons of refused versions.
     found: Mapping[int, str] = dataclasses.field(default_factory=dict)
     refused: Mapping[int, str] = dataclasses.field(default_factory=dict)
     served: int | None = None
-    replicas: tuple[Replica, ...] = ()  # living ones that are not draining
-    # Ends in a row of replicas by version and index.
+    replicas: tuple[Replica, ...] = ()  # live replicas that are not draining
+    # Number of consecutive deaths, by the replica's version and index.
     deaths: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
     @property
     def target(self) -> int | None:
-        """The newest version that is there and not refused, else the one that is served."""
+        """Newest version on disk that is not refused, otherwise the served version."""
         return max((v for v in self.found if v not in self.refused), default=self.served)
 
     def scanned(self, found: Mapping[int, str]) -> Model:
-        """Take what is on the disk now; a version whose files are others is tried again.
+        """Update the versions on disk. Retry a refused version if its files have changed.
 
-        What is being loaded goes first: none would be served where versions come faster than that.
-        What has neither files nor a replica is served no more.
+        A version that is loading finishes first, so that frequent new versions cannot block all
+        serving. A served version without files and replicas is no longer served.
         """
         if self.target != self.served and self.target in found:
             return self
@@ -68,7 +68,7 @@ class Model:
         return model._update_served()
 
     def loaded(self, id: int) -> Model:
-        """Take that a replica has loaded and warmed its version."""
+        """Record that a replica has loaded and warmed up its version."""
         one = self.replica(id)
         if one is None:
             return self
@@ -78,14 +78,14 @@ class Model:
         return dataclasses.replace(self, replicas=replicas, deaths=deaths)._update_served()
 
     def failed(self, id: int, reason: str) -> Model:
-        """Take that a replica could not load its version: it is refused unless it is served."""
+        """Record that a replica failed to load its version. Refuse it unless it is served."""
         one = self.replica(id)
         if one is None or one.version == self.served:
             return self
         return self._refuse(one.version, reason)
 
     def ended(self, id: int, how: str) -> Model:
-        """Take that the process of a replica has ended."""
+        """Record that the process of a replica has exited."""
         one = self.replica(id)
         if one is None:
             return self
@@ -102,9 +102,9 @@ class Model:
         return dataclasses.replace(self, replicas=left)
 
     def plan(self, ids: Iterator[int]) -> tuple[Model, list[Replica], list[int]]:
-        """Return the model with the replicas it is to have, those to start, and those to drain.
+        """Return the model with its planned replicas, the replicas to start, and ids to drain.
 
-        One that is drained gets no more requests, and is ended when it has none left.
+        A draining replica gets no more requests. The supervisor kills it after its last request.
         """
         kept = {self.target, self.served} - {None}
         drains = [one.id for one in self.replicas if one.version not in kept]
@@ -122,7 +122,7 @@ class Model:
 
     @property
     def status(self) -> ModelStatus:
-        """What clients can ask; older versions on the disk are left out."""
+        """States of the versions for clients, without older versions on disk."""
         states = [
             VersionState(version=version, state="END", message=why)
             for version, why in self.refused.items()
@@ -146,16 +146,16 @@ class Model:
 
 
 def find_versions(directory: Path) -> dict[int, str]:
-    """Return the fingerprints of the versions in a model's directory, which change with its files.
+    """Return the fingerprint of each version in a model's directory, made from its files' metadata.
 
     A version is a directory with a `version_number` as its name and a ``saved_model.pb``. Raises
-    OSError where the directory cannot be read.
+    OSError if the directory cannot be read.
     """
     found: dict[int, str] = {}
     for path in directory.iterdir():
         version = version_number(path.name)
         if version is not None and (path / "saved_model.pb").is_file():
-            with contextlib.suppress(FileNotFoundError):  # it is being removed
+            with contextlib.suppress(FileNotFoundError):  # another process is deleting the version
                 parts = [*path.glob("variables/*"), *path.glob("assets/*")]
                 files = [path / "saved_model.pb", *sorted(parts)]
                 stats = [(file.name, file.stat()) for file in files]
@@ -165,24 +165,24 @@ def find_versions(directory: Path) -> dict[int, str]:
 
 
 def directory_name(fingerprint: str) -> str:
-    """Return the name of a version's directory, which may begin with zeros."""
+    """Return the name of a version's directory, with its leading zeros."""
     return fingerprint.partition(" ")[0]
 
 
 def find_models(directory: Path, name: str | None = None) -> dict[str, Path]:
-    """Return the models in a directory: itself, where it holds versions, else those below it."""
+    """Return the directory as a model if it holds versions, otherwise the models inside it."""
     if find_versions(directory):
         return {name or directory.resolve().name: directory}
     models = {}
     for path in sorted(directory.glob("[!.]*")):
-        with contextlib.suppress(NotADirectoryError, PermissionError):  # as in a lost+found
+        with contextlib.suppress(NotADirectoryError, PermissionError):  # such as lost+found
             if name in (None, path.name) and find_versions(path):
                 models[path.name] = path
     return models
 
 
 def require_models(directory: Path, name: str | None = None) -> dict[str, Path]:
-    """Return the models to serve; raise UsageError where there is none."""
+    """Return the models to serve, or raise UsageError if there are none."""
     with one_line_errors(f"serve: cannot read {directory}"):
         models = find_models(directory, name)
     require(

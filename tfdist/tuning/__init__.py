@@ -1,10 +1,10 @@
-"""Sweeps: KerasTuner searches, tfdist runs every trial as a job of its own.
+"""Sweeps: KerasTuner chooses the hyperparameters, and tfdist runs each trial as a separate job.
 
-The journal of a sweep is its only truth. The chief of a sweep that was killed reads it, brings a
-new oracle to the same state by asking and telling it the same, and goes on.
+The journal holds the whole state of a sweep. If the sweep's chief is killed, the next chief reads
+the journal, replays it into a new oracle and resumes the sweep.
 
-`search`, whose trials are jobs, loads on first use. KerasTuner's own ``tuner.search`` works in one
-process. Only `oracle`, `from_python` and `inside` load KerasTuner, and with it Keras.
+`search` runs each trial as a job and is imported on first use. KerasTuner's ``tuner.search`` runs
+all trials in one process. Only `oracle`, `from_python` and `inside` import KerasTuner and Keras.
 """
 
 from __future__ import annotations

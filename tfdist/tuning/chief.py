@@ -1,9 +1,9 @@
-"""Chief of a sweep: gets trials, runs them, and journals each change.
+"""Chief of a sweep: requests trials from the search, runs them, and journals each change.
 
-A trial's way through the journal: ``asked`` before anything of it exists, ``started`` before its
-job is, ``killed`` where the job ended from outside and is started again, ``ended`` once. A chief
-that dies in between leaves a trial that the next one finds waiting: its job goes on from its
-checkpoint, or has ended already and is not run again.
+A trial has four events: ``asked`` (before its files exist), ``started`` (before its job starts),
+``killed`` (its job will restart) and ``ended`` (once). If a chief dies between two events, the
+next chief finds the trial in the journal. The next chief resumes the trial's job from its
+checkpoint. If the trial has reached its goal, the chief only records the outcome.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tfdist.tuning.trial_job import (
     values_of,
 )
 
-if TYPE_CHECKING:  # it loads KerasTuner, and with it TensorFlow
+if TYPE_CHECKING:  # the module imports KerasTuner and TensorFlow
     from tfdist.tuning.oracle import Search
     from tfdist.tuning.results import SweepScreen
     from tfdist.tuning.sweep import Sweep
@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 KILLS_AT_MOST = 3
-"""In a row, without a virtual epoch done in between."""
+"""Maximum number of consecutive kills of a trial that completes no virtual epoch."""
 
 StopRequests = Callable[[], Sequence[int]]
-"""Returns the signals that have asked for a stop since the last call."""
+"""Function that returns the stop signals received since the last call."""
 
 
 class Chief:
-    """Runs one sweep to its end; `run` once."""
+    """Chief of one sweep. Call `run` once."""
 
     def __init__(
         self,
@@ -73,16 +73,16 @@ class Chief:
         self._running: dict[str, tuple[TrialJob, LaunchedTrial]] = {}
         trials = self.state.trials.values()
         self._left = {trial.id for trial in trials if trial.status == BEGUN}
-        """Trials whose jobs an earlier chief has started, and which ended with it."""
+        """Trials that an earlier chief started and did not finish."""
         self._no_more = False
         self._ask_again = True
         self._stop_signal = 0
         self._unpublished: list[str] = []
 
     def run(self) -> int:
-        """Run trials until there are no more, or a signal asks for a stop; return the exit code.
+        """Run trials until all have ended or a signal stops the sweep. Return the exit code.
 
-        After a stop the same command goes on.
+        After a stop, the same command resumes the sweep. Too many failed trials end the sweep.
         """
         try:
             while not self._is_to_stop() and not self._too_many_failed():
@@ -109,12 +109,12 @@ class Chief:
         return self._stop_signal != 0
 
     def _is_done(self) -> bool:
-        """Return whether no trial runs, can be asked for, or waits for a runner."""
+        """Return whether no trial is running or waiting and the search has no more trials."""
         can_ask = self._ask_again and not self._no_more
         return not (self._running or can_ask or self._waiting())
 
     def _fill(self) -> None:
-        """Start trials in all free slots, each after the journal says so."""
+        """Start trials in all free slots. Journal each start first."""
         for slot in self._runner.free_slots({job.slot for job, _ in self._running.values()}):
             job = self._prepare(slot)
             if job is None:
@@ -124,7 +124,7 @@ class Chief:
             self._changed(job.trial)
 
     def _prepare(self, slot: Slot) -> TrialJob | None:
-        """Journal the start of the next trial and return it; one that is over only ends here."""
+        """Journal the start of the next trial and return its job. Record finished trials."""
         while not self._too_many_failed():
             trial = self._waiting() or self._next_trial()
             if trial is None:
@@ -143,22 +143,22 @@ class Chief:
         return None
 
     def _ran_until(self, trial: Trial) -> dict[str, float]:
-        """Return until when an earlier chief's job of a trial is known to have run, for a line."""
+        """Return the journal field with the last sign of life of an earlier chief's job."""
         if trial.id not in self._left or trial.started_at is None:
             return {}
         self._left.discard(trial.id)
         sign = trial.started_at
-        with contextlib.suppress(OSError):  # which the launcher writes all the time
+        with contextlib.suppress(OSError):  # the launcher updates this file continuously
             sign = max(sign, (self._run_dir(trial) / LIVE_FILE).stat().st_mtime)
         return {"ran_until": round(sign, 3)}
 
     def _waiting(self) -> Trial | None:
-        """Return a trial that was asked for and does not run, as an earlier chief leaves it."""
+        """Return a trial that is neither over nor running, such as one of an earlier chief."""
         left = (trial for trial in self.state.trials.values() if not trial.is_over)
         return next((trial for trial in left if trial.id not in self._running), None)
 
     def _next_trial(self) -> Trial | None:
-        """Ask for another trial; after IDLE not before one has ended."""
+        """Request another trial from the search. After IDLE, first wait for a trial to end."""
         if self._no_more or not self._ask_again:
             return None
         answer = self._search.ask()
@@ -175,9 +175,9 @@ class Chief:
     def _run_and_budget(
         self, name: str | None, values: Mapping[str, Any]
     ) -> tuple[str | None, int | None]:
-        """Return in which directory a trial runs, and after which virtual epoch it is put aside.
+        """Return the run directory's name for a trial, and the virtual epoch to pause it after.
 
-        Hyperband says in the values which trial another one continues.
+        Hyperband names in the values the trial that the new trial continues.
         """
         whole = self._sweep.max_epochs
         if whole is None:
@@ -208,9 +208,9 @@ class Chief:
         return self._sweep.options.sweep_dir / TRIALS / trial.run
 
     def _medians(self, trial: Trial) -> Medians:
-        """Return the medians of the trials that had ended when this one first began.
+        """Return the medians of the trials that had completed when this trial first started.
 
-        Those that have ended since do not count, also where a chief begins it again.
+        Trials that complete later do not count, even if a later chief restarts this trial.
         """
         names = self.state.completed if trial.measured_by is None else trial.measured_by
         ended = [self.state.trials[name] for name in names]
@@ -219,9 +219,9 @@ class Chief:
         )
 
     def _wait_for_ends(self, *, is_stopping: bool = False) -> None:
-        """Wait a moment and record the trials that have ended meanwhile.
+        """Wait at most `POLL_S` seconds and record the trials that have ended.
 
-        Of trials that end as they are stopped, record those that have reached their goal.
+        While the sweep is stopping, record only trials that have reached their goal.
         """
         self._runner.wait([running for _, running in self._running.values()], POLL_S)
         for name, (_, running) in list(self._running.items()):
@@ -264,7 +264,7 @@ class Chief:
         return trial
 
     def _publish(self) -> None:
-        """Write KerasTuner's files of what has started and ended: of many trials at once, once."""
+        """Write KerasTuner's files for all trials that started or ended since the last call."""
         if self._unpublished:
             self._search.publish(self._unpublished)
             self._unpublished = []
@@ -274,7 +274,7 @@ class Chief:
         return most is not None and self.state.num_failed >= most
 
     def _stop_all(self) -> None:
-        """Ask all trials to save and end, and wait."""
+        """Tell all trials to save and exit, and wait for them."""
         if self._running:
             logger.info("stopping: %d trials save and end", len(self._running))
         for _, running in self._running.values():
@@ -287,11 +287,11 @@ class Chief:
 
 
 RUNNING, IDLE, STOPPED = "RUNNING", "IDLE", "STOPPED"
-"""KerasTuner's words."""
+"""KerasTuner's names of the statuses."""
 
 
 class NextTrial(NamedTuple):
-    """A trial to run; or IDLE: ask again when a trial has ended; or STOPPED: no trial is left."""
+    """Trial to run, IDLE (ask again after a trial has ended) or STOPPED (no trial is left)."""
 
     status: str
     trial: str | None = None

@@ -1,4 +1,4 @@
-"""A sweep over a config file: it says what is searched, and a trial is a `tfdist.train`."""
+"""Sweep over a config file: the file defines the search space, and `tfdist.train` runs a trial."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tfdist.tuning import sweep
 from tfdist.tuning.options import SweepOptions
 from tfdist.tuning.trial_job import TrialProgram
 
-if TYPE_CHECKING:  # they load KerasTuner, and with it TensorFlow
+if TYPE_CHECKING:  # these modules import KerasTuner and TensorFlow
     from tfdist.tuning.oracle import Search, SearchSpace
 
 
 class ConfigSweep(sweep.Sweep):
-    """A sweep over the fields of a config file; `config` is without the search space's values."""
+    """Sweep over the fields of a config file. `config` lacks the search space's values."""
 
     options: SweepOptions
 
@@ -37,8 +37,8 @@ class ConfigSweep(sweep.Sweep):
 
     @functools.cached_property
     def space(self) -> SearchSpace:
-        """The search space; the first time takes seconds, as KerasTuner loads TensorFlow."""
-        with _silent_standard_error():  # TensorFlow writes four lines there, at any log level
+        """The search space. The first access takes seconds: KerasTuner imports TensorFlow."""
+        with _silent_standard_error():  # TensorFlow writes four lines to it at any log level
             from tfdist.tuning.oracle import SearchSpace
 
         return SearchSpace(self.options.config, self._config)
@@ -79,7 +79,7 @@ class ConfigSweep(sweep.Sweep):
 
 @contextlib.contextmanager
 def _silent_standard_error() -> Iterator[None]:
-    """Drop what is written to standard error, by C++ too; an exception is printed later."""
+    """Discard all output to standard error, also from C++. Exceptions are printed later."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

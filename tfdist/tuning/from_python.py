@@ -1,4 +1,4 @@
-"""`search`: a sweep with a user's own KerasTuner tuner, whose trials are jobs of the launcher."""
+"""`search`: a sweep with the user's KerasTuner tuner that runs each trial as a launcher job."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tfdist.tuning.trial_job import Assignment, TrialFailed, TrialProgram, read_
 
 
 def sweep_dir_of(tuner: Any, given: str | os.PathLike[str] | None) -> Path:
-    """Return where a sweep with this tuner writes; refuse the tuner's own directory."""
+    """Return the sweep directory for a tuner. Raise UsageError for the tuner's own directory."""
     if given is None:
         return default_dir(tuner)
     theirs = Path(tuner.directory, tuner.project_name).resolve()
@@ -57,7 +57,7 @@ def sweep_dir_of(tuner: Any, given: str | os.PathLike[str] | None) -> Path:
 
 
 def require_fresh(tuner: Any) -> None:
-    """Raise UsageError for a tuner that has searched."""
+    """Raise UsageError if the tuner already has trials."""
     require(
         not tuner.oracle.trials,
         "tfdist.tuning.search",
@@ -69,24 +69,24 @@ def require_fresh(tuner: Any) -> None:
 
 
 def require_known(tuner: Any, fit_kwargs: Mapping[str, Any]) -> None:
-    """Raise TypeError for an argument that neither `search` nor the fit of the tuner has."""
-    from tfdist.training.fitting import fit  # which a program that imports `search` may not need
+    """Raise TypeError if neither `search` nor the tuner's fit has an argument."""
+    from tfdist.training.fitting import fit  # imported here: not every caller needs it
     from tfdist.training.run import Run
 
     own = own_fit(tuner)
     signature = inspect.signature(own or fit)
     signature.bind_partial(**fit_kwargs)
-    if not own:  # the others are settings of `tfdist.Run`
+    if not own:  # the remaining arguments are settings of `tfdist.Run`
         Run(**{n: v for n, v in fit_kwargs.items() if n not in signature.parameters})
 
 
-# Command line of the program that calls `search`, started again for each trial.
+# Command line of the program that calls `search`. Each trial runs this command again.
 
 
 def own_program(main: Any, args: Sequence[str]) -> Program:
-    """Return how the program whose main module this is was started, to start it again.
+    """Return the command that started the program with this main module.
 
-    Raises UsageError in an interactive session, which cannot be run again.
+    Raises UsageError in an interactive session, because a trial cannot run it again.
     """
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None:
@@ -103,9 +103,9 @@ def own_program(main: Any, args: Sequence[str]) -> Program:
 
 
 def imports_of(source: str) -> list[str]:
-    """Return the modules that a program imports at its top, as far as they are installed ones.
+    """Return the installed packages that a program imports at its top level.
 
-    Its own, beside it, are left out: each trial is to import these itself.
+    Modules beside the program are left out. Each trial imports these modules itself.
     """
     names: list[str] = []
     for node in ast.parse(source).body:
@@ -124,12 +124,12 @@ def _is_installed(module: Any) -> bool:
 # The sweep.
 
 _SETTINGS = ("max_epochs", "factor", "hyperband_iterations", "num_initial_points", "alpha", "beta")
-"""What an oracle of KerasTuner's goes by, beside the space, the objective and the seed."""
+"""Settings of KerasTuner's oracles, besides the search space, the objective and the seed."""
 
 _TELL_THEIR_SEED = (keras_tuner.RandomSearch, keras_tuner.GridSearch)
 
 IMPORTS_OF_TRIALS = ("tfdist.tuning.inside", __name__, "tensorboard.plugins.hparams.api")
-"""What each trial comes to import, the last by KerasTuner; but for the module that is run."""
+"""Modules that each trial imports, without its main module. KerasTuner imports the last one."""
 
 _CHECKPOINTS = "checkpoints"
 
@@ -153,31 +153,31 @@ def search(
     overwrite: bool = False,
     **fit_kwargs: Any,
 ) -> None:
-    """Do what ``tuner.search(*fit_args, **fit_kwargs)`` does; every trial is a job of its own.
+    """Run ``tuner.search(*fit_args, **fit_kwargs)`` with each trial as a separate job.
 
-    Each trial runs this program again, from its beginning to this call, under the strategy, and
-    ends there. What comes behind the call runs in the sweep alone, with the tuner as after
-    ``tuner.search``. The same program again goes on with a sweep that was broken off.
+    Each trial runs this program again under the strategy and exits at this call. Only the sweep's
+    process runs the code after this call. The tuner is then in the same state as after
+    ``tuner.search``. If the sweep was interrupted, run the same program again to resume it.
 
     Args:
-      tuner: of any class of KerasTuner's or derived from one.
-      strategy, workers, ps, devices_per_worker: of every trial, as in `tfdist.launch`.
-      parallel_trials: trials at once; the CPUs and the GPUs are divided among them.
-      hosts, on: where trials run, as ``--hosts`` and ``--on`` of `tfdist.tune`; by default on this
-        machine.
-      sweep_dir: by default the tuner's directory and project name with ``-sweep`` added.
-      backup_every_steps: how often a trial saves, beside the end of each epoch.
-      max_failed_trials: end the sweep at so many; it raises TfdistError then.
-      trial_timeout_s: a trial that finishes no epoch for so long is ended, and has failed.
-      early_stop: ``median``: end a trial that is hopeless by the median stopping rule.
-      retrain_best: train the best values anew in the end, and save ``best/model.keras``.
-      overwrite: move an earlier sweep in `sweep_dir` aside. The tuner's own `overwrite` concerns
-        what KerasTuner itself has written, and so nothing here.
+      tuner: A KerasTuner tuner, also of a subclass.
+      strategy, workers, ps, devices_per_worker: Settings of every trial, as in `tfdist.launch`.
+      parallel_trials: Number of trials that run at once. They share the CPUs and GPUs (default: 1).
+      hosts, on: Hosts of the trials, as ``--hosts`` and ``--on`` of `tfdist.tune` (default: this
+        machine).
+      sweep_dir: Sweep directory (default: tuner's directory and project name, plus ``-sweep``).
+      backup_every_steps: Steps between saves of a trial. Each trial also saves after each epoch.
+      max_failed_trials: Number of failed trials that ends the sweep with an error (default: none).
+      trial_timeout_s: Seconds in which a trial must finish an epoch, or it fails (default: inf).
+      early_stop: ``median`` stops trials by the median stopping rule (default: ``none``).
+      retrain_best: Whether to train the best trial again and save ``best/model.keras``.
+      overwrite: Whether to move an earlier sweep in `sweep_dir` aside. The tuner's own `overwrite`
+        only affects files of KerasTuner.
 
     Raises:
-      UsageError: before anything is started.
-      TfdistError: too many trials have failed.
-      SystemExit: in a trial, which is done; in a sweep that was asked to stop.
+      UsageError: An argument is invalid, or trials can start on none of the hosts.
+      TfdistError: Too many trials failed, or the best trial could not be trained again.
+      SystemExit: The process runs a trial that is done, or the sweep was stopped by a signal.
     """
     options = RunOptions(
         sweep_dir=sweep_dir_of(tuner, sweep_dir),
@@ -216,21 +216,21 @@ def search(
             raise TrialFailed from error
         sys.exit(EXIT_OK)
     require_fresh(tuner)
-    if assignment is None:  # else a search before the one whose trial this is: it is finished
+    if assignment is None:  # otherwise the trial is of a later search, and this search has finished
         sweep.require_alone("tfdist.tuning.search", os.environ)
         fitting = {f"argument {n}": arg for n, arg in enumerate(fit_args, 1)} | fit_kwargs
         exit_code, state = sweep.run(TunerSweep(tuner, options, _trial_program(), fitting))
         _raise_unless_done(exit_code, state, options.sweep_dir)
     else:
         complete_space(tuner)
-    if not tuner.oracle.trials:  # the sweep was finished before
+    if not tuner.oracle.trials:  # the sweep had finished before this start
         lines = read(options.sweep_dir / JOURNAL)
         search_of(tuner, options.sweep_dir, lines[0]).replay(lines, is_over=True)
     tuner.directory, tuner.project_name = str(options.sweep_dir), PROJECT
 
 
 class TunerSweep(Sweep):
-    """A sweep over the space of a KerasTuner tuner; `fitting` has the arguments of the fit."""
+    """Sweep over the search space of a KerasTuner tuner. `fitting` holds the fit's arguments."""
 
     def __init__(
         self, tuner: Any, options: RunOptions, program: TrialProgram, fitting: Mapping[str, Any]
@@ -239,16 +239,16 @@ class TunerSweep(Sweep):
         self.first_seed = int(tuner.oracle.seed)
         self._tuner = tuner
         self._fitting = fitting
-        from tfdist.training.trackers import in_use  # as `fit` in `require_known`
+        from tfdist.training.trackers import in_use  # imported here, as `fit` in `require_known`
 
         self.trackers = in_use(fitting.get("callbacks"))
 
     def describe(self) -> dict[str, Any]:
-        """Return the sweep's description; of the arguments of fit, those that JSON has."""
+        """Return the sweep's description, with the fit's arguments that are JSON scalars."""
         complete_space(self._tuner)
         tuner, oracle = self._tuner, self._tuner.oracle
         require(
-            not hasattr(oracle.objective, "objectives"),  # which a MultiObjective adds up
+            not hasattr(oracle.objective, "objectives"),  # an attribute of MultiObjective
             "objective",
             received=str(oracle.objective),
             expected="one",
@@ -267,8 +267,8 @@ class TunerSweep(Sweep):
             "objective": oracle.objective.name,
             "direction": oracle.objective.direction,
             **{name: getattr(self.options, name) for name in names},
-            # Where none is given the oracle draws another at each start, and the first counts. Of
-            # the other tuners it cannot be told whether one was given.
+            # Without a seed, the oracle draws another one at each start, and the first one counts.
+            # Only these tuners show whether the user gave a seed.
             "seed": (tuner.seed or None) if isinstance(tuner, _TELL_THEIR_SEED) else None,
             "max_trials": oracle.max_trials,
             "config": {"tuner": settings, **plain},
@@ -279,9 +279,9 @@ class TunerSweep(Sweep):
         return search_of(self._tuner, self.options.sweep_dir, begun)
 
     def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> dict[str, str]:
-        """Return the assignment of a trial; it has the checkpoints of the trial that it continues.
+        """Return the assignment of a trial. A trial that continues another uses its checkpoints.
 
-        The best is trained from the beginning, hyperband's in full.
+        The best trial is retrained from its first epoch, with hyperband for `max_epochs`.
         """
         sweep_dir, oracle = self.options.sweep_dir.absolute(), self._tuner.oracle
         run_dir = first = sweep_dir / RETRAINED
@@ -305,7 +305,7 @@ class TunerSweep(Sweep):
 
 
 def _trial_program() -> TrialProgram:
-    """Return this program, which each trial runs again."""
+    """Return this program as the program of each trial."""
     main: Any = sys.modules["__main__"]
     program = own_program(main, sys.argv[1:])
     can_fork = imports_tensorflow(program, search=[os.getcwd(), *sys.path])
@@ -319,7 +319,7 @@ def _trial_program() -> TrialProgram:
 
 
 def search_of(tuner: Any, sweep_dir: Path, begun: Mapping[str, Any]) -> Search:
-    """Return the tuner's own oracle, with the sweep's seed."""
+    """Return a search that uses the tuner's oracle with the sweep's seed."""
     oracle, seed = tuner.oracle, begun["seed"]
     oracle.seed = oracle._seed_state = seed
     if isinstance(oracle, keras_tuner.oracles.BayesianOptimizationOracle):
@@ -339,7 +339,7 @@ def _raise_unless_done(exit_code: int, state: SweepState, sweep_dir: Path) -> No
 
 
 def _first_of(trial: str, oracle: Any) -> str:
-    """Return the trial that this one continues, by way of others or not; else itself."""
+    """Return the first trial of the chain that this trial continues, or the trial itself."""
     while past := oracle.trials[trial].hyperparameters.values.get("tuner/trial_id"):
         trial = past
     return trial

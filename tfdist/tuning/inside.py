@@ -1,4 +1,4 @@
-"""One trial of a KerasTuner tuner, as each task of its job runs it."""
+"""Trial of a KerasTuner tuner: the part that runs in each task of the trial's job."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from tfdist.tuning.trial_job import Assignment
 def run_assigned(
     tuner: Any, assignment: Assignment, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Run the trial with `tuner.run_trial`, and have the chief write down its result.
+    """Run the trial with `tuner.run_trial`. The chief writes the result.
 
-    A collective. Raises UsageError where the model does not report the objective.
+    All tasks of a job must call this function. Raises UsageError if the objective is unreported.
     """
     _use_sweep_directory(tuner, assignment)
     keras.utils.set_random_seed(assignment.seed)
@@ -55,10 +55,10 @@ def run_assigned(
             _require_known(hp, assignment)
 
     def fit_trial(*args: Any, **kwargs: Any) -> Any:
-        require_known()  # before the training, not after it
+        require_known()  # before the training, to fail early
         return fitting(*args, **kwargs)
 
-    if own_fit(tuner) is None:  # which Keras' own fit would not know
+    if own_fit(tuner) is None:  # Keras' fit does not accept the settings of `Run`
         settings = {name: kwargs[name] for name in SETTINGS if name in kwargs}
         callbacks = [*(kwargs.get("callbacks") or []), Run(**settings)]
         kwargs = {**kwargs, "callbacks": callbacks}
@@ -74,18 +74,18 @@ def run_assigned(
             save_whole(fitting.model, fitting.directory.model_file)
         result["hyperparameters"] = asked
         fitting.directory.write_summary({"status": DONE, **result, **fitting.summary()})
-    barrier()  # a task that ends early would take its peers down
+    barrier()  # a task that exits early would make its peers fail
 
 
 def _use_sweep_directory(tuner: Any, assignment: Assignment) -> None:
-    """Have the tuner write where all trials of the sweep do, and nothing of the oracle's."""
+    """Make the tuner write to the sweep's directory, and disable the oracle's own files."""
     tuner.directory, tuner.project_name = assignment.sweep_dir, PROJECT
     tuner.oracle._set_project_dir(tuner.directory, tuner.project_name)
     tuner.oracle.save = tuner.oracle._save_trial = lambda *_: None
     tuner.oracle.verbose = 0
     if getattr(tuner, "distribution_strategy", None) is None:
         tuner.distribution_strategy = make_strategy()
-    elif current_job() is None:  # a strategy of the program's own
+    elif current_job() is None:  # the program made the strategy itself
         remember(job_of(tuner.distribution_strategy))
 
 
@@ -100,9 +100,9 @@ def _assigned_trial(tuner: Any, assignment: Assignment) -> Any:
 
 
 class _TrialFit:
-    """`tfdist.fit` with the trial's checkpoints, seed and lines of metrics.
+    """Callable that runs `tfdist.fit` with the trial's checkpoints, seed and metric lines.
 
-    Each call is one execution of the trial, with checkpoints of its own.
+    Each call is one execution of the trial. Each execution has separate checkpoints.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class _TrialFit:
         return history
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary of the last model that was fitted."""
+        """Return the summary of the last fitted model."""
         if self.model is None:
             return {}
         job = current_job()
@@ -157,9 +157,9 @@ class _TrialFit:
         }
 
     def has_reported(self, results: Any, objective: str) -> bool:
-        """Return whether the result is the best of the epochs of one fit, whose lines are there.
+        """Return whether the metric lines contain the result, from the epochs of a single fit.
 
-        There are none where the trial that this one continues had been stopped for good.
+        No lines exist if early stopping had already ended the trial that this trial continues.
         """
         is_one = isinstance(results, list) and [type(one) for one in results] == [History]
         is_there = is_one and objective in results[0].history
@@ -171,10 +171,10 @@ class _TrialFit:
 
 
 class _OwnEpochs(keras.callbacks.Callback):
-    """Has the History hold the epochs of its own trial, not of the one that this one continues.
+    """Callback that removes the epochs of a continued trial from the History.
 
-    Where that was stopped for good no epoch follows, and the History is still that one's. It comes
-    before the History, which may be among the user's callbacks.
+    If early stopping had already ended that trial, no epoch follows, and the History keeps its
+    epochs. This callback must run before the History, which the user may pass as a callback.
     """
 
     def __init__(self, trial: str) -> None:
@@ -196,9 +196,9 @@ class _OwnEpochs(keras.callbacks.Callback):
 
 
 class _MetricLines(keras.callbacks.Callback):
-    """Writes a line to `metrics.jsonl` for each epoch, which the sweep shows and judges by.
+    """Callback that writes a line to `metrics.jsonl` for each epoch. The sweep reads these lines.
 
-    Ends a trial that is no use any more: its loss is not finite, or `objective` is not reported.
+    It raises an error if the loss is not finite or if `objective` is missing from the metrics.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class _MetricLines(keras.callbacks.Callback):
     def _write(self, epoch: int, logs: Mapping[str, Any]) -> None:
         step = self._steps_before + _steps_of(self.model)
         virtual_epoch = self._epochs_before + epoch + 1
-        if not self._has_written:  # those of an attempt that went further
+        if not self._has_written:  # drop lines of an earlier attempt that ran further
             self._directory.drop_metrics_from(virtual_epoch)
         self._has_written = True
         self._directory.append_metrics({"step": step, "virtual_epoch": virtual_epoch, **logs})
@@ -258,7 +258,7 @@ def _result(tuner: Any, results: Any) -> dict[str, Any]:
 
 
 def _require_known(hp: Any, assignment: Assignment) -> None:
-    """Raise UsageError where the program has asked for a value that the sweep has not chosen."""
+    """Raise UsageError if the program reads a hyperparameter that the sweep does not know."""
     new = [one.name for one in hp.space if hp.is_active(one) and one.name not in assignment.values]
     if new:
         raise UsageError(
@@ -281,14 +281,14 @@ def _require_no_backup(callbacks: list[Any]) -> None:
     )
 
 
-# KerasTuner's own callbacks, as they fit a run that is resumed.
+# Replacement for a callback of KerasTuner that does not support resumed runs.
 
 
 class SaveBest(keras.callbacks.Callback):
-    """KerasTuner's saving of the weights of the best epoch, by the chief, and resumed.
+    """Callback that saves the weights of the best epoch, by the chief and also after a resume.
 
-    A trial that goes on from another's checkpoints has a best epoch of its own. Where it has none,
-    as that one was stopped for good, the best weights are that one's.
+    A trial that continues another trial has its own best epoch. If early stopping had already
+    ended the other trial, this trial has no epochs and copies the best weights of that trial.
     """
 
     def __init__(self, original: Any) -> None:
@@ -296,7 +296,7 @@ class SaveBest(keras.callbacks.Callback):
         self._original = original
         self._file = Path(original.filepath)
         self._before: Path | None = None
-        """What the trial before has saved, where nothing of this one was resumed."""
+        """Best weights of the continued trial, unless this trial resumed its own checkpoint."""
         self._has_saved = False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -306,12 +306,12 @@ class SaveBest(keras.callbacks.Callback):
             if not original.objective.better_than(value, original.best_value):
                 return
             original.best_value = value
-        elif math.isfinite(original.best_value):  # reported after some epochs only
+        elif math.isfinite(original.best_value):  # the objective is missing in some epochs
             return
         if is_chief():
             with one_line_errors(self._file), replacing(self._file) as unfinished:
                 self.model.save_weights(str(unfinished))
-            if not self._has_saved:  # what KerasTuner writes in the end, where no stop came before
+            if not self._has_saved:  # KerasTuner writes this file only after the training
                 shapes = self._file.with_name("build_config.json")
                 shapes.write_text(json.dumps(self.model.get_build_config()), encoding="utf-8")
         self._has_saved = True
@@ -331,5 +331,5 @@ class SaveBest(keras.callbacks.Callback):
         if trial == self._file.parent.name:
             with contextlib.suppress(ValueError):
                 self._original.best_value = float(best)
-        elif re.fullmatch(r"[\w.-]*\w", trial):  # a directory beside this one, and no other
+        elif re.fullmatch(r"[\w.-]*\w", trial):  # only a directory beside this trial's directory
             self._before = self._file.parents[1] / trial / self._file.name

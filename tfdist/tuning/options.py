@@ -1,4 +1,4 @@
-"""The command line of `tfdist.tune`: its own flags, and --config.FIELD for all trials."""
+"""Command line of `tfdist.tune`: its flags, and --config.FIELD flags for all trials."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tfdist.launch.options import PLACES, LaunchOptions
 TUNERS = ("random", "grid", "bayesian", "hyperband")
 STRATEGIES = ("single", "mirrored", "multiworker", "ps")
 OBJECTIVES = {"val_accuracy": "max", "val_loss": "min", "accuracy": "max", "loss": "min"}
-"""What a trial reports, and which way is better."""
+"""Metrics that a trial reports, and whether the maximum or the minimum is best."""
 DEFAULT_MAX_TRIALS = 20
 NONE, MEDIAN = "none", "median"
 EARLY_STOPS = (NONE, MEDIAN)
-"""Whether a trial may be stopped as hopeless, and by which rule."""
+"""Rules that can stop a hopeless trial."""
 
 
 def _flag(default: Any, shown: str, about: str) -> Any:
-    """Return a field that is a flag: its default, and the texts of ``--help``."""
+    """Return a dataclass field for a flag, with its default and its ``--help`` texts."""
     return field(default=default, metadata={"metavar": shown, "help": about})
 
 
@@ -39,7 +39,7 @@ class RunOptions:
     """Options for the jobs of a sweep's trials.
 
     Raises:
-      UsageError: a value is out of its range, or values exclude each other.
+      UsageError: A value is out of range, or two options exclude each other.
     """
 
     sweep_dir: Path = field(
@@ -62,7 +62,7 @@ class RunOptions:
     retrain_best: bool = _flag(False, "", "train the best anew and save the model")
     overwrite: bool = _flag(False, "", "move an earlier sweep aside, into old-1, ...")
     backup_every_steps: int | None = None
-    """How often a trial of `tfdist.tuning.search` saves; a configuration has its own field."""
+    """Steps between saves of a `tfdist.tuning.search` trial. A config file has its own field."""
 
     def __post_init__(self) -> None:
         require_one_of("--strategy", self.strategy, STRATEGIES)
@@ -75,7 +75,7 @@ class RunOptions:
             require_number(
                 "--trial_timeout_s", self.trial_timeout_s, above=0, unit="seconds", fix=fix
             )
-        LaunchOptions(  # each trial's launcher would refuse the same values
+        LaunchOptions(  # each trial's launcher would reject the same values
             strategy=self.strategy if self.hosts is None else "auto",
             workers=self.workers,
             on=self.on,
@@ -101,13 +101,13 @@ class RunOptions:
 
     @property
     def tasks_per_trial(self) -> int:
-        """Return how many processes compute in each trial; a ps job's chief only waits."""
+        """Return the number of processes that compute in each trial, without a ps job's chief."""
         return self.workers + (self.ps if self.strategy == "ps" else 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOptions(RunOptions):
-    """Options of `tfdist.tune`; raises as `RunOptions`."""
+    """Options of `tfdist.tune`. Invalid values raise UsageError, as in `RunOptions`."""
 
     config: str = field(
         metadata={"metavar": "FILE", "help": "a config file with space(hp, config)"}
@@ -118,10 +118,10 @@ class SweepOptions(RunOptions):
     factor: int = _flag(3, "F", "hyperband: one in F trials is continued (3)")
     seed: int | None = _flag(None, "S", "of the search and of every trial (drawn)")
     config_flags: tuple[str, ...] = ()
-    """``--config.field=value``, of every trial, before the search space sets its own."""
+    """``--config.field=value`` flags of every trial. The search space's values override them."""
 
     def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)  # super() does not know the class that slots made anew
+        RunOptions.__post_init__(self)  # slots=True made a new class, so super() does not work
         require_one_of("--tuner", self.tuner, TUNERS)
         require_one_of("--objective", self.objective, OBJECTIVES)
         if self.tuner == "hyperband":
@@ -138,7 +138,7 @@ class SweepOptions(RunOptions):
 
 
 def parse(argv: Sequence[str]) -> SweepOptions | Path:
-    """Return the options of the command line, or the directory of the sweep to show."""
+    """Return the parsed options, or with ``--show`` the sweep directory to print."""
     config_flags = tuple(word for word in argv if word.startswith("--config."))
     parser = _parser()
     given = vars(parser.parse_args([word for word in argv if word not in config_flags]))
@@ -177,7 +177,7 @@ def _parser() -> Parser:
 
 
 def require_no_rule(early_stop: str) -> None:
-    """Raise UsageError for a rule beside that of hyperband."""
+    """Raise UsageError if hyperband is combined with an early-stopping rule."""
     require(
         early_stop == NONE,
         "--early_stop",
@@ -189,7 +189,7 @@ def require_no_rule(early_stop: str) -> None:
 
 
 def _require_least(least: int, **options: int | None) -> None:
-    """Raise UsageError for an option that is no whole number of at least `least` and not None."""
+    """Raise UsageError if an option is not None and not an integer of at least `least`."""
     for name, value in options.items():
         if value is not None:
             require_int(f"--{name}", value, least=least, fix=f"write --{name} {least}, for example")

@@ -1,6 +1,6 @@
-"""KerasTuner in a sweep: the search space, complete before the first trial, and the oracle.
+"""KerasTuner in a sweep: the oracle, and the search space, known in full before the first trial.
 
-A config file says what is searched in a function::
+A config file defines the search space in a function::
 
     def space(hp, config):
         config.optimizer = hp.Choice("optimizer", ["sgd", "adam"])
@@ -35,9 +35,9 @@ _Build = Callable[[Any, Any], object]
 
 
 class SearchSpace:
-    """All hyperparameters of a config file, and what a trial's values make of its configuration.
+    """All hyperparameters of a config file, and the config flags for a trial's values.
 
-    Raises UsageError where the file has no space, an empty one, or one that does not run.
+    Raises UsageError if the file has no `space` function or an empty space, or if it fails.
     """
 
     def __init__(self, path: str, config: Any) -> None:
@@ -50,10 +50,10 @@ class SearchSpace:
         )
 
     def flags(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the ``--config.field=value`` that make a trial of these values.
+        """Return the ``--config.field=value`` flags of a trial with these values.
 
-        Raises UsageError where they make no configuration that can be run, or where the file asks
-        for a hyperparameter that was not there before the first trial.
+        Raises UsageError if the configuration is invalid, or if the file reads a hyperparameter
+        that was unknown before the first trial.
         """
         hp = self.hyperparameters.copy()
         hp.values = {k: v for k, v in values.items() if not k.startswith("tuner/")}
@@ -74,7 +74,7 @@ class SearchSpace:
         )
 
     def asked(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that the file asks for in a trial of these."""
+        """Return the values that the file reads in a trial with these values."""
         hp = self.hyperparameters.copy()
         hp.values = dict(values)
         asked = record_asked(hp)
@@ -94,7 +94,7 @@ class SearchSpace:
 
 
 def record_asked(hp: Any) -> dict[str, Any]:
-    """Return a mapping that gets each value that a program asks `hp` for from now on."""
+    """Return a mapping that records each value that a program reads from `hp` after this call."""
     asked = dict[str, Any]()
     retrieve, get = hp._retrieve, hp.get
 
@@ -114,7 +114,7 @@ def record_asked(hp: Any) -> dict[str, Any]:
 
 
 def describe_space(hyperparameters: Any, *, where: str, function: str) -> list[dict[str, Any]]:
-    """Return a space as JSON, to be journaled and compared; refuse an empty one."""
+    """Return a search space as JSON, for the journal, or raise UsageError if it is empty."""
     space: list[dict[str, Any]] = json.loads(json.dumps(hyperparameters.get_config()["space"]))
     require(
         space,
@@ -128,7 +128,7 @@ def describe_space(hyperparameters: Any, *, where: str, function: str) -> list[d
 
 
 def _load(path: str) -> _Build:
-    build: Any = runpy.run_path(path).get("space")  # it has run before, for its configuration
+    build: Any = runpy.run_path(path).get("space")  # the file ran before, to read the config
     require(
         callable(build),
         path,
@@ -140,28 +140,28 @@ def _load(path: str) -> _Build:
     return build
 
 
-# Search-space discovery: all hyperparameters, before the first trial.
+# Search-space discovery: find all hyperparameters before the first trial.
 #
-# A program asks for some of them only where others have certain values: under a condition, an
-# ``if``, or in a loop over a number of layers. So it is asked with other values than the defaults,
-# too.
+# A program may read a hyperparameter only if another one has a certain value: in a conditional
+# scope, under an ``if``, or in a loop over a number of layers. Discovery therefore runs the
+# program also with values other than the defaults.
 
 logger = logging.getLogger(__name__)
 
 _MOST = 64
-"""What is higher is a size and no count, and what is built of it may be too large to be tried."""
+"""Largest integer to try. Larger values are sizes, and a model of that size may be too large."""
 
 _LARGE = 10_000_000
-"""A model of more parameters is given back before the next is built, which takes a moment."""
+"""Number of parameters above which discovery frees a model before it builds the next one."""
 
 _LAST = 1 - 1e-9
 
 
 def discover_space(build: Callable[[Any], object], known: Any) -> Any:
-    """Return a `keras_tuner.HyperParameters` of all that are known and all that are asked for.
+    """Return a `keras_tuner.HyperParameters` with all known and all discovered hyperparameters.
 
-    `build(hp)` is called for each condition and each value that tells something: with nothing else
-    changed, but what it took to be asked for the hyperparameter at all.
+    The function calls `build(hp)` for each condition and each value that others may depend on. A
+    call changes only that value and the values that make the hyperparameter active.
     """
     known, seen, scopes = known.copy(), list[dict[str, Any]](), list[dict[str, Any]]()
     waiting = [*_others(known.space, {})] if known.space else [{}]
@@ -183,9 +183,9 @@ def discover_space(build: Callable[[Any], object], known: Any) -> Any:
 
 
 def complete_space(tuner: Any) -> None:
-    """Add what `build` asks for only with other values than the defaults that the tuner has tried.
+    """Add the hyperparameters that `build` reads only with values other than the defaults.
 
-    What cannot be built has asked for its hyperparameters before; a trial of it fails by itself.
+    A model that fails to build has read its hyperparameters before the error. Such trials fail.
     """
     oracle = tuner.oracle
     if tuner.hypermodel is None or not (oracle.tune_new_entries and oracle.allow_new_entries):
@@ -199,14 +199,14 @@ def complete_space(tuner: Any) -> None:
             return
         is_large = getattr(model, "built", False) and model.count_params() > _LARGE
         del model
-        if is_large:  # it refers to itself, and Python might look for such only after some more
+        if is_large:  # the model has reference cycles, which Python may collect too late
             gc.collect()
 
     oracle.update_space(discover_space(build, oracle.get_space()))
 
 
 def _others(space: Iterable[Any], values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield `values` with one more: each that tells something, of each of the hyperparameters."""
+    """Yield `values` with one more value, for each non-default value that others may depend on."""
     for one in space:
         parents = {c.name: c.values[0] for c in one.conditions}
         for value in _telling(one):
@@ -217,7 +217,7 @@ def _others(space: Iterable[Any], values: Mapping[str, Any]) -> Iterator[dict[st
 def _telling(one: Any) -> list[Any]:
     """Return the values of a hyperparameter on which others may depend.
 
-    Each word and each switch; of numbers the ends, as each call may build a model.
+    These are all strings and booleans, but only the range ends of numbers, to build few models.
     """
     match type(one).__name__:
         case "Choice" | "Boolean":
@@ -233,7 +233,7 @@ def _telling(one: Any) -> list[Any]:
 
 
 def _fill(hp: Any, values: Mapping[str, Any]) -> None:
-    """Give every active hyperparameter its value, those not in `values` their default."""
+    """Set every active hyperparameter to its value in `values`, or to its default."""
     hp.values = {}
     for one in hp.space:
         if hp.is_active(one):
@@ -242,11 +242,11 @@ def _fill(hp: Any, values: Mapping[str, Any]) -> None:
         hp.values.setdefault(name, value)
 
 
-# KerasTuner's oracle: the next trial, and its results directory.
+# KerasTuner's oracle: it chooses the next trial and has a results directory.
 #
-# An oracle is brought to where it was by asking and telling it all that the journal says. Its own
-# files do not hold that (GridSearch's queue and BayesianOptimization's random state are in none,
-# KerasTuner 1.4.8), so they are written for those who read them, whole each time, and never read.
+# To restore an oracle, `Search.replay` repeats all requests and results of the journal. The
+# oracle's files are incomplete: KerasTuner 1.4.8 does not save GridSearch's queue or the random
+# state of BayesianOptimization. tfdist writes these files for users and never reads them.
 
 PROJECT = "keras_tuner"
 """The name of the project in the sweep directory, for `keras_tuner.RandomSearch(..., directory,
@@ -254,7 +254,7 @@ project_name)`."""
 
 
 class Search:
-    """An oracle of KerasTuner in one process, which asks it and tells it, one at a time."""
+    """Search with a KerasTuner oracle: `ask` returns a trial, `tell` reports a result."""
 
     def __init__(self, oracle: Any, *, sweep_dir: Path, max_trials: int | None) -> None:
         self._oracle = oracle
@@ -268,14 +268,14 @@ class Search:
         if isinstance(oracle, keras_tuner.oracles.GridSearchOracle):
             self._populate = functools.partial(self._next_of_grid, oracle.populate_space)
         oracle.verbose, oracle.max_trials = 0, max_trials
-        # It would raise with its lock held; --max_failed_trials is ours.
+        # The oracle would raise while it holds its lock. The chief applies --max_failed_trials.
         oracle.max_consecutive_failed_trials = sys.maxsize
         oracle._set_project_dir(str(sweep_dir), PROJECT)
         oracle.populate_space = self._populate_space
-        oracle.save = oracle._save_trial = _not_yet  # `publish` does, after the journal
+        oracle.save = oracle._save_trial = _not_yet  # `publish` saves, after the journal
 
     def ask(self) -> NextTrial:
-        """Return the next trial, or that there is none now."""
+        """Return the next trial, or a status without a trial."""
         number = 0
         while f"runner-{number}" in self._oracle.ongoing_trials:
             number += 1
@@ -286,10 +286,10 @@ class Search:
         return NextTrial(status=RUNNING, trial=trial.trial_id, values=values)
 
     def tell(self, ended: Mapping[str, Any]) -> None:
-        """Tell the oracle that a trial has ended, COMPLETED or FAILED, and its metrics.
+        """Report the status (COMPLETED or FAILED) and metrics of an ended trial to the oracle.
 
         Args:
-          ended: line of the journal. Values that the trial has asked for and that are not tuned
+          ended: Line of the journal. Values that the trial read but the oracle did not choose
             become values of the trial, as in KerasTuner.
         """
         name = ended["trial"]
@@ -302,9 +302,9 @@ class Search:
                 metrics = {key: value for key, value in line.items() if key != "virtual_epoch"}
                 for metric in metrics:
                     if metric != objective and not tracker.exists(metric):
-                        try:  # makes Keras' metric of this name to find which way is better
+                        try:  # KerasTuner makes the Keras metric to infer its direction
                             tracker.register(metric)
-                        except Exception:  # such as a MeanIoU, which needs arguments (1.4.8)
+                        except Exception:  # for example MeanIoU, which needs arguments (1.4.8)
                             tracker.register(metric, direction="min")
                 # KerasTuner counts steps from 0: its users train `best_step + 1` epochs.
                 self._oracle.update_trial(name, metrics, step=int(line["virtual_epoch"]) - 1)
@@ -313,9 +313,9 @@ class Search:
         self._oracle.end_trial(trial)
 
     def replay(self, lines: Iterable[Mapping[str, Any]], *, is_over: bool = False) -> None:
-        """Ask and tell all that a journal says, so that the next answer is what it would be.
+        """Repeat all requests and results of a journal, to restore the oracle's state.
 
-        If the search `is_over`, no answer follows: the oracle is not asked for values.
+        With `is_over`, no further request follows, so the oracle does not compute values.
         """
         self._is_over = is_over
         for line in lines:
@@ -329,9 +329,9 @@ class Search:
                 self._oracle.max_trials = line["max_trials"]
 
     def publish(self, trials: Iterable[str] | None = None) -> None:
-        """Write the results directory; of the trials only those named, by default all.
+        """Write KerasTuner's results directory for some trials (default: all).
 
-        Raises TfdistError where it cannot be written.
+        Raises TfdistError if the directory cannot be written.
         """
         with one_line_errors(self._project):
             self._project.mkdir(exist_ok=True)
@@ -343,7 +343,7 @@ class Search:
             _write(self._project / "tuner0.json", {})
 
     def _populate_space(self, trial_id: str) -> dict[str, Any]:
-        """The oracle's own answer; in a replay, the recorded one where they differ."""
+        """Return the oracle's answer, or in a replay the recorded answer."""
         line = self._recorded
         recorded = None if line is None else {"status": line["status"], "values": line["values"]}
         if recorded is not None and self._is_over:
@@ -362,10 +362,10 @@ class Search:
         return recorded
 
     def _next_of_grid(self, populate: Callable[[str], Any], trial_id: str) -> dict[str, Any]:
-        """Answer as GridSearch, which runs one at a time, would if it ran many.
+        """Return the next trial of GridSearch, also while its last trial still runs.
 
-        It waits for the end of its last trial, as that may ask for something new, before it looks
-        for the next one. Here the space is known.
+        GridSearch waits for its last trial, because that trial may add hyperparameters. In a
+        sweep, the search space is already complete.
         """
         if self._recorded is not None and self._recorded["status"] != RUNNING:
             return {"status": self._recorded["status"], "values": None}
@@ -376,15 +376,15 @@ class Search:
 
 
 class _Replayed(Exception):
-    """Ends an answer of the model that the journal has."""
+    """Exception that skips a prediction if the journal has the answer."""
 
 
 class _Model:
-    """A Gaussian process that is fitted when it first predicts.
+    """Gaussian process that delays its fit until the next prediction.
 
-    To fit it and to search for its optimum takes seconds. A replay leaves both out, after
-    KerasTuner has drawn its random numbers. The fit follows if the next answer guesses at the
-    results of running trials.
+    The fit and the search for the optimum take seconds. A replay skips both, after KerasTuner has
+    drawn its random numbers. The fit runs later if the next answer needs predictions for running
+    trials.
     """
 
     def __init__(self, model: Any) -> None:
@@ -407,7 +407,7 @@ class _Model:
 def make_oracle(
     tuner: str, objective: str, direction: str, *, max_epochs: int, factor: int, **options: Any
 ) -> Any:
-    """Return KerasTuner's oracle of that name; `max_epochs` and `factor` are of hyperband."""
+    """Return KerasTuner's oracle of that name. Only hyperband uses `max_epochs` and `factor`."""
     options["objective"] = keras_tuner.Objective(objective, direction)
     if tuner == "hyperband":
         options |= {"max_epochs": max_epochs, "factor": factor}
@@ -421,11 +421,11 @@ def make_oracle(
 
 
 def _not_yet(*_: object) -> None:
-    """Stands for the oracle's own writing, which is not atomic."""
+    """Replace the oracle's save functions, because their writes are not atomic."""
 
 
 def _plain(value: Any) -> Any:
-    """Return a NumPy scalar as the number it is, so that it survives JSON."""
+    """Return a NumPy scalar as a Python value, so that JSON can store it."""
     return value.item() if hasattr(value, "item") else value
 
 
@@ -433,30 +433,30 @@ def _write(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content), durable=False)
 
 
-# The user's tuner.
+# Functions for the user's tuner.
 
 
 def default_dir(tuner: Any) -> Path:
-    """Return where a sweep with this tuner writes where nothing else is said."""
+    """Return the default sweep directory for a tuner."""
     return Path(f"{tuner.directory}/{tuner.project_name}-sweep")
 
 
 def own_fit(tuner: Any) -> Callable[..., Any] | None:
-    """Return the `run_trial` or the `fit` of the user's own, None where both are KerasTuner's."""
+    """Return the user's `run_trial` or `fit`, or None if both are KerasTuner's."""
     fits = (tuner.run_trial, getattr(tuner.hypermodel, "fit", None))
     own = (one for one in fits if one and not one.__module__.startswith("keras_tuner."))
     return next(own, None)
 
 
 def of_epochs(tuner: Any) -> str | None:
-    """Return the objective where nothing but the epochs of a fit can report it, else None."""
+    """Return the objective if only the epochs of a fit can report it, otherwise None."""
     objective = tuner.oracle.objective
     is_one = own_fit(tuner) is None and type(objective) is keras_tuner.Objective
     return str(objective.name) if is_one else None
 
 
 def unreported(objective: str, there: Iterable[str]) -> UsageError:
-    """Return the error of a trial that reports only these metrics."""
+    """Return the error for a trial that reports only these metrics, without the objective."""
     there = list(there)
     return UsageError(
         "objective",

@@ -1,7 +1,7 @@
-"""Results of a sweep: what it shows on the console, and what it leaves for others to read.
+"""Results of a sweep: console output and files for other tools.
 
-A live table or a line per change, the leaderboard, `sweep.json`, TensorBoard's HParams, and a
-parent run in a tracker.
+The console shows a live table or a line per change, and at the end the leaderboard. The files are
+`sweep.json` and TensorBoard's HParams. A tracker gets a parent run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _REFRESH_S = 1.0
 
 
 class SweepScreen(contextlib.ExitStack):
-    """The chief's observer: shows each change; `tick` writes `sweep.json` and calls `export`."""
+    """Observer of the chief: shows each change. `tick` writes `sweep.json` and calls `export`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class SweepScreen(contextlib.ExitStack):
         self._has_changed = False
 
     def begin(self, state: SweepState) -> None:
-        """The sweep starts, or goes on."""
+        """Start the output for a new or resumed sweep."""
         done = sum(trial.is_over for trial in state.trials.values())
         if state.trials:
             left = len(state.trials) - done
@@ -77,13 +77,13 @@ class SweepScreen(contextlib.ExitStack):
         self._write(state)
 
     def changed(self, state: SweepState, trial: Trial) -> None:
-        """Print the change of a trial, if no live table shows it."""
+        """Print the change of a trial, unless a live table shows it."""
         self._has_changed = True
-        if self._live is None and (trial.status != WAITING or trial.reason):  # a new one starts
+        if self._live is None and (trial.status != WAITING or trial.reason):  # skip a new trial
             self._say(change_line(state, trial))
 
     def tick(self, state: SweepState) -> None:
-        """Bring the files and the live table up to date, once for all changes."""
+        """Update the files and the live table, once for all changes."""
         is_time = time.monotonic() - self._shown_at_s >= _REFRESH_S
         if self._live is not None and (self._has_changed or is_time):
             self._shown_at_s = time.monotonic()
@@ -92,7 +92,7 @@ class SweepScreen(contextlib.ExitStack):
             self._write(state)
 
     def end(self, state: SweepState) -> None:
-        """The sweep has ended or was asked to stop: the leaderboard."""
+        """Write the files and print the leaderboard, after the sweep has ended or stopped."""
         self.close()
         self._write(state)
         leaderboard(state, self._sweep_dir, console=self._console)
@@ -111,7 +111,7 @@ class SweepScreen(contextlib.ExitStack):
 def leaderboard(
     state: SweepState, sweep_dir: Path, *, console: Console | None = None, is_running: bool = False
 ) -> None:
-    """Print the best trials, those that failed, and how the sweep ended."""
+    """Print the ranked trials, the failed trials and the result of the sweep."""
     console = console or _console()
     console.print(table(state, sweep_dir, is_final=True))
     for trial in state.trials.values():
@@ -123,7 +123,7 @@ def leaderboard(
 
 
 def table(state: SweepState, sweep_dir: Path, *, is_final: bool = False) -> Table:
-    """Return the trials that run, and the best of those that have ended."""
+    """Return a table of the running trials, the best completed trials and the failed trials."""
     objective = state.begun.get("objective", "score")
     drawn = Table(box=box.SIMPLE_HEAD, title=Text(_counts(state)), title_justify="left")
     for heading in ("trial", "state", "virtual epoch", objective, "hyperparameters"):
@@ -142,13 +142,13 @@ def table(state: SweepState, sweep_dir: Path, *, is_final: bool = False) -> Tabl
             trial.status,
             _progress(trial, state, line),
             "" if score is None else f"{score:.4f}",
-            Text(values_text(trial.hyperparameters)),  # and no markup of the table's
+            Text(values_text(trial.hyperparameters)),  # a Text, so that rich reads no markup
         )
     return drawn
 
 
 def change_line(state: SweepState, trial: Trial) -> str:
-    """Return one line on what has become of a trial."""
+    """Return a line with the new status of a trial."""
     text = f"trial {trial.id} {trial.status}"
     if trial.status == COMPLETED and trial.score is not None:
         best = state.ranked()[0]
@@ -159,7 +159,7 @@ def change_line(state: SweepState, trial: Trial) -> str:
 
 
 def values_text(values: Mapping[str, Any]) -> str:
-    """Return ``learning_rate=0.001 optimizer=adam``."""
+    """Return the values as text, such as ``learning_rate=0.001 optimizer=adam``."""
     return " ".join(
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in values.items()
@@ -220,11 +220,11 @@ def _console() -> Console:
     return Console(highlight=False, soft_wrap=True)
 
 
-# Read-only view of a finished or running sweep, from its directory alone.
+# Read-only view of a finished or running sweep. It reads only the sweep's directory.
 
 
 def show(path: Path) -> None:
-    """Print the sweep in a directory and write nothing; raise UsageError where there is none."""
+    """Print the sweep in a directory without changing it, or raise UsageError if there is none."""
     lines = read(path / JOURNAL)
     require(
         lines,
@@ -243,9 +243,9 @@ HPARAMS = "tensorboard"
 
 
 def export_hparams(state: SweepState, sweep_dir: Path) -> None:
-    """Write a directory for each trial that has ended: its values, scores and end.
+    """Write a directory for each ended trial, with its values, scores and status.
 
-    A directory that exists stays as it is. Raises TfdistError if a directory cannot be written.
+    Existing directories stay unchanged. Raises TfdistError if a directory cannot be written.
     """
     board = sweep_dir / HPARAMS
     with one_line_errors(board):
@@ -258,12 +258,12 @@ def export_hparams(state: SweepState, sweep_dir: Path) -> None:
 
 
 def _write_hparams(trial: Trial, objective: str, path: Path) -> None:
-    import tensorflow as tf  # the chief has loaded it, with KerasTuner
+    import tensorflow as tf  # KerasTuner has already imported it in the chief
     from tensorboard.plugins.hparams import api, api_pb2, summary
 
     is_done = trial.status == COMPLETED
     status = api_pb2.STATUS_SUCCESS if is_done else api_pb2.STATUS_FAILURE
-    # TensorBoard shows the time since the begin, which may have had breaks.
+    # TensorBoard shows the end minus the begin. Leave out the time between starts of the trial.
     end = trial.ended_at if trial.began_at is None else trial.began_at + trial.ran_s
     writer = tf.summary.create_file_writer(str(path))
     with writer.as_default():
@@ -276,16 +276,16 @@ def _write_hparams(trial: Trial, objective: str, path: Path) -> None:
     writer.close()
 
 
-# One run of a tracker above those of a sweep's trials, by variables that MLflow and W&B read.
+# Parent run of a sweep's trials in a tracker, set with variables that MLflow and W&B read.
 
 MLFLOW_FILE = "mlflow-run"
-"""In the sweep's directory: the id of its run in MLflow."""
+"""Name of the file in the sweep's directory that holds the id of its MLflow run."""
 
 
 def variables_of_trials(
     packages: Collection[str], sweep_dir: Path, *, begun: Mapping[str, Any]
 ) -> Mapping[str, str]:
-    """Return the variables that make the runs of trials children of one, also after a restart."""
+    """Return the variables that put all trials' runs under one parent, also after a restart."""
     variables = {}
     if "wandb" in packages:
         digest = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()
@@ -295,14 +295,14 @@ def variables_of_trials(
             tags = {"mlflow.parentRunId": _begun_in_mlflow(sweep_dir)}
             variables["MLFLOW_RUN_CONTEXT"] = json.dumps(tags)
         except Exception as error:
-            from tfdist.training import trackers  # which loads TensorFlow
+            from tfdist.training import trackers  # imports TensorFlow
 
             trackers.warn("MLflow: the sweep has no run of its own", error)
     return variables
 
 
 def _begun_in_mlflow(sweep_dir: Path) -> str:
-    """Return the run that the sweep has begun with: the active one, or a new one."""
+    """Return the id of the sweep's MLflow run: the recorded, the active or a new run."""
     mlflow: Any = importlib.import_module("mlflow")
     file = sweep_dir / MLFLOW_FILE
     if file.exists():

@@ -1,4 +1,4 @@
-"""A sweep from its directory to its end, whether a config file or a tuner describes it."""
+"""Sweep runs: the directory, the trials and the retraining, for config files and for tuners."""
 
 from __future__ import annotations
 
@@ -40,63 +40,63 @@ from tfdist.tuning.trial_job import (
     is_run_in,
 )
 
-if TYPE_CHECKING:  # it loads KerasTuner, and with it TensorFlow
+if TYPE_CHECKING:  # the module imports KerasTuner and TensorFlow
     from tfdist.tuning.oracle import Search
 
 logger = logging.getLogger(__name__)
 
 RETRAINED = "best"
-"""The directory in which the best trial is trained anew, in that of the sweep."""
+"""Name of the retrained best trial's run directory inside the sweep directory."""
 
 
 class Sweep(ABC):
-    """A sweep as requested: the search that chooses its trials, and the program these run."""
+    """Sweep as requested: the search that chooses its trials, and the program that they run."""
 
     first_seed: int | None = None
-    """Of a sweep that begins and whose description has none; None to draw one."""
+    """Seed of a new sweep if its description has no seed (default: None, draw a seed)."""
     max_epochs: int | None = None
-    """Of a whole run, of which a trial may be a part, to be continued by another in the same
-    directory; None where trials know when to end, and each has a directory of its own."""
+    """Virtual epochs of a whole run. A later trial can continue a shorter trial's directory.
+    None if the program ends each trial itself and each trial has a separate directory."""
     trackers: Collection[str] = ()
-    """The packages of trackers that its trials log to."""
+    """Packages of the experiment trackers that the trials log to."""
 
     def __init__(
         self, options: RunOptions, program: TrialProgram, environ: Mapping[str, str]
     ) -> None:
         self.tracked: Mapping[str, str] = {}
-        """Variables by which the trials' runs there are of this sweep, once it has begun."""
+        """Environment variables that link the trials' tracker runs to this sweep, set by `run`."""
         self.options = options
         self.runner = runner_of(options, program, environ)
 
     @abstractmethod
     def describe(self) -> Mapping[str, Any]:
-        """Return its description as JSON: a sweep that differs in it is another one.
+        """Return the description as JSON. A sweep with another description is another sweep.
 
-        It may take seconds, in which the trials' imports are done as well. Raises UsageError for
-        one that cannot be.
+        The call can take seconds. The fork server imports the trials' modules meanwhile. Raises
+        UsageError if the description is invalid.
         """
 
     @abstractmethod
     def search(self, begun: Mapping[str, Any]) -> Search:
-        """Return the search, from the journal's first line and before any trial."""
+        """Return a search without trials, from the journal's first line."""
 
     def flags_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> tuple[str, ...]:
-        """Return the ``--config.field=value`` of a trial; raise UsageError where they cannot be.
+        """Return the ``--config.field=value`` flags of a trial. Raise UsageError if invalid.
 
-        Where it is the best, they are of its values trained anew: in full, with the model saved.
+        With `is_best`, the flags train the values again, for all epochs, and save the model.
         """
         return ()
 
     def asked_for(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return those of a trial's values that its program asks for; None if the trial tells."""
+        """Return the trial's values that its program reads, or None if the trial reports them."""
         return None
 
     def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> Mapping[str, str]:
-        """Return the variables of a trial, added to its environment; `is_best` as in `flags_of`."""
+        """Return environment variables to add for a trial. `flags_of` explains `is_best`."""
         return {}
 
     def retraining(self, trial: Trial, begun: Mapping[str, Any]) -> TrialJob:
-        """Return the job that trains the best trial's values anew."""
+        """Return the job that trains again with the best trial's values."""
         return TrialJob(
             run_dir=self.options.sweep_dir / RETRAINED,
             flags=self.flags_of(trial, begun["seed"], is_best=True),
@@ -106,11 +106,11 @@ class Sweep(ABC):
 
 
 def run(sweep: Sweep) -> tuple[int, SweepState]:
-    """Run a sweep, or go on with it; return the exit code, and what has become of it.
+    """Run or resume a sweep. Return the exit code and the sweep's state.
 
     Raises:
-      UsageError: before anything is started.
-      TfdistError: the sweep directory cannot be written.
+      UsageError: The sweep is invalid, or trials can start on none of the hosts.
+      TfdistError: The sweep directory cannot be written.
     """
     sweep_dir = sweep.options.sweep_dir
     with one_line_errors(f"sweep directory {sweep_dir}"):
@@ -141,7 +141,7 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
 
 
 def _run_trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
-    """Run the trials that are left."""
+    """Run the trials that have not ended."""
     sweep_dir, state = sweep.options.sweep_dir, fold(journal.lines)
     if state.is_complete:
         logger.info("the sweep in %s is finished; overwrite runs it again", sweep_dir)
@@ -166,7 +166,7 @@ def _run_trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
 
 
 def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> None:
-    """Write down which sweep this is now, or make sure that it is the one that was."""
+    """Journal the description of a new sweep. For an old one, check that it is the same."""
     if not journal.lines:
         seed = now["seed"] or sweep.first_seed or random.SystemRandom().randrange(1, 2**31)
         journal.add("begun", **{**now, "seed": seed})
@@ -183,7 +183,7 @@ def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> No
 def runner_of(
     options: RunOptions, program: TrialProgram, environ: Mapping[str, str]
 ) -> LauncherRunner:
-    """Return the runner of trials on this machine, or on the hosts of the sweep."""
+    """Return the runner that starts trials on this machine or on the sweep's hosts."""
     machine = this_machine(environ)
     elsewhere = None if options.is_here else _hosts_of(options, environ)
     flags = launch_flags(options, cpus=machine.cpus, elsewhere=elsewhere)
@@ -201,7 +201,7 @@ def runner_of(
 
 
 def _hosts_of(options: RunOptions, environ: Mapping[str, str]) -> TrialHosts | None:
-    """Return the hosts of the trials; None if Ray chooses them."""
+    """Return the hosts of the trials, or None if Ray chooses them."""
     if options.on == "ray":
         return None
     if options.hosts is not None:
@@ -217,10 +217,10 @@ def _hosts_of(options: RunOptions, environ: Mapping[str, str]) -> TrialHosts | N
 def _fork_template(
     options: RunOptions, program: TrialProgram, *, machine: Machine, environ: Mapping[str, str]
 ) -> ForkTemplate | None:
-    """Return the process that imports once for all trials; None if a fork would break a GPU."""
+    """Return the process that imports once for all trials, or None if GPUs make forks unsafe."""
     if not options.is_here or program.imports is None or machine.gpus or machine.has_gpu_driver:
         return None
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": "-1"}  # as the launcher has it
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": "-1"}  # as in the launcher
     return ForkTemplate(
         ("tensorflow", "keras", *program.imports),
         more=program.more_imports,
@@ -232,10 +232,10 @@ def _fork_template(
 def launch_flags(
     options: RunOptions, *, cpus: int, elsewhere: TrialHosts | None = None
 ) -> list[str]:
-    """Return the launcher's flags of every trial; warn if there are more tasks than CPUs.
+    """Return the launcher's flags for every trial. Warn if there are more tasks than CPUs.
 
-    All hosts count as having as many CPUs as this one. A task on another host needs an address: a
-    trial of one process is a multiworker job of one worker there.
+    The function assumes that all hosts have as many CPUs as this one. A task on another host needs
+    an address, so a trial with one process runs there as a multiworker job with one worker.
     """
     flags, strategy, devices = list[str](), options.strategy, options.devices_per_worker
     if not options.is_here:
@@ -249,7 +249,7 @@ def launch_flags(
     flags += ["--workers", str(options.workers)] if elsewhere is None else []
     flags += ["--ps", str(options.ps)] if strategy == "ps" else []
     flags += ["--devices_per_worker", str(devices)] if devices is not None else []
-    if options.on == "ray":  # each node has CPUs of its own
+    if options.on == "ray":  # Ray assigns the CPUs of its nodes
         return flags
     at_once = max(elsewhere.hosts.values()) if elsewhere else options.parallel_trials
     tasks = at_once * options.tasks_per_trial
@@ -259,15 +259,15 @@ def launch_flags(
     return [*flags, "--threads_per_task", str(max(1, cpus // tasks))]
 
 
-# Retraining with a sweep's best hyperparameters at full length; keeps the model.
+# Retraining with a sweep's best hyperparameters for all epochs. It saves the model.
 
 
 def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, best: str) -> None:
-    """Write down whose values are trained; what was trained of another is moved aside.
+    """Journal which trial is retrained, and move the retraining of another trial aside.
 
-    A sweep that goes on may find a better trial than the one that was the best.
+    A resumed sweep may find a better trial than its retrained trial.
 
-    Raises TfdistError where it cannot be moved.
+    Raises TfdistError if the directory cannot be moved.
     """
     if state.retrained == best:
         return
@@ -279,9 +279,9 @@ def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, be
 
 
 def retrain(runner: LauncherRunner, job: TrialJob, *, stop_requests: StopRequests) -> int:
-    """Run the job that trains the best trial anew; return the exit code, and log how it went.
+    """Run the job that retrains the best trial. Log the result and return the exit code.
 
-    It goes on where it stood when it is killed, or the same command is run again.
+    If the job is killed, this function restarts it, and the job resumes from its checkpoint.
     """
     outcome: Outcome | None = runner.outcome(job)
     kills = reached = stop_signal = 0
@@ -309,7 +309,7 @@ def retrain(runner: LauncherRunner, job: TrialJob, *, stop_requests: StopRequest
 
 
 def require_alone(where: str, environ: Mapping[str, str]) -> None:
-    """Raise UsageError in one of several tasks, each of which would run the sweep."""
+    """Raise UsageError in a job with several tasks, because each task would run the sweep."""
     config = read_environment(environ)
     if config is not None and len(config.cluster.tasks()) > 1:
         raise UsageError(
@@ -321,7 +321,7 @@ def require_alone(where: str, environ: Mapping[str, str]) -> None:
         )
 
 
-# The directory of a sweep: whose it is, and whether a command may go on with it.
+# The directory of a sweep: which sweep owns it, and whether a command can resume that sweep.
 
 FORK_LOG = "fork-server.log"
 
@@ -332,7 +332,7 @@ _SAME = (
 
 
 def require_own(path: Path) -> None:
-    """Raise UsageError where the directory holds something that is no sweep."""
+    """Raise UsageError if the directory has files but no journal of a sweep."""
     names = _names(path)
     require(
         not names or JOURNAL in names,
@@ -345,21 +345,21 @@ def require_own(path: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Move an earlier sweep to ``old-1``, ``old-2``, ... inside it; the lock's holder calls it.
+    """Move an earlier sweep into ``old-1``, ``old-2``, ... The caller must hold the lock.
 
-    Raises UsageError where a trial of it still runs: its processes would go on writing under these
-    names.
+    Raises UsageError if a trial of that sweep still runs, because its processes would write to
+    the old paths.
     """
     names = _names(path)
     if JOURNAL not in names:
         return
     _require_at_rest(path)
-    # The journal goes last: until then the directory is still seen as a sweep's.
+    # Move the journal last: until then, `require_own` still recognizes a sweep directory.
     files.move_aside(path, [*sorted(names - {JOURNAL}), JOURNAL])
 
 
 def _names(path: Path) -> set[str]:
-    """Return the files of a sweep, without those that any start writes before it is one."""
+    """Return the names of a sweep's files, without the lock, the fork log and moved sweeps."""
     mine = (LOCK, FORK_LOG)
     return {name for name in os.listdir(path) if name not in mine and not name.startswith("old-")}
 
@@ -377,7 +377,7 @@ def _require_at_rest(path: Path) -> None:
 
 
 def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise UsageError where a sweep is started again with what would make it another one."""
+    """Raise UsageError if the description now differs from the description in the journal."""
     now = {**now, "seed": before.get("seed") if now["seed"] is None else now["seed"]}
     found = differences(_identity(before), _identity(now))
     require(
@@ -391,7 +391,7 @@ def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
 
 
 def _identity(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a sweep's description, or of its journal's begin, that may not change."""
+    """Return the part of a sweep's description that must not change when a sweep resumes."""
     space = [{"type": one["class_name"], **one["config"]} for one in description.get("space", ())]
     return {
         **{name: description.get(name) for name in _SAME},
@@ -402,7 +402,7 @@ def _identity(description: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def chief_lock(path: Path) -> Iterator[None]:
-    """Hold a sweep for its one chief; raise UsageError where another process does."""
+    """Hold the lock of a sweep's chief, or raise UsageError if another process holds it."""
     lock = FileLock(path / LOCK)
     try:
         with one_line_errors(lock.path):

@@ -1,9 +1,9 @@
 """``python -m tfdist.tuning.trial script.py args...``: the user's program as one trial.
 
-The program is run again, from its beginning: that is how a trial comes by the build function and
-the data. Its call of `tfdist.tuning.search` runs the trial and ends the process. The strategy is
-made before, as KerasTuner's tuners build a model when they are made, and TensorFlow's servers must
-be there before its first operation; a worker or ps of a ps job never comes to the program at all.
+A trial runs the user's program again from its first line to get the build function and the data.
+The call of `tfdist.tuning.search` in the program runs the trial and exits. This module makes the
+strategy first, because a KerasTuner tuner builds a model when it is constructed. TensorFlow's
+servers must start before that first operation. In a ps job, only the chief runs the program.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tfdist.tuning.trial_job import Assignment, TrialFailed, read_assignment
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the program; its search raises SystemExit."""
+    """Run the program. Its call of `search` raises SystemExit."""
     logging.basicConfig(
         level=logging.INFO, format="%(levelname).1s %(asctime)s %(name)s: %(message)s"
     )
     logging.getLogger("absl").setLevel(logging.ERROR)
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
-    logging.getLogger("tensorflow").propagate = False  # it has a handler of its own
+    logging.getLogger("tensorflow").propagate = False  # this logger has its own handler
     make_strategy()
     have_tuners_overwrite_nothing()
     if assignment := read_assignment(os.environ):
@@ -50,10 +50,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def have_tuners_overwrite_nothing() -> None:
-    """Have tuners delete no project when they are made, as ``overwrite=True`` has it.
+    """Make tuners ignore ``overwrite=True``, which deletes a project when a tuner is constructed.
 
-    The sweep's own process has done so. Tasks that start at once would do it at once, and one of
-    them fail, as what it deletes is gone.
+    The sweep's process has already deleted the project. Several tasks that delete the same files
+    at the same time would fail.
     """
     from keras_tuner.src.engine.base_tuner import BaseTuner
 
@@ -66,9 +66,9 @@ def have_tuners_overwrite_nothing() -> None:
 
 
 def have_the_tuner_know_its_space(assignment: Assignment) -> None:
-    """Have the tuner of the sweep read the space when it is made; KerasTuner builds models for it.
+    """Make the sweep's tuner read the search space from the journal when it is constructed.
 
-    One more for each condition, to find what is asked for there.
+    KerasTuner would build one model, and one more for each condition, to find the space.
     """
     from keras_tuner import HyperParameters
     from keras_tuner.src.engine.base_tuner import BaseTuner
@@ -102,13 +102,13 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def _end() -> NoReturn:
-    """End a trial that is done, as `sys.exit` would, but does not take Python apart.
+    """Exit from a finished trial as `sys.exit` does, but skip Python's finalization.
 
-    That would touch, and so copy, what all forked trials share, and the next one would wait for it.
-    Threads are joined, what was registered with `atexit` is called, and output is written, as a
-    child of `multiprocessing` ends. A task with peers ends as ever: in step with them.
+    Finalization would copy memory pages that all forked trials share and delay the next trial.
+    This function joins threads, runs `atexit` callbacks and flushes output, as a `multiprocessing`
+    child does. Tasks with peers call `sys.exit`, so that they exit together.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter calls
+    threading._shutdown()  # type: ignore[attr-defined]  # the interpreter calls this at exit
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Trial jobs: what a trial is to do, what runs it, how it ends, and when it is hopeless."""
+"""Trial jobs: a trial's settings, the runner, the outcomes and the early-stopping rule."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ logger = logging.getLogger(__name__)
 
 # Early stopping of trials: the median rule of Golovin et al., "Google Vizier", 2017.
 #
-# Pure, and a function of what trials have reported: a sweep that goes on decides as before.
+# The rule is a pure function of the reported metrics. A resumed sweep makes the same decisions.
 
 LEAST_TRIALS = 5
-"""So many must have come as far before another one is measured by them."""
+"""Number of trials that must have reached a virtual epoch before the rule applies to it."""
 LEAST_EPOCHS = 2
-"""No trial is stopped before it has done so many virtual epochs."""
+"""Number of virtual epochs that each trial completes before the rule applies to it."""
 
 
 Medians = tuple[float | None, ...]
-"""At each virtual epoch, of the others' averages so far; None where there are too few."""
+"""Median of the other trials' averages so far, by virtual epoch, or None for too few trials."""
 
 
 def medians_of(others: Sequence[Sequence[float]]) -> Medians:
-    """Return the medians for the rule, from the objective at each virtual epoch of other trials."""
+    """Return the rule's medians from other trials' objective values by virtual epoch."""
     medians: list[float | None] = []
     for done in range(1, max(map(len, others), default=0) + 1):
         so_far = [_finite_of(other[:done]) for other in others if len(other) >= done]
@@ -60,7 +60,7 @@ def medians_of(others: Sequence[Sequence[float]]) -> Medians:
 
 
 def values_of(metrics: Iterable[Mapping[str, Any]], objective: str) -> tuple[float, ...]:
-    """Return the objective of each line, NaN where it is not finite or not there."""
+    """Return the objective of each line of metrics. NaN if the value is missing or null."""
     found = (line.get(objective) for line in metrics)
     return tuple(math.nan if value is None else float(value) for value in found)
 
@@ -70,7 +70,7 @@ def _finite_of(values: Sequence[float]) -> list[float]:
 
 
 class TrialFailed(BaseException):
-    """Brings the error of a trial, its cause, past what the program of a search catches."""
+    """Error of a trial, as `__cause__`, that an `except Exception` in the program cannot catch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,9 +78,9 @@ class Slot:
     """Room for one trial."""
 
     number: int = 0
-    """From 0 on each host; selects the share of the GPUs."""
+    """Number of the slot on its host, from 0. It selects the trial's share of the GPUs."""
     host: str | None = None
-    """Name in the list of hosts; None on this machine."""
+    """Name of the host in ``--hosts``, or None on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,89 +89,89 @@ class TrialJob:
 
     run_dir: Path
     flags: tuple[str, ...]
-    """``--config.field=value``."""
+    """``--config.field=value`` flags of the trial."""
     goal: Goal
     slot: Slot = field(default_factory=Slot)
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Added to its environment."""
+    """Environment variables to add for the trial."""
     trial: str = ""
 
     @property
     def is_written(self) -> bool:
-        """Return whether some job writes where this one will: also to checkpoints elsewhere."""
+        """Return whether another job writes to this trial's run or checkpoint directory."""
         assignment = read_assignment(self.variables)
         own = {Path(assignment.checkpoints).parent} if assignment else set()
         return any(map(is_run_in, {self.run_dir} | own))
 
 
 def is_run_in(run_dir: Path) -> bool:
-    """Return whether a job holds a trial's directory, or its checkpoints are written."""
+    """Return whether a job holds a run directory's lock or writes its checkpoints."""
     return is_held(run_dir / "logs" / ".lock") or RunDirectory(run_dir).is_written
 
 
-# Assignment of a trial to the user's program: one variable, as JSON.
+# Assignment of a trial to the user's program: one environment variable that holds JSON.
 
 VARIABLE = "TFDIST_TRIAL"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """One trial of one sweep."""
+    """Trial of a sweep that a process of the user's program runs."""
 
     sweep_dir: str
-    """Absolute: it says which of a program's searches the trial belongs to."""
+    """Absolute path of the sweep. It identifies the program's search that the trial belongs to."""
     trial: str
     run_dir: str
     checkpoints: str
-    """Its own, or those of the trial that it continues."""
+    """Path of the checkpoints: the trial's own, or those of the trial that it continues."""
     values: Mapping[str, Any]
     seed: int
     backup_every_steps: int | None = None
     save_model: bool = False
 
     def encode(self) -> dict[str, str]:
-        """Return the variable."""
+        """Return the assignment as an environment variable."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     def belongs_to(self, sweep_dir: Path) -> bool:
-        """Return whether it is a trial of the sweep in this directory."""
+        """Return whether the trial belongs to the sweep in this directory."""
         return Path(self.sweep_dir) == sweep_dir.absolute()
 
 
 def read_assignment(environ: Mapping[str, str]) -> Assignment | None:
-    """Return the trial that this process is to run; None where no sweep has started it."""
+    """Return the trial assigned to this process, or None if no sweep started the process."""
     text = environ.get(VARIABLE)
     return Assignment(**json.loads(text)) if text else None
 
 
-# Outcome of a trial, decided from the files of its job.
+# Outcome of a trial, read from the files of its job.
 
 _NOT_METRICS = COUNTERS | {"learning_rate"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completed:
-    """It has run as long as it was to; the metrics of each virtual epoch, finite ones."""
+    """Outcome of a trial that reached its goal, with the finite metrics of each virtual epoch."""
 
     history: tuple[Mapping[str, float], ...]
     score: float
     best_virtual_epoch: int
     stopped_at: int | None = None
-    """The virtual epoch at which it was stopped as hopeless."""
+    """Virtual epoch after which the early-stopping rule stopped the trial, or None."""
     hyperparameters: Mapping[str, Any] | None = None
-    """The values that its program has asked for; None if it has not reported them."""
+    """Hyperparameters that the program read, or None if the program did not report them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Killed:
-    """Something outside ended it, and not the trial itself: it is worth another start."""
+    """Outcome of a job that an external event ended. The sweep can restart the trial."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
-    """It cannot be completed."""
+    """Outcome of a trial that failed. The sweep does not restart it."""
 
     reason: str
     last_lines: tuple[str, ...] = ()
@@ -182,19 +182,19 @@ Outcome = Completed | Killed | Failed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """What a trial is for: the metric, which way is better, and how far it is to run."""
+    """Objective of a trial, its direction (``max`` or ``min``) and its last virtual epoch."""
 
     objective: str
     direction: str
     until: int | None = None
     medians: Medians = ()
-    """By which it may be found hopeless."""
+    """Medians for the early-stopping rule."""
 
     def last(self, metrics: Sequence[Mapping[str, Any]]) -> int | None:
-        """Return the virtual epoch after which the trial is to be ended, None while it has none.
+        """Return the virtual epoch after which the trial should end, or None.
 
-        It is hopeless where its best so far is worse than the median of the others' averages so
-        far; that comes before `until`, also for a trial that went further.
+        A trial is hopeless if its best value so far is worse than the median of the others'
+        averages so far. The rule overrides `until`, even if the trial has already run further.
         """
         values, is_max = values_of(metrics, self.objective), self.direction == "max"
         for done in range(LEAST_EPOCHS, min(len(values), len(self.medians)) + 1):
@@ -209,9 +209,9 @@ class Goal:
 def outcome_of(
     goal: Goal, *, summary: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, Any]]
 ) -> Completed | Failed | None:
-    """Return the outcome of a trial that has come to its goal, None of one that has not.
+    """Return the outcome of a trial that has reached its goal, otherwise None.
 
-    A trial whose program has judged it itself says so by the ``result`` of its summary.
+    A program can report a score itself, as the ``result`` in its summary.
     """
     reached = max((line["virtual_epoch"] for line in metrics), default=0)
     is_done = summary is not None and summary.get("status") == DONE
@@ -238,10 +238,10 @@ def failure_of(
     report: Mapping[str, Any] | None,
     last_lines: Sequence[str],
 ) -> Killed | Failed:
-    """Return why a job ended short of its goal.
+    """Return the reason why a job ended before its goal.
 
-    `exit_code` is the launcher's, minus the signal that ended it; `report` is its report.json,
-    None where this start has not come to write one; `last_lines` are those it has printed.
+    `exit_code` is from the launcher, negative if a signal killed the launcher.
+    `report` is this start's report.json or None. `last_lines` is the end of the launcher's output.
     """
     if exit_code < 0:
         return Killed(reason=f"the launcher was ended by signal {-exit_code}")
@@ -284,17 +284,17 @@ def _finite(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _was_killed(attempt: Mapping[str, Any], task: object) -> bool:
-    """Return whether the first task to fail was killed, as by the kernel for want of memory."""
+    """Return whether SIGKILL ended the task that failed first, for example when out of memory."""
     records = [record for record in attempt.get("tasks", ()) if record.get("task") == task]
     return bool(records) and records[-1].get("signal") == "SIGKILL"
 
 
-# The runner of this machine: each trial is a launcher process in its own group.
+# The runner: each trial is a launcher process on this machine in its own process group.
 
 LOG = "launch.log"
-"""In the directory of each trial that was ever started."""
+"""Name of the launcher's log in the run directory of each started trial."""
 
-_GRACE_S = 20.0  # more than the launcher gives its tasks
+_GRACE_S = 20.0  # longer than the launcher's grace period for its tasks
 _LOCKED_AT_MOST_S = 60.0
 _LOST_HOST_S = 60.0
 _LAST_LINES = 20
@@ -303,38 +303,38 @@ _TAIL_BYTES = 16_384
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialProgram:
-    """The program that each trial runs."""
+    """Program that each trial runs."""
 
     command: tuple[str, ...]
-    """What comes after the launcher's flags, such as ``-m tfdist.train --config FILE``."""
+    """Arguments after the launcher's flags, such as ``-m tfdist.train --config FILE``."""
     launch_flags: tuple[str, ...] = ()
-    """Beside those that the options of the sweep give."""
+    """Launcher flags in addition to the flags from the sweep's options."""
     imports: tuple[str, ...] | None = None
-    """Imported once for all trials, with TensorFlow and Keras; None: each trial imports for
-    itself."""
+    """Modules to import once for all trials, in addition to TensorFlow and Keras.
+    None: each trial imports its modules itself."""
     more_imports: tuple[str, ...] = ()
-    """These too, where they can be."""
+    """Further modules to import once. The fork server skips a module that cannot be imported."""
 
 
 @dataclass(kw_only=True)
 class TrialHosts:
-    """The hosts that trials run on, each on one of them, by the launcher's agents.
+    """Hosts of a sweep. The launcher's agents run each trial on one of these hosts.
 
-    A host on which no job can start gets no more trials, and one that was lost none for a while:
-    otherwise it would be the first that is free, and use up the trials of the sweep.
+    A host that cannot start a job gets no more trials. A lost host gets none for a while. Without
+    this rule, such a host would always be free first and fail every trial of the sweep.
     """
 
     hosts: Mapping[str, int]
-    """How many trials each has at once, by its name."""
+    """Number of parallel trials on each host, by host name."""
     tasks: int
-    """Of a trial."""
+    """Number of tasks of a trial."""
     _closed_until: dict[str, float] = field(default_factory=dict)
     _why: str = ""
 
     def slots(self) -> list[Slot]:
-        """Return those of the hosts that are open, the first of each host before the second.
+        """Return the slots of the open hosts: the first slot of each host, then the second ones.
 
-        Raises UsageError if trials can start on none of them; the sweep goes on later.
+        Raises UsageError if all hosts are closed for good. The user can resume the sweep later.
         """
         if list(self._closed_until.values()).count(math.inf) == len(self.hosts):
             raise UsageError(
@@ -356,12 +356,12 @@ class TrialHosts:
     def flags(self, slot: Slot) -> list[str]:
         """Return the launcher's flags that start a trial on its host."""
         host = slot.host
-        if host is None:  # the best, trained again: it has the first host that is open
+        if host is None:  # the retraining of the best trial uses the first open host
             host = next((slot.host for slot in self.slots()), None) or next(iter(self.hosts))
         return ["--hosts", join(host, self.tasks)]
 
     def close(self, host: str, exit_code: int, why: str) -> None:
-        """Close a host after a launcher's exit code: for a while, or for good."""
+        """Close a host for `_LOST_HOST_S` seconds if it was lost, otherwise for good."""
         if self._closed_until.get(host) == math.inf:
             return
         if exit_code == EXIT_PEER_MISSING:
@@ -374,28 +374,28 @@ class TrialHosts:
 
 @dataclass(kw_only=True)
 class LauncherRunner:
-    """Runs `python -m tfdist.launch` for every trial."""
+    """Runner that starts `python -m tfdist.launch` for every trial."""
 
     program: Sequence[str]
-    """The command of a `TrialProgram`."""
+    """Command of a `TrialProgram`."""
     launch_flags: Sequence[str]
-    """Strategy, workers, threads."""
+    """Launcher flags for the strategy, the workers and the threads."""
     gpus: Sequence[str]
-    """Those of this machine, divided among `slots`."""
+    """GPUs of this machine, divided among `slots`."""
     slots: int
     environ: Mapping[str, str]
-    """Of the trials."""
+    """Environment of the trials."""
     timeout_s: float
-    """A trial that does no virtual epoch for so long is ended."""
+    """Seconds in which a trial must complete a virtual epoch. Otherwise the trial fails."""
     elsewhere: TrialHosts | None = None
-    """None: trials run on this machine, or where `launch_flags` say."""
+    """Hosts of the trials. None: `launch_flags` select the machine (default: this one)."""
     passes_variables: bool = False
-    """Whether trials run on other machines, which get variables by name."""
+    """Whether to pass the names of variables to the launcher, for trials on other machines."""
     warm: ForkTemplate | None = None
-    """What the tasks are forked from, None to start each job with imports of its own."""
+    """Process from which tasks are forked. None: each job imports its modules itself."""
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
-        """Return the outcome of a trial that has reached its goal already."""
+        """Return the outcome of a trial that has already reached its goal, otherwise None."""
         directory = RunDirectory(job.run_dir)
         return outcome_of(
             job.goal, summary=directory.read_summary(), metrics=directory.read_metrics()
@@ -413,8 +413,8 @@ class LauncherRunner:
         return LaunchedTrial(self, job)
 
     def wait(self, running: Iterable[Any], timeout_s: float) -> None:
-        """Return when a trial's launcher has exited, after `timeout_s` at the latest."""
-        poll = select.poll()  # a program may have more files open than `select` can watch
+        """Wait until a trial's launcher exits, at most `timeout_s` seconds."""
+        poll = select.poll()  # `select` cannot watch descriptors above 1023
         for trial in running:
             if trial.pidfd is not None:
                 poll.register(trial.pidfd, select.POLLIN)
@@ -439,7 +439,7 @@ class LauncherRunner:
 
 
 class LaunchedTrial:
-    """The launcher of one trial: waits for its directory, starts, watches, ends."""
+    """Launcher process of one trial. It starts as soon as the trial's directory is free."""
 
     def __init__(self, runner: LauncherRunner, job: TrialJob) -> None:
         self._runner = runner
@@ -458,7 +458,7 @@ class LaunchedTrial:
             self._start()
 
     def poll(self) -> Outcome | None:
-        """Return its outcome, None while it runs."""
+        """Return the trial's outcome, or None while the trial runs."""
         if self._process is None:
             return self._wait_for_directory()
         status = self._process.poll()
@@ -471,7 +471,7 @@ class LaunchedTrial:
         return self._outcome(status)
 
     def stop(self) -> None:
-        """Ask it to save and exit; `poll` returns None until it has."""
+        """Tell the trial to save and exit. `poll` returns None until the trial has exited."""
         self._is_unwanted = True
         self._end()
 
@@ -495,9 +495,9 @@ class LaunchedTrial:
         return failure_of(status, report=report if is_new else None, last_lines=last_lines)
 
     def _wait_for_directory(self) -> Outcome | None:
-        """Start the launcher, once what an earlier chief had started has let go, and is not done.
+        """Start the launcher once an earlier chief's job has released the directory.
 
-        Raises TfdistError where this machine cannot; another one may.
+        Raises TfdistError if this machine cannot start a process.
         """
         if self._is_unwanted:
             return Killed(reason="the sweep was asked to stop")
@@ -532,7 +532,7 @@ class LaunchedTrial:
         self._since_s = time.monotonic()
 
     def _watch(self) -> None:
-        """End a job that has done what was asked, that hangs, or that does not end."""
+        """Stop a job that has reached its goal or hangs. Kill a job that does not stop."""
         now_s = time.monotonic()
         if self._kill_at_s is not None:
             if now_s > self._kill_at_s:
@@ -559,14 +559,14 @@ class LaunchedTrial:
             os.kill(self._process.pid, signum)
 
     def _read_report(self) -> dict[str, Any] | None:
-        """Return report.json, None where there is none that can be read."""
+        """Return the content of report.json, or None if it cannot be read."""
         with contextlib.suppress(TfdistError):
             return read_json(self._job.run_dir / "report.json")
         return None
 
     def _last_lines(self) -> tuple[str, ...]:
         text = ""
-        with contextlib.suppress(OSError), open(self._log, "rb") as log:  # its own may remove it
+        with contextlib.suppress(OSError), open(self._log, "rb") as log:  # the trial may delete it
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_from, size - _TAIL_BYTES))
             text = log.read().decode(errors="replace")
