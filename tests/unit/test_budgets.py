@@ -26,12 +26,12 @@ LINES = {
     "cluster": 2_127,
     "launch": 8_147,
     "strategy": 2_448,
-    "data": 2_599,
-    "checkpoint": 2_257,
-    "training": 7_980,
-    "ps, pipeline": 4_898,
+    "data": 2_596,
+    "checkpoint": 2_253,
+    "training": 7_971,
+    "ps, pipeline": 4_897,
     "tuning": 3_214,
-    "serving": 3_308,
+    "serving": 3_306,
     "around": 6_534,  # report, outputs, app, find, ops, audit, configs and the programs
 }
 ROOMS = {
