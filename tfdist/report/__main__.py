@@ -59,7 +59,7 @@ def _default_file(paths: Sequence[Path]) -> Path:
 
 
 def _serve(paths: Sequence[Path], *, port: int) -> int:
-    _read(paths)  # a directory that is none is told here
+    _read(paths)  # report an invalid directory before serving
     listener = listen(port, flag="--port")
 
     def make_page() -> str:
