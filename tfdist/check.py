@@ -349,7 +349,7 @@ def check_hosts(options: LaunchOptions, environ: Mapping[str, str], *, run_dir: 
 def _answers(
     hosts: Sequence[str], shell: Sequence[str], first: Message
 ) -> Iterator[tuple[str, Message | Finding]]:
-    """Start an agent on each host; yield the host and its answer, or a finding if it has none."""
+    """Start an agent on each host. Yield the host and its answer, or a finding if it has none."""
     agents: dict[str, PipeAgent] = {}
     quiet: Any = {"show": lambda _: None, "say": lambda _: None, "may_read": lambda: True}
     for host in dict.fromkeys(hosts):
@@ -402,7 +402,7 @@ def compare(found: Mapping[str, Mapping[str, str]]) -> Findings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code: 0 without findings, 1 with warnings, 2 with errors."""
+    """Run the program and return exit code 0 without findings, 1 with warnings, 2 with errors."""
     words = list(sys.argv[1:] if argv is None else argv)
     return run_program("tfdist.check", lambda: _run(words), is_report=True)
 

@@ -24,7 +24,7 @@ in about a minute. With --strategy the shape of the job is yours:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; return the exit code of its job."""
+    """Run the demo and return the exit code of its job."""
     flags = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(flags):
         print(_HELP)

@@ -33,7 +33,7 @@ _GIB = 1 << 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; return the exit code."""
+    """Print the report and return the exit code."""
     return run_program("tfdist.env", lambda: _run(argv), is_report=True)
 
 

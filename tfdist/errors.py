@@ -22,7 +22,7 @@ EXIT_STOPPED = 143
 
 
 class TfdistError(Exception):
-    """Base class of tfdist's errors; `exit_code` is the exit code of the program."""
+    """Base class of tfdist's errors. `exit_code` is the exit code of the program."""
 
     exit_code: int = EXIT_FAILED
 
@@ -53,7 +53,7 @@ class UsageError(TfdistError, ValueError):
 
 
 class StartupTimeout(TfdistError, TimeoutError):
-    """A peer did not connect within the timeout; the message names it. Retrying may help."""
+    """A peer did not connect within the timeout. The message names it. Retrying may help."""
 
     exit_code = EXIT_PEER_MISSING
 
@@ -65,7 +65,7 @@ class PeerLost(TfdistError):
 
 
 class JobFailed(TfdistError):
-    """A job of `tfdist.spawn` failed; the message names the first task that failed and its error.
+    """A job of `tfdist.spawn` failed. The message names the first task that failed and its error.
 
     `exit_code` is the exit code of the job. `task` is the first task that failed, such as
     ``"worker-1"``, or "" if no task was started. `traceback` is the text of its traceback, or "".
@@ -139,7 +139,7 @@ def require(
 def require_int(
     where: str, value: object, *, least: int | None = None, fix: str = "", code: str = "not-an-int"
 ) -> int:
-    """Return `value` as an int of at least `least`; accept Python and NumPy integers, no bool."""
+    """Return an int (also NumPy's, but no bool) of at least `least`, or raise UsageError."""
     if not isinstance(value, bool) and hasattr(value, "__index__"):
         number = operator.index(value)
         if least is None or number >= least:

@@ -24,7 +24,7 @@ _LOOK_EVERY_S = 0.25
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code."""
+    """Run the program and return its exit code."""
     return run_program("tfdist.export", lambda: _export(argv))
 
 
@@ -58,7 +58,7 @@ def _export(argv: Sequence[str] | None) -> int:
 
 
 def _publish(options: Any) -> Path:
-    """Export the newest or selected model of the source; return the version's directory."""
+    """Export the newest or selected model of the source and return the version's directory."""
     require_packages("tfdist.export", "tensorflow_serving", extra="serving")
     samples = _samples(options.samples) if options.samples else None
     # Imported here, so that a wrong flag is reported before TensorFlow loads (seconds).
@@ -78,7 +78,7 @@ def _publish(options: Any) -> Path:
 
 
 def _samples(path: Path) -> Any:
-    """Return the array in a file; raise UsageError if the file has none."""
+    """Return the array in a file, or raise UsageError if the file has none."""
     import numpy as np
 
     with reading_file("--samples", path, expected="an array, as numpy.save writes it"):
@@ -135,7 +135,7 @@ def _published(options: Any) -> set[str]:
 def _publish_each(
     newest: Callable[[], str | None], publish: Callable[[], None], *, pause: Callable[[], bool]
 ) -> None:
-    """Publish each newer model; after `pause` returns True, check a last time and return."""
+    """Publish each newer model. After `pause` returns True, check a last time and return."""
     last: str | None = None
     said, has_ended = "", False
     while True:

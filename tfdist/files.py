@@ -56,7 +56,7 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, *, durable: bool = True, private: bool = False) -> None:
-    """Write a file atomically; raise OSError. With `private`, only the owner can read the file."""
+    """Write a file atomically, or raise OSError. With `private`, only the owner can read it."""
     mode = 0o600 if private else 0o666
     with (
         replacing(path, durable=durable) as unfinished,
@@ -68,7 +68,7 @@ def write_text(path: Path, text: str, *, durable: bool = True, private: bool = F
 
 
 def write_json(path: Path, content: Any, *, durable: bool = True, private: bool = False) -> None:
-    """Write JSON atomically, with the options of `write_text`; raise OSError."""
+    """Write JSON atomically, with the options of `write_text`, or raise OSError."""
     write_text(path, json.dumps(content, indent=1) + "\n", durable=durable, private=private)
 
 
@@ -91,7 +91,7 @@ def require_private(file: IO[bytes], *, where: str) -> None:
 
 
 def open_untrusted(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a regular file; raise OSError for a link, a directory or a FIFO.
+    """Return a descriptor of a regular file, or raise OSError for a link, a directory or a FIFO.
 
     Use it in directories that other users can write to. `open` accepts it as `opener`.
     """
@@ -133,7 +133,7 @@ def one_line_errors(where: object) -> Iterator[None]:
 
 
 class Held(TfdistError):
-    """Another process holds the lock; `holder` is its process id, or ``unknown``."""
+    """Another process holds the lock. `holder` is its process id, or ``unknown``."""
 
     def __init__(self, path: Path, holder: str) -> None:
         super().__init__(f"{path} is locked by process {holder}")
@@ -173,7 +173,7 @@ class FileLock:
         return False
 
     def acquire(self, *, within_s: float = _RETRY_S) -> Self:
-        """Acquire the lock and return it; raise Held after `within_s` seconds, or OSError.
+        """Acquire the lock and return it, or raise Held after `within_s` seconds, or OSError.
 
         The default allows a retry, because `is_held` in another process locks it for a moment.
         """

@@ -15,7 +15,7 @@ _NAMES = (_ADDRESS, "localhost")
 
 
 def listen(port: int, *, flag: str) -> socket.socket:
-    """Return a socket that listens on `port` (0: any free port); raise UsageError for `flag`."""
+    """Return a socket that listens on `port` (0: any free port), or raise UsageError for `flag`."""
     with opening_port(flag, port):
         return socket.create_server((_ADDRESS, port))
 

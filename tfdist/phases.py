@@ -129,7 +129,7 @@ def enter(phase: str, *, step: int | None = None) -> None:
 
 
 def go_on() -> None:
-    """Report progress in the current phase, from a thread other than the one that entered it."""
+    """Report progress in the current phase, from another thread than the training thread."""
     global _state
     with _lock:
         _state = dataclasses.replace(_state, since_s=time.monotonic())

@@ -35,7 +35,7 @@ _NEEDED = ("uvicorn", "httptools", "orjson", "grpc", "grpc_health", "prometheus_
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code."""
+    """Run the program and return its exit code."""
     return run_program("tfdist.serve", lambda: _serve(argv))
 
 
@@ -178,7 +178,7 @@ def _serve_on_ray(options: Any) -> None:
 
 
 def _settings(options: Any) -> ServeOptions:
-    """Convert the flags to the settings of a service; raise UsageError."""
+    """Convert the flags to the settings of a service, or raise UsageError."""
     from tfdist.serving.dispatch import QueueLimits
     from tfdist.serving.supervisor import ServeOptions
 

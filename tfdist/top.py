@@ -31,7 +31,7 @@ _STYLES = {"running": "green", "waiting": "yellow", "ended": "dim"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code."""
+    """Run the program and return its exit code."""
     return run_program("tfdist.top", lambda: _run(_parser().parse_args(argv)), is_report=True)
 
 
@@ -65,7 +65,7 @@ def _show(run_dir: Path, *, once: bool) -> None:
 
 
 def read_live(run_dir: Path) -> dict[str, Any]:
-    """Return the launcher's last status of a job; raise UsageError if there is none."""
+    """Return the launcher's last status of a job, or raise UsageError if there is none."""
     status = read_json(run_dir / LIVE_FILE) or {}
     require(
         status or is_running(run_dir),

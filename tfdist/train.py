@@ -18,7 +18,7 @@ from tfdist.errors import EXIT_OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code."""
+    """Run the program and return its exit code."""
     _set_up_logging()
     words = sys.argv[1:] if argv is None else argv
     return run_program("tfdist.train", lambda: _run(parse(words)))

@@ -22,7 +22,7 @@ from tfdist.tuning.results import show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code."""
+    """Run the program and return its exit code."""
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(asctime)s %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
     words = sys.argv[1:] if argv is None else argv

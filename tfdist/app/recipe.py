@@ -18,7 +18,7 @@ from tfdist.training.epochs import EpochPlan, VirtualEpochs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Datasets:
-    """Training and validation data of a run; `image_shape` is (height, width, channels)."""
+    """Training and validation data of a run. `image_shape` is (height, width, channels)."""
 
     training: Source
     validation: Source | None
@@ -27,7 +27,7 @@ class Datasets:
 
 
 def load_datasets(config: Any) -> Datasets:
-    """Return the data of a run; every task that reads data calls it.
+    """Return the data of a run. Every task that reads data calls it.
 
     Raises:
       UsageError: The dataset or split does not exist, or its examples are not (image, label).
@@ -96,7 +96,7 @@ def learning_rate_of(
 
 
 def optimizer_of(config: Any, *, total_steps: int) -> keras.optimizers.Optimizer:
-    """Return the optimizer; call this function in the strategy's scope."""
+    """Return the optimizer. Call this function in the strategy's scope."""
     options: dict[str, Any] = {"learning_rate": learning_rate_of(config, total_steps=total_steps)}
     if config.weight_decay:
         options["weight_decay"] = config.weight_decay
@@ -114,7 +114,7 @@ def optimizer_of(config: Any, *, total_steps: int) -> keras.optimizers.Optimizer
 
 
 def compiled_model(config: Any, datasets: Datasets, *, total_steps: int) -> keras.Model:
-    """Return the model with optimizer, loss and metrics; call it in the strategy's scope."""
+    """Return the model with optimizer, loss and metrics. Call it in the strategy's scope."""
     model = build_model(
         config.model,
         image_shape=datasets.image_shape,
@@ -170,13 +170,13 @@ def _require_channels(config: Any, channels: int) -> None:
             )
 
 
-# Models that a configuration can name; each returns logits ``[batch, classes]``.
+# Models that a configuration can name. Each returns logits ``[batch, classes]``.
 
 
 def build_model(
     name: str, *, image_shape: tuple[int, int, int], num_classes: int, dropout: float = 0.0
 ) -> keras.Model:
-    """Return an uncompiled model; call this function in the strategy's scope.
+    """Return an uncompiled model. Call this function in the strategy's scope.
 
     Args:
       name: Key of `MODELS`.

@@ -42,19 +42,19 @@ STOPPED = "stopped"
 
 
 def run(config: Any, *, overwrite: bool, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Train the model of `config`; every task of the job calls it.
+    """Train the model of `config`. Every task of the job calls it.
 
     It does not return in worker and ps tasks of a ps job. The chief writes the run directory and
     prints the result.
 
     Returns:
-      The summary in the chief; an empty dict in other tasks.
+      The summary in the chief, and an empty dict in other tasks.
 
     Raises:
       UsageError: The configuration does not fit the data, the cluster, or the run that owns the
         directory. It is raised before training starts.
       TfdistError: The loss became NaN, or the run directory cannot be written.
-      Stopped: A task received a signal that requests a stop; the same command resumes the run.
+      Stopped: A task received a signal that requests a stop. The same command resumes the run.
     """
     task = read_environment(environ)
     directory = RunDirectory(_run_dir(config, task, now=datetime.now(UTC)))
@@ -88,7 +88,7 @@ def _run_as_task(
     seed: int,
     environ: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Run in the strategy; the chief broadcasts `claim`, `seed` and the path of `directory`."""
+    """Run in the strategy. The chief broadcasts `claim`, `seed` and the path of `directory`."""
     strategy = make_strategy(
         config.strategy, devices_per_worker=config.devices_per_worker or None, environ=environ
     )
@@ -148,7 +148,7 @@ def _fit(
     *,
     seed: int,
 ) -> bool:
-    """Train; return whether the run finished, at its last step or by early stopping."""
+    """Train. Return whether the run finished, at its last step or by early stopping."""
     stopping = _stopping(config)
     callbacks = [
         *([stopping] if stopping else []),
@@ -231,7 +231,7 @@ def _write_summary(
     *,
     status: str,
 ) -> dict[str, Any]:
-    """Write the summary and return it in the chief; return {} in other tasks.
+    """Write the summary in the chief and return it. Return {} in other tasks.
 
     A collective if the optimizer is sharded.
     """
@@ -241,7 +241,7 @@ def _write_summary(
     assert job is not None
     cluster = job.config.cluster if job.config else None
     workers = cluster.num_replica_tasks if cluster else 1
-    # A run that was resumed after its last step does no step; use the step of its last line.
+    # A run that was resumed after its last step does no step. Use the step of its last line.
     lines = directory.read_metrics()
     step = reporter.step if reporter.first_step is not None else lines[-1]["step"] if lines else 0
     summary = {
@@ -266,7 +266,7 @@ def _write_summary(
 
 
 def _worker_steps() -> dict[str, int]:
-    """Return the steps of each worker since this process started; {} unless it is a ps job."""
+    """Return the steps of each worker since this process started, {} unless it is a ps job."""
     job = current_job()
     if job is None or job.kind != "ps":
         return {}
@@ -357,7 +357,7 @@ class RunReporter(keras.callbacks.Callback):
         self._epoch, self._epoch_ranges = epoch, []
 
     def resumed_at(self, step: int) -> None:
-        """Remove the lines that the resumed run repeats; call it before the first step."""
+        """Remove the lines that the resumed run repeats. Call it before the first step."""
         self.first_step = self.step = step
         self._directory.drop_metrics_after(step)
         self._display.begin(step=step, examples=self._plan.examples_before(step))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a configuration; its value must match `choices` and the bounds."""
+    """One field of a configuration. Its value must match `choices` and the bounds."""
 
     name: str
     default: Any
@@ -110,7 +110,7 @@ FIELDS: tuple[Field, ...] = (
         least=0,
         below=2**32,  # NumPy's
     ),
-    # Augmentation and normalisation of images; drawn from (seed, pass, example)
+    # Augmentation and normalisation of images, drawn from (seed, pass, example)
     Field(
         "augmentation.random_crop_padding",
         0,

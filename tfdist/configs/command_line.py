@@ -32,7 +32,7 @@ class TrainCommand:
 
 
 def parse(arguments: Sequence[str]) -> TrainCommand:
-    """Read the config file and the overrides; `arguments` do not include the program's name.
+    """Read the config file and the overrides. `arguments` do not include the program's name.
 
     Raises UsageError for an unknown flag or field, a value of the wrong type or out of range, and
     a config file that fails.
@@ -65,7 +65,7 @@ def help_text() -> str:
 
 
 def _parser() -> Parser:
-    """Return the parser, which keeps values as texts; the last value of a field is used."""
+    """Return the parser, which keeps values as texts. The last value of a repeated field wins."""
     parser = Parser(
         prog="python -m tfdist.train",
         usage="python -m tfdist.train [--config=FILE] [--config.FIELD=VALUE ...] [--overwrite]",
@@ -128,7 +128,7 @@ def _read(flag: str, text: str, type_: type) -> Any:
 
 
 def load(path: str) -> ConfigDict:
-    """Run a config file and return its configuration; raise UsageError if it fails."""
+    """Run a config file and return its configuration, or raise UsageError if it fails."""
     from ml_collections import ConfigDict
 
     if not os.path.isfile(path):  # also if the directory is not accessible

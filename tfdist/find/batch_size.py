@@ -95,7 +95,7 @@ class MemoryLimits:
 
     @classmethod
     def of_this_machine(cls, use: float, *, replicas: int = 1) -> MemoryLimits:
-        """Return the fraction `use` of the free memory; replicas without GPUs share the memory."""
+        """Return the fraction `use` of the free memory. Replicas without GPUs share the memory."""
         gpus = gpu_bytes()
         share = 1 if gpus else replicas
         gpu = int(use * min(gpus)) if gpus else None
@@ -171,7 +171,7 @@ class BatchSearch:
 
 
 def try_out(request: Mapping[str, Any], limits: MemoryLimits, *, timeout_s: float) -> BatchTrial:
-    """Run one trial in a child process; raise TfdistError if it fails for lack of something else.
+    """Run one trial in a child. Raise TfdistError if it fails for a reason other than memory.
 
     Args:
       request: Values of `request_of`, ``batch_size``, ``steps`` of a round, and ``least_s``, the
@@ -207,7 +207,7 @@ def try_out(request: Mapping[str, Any], limits: MemoryLimits, *, timeout_s: floa
 
 
 def _watch(child: subprocess.Popen[str], limit_bytes: int, *, timeout_s: float) -> str:
-    """Wait for the child's exit; return the cause if it exceeds its memory limit."""
+    """Wait for the child's exit and return the cause if it exceeds its memory limit."""
     process, deadline_s = psutil.Process(child.pid), time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -332,7 +332,7 @@ def replicas_here(job: Any) -> int:
 
 
 def request_of(model: Any, x: Any, y: Any, path: Path) -> dict[str, Any]:
-    """Save a model as ``.keras``; return the model's and the data's part of a trial's request."""
+    """Save a model as ``.keras``. Return a request with its path, data spec and dtype policy."""
     import keras
 
     from tfdist.checkpoint.publish import saveable
@@ -373,7 +373,7 @@ _OUT_OF_MEMORY = re.compile(r"ResourceExhausted|\bOOM\b|bad_alloc|out of memory|
 
 
 def main() -> int:
-    """Run a trial and write its answer; return 0."""
+    """Run a trial, write its answer and return 0."""
     request = json.load(sys.stdin)
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep the program's output out of the answer
@@ -419,7 +419,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train(request: dict[str, Any]) -> tuple[float, float, int]:
-    """Train rounds of `steps` steps; return examples per second, busy cores, and parameters.
+    """Train rounds of `steps` steps and return examples per second, busy cores, and parameters.
 
     The first round (tracing) is not measured. Further rounds run for at least `least_s` seconds.
     """

@@ -53,7 +53,7 @@ def find_learning_rate(
     signal. A collective: every training task makes the same call (under ps only the chief runs).
 
     Args:
-      x, y, batch_size, sample_weight: Data as in `tfdist.fit`; `batch_size` is the global batch.
+      x, y, batch_size, sample_weight: Data as in `tfdist.fit`. `batch_size` is the global batch.
       lowest, highest: First and last rate (default: 1e-7 and 10).
       steps: Number of rates to try, each for one batch (default: 100).
       smoothing: Weight of the previous mean in the smoothed loss, from 0 to below 1.
@@ -61,8 +61,8 @@ def find_learning_rate(
       seed: Seed of the order of the examples and of random layers (default: 0).
 
     Raises:
-      UsageError: The model is not compiled, is of another scope, or its optimizer does not have
-        exactly one learning rate; the strategy cannot use the data; the first loss is NaN.
+      UsageError: The model is not compiled or is of another scope, its optimizer does not have
+        exactly one learning rate, the strategy cannot use the data, or the first loss is NaN.
       Stopped: A task received a signal that requests a stop.
     """
     job = building.job_for(model, doing="find_learning_rate")
@@ -298,7 +298,7 @@ class LearningRates:
 
 
 def read(rates: Sequence[float], losses: Sequence[float], *, smoothing: float) -> LearningRates:
-    """Return the result of a test; `losses` may be shorter than `rates`, the last not finite."""
+    """Return the result of a test. `losses` may be shorter than `rates`, the last not finite."""
     diverged = len(losses) < len(rates) or not math.isfinite(losses[-1])
     finite = [loss for loss in losses if math.isfinite(loss)]
     curve = smoothed(finite, smoothing=smoothing)

@@ -62,7 +62,7 @@ class ProgressDisplay:
         now = self._clock()
         self._logs.update({k: float(v) for k, v in (logs or {}).items() if k in _SHOWN})
         self._past.append((now, step, examples))
-        # The rate covers a window of time; keep one point from before the window.
+        # The rate covers a window of time. Keep one point from before the window.
         while len(self._past) > 2 and self._past[1][0] <= now - _RATE_OVER_S:
             self._past.pop(0)
         if self._shown_at is None or now - self._shown_at >= self._every_s:

@@ -37,7 +37,7 @@ class Claim(enum.Enum):
 
 
 class RunDirectory:
-    """Paths, files and owner of one run directory; the constructor does not access files."""
+    """Paths, files and owner of one run directory. The constructor does not access files."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -52,10 +52,10 @@ class RunDirectory:
     def claim(
         self, config: Mapping[str, Any], overwrite: bool = False, *, free: Collection[str] = ()
     ) -> Claim:
-        """Claim the directory for the run of `config`; the chief calls it first.
+        """Claim the directory for the run of `config`. The chief calls it first.
 
         Args:
-          config: JSON values; nested keys are compared one by one.
+          config: JSON values. Nested keys are compared one by one.
           overwrite: Whether to move an earlier run's files to ``old-1`` (``old-2``, ...) inside.
           free: Dotted keys that may differ between two starts of the same run.
 
@@ -171,7 +171,7 @@ class RunDirectory:
 
 
 class Evaluations:
-    """The files of one run's evaluator; the constructor does not access files.
+    """The files of one run's evaluator. The constructor does not access files.
 
     They are stored beside the checkpoints and move with them, because checkpoints of different runs
     have the same names.
@@ -275,7 +275,7 @@ def _write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """Return a file's JSON object, None if the file is missing; UsageError if it has no object."""
+    """Return a file's JSON object, None if the file is missing, UsageError if it has no object."""
     try:
         with open(file, encoding="utf-8", opener=open_untrusted) as opened:
             content = json.load(opened)

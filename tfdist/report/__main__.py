@@ -20,7 +20,7 @@ _FILE = "report.html"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code."""
+    """Run the program and return its exit code."""
     return run_program("tfdist.report", lambda: _run(_parser().parse_args(argv)))
 
 

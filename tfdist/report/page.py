@@ -48,7 +48,7 @@ def render(
     *,
     is_followed: bool = False,
 ) -> str:
-    """Return the page; with `is_followed` the page reloads itself while a run is running."""
+    """Return the page. With `is_followed` the page reloads itself while a run is running."""
     names = [*(sweep.name for sweep in sweeps), *(run.name for run in runs)]
     title = named(names, most=4)
     is_going = "running" in (*(s.status for s in sweeps), *(run.status for run in runs))
@@ -222,7 +222,7 @@ def _metric_chart(run: Run, name: str, marks: Sequence[Mark]) -> str:
 def _chart_by_task(
     run: Run, title: str, points_of: Callable[[TaskHistory], Iterable[tuple[float, float]]]
 ) -> str:
-    """Return a chart over the time of all attempts; lines break between attempts."""
+    """Return a chart over the time of all attempts. Lines break between attempts."""
     series: dict[str, list[tuple[float, float]]] = {}
     for attempt in run.attempts:
         for task, history in attempt.history.items():
@@ -238,7 +238,7 @@ def _chart_by_task(
 
 
 def _totals(run: Run) -> dict[str, dict[str, float]]:
-    """Return the seconds of each task in each part; time outside all phases is ``other``."""
+    """Return the seconds of each task in each part. Time outside all phases is ``other``."""
     totals: dict[str, dict[str, float]] = {}
     for attempt in run.attempts:
         for span in attempt.tasks:
@@ -356,7 +356,7 @@ _PART_OF = {phase: part for part, (_, phases) in PARTS.items() for phase in phas
 
 
 def _bar(part: str, left: float, right: float, tip: str) -> str:
-    """Return a bar of a track; `left` and `right` are fractions of the track's width."""
+    """Return a bar of a track. `left` and `right` are fractions of the track's width."""
     place = f"left:{100 * left:.2f}%;width:{100 * (right - left):.2f}%"
     style = f"{place};background:var(--{part})"
     return f'<div class="bar" style="{style}" title="{escape(tip)}"></div>'
@@ -379,7 +379,7 @@ def _timeline(run: Run, legend: str) -> str:
 
 
 def _scale(seconds: float) -> str:
-    """Return the labels at begin, middle and end; more labels would overlap on a phone."""
+    """Return the labels at begin, middle and end. More labels would overlap on a phone."""
     labels = "".join(
         f'<span style="left:{100 * part:g}%">{duration(part * seconds)}</span>'
         for part in (0.0, 0.5, 1.0)

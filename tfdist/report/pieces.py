@@ -258,7 +258,7 @@ def parallel_coordinates(
     tips: Sequence[str],
     label: str,
 ) -> str:
-    """Return parallel coordinates; the first (best) line is thick, and worse lines are fainter.
+    """Return parallel coordinates. The first (best) line is thick, and worse lines are fainter.
 
     A line has a height for each axis, or None if it has no value there.
     """
@@ -313,7 +313,7 @@ def cards(contents: Iterable[str]) -> str:
 
 
 def figures(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return values in large print with their names; unknown values are left out."""
+    """Return values in large print with their names. Unknown values are left out."""
     cells = "".join(
         f'<div class="figure"><b>{escape(value)}</b><span>{escape(about)}</span></div>'
         for value, about in pairs
@@ -341,7 +341,7 @@ def details(summary: str, content: str) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: int | None = None) -> str:
-    """Return a table of HTML cells; columns from index `numbers` on are aligned as numbers."""
+    """Return a table of HTML cells. Columns from index `numbers` on are aligned as numbers."""
 
     def css(column: int) -> str:
         return ' class="n"' if numbers is not None and column >= numbers else ""

@@ -72,7 +72,7 @@ class AttemptRecord:
     first_step_s: float | None = None
     restart_s: float | None = None
     failures: Sequence[Mapping[str, Any]] = ()
-    """Failures in the launcher's report; ``followed`` says how the job continued."""
+    """Failures in the launcher's report. ``followed`` says how the job continued."""
     history: Mapping[str, TaskHistory]
 
 
@@ -89,7 +89,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Content of a run directory; unknown parts are empty."""
+    """Content of a run directory. Unknown parts are empty."""
 
     path: Path
     name: str

@@ -51,7 +51,7 @@ def is_sweep(path: Path) -> bool:
 
 
 def read_sweep(path: Path) -> SweepRecord:
-    """Return the sweep of a directory; raise UsageError if it is damaged or has no trials."""
+    """Return the sweep of a directory, or raise UsageError if it is damaged or has no trials."""
     with reading(path):
         state = fold(read(path / JOURNAL))
     require(

@@ -20,7 +20,7 @@ _DEADLINE_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code."""
+    """Run the program and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     return run_program("tfdist.submit", lambda: _run(words), is_report=True)
 
@@ -56,7 +56,7 @@ def _to_kubernetes(request: JobRequest) -> str:
 
 
 def _apply(manifests: str, job: str, *, namespace: str | None) -> str:
-    """Create all objects of a job, or none; return kubectl's answer.
+    """Create all objects of a job or none, and return kubectl's answer.
 
     The server first validates them. An existing job of this name is an error: it would not change.
     """
@@ -76,7 +76,7 @@ def _warn(lines: Iterable[str]) -> None:
 
 
 def _answer(argv: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a scheduler's command with a text as its input; raise its error in one line."""
+    """Run a scheduler's command with a text as its input. Raise a one-line error if it fails."""
     try:
         answer = subprocess.run(
             argv, input=text, capture_output=True, text=True, errors="replace", timeout=_DEADLINE_S

@@ -50,7 +50,7 @@ class Role:
 
 
 def batch_script(request: JobRequest) -> str:
-    """Return the sbatch script; raise UsageError for a job that does not fit one srun step."""
+    """Return the sbatch script, or raise UsageError for a job that does not fit one srun step."""
     tasks, nodes = request.num_tasks, request.flags.nodes or 0
     if request.strategy in _TOGETHER and request.launch.workers == 1:
         fix = "use --workers 2 or more, or leave --strategy out"
@@ -194,7 +194,7 @@ def _clock(total_s: int) -> str:
 
 
 def _block(text: str, width: int) -> str:
-    """Indent the lines of a text; the template adds the last newline."""
+    """Indent the lines of a text. The template adds the last newline."""
     return textwrap.indent(text.strip("\n"), " " * width)
 
 

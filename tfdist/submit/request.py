@@ -99,7 +99,7 @@ class Volume(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
-    """A job to submit; `flags` has the values of all flags (None or [] if not given).
+    """A job to submit. `flags` has the values of all flags (None or [] if not given).
 
     Raises:
         UsageError: A value is invalid for every scheduler.
@@ -110,7 +110,7 @@ class JobRequest:
     """The launcher's flags, checked by the launcher."""
     env: Mapping[str, str]
     secrets: Mapping[str, str]
-    """References to secret values by variable; never the values."""
+    """References to secret values by variable, but never the values."""
 
     def __post_init__(self) -> None:
         if self.launch.evaluator and not self.has_several_tasks:
@@ -134,7 +134,7 @@ class JobRequest:
 
     @property
     def strategy(self) -> str:
-        """Return the strategy; ``auto`` only for one task, which chooses by its devices."""
+        """Return the strategy. It is ``auto`` only for one task, which chooses by its devices."""
         if self.launch.strategy != "auto":
             return self.launch.strategy
         if self.launch.ps is not None:
@@ -153,13 +153,13 @@ class JobRequest:
 
     @property
     def run_dir(self) -> str:
-        """Return the run directory; its name is fixed, so that a restarted job can resume."""
+        """Return the run directory. Its name is fixed, so that a restarted job can resume."""
         writable = [volume.mount.rstrip("/") for volume in self.volumes if not volume.read_only]
         return self.launch.run_dir or f"{(writable or ['runs'])[0]}/{self.name}"
 
     @property
     def memory_mib(self) -> int | None:
-        """Return the MiB of ``16G``, ``16Gi`` or ``512M`` for each task; None: no limit."""
+        """Return the MiB of ``16G``, ``16Gi`` or ``512M`` for each task, None without a limit."""
         if not (text := self.flags.memory):
             return None
         number = text.rstrip("MGTiB")
@@ -388,7 +388,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def _reference(text: str, pattern: str, form: str) -> tuple[str, str]:
-    """Split ``NAME=reference``; the error message shows at most the name."""
+    """Split ``NAME=reference``. The error message shows at most the name."""
     name, equals, where = text.partition("=")
     if equals and re.fullmatch(_VARIABLE, name) and re.fullmatch(pattern, where):
         return name, where

@@ -293,7 +293,7 @@ class Hub:
         return news
 
     def send(self, rank: int, message: Message) -> None:
-        """Send a message to an agent; do nothing if it is not connected."""
+        """Send a message to an agent. Do nothing if it is not connected."""
         if rank in self._addresses:
             self._agents[rank].send(message)
 

@@ -283,7 +283,7 @@ def slurm_nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _refuse_launchers_in_a_step(environ: Mapping[str, str]) -> None:
-    """Raise UsageError if srun has started several launchers and this is one of them."""
+    """Raise UsageError if srun has started this launcher in several tasks of a step."""
     if settings.text(environ, settings.CLUSTER) not in ("", "auto", "slurm"):
         return
     count = environment.num_slurm_tasks(environ)
@@ -339,7 +339,7 @@ def own_address(host: str, *, other: str) -> str:
 
 
 def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Return family and address of a host, preferring IPv4; raise OSError."""
+    """Return family and address of a host, preferring IPv4, or raise OSError."""
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return family, (str(address[0]), int(address[1]))
@@ -360,7 +360,7 @@ def is_own_address(host: str) -> bool:
 
 
 def _address_towards(other: str) -> str | None:
-    """Return the local address of the route to `other`; None if `other` is on loopback."""
+    """Return the local address of the route to `other`, None if `other` is on loopback."""
     try:
         family, (address, _) = resolve(other, _ANY_PORT)
         if ipaddress.ip_address(address).is_loopback:

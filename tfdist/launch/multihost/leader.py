@@ -67,10 +67,10 @@ class Team:
         return self._group.hosts[rank]
 
     def gather(self) -> int | None:
-        """Wait until all hosts are ready; return the signal of a stop request meanwhile, or None.
+        """Wait until all hosts are ready. Return the signal of a stop request meanwhile, or None.
 
         Raises:
-            StartupTimeout: Too few hosts are ready in time; the message names the missing hosts.
+            StartupTimeout: Too few hosts are ready in time. The message names the missing hosts.
             UsageError: A host has other versions or variables, or no agent can start there.
         """
         began_s, is_announced = self._clock(), False
@@ -168,7 +168,7 @@ class Team:
     # An attempt.
 
     def perform(self, action: TaskAction) -> Ended | None:
-        """Perform an action on the task's host (a failure is shown on all), see `JobProcesses`."""
+        """Perform an action on the task's host like `JobProcesses`. Show a failure on all hosts."""
         if isinstance(action, ShowFailure):
             for rank in self.hub.present:
                 self.hub.send(rank, encode_action(action))
@@ -241,7 +241,7 @@ class Team:
         self._events.append(Ended(task=task, status=EXIT_PEER_MISSING, at_s=now_s, cause=cause))
 
     def _receive(self, rank: int, message: Message) -> None:
-        """Process a message of an agent; ignore malformed messages."""
+        """Process a message of an agent. Ignore malformed messages."""
         try:
             if "event" in message:
                 self._event(rank, message)
@@ -272,7 +272,7 @@ class Team:
         self._events.append(event)
 
     def _counts(self, event: Event, *, rank: int) -> bool:
-        """Return whether a stop request counts; if several hosts get one, only the first counts.
+        """Return whether a stop request counts. If several hosts get one, only the first counts.
 
         A second request on the same host counts, because it means to kill the job.
         """

@@ -35,7 +35,7 @@ _GIVE_UP_S = 10.0
 
 
 class Node:
-    """A host with an agent; `run` returns the exit code of the whole job."""
+    """A host with an agent. `run` returns the exit code of the whole job."""
 
     def __init__(self, part: HostPart, pipe: Pipe) -> None:
         self._job, self._group = part.job, part.group
@@ -67,7 +67,7 @@ class Node:
             self._end_attempt(is_last=True)
 
     def _serve(self) -> int | None:
-        """Report events and execute messages; return the job's exit code if the job has ended."""
+        """Report events and execute messages. Return the job's exit code if the job has ended."""
         for event in self._processes.wait(LOOK_EVERY_S):
             self._tell(event)
         self._pipe.turn()
@@ -117,7 +117,7 @@ class Node:
                 pass
 
     def _perform(self, action: TaskAction) -> Ended | None:
-        """Perform an action on a task; return the task's end if the task cannot start."""
+        """Perform an action on a task and return the task's end if the task cannot start."""
         if isinstance(action, ShowFailure):
             self._screen.mute_others(action.task)  # the launcher shows the failure
         elif isinstance(action, Start) and self._cause:

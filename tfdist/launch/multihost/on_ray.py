@@ -29,7 +29,7 @@ _HOLDERS: list[subprocess.Popen[str]] = []  # they exit with this process
 
 
 def reserve(num_tasks: int, *, within_s: float) -> tuple[str, tuple[int, ...]]:
-    """Reserve CPUs for tasks (0: one for each node); return the group's name and tasks by node.
+    """Reserve CPUs for tasks (0: one per node). Return the group's name and the tasks of each node.
 
     Raises:
         UsageError: Ray is not installed, or there is no cluster.
@@ -65,7 +65,7 @@ def shell(name: str) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Hold the placement group, or relay an agent's pipes; `bootstrap.py` calls it."""
+    """Hold the placement group, or relay an agent's pipes. `bootstrap.py` calls it."""
     kind, name, *rest = argv
     if kind == "hold":
         _hold(name, int(rest[0]), float(rest[1]))
@@ -119,7 +119,7 @@ class Runner:
         )
 
     def write(self, data: bytes) -> None:
-        """Write the launcher's data to the agent; empty data closes the agent's input."""
+        """Write the launcher's data to the agent. Empty data closes the agent's input."""
         assert self._child.stdin is not None
         if data:
             self._child.stdin.write(data)

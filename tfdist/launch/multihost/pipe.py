@@ -25,7 +25,7 @@ _MAX_BYTES = 32 << 20
 
 
 class Pipe:
-    """One end of the connection. No method blocks; `lost` says why the connection ended.
+    """One end of the connection. No method blocks. `lost` says why the connection ended.
 
     Args:
       awaits_greeting: Whether to skip all lines before the agent's greeting.
@@ -56,7 +56,7 @@ class Pipe:
         return self._read_fd
 
     def greet(self) -> None:
-        """Send the greeting; the launcher skips all output before it."""
+        """Send the greeting. The launcher skips all output before it."""
         self._outgoing += GREETING + b"\n"
         self._flush()
 
@@ -115,7 +115,7 @@ class Pipe:
             message = None
         if not isinstance(message, dict):
             self._lose("a line that is no message arrived")
-        elif message:  # an empty one is a heartbeat
+        elif message:  # an empty message is a heartbeat
             self._messages.append(message)
 
     def _flush(self) -> None:
