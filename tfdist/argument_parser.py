@@ -42,7 +42,7 @@ def run_program(name: str, run: Callable[[], int], *, is_report: bool = False) -
     sockets, so a BrokenPipeError means that the reader has closed standard output. Such a program
     exits without a message.
     """
-    with contextlib.suppress(OSError):  # another caller has set it
+    with contextlib.suppress(OSError):  # a failed flush, after the change
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # a path may not be UTF-8
     try:

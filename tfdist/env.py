@@ -23,7 +23,7 @@ _PACKAGES = (
     *("protobuf", "grpcio", "h5py", "ml_dtypes", "tensorflow-datasets", "keras-tuner"),
     *("tf_keras", "ray", "mlflow", "wandb"),
 )
-"""Optional packages that have caused problems before."""
+"""Further packages that have caused problems before."""
 _VARIABLES = re.compile(
     r"(TFDIST|TF|KERAS|CUDA|NVIDIA|NCCL|GRPC|XLA|OMP|KMP|MKL|OPENBLAS|PMI|OMPI_COMM_WORLD)_\w+"
     r"|SLURM_(JOB|STEP|PROCID|NODEID|LOCALID|NTASKS|NNODES|HET|RESTART)\w*"

@@ -137,7 +137,7 @@ def go_on() -> None:
 
 @contextmanager
 def waiting_for_all() -> Iterator[None]:
-    """Enter ``barrier`` if the current phase has no time limit."""
+    """Enter ``barrier`` for the block if the current phase is in `UNTIMED`."""
     if _state.phase not in UNTIMED:
         yield
         return

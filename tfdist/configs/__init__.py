@@ -1,6 +1,6 @@
 """Configuration of `tfdist.train`: its fields, their defaults and valid values.
 
-A config file starts from `base()` and changes what it needs:
+A config file starts from `base()` and changes some fields:
 
 >>> def get_config():
 ...     config = base()

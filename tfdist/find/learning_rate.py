@@ -221,7 +221,7 @@ _LEFT_OUT = 10  # skip a tenth of the points: the first are smoothed over few lo
 
 
 def smoothed(losses: Sequence[float], *, smoothing: float) -> list[float]:
-    """Return the exponential moving average of losses, with bias correction for the first ones."""
+    """Return the exponential moving average of losses, corrected for bias."""
     mean, result = 0.0, []
     for number, loss in enumerate(losses, 1):
         mean = smoothing * mean + (1 - smoothing) * loss

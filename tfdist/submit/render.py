@@ -1,4 +1,4 @@
-"""Render job requests with the templates beside this file: a batch script or manifests. No I/O.
+"""Render job requests with the templates beside this file: a batch script or manifests.
 
 Pods find each other through TFDIST_HOSTS, as defined in `tfdist.cluster.environment`.
 

@@ -103,7 +103,7 @@ _USER_FLAGS = ("-u", "--user", "--proxy-user", "--userpwd")
 
 
 def _names_next(arg: str) -> bool:
-    """Return whether the argument after this one is a secret: ``--pw``, ``Authorization:``."""
+    """Return whether an argument precedes a secret, as ``--pw`` and ``Authorization:`` do."""
     is_name = ("=" not in arg and arg.startswith("-")) or arg.endswith(":")
     return (is_name and may_name_a_secret(arg.rstrip(":"))) or arg.lower() == "bearer"
 

@@ -1,7 +1,7 @@
 """Hosts of a job: their list, and the tasks of each host.
 
-Only the functions for this machine's name and addresses do I/O. Host 0 is the launcher's host. Each
-other host has an agent. If the launcher's host is not in the list, host 0 has no tasks.
+Host 0 is the launcher's host. Each other host has an agent. If the launcher's host is not in the
+list, host 0 has no tasks. I/O: name resolution, digests of files, and reservations in Ray.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Group:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Return all hosts except this one."""
+        """Return the other hosts of the job."""
         return self.hosts[: self.rank] + self.hosts[self.rank + 1 :]
 
     @property
